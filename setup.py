@@ -1,0 +1,57 @@
+"""Package metadata of tokenformer-vit; every tool's settings are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(
+    r'^__version__ = "(.+)"$', (ROOT / "tokenformer_vit" / "__init__.py").read_text(), re.MULTILINE
+).group(1)
+
+setup(
+    name="tokenformer-vit",
+    version=VERSION,
+    description="TokenFormer vision transformers for timm, mmengine and mmpretrain",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    packages=find_packages(include=["tokenformer_vit", "tokenformer_vit.*"]),
+    package_data={"tokenformer_vit": ["py.typed"]},
+    python_requires=">=3.10",
+    install_requires=[
+        "torch>=2.4",
+        "torchvision>=0.19",
+        "timm>=1.0.26",
+        "pillow>=10",
+        # mmengine 0.10.7, the last final release, cannot resume under torch >= 2.6; naming the
+        # release candidate here is what lets pip choose it.
+        "mmengine>=0.11.0rc3,<1.0",
+        "mmcv-lite>=2.2.0,<2.4",
+        "mmpretrain>=1.2.0,<2.0",
+        "matplotlib",
+        "rich",
+        "tqdm",
+    ],
+    extras_require={
+        "data": ["pyarrow"],
+        "demo": ["scikit-learn"],
+        "tensorboard": ["tensorboard"],
+        "dev": [
+            "pytest>=8",
+            "ruff",
+            "pyright",
+            "import-linter",
+            "pyarrow",
+            "scikit-learn",
+            "tensorboard",
+        ],
+    },
+    classifiers=[
+        "License :: OSI Approved :: Apache Software License",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

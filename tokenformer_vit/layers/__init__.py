@@ -1,0 +1,8 @@
+"""The modules a TokenFormer is built of."""
+
+from .attention import Attention
+from .block import TokenFormerBlock
+from .norm import BlockLayerNorm
+from .pattention import Pattention
+
+__all__ = ["Attention", "BlockLayerNorm", "Pattention", "TokenFormerBlock"]

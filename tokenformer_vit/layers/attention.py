@@ -1,0 +1,107 @@
+"""Multi-head self-attention whose four projections are Pattention layers."""
+
+from functools import partial
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from timm.layers import maybe_add_mask, resolve_self_attn_mask, use_fused_attn
+from torch import Tensor, nn
+
+from .norm import BlockLayerNorm
+from .pattention import Pattention
+
+
+class Attention(nn.Module):
+    """Token-token attention between Pattention projections for query, key, value and output.
+
+    Args:
+        dim: Width C of the tokens.
+        num_heads: Number of heads; divides ``dim``.
+        num_qkv_param_tokens: Pairs of each of the query, key and value projections.
+        num_proj_param_tokens: Pairs of the output projection.
+        theta: Name of the Θ variant.
+        qk_norm: Normalise queries and keys over each head's width, without parameters.
+        attn_drop: Dropout rate of the attention weights.
+        proj_drop: Dropout rate of the output.
+        proj_init_gain: ``init_gain`` of the output projection.
+        device: Where parameters are made.
+        dtype: Type of the parameters.
+
+    Raises:
+        ValueError: If ``num_heads`` does not divide ``dim``.
+
+    Shape:
+        (B, N, C) -> (B, N, C).
+
+    Source:
+        TokenFormer, arXiv:2410.23168, Eq. 7 to 9.
+    """
+
+    fused_attn: Final[bool]
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_qkv_param_tokens: int,
+        num_proj_param_tokens: int,
+        theta: str = "gelu_l2",
+        qk_norm: bool = False,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        proj_init_gain: float = 1.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if dim % num_heads:
+            raise ValueError(f"dim {dim} is not a multiple of num_heads {num_heads}")
+        self.num_heads = num_heads
+        self.head_dim = dim // num_heads
+        self.scale = self.head_dim**-0.5
+        self.fused_attn = use_fused_attn()
+
+        projection = partial(Pattention, dim, dim, theta=theta, device=device, dtype=dtype)
+        self.query = projection(num_param_tokens=num_qkv_param_tokens)
+        self.key = projection(num_param_tokens=num_qkv_param_tokens)
+        self.value = projection(num_param_tokens=num_qkv_param_tokens)
+        self.q_norm = BlockLayerNorm(self.head_dim) if qk_norm else nn.Identity()
+        self.k_norm = BlockLayerNorm(self.head_dim) if qk_norm else nn.Identity()
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.proj = projection(num_param_tokens=num_proj_param_tokens, init_gain=proj_init_gain)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        """Attend over (B, N, C) tokens.
+
+        Args:
+            x: (B, N, C).
+            attn_mask: Added to the (B, heads, N, N) scores if floating-point, or, if boolean,
+                true where a token may be attended to.
+            is_causal: Attend to earlier tokens only; excludes ``attn_mask``.
+        """
+        B, N, C = x.shape
+        q = self.query(x).reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
+        k = self.key(x).reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
+        v = self.value(x).reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
+        q, k = self.q_norm(q), self.k_norm(k)  # (B, heads, N, head_dim)
+
+        if self.fused_attn:
+            x = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=attn_mask,
+                dropout_p=self.attn_drop.p if self.training else 0.0,
+                is_causal=is_causal,
+            )
+        else:
+            attn = (q * self.scale) @ k.transpose(-2, -1)  # (B, heads, N, N)
+            attn = maybe_add_mask(attn, resolve_self_attn_mask(N, attn, attn_mask, is_causal))
+            x = self.attn_drop(attn.softmax(dim=-1)) @ v
+
+        x = x.transpose(1, 2).reshape(B, N, C)
+        return self.proj_drop(self.proj(x))

@@ -1,0 +1,109 @@
+"""The TokenFormer block, in the shape in which timm's VisionTransformer asks for one."""
+
+import torch
+from timm.layers import DropPath, LayerScale
+from torch import Tensor, nn
+
+from .attention import Attention
+from .norm import BlockLayerNorm
+from .pattention import Pattention
+
+
+class TokenFormerBlock(nn.Module):
+    """Pre-norm block: attention over tokens, then one Pattention layer as the feed-forward part.
+
+    The first group of arguments is TokenFormer's; the second is what timm passes to every block.
+
+    Args:
+        dim: Width C of the tokens.
+        num_heads: Number of attention heads; divides ``dim``.
+        num_qkv_param_tokens: Pairs of each of query, key and value; ``None`` for ``dim``.
+        num_proj_param_tokens: Pairs of the output projection; ``None`` for ``dim``.
+        num_ffn_param_tokens: Pairs of the feed-forward layer; ``None`` for ``mlp_ratio * dim``.
+        theta: Name of the Θ variant.
+        norm: Parameters of the two LayerNorms: ``none``, ``bias`` or ``weight+bias``.
+        residual_init_gain: Standard deviation, at initialisation, of what each of the two parts
+            adds to the residual stream; 1/√(2·depth) keeps the stream at unit scale.
+        mlp_ratio: Feed-forward pairs for each channel where no count is given.
+        qk_norm: Normalise queries and keys, without parameters.
+        proj_drop: Dropout rate after the output projection and the feed-forward layer.
+        attn_drop: Dropout rate of the attention weights.
+        init_values: Initial value of LayerScale; ``None`` leaves LayerScale out.
+        drop_path: Stochastic depth rate.
+        device: Where parameters are made.
+        dtype: Type of the parameters.
+        **timm_only: The linear, bias, activation and norm choices of an ordinary block. Pattention
+            has none of them, so they are accepted and have no effect.
+
+    Shape:
+        (B, N, C) -> (B, N, C).
+
+    Source:
+        TokenFormer, arXiv:2410.23168, Eq. 7 to 11; the feed-forward part is a single Pattention.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_qkv_param_tokens: int | None = None,
+        num_proj_param_tokens: int | None = None,
+        num_ffn_param_tokens: int | None = None,
+        theta: str = "gelu_l2",
+        norm: str = "none",
+        residual_init_gain: float = 1.0,
+        mlp_ratio: float = 4.0,
+        qk_norm: bool = False,
+        proj_drop: float = 0.0,
+        attn_drop: float = 0.0,
+        init_values: float | None = None,
+        drop_path: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **timm_only: object,
+    ) -> None:
+        super().__init__()
+
+        def layer_scale() -> nn.Module:
+            if not init_values:
+                return nn.Identity()
+            return LayerScale(dim, init_values=init_values, device=device, dtype=dtype)
+
+        self.norm1 = BlockLayerNorm(dim, norm, device=device, dtype=dtype)
+        self.attn = Attention(
+            dim,
+            num_heads,
+            dim if num_qkv_param_tokens is None else num_qkv_param_tokens,
+            dim if num_proj_param_tokens is None else num_proj_param_tokens,
+            theta=theta,
+            qk_norm=qk_norm,
+            attn_drop=attn_drop,
+            proj_drop=proj_drop,
+            proj_init_gain=residual_init_gain,
+            device=device,
+            dtype=dtype,
+        )
+        self.ls1 = layer_scale()
+        self.drop_path1 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
+
+        self.norm2 = BlockLayerNorm(dim, norm, device=device, dtype=dtype)
+        self.mlp = Pattention(
+            dim,
+            dim,
+            int(dim * mlp_ratio) if num_ffn_param_tokens is None else num_ffn_param_tokens,
+            theta=theta,
+            init_gain=residual_init_gain,
+            device=device,
+            dtype=dtype,
+        )
+        self.mlp_drop = nn.Dropout(proj_drop)
+        self.ls2 = layer_scale()
+        self.drop_path2 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
+
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        """Map (B, N, C) tokens to (B, N, C); the mask is that of :class:`Attention`."""
+        attended = self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)
+        x = x + self.drop_path1(self.ls1(attended))
+        return x + self.drop_path2(self.ls2(self.mlp_drop(self.mlp(self.norm2(x)))))

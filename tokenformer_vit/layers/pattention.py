@@ -1,0 +1,125 @@
+"""Pattention as a module: the layer that stands where a transformer has a linear projection."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from tokenformer_vit.ops import check_theta, default_tau, pattention
+
+# A path of pattention() may branch on its inputs or run custom kernels, so fx keeps it whole.
+torch.fx.wrap("pattention")
+
+# E[Θ(A)²] of a weight when the scores are standard normal: what makes the variance of an output
+# P · E[Θ²] · Var[V].
+_SECOND_MOMENT = {
+    "softmax": math.e,
+    "gelu_l1": 2.67175,
+    "gelu_l2": 0.42522,
+    "gelu_l2_post": 1.0,
+}
+
+
+class Pattention(nn.Module):
+    """Token-parameter attention, Θ(X K_Pᵀ) V_P, in place of a linear projection.
+
+    Args:
+        in_features: C_in, width of the input tokens.
+        out_features: C_out, width of the output tokens.
+        num_param_tokens: P, number of key-value pairs of parameter tokens.
+        theta: Name of the Θ variant, a key of ``tokenformer_vit.ops.THETAS``.
+        tau: Scale of Θ; ``None`` takes P under an L1 norm and √P under an L2 norm. It is kept in
+            the state dict and never follows P, so that a grown layer reloads to what it computed.
+        eps: Added where Θ divides, relative to ``tau``; 0 reproduces the released formulas, which
+            give NaN for a row of zeros.
+        init_gain: Standard deviation of the outputs at initialisation, for inputs of unit RMS.
+        device: Where parameters and buffers are made.
+        dtype: Type of the parameters. ``tau`` is float32 in any case.
+
+    Raises:
+        ValueError: If ``theta`` is unknown or a size or ``tau`` is not positive.
+
+    Shape:
+        (..., C_in) -> (..., C_out), of the input's dtype.
+
+    Note:
+        Initialisation: keys N(0, 1/C_in), so that inputs of unit RMS (what LayerNorm hands over)
+        meet scores of unit variance; values N(0, init_gain² / (P · E[Θ²])), with E[Θ²] of
+        standard normal scores, so that outputs have the standard deviation ``init_gain``. The
+        released language code takes N(0, 0.02²) and N(0, (2 / (depth · √width))²) instead. Under
+        ``gelu_l2``, which ignores the scale of the keys, that amounts to much the same; under the
+        other variants scores of standard deviation 0.02·√width depend on the width and leave Θ
+        nearly linear (or, for ``softmax``, nearly constant), and the value rule knows neither P
+        nor Θ, so that the four variants would start from outputs of unlike size.
+
+    Source:
+        TokenFormer, arXiv:2410.23168, Eq. 4 to 6.
+    """
+
+    tau: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        num_param_tokens: int,
+        theta: str = "gelu_l2",
+        tau: float | None = None,
+        eps: float = 1e-6,
+        init_gain: float = 1.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, size in (
+            ("in_features", in_features),
+            ("out_features", out_features),
+            ("num_param_tokens", num_param_tokens),
+        ):
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, but it is {size}")
+        if tau is not None and not tau > 0:
+            raise ValueError(f"tau must be positive, but it is {tau}")
+        self.in_features = in_features
+        self.out_features = out_features
+        self.num_param_tokens = num_param_tokens
+        self.theta = check_theta(theta)
+        self.eps = eps
+        self.init_gain = init_gain
+        self.init_tau = default_tau(theta, num_param_tokens) if tau is None else float(tau)
+        self.key_param_tokens = nn.Parameter(
+            torch.empty(num_param_tokens, in_features, device=device, dtype=dtype)
+        )
+        self.value_param_tokens = nn.Parameter(
+            torch.empty(num_param_tokens, out_features, device=device, dtype=dtype)
+        )
+        self.register_buffer("tau", torch.empty((), device=device, dtype=torch.float32))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the parameter tokens anew, as the class describes, and set τ to its start value."""
+        value_std = self.init_gain / math.sqrt(self.num_param_tokens * _SECOND_MOMENT[self.theta])
+        nn.init.normal_(self.key_param_tokens, std=1 / math.sqrt(self.in_features))
+        nn.init.normal_(self.value_param_tokens, std=value_std)
+        nn.init.constant_(self.tau, self.init_tau)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Pattention":
+        # √768 has no close neighbour in bfloat16: a cast of the model must not move τ.
+        tau = self.tau
+        super()._apply(fn, recurse)
+        self.tau = tau.to(self.tau.device)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., C_in) tokens to (..., C_out)."""
+        return pattention(
+            x, self.key_param_tokens, self.value_param_tokens, self.theta, self.tau, self.eps
+        )
+
+    def extra_repr(self) -> str:
+        """Describe the layer in ``repr``."""
+        return (
+            f"{self.in_features}, {self.out_features}, num_param_tokens={self.num_param_tokens}, "
+            f"theta={self.theta!r}"
+        )

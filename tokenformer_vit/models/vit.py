@@ -1,0 +1,247 @@
+"""TokenFormer vision backbones: timm's VisionTransformer over TokenFormer blocks.
+
+Patch embedding, positions, pooling, the head and everything done to a model from outside are
+timm's. What is ours is the block, the block's norm, and the counts of parameter tokens.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import LayerNorm
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer import checkpoint_filter_fn as vit_checkpoint_filter_fn
+from torch import Tensor
+
+from tokenformer_vit.layers import TokenFormerBlock
+
+__all__ = ["TokenFormerViT", "checkpoint_filter_fn"]
+
+# timm's ViT has these and Pattention has no place for them, or (pools) has no Pattention form.
+_NOT_OURS = (
+    "act_layer",
+    "attn_layer",
+    "block_fn",
+    "fix_init",
+    "mlp_layer",
+    "norm_layer",
+    "proj_bias",
+    "qkv_bias",
+    "scale_attn_norm",
+    "scale_mlp_norm",
+)
+_ATTENTION_POOLS = ("map", "prr")
+
+
+class TokenFormerViT(VisionTransformer):
+    """Vision transformer in which every projection of a block is a Pattention layer.
+
+    Args:
+        theta: Name of the Θ variant, a key of ``tokenformer_vit.ops.THETAS``.
+        norm: Parameters of the LayerNorms inside blocks: ``none``, ``bias`` or ``weight+bias``
+            (Table 5). The final norm always has both.
+        num_qkv_param_tokens: Pairs of each query, key and value projection; default ``embed_dim``.
+        num_proj_param_tokens: Pairs of each output projection; default ``embed_dim``.
+        num_ffn_param_tokens: Pairs of each feed-forward layer; default ``mlp_ratio * embed_dim``.
+        embed_dim: Width C.
+        depth: Number of blocks.
+        weight_init: As in timm; it concerns the stem and the head, parameter tokens are always
+            drawn as :class:`~tokenformer_vit.layers.Pattention` says.
+        **kwargs: Every other argument of timm's ``VisionTransformer``, save those that describe
+            linear layers (``qkv_bias``, ``mlp_layer``, ...), which have no counterpart here.
+
+    Raises:
+        TypeError: If an argument is unknown or has no counterpart.
+        ValueError: If ``theta``, ``norm`` or ``global_pool`` is none of those that exist.
+
+    Shape:
+        (B, in_chans, H, W) -> (B, num_classes).
+
+    Source:
+        TokenFormer, arXiv:2410.23168, Section 3 and Table 4; the training of its vision models
+        follows MAE, arXiv:2111.06377, Table 11, whence the LayerNorm eps of 1e-6.
+    """
+
+    def __init__(
+        self,
+        theta: str = "gelu_l2",
+        norm: str = "none",
+        num_qkv_param_tokens: int | None = None,
+        num_proj_param_tokens: int | None = None,
+        num_ffn_param_tokens: int | None = None,
+        embed_dim: int = 768,
+        depth: int = 12,
+        weight_init: str = "",
+        **kwargs: Any,
+    ) -> None:
+        for name in _NOT_OURS:
+            if name in kwargs:
+                raise TypeError(f"TokenFormer has no {name!r}: its blocks hold no linear layers")
+        _check_pool(kwargs.get("global_pool"))
+        block_fn = partial(
+            TokenFormerBlock,
+            theta=theta,
+            norm=norm,
+            num_qkv_param_tokens=num_qkv_param_tokens,
+            num_proj_param_tokens=num_proj_param_tokens,
+            num_ffn_param_tokens=num_ffn_param_tokens,
+            residual_init_gain=1 / math.sqrt(2 * max(depth, 1)),
+        )
+        super().__init__(
+            embed_dim=embed_dim,
+            depth=depth,
+            weight_init=weight_init,  # type: ignore[arg-type]
+            block_fn=block_fn,  # type: ignore[arg-type]
+            norm_layer=partial(LayerNorm, eps=1e-6),  # type: ignore[arg-type]
+            **kwargs,
+        )
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Name the parameters that weight decay leaves alone, besides those of one dimension."""
+        return {name for name in super().no_weight_decay() if getattr(self, name, None) is not None}
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the head by a fresh one, and the pooling where it is given."""
+        _check_pool(global_pool)
+        super().reset_classifier(num_classes, global_pool)
+
+    @torch.jit.ignore()
+    def load_pretrained(self, checkpoint_path: str, prefix: str = "") -> None:
+        """Refuse ViT's ``.npz`` files: they hold linear layers.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            f"{checkpoint_path}: NumPy checkpoints are those of ordinary ViTs; a TokenFormer loads "
+            ".safetensors or .pth files of its own"
+        )
+
+
+def _check_pool(global_pool: str | None) -> None:
+    if global_pool in _ATTENTION_POOLS:
+        raise ValueError(
+            f"global_pool {global_pool!r} pools by linear attention, which a TokenFormer does not "
+            "have; choose 'token', 'avg', 'avgmax', 'max' or ''"
+        )
+
+
+def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TokenFormerViT) -> dict[str, Tensor]:
+    """Fit a checkpoint to ``model``: unwrap it, resample positions and patches.
+
+    Accepts timm state dicts and those of mmpretrain classifiers trained by this package, where
+    the backbone stands under ``backbone.model.`` and the head under ``head.fc.``.
+    """
+    state_dict = state_dict.get("state_dict", state_dict)  # type: ignore[assignment]
+    if any(name.startswith("backbone.model.") for name in state_dict):
+        state_dict = {
+            name.replace("backbone.model.", "", 1).replace("head.fc.", "head.", 1): tensor
+            for name, tensor in state_dict.items()
+        }
+    return vit_checkpoint_filter_fn(state_dict, model)
+
+
+def _cfg(**kwargs: Any) -> dict[str, Any]:
+    return {
+        "url": "",
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "pool_size": None,
+        "crop_pct": 224 / 256,
+        "interpolation": "bicubic",
+        "fixed_input_size": True,
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        "first_conv": "patch_embed.proj",
+        "classifier": "head",
+        "license": "apache-2.0",
+        "paper_ids": "arXiv:2410.23168",
+        "paper_name": "TokenFormer: Rethinking Transformer Scaling with Tokenized Model Parameters",
+        **kwargs,
+    }
+
+
+default_cfgs = generate_default_cfgs(
+    {
+        "tokenformer_tiny.untrained": _cfg(),
+        "tokenformer_small.untrained": _cfg(),
+        "tokenformer_base.untrained": _cfg(),
+        "tokenformer_large.untrained": _cfg(),
+        "tokenformer_base_matched.untrained": _cfg(),
+        "tokenformer_large_matched.untrained": _cfg(),
+    }
+)
+
+
+def _create(variant: str, pretrained: bool, **kwargs: Any) -> TokenFormerViT:
+    out_indices = kwargs.pop("out_indices", 3)
+    return build_model_with_cfg(
+        TokenFormerViT,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
+        **kwargs,
+    )
+
+
+@register_model
+def tokenformer_tiny(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
+    """Build TokenFormer-Ti/16: width 192, 12 blocks, 3 heads, pairs 192 and 768."""
+    args = {"patch_size": 16, "embed_dim": 192, "depth": 12, "num_heads": 3}
+    return _create("tokenformer_tiny", pretrained, **{**args, **kwargs})
+
+
+@register_model
+def tokenformer_small(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
+    """Build TokenFormer-S/16: width 384, 12 blocks, 6 heads, pairs 384 and 1536."""
+    args = {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6}
+    return _create("tokenformer_small", pretrained, **{**args, **kwargs})
+
+
+@register_model
+def tokenformer_base(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
+    """Build TokenFormer-B/16: width 768, 12 blocks, 12 heads, pairs 768 and 3072 (Table 4)."""
+    args = {"patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12}
+    return _create("tokenformer_base", pretrained, **{**args, **kwargs})
+
+
+@register_model
+def tokenformer_large(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
+    """Build TokenFormer-L/16: width 1024, 24 blocks, 16 heads, pairs 1024 and 4096."""
+    args = {"patch_size": 16, "embed_dim": 1024, "depth": 24, "num_heads": 16}
+    return _create("tokenformer_large", pretrained, **{**args, **kwargs})
+
+
+@register_model
+def tokenformer_base_matched(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
+    """Build TokenFormer-B†/16, with as many parameters as ViT-B/16: pairs 576 and 2304."""
+    args = {
+        "patch_size": 16,
+        "embed_dim": 768,
+        "depth": 12,
+        "num_heads": 12,
+        "num_qkv_param_tokens": 576,
+        "num_proj_param_tokens": 576,
+        "num_ffn_param_tokens": 2304,
+    }
+    return _create("tokenformer_base_matched", pretrained, **{**args, **kwargs})
+
+
+@register_model
+def tokenformer_large_matched(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
+    """Build TokenFormer-L†/16, with as many parameters as ViT-L/16: pairs 768 and 3072."""
+    args = {
+        "patch_size": 16,
+        "embed_dim": 1024,
+        "depth": 24,
+        "num_heads": 16,
+        "num_qkv_param_tokens": 768,
+        "num_proj_param_tokens": 768,
+        "num_ffn_param_tokens": 3072,
+    }
+    return _create("tokenformer_large_matched", pretrained, **{**args, **kwargs})
