@@ -99,7 +99,7 @@ class TokenFormerViT(VisionTransformer):
             **kwargs,
         )
 
-    @torch.jit.ignore
+    @torch.jit.ignore()
     def no_weight_decay(self) -> set[str]:
         """Name the parameters that weight decay leaves alone, besides those of one dimension."""
         return {name for name in super().no_weight_decay() if getattr(self, name, None) is not None}

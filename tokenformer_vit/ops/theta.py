@@ -99,7 +99,7 @@ def check_theta(theta: str) -> str:
 
 
 def default_tau(theta: str, num_param_tokens: int) -> float:
-    """Return the τ with which a layer of P parameter tokens starts: P under an L1 norm, √P under L2.
+    """Return the τ a layer of P parameter tokens starts with: P under an L1 norm, √P under L2.
 
     It is a constant of the layer from then on. A τ that followed P while a model grows would
     change what the model computes (arXiv:2410.23168v2, Appendix B).
