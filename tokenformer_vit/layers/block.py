@@ -8,6 +8,19 @@ from .attention import Attention
 from .norm import BlockLayerNorm
 from .pattention import Pattention
 
+# What timm passes to every block and a block without linear layers has no use for.
+_TIMM_ONLY = {
+    "act_layer",
+    "attn_layer",
+    "depth",
+    "mlp_layer",
+    "norm_layer",
+    "proj_bias",
+    "qkv_bias",
+    "scale_attn_norm",
+    "scale_mlp_norm",
+}
+
 
 class TokenFormerBlock(nn.Module):
     """Pre-norm block: attention over tokens, then one Pattention layer as the feed-forward part.
@@ -34,6 +47,9 @@ class TokenFormerBlock(nn.Module):
         dtype: Type of the parameters.
         **timm_only: The linear, bias, activation and norm choices of an ordinary block. Pattention
             has none of them, so they are accepted and have no effect.
+
+    Raises:
+        TypeError: If an argument is neither named here nor one that timm passes.
 
     Shape:
         (B, N, C) -> (B, N, C).
@@ -63,6 +79,8 @@ class TokenFormerBlock(nn.Module):
         **timm_only: object,
     ) -> None:
         super().__init__()
+        if unknown := timm_only.keys() - _TIMM_ONLY:
+            raise TypeError(f"unexpected keyword arguments: {', '.join(sorted(unknown))}")
 
         def layer_scale() -> nn.Module:
             if not init_values:

@@ -108,7 +108,10 @@ class Pattention(nn.Module):
         # √768 has no close neighbour in bfloat16: a cast of the model must not move τ.
         tau = self.tau
         super()._apply(fn, recurse)
-        self.tau = tau.to(self.tau.device)
+        if tau.is_meta:  # to_empty(): there is a place for τ now, but no value yet
+            self.tau = self.tau.to(tau.dtype)
+        else:
+            self.tau = tau.to(self.tau.device)
         return self
 
     def forward(self, x: Tensor) -> Tensor:

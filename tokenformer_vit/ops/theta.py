@@ -84,7 +84,8 @@ def theta_weights(scores: Tensor, theta: str, tau: Tensor, eps: float) -> Tensor
         return gelu_l2(scores, tau, eps)
     if theta == "gelu_l2_post":
         return gelu_l2_post(scores, tau, eps)
-    raise ValueError(f"unknown Θ {theta!r}; tokenformer_vit.ops.THETAS lists them")
+    # The names stand here again because TorchScript reads neither THETAS nor f"{theta!r}".
+    raise ValueError(f"unknown Θ '{theta}'; choose one of softmax, gelu_l1, gelu_l2, gelu_l2_post")
 
 
 def check_theta(theta: str) -> str:
