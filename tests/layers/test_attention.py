@@ -1,0 +1,97 @@
+import math
+
+import pytest
+import torch
+from timm.layers import set_fused_attn, use_fused_attn
+
+from tokenformer_vit.layers import Attention
+
+
+@pytest.fixture(params=[True, False], ids=["fused", "unfused"])
+def fused(request):
+    before = use_fused_attn()
+    set_fused_attn(request.param)
+    yield request.param
+    set_fused_attn(before)
+
+
+def attention(**kwargs):
+    return Attention(48, 3, 64, 72, **kwargs).double().eval()
+
+
+def tokens():
+    return torch.randn(2, 9, 48, dtype=torch.float64)
+
+
+def reference(layer, x, allowed=None, bias=0.0):
+    """Multi-head attention, a head at a time."""
+    q, k, v = layer.query(x), layer.key(x), layer.value(x)
+    heads = []
+    for q_head, k_head, v_head in zip(*(t.split(16, dim=-1) for t in (q, k, v)), strict=True):
+        scores = q_head @ k_head.mT / math.sqrt(16) + bias
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed, -math.inf)
+        heads.append(scores.softmax(-1) @ v_head)
+    return layer.proj(torch.cat(heads, dim=-1))
+
+
+def test_is_multi_head_attention(fused):
+    layer, x = attention(), tokens()
+    assert layer.fused_attn == fused
+    torch.testing.assert_close(layer(x), reference(layer, x))
+
+
+def test_causal(fused):
+    layer, x = attention(), tokens()
+    causal = torch.ones(9, 9, dtype=torch.bool).tril()
+    out = layer(x, is_causal=True)
+    torch.testing.assert_close(out, reference(layer, x, allowed=causal))
+    x[:, 5:] = torch.randn_like(x[:, 5:])
+    torch.testing.assert_close(layer(x, is_causal=True)[:, :5], out[:, :5])
+
+
+def test_boolean_mask_is_true_where_a_token_may_be_seen(fused):
+    layer, x = attention(), tokens()
+    allowed = torch.rand(9, 9) < 0.6
+    allowed.fill_diagonal_(True)
+    out = layer(x, attn_mask=allowed[None, None])
+    torch.testing.assert_close(out, reference(layer, x, allowed=allowed))
+
+
+def test_float_mask_is_added(fused):
+    layer, x = attention(), tokens()
+    bias = torch.randn(9, 9, dtype=torch.float64)
+    torch.testing.assert_close(layer(x, attn_mask=bias[None, None]), reference(layer, x, bias=bias))
+
+
+def test_qk_norm_bounds_the_scores_without_parameters(fused):
+    layer = attention(qk_norm=True)
+    assert not any("norm" in name for name in layer.state_dict())
+    with torch.no_grad():
+        layer.query.value_param_tokens *= 100
+        layer.key.value_param_tokens *= 100
+    x = tokens()
+    before = layer(x)
+    with torch.no_grad():
+        layer.query.value_param_tokens *= 100
+    torch.testing.assert_close(layer(x), before)
+
+
+def test_dropout_only_while_training(fused):
+    layer, x = attention(attn_drop=0.5, proj_drop=0.5), tokens()
+    torch.testing.assert_close(layer(x), reference(layer, x))
+    layer.train()
+    assert (layer(x) == 0).double().mean() == pytest.approx(0.5, abs=0.15)
+    layer.proj_drop.p = 0.0
+    assert not torch.allclose(layer(x), layer(x))
+
+
+def test_pair_counts_go_where_they_say():
+    layer = Attention(48, 3, num_qkv_param_tokens=64, num_proj_param_tokens=72)
+    counts = [m.num_param_tokens for m in (layer.query, layer.key, layer.value, layer.proj)]
+    assert counts == [64, 64, 64, 72]
+
+
+def test_heads_must_divide_the_width():
+    with pytest.raises(ValueError, match="dim 48 is not a multiple of num_heads 5"):
+        Attention(48, 5, 64, 64)

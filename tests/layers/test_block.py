@@ -1,0 +1,92 @@
+import pytest
+import torch
+from timm.layers import DropPath, LayerScale
+from torch import nn
+
+from tokenformer_vit.layers import TokenFormerBlock
+from tokenformer_vit.ops import THETAS
+
+
+def test_is_pre_norm_attention_then_one_pattention():
+    block = TokenFormerBlock(48, 3, norm="weight+bias", qk_norm=True).double()
+    x = torch.randn(2, 5, 48, dtype=torch.float64)
+    attended = x + block.attn(block.norm1(x))
+    torch.testing.assert_close(block(x), attended + block.mlp(block.norm2(attended)))
+
+
+def test_default_pair_counts_follow_the_width():
+    block = TokenFormerBlock(48, 3, mlp_ratio=3.0)
+    assert block.attn.query.num_param_tokens == 48
+    assert block.attn.proj.num_param_tokens == 48
+    assert block.mlp.num_param_tokens == 144
+
+
+def test_given_pair_counts():
+    block = TokenFormerBlock(48, 3, 10, 20, 30)
+    assert block.attn.value.num_param_tokens == 10
+    assert block.attn.proj.num_param_tokens == 20
+    assert block.mlp.num_param_tokens == 30
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_theta_reaches_all_five_layers(theta):
+    block = TokenFormerBlock(48, 3, theta=theta)
+    thetas = [module.theta for module in block.modules() if hasattr(module, "theta")]
+    assert thetas == [theta] * 5
+
+
+def test_drop_path_drops_whole_samples_and_only_while_training():
+    block = TokenFormerBlock(48, 3, drop_path=0.5)
+    assert isinstance(block.drop_path1, DropPath)
+    x = torch.randn(256, 2, 48)
+    unchanged = (block(x) == x).all(dim=(1, 2))
+    assert unchanged.float().mean() == pytest.approx(0.25, abs=0.12)
+    assert not (block.eval()(x) == x).all(dim=(1, 2)).any()
+    assert isinstance(TokenFormerBlock(48, 3).drop_path1, nn.Identity)
+
+
+def test_layer_scale():
+    block = TokenFormerBlock(48, 3, init_values=1e-5)
+    assert isinstance(block.ls1, LayerScale)
+    x = torch.randn(2, 5, 48)
+    change = (block(x) - x).abs().max()
+    assert 0 < change < 1e-3
+    assert isinstance(TokenFormerBlock(48, 3).ls1, nn.Identity)
+
+
+def test_proj_drop_covers_the_feed_forward_layer():
+    block = TokenFormerBlock(48, 3, proj_drop=1.0)
+    x = torch.randn(2, 5, 48)
+    assert torch.equal(block(x), x)
+    assert not torch.equal(block.eval()(x), x)
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_residual_stream_starts_at_unit_scale_through_24_blocks(theta):
+    depth = 24
+    x = torch.randn(2, 64, 192)
+    scales = []
+    with torch.no_grad():
+        for _ in range(depth):
+            block = TokenFormerBlock(192, 3, theta=theta, residual_init_gain=(2 * depth) ** -0.5)
+            x = block(x)
+            scales.append(x.square().mean().sqrt().item())
+    assert min(scales) > 0.7
+    assert max(scales) < 2
+
+
+def test_meta_device_and_dtype_reach_every_tensor():
+    block = TokenFormerBlock(
+        48, 3, norm="weight+bias", init_values=0.1, device="meta", dtype=torch.bfloat16
+    )
+    assert all(tensor.is_meta for tensor in block.state_dict().values())
+    assert {parameter.dtype for parameter in block.parameters()} == {torch.bfloat16}
+
+
+def test_arguments_of_an_ordinary_block_are_accepted():
+    TokenFormerBlock(48, 3, qkv_bias=True, act_layer=nn.GELU, norm_layer=nn.LayerNorm, depth=4)
+
+
+def test_unknown_arguments_are_named():
+    with pytest.raises(TypeError, match="num_ffn_tokens, thetas"):
+        TokenFormerBlock(48, 3, thetas="softmax", num_ffn_tokens=3)

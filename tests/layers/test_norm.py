@@ -1,0 +1,49 @@
+import pytest
+import torch
+
+from tokenformer_vit.layers import BlockLayerNorm
+
+NAMES = {"none": set(), "bias": {"bias"}, "weight+bias": {"weight", "bias"}}
+
+
+@pytest.mark.parametrize("affine", NAMES)
+def test_has_the_parameters_it_says(affine):
+    assert {name for name, _ in BlockLayerNorm(48, affine).named_parameters()} == NAMES[affine]
+
+
+@pytest.mark.parametrize("affine", NAMES)
+def test_is_layer_norm(affine):
+    norm = BlockLayerNorm(48, affine, eps=1e-3).double()
+    for parameter in norm.parameters():
+        torch.nn.init.normal_(parameter)
+    x = 5 * torch.randn(2, 7, 48, dtype=torch.float64) + 3
+    centred = x - x.mean(-1, keepdim=True)
+    expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-3).sqrt()
+    if "weight" in NAMES[affine]:
+        expected = expected * norm.weight
+    if "bias" in NAMES[affine]:
+        expected = expected + norm.bias
+    torch.testing.assert_close(norm(x), expected)
+
+
+@pytest.mark.parametrize("affine", NAMES)
+def test_reset_gives_the_identity_back(affine):
+    norm = BlockLayerNorm(48, affine, device="meta").to_empty(device="cpu")
+    norm.reset_parameters()
+    x = torch.randn(4, 48)
+    torch.testing.assert_close(norm(x), BlockLayerNorm(48)(x))
+
+
+@pytest.mark.parametrize("affine", NAMES)
+def test_keeps_bfloat16_and_sums_in_float32(affine):
+    norm = BlockLayerNorm(768, affine).to(torch.bfloat16)
+    x = (torch.randn(4, 768) + 10).to(torch.bfloat16)
+    out = norm(x)
+    assert out.dtype == torch.bfloat16
+    exact = torch.nn.functional.layer_norm(x.double(), (768,), eps=norm.eps)
+    torch.testing.assert_close(out.double(), exact, rtol=2**-7, atol=2**-7)
+
+
+def test_unknown_switch_lists_the_known():
+    with pytest.raises(ValueError, match=r"'weight'; choose one of none, bias, weight\+bias"):
+        BlockLayerNorm(48, "weight")

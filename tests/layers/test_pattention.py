@@ -1,0 +1,133 @@
+import copy
+import io
+import math
+
+import pytest
+import torch
+
+from tokenformer_vit.layers import Pattention
+from tokenformer_vit.layers.pattention import _SECOND_MOMENT
+from tokenformer_vit.ops import THETAS, default_tau, pattention
+
+
+def reload(state):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer)
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_computes_the_op_with_its_own_parameters(theta):
+    layer = Pattention(24, 40, 72, theta=theta, tau=5.5, eps=1e-4)
+    x = torch.randn(2, 3, 5, 24)
+    expected = pattention(
+        x, layer.key_param_tokens, layer.value_param_tokens, theta, torch.tensor(5.5), 1e-4
+    )
+    assert layer(x).shape == (2, 3, 5, 40)
+    assert torch.equal(layer(x), expected)
+
+
+def test_state_dict_has_the_released_names_and_tau():
+    shapes = {name: tuple(t.shape) for name, t in Pattention(24, 40, 72).state_dict().items()}
+    assert shapes == {"key_param_tokens": (72, 24), "value_param_tokens": (72, 40), "tau": ()}
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_tau_starts_from_the_number_of_pairs(theta):
+    assert Pattention(8, 8, 72, theta=theta).tau == torch.tensor(default_tau(theta, 72))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_tau_survives_casts_and_checkpoints_bit_by_bit(dtype):
+    layer = Pattention(8, 8, 768)
+    tau = layer.tau.clone()
+    assert tau.to(torch.bfloat16).float() != tau
+
+    layer.to(dtype)
+    assert layer.key_param_tokens.dtype == dtype
+    assert layer.tau.dtype == torch.float32
+    assert torch.equal(layer.tau, tau)
+    assert layer(torch.randn(3, 8, dtype=dtype)).dtype == dtype
+
+    other = Pattention(8, 8, 768, tau=1.0).to(dtype)
+    other.load_state_dict(reload(layer.state_dict()))
+    assert torch.equal(other.tau, tau)
+    assert torch.equal(copy.deepcopy(other).float().tau, tau)
+
+
+def test_a_loaded_tau_replaces_the_one_of_the_size():
+    grown, small = Pattention(8, 8, 96), Pattention(8, 8, 24)
+    assert grown.tau != small.tau
+    with torch.no_grad():
+        grown.key_param_tokens[24:] = 0
+        grown.key_param_tokens[:24] = small.key_param_tokens
+        grown.value_param_tokens[:24] = small.value_param_tokens
+    grown.load_state_dict({**grown.state_dict(), "tau": small.tau})
+    x = torch.randn(5, 8)
+    torch.testing.assert_close(grown(x), small(x))
+
+
+def test_meta_construction_then_reset():
+    layer = Pattention(32, 32, 512, tau=3.5, device="meta")
+    assert all(tensor.is_meta for tensor in layer.state_dict().values())
+    layer.to(torch.bfloat16).to_empty(device="cpu")
+    layer.reset_parameters()
+    assert layer.tau == 3.5
+    assert layer.tau.dtype == torch.float32
+    assert layer.key_param_tokens.dtype == torch.bfloat16
+    assert layer(torch.randn(64, 32, dtype=torch.bfloat16)).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"in_features": 0}, "in_features must be at least 1, but it is 0"),
+        ({"out_features": -2}, "out_features must be at least 1, but it is -2"),
+        ({"num_param_tokens": 0}, "num_param_tokens must be at least 1, but it is 0"),
+        ({"tau": 0.0}, "tau must be positive, but it is 0.0"),
+        ({"tau": math.nan}, "tau must be positive, but it is nan"),
+        ({"theta": "relu"}, "softmax, gelu_l1, gelu_l2, gelu_l2_post"),
+    ],
+)
+def test_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Pattention(**{"in_features": 8, "out_features": 8, "num_param_tokens": 8, **arguments})
+
+
+@pytest.mark.parametrize("gain", [1.0, 0.2])
+@pytest.mark.parametrize("theta", THETAS)
+def test_outputs_start_at_init_gain(theta, gain):
+    layer = Pattention(256, 128, 576, theta=theta, init_gain=gain)
+    with torch.no_grad():
+        out = layer(torch.randn(512, 256))
+    assert out.std() == pytest.approx(gain, rel=0.1)
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_second_moment_is_that_of_normal_scores(theta):
+    scores = torch.linspace(-12, 12, 240_001, dtype=torch.float64)
+    density = (-scores.square() / 2).exp()
+
+    def mean(values):
+        return (density * values).sum() / density.sum()
+
+    activation = torch.nn.functional.gelu(scores)
+    expected = {
+        "softmax": mean((2 * scores).exp()) / mean(scores.exp()) ** 2,
+        "gelu_l1": mean(activation**2) / mean(activation.abs()) ** 2,
+        "gelu_l2": mean(activation**2),
+        "gelu_l2_post": mean(activation**2) / mean(activation**2),
+    }
+    assert _SECOND_MOMENT[theta] == pytest.approx(expected[theta].item(), rel=2e-5)
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_every_parameter_gets_a_gradient(theta):
+    layer = Pattention(24, 40, 72, theta=theta)
+    layer(torch.randn(16, 24)).square().sum().backward()
+    assert all((p.grad != 0).any(dim=1).all() for p in layer.parameters())
+
+
+def test_repr_names_sizes_and_theta():
+    assert "24, 40, num_param_tokens=72, theta='softmax'" in repr(Pattention(24, 40, 72, "softmax"))

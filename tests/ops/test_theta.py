@@ -1,0 +1,126 @@
+import functools
+import math
+import operator
+
+import pytest
+import torch
+
+from tokenformer_vit.ops import THETAS, check_theta, default_tau
+from tokenformer_vit.ops.theta import theta_weights
+
+SIZES = [(1, 64), (1, 576), (197, 72), (197, 100)]
+
+
+def gelu(a):
+    return a * 0.5 * (1 + torch.erf(a / math.sqrt(2)))
+
+
+def formula(theta, a, tau):
+    """The paper's Table 4 and the authors' language code, in the precision of ``a``."""
+    if theta == "softmax":
+        return tau * a.exp() / a.exp().sum(-1, keepdim=True)
+    if theta == "gelu_l1":
+        return tau * gelu(a) / gelu(a).abs().sum(-1, keepdim=True)
+    if theta == "gelu_l2":
+        return gelu(tau * a / torch.linalg.vector_norm(a, dim=-1, keepdim=True))
+    return tau * gelu(a) / torch.linalg.vector_norm(gelu(a), dim=-1, keepdim=True)
+
+
+def double(value):
+    return torch.tensor(value, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("tokens", "pairs"), SIZES)
+@pytest.mark.parametrize("theta", THETAS)
+def test_is_the_published_formula(theta, tokens, pairs):
+    scores = 3 * torch.randn(tokens, pairs, dtype=torch.float64)
+    tau = math.sqrt(pairs) if theta in ("gelu_l2", "gelu_l2_post") else pairs
+    weights = theta_weights(scores, theta, double(tau), 0.0)
+    torch.testing.assert_close(weights, formula(theta, scores, tau), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_follows_the_stored_tau_and_not_the_size(theta):
+    scores = torch.randn(5, 72, dtype=torch.float64)
+    weights = theta_weights(scores, theta, double(3.7), 0.0)
+    torch.testing.assert_close(weights, formula(theta, scores, 3.7), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_released_default_of_tau(theta):
+    expected = {"softmax": 576, "gelu_l1": 576, "gelu_l2": 24, "gelu_l2_post": 24}
+    assert default_tau(theta, 576) == expected[theta]
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_eps_hardly_moves_an_ordinary_row(theta):
+    scores = torch.randn(64, 100, dtype=torch.float64)
+    tau = double(default_tau(theta, 100))
+    exact = theta_weights(scores, theta, tau, 0.0)
+    change = (theta_weights(scores, theta, tau, 1e-6) - exact).norm() / exact.norm()
+    assert change < 1e-5
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_zero_rows_are_finite(theta):
+    scores = torch.randn(4, 64)
+    scores[1] = 0
+    scores.requires_grad_()
+    weights = theta_weights(scores, theta, torch.tensor(default_tau(theta, 64)), 1e-6)
+    weights.square().sum().backward()
+    assert weights.isfinite().all()
+    assert scores.grad.isfinite().all()
+
+
+def test_gelu_l2_does_not_see_the_scale_of_its_scores():
+    scores, tau = torch.randn(8, 64, dtype=torch.float64), double(8.0)
+    torch.testing.assert_close(
+        theta_weights(1000 * scores, "gelu_l2", tau, 0.0),
+        theta_weights(scores, "gelu_l2", tau, 0.0),
+    )
+
+
+def test_softmax_of_large_scores_is_finite():
+    weights = theta_weights(torch.tensor([[1e4, 0.0, -1e4]]), "softmax", torch.tensor(3.0), 1e-6)
+    torch.testing.assert_close(weights, torch.tensor([[3.0, 0.0, 0.0]]))
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_norms_are_summed_in_float32(theta):
+    pairs = 576
+    scores = torch.ones(1, pairs, dtype=torch.bfloat16)
+    low_precision_sum = functools.reduce(operator.add, scores[0])
+    assert low_precision_sum < 0.5 * pairs
+
+    tau = torch.tensor(default_tau(theta, pairs))
+    with torch.autocast("cpu", torch.bfloat16):
+        weights = theta_weights(scores, theta, tau, 1e-6)
+    expected = formula(theta, scores.double(), tau.double())
+    torch.testing.assert_close(weights.double(), expected, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("theta", THETAS)
+def test_keeps_the_dtype(theta, dtype):
+    scores = torch.randn(3, 64).to(dtype)
+    assert theta_weights(scores, theta, torch.tensor(8.0), 1e-6).dtype == dtype
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_dict_and_dispatch_agree(theta):
+    scores, tau = torch.randn(7, 100), torch.tensor(10.0)
+    assert torch.equal(theta_weights(scores, theta, tau, 1e-6), THETAS[theta](scores, tau, 1e-6))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: check_theta("relu"),
+        lambda: default_tau("relu", 4),
+        lambda: theta_weights(torch.randn(2, 4), "relu", torch.tensor(2.0), 1e-6),
+    ],
+)
+def test_unknown_theta_lists_the_known(call):
+    with pytest.raises(ValueError, match="'relu'") as error:
+        call()
+    assert all(theta in str(error.value) for theta in THETAS)
