@@ -1,0 +1,273 @@
+"""Classify image files with a timm model and a checkpoint that is read without running its code."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from PIL import Image
+from safetensors import SafetensorError
+from timm.data import ImageNetInfo, create_transform, resolve_model_data_config
+from timm.models import load_state_dict
+from torch import Tensor, nn
+from torchvision.datasets.folder import IMG_EXTENSIONS
+from tqdm import tqdm
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.models import TokenFormerViT, checkpoint_filter_fn
+
+__all__ = ["class_names", "find_images", "load_model", "predict"]
+
+_LOCAL = "local-dir:"
+# What timm's save_for_hf writes beside config.json, the safe format first.
+_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+
+
+def find_images(paths: Sequence[Path]) -> list[Path]:
+    """List the files among ``paths`` and the images in folders among them, at any depth.
+
+    Args:
+        paths: Files, taken whatever their suffix, and folders.
+
+    Returns:
+        Files in the order given, those of a folder sorted.
+
+    Raises:
+        InputError: If a path does not exist or a folder has no image.
+    """
+    images = []
+    for path in paths:
+        if path.is_dir():
+            found = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMG_EXTENSIONS)
+            if not found:
+                raise InputError(
+                    f"there is no image in the folder {path} ({' '.join(IMG_EXTENSIONS)})"
+                )
+            images += found
+        elif path.exists():
+            images.append(path)
+        else:
+            raise InputError(f"there is no file or folder {path}")
+    return images
+
+
+def load_model(
+    name: str | None,
+    checkpoint: Path | None,
+    num_classes: int | None = None,
+    **kwargs: Any,
+) -> nn.Module:
+    """Build a timm model and load its weights strictly.
+
+    Args:
+        name: timm model name, or ``local-dir:FOLDER`` of a model that timm's ``save_for_hf``
+            wrote; None where the checkpoint lies in such a folder.
+        checkpoint: ``.safetensors`` file or PyTorch checkpoint, of timm or of mmpretrain
+            training; None for the weights in a local folder, otherwise random ones.
+        num_classes: Default: as many as the checkpoint's ``head.weight`` has rows.
+        **kwargs: Arguments of the model.
+
+    Returns:
+        The model, on the CPU, in evaluation mode.
+
+    Raises:
+        InputError: If there is no such model or file, or the two do not fit.
+    """
+    if checkpoint is not None and not checkpoint.is_file():
+        raise InputError(
+            f"there is no checkpoint file {checkpoint}; a folder that was exported is given as "
+            f"--model {_LOCAL}FOLDER"
+        )
+    if name is None:
+        if checkpoint is None or not (checkpoint.parent / "config.json").is_file():
+            raise InputError(
+                "no model given: name it with --model, or give the --checkpoint of an exported "
+                f"folder with config.json; ours are {', '.join(timm.list_models('tokenformer*'))}"
+            )
+        name = f"{_LOCAL}{checkpoint.parent}"
+    if name.startswith(_LOCAL) and checkpoint is None:
+        checkpoint = _weights_in(Path(name.removeprefix(_LOCAL)))
+    _check_name(name)
+
+    state_dict = _read_state_dict(checkpoint) if checkpoint else None
+    if state_dict is not None and num_classes is None:
+        head = state_dict.get("head.weight", state_dict.get("head.fc.weight"))
+        num_classes = None if head is None else len(head)
+    try:
+        model = timm.create_model(name, num_classes=num_classes, **kwargs)
+    except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise InputError(f"the model {name} cannot be built: {_one_line(error)}") from error
+    if state_dict is not None:
+        _load(model, state_dict, f"{checkpoint} does not fit {name}", "img_size" in kwargs)
+    return model.eval()
+
+
+def _weights_in(folder: Path) -> Path:
+    for file in _WEIGHT_FILES:
+        if (folder / file).is_file():
+            return folder / file
+    raise InputError(f"there is none of {', '.join(_WEIGHT_FILES)} in the folder {folder}")
+
+
+def _check_name(name: str) -> None:
+    if name.startswith(_LOCAL):
+        config = Path(name.removeprefix(_LOCAL)) / "config.json"
+        if not config.is_file():
+            raise InputError(f"there is no {config}; {_LOCAL} takes a folder that timm exported")
+    elif not timm.is_model(name):
+        ours = timm.list_models("tokenformer*")
+        close = get_close_matches(name, ours, n=3) or ours
+        raise InputError(f"there is no model {name!r}; did you mean {', '.join(close)}?")
+
+
+def _read_state_dict(path: Path) -> dict[str, Tensor]:
+    try:
+        # Also unwraps timm's and mmengine's training checkpoints, averaged weights first.
+        state_dict = load_state_dict(str(path), weights_only=True)
+    except SafetensorError as error:
+        raise InputError(
+            f"{path} is not a readable safetensors file: {_one_line(error)}"
+        ) from error
+    except Exception as error:  # torch.load answers foreign bytes with nearly any exception
+        raise InputError(
+            f"{path} is damaged or holds more than tensors and plain values; it was not loaded, "
+            "since that could run code: save the state dict alone, best as .safetensors "
+            f"({_one_line(error)})"
+        ) from error
+    if not state_dict or not all(isinstance(value, Tensor) for value in state_dict.values()):
+        raise InputError(
+            f"{path} holds no state dict (found: {', '.join(map(str, list(state_dict)[:5]))}); "
+            "save model.state_dict()"
+        )
+    return state_dict
+
+
+def _load(model: nn.Module, state_dict: dict[str, Tensor], what: str, resample: bool) -> None:
+    """Load strictly; ``resample`` allows positions of another image size."""
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
+    # The filter would resample these two to any size without a word, and so predict with a model
+    # that nobody has trained.
+    stem = ["patch_embed.proj.weight"] if resample else ["patch_embed.proj.weight", "pos_embed"]
+    faults = []
+    for name in stem:
+        for shape in (found[key] for key in found if f".{key}".endswith(f".{name}")):
+            if name in wanted and shape != wanted[name]:
+                faults.append(f"{name} is {shape} in the file and {wanted[name]} in the model")
+    if not faults:
+        if isinstance(model, TokenFormerViT):
+            state_dict = checkpoint_filter_fn(state_dict, model)
+        found = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
+        faults = [
+            f"{name} is {found[name]} in the file and {shape} in the model"
+            for name, shape in wanted.items()
+            if name in found and found[name] != shape
+        ]
+        faults += [
+            f"{name} {wanted[name]} is not in the file" for name in wanted if name not in found
+        ]
+        faults += [
+            f"{name} {found[name]} is not in the model" for name in found if name not in wanted
+        ]
+    if faults:
+        more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
+        raise InputError(
+            f"{what}: {'; '.join(faults[:3])}{more}. Give the --model it was trained as, "
+            "with its --model-kwargs"
+        )
+    model.load_state_dict(state_dict)
+
+
+def class_names(model: nn.Module) -> list[str]:
+    """Name a model's classes: as its export says, else ImageNet-1K's if 1000, else by number."""
+    count: int = model.num_classes  # type: ignore[assignment]
+    names = model.pretrained_cfg.get("label_names")  # type: ignore[union-attr, operator]
+    if names and len(names) == count:
+        return [str(name) for name in names]
+    if count == 1000:
+        return ImageNetInfo().label_descriptions()  # type: ignore[return-value]
+    return [f"class {index}" for index in range(count)]
+
+
+def predict(
+    model: nn.Module,
+    paths: Sequence[Path],
+    topk: int = 5,
+    batch_size: int = 32,
+    device: torch.device | str = "cpu",
+) -> Iterator[tuple[Path, list[dict[str, Any]] | Exception]]:
+    """Classify images with the transform of the model's evaluation.
+
+    Args:
+        model: timm classifier of RGB images.
+        paths: Image files.
+        topk: Number of classes an image, at most all.
+        batch_size: Images in a forward pass.
+        device: Where to compute.
+
+    Yields:
+        Every path in order, with the likeliest classes as {label, index, probability}, likeliest
+        first, or with the exception that reading the image raised.
+
+    Raises:
+        InputError: If the model takes no RGB images, has no classifier, or yields NaN.
+    """
+    if model.in_chans != 3:
+        raise InputError(f"the model takes images of {model.in_chans} channels; only RGB is read")
+    if not model.num_classes:
+        raise InputError("the model has no classifier: choose one that was trained to classify")
+    # The size that the model was built for; its configuration may still say timm's default.
+    size = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    config = resolve_model_data_config(model, {"input_size": (3, *size)} if size else None)
+    transform: Any = create_transform(**config, is_training=False)
+
+    def read(path: Path) -> Tensor | Exception:
+        try:
+            with Image.open(path) as image:
+                return transform(image.convert("RGB"))
+        except Exception as error:  # Pillow's decoders raise nearly anything on damaged data
+            return error
+
+    names = class_names(model)
+    topk = min(topk, len(names))
+    model = model.to(device)
+    quiet = len(paths) <= batch_size  # tqdm's None: a bar if stderr is a terminal
+    with (
+        ThreadPoolExecutor() as pool,
+        tqdm(total=len(paths), unit="image", leave=False, disable=quiet or None) as bar,
+    ):
+        for start in range(0, len(paths), batch_size):
+            batch = paths[start : start + batch_size]
+            images = list(pool.map(read, batch))
+            readable = [image for image in images if isinstance(image, Tensor)]
+            tops = iter(_top(model, torch.stack(readable).to(device), topk) if readable else ())
+            for path, image in zip(batch, images, strict=True):
+                if isinstance(image, Exception):
+                    yield path, image
+                else:
+                    yield (
+                        path,
+                        [{"label": names[i], "index": i, "probability": p} for i, p in next(tops)],
+                    )
+                bar.update()
+
+
+@torch.inference_mode()
+def _top(model: nn.Module, images: Tensor, topk: int) -> list[list[tuple[int, float]]]:
+    probabilities = model(images).float().softmax(dim=-1)  # (B, K)
+    if not probabilities.isfinite().all():
+        raise InputError(
+            "the model's output is not finite; its checkpoint is of a training that diverged"
+        )
+    values, indices = probabilities.topk(topk)
+    return [
+        list(zip(i, p, strict=True)) for i, p in zip(indices.tolist(), values.tolist(), strict=True)
+    ]
+
+
+def _one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:200] if lines else type(error).__name__

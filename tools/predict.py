@@ -1,0 +1,159 @@
+"""Classify images with a trained model.
+
+With the folder that training exported (config.json and model.safetensors side by side)::
+
+    python tools/predict.py cat.jpg photos/ --checkpoint work_dirs/run/export/model.safetensors
+
+With any timm model and a checkpoint of it::
+
+    python tools/predict.py cat.jpg --model tokenformer_base --checkpoint weights.safetensors
+
+Files that are no readable images are named on stderr and skipped. Exit status: 0 if every image
+was classified, 1 if some were skipped, 2 if none could be.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from timm.utils import ParseKwargs
+from tqdm import tqdm
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.prediction import find_images, load_model, predict
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line.
+
+    Raises:
+        SystemExit: With 1 if images were skipped, with 2 after one line on stderr if nothing
+            could be classified.
+    """
+    args = _parse(argv)
+    try:
+        device = _device(args.device)
+        paths = find_images(args.images)
+        model = load_model(args.model, args.checkpoint, args.num_classes, **args.model_kwargs)
+        if args.checkpoint is None and not args.model.startswith("local-dir:"):
+            _say(
+                f"warning: no --checkpoint: {args.model} has random weights, so its answers are too"
+            )
+        results = predict(model, paths, args.topk, args.batch_size, device)
+        done = _print_json(results) if args.json else _print_table(results)
+    except InputError as error:
+        _stop(f"error: {error}")
+    except torch.OutOfMemoryError:
+        _stop(f"error: not enough GPU memory for --batch-size {args.batch_size}; make it smaller")
+    except KeyboardInterrupt:
+        _stop("interrupted")
+    except BrokenPipeError:
+        # The reader, such as `head`, has seen enough; Python must not complain when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    if done == 0:
+        _stop("error: none of the images could be read")
+    if done < len(paths):
+        sys.exit(1)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "images", type=Path, nargs="+", metavar="IMAGE", help="image file, or folder of them"
+    )
+    parser.add_argument("--model", metavar="NAME", help="timm model name, or local-dir:FOLDER")
+    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help=".safetensors or .pth")
+    parser.add_argument("--topk", type=_positive, default=5, metavar="K", help="default: 5")
+    parser.add_argument("--batch-size", type=_positive, default=32, metavar="B", help="default: 32")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line, on stdout")
+    parser.add_argument(
+        "--num-classes", type=_positive, metavar="N", help="default: as the checkpoint's head"
+    )
+    parser.add_argument(
+        "--model-kwargs",
+        nargs="+",
+        action=ParseKwargs,
+        default={},
+        metavar="KEY=VALUE",
+        help="arguments of the model, such as img_size=32 patch_size=4",
+    )
+    return parser.parse_args(argv)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda, but this PyTorch sees no CUDA device; use --device cpu")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def _print_json(results: Iterable[tuple[Path, Any]]) -> int:
+    """Print each image's answer when it is there; return how many there were."""
+    done = 0
+    for path, top in results:
+        if isinstance(top, Exception):
+            _skipped(path, top)
+            continue
+        tqdm.write(json.dumps({"file": str(path), "top": top}), file=sys.stdout)
+        sys.stdout.flush()
+        done += 1
+    return done
+
+
+def _print_table(results: Iterable[tuple[Path, Any]]) -> int:
+    table = Table("image", "class", "index", "probability")
+    table.columns[0].overflow = table.columns[1].overflow = "fold"
+    table.columns[2].justify = table.columns[3].justify = "right"
+    done = 0
+    for path, top in results:
+        if isinstance(top, Exception):
+            _skipped(path, top)
+            continue
+        for rank, guess in enumerate(top):
+            table.add_row(
+                Text(str(path) if rank == 0 else ""),  # Text: names may look like rich's markup
+                Text(guess["label"]),
+                str(guess["index"]),
+                f"{guess['probability']:.2%}",
+                end_section=rank == len(top) - 1,
+            )
+        done += 1
+    if done:
+        Console().print(table)
+    return done
+
+
+def _skipped(path: Path, error: Exception) -> None:
+    _say(f"skipped: {path}: {' '.join(str(error).split()) or type(error).__name__}")
+
+
+def _say(line: str) -> None:
+    tqdm.write(line, file=sys.stderr)
+
+
+def _stop(line: str) -> NoReturn:
+    _say(line)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
