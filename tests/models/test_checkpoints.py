@@ -1,0 +1,127 @@
+import pytest
+import timm
+import torch
+from timm.layers import resample_abs_pos_embed
+from timm.models import get_model_args, load_checkpoint, save_for_hf
+
+from tokenformer_vit.models import checkpoint_filter_fn
+from tokenformer_vit.ops import THETAS
+
+
+def local_dir(path, **kwargs):
+    return timm.create_model(f"local-dir:{path}", pretrained=True, **kwargs).eval()
+
+
+@pytest.fixture
+def saved(small, tmp_path):
+    """A model whose every own argument differs from the default, and its folder."""
+    model = small(
+        theta="gelu_l1",
+        norm="bias",
+        num_qkv_param_tokens=24,
+        num_proj_param_tokens=40,
+        num_ffn_param_tokens=56,
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+        for block in model.blocks:
+            block.mlp.tau.fill_(33.3)
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    assert [file.name for file in tmp_path.glob("model.*")] == ["model.safetensors"]
+    return model, tmp_path
+
+
+def test_folder_reloads_to_the_same_function(saved):
+    model, path = saved
+    loaded = local_dir(path)
+    x = torch.randn(2, 3, 64, 64)
+    assert torch.equal(loaded(x), model(x))
+    assert loaded.blocks[0].mlp.tau == torch.tensor(33.3)
+    own = ("theta", "norm", "num_qkv_param_tokens", "num_proj_param_tokens", "num_ffn_param_tokens")
+    assert {k: get_model_args(loaded)[k] for k in own} == {k: get_model_args(model)[k] for k in own}
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_every_theta_survives_a_folder(small, tmp_path, theta):
+    model = small(theta=theta)
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    x = torch.randn(2, 3, 64, 64)
+    assert torch.equal(local_dir(tmp_path)(x), model(x))
+
+
+def test_folder_reloads_with_another_head(saved):
+    model, path = saved
+    loaded, x = local_dir(path, num_classes=7), torch.randn(2, 3, 64, 64)
+    assert loaded(x).shape == (2, 7)
+    assert torch.equal(loaded.forward_features(x), model.forward_features(x))
+    assert torch.equal(local_dir(path, num_classes=0)(x), model.forward_features(x)[:, 0])
+
+
+def test_folder_reloads_at_another_size(saved):
+    model, path = saved
+    loaded = local_dir(path, img_size=96)
+    assert loaded(torch.randn(2, 3, 96, 96)).shape == (2, 10)
+    expected = resample_abs_pos_embed(model.pos_embed, new_size=[6, 6])
+    torch.testing.assert_close(loaded.pos_embed, expected)
+    assert torch.equal(loaded.blocks[1].mlp.key_param_tokens, model.blocks[1].mlp.key_param_tokens)
+
+
+def test_folder_reloads_with_another_patch_size(saved):
+    _, path = saved
+    loaded = local_dir(path, patch_size=8)
+    assert loaded(torch.randn(2, 3, 64, 64)).shape == (2, 10)
+
+
+def test_folder_reloads_for_grey_images(saved):
+    model, path = saved
+    loaded, grey = local_dir(path, in_chans=1), torch.randn(2, 1, 64, 64)
+    torch.testing.assert_close(loaded(grey), model(grey.expand(2, 3, 64, 64)), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["checkpoint_path", "overlay", "load_checkpoint"])
+def test_state_dict_file(small, tmp_path, form):
+    model, x = small(), torch.randn(2, 3, 64, 64)
+    file = tmp_path / "weights.pth"
+    torch.save(model.state_dict(), file)
+    if form == "checkpoint_path":
+        loaded = small(checkpoint_path=str(file))
+    elif form == "overlay":
+        overlay = {"file": str(file), "num_classes": 10}
+        loaded = small(pretrained=True, pretrained_cfg_overlay=overlay)
+    else:
+        loaded = small()
+        load_checkpoint(loaded, str(file))
+    assert torch.equal(loaded(x), model(x))
+
+
+def test_wrong_pair_count_names_the_parameter(small):
+    with pytest.raises(RuntimeError, match=r"blocks.0.mlp.key_param_tokens.*\[96, 48\]"):
+        small().load_state_dict(small(num_ffn_param_tokens=96).state_dict())
+
+
+def test_filter_reads_mmpretrain_checkpoints(small):
+    model, x = small(), torch.randn(2, 3, 64, 64)
+    state = {
+        f"head.fc.{name[5:]}" if name.startswith("head.") else f"backbone.model.{name}": tensor
+        for name, tensor in model.state_dict().items()
+    }
+    loaded = small()
+    loaded.load_state_dict(checkpoint_filter_fn({"state_dict": state, "meta": {}}, loaded))
+    assert torch.equal(loaded(x), model(x))
+
+
+def test_filter_resamples_positions(small):
+    model, larger = small(), small(img_size=96)
+    larger.load_state_dict(checkpoint_filter_fn(model.state_dict(), larger))
+    torch.testing.assert_close(
+        larger.pos_embed, resample_abs_pos_embed(model.pos_embed, new_size=[6, 6])
+    )
+
+
+def test_npz_is_refused(small, tmp_path):
+    model = small()
+    with pytest.raises(ValueError, match=r"ViT-B_16\.npz.*\.safetensors"):
+        model.load_pretrained(str(tmp_path / "ViT-B_16.npz"))
+    with pytest.raises(ValueError, match=r"ViT-B_16\.npz"):
+        load_checkpoint(model, str(tmp_path / "ViT-B_16.npz"))

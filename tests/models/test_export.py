@@ -1,0 +1,127 @@
+"""What people do to a timm model besides calling it."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from timm.layers import set_scriptable
+from timm.utils import ModelEmaV3
+from torchvision.models.feature_extraction import create_feature_extractor
+
+from tokenformer_vit.ops import THETAS
+
+
+def images():
+    return torch.randn(2, 3, 64, 64)
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_torchscript(small, theta):
+    with set_scriptable(True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = small(theta=theta, norm="bias", qk_norm=True)
+        scripted = torch.jit.script(model)
+    x = images()
+    torch.testing.assert_close(scripted(x), model(x))
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_fx_trace_keeps_pattention_whole(small, theta):
+    model, x = small(theta=theta), images()
+    traced = torch.fx.symbolic_trace(model)
+    torch.testing.assert_close(traced(x), model(x))
+    calls = [n for n in traced.graph.nodes if getattr(n.target, "__name__", "") == "pattention"]
+    assert len(calls) == 5 * len(model.blocks)
+
+
+def test_torchvision_feature_extractor(small):
+    model, x = small(), images()
+    extractor = create_feature_extractor(model, {"blocks.1": "last", "head": "logits"})
+    features = extractor(x)
+    torch.testing.assert_close(features["logits"], model(x))
+    torch.testing.assert_close(model.norm(features["last"]), model.forward_features(x))
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_compile_fullgraph(small, theta):
+    torch._dynamo.reset()
+    model, x = small(theta=theta).train(), images()
+    twin = copy.deepcopy(model)
+    outputs = [model(x), torch.compile(twin, fullgraph=True, backend="aot_eager")(x)]
+    torch.testing.assert_close(*outputs)
+    for out in outputs:
+        out.square().sum().backward()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("theta", THETAS)
+def test_compile_inductor(small, theta):
+    torch._dynamo.reset()
+    model, x = small(theta=theta), images()
+    torch.testing.assert_close(torch.compile(model, fullgraph=True)(x), model(x))
+
+
+def test_export_with_a_free_batch_size(small):
+    model = small()
+    batch = torch.export.Dim("batch", min=1, max=64)
+    exported = torch.export.export(model, (images(),), dynamic_shapes=({0: batch},))
+    x = torch.randn(5, 3, 64, 64)
+    torch.testing.assert_close(exported.module()(x), model(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("theta", THETAS)
+def test_half_precision(small, theta, dtype):
+    model, x = small(theta=theta), images()
+    exact = model.double()(x.double())
+    out = model.to(dtype)(x.to(dtype))
+    assert out.dtype == dtype
+    assert (out.double() - exact).norm() < 0.1 * exact.norm()
+
+
+def test_autocast_trains_float32_parameters(small):
+    model, x = small().train(), images()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(x)
+    out.float().square().sum().backward()
+    assert (out.float() - model(x)).norm() < 0.1 * out.float().norm()
+    assert all(
+        p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters()
+    )
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_are_independent_and_equal(small, duplicate):
+    model, x = small(theta="gelu_l1", norm="bias"), images()
+    twin = duplicate(model)
+    expected = model(x)
+    assert torch.equal(twin(x), expected)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(twin(x), expected)
+
+
+@pytest.mark.parametrize("exclude_buffers", [True, False])
+def test_ema_averages_parameters_and_leaves_tau(small, exclude_buffers):
+    model = small()
+    ema = ModelEmaV3(model, decay=0.9, exclude_buffers=exclude_buffers)
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    ema.update(model)
+    for name, tensor in ema.module.state_dict().items():
+        expected = start[name] if name.endswith("tau") else start[name] + 0.1
+        torch.testing.assert_close(tensor, expected)
+    assert ema(images()).isfinite().all()
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_reruns_are_bit_equal(small, theta):
+    model, x = small(theta=theta), images()
+    assert torch.equal(model(x), model(x))

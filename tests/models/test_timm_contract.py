@@ -1,0 +1,173 @@
+import copy
+
+import pytest
+import timm
+import timm.optim
+import torch
+from timm.models import group_parameters
+
+
+def images(size=64, channels=3, batch=2):
+    return torch.randn(batch, channels, size, size)
+
+
+@pytest.mark.parametrize(("channels", "classes"), [(3, 10), (1, 10), (3, 0)])
+def test_forward(small, channels, classes):
+    model = small(in_chans=channels, num_classes=classes)
+    x = images(channels=channels)
+    assert model(x).shape == (2, classes or 48)
+    assert model.forward_features(x).shape == (2, 17, 48)
+    assert model.forward_head(model.forward_features(x), pre_logits=True).shape == (2, 48)
+
+
+@pytest.mark.parametrize("pool", ["token", "avg", "avgmax", "max"])
+def test_pools(small, pool):
+    model = small(global_pool=pool)
+    assert model(images()).shape == (2, 10)
+
+
+def test_registers_without_a_class_token(small):
+    model = small(class_token=False, reg_tokens=4, global_pool="avg", qk_norm=True, init_values=0.1)
+    assert model(images()).shape == (2, 10)
+    assert model.no_weight_decay() == {"pos_embed", "reg_token"}
+
+
+@pytest.mark.parametrize(("size", "tokens"), [(32, 5), (96, 37)])
+def test_image_size(small, size, tokens):
+    assert small(img_size=size).forward_features(images(size)).shape == (2, tokens, 48)
+    resized = small()
+    resized.set_input_size(img_size=(size, size))
+    assert resized.forward_features(images(size)).shape == (2, tokens, 48)
+
+
+def test_dynamic_image_size(small):
+    fixed, dynamic = small(), small(dynamic_img_size=True)
+    dynamic.load_state_dict(fixed.state_dict())
+    x = images()
+    torch.testing.assert_close(dynamic(x), fixed(x))
+    assert dynamic(torch.randn(2, 3, 96, 48)).shape == (2, 10)
+    with pytest.raises(AssertionError):
+        fixed(images(96))
+
+
+def test_features_only(small):
+    model = small(depth=4, features_only=True)
+    assert model.feature_info.channels() == [48, 48, 48]
+    assert model.feature_info.reduction() == [16, 16, 16]
+    assert [f.shape for f in model(images())] == [(2, 48, 4, 4)] * 3
+    assert len(small(depth=4, features_only=True, out_indices=[0, 2])(images())) == 2
+
+
+def test_forward_intermediates(small):
+    model, x = small(depth=3), images()
+    final, taps = model.forward_intermediates(x, output_fmt="NLC", return_prefix_tokens=True)
+    assert len(taps) == 3
+    torch.testing.assert_close(final, model.forward_features(x))
+    last = torch.cat([taps[-1][1], taps[-1][0]], dim=1)
+    torch.testing.assert_close(model.norm(last), final)
+    (normed,) = model.forward_intermediates(
+        x, indices=[2], norm=True, output_fmt="NLC", intermediates_only=True
+    )
+    torch.testing.assert_close(normed, final[:, 1:])
+
+
+def test_prune_intermediate_layers(small):
+    model, x = small(depth=4), images()
+    expected = model.forward_intermediates(x, indices=[1], intermediates_only=True)[0]
+    assert model.prune_intermediate_layers([1], prune_norm=True) == [1]
+    assert len(model.blocks) == 2
+    parts = {".".join(name.split(".")[:2]) for name, _ in model.named_parameters()}
+    assert parts == {"cls_token", "pos_embed", "patch_embed.proj", "blocks.0", "blocks.1"}
+    actual = model.forward_intermediates(x, indices=[1], intermediates_only=True)[0]
+    torch.testing.assert_close(actual, expected)
+
+
+def test_reset_classifier(small):
+    model, x = small().to(torch.float64), images().double()
+    pooled = model.forward_head(model.forward_features(x), pre_logits=True)
+    model.reset_classifier(0)
+    torch.testing.assert_close(model(x), pooled)
+    model.reset_classifier(7, "avg")
+    assert model(x).shape == (2, 7)
+    assert model.head.weight.dtype == torch.float64
+    assert model.global_pool == "avg"
+    model.reset_classifier(5)
+    assert model.global_pool == "avg"
+
+
+def test_gradient_checkpointing_changes_nothing(small):
+    model, x = small(depth=3).train(), images()
+    recomputing = copy.deepcopy(model)
+    recomputing.set_grad_checkpointing()
+    outputs = [m(x) for m in (model, recomputing)]
+    for out in outputs:
+        out.square().sum().backward()
+    torch.testing.assert_close(*outputs)
+    for a, b in zip(model.parameters(), recomputing.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_masks_reach_the_blocks(small):
+    model = small(depth=1, class_token=False, global_pool="avg", pos_embed="none")
+    x = images()
+    causal = model.forward_features(x, is_causal=True)
+    allowed = torch.ones(16, 16, dtype=torch.bool).tril()
+    torch.testing.assert_close(model.forward_features(x, attn_mask=allowed), causal)
+    assert not torch.allclose(model.forward_features(x), causal)
+
+
+def layer_and_decay(model, **kwargs):
+    optimizer = timm.optim.create_optimizer_v2(model, "adamw", lr=1e-3, weight_decay=0.3, **kwargs)
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {
+        names[id(p)]: (group.get("lr_scale", 1.0), group["weight_decay"])
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+
+
+@pytest.mark.parametrize("layer_decay", [None, 0.5])
+def test_weight_decay_is_for_matrices(small, layer_decay):
+    groups = layer_and_decay(small(norm="weight+bias"), layer_decay=layer_decay)
+    decayed = {name for name, (_, decay) in groups.items() if decay == 0.3}
+    matrices = {name for name in groups if name.endswith("param_tokens")}
+    assert decayed == matrices | {"patch_embed.proj.weight", "head.weight"}
+    assert all(groups[name][1] == 0 for name in groups.keys() - decayed)
+
+
+def test_layer_decay_rises_with_depth(small):
+    groups = layer_and_decay(small(depth=3, norm="weight+bias"), layer_decay=0.5)
+
+    def scales(prefix):
+        return {scale for name, (scale, _) in groups.items() if name.startswith(prefix)}
+
+    prefixes = ["patch_embed", "blocks.0.", "blocks.1.", "blocks.2.", "head"]
+    assert [scales(prefix) for prefix in prefixes] == [{0.5**i} for i in (4, 3, 2, 1, 0)]
+    assert scales("cls_token") == scales("pos_embed") == {0.5**4}
+    assert scales("norm.") == {0.5}
+
+
+def test_group_matcher_puts_each_block_in_a_group_of_its_own(small):
+    model = small(depth=3)
+    groups = group_parameters(model, model.group_matcher(), reverse=True)
+    for name, _ in model.named_parameters():
+        if name.startswith("blocks."):
+            assert groups[name] == 1 + int(name.split(".")[1])
+
+
+def test_no_weight_decay_names_parameters_that_exist(small):
+    model = small()
+    assert model.no_weight_decay() == {"pos_embed", "cls_token"}
+    assert model.no_weight_decay() <= {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.skipif(not timm.optim.list_optimizers("muon"), reason="this timm has no muon")
+def test_muon(small):
+    model = small().train()
+    optimizer = timm.optim.create_optimizer_v2(model, "muon", lr=1e-3, weight_decay=0.1)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model(images()).square().sum().backward()
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert parameter.isfinite().all(), name
+        assert not torch.equal(parameter, before[name]), name

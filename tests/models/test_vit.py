@@ -1,0 +1,156 @@
+import pytest
+import timm
+import torch
+from timm.models import get_model_args
+
+from tokenformer_vit.layers import BlockLayerNorm, Pattention
+from tokenformer_vit.models import TokenFormerViT
+from tokenformer_vit.ops import THETAS
+
+PARAMETERS = {
+    "tokenformer_tiny": 7_456_936,
+    "tokenformer_small": 29_068_648,
+    "tokenformer_base": 114_759_400,
+    "tokenformer_base_matched": 86_447_848,
+    "tokenformer_large": 404_670_440,
+    "tokenformer_large_matched": 304_007_144,
+}
+ABSENT = [
+    "act_layer",
+    "attn_layer",
+    "block_fn",
+    "fix_init",
+    "mlp_layer",
+    "norm_layer",
+    "proj_bias",
+    "qkv_bias",
+    "scale_attn_norm",
+    "scale_mlp_norm",
+]
+
+
+def pattentions(model):
+    return [module for module in model.modules() if isinstance(module, Pattention)]
+
+
+def test_registers_exactly_these_models():
+    assert set(timm.list_models("tokenformer*")) == PARAMETERS.keys()
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameter_count(name):
+    model = timm.create_model(name, device="meta")
+    assert isinstance(model, TokenFormerViT)
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_blocks_are_pattention_and_token_attention_alone(name):
+    model = timm.create_model(name, device="meta")
+    assert [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)] == ["head"]
+    assert len(pattentions(model)) == 5 * len(model.blocks)
+    assert not list(model.blocks[0].norm1.parameters())
+    assert [name for name, _ in model.norm.named_parameters()] == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_recipe_of_evaluation(name):
+    cfg = timm.get_pretrained_cfg(name)
+    assert cfg.input_size == (3, 224, 224)
+    assert cfg.interpolation == "bicubic"
+    assert cfg.crop_pct == 224 / 256
+    assert (cfg.mean, cfg.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+def test_pretrained_weights_that_do_not_exist_are_refused():
+    with pytest.raises(RuntimeError, match="No pretrained weights exist"):
+        timm.create_model("tokenformer_tiny", pretrained=True)
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_theta_reaches_every_layer(small, theta):
+    model = small(theta=theta)
+    assert {layer.theta for layer in pattentions(model)} == {theta}
+    assert model(torch.randn(2, 3, 64, 64)).isfinite().all()
+
+
+@pytest.mark.parametrize("norm", BlockLayerNorm.AFFINE)
+def test_norm_is_that_of_the_blocks_alone(small, norm):
+    model = small(norm=norm)
+    assert {block.norm1.affine for block in model.blocks} == {norm}
+    assert {block.norm2.affine for block in model.blocks} == {norm}
+    assert len(list(model.norm.parameters())) == 2
+
+
+def test_pair_counts(small):
+    model = small(num_qkv_param_tokens=8, num_proj_param_tokens=16, num_ffn_param_tokens=32)
+    assert [layer.num_param_tokens for layer in pattentions(model)] == 2 * [8, 8, 8, 16, 32]
+
+
+def test_own_arguments_are_recorded_as_plain_values(small):
+    arguments = {
+        "theta": "softmax",
+        "norm": "bias",
+        "num_qkv_param_tokens": 8,
+        "num_proj_param_tokens": 16,
+        "num_ffn_param_tokens": 32,
+    }
+    recorded = get_model_args(small(**arguments))
+    assert arguments.items() <= recorded.items()
+
+
+def test_unknown_argument_is_named():
+    with pytest.raises(TypeError, match="num_heds"):
+        timm.create_model("tokenformer_tiny", num_heds=3)
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_argument_without_a_counterpart_is_named(name):
+    with pytest.raises(TypeError, match=f"'{name}'"):
+        timm.create_model("tokenformer_tiny", **{name: True})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "known"),
+    [({"theta": "relu"}, list(THETAS)), ({"norm": "weight"}, ["none", "bias", "weight+bias"])],
+)
+def test_unknown_theta_or_norm_lists_the_known(small, arguments, known):
+    with pytest.raises(ValueError, match="choose one of") as error:
+        small(**arguments)
+    assert all(name in str(error.value) for name in known)
+
+
+@pytest.mark.parametrize("pool", ["map", "prr"])
+def test_attention_pools_are_refused(small, pool):
+    with pytest.raises(ValueError, match=f"global_pool '{pool}'"):
+        small(global_pool=pool)
+    with pytest.raises(ValueError, match=f"global_pool '{pool}'"):
+        small().reset_classifier(10, pool)
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_every_parameter_gets_a_gradient(small, theta):
+    model = small(theta=theta, norm="weight+bias").train()
+    model(torch.randn(2, 3, 64, 64)).square().sum().backward()
+    dead = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert not dead
+
+
+def test_results_do_not_depend_on_the_rest_of_the_batch(small):
+    model, images = small(), torch.randn(5, 3, 64, 64)
+    single = torch.cat([model(image[None]) for image in images])
+    torch.testing.assert_close(model(images), single, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model(images.flip(0)), single.flip(0), rtol=1e-4, atol=1e-5)
+
+
+def test_meta_construction_then_init_weights_is_a_fresh_model(small):
+    model = small(device="meta").to_empty(device="cpu")
+    model.init_weights()
+    fresh = small()
+    for name, tensor in fresh.state_dict().items():
+        actual = model.state_dict()[name]
+        if tensor.ndim and tensor.std() > 1e-5:
+            assert actual.std() == pytest.approx(tensor.std(), rel=0.5), name
+        elif name.endswith("tau"):
+            assert actual == tensor, name
+    assert model(torch.randn(2, 3, 64, 64)).isfinite().all()
