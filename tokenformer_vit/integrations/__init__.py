@@ -1,0 +1,50 @@
+"""What mmengine and mmpretrain lack to train TokenFormer; importing it registers the pieces.
+
+Configs name this package in ``custom_imports``. It is the one place that imports mmpretrain.
+"""
+
+import warnings
+
+from tokenformer_vit.errors import InputError
+
+try:
+    with warnings.catch_warnings():
+        # mmcv-lite has no compiled operators, and needs none here.
+        warnings.filterwarnings("ignore", message="Fail to import ``MultiScaleDeformable")
+        import mmpretrain.datasets
+        import mmpretrain.engine
+        import mmpretrain.evaluation
+        import mmpretrain.models
+        import mmpretrain.visualization  # noqa: F401
+except TypeError as error:
+    # mmpretrain 1.2.0 builds classes over None where transformers and pycocotools are installed.
+    raise InputError(
+        "mmpretrain cannot be imported while transformers and pycocotools are both installed; "
+        "`pip uninstall pycocotools` (TokenFormer needs neither)"
+    ) from error
+
+from .backbone import TimmClassificationBackbone
+from .checkpoint import ExactCheckpointHook
+from .guard import GuardHook
+from .loop import ResumableEpochLoop, ResumableSampler
+from .optim import AccumulationEMAHook, AutocastOptimWrapper
+from .reports import CurvesHook, ExportHook, ProgressHook
+from .storage import AtomicLocalBackend, load_plain_checkpoint
+from .transforms import LoadImage, SeededTransforms
+
+__all__ = [
+    "AccumulationEMAHook",
+    "AtomicLocalBackend",
+    "AutocastOptimWrapper",
+    "CurvesHook",
+    "ExactCheckpointHook",
+    "ExportHook",
+    "GuardHook",
+    "LoadImage",
+    "ProgressHook",
+    "ResumableEpochLoop",
+    "ResumableSampler",
+    "SeededTransforms",
+    "TimmClassificationBackbone",
+    "load_plain_checkpoint",
+]

@@ -1,0 +1,27 @@
+# Small images in class folders, train/<class>/* and val/<class>/*. A config gives both pipelines.
+_base_ = "imagenet.py"
+
+train_dataloader = dict(
+    num_workers=2,
+    dataset=dict(
+        _delete_=True,
+        type="CustomDataset",
+        data_root="",
+        data_prefix="train",
+        with_label=True,
+        pipeline=[],
+    ),
+)
+val_dataloader = dict(
+    num_workers=2,
+    dataset=dict(
+        _delete_=True,
+        type="CustomDataset",
+        data_root="",
+        data_prefix="val",
+        with_label=True,
+        test_mode=True,
+        pipeline=[],
+    ),
+)
+test_dataloader = val_dataloader

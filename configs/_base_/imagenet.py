@@ -1,0 +1,73 @@
+# ImageNet-1K in folders, train/<wnid>/*.JPEG and val/<wnid>/*.JPEG, at 224 px.
+# Augmentation is that of MAE's supervised recipe (arXiv:2111.06377, Table 11) as mmpretrain runs it
+# (vit-base-p16_32xb128-mae_in1k), which adds random erasing.
+data_preprocessor = dict(
+    num_classes=1000,
+    mean=[123.675, 116.28, 103.53],
+    std=[58.395, 57.12, 57.375],
+    to_rgb=True,
+)
+
+train_pipeline = [
+    dict(type="LoadImage"),
+    dict(
+        type="SeededTransforms",
+        transforms=[
+            dict(
+                type="RandomResizedCrop", scale=224, backend="pillow", interpolation="bicubic"
+            ),
+            dict(type="RandomFlip", prob=0.5, direction="horizontal"),
+            dict(
+                type="RandAugment",
+                policies="timm_increasing",
+                num_policies=2,
+                total_level=10,
+                magnitude_level=9,
+                magnitude_std=0.5,
+                hparams=dict(pad_val=[104, 116, 124], interpolation="bicubic"),
+            ),
+            dict(
+                type="RandomErasing",
+                erase_prob=0.25,
+                mode="rand",
+                min_area_ratio=0.02,
+                max_area_ratio=1 / 3,
+                fill_color=[103.53, 116.28, 123.675],
+                fill_std=[57.375, 57.12, 58.395],
+            ),
+        ],
+    ),
+    dict(type="PackInputs"),
+]
+test_pipeline = [
+    dict(type="LoadImage"),
+    dict(
+        type="ResizeEdge", scale=256, edge="short", backend="pillow", interpolation="bicubic"
+    ),
+    dict(type="CenterCrop", crop_size=224),
+    dict(type="PackInputs"),
+]
+
+train_dataloader = dict(
+    batch_size=128,
+    num_workers=8,
+    persistent_workers=True,
+    pin_memory=True,
+    collate_fn=dict(type="default_collate"),
+    sampler=dict(type="ResumableSampler", shuffle=True),
+    dataset=dict(
+        type="ImageNet", data_root="data/imagenet", split="train", pipeline=train_pipeline
+    ),
+)
+val_dataloader = dict(
+    batch_size=128,
+    num_workers=8,
+    persistent_workers=True,
+    pin_memory=True,
+    collate_fn=dict(type="default_collate"),
+    sampler=dict(type="DefaultSampler", shuffle=False),
+    dataset=dict(type="ImageNet", data_root="data/imagenet", split="val", pipeline=test_pipeline),
+)
+test_dataloader = val_dataloader
+val_evaluator = dict(type="Accuracy", topk=(1, 5))
+test_evaluator = val_evaluator

@@ -1,0 +1,33 @@
+# MAE's recipe for training from labels, from scratch (arXiv:2111.06377, Table 11), with the cosine
+# floor and warm-up start of mmpretrain's vit-base-p16_32xb128-mae_in1k.
+# Parameter tokens are matrices and decay; norms, biases, the class token and positions do not.
+_base_ = "runtime.py"
+
+optim_wrapper = dict(
+    type="OptimWrapper",
+    accumulative_counts=1,
+    optimizer=dict(
+        type="AdamW", lr=1e-4 * 4096 / 256, weight_decay=0.3, eps=1e-8, betas=(0.9, 0.95)
+    ),
+    paramwise_cfg=dict(
+        norm_decay_mult=0.0,
+        bias_decay_mult=0.0,
+        flat_decay_mult=0.0,
+        custom_keys={
+            ".cls_token": dict(decay_mult=0.0),
+            ".pos_embed": dict(decay_mult=0.0),
+        },
+    ),
+)
+param_scheduler = [
+    dict(type="LinearLR", start_factor=1e-3, by_epoch=True, end=20, convert_to_iter_based=True),
+    dict(type="CosineAnnealingLR", eta_min=1e-5, by_epoch=True, begin=20),
+]
+train_cfg = dict(type="ResumableEpochLoop", max_epochs=300, val_interval=1)
+val_cfg = dict()
+test_cfg = dict()
+
+default_hooks = dict(ema=dict(type="AccumulationEMAHook", momentum=1e-4))
+
+# With --auto-scale-lr, the learning rate above is that of this many images an optimiser step.
+auto_scale_lr = dict(base_batch_size=4096, enable=False)

@@ -1,0 +1,28 @@
+# Logging, checkpoints, seeds and processes: the same for every run.
+custom_imports = dict(imports=["tokenformer_vit.integrations"], allow_failed_imports=False)
+default_scope = "mmpretrain"
+
+default_hooks = dict(
+    guard=dict(type="GuardHook"),
+    timer=dict(type="IterTimerHook"),
+    logger=dict(type="LoggerHook", interval=100),
+    param_scheduler=dict(type="ParamSchedulerHook"),
+    sampler_seed=dict(type="DistSamplerSeedHook"),
+    checkpoint=dict(type="ExactCheckpointHook", interval=1, by_epoch=True, max_keep_ckpts=3),
+    progress=dict(type="ProgressHook"),
+    curves=dict(type="CurvesHook"),
+    export=dict(type="ExportHook"),
+)
+
+env_cfg = dict(
+    cudnn_benchmark=False,
+    mp_cfg=dict(mp_start_method="fork", opencv_num_threads=0),
+    dist_cfg=dict(backend="nccl"),
+)
+vis_backends = [dict(type="LocalVisBackend")]
+visualizer = dict(type="UniversalVisualizer", vis_backends=vis_backends)
+log_level = "INFO"
+load_from = None
+resume = False
+# Each process augments, mixes and drops on its own; sampling is the same everywhere.
+randomness = dict(seed=0, deterministic=False, diff_rank_seed=True)

@@ -1,0 +1,59 @@
+# TokenFormer-Ti/4 on CIFAR-10 at 32 px, from scratch, in a short schedule.
+#
+# Paper:     has no such run
+# Data:      python tools/prepare_data.py CIFAR10_PARQUET_FOLDER data/cifar10
+# Batch:     256 on one GPU
+# Hardware:  a GPU run of the full set over 50 epochs: not run
+# Command:   python tools/train.py configs/cifar10_tiny.py --amp
+# Expected:  not run
+_base_ = ["_base_/tokenformer.py", "_base_/folders.py", "_base_/mae_supervised.py"]
+
+model = dict(
+    backbone=dict(model_name="tokenformer_tiny", img_size=32, patch_size=4),
+    head=dict(num_classes=10, in_channels=192),
+)
+data_preprocessor = dict(
+    num_classes=10, mean=[125.3, 123.0, 113.9], std=[63.0, 62.1, 66.7], to_rgb=True
+)
+train_pipeline = [
+    dict(type="LoadImage"),
+    dict(
+        type="SeededTransforms",
+        transforms=[
+            dict(type="RandomCrop", crop_size=32, padding=4),
+            dict(type="RandomFlip", prob=0.5, direction="horizontal"),
+            dict(
+                type="RandAugment",
+                policies="timm_increasing",
+                num_policies=2,
+                total_level=10,
+                magnitude_level=9,
+                magnitude_std=0.5,
+                hparams=dict(pad_val=[114, 123, 125], interpolation="bicubic"),
+            ),
+        ],
+    ),
+    dict(type="PackInputs"),
+]
+test_pipeline = [
+    dict(type="LoadImage"),
+    dict(type="ResizeEdge", scale=32, edge="short", backend="pillow", interpolation="bicubic"),
+    dict(type="CenterCrop", crop_size=32),
+    dict(type="PackInputs"),
+]
+train_dataloader = dict(
+    batch_size=256, dataset=dict(data_root="data/cifar10", pipeline=train_pipeline)
+)
+val_dataloader = dict(
+    batch_size=256, dataset=dict(data_root="data/cifar10", pipeline=test_pipeline)
+)
+test_dataloader = val_dataloader
+
+optim_wrapper = dict(optimizer=dict(lr=1e-3, weight_decay=0.05))
+param_scheduler = [
+    dict(type="LinearLR", start_factor=1e-3, by_epoch=True, end=5, convert_to_iter_based=True),
+    dict(type="CosineAnnealingLR", eta_min=1e-5, by_epoch=True, begin=5),
+]
+train_cfg = dict(max_epochs=50)
+default_hooks = dict(ema=dict(momentum=2e-3))
+auto_scale_lr = dict(base_batch_size=256)

@@ -1,0 +1,63 @@
+# TokenFormer-Ti/8 on Imagenette (ten ImageNet classes) at 128 px, from scratch.
+#
+# Paper:     has no such run
+# Data:      python tools/prepare_data.py IMAGENETTE_PARQUET_FOLDER data/imagenette
+# Batch:     128 on one GPU
+# Hardware:  not run
+# Command:   python tools/train.py configs/imagenette_tiny.py --amp
+# Expected:  not run
+_base_ = ["_base_/tokenformer.py", "_base_/folders.py", "_base_/mae_supervised.py"]
+
+model = dict(
+    backbone=dict(model_name="tokenformer_tiny", img_size=128, patch_size=8),
+    head=dict(num_classes=10, in_channels=192),
+)
+data_preprocessor = dict(num_classes=10)
+train_pipeline = [
+    dict(type="LoadImage"),
+    dict(
+        type="SeededTransforms",
+        transforms=[
+            dict(
+                type="RandomResizedCrop",
+                scale=128,
+                crop_ratio_range=(0.25, 1.0),
+                backend="pillow",
+                interpolation="bicubic",
+            ),
+            dict(type="RandomFlip", prob=0.5, direction="horizontal"),
+            dict(
+                type="RandAugment",
+                policies="timm_increasing",
+                num_policies=2,
+                total_level=10,
+                magnitude_level=9,
+                magnitude_std=0.5,
+                hparams=dict(pad_val=[104, 116, 124], interpolation="bicubic"),
+            ),
+        ],
+    ),
+    dict(type="PackInputs"),
+]
+test_pipeline = [
+    dict(type="LoadImage"),
+    dict(type="ResizeEdge", scale=128, edge="short", backend="pillow", interpolation="bicubic"),
+    dict(type="CenterCrop", crop_size=128),
+    dict(type="PackInputs"),
+]
+train_dataloader = dict(
+    batch_size=128, dataset=dict(data_root="data/imagenette", pipeline=train_pipeline)
+)
+val_dataloader = dict(
+    batch_size=128, dataset=dict(data_root="data/imagenette", pipeline=test_pipeline)
+)
+test_dataloader = val_dataloader
+
+optim_wrapper = dict(optimizer=dict(lr=1e-3, weight_decay=0.05))
+param_scheduler = [
+    dict(type="LinearLR", start_factor=1e-3, by_epoch=True, end=5, convert_to_iter_based=True),
+    dict(type="CosineAnnealingLR", eta_min=1e-5, by_epoch=True, begin=5),
+]
+train_cfg = dict(max_epochs=100)
+default_hooks = dict(ema=dict(momentum=2e-3))
+auto_scale_lr = dict(base_batch_size=128)

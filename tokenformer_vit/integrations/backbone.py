@@ -1,0 +1,106 @@
+"""A timm model as an mmpretrain backbone."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import timm
+from mmengine.model import BaseModule
+from mmpretrain.registry import MODELS
+from timm.models import group_parameters
+from torch import Tensor, nn
+
+import tokenformer_vit.models  # noqa: F401  # registers the models that configs name
+
+
+@MODELS.register_module()
+class TimmClassificationBackbone(BaseModule):
+    """Any timm model, pooled, in front of mmpretrain's ``LinearClsHead``.
+
+    mmpretrain's own ``TIMMBackbone`` hands unpooled tokens to the head, and its ``TimmClassifier``
+    renames parameters in a way that averaged weights cannot be saved.
+
+    Args:
+        model_name: Name of a registered timm model.
+        pretrained: Start from timm's pretrained weights.
+        checkpoint_path: Start from this file; its head is left out.
+        **kwargs: Arguments of the timm model.
+
+    Shape:
+        (B, in_chans, H, W) -> a tuple of one (B, C), the pooled and normalised features.
+    """
+
+    def __init__(
+        self, model_name: str, pretrained: bool = False, checkpoint_path: str = "", **kwargs: Any
+    ) -> None:
+        super().__init__()
+        self.model = timm.create_model(
+            model_name,
+            pretrained=pretrained,
+            checkpoint_path=checkpoint_path,
+            num_classes=0,
+            **kwargs,
+        )
+
+    def init_weights(self) -> None:
+        """Leave the weights as timm initialised or loaded them."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        """Map images to pooled features."""
+        return (self.model(x),)
+
+    def get_layer_depth(self, param_name: str, prefix: str = "") -> tuple[int, int]:
+        """Tell mmpretrain's layer-wise learning rate decay where a parameter stands.
+
+        Args:
+            param_name: Full name of the parameter.
+            prefix: What precedes this backbone's own names in it.
+
+        Returns:
+            The layer of the parameter, and the number of layers with the head's.
+        """
+        layers = group_parameters(self.model, self.model.group_matcher(coarse=False), reverse=True)
+        last = max(layers.values()) + 1
+        return layers.get(param_name.removeprefix(f"{prefix}model."), last), last + 1
+
+
+def timm_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the tensors of an mmpretrain classifier (backbone and linear head) to timm's names."""
+    names = {"backbone.model.": "", "head.fc.": "head."}
+    return {
+        new + name.removeprefix(old): tensor
+        for name, tensor in state_dict.items()
+        for old, new in names.items()
+        if name.startswith(old)
+    }
+
+
+def classifier_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the tensors of a timm model to those of an mmpretrain classifier around it."""
+    return {
+        f"head.fc.{name.removeprefix('head.')}"
+        if name.startswith("head.")
+        else f"backbone.model.{name}": tensor
+        for name, tensor in state_dict.items()
+    }
+
+
+def as_timm_model(classifier: nn.Module) -> nn.Module:
+    """Build the timm model, head included, that computes what an mmpretrain classifier computes.
+
+    Args:
+        classifier: ``ImageClassifier`` of this backbone and a ``LinearClsHead``.
+
+    Returns:
+        A copy on the CPU; ``classifier`` is left as it is.
+    """
+    backbone: Any = classifier.backbone
+    model = backbone.model
+    # Rebuilt from its recorded arguments, so that timm writes down what it needs to do so again.
+    args = {
+        name: value for name, value in model._model_args.items() if name != "num_classes"
+    }
+    rebuilt = timm.create_model(
+        model.pretrained_cfg["architecture"], num_classes=classifier.head.num_classes, **args
+    )
+    rebuilt.load_state_dict(timm_state_dict(classifier.state_dict()))
+    return rebuilt

@@ -1,0 +1,195 @@
+"""Checkpoints from which a killed run goes on as if it had not been killed."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from mmengine.dist import all_gather_object, all_reduce, get_rank, get_world_size, is_main_process
+from mmengine.hooks import CheckpointHook
+from mmengine.logging import HistoryBuffer
+from mmengine.registry import HOOKS
+from mmengine.runner import Runner
+
+from tokenformer_vit.errors import InputError
+
+from .transforms import SeededTransforms
+
+
+@HOOKS.register_module()
+class ExactCheckpointHook(CheckpointHook):
+    """mmengine's ``CheckpointHook`` with what an exact resume needs besides.
+
+    A checkpoint also holds the random state of every process, the seed of the sampler and the
+    gradients that are still being accumulated. It consists of tensors and plain values alone, so
+    that it loads with ``torch.load(..., weights_only=True)``. The file it replaces is deleted
+    after it is safely on the disk, not before.
+
+    On resume, the validation that was due at the checkpoint runs again: it may have been cut off.
+
+    Note:
+        The loss sequence after a resume is that of an uninterrupted run, bit for bit, on the same
+        number of processes with the same batch size, where the operations themselves are
+        deterministic. With several processes and pending gradients it agrees to rounding, since
+        what is saved of those is their mean.
+    """
+
+    _progress: dict[str, Any] | None = None
+    _resumed: dict[str, Any] | None = None
+
+    def before_train(self, runner: Runner) -> None:
+        """Take up the state of the checkpoint, if the run was resumed from one."""
+        super().before_train(runner)
+        loader = runner.train_dataloader
+        # Iterators draw a seed for their workers; drawn from the global generator it would shift
+        # every later random number at each start of an epoch, a validation, or a resume.
+        loader.generator = torch.Generator()
+        if runner.val_loop is not None:
+            runner.val_dataloader.generator = torch.Generator()
+        if self._resumed is None:
+            return
+        if self._resumed["iters_per_epoch"] != len(loader):
+            raise InputError(
+                f"the checkpoint is of a run with {self._resumed['iters_per_epoch']} iterations an "
+                f"epoch, this run has {len(loader)}: resume with the same data and the same batch "
+                "size times number of processes, or start anew from its weights with "
+                "`--cfg-options load_from=CHECKPOINT`"
+            )
+        loader.sampler.seed = self._resumed["sampler_seed"]
+        parameters = dict(runner.model.named_parameters())
+        for name, gradient in self._resumed["gradients"].items():
+            parameters[name].grad = gradient.to(parameters[name])
+        loop = runner.train_loop
+        at_epoch_start = loop.iter == loop.epoch * len(loader)
+        due = loop.epoch >= loop.val_begin and (
+            loop.epoch % loop.val_interval == 0 or loop.epoch == loop.max_epochs
+        )
+        if runner.val_loop is not None and at_epoch_start and loop.epoch and due:
+            runner.val_loop.run()
+
+    def before_train_epoch(self, runner: Runner) -> None:
+        """Give the augmentations of this epoch their seed."""
+        loader = runner.train_dataloader
+        for transform in loader.dataset.pipeline.transforms:
+            if isinstance(transform, SeededTransforms):
+                transform.set_epoch(loader.sampler.seed, runner.epoch)
+
+    def before_train_iter(self, runner: Runner, *args: Any, **kwargs: Any) -> None:
+        """Put the random generators where they stood, before the first iteration after a resume."""
+        if self._resumed is None:
+            return
+        states = self._resumed["rng"]
+        self._resumed = None
+        if len(states) == get_world_size():
+            _set_rng_state(states[get_rank()])
+        else:
+            runner.logger.warning(
+                f"The checkpoint is of {len(states)} processes, this run has {get_world_size()}: "
+                "its random numbers will be others."
+            )
+
+    def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
+        """Read our part of a checkpoint and turn the rest into what mmengine expects."""
+        if not runner._resume:
+            return
+        if "optimizer" not in checkpoint or "exact_resume" not in checkpoint:
+            raise InputError(
+                "the checkpoint holds weights alone, not the state of a run: resume from one that "
+                "`last_checkpoint` names, or start from its weights with "
+                "`--cfg-options load_from=CHECKPOINT`"
+            )
+        self._resumed = checkpoint.pop("exact_resume")
+        checkpoint["message_hub"]["log_scalars"] = {
+            name: HistoryBuffer(buffer["log"].cpu().numpy(), buffer["count"].cpu().numpy())
+            for name, buffer in checkpoint["message_hub"]["log_scalars"].items()
+        }
+
+    def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
+        """Add our part, and leave nothing in the checkpoint but tensors and plain values."""
+        hub = checkpoint["message_hub"]
+        scalars = {
+            name: dict(zip(("log", "count"), map(torch.from_numpy, buffer.data), strict=True))
+            for name, buffer in hub["log_scalars"].items()
+        }
+        checkpoint["message_hub"] = {**_plain(hub), "log_scalars": scalars}
+        checkpoint["meta"] = _plain(checkpoint["meta"])
+        if self._progress is not None:
+            checkpoint["exact_resume"] = self._progress
+
+    def _save_checkpoint_with_step(self, runner: Runner, step: int, meta: dict) -> None:
+        def path(step: int) -> str:
+            return self.file_backend.join_path(self.out_dir, self.filename_tmpl.format(step))
+
+        expired = None
+        if self.max_keep_ckpts > 0 and step not in self.keep_ckpt_ids:
+            if len(self.keep_ckpt_ids) == self.max_keep_ckpts:
+                expired = path(self.keep_ckpt_ids.popleft())
+            self.keep_ckpt_ids.append(step)
+            runner.message_hub.update_info("keep_ckpt_ids", list(self.keep_ckpt_ids))
+        self.last_ckpt = path(step)
+        runner.message_hub.update_info("last_ckpt", self.last_ckpt)
+
+        self._progress = self._collect(runner)
+        runner.save_checkpoint(
+            self.out_dir,
+            self.filename_tmpl.format(step),
+            save_optimizer=self.save_optimizer,
+            save_param_scheduler=self.save_param_scheduler,
+            meta=meta,
+            by_epoch=self.by_epoch,
+            backend_args=self.backend_args,
+            **self.args,
+        )
+        self._progress = None
+        if is_main_process():
+            last = self.file_backend.join_path(runner.work_dir, "last_checkpoint")
+            self.file_backend.put_text(self.last_ckpt, last)
+            if expired is not None and self.file_backend.isfile(expired):
+                self.file_backend.remove(expired)
+
+    def _collect(self, runner: Runner) -> dict[str, Any]:
+        """Gather, on every process, what an exact resume needs of all of them."""
+        gradients = {}
+        if not runner.optim_wrapper.should_update():
+            for name, parameter in runner.model.named_parameters():
+                if parameter.grad is not None:
+                    gradients[name] = parameter.grad.clone()
+                    all_reduce(gradients[name], op="mean")
+        return {
+            "rng": all_gather_object(_rng_state()),
+            "sampler_seed": runner.train_dataloader.sampler.seed,
+            "iters_per_epoch": len(runner.train_dataloader),
+            "gradients": {name: gradient.cpu() for name, gradient in gradients.items()},
+        }
+
+
+def _rng_state() -> dict[str, Any]:
+    """Return the state of every global generator of this process, in plain values and tensors."""
+    _, keys, *rest = np.random.get_state()  # noqa: NPY002  # mixup draws from it
+    return {
+        "python": random.getstate(),
+        "numpy": [keys.tolist(), *rest],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(("MT19937", *state["numpy"]))  # noqa: NPY002
+    torch.set_rng_state(state["torch"].cpu())
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu())
+
+
+def _plain(value: Any) -> Any:
+    """Turn NumPy values into Python's, and what is no plain value into its text."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if value is None or isinstance(value, bool | int | float | str | torch.Tensor):
+        return value
+    return str(value)

@@ -1,0 +1,149 @@
+"""Reading a config, putting the command line's wishes into it, and checking the two."""
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import torch
+from mmengine.config import Config
+
+from tokenformer_vit.errors import InputError
+
+LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
+
+
+def load_config(
+    path: str | Path,
+    options: dict[str, Any] | None = None,
+    data_root: str | None = None,
+    batch_size: int | None = None,
+    work_dir: str | None = None,
+) -> Config:
+    """Read a config file and override parts of it.
+
+    Args:
+        path: Python config, with classic ``_base_`` inheritance.
+        options: Dotted keys and values, as from ``--cfg-options``; every key must exist.
+        data_root: Root of the data, for all three loaders.
+        batch_size: Images per process and iteration, for all three loaders.
+        work_dir: Where the run goes; ``work_dirs/<name of the config>`` where neither this nor
+            the config says.
+
+    Raises:
+        InputError: If the file is missing or no config, or an option names a key it has not.
+    """
+    if not Path(path).is_file():
+        raise InputError(f"there is no config {path}; `ls configs` shows those that come along")
+    try:
+        cfg = Config.fromfile(path)
+    except (SyntaxError, OSError) as error:
+        raise InputError(f"{path} is not a readable config ({error})") from error
+    for key in options or {}:
+        _check_option(cfg, key)
+    cfg.merge_from_dict(options or {})
+    for name in LOADERS:
+        if data_root is not None:
+            cfg[name].dataset.data_root = data_root
+        if batch_size is not None:
+            cfg[name].batch_size = batch_size
+    cfg.work_dir = work_dir or cfg.get("work_dir") or f"work_dirs/{Path(path).stem}"
+    for name in LOADERS:
+        # Without workers there is nothing to keep, and PyTorch refuses to.
+        if not cfg[name].num_workers:
+            cfg[name].persistent_workers = False
+    return cfg
+
+
+def _check_option(cfg: Config, key: str) -> None:
+    """Refuse a dotted key that the config does not have; mmengine would add it in silence."""
+    node: Any = cfg
+    parts = key.split(".")
+    for depth, part in enumerate(parts):
+        if isinstance(node, list | tuple) and part.isdigit() and int(part) < len(node):
+            node = node[int(part)]
+            continue
+        known = list(node) if isinstance(node, dict | Config) else []
+        if part not in known:
+            where = ".".join(parts[:depth]) or "the config"
+            close = difflib.get_close_matches(part, known, n=3, cutoff=0.5) or sorted(known)
+            raise InputError(
+                f"--cfg-options {key}: {where} has no {part!r}"
+                + (f"; it has {', '.join(close)}" if close else "")
+                + ". A key that is really new goes into a config file of your own"
+            )
+        node = node[part]
+
+
+def check_data_folders(cfg: Config, loaders: tuple[str, ...] = LOADERS) -> None:
+    """Check that the image folders a config names exist and have as many classes as the head.
+
+    Raises:
+        InputError: If a folder is missing or holds another number of class folders.
+    """
+    for name in loaders:
+        dataset = cfg[name].dataset
+        root = Path(dataset.data_root)
+        split = dataset.get("split") or dataset.data_prefix
+        if (root / "meta" / f"{split}.txt").is_file():
+            continue  # annotated data keep their images in one folder
+        folder = root / split
+        if not folder.is_dir():
+            raise InputError(
+                f"there is no folder {folder}: give `--data-root` a folder that holds train/ and "
+                "val/ with a folder for each class (`tools/prepare_data.py` makes one)"
+            )
+        classes = sum(entry.is_dir() for entry in folder.iterdir())
+        expected = cfg.model.head.num_classes
+        if classes != expected:
+            raise InputError(
+                f"{folder} holds {classes} class folders, but the head has {expected} classes: set "
+                f"`--cfg-options model.head.num_classes={classes} "
+                f"data_preprocessor.num_classes={classes}`, or give another data root"
+            )
+
+
+def scale_for_accumulation(cfg: Config) -> None:
+    """Make ``auto_scale_lr`` count the images of an optimiser step; mmengine counts an iteration's."""
+    if cfg.auto_scale_lr.enable:
+        cfg.optim_wrapper.optimizer.lr *= cfg.optim_wrapper.accumulative_counts
+
+
+def choose_checkpoint(cfg: Config, resume: str | None) -> None:
+    """Decide from what a run starts, and see that it does not overwrite another.
+
+    Args:
+        cfg: The config; ``resume`` and ``load_from`` are set in it.
+        resume: ``None`` for a new run, ``auto`` to go on from the work directory's last
+            checkpoint if there is one, or the file of a checkpoint.
+
+    Raises:
+        InputError: If a new run would overwrite one, or the checkpoint does not exist.
+    """
+    pointer = Path(cfg.work_dir) / "last_checkpoint"
+    if resume is None:
+        if pointer.is_file():
+            raise InputError(
+                f"{cfg.work_dir} holds a run already: add --resume to go on with it, or choose "
+                "another --work-dir"
+            )
+        return
+    if resume == "auto":
+        if not pointer.is_file():
+            return
+        # By name, so that a run goes on after its folder was moved.
+        resume = str(pointer.parent / Path(pointer.read_text().strip()).name)
+    if not Path(resume).is_file():
+        raise InputError(f"there is no checkpoint {resume} to resume from")
+    cfg.resume, cfg.load_from = True, resume
+
+
+def use_cpu_processes(cfg: Config) -> None:
+    """Let several processes train without a GPU; mmengine alone would look for one in each."""
+    if cfg.launcher == "none" or torch.cuda.is_available():
+        return
+    torch.distributed.init_process_group("gloo")
+    cfg.model_wrapper_cfg = {
+        "type": "MMDistributedDataParallel",
+        "device_ids": None,
+        "broadcast_buffers": False,
+    }

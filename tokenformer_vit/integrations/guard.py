@@ -1,0 +1,148 @@
+"""Checks that stop a run early, and in one line, where mmengine would go on or fail far away."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import torch
+from mmengine.dist import all_reduce
+from mmengine.hooks import Hook
+from mmengine.model import is_model_wrapper
+from mmengine.registry import HOOKS
+from mmengine.runner import Runner
+from torch import nn
+
+from tokenformer_vit.errors import InputError
+
+
+@HOOKS.register_module()
+class GuardHook(Hook):
+    """Stop on data that does not fit the head, weights of another model, or a loss gone bad.
+
+    The loss that is checked, and from here on logged, is the mean over all processes: a
+    process-local one would show a part of the batch, and let one process stop without the others.
+    """
+
+    priority = "HIGHEST"
+
+    def before_train(self, runner: Runner) -> None:
+        """Check that training and validation data have the classes that the head has."""
+        scale = runner.auto_scale_lr or {}
+        images = (
+            runner.train_dataloader.batch_size
+            * runner.world_size
+            * runner.optim_wrapper._accumulative_counts
+        )
+        if not scale.get("enable") and images != scale.get("base_batch_size", images):
+            runner.logger.warning(
+                f"An optimiser step takes {images} images, but the learning rate is that of "
+                f"{scale['base_batch_size']}: add --auto-scale-lr, or accumulate gradients "
+                "(`--cfg-options optim_wrapper.accumulative_counts=...`)."
+            )
+        check_dataset(runner.train_dataloader.dataset, "train", _unwrap(runner.model))
+        if runner.val_loop is not None:
+            check_dataset(runner.val_dataloader.dataset, "val", _unwrap(runner.model))
+            train, val = (
+                loader.dataset.metainfo.get("classes")
+                for loader in (runner.train_dataloader, runner.val_dataloader)
+            )
+            if train != val:
+                odd = sorted(set(train) ^ set(val)) or ["their order"]
+                raise InputError(
+                    f"the class folders of train and val differ in {', '.join(odd[:5])}: give both "
+                    "the same folders"
+                )
+
+    def before_test(self, runner: Runner) -> None:
+        """Check that the test data have the classes that the head has."""
+        check_dataset(runner.test_dataloader.dataset, "test", _unwrap(runner.model))
+
+    def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
+        """Refuse weights of another model; mmengine would load what fits and go on."""
+        check_weights(_unwrap(runner.model), checkpoint)
+
+    def after_train_iter(
+        self,
+        runner: Runner,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Average the loss over the processes, and stop if it is not finite."""
+        if not outputs:
+            return
+        for name, value in outputs.items():
+            outputs[name] = value.detach().clone()
+            all_reduce(outputs[name], op="mean")
+        loss = float(outputs["loss"])
+        if not math.isfinite(loss):
+            lr = runner.optim_wrapper.get_lr()["lr"][0]
+            last = runner.message_hub.runtime_info.get("last_ckpt", "none was written yet")
+            raise InputError(
+                f"the loss is {loss} at iteration {runner.iter + 1} (epoch {runner.epoch + 1}, "
+                f"learning rate {lr:.3g}); the last good checkpoint is kept: {last}. Try a lower "
+                "learning rate (`--cfg-options optim_wrapper.optimizer.lr=...`), a longer warm-up, "
+                "or training without --amp"
+            )
+
+
+def _unwrap(model: nn.Module) -> Any:
+    return model.module if is_model_wrapper(model) else model
+
+
+def check_dataset(dataset: Any, split: str, model: Any) -> None:
+    """Check that a data set has the head's number of classes, with images of each.
+
+    Raises:
+        InputError: If it does not; the message gives both numbers, or the empty classes.
+    """
+    classes = dataset.metainfo.get("classes") or ()
+    heads = {
+        "model.head.num_classes": model.head.num_classes,
+        "data_preprocessor.num_classes": model.data_preprocessor.num_classes,
+    }
+    for name, number in heads.items():
+        if number is not None and number != len(classes):
+            raise InputError(
+                f"the {split} data in {dataset.img_prefix} have {len(classes)} classes, but "
+                f"{name} is {number}: set both `--cfg-options "
+                + " ".join(f"{key}={len(classes)}" for key in heads)
+                + "`, or give another data root"
+            )
+    counts = Counter(dataset.get_gt_labels().tolist())
+    empty = [name for index, name in enumerate(classes) if not counts[index]]
+    if empty:
+        raise InputError(
+            f"there are no images in {len(empty)} class folders of {dataset.img_prefix}: "
+            f"{', '.join(empty[:5])}{', ...' if len(empty) > 5 else ''}; fill or remove them"
+        )
+
+
+def check_weights(model: nn.Module, checkpoint: dict) -> None:
+    """Check that a checkpoint holds exactly the tensors of ``model``.
+
+    Raises:
+        InputError: If a tensor is missing, unknown or of another shape; the message names the
+            first, with both shapes.
+    """
+    loaded = {
+        name.removeprefix("module."): tensor
+        for name, tensor in checkpoint.get("state_dict", checkpoint).items()
+    }
+    own = model.state_dict()
+    missing, unknown = own.keys() - loaded.keys(), loaded.keys() - own.keys()
+    reshaped = [
+        f"{name} is {tuple(loaded[name].shape)} there and {tuple(tensor.shape)} here"
+        for name, tensor in own.items()
+        if name in loaded and loaded[name].shape != tensor.shape
+    ]
+    faults = [
+        f"{len(names)} tensors {what}, such as {min(names)}"
+        for what, names in (("are missing", missing), ("are unknown here", unknown))
+        if names
+    ] + reshaped[:1]
+    if faults:
+        raise InputError(
+            f"the checkpoint is of another model: {'; '.join(faults)}. Use the config it was "
+            "trained with"
+        )

@@ -1,0 +1,43 @@
+"""bfloat16 autocast on any device, and weight averaging in step with gradient accumulation."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from mmengine.device import get_device
+from mmengine.hooks import EMAHook
+from mmengine.optim import OptimWrapper
+from mmengine.registry import HOOKS, OPTIM_WRAPPERS
+from mmengine.runner import Runner
+from torch import nn
+
+
+@OPTIM_WRAPPERS.register_module()
+class AutocastOptimWrapper(OptimWrapper):
+    """Forward passes under bfloat16 autocast.
+
+    bfloat16 needs no loss scaling; mmengine's ``AmpOptimWrapper`` brings a scaler and insists on a
+    GPU.
+    """
+
+    @contextmanager
+    def optim_context(self, model: nn.Module) -> Iterator[None]:
+        """Enter autocast, and skip gradient synchronisation while gradients accumulate."""
+        device = torch.device(get_device()).type
+        with super().optim_context(model), torch.autocast(device, torch.bfloat16):
+            yield
+
+
+@HOOKS.register_module()
+class AccumulationEMAHook(EMAHook):
+    """mmengine's ``EMAHook``, averaging once for each optimiser step.
+
+    The stock hook averages after every iteration, so that under gradient accumulation the
+    average would forget ``accumulative_counts`` times as fast as the recipe says.
+    """
+
+    def after_train_iter(self, runner: Runner, *args: Any, **kwargs: Any) -> None:
+        """Average, if this iteration ended with an optimiser step."""
+        if runner.optim_wrapper.should_update():
+            super().after_train_iter(runner, *args, **kwargs)

@@ -1,0 +1,174 @@
+"""What a run shows and leaves behind: progress, curves, and weights for timm."""
+
+import json
+import tempfile
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from mmengine.dist import is_main_process, master_only
+from mmengine.hooks import EMAHook, Hook
+from mmengine.model import is_model_wrapper
+from mmengine.registry import HOOKS
+from mmengine.runner import Runner
+from timm.models import save_for_hf
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from .backbone import as_timm_model
+
+
+
+@HOOKS.register_module()
+class ProgressHook(Hook):
+    """A progress bar over the whole run, with rate and ETA, where standard error is a terminal."""
+
+    def before_train(self, runner: Runner) -> None:
+        """Open the bar at the iteration from which the run goes on."""
+        self._open = ExitStack()
+        if not is_main_process():
+            return
+        self._bar = self._open.enter_context(
+            tqdm(
+                total=runner.max_iters,
+                initial=runner.iter,
+                disable=None,
+                unit="it",
+                dynamic_ncols=True,
+                desc="training",
+            )
+        )
+        if not self._bar.disable:
+            self._open.enter_context(logging_redirect_tqdm([runner.logger]))
+
+    @master_only
+    def after_train_iter(
+        self,
+        runner: Runner,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: dict[str, Any] | None = None,
+    ) -> None:
+        """Advance the bar."""
+        self._bar.update()
+        if outputs and not self._bar.disable:
+            self._bar.set_postfix(
+                epoch=f"{runner.epoch + 1}/{runner.max_epochs}",
+                loss=f"{float(outputs['loss']):.4f}",
+                refresh=False,
+            )
+
+    def after_train(self, runner: Runner) -> None:
+        """Close the bar."""
+        self._open.close()
+
+
+@HOOKS.register_module()
+class CurvesHook(Hook):
+    """Draw loss, learning rate and accuracy of the whole run, resumed parts included."""
+
+    priority = "LOWEST"
+
+    @master_only
+    def after_train(self, runner: Runner) -> None:
+        """Write ``curves.png`` into the work directory."""
+        logs = sorted(Path(runner.work_dir).glob("*/vis_data/scalars.json"))
+        train, val = read_scalars(logs)
+        draw_curves(train, val, Path(runner.work_dir) / "curves.png")
+
+
+def read_scalars(logs: Iterable[Path]) -> tuple[dict[int, dict], dict[int, dict]]:
+    """Merge the scalar logs of a run and its resumptions, given in the order they were written.
+
+    Returns:
+        Training records by iteration and validation records by epoch. Where a resumption repeats
+        what a killed run had logged, the later record counts.
+    """
+    train: dict[int, dict] = {}
+    val: dict[int, dict] = {}
+    for log in logs:
+        for line in log.read_text().splitlines():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # the line that a killed run was writing
+            (train if "loss" in record else val)[record["step"]] = record
+    return dict(sorted(train.items())), dict(sorted(val.items()))
+
+
+def draw_curves(train: dict[int, dict], val: dict[int, dict], path: Path) -> None:
+    """Draw the curves of :func:`read_scalars` into a PNG file."""
+    figure = Figure(figsize=(12, 3.4), layout="constrained")
+    loss, rate, accuracy = figure.subplots(1, 3)
+    loss.plot(list(train), [record["loss"] for record in train.values()])
+    loss.set(title="training loss", xlabel="iteration")
+    rate.plot(list(train), [record["lr"] for record in train.values()], color="C2")
+    rate.set(title="learning rate", xlabel="iteration", ylim=(0, None))
+    for name, label in (("accuracy/top1", "top-1"), ("accuracy/top5", "top-5")):
+        points = {step: record[name] for step, record in val.items() if name in record}
+        if points:
+            accuracy.plot(list(points), list(points.values()), marker=".", label=label)
+            accuracy.legend(loc="lower right")
+    accuracy.set(title="validation accuracy (%)", xlabel="epoch")
+    partial = path.with_name(f".{path.name}.partial")
+    figure.savefig(partial, dpi=120, format="png")
+    partial.replace(path)
+
+
+@HOOKS.register_module()
+class ExportHook(Hook):
+    """At the end, write the averaged weights as a folder that timm loads.
+
+    The work directory then holds ``model.safetensors`` and ``config.json``, so that
+    ``timm.create_model("local-dir:WORK_DIR")`` gives the trained model with its class names and
+    preprocessing. The weights are those of the EMA, which validation used too; without an
+    ``EMAHook`` they are the model's own.
+    """
+
+    priority = "LOWEST"
+
+    @master_only
+    def after_train(self, runner: Runner) -> None:
+        """Write the two files."""
+        classifier: Any = runner.model.module if is_model_wrapper(runner.model) else runner.model
+        for hook in runner.hooks:
+            if isinstance(hook, EMAHook):
+                classifier = hook.ema_model.module
+        export(classifier, runner.cfg, runner.train_dataloader.dataset.metainfo, runner.work_dir)
+
+
+def export(classifier: Any, cfg: Any, metainfo: dict[str, Any], folder: str | Path) -> None:
+    """Write an mmpretrain classifier as a timm folder, ``model.safetensors`` and ``config.json``.
+
+    Args:
+        classifier: ``ImageClassifier`` over a ``TimmClassificationBackbone``.
+        cfg: Its config; the preprocessing that is written is that of its test pipeline.
+        metainfo: Of the data set; ``classes`` names the labels.
+        folder: Where the files go; those that exist are replaced, each at once.
+    """
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as partial:
+        save_for_hf(
+            as_timm_model(classifier),
+            partial,
+            model_config={"label_names": list(metainfo["classes"])},
+            safe_serialization=True,
+            data_config=_data_config(cfg),
+        )
+        for name in ("model.safetensors", "config.json"):
+            (Path(partial) / name).replace(Path(folder) / name)
+
+
+def _data_config(cfg: Any) -> dict[str, Any]:
+    """Say in timm's words how the test pipeline of ``cfg`` prepares an image."""
+    preprocessor = cfg.model.get("data_preprocessor") or cfg.data_preprocessor
+    steps = {step["type"]: step for step in cfg.test_dataloader.dataset.pipeline}
+    crop = steps["CenterCrop"]["crop_size"]
+    return {
+        "input_size": (len(preprocessor["mean"]), crop, crop),
+        "mean": [value / 255 for value in preprocessor["mean"]],
+        "std": [value / 255 for value in preprocessor["std"]],
+        "crop_pct": crop / steps["ResizeEdge"]["scale"],
+        "interpolation": steps["ResizeEdge"].get("interpolation", "bilinear"),
+    }

@@ -1,0 +1,94 @@
+"""Image loading that names what it cannot read, and augmentation that can be repeated exactly."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from mmcv.transforms import BaseTransform, LoadImageFromFile
+from mmpretrain.registry import TRANSFORMS
+from PIL import UnidentifiedImageError
+
+from tokenformer_vit.errors import InputError
+
+
+@TRANSFORMS.register_module()
+class LoadImage(LoadImageFromFile):
+    """Decode an image with Pillow; a file that is corrupt, truncated or missing stops the run.
+
+    A broken image is not skipped: training on less than the data set would go unnoticed, and a
+    random replacement could not be repeated on resume. OpenCV, the default decoder of mmcv, fills
+    what a truncated JPEG lacks with grey and says nothing.
+
+    Raises:
+        InputError: If the file cannot be decoded; the message names it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(imdecode_backend="pillow")
+
+    def transform(self, results: dict) -> dict | None:
+        """Add ``img`` (H, W, 3) uint8 BGR and its shape to ``results``, from ``img_path``."""
+        if "img" in results:  # mmpretrain's inferencers decode their inputs themselves
+            return results
+        try:
+            return super().transform(results)
+        except (OSError, UnidentifiedImageError, SyntaxError, ValueError) as error:
+            # Pillow reports a broken PNG chunk as a SyntaxError.
+            raise InputError(
+                f"cannot read image {results['img_path']} ({error}); replace or delete it "
+                "(`python tools/prepare_data.py --check DATA_ROOT` lists all such files)"
+            ) from error
+
+
+@contextmanager
+def _seeded(*key: int) -> Iterator[None]:
+    """Seed every generator that transforms draw from, and put them back afterwards."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    words = np.random.SeedSequence(key).generate_state(4)
+    random.seed(int(words[0]))
+    np.random.seed(words[1:3])  # noqa: NPY002  # the generator that mmcv's transforms use
+    torch.default_generator.manual_seed(int(words[3]))
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        torch.set_rng_state(states[2])
+
+
+@TRANSFORMS.register_module()
+class SeededTransforms(BaseTransform):
+    """Apply random transforms that depend on the seed, the epoch and the image alone.
+
+    So augmentation does not depend on the number of workers or processes, on which of them reads
+    an image, or on where a run was interrupted; and two epochs never see the same one.
+
+    Args:
+        transforms: Configs of the transforms.
+
+    Attributes:
+        key: Seed and epoch, int64 (2,), in memory shared with the data loader's workers.
+    """
+
+    def __init__(self, transforms: list[dict]) -> None:
+        self.transforms = [TRANSFORMS.build(transform) for transform in transforms]
+        self.key = torch.zeros(2, dtype=torch.int64).share_memory_()
+
+    def set_epoch(self, seed: int, epoch: int) -> None:
+        """Choose the stream of augmentations; workers already running see it too."""
+        self.key[0], self.key[1] = seed, epoch
+
+    def transform(self, results: dict) -> dict | None:
+        """Apply the transforms to one sample, whose ``sample_idx`` selects its random numbers."""
+        transformed: Any = results
+        with _seeded(*self.key.tolist(), results["sample_idx"]):
+            for transform in self.transforms:
+                transformed = transform(transformed)
+        return transformed
+
+    def __repr__(self) -> str:
+        """List the transforms."""
+        return f"{type(self).__name__}({', '.join(map(repr, self.transforms))})"

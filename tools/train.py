@@ -1,0 +1,106 @@
+"""Train an image classifier from a config; see README.md."""
+
+import argparse
+import logging
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+# OpenMP's threads spin while they wait. Where data loading workers share the cores, as on a CPU,
+# that costs more time than the training itself. To be set before PyTorch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+from tokenformer_vit.errors import InputError
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    from mmengine.config import DictAction
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config", help="config file, such as configs/imagenet_base.py")
+    parser.add_argument("--data-root", help="folder that holds train/ and val/")
+    parser.add_argument("--batch-size", type=int, help="images per process and iteration")
+    parser.add_argument("--work-dir", help="where the run goes (default: work_dirs/CONFIG)")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="auto",
+        help="go on from the last checkpoint of the work directory if there is one, or from a file",
+    )
+    parser.add_argument("--amp", action="store_true", help="train under bfloat16 autocast")
+    parser.add_argument(
+        "--auto-scale-lr",
+        action="store_true",
+        help="scale the learning rate with the images of an optimiser step, accumulation included",
+    )
+    parser.add_argument("--seed", type=int, help="seed of every random generator")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="use deterministic CUDA kernels"
+    )
+    parser.add_argument(
+        "--cfg-options",
+        nargs="+",
+        action=DictAction,
+        metavar="KEY=VALUE",
+        help="override keys that the config has, such as train_cfg.max_epochs=100",
+    )
+    parser.add_argument("--launcher", choices=("none", "pytorch", "slurm", "mpi"), default="none")
+    # What torch.distributed.launch passes; torchrun sets the variable instead.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.local_rank is not None:
+        os.environ.setdefault("LOCAL_RANK", str(args.local_rank))
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command."""
+    args = parse_args(argv)
+    from mmengine.runner import Runner
+
+    from tokenformer_vit.integrations.config import (
+        check_data_folders,
+        choose_checkpoint,
+        load_config,
+        scale_for_accumulation,
+        use_cpu_processes,
+    )
+
+    cfg = load_config(
+        args.config, args.cfg_options, args.data_root, args.batch_size, args.work_dir
+    )
+    check_data_folders(cfg, ("train_dataloader", "val_dataloader"))
+    cfg.launcher = args.launcher
+    if args.amp:
+        cfg.optim_wrapper.type = "AutocastOptimWrapper"
+    if args.auto_scale_lr:
+        cfg.auto_scale_lr.enable = True
+    if args.seed is not None:
+        cfg.randomness.seed = args.seed
+    if args.deterministic:
+        cfg.randomness.deterministic = True
+    if find_spec("tensorboard"):
+        cfg.visualizer.vis_backends.append({"type": "TensorboardVisBackend"})
+    scale_for_accumulation(cfg)
+    choose_checkpoint(cfg, args.resume)
+    use_cpu_processes(cfg)
+
+    runner = Runner.from_cfg(cfg)
+    runner.train()
+    if runner.rank == 0:
+        print(
+            f"\nDone. In {runner.work_dir}: model.safetensors and config.json (averaged weights, "
+            "for timm and tools/predict.py), curves.png, checkpoints (epoch_*.pth), and logs "
+            f"in {Path(runner.log_dir).name}/"
+        )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except InputError as error:
+        logging.shutdown()
+        # A data loader's worker wraps the message in its traceback; the last line is the message.
+        sys.exit(f"error: {str(error).splitlines()[-1]}")
