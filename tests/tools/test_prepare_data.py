@@ -436,17 +436,6 @@ def test_check_of_nothing(tmp_path, capsys):
     assert str(tmp_path / "no") in failure(capsys, "--check", tmp_path / "no")
 
 
-def test_real_command_ends_with_one_line(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(TOOL), str(tmp_path / "nowhere"), str(tmp_path / "out")],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: ")
-
-
 @pytest.mark.parametrize(
     ("name", "folder"), [("cifar10", "truck"), ("imagenette_128", "3_chain_saw")]
 )
