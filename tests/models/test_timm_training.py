@@ -31,7 +31,7 @@ def loader(folder, model):
         input_size=(3, 64, 64),
         batch_size=8,
         is_training=True,
-        auto_augment="rand-m9-mstd0.5-inc1",
+        auto_augment="rand-m9-mstd0.5",
         re_prob=0.25,
         interpolation=config["interpolation"],
         mean=config["mean"],

@@ -92,15 +92,18 @@ def test_low_precision_error_is_at_most_twice_that_of_plain_pytorch(theta, token
         assert (a - c).norm() <= 2 * (b - c).norm(), name
 
 
-@pytest.mark.parametrize("theta", THETAS)
-def test_autocast_sums_the_norm_in_float32(theta):
-    pairs = 576
-    x, keys, values = torch.ones(1, 1), torch.ones(pairs, 1), torch.eye(pairs)
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 1.0), (torch.float16, 300.0)])
+@pytest.mark.parametrize("theta", ["gelu_l1", "gelu_l2", "gelu_l2_post"])
+def test_autocast_computes_the_norm_in_float32(theta, dtype, size):
+    pairs = (
+        576  # a running sum of so many ones stops at 256 in bfloat16; 576 · 300 is inf in float16
+    )
+    x, keys, values = torch.full((1, 1), size), torch.ones(pairs, 1), torch.eye(pairs)
     expected = plain(x.double(), keys.double(), values.double(), theta)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", dtype):
         out = pattention(x, keys, values, theta, tau_of(theta, pairs).float())
-    assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.double(), expected, rtol=2**-7, atol=0)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), expected, rtol=torch.finfo(dtype).eps, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -99,6 +99,27 @@ def test_norms_are_summed_in_float32(theta):
     torch.testing.assert_close(weights.double(), expected, rtol=2**-8, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("theta", THETAS)
+def test_rounds_once(theta, dtype):
+    scores = torch.randn(64, 100).to(dtype)
+    tau = torch.tensor(default_tau(theta, 100))
+    weights = theta_weights(scores, theta, tau, 0.0)
+    exact = formula(theta, scores.double(), tau.double())
+    one_rounding = torch.finfo(dtype).eps / 2
+    torch.testing.assert_close(weights.double(), exact, rtol=1.02 * one_rounding, atol=1e-5)
+
+
+@pytest.mark.parametrize("theta", ["gelu_l1", "gelu_l2", "gelu_l2_post"])
+def test_norms_beyond_the_range_of_float16(theta):
+    scores = torch.full((1, 576), 300.0, dtype=torch.float16)
+    assert scores.sum() == math.inf
+    tau = torch.tensor(default_tau(theta, 576))
+    weights = theta_weights(scores, theta, tau, 1e-6)
+    expected = formula(theta, scores.double(), tau.double())
+    torch.testing.assert_close(weights.double(), expected, rtol=1e-3, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("theta", THETAS)
 def test_keeps_the_dtype(theta, dtype):
