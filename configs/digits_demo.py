@@ -12,21 +12,21 @@ model = dict(
     backbone=dict(
         model_name="tokenformer_tiny",
         img_size=8,
-        patch_size=2,
+        patch_size=4,
         embed_dim=96,
         depth=4,
         num_heads=3,
         drop_path_rate=0.0,
     ),
     head=dict(num_classes=10, in_channels=96),
-    train_cfg=dict(augments=[dict(type="Mixup", alpha=0.2)]),
+    train_cfg=None,
 )
 data_preprocessor = dict(num_classes=10, mean=[78.0] * 3, std=[96.0] * 3)
 train_pipeline = [
     dict(type="LoadImage"),
     dict(
         type="SeededTransforms",
-        transforms=[dict(type="RandomCrop", crop_size=8, padding=1)],
+        transforms=[dict(type="Rotate", angle=10.0, prob=0.5)],
     ),
     dict(type="PackInputs"),
 ]
@@ -48,7 +48,7 @@ val_dataloader = dict(
 )
 test_dataloader = val_dataloader
 
-optim_wrapper = dict(optimizer=dict(lr=2e-3, weight_decay=0.05))
+optim_wrapper = dict(optimizer=dict(lr=1e-3, weight_decay=0.05))
 param_scheduler = [
     dict(type="LinearLR", start_factor=1e-3, by_epoch=True, end=3, convert_to_iter_based=True),
     dict(type="CosineAnnealingLR", eta_min=1e-5, by_epoch=True, begin=3),

@@ -3,8 +3,8 @@
 # Paper:     has no model of this size
 # Batch:     4096 = 32 GPUs x 128, or 8 GPUs x 512
 # Hardware:  not run
-# Command:   torchrun --nproc_per_node=8 tools/train.py configs/imagenet_tiny.py --launcher pytorch \
-#                --amp --batch-size 512
+# Command:   torchrun --nproc_per_node=8 tools/train.py configs/imagenet_tiny.py \
+#                --launcher pytorch --amp --batch-size 512
 # Expected:  not run
 _base_ = "imagenet_base.py"
 

@@ -68,9 +68,7 @@ def main(argv: list[str] | None = None) -> None:
         use_cpu_processes,
     )
 
-    cfg = load_config(
-        args.config, args.cfg_options, args.data_root, args.batch_size, args.work_dir
-    )
+    cfg = load_config(args.config, args.cfg_options, args.data_root, args.batch_size, args.work_dir)
     check_data_folders(cfg, ("train_dataloader", "val_dataloader"))
     cfg.launcher = args.launcher
     if args.amp:

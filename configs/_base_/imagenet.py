@@ -13,9 +13,7 @@ train_pipeline = [
     dict(
         type="SeededTransforms",
         transforms=[
-            dict(
-                type="RandomResizedCrop", scale=224, backend="pillow", interpolation="bicubic"
-            ),
+            dict(type="RandomResizedCrop", scale=224, backend="pillow", interpolation="bicubic"),
             dict(type="RandomFlip", prob=0.5, direction="horizontal"),
             dict(
                 type="RandAugment",
@@ -41,9 +39,7 @@ train_pipeline = [
 ]
 test_pipeline = [
     dict(type="LoadImage"),
-    dict(
-        type="ResizeEdge", scale=256, edge="short", backend="pillow", interpolation="bicubic"
-    ),
+    dict(type="ResizeEdge", scale=256, edge="short", backend="pillow", interpolation="bicubic"),
     dict(type="CenterCrop", crop_size=224),
     dict(type="PackInputs"),
 ]

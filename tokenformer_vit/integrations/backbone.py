@@ -33,7 +33,7 @@ class TimmClassificationBackbone(BaseModule):
         self, model_name: str, pretrained: bool = False, checkpoint_path: str = "", **kwargs: Any
     ) -> None:
         super().__init__()
-        self.model = timm.create_model(
+        self.model: Any = timm.create_model(
             model_name,
             pretrained=pretrained,
             checkpoint_path=checkpoint_path,
@@ -58,7 +58,9 @@ class TimmClassificationBackbone(BaseModule):
         Returns:
             The layer of the parameter, and the number of layers with the head's.
         """
-        layers = group_parameters(self.model, self.model.group_matcher(coarse=False), reverse=True)
+        layers: Any = group_parameters(
+            self.model, self.model.group_matcher(coarse=False), reverse=True
+        )
         last = max(layers.values()) + 1
         return layers.get(param_name.removeprefix(f"{prefix}model."), last), last + 1
 
@@ -84,7 +86,7 @@ def classifier_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]
     }
 
 
-def as_timm_model(classifier: nn.Module) -> nn.Module:
+def as_timm_model(classifier: Any) -> nn.Module:
     """Build the timm model, head included, that computes what an mmpretrain classifier computes.
 
     Args:
@@ -93,12 +95,9 @@ def as_timm_model(classifier: nn.Module) -> nn.Module:
     Returns:
         A copy on the CPU; ``classifier`` is left as it is.
     """
-    backbone: Any = classifier.backbone
-    model = backbone.model
+    model = classifier.backbone.model
     # Rebuilt from its recorded arguments, so that timm writes down what it needs to do so again.
-    args = {
-        name: value for name, value in model._model_args.items() if name != "num_classes"
-    }
+    args = {name: value for name, value in model._model_args.items() if name != "num_classes"}
     rebuilt = timm.create_model(
         model.pretrained_cfg["architecture"], num_classes=classifier.head.num_classes, **args
     )

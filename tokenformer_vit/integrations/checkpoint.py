@@ -1,7 +1,7 @@
 """Checkpoints from which a killed run goes on as if it had not been killed."""
 
 import random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -9,7 +9,6 @@ from mmengine.dist import all_gather_object, all_reduce, get_rank, get_world_siz
 from mmengine.hooks import CheckpointHook
 from mmengine.logging import HistoryBuffer
 from mmengine.registry import HOOKS
-from mmengine.runner import Runner
 
 from tokenformer_vit.errors import InputError
 
@@ -37,7 +36,7 @@ class ExactCheckpointHook(CheckpointHook):
     _progress: dict[str, Any] | None = None
     _resumed: dict[str, Any] | None = None
 
-    def before_train(self, runner: Runner) -> None:
+    def before_train(self, runner) -> None:
         """Take up the state of the checkpoint, if the run was resumed from one."""
         super().before_train(runner)
         loader = runner.train_dataloader
@@ -67,14 +66,14 @@ class ExactCheckpointHook(CheckpointHook):
         if runner.val_loop is not None and at_epoch_start and loop.epoch and due:
             runner.val_loop.run()
 
-    def before_train_epoch(self, runner: Runner) -> None:
+    def before_train_epoch(self, runner) -> None:
         """Give the augmentations of this epoch their seed."""
         loader = runner.train_dataloader
         for transform in loader.dataset.pipeline.transforms:
             if isinstance(transform, SeededTransforms):
                 transform.set_epoch(loader.sampler.seed, runner.epoch)
 
-    def before_train_iter(self, runner: Runner, *args: Any, **kwargs: Any) -> None:
+    def before_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
         """Put the random generators where they stood, before the first iteration after a resume."""
         if self._resumed is None:
             return
@@ -88,7 +87,7 @@ class ExactCheckpointHook(CheckpointHook):
                 "its random numbers will be others."
             )
 
-    def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
+    def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Read our part of a checkpoint and turn the rest into what mmengine expects."""
         if not runner._resume:
             return
@@ -104,7 +103,7 @@ class ExactCheckpointHook(CheckpointHook):
             for name, buffer in checkpoint["message_hub"]["log_scalars"].items()
         }
 
-    def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
+    def before_save_checkpoint(self, runner, checkpoint: dict) -> None:
         """Add our part, and leave nothing in the checkpoint but tensors and plain values."""
         hub = checkpoint["message_hub"]
         scalars = {
@@ -116,7 +115,7 @@ class ExactCheckpointHook(CheckpointHook):
         if self._progress is not None:
             checkpoint["exact_resume"] = self._progress
 
-    def _save_checkpoint_with_step(self, runner: Runner, step: int, meta: dict) -> None:
+    def _save_checkpoint_with_step(self, runner, step: int, meta: dict) -> None:
         def path(step: int) -> str:
             return self.file_backend.join_path(self.out_dir, self.filename_tmpl.format(step))
 
@@ -147,7 +146,7 @@ class ExactCheckpointHook(CheckpointHook):
             if expired is not None and self.file_backend.isfile(expired):
                 self.file_backend.remove(expired)
 
-    def _collect(self, runner: Runner) -> dict[str, Any]:
+    def _collect(self, runner) -> dict[str, Any]:
         """Gather, on every process, what an exact resume needs of all of them."""
         gradients = {}
         if not runner.optim_wrapper.should_update():
@@ -165,7 +164,7 @@ class ExactCheckpointHook(CheckpointHook):
 
 def _rng_state() -> dict[str, Any]:
     """Return the state of every global generator of this process, in plain values and tensors."""
-    _, keys, *rest = np.random.get_state()  # noqa: NPY002  # mixup draws from it
+    _, keys, *rest = cast(tuple, np.random.get_state())  # noqa: NPY002  # mixup draws from it
     return {
         "python": random.getstate(),
         "numpy": [keys.tolist(), *rest],

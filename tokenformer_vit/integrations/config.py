@@ -36,8 +36,8 @@ def load_config(
         raise InputError(f"there is no config {path}; `ls configs` shows those that come along")
     try:
         cfg = Config.fromfile(path)
-    except (SyntaxError, OSError) as error:
-        raise InputError(f"{path} is not a readable config ({error})") from error
+    except (SyntaxError, OSError, TypeError, KeyError) as error:
+        raise InputError(f"{path} is not a usable config ({error})") from error
     for key in options or {}:
         _check_option(cfg, key)
     cfg.merge_from_dict(options or {})
@@ -59,9 +59,8 @@ def _check_option(cfg: Config, key: str) -> None:
     node: Any = cfg
     parts = key.split(".")
     for depth, part in enumerate(parts):
-        if isinstance(node, list | tuple) and part.isdigit() and int(part) < len(node):
-            node = node[int(part)]
-            continue
+        if isinstance(node, list | tuple):
+            node = dict(zip(map(str, range(len(node))), node, strict=True))
         known = list(node) if isinstance(node, dict | Config) else []
         if part not in known:
             where = ".".join(parts[:depth]) or "the config"
@@ -103,7 +102,7 @@ def check_data_folders(cfg: Config, loaders: tuple[str, ...] = LOADERS) -> None:
 
 
 def scale_for_accumulation(cfg: Config) -> None:
-    """Make ``auto_scale_lr`` count the images of an optimiser step; mmengine counts an iteration's."""
+    """Make ``auto_scale_lr`` count the images of an optimiser step, not those of an iteration."""
     if cfg.auto_scale_lr.enable:
         cfg.optim_wrapper.optimizer.lr *= cfg.optim_wrapper.accumulative_counts
 

@@ -9,7 +9,6 @@ from mmengine.dist import all_reduce
 from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
 from mmengine.registry import HOOKS
-from mmengine.runner import Runner
 from torch import nn
 
 from tokenformer_vit.errors import InputError
@@ -25,7 +24,7 @@ class GuardHook(Hook):
 
     priority = "HIGHEST"
 
-    def before_train(self, runner: Runner) -> None:
+    def before_train(self, runner) -> None:
         """Check that training and validation data have the classes that the head has."""
         scale = runner.auto_scale_lr or {}
         images = (
@@ -53,17 +52,17 @@ class GuardHook(Hook):
                     "the same folders"
                 )
 
-    def before_test(self, runner: Runner) -> None:
+    def before_test(self, runner) -> None:
         """Check that the test data have the classes that the head has."""
         check_dataset(runner.test_dataloader.dataset, "test", _unwrap(runner.model))
 
-    def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
+    def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Refuse weights of another model; mmengine would load what fits and go on."""
         check_weights(_unwrap(runner.model), checkpoint)
 
     def after_train_iter(
         self,
-        runner: Runner,
+        runner,
         batch_idx: int,
         data_batch: Any = None,
         outputs: dict[str, torch.Tensor] | None = None,

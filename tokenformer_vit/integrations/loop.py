@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import islice
+from typing import Any
 
 from mmengine.dataset import DefaultSampler
 from mmengine.registry import DATA_SAMPLERS, LOOPS
@@ -32,10 +33,11 @@ class ResumableEpochLoop(EpochBasedTrainLoop):
         """Run what is left of the present epoch."""
         self.runner.call_hook("before_train_epoch")
         self.runner.model.train()
-        first = self._iter - self._epoch * len(self.dataloader)
+        loader: Any = self.dataloader
+        first = self._iter - self._epoch * len(loader)
         if first:
-            self.dataloader.sampler.start = first * self.dataloader.batch_size
-        for batch_idx, data_batch in enumerate(self.dataloader, start=first):
+            loader.sampler.start = first * loader.batch_size
+        for batch_idx, data_batch in enumerate(loader, start=first):
             self.run_iter(batch_idx, data_batch)
         self.runner.call_hook("after_train_epoch")
         self._epoch += 1

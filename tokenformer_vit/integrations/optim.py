@@ -9,7 +9,6 @@ from mmengine.device import get_device
 from mmengine.hooks import EMAHook
 from mmengine.optim import OptimWrapper
 from mmengine.registry import HOOKS, OPTIM_WRAPPERS
-from mmengine.runner import Runner
 from torch import nn
 
 
@@ -37,7 +36,7 @@ class AccumulationEMAHook(EMAHook):
     average would forget ``accumulative_counts`` times as fast as the recipe says.
     """
 
-    def after_train_iter(self, runner: Runner, *args: Any, **kwargs: Any) -> None:
+    def after_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
         """Average, if this iteration ended with an optimiser step."""
         if runner.optim_wrapper.should_update():
             super().after_train_iter(runner, *args, **kwargs)

@@ -12,7 +12,6 @@ from mmengine.dist import is_main_process, master_only
 from mmengine.hooks import EMAHook, Hook
 from mmengine.model import is_model_wrapper
 from mmengine.registry import HOOKS
-from mmengine.runner import Runner
 from timm.models import save_for_hf
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -20,12 +19,11 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from .backbone import as_timm_model
 
 
-
 @HOOKS.register_module()
 class ProgressHook(Hook):
     """A progress bar over the whole run, with rate and ETA, where standard error is a terminal."""
 
-    def before_train(self, runner: Runner) -> None:
+    def before_train(self, runner) -> None:
         """Open the bar at the iteration from which the run goes on."""
         self._open = ExitStack()
         if not is_main_process():
@@ -46,7 +44,7 @@ class ProgressHook(Hook):
     @master_only
     def after_train_iter(
         self,
-        runner: Runner,
+        runner,
         batch_idx: int,
         data_batch: Any = None,
         outputs: dict[str, Any] | None = None,
@@ -60,7 +58,7 @@ class ProgressHook(Hook):
                 refresh=False,
             )
 
-    def after_train(self, runner: Runner) -> None:
+    def after_train(self, runner) -> None:
         """Close the bar."""
         self._open.close()
 
@@ -72,7 +70,7 @@ class CurvesHook(Hook):
     priority = "LOWEST"
 
     @master_only
-    def after_train(self, runner: Runner) -> None:
+    def after_train(self, runner) -> None:
         """Write ``curves.png`` into the work directory."""
         logs = sorted(Path(runner.work_dir).glob("*/vis_data/scalars.json"))
         train, val = read_scalars(logs)
@@ -130,7 +128,7 @@ class ExportHook(Hook):
     priority = "LOWEST"
 
     @master_only
-    def after_train(self, runner: Runner) -> None:
+    def after_train(self, runner) -> None:
         """Write the two files."""
         classifier: Any = runner.model.module if is_model_wrapper(runner.model) else runner.model
         for hook in runner.hooks:

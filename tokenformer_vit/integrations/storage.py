@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from mmengine.fileio import LocalBackend, register_backend
 from mmengine.runner import CheckpointLoader
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from tokenformer_vit.errors import InputError
 
+from .backbone import classifier_state_dict
 
-@register_backend("local", force=True, prefixes="")
+
 class AtomicLocalBackend(LocalBackend):
     """mmengine's local files, but a file appears whole under its name or not at all."""
 
@@ -43,7 +46,6 @@ class AtomicLocalBackend(LocalBackend):
         self.put(obj.encode(encoding), filepath)
 
 
-@CheckpointLoader.register_scheme(prefixes="", force=True)
 def load_plain_checkpoint(filename: str, map_location: Any = None) -> dict[str, Any]:
     """Load a checkpoint of tensors and plain values; mmengine's loader for local files.
 
@@ -62,17 +64,18 @@ def load_plain_checkpoint(filename: str, map_location: Any = None) -> dict[str, 
         raise InputError(f"there is no checkpoint {path}")
     try:
         if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            from .backbone import classifier_state_dict
-
-            return {"state_dict": classifier_state_dict(load_file(path, device=str(map_location or "cpu")))}
+            tensors = load_file(path, device=str(map_location or "cpu"))
+            return {"state_dict": classifier_state_dict(tensors)}
         return torch.load(path, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         raise InputError(
             f"{path} is damaged or holds more than tensors and plain values; it was not loaded, "
             "since it could run code"
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
+    except (SafetensorError, RuntimeError, EOFError, OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"{path} is not a readable checkpoint ({reason})") from error
+
+
+register_backend("local", AtomicLocalBackend, force=True, prefixes="")
+CheckpointLoader.register_scheme(prefixes="", loader=load_plain_checkpoint, force=True)

@@ -46,10 +46,11 @@ class LoadImage(LoadImageFromFile):
 @contextmanager
 def _seeded(*key: int) -> Iterator[None]:
     """Seed every generator that transforms draw from, and put them back afterwards."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    # NumPy's global generator is the one that mmcv's and mmpretrain's transforms use.
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     words = np.random.SeedSequence(key).generate_state(4)
     random.seed(int(words[0]))
-    np.random.seed(words[1:3])  # noqa: NPY002  # the generator that mmcv's transforms use
+    np.random.seed(words[1:3])  # noqa: NPY002
     torch.default_generator.manual_seed(int(words[3]))
     try:
         yield

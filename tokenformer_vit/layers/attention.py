@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from timm.layers import maybe_add_mask, resolve_self_attn_mask, use_fused_attn
 from torch import Tensor, nn
 
+from tokenformer_vit.errors import InputError
+
 from .norm import BlockLayerNorm
 from .pattention import Pattention
 
@@ -29,7 +31,7 @@ class Attention(nn.Module):
         dtype: Type of the parameters.
 
     Raises:
-        ValueError: If ``num_heads`` does not divide ``dim``.
+        InputError: If ``num_heads`` does not divide ``dim``.
 
     Shape:
         (B, N, C) -> (B, N, C).
@@ -56,7 +58,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         if dim % num_heads:
-            raise ValueError(f"dim {dim} is not a multiple of num_heads {num_heads}")
+            raise InputError(f"dim {dim} is not a multiple of num_heads {num_heads}")
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
         self.scale = self.head_dim**-0.5

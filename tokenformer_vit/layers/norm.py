@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from tokenformer_vit.errors import InputError
+
 
 class BlockLayerNorm(nn.LayerNorm):
     """LayerNorm whose learnable parameters can be left out, as in Table 5 of the paper.
@@ -15,7 +17,7 @@ class BlockLayerNorm(nn.LayerNorm):
         dtype: Type of the parameters.
 
     Raises:
-        ValueError: If ``affine`` is none of the three.
+        InputError: If ``affine`` is none of the three.
 
     Note:
         Mean and variance are accumulated in float32 whatever the input's dtype is.
@@ -35,7 +37,7 @@ class BlockLayerNorm(nn.LayerNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         if affine not in self.AFFINE:
-            raise ValueError(f"unknown norm {affine!r}; choose one of {', '.join(self.AFFINE)}")
+            raise InputError(f"unknown norm {affine!r}; choose one of {', '.join(self.AFFINE)}")
         super().__init__(
             num_channels, eps=eps, elementwise_affine=affine != "none", device=device, dtype=dtype
         )

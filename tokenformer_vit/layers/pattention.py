@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from tokenformer_vit.errors import InputError
 from tokenformer_vit.ops import check_theta, default_tau, pattention
 
 # A path of pattention() may branch on its inputs or run custom kernels, so fx keeps it whole.
@@ -38,7 +39,7 @@ class Pattention(nn.Module):
         dtype: Type of the parameters. ``tau`` is float32 in any case.
 
     Raises:
-        ValueError: If ``theta`` is unknown or a size or ``tau`` is not positive.
+        InputError: If ``theta`` is unknown or a size or ``tau`` is not positive.
 
     Shape:
         (..., C_in) -> (..., C_out), of the input's dtype.
@@ -78,9 +79,9 @@ class Pattention(nn.Module):
             ("num_param_tokens", num_param_tokens),
         ):
             if size < 1:
-                raise ValueError(f"{name} must be at least 1, but it is {size}")
+                raise InputError(f"{name} must be at least 1, but it is {size}")
         if tau is not None and not tau > 0:
-            raise ValueError(f"tau must be positive, but it is {tau}")
+            raise InputError(f"tau must be positive, but it is {tau}")
         self.in_features = in_features
         self.out_features = out_features
         self.num_param_tokens = num_param_tokens

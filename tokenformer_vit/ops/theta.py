@@ -29,6 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tokenformer_vit.errors import InputError
+
 
 def _accumulation(scores: Tensor) -> Tensor:
     """Return the scores in float32, or unchanged if they are float64."""
@@ -92,10 +94,10 @@ def check_theta(theta: str) -> str:
     """Return ``theta`` if it names a variant.
 
     Raises:
-        ValueError: If it does not; the message lists those that exist.
+        InputError: If it does not; the message lists those that exist.
     """
     if theta not in THETAS:
-        raise ValueError(f"unknown Θ {theta!r}; choose one of {', '.join(THETAS)}")
+        raise InputError(f"unknown Θ {theta!r}; choose one of {', '.join(THETAS)}")
     return theta
 
 
@@ -110,7 +112,7 @@ def default_tau(theta: str, num_param_tokens: int) -> float:
         num_param_tokens: P, at least 1.
 
     Raises:
-        ValueError: If the variant is unknown.
+        InputError: If the variant is unknown.
     """
     if check_theta(theta) in ("softmax", "gelu_l1"):
         return float(num_param_tokens)

@@ -1,0 +1,99 @@
+"""A small image data set and a config that trains on it in seconds."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[2]
+CLASSES = ("bright", "dark", "split")
+
+CONFIG = f"""
+_base_ = "{ROOT}/configs/digits_demo.py"
+model = dict(
+    backbone=dict(embed_dim=24, depth=2, num_heads=2, drop_path_rate=0.2),
+    head=dict(num_classes=3, in_channels=24),
+    train_cfg=dict(_delete_=True, augments=[dict(type="Mixup", alpha=0.8)]),
+)
+data_preprocessor = dict(num_classes=3)
+train_dataloader = dict(batch_size=8)
+val_dataloader = dict(batch_size=8)
+test_dataloader = dict(batch_size=8)
+val_evaluator = dict(topk=(1,))
+test_evaluator = dict(topk=(1,))
+param_scheduler = [
+    dict(type="LinearLR", start_factor=1e-3, by_epoch=True, end=1, convert_to_iter_based=True),
+    dict(type="CosineAnnealingLR", eta_min=1e-5, by_epoch=True, begin=1),
+]
+train_cfg = dict(max_epochs=3, val_interval=1)
+default_hooks = dict(logger=dict(interval=1))
+"""
+
+
+def write_images(root: Path, per_class: int) -> None:
+    rng = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for label, name in enumerate(CLASSES):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for index in range(per_class):
+                pixels = rng.integers(0, 100, (8, 8, 3), dtype=np.uint8)
+                pixels[:, (0, 8, 4)[label] :] += 120
+                Image.fromarray(pixels).save(folder / f"{index}.png")
+
+
+@pytest.fixture(scope="session")
+def data_root(tmp_path_factory) -> Path:
+    """16 training images a class: 48, six batches of eight."""
+    root = tmp_path_factory.mktemp("images")
+    write_images(root, 16)
+    return root
+
+
+@pytest.fixture(scope="session")
+def config(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("configs") / "small.py"
+    path.write_text(CONFIG)
+    return path
+
+
+class Train:
+    """Runs of tools/train.py as a user starts them."""
+
+    def __init__(self, config: Path, data_root: Path) -> None:
+        self.arguments = [str(config), "--data-root", str(data_root)]
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+    def start(self, work_dir: Path, *extra: str, launcher: tuple[str, ...] = ()):
+        command = [sys.executable, *launcher, str(ROOT / "tools" / "train.py"), *self.arguments]
+        return subprocess.Popen(
+            [*command, "--work-dir", str(work_dir), *extra],
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def __call__(self, work_dir: Path, *extra: str, launcher: tuple[str, ...] = ()) -> str:
+        process = self.start(work_dir, *extra, launcher=launcher)
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, output
+        return output
+
+    def fails(self, work_dir: Path, *extra: str) -> str:
+        """Run and return the one line in which it ends."""
+        process = self.start(work_dir, *extra)
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode == 1, output
+        assert "Traceback" not in output.replace("Original Traceback", "")
+        return re.findall(r"^error: .*", output, re.MULTILINE)[-1]
+
+
+@pytest.fixture(scope="session")
+def train(config, data_root) -> Train:
+    return Train(config, data_root)

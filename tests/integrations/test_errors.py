@@ -1,0 +1,204 @@
+"""What a user can get wrong ends in one line that names it and the way out."""
+
+import errno
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.integrations import AtomicLocalBackend, LoadImage, load_plain_checkpoint
+from tokenformer_vit.integrations.config import (
+    check_data_folders,
+    choose_checkpoint,
+    load_config,
+    scale_for_accumulation,
+)
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("optim_wrapper.optimizer.lrr", "optim_wrapper.optimizer has no 'lrr'; it has lr"),
+        ("train_dataloder.batch_size", "the config has no 'train_dataloder'; it has train_dataloa"),
+        ("param_scheduler.2.end", "param_scheduler has no '2'"),
+        ("load_from.path", "load_from has no 'path'"),
+    ],
+)
+def test_a_misspelt_option_is_refused(config, key, message):
+    with pytest.raises(InputError) as raised:
+        load_config(config, {key: 1})
+    assert f"--cfg-options {key}: {message}" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_options_reach_into_lists_and_every_loader(config):
+    cfg = load_config(config, {"param_scheduler.1.eta_min": 0.5}, data_root="d", batch_size=3)
+    assert cfg.param_scheduler[1].eta_min == 0.5
+    for name in ("train_dataloader", "val_dataloader", "test_dataloader"):
+        assert cfg[name].dataset.data_root == "d"
+        assert cfg[name].batch_size == 3
+    assert cfg.work_dir == "work_dirs/small"
+
+
+@pytest.mark.parametrize("enable", [True, False])
+def test_scaling_the_learning_rate_counts_accumulated_images(config, enable):
+    cfg = load_config(
+        config, {"optim_wrapper.accumulative_counts": 4, "auto_scale_lr.enable": enable}
+    )
+    lr = cfg.optim_wrapper.optimizer.lr
+    scale_for_accumulation(cfg)
+    assert cfg.optim_wrapper.optimizer.lr == (4 * lr if enable else lr)
+
+
+def test_missing_config_and_data_root(config, tmp_path):
+    with pytest.raises(InputError, match=r"there is no config .*nothing\.py"):
+        load_config(tmp_path / "nothing.py")
+    with pytest.raises(InputError, match=r"there is no folder .*absent/train: give `--data-root`"):
+        check_data_folders(load_config(config, data_root=str(tmp_path / "absent")))
+
+
+def test_class_folders_unlike_the_head(config, data_root):
+    cfg = load_config(config, {"model.head.num_classes": 7}, str(data_root))
+    with pytest.raises(InputError, match="holds 3 class folders, but the head has 7 classes"):
+        check_data_folders(cfg)
+
+
+def test_a_new_run_does_not_overwrite_an_old_one(config, tmp_path):
+    (tmp_path / "last_checkpoint").write_text("/elsewhere/epoch_1.pth")
+    cfg = load_config(config, work_dir=str(tmp_path))
+    with pytest.raises(InputError, match="holds a run already: add --resume"):
+        choose_checkpoint(cfg, None)
+    with pytest.raises(InputError, match=r"there is no checkpoint .*epoch_1\.pth to resume from"):
+        choose_checkpoint(cfg, "auto")
+
+
+@pytest.mark.parametrize("content", ["truncated", "text", "missing"])
+@pytest.mark.parametrize("suffix", ["jpg", "png"])
+def test_an_unreadable_image_is_named(tmp_path, content, suffix):
+    path = tmp_path / f"broken.{suffix}"
+    if content == "truncated":
+        rng = np.random.default_rng(0)
+        Image.fromarray(rng.integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(path)
+        path.write_bytes(path.read_bytes()[:-400])
+    elif content == "text":
+        path.write_text("not an image")
+    with pytest.raises(InputError, match=rf"cannot read image .*broken\.{suffix}.*replace or del"):
+        LoadImage()({"img_path": str(path)})
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_corrupt_image_stops_training_with_its_name(train, data_root, tmp_path, workers):
+    root = tmp_path / "images"
+    shutil.copytree(data_root, root)
+    (root / "train" / "dark" / "3.png").write_bytes(b"\x89PNG broken")
+    line = train.fails(
+        tmp_path / "run",
+        "--data-root",
+        str(root),
+        "--cfg-options",
+        f"train_dataloader.num_workers={workers}",
+    )
+    assert "cannot read image" in line
+    assert "dark/3.png" in line
+
+
+def test_an_empty_class_folder_is_named(train, data_root, tmp_path):
+    root = tmp_path / "images"
+    shutil.copytree(data_root, root)
+    for image in (root / "val" / "split").iterdir():
+        image.unlink()
+    line = train.fails(tmp_path / "run", "--data-root", str(root))
+    assert "no images in 1 class folders" in line
+    assert "split" in line
+
+
+def test_unknown_theta_lists_the_known(train, tmp_path):
+    line = train.fails(tmp_path, "--cfg-options", "model.backbone.theta=gelu_l3")
+    assert "unknown Θ 'gelu_l3'; choose one of softmax, gelu_l1, gelu_l2, gelu_l2_post" in line
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(train, tmp_path):
+    line = train.fails(
+        tmp_path,
+        "--cfg-options",
+        "optim_wrapper.optimizer.lr=1e30",
+        "param_scheduler.0.start_factor=1e-33",
+        "default_hooks.checkpoint.by_epoch=False",
+    )
+    assert "the loss is" in line
+    assert "learning rate" in line
+    last = Path((tmp_path / "last_checkpoint").read_text())
+    assert f"the last good checkpoint is kept: {last}" in line
+    weights = torch.load(last, weights_only=True)["state_dict"]
+    assert all(torch.isfinite(tensor).all() for tensor in weights.values())
+
+
+def test_a_checkpoint_of_another_model_is_refused(train, tmp_path):
+    train(tmp_path, "--cfg-options", "train_cfg.max_epochs=2")
+    line = train.fails(
+        tmp_path,
+        "--resume",
+        "--cfg-options",
+        "model.backbone.embed_dim=36",
+        "model.head.in_channels=36",
+    )
+    assert "the checkpoint is of another model" in line
+    assert "is (1, 1, 24) there and (1, 1, 36) here" in line
+    line = train.fails(tmp_path, "--resume", "--batch-size", "12")
+    assert "6 iterations an epoch, this run has 4" in line
+
+
+class Trap:
+    """Leaves a mark if it is unpickled by a loader that runs code."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self):
+        return (self.mark.touch, ())
+
+
+def test_loading_a_checkpoint_runs_no_code(tmp_path):
+    mark = tmp_path / "executed"
+    torch.save({"state_dict": {}, "trap": Trap(mark)}, tmp_path / "trap.pth")
+    with pytest.raises(InputError, match=r"trap\.pth is damaged or holds more than tensors"):
+        load_plain_checkpoint(str(tmp_path / "trap.pth"))
+    assert not mark.exists()
+    with (tmp_path / "trap.pth").open("wb") as file:
+        pickle.dump(Trap(mark), file)
+    with pytest.raises(InputError):
+        load_plain_checkpoint(str(tmp_path / "trap.pth"))
+    assert not mark.exists()
+
+
+def test_damaged_checkpoints_are_named(tmp_path):
+    torch.save({"state_dict": {"a": torch.zeros(1000)}}, tmp_path / "cut.pth")
+    (tmp_path / "cut.pth").write_bytes((tmp_path / "cut.pth").read_bytes()[:900])
+    (tmp_path / "cut.safetensors").write_bytes(b"\x08\x00")
+    for name in ("cut.pth", "cut.safetensors", "absent.pth"):
+        with pytest.raises(InputError, match=name) as raised:
+            load_plain_checkpoint(str(tmp_path / name))
+        assert "\n" not in str(raised.value)
+
+
+def test_a_full_disk_leaves_the_previous_file(tmp_path, monkeypatch):
+    path = tmp_path / "epoch_1.pth"
+    backend = AtomicLocalBackend()
+    backend.put(b"good", path)
+
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(
+        InputError, match=r"cannot write .*epoch_1\.pth \(No space left on device\)"
+    ):
+        backend.put(b"longer and never whole", path)
+    assert path.read_bytes() == b"good"
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,105 @@
+"""A run that is killed goes on as if it had not been."""
+
+import signal
+import time
+
+import pytest
+import torch
+
+from tokenformer_vit.integrations.reports import read_scalars
+
+# Two workers, mixup, drop path, EMA, a warm-up by iteration and a decay by epoch: everything that
+# has a state. Accumulation leaves gradients pending where checkpoints are taken.
+OPTIONS = ("--cfg-options", "train_dataloader.num_workers=2")
+BY_EPOCH: tuple[str, ...] = ("optim_wrapper.accumulative_counts=4",)
+BY_ITERATION = (
+    "default_hooks.checkpoint.by_epoch=False",
+    "default_hooks.checkpoint.interval=4",
+    "optim_wrapper.accumulative_counts=3",
+)
+
+
+def losses(work_dir):
+    train, val = read_scalars(sorted(work_dir.glob("*/vis_data/scalars.json")))
+    return {step: record["loss"] for step, record in train.items()}, val
+
+
+def kill_after(process, work_dir, iteration):
+    """Send SIGKILL as soon as the log shows ``iteration``."""
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline:
+        if max(losses(work_dir)[0], default=0) >= iteration:
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+            return
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.01)
+    raise TimeoutError
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "kill_at"), [(BY_EPOCH, 8), (BY_ITERATION, 10)], ids=["by_epoch", "by_iter"]
+)
+def test_a_killed_run_goes_on_exactly(train, tmp_path, checkpoints, kill_at):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train(whole, *OPTIONS, *checkpoints)
+    kill_after(train.start(killed, *OPTIONS, *checkpoints), killed, kill_at)
+    assert max(losses(killed)[0]) < 18  # it was in fact cut off
+    train(killed, "--resume", "auto", *OPTIONS, *checkpoints)
+
+    expected, expected_val = losses(whole)
+    resumed, resumed_val = losses(killed)
+    assert list(expected) == list(range(1, 19))
+    assert resumed == expected
+    assert {step: record["accuracy/top1"] for step, record in resumed_val.items()} == {
+        step: record["accuracy/top1"] for step, record in expected_val.items()
+    }
+    one, other = (
+        torch.load(folder / (folder / "last_checkpoint").read_text(), weights_only=True)
+        for folder in (whole, killed)
+    )
+    for part in ("state_dict", "ema_state_dict"):
+        for name, tensor in one[part].items():
+            assert torch.equal(tensor, other[part][name]), name
+    assert (whole / "model.safetensors").read_bytes() == (killed / "model.safetensors").read_bytes()
+
+
+def test_a_run_that_was_killed_in_its_last_validation_is_finished(train, tmp_path):
+    train(tmp_path, *OPTIONS)
+    for name in ("model.safetensors", "config.json", "curves.png"):
+        (tmp_path / name).unlink()
+    _, before = losses(tmp_path)
+    train(tmp_path, "--resume", *OPTIONS)
+    assert losses(tmp_path)[1] == {**before, 3: losses(tmp_path)[1][3]}
+    assert all((tmp_path / name).is_file() for name in ("model.safetensors", "curves.png"))
+
+
+def test_a_moved_run_goes_on(train, tmp_path):
+    train(tmp_path / "first", *OPTIONS, "train_cfg.max_epochs=2")
+    (tmp_path / "first").rename(tmp_path / "second")
+    output = train(tmp_path / "second", "--resume", *OPTIONS)
+    assert "resumed epoch: 2, iter: 12" in output
+
+
+def test_two_processes_follow_the_curve_of_one(train, tmp_path):
+    plain = (
+        "--cfg-options",
+        "model.train_cfg=None",
+        "model.backbone.drop_path_rate=0.0",
+        "optim_wrapper.accumulative_counts=2",
+    )
+    train(tmp_path / "one", "--batch-size", "8", *plain)
+    train(
+        tmp_path / "two",
+        "--batch-size",
+        "4",
+        "--launcher",
+        "pytorch",
+        *plain,
+        launcher=("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
+    )
+    one, two = losses(tmp_path / "one")[0], losses(tmp_path / "two")[0]
+    assert len(one) == len(two) == 18
+    torch.testing.assert_close(
+        torch.tensor(list(two.values())), torch.tensor(list(one.values())), rtol=2e-5, atol=2e-6
+    )

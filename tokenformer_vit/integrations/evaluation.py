@@ -1,0 +1,287 @@
+"""Testing a trained classifier: which figures, from which weights, and what is left behind."""
+
+import csv
+import io
+import json
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import mmengine
+import mmpretrain
+import timm
+import torch
+from matplotlib.colors import PowerNorm
+from mmengine.config import Config, ConfigDict
+from mmengine.dist import is_main_process
+from mmengine.hooks import Hook
+from mmengine.runner import Runner
+from mmpretrain.evaluation import ConfusionMatrix
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+from tqdm import tqdm
+
+import tokenformer_vit
+from tokenformer_vit.errors import InputError
+
+FILES = ("metrics.json", "per_class.csv", "confusion_matrix.png")
+_COLUMNS = ("precision", "recall", "f1-score", "support")
+# Above this many classes only the best and the worst are printed, and labels would overlap.
+_MANY = 30
+_ENDS = 10
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The figures of one test.
+
+    Attributes:
+        config: File that the config came from.
+        checkpoint: File that the weights came from.
+        epoch: Epochs that the weights were trained for; None if the file does not say.
+        averaged: Whether the weights are the EMA's; None if the file does not say.
+        images: Number of images tested.
+        accuracy: Percentages, by ``top1`` and, from five classes on, ``top5``.
+        classes: A row for each class: ``index``, ``class``, ``precision``, ``recall`` and
+            ``f1-score`` in percent, and ``support``, the number of its images.
+        confusion: (K, K) int64, images by true class (rows) and predicted class (columns).
+    """
+
+    config: str
+    checkpoint: str
+    epoch: int | None
+    averaged: bool | None
+    images: int
+    accuracy: dict[str, float]
+    classes: list[dict[str, Any]]
+    confusion: Tensor
+
+
+def configure_test(cfg: Config, checkpoint: str | Path, out: str | Path) -> None:
+    """Turn the config of a training run into that of a test of one of its checkpoints.
+
+    Of the hooks only ``GuardHook`` stays: the others write a run's logs and weights. An
+    ``EMAHook`` has nothing to do here, since the ``state_dict`` of a checkpoint already holds the
+    averaged weights.
+
+    Args:
+        cfg: The config, changed in place.
+        checkpoint: Training checkpoint (``.pth``) or exported ``.safetensors`` file.
+        out: Folder for the results; it is made.
+
+    Raises:
+        InputError: If there is no such checkpoint, or the folder cannot be made.
+    """
+    if not Path(checkpoint).is_file():
+        raise InputError(f"there is no checkpoint {checkpoint}")
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"cannot make the folder {out} ({error.strerror}): give another one with --out"
+        ) from error
+    cfg.load_from, cfg.resume = str(checkpoint), False
+    cfg.work_dir = str(out)  # not the run's own, whose dumped config would be overwritten
+    for start in ("checkpoint_path", "pretrained"):
+        # What training started from is replaced by the checkpoint, and may be gone by now.
+        if cfg.model.backbone.get(start):
+            cfg.model.backbone[start] = type(cfg.model.backbone[start])()
+    num_classes = cfg.model.head.num_classes
+    cfg.test_evaluator = [
+        {"type": "Accuracy", "topk": tuple(k for k in (1, 5) if k <= num_classes)},
+        {"type": "SingleLabelMetric", "average": None, "items": _COLUMNS},
+        {"type": "ConfusionMatrix", "num_classes": num_classes},
+    ]
+    # None removes what mmengine would add by itself; its logger would print the whole matrix.
+    unwanted = ("timer", "sampler_seed", "logger", "param_scheduler", "checkpoint")
+    cfg.default_hooks = ConfigDict({"guard": {"type": "GuardHook"}, **dict.fromkeys(unwanted)})
+    cfg.custom_hooks = []
+
+
+class _TestHook(Hook):
+    """Shows progress, notes where the weights come from, and stops if they give no answers."""
+
+    epoch: int | None = None
+    averaged: bool | None = None
+
+    def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
+        if "meta" in checkpoint:
+            self.epoch = checkpoint["meta"].get("epoch")
+            self.averaged = "ema_state_dict" in checkpoint
+
+    def before_test(self, runner) -> None:
+        # tqdm's None: no bar where standard error is no terminal.
+        disable = None if is_main_process() else True
+        self._bar = tqdm(
+            total=len(runner.test_dataloader), disable=disable, desc="testing", leave=False
+        )
+
+    def after_test_iter(
+        self,
+        runner,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: Sequence[Any] | None = None,
+    ) -> None:
+        scores = torch.stack([sample.pred_score for sample in outputs or ()])  # (B, K)
+        if not scores.isfinite().all():
+            raise InputError(
+                "the model's output is not finite; its checkpoint is of a training that diverged"
+            )
+        self._bar.update()
+
+    def after_test(self, runner) -> None:
+        self._bar.close()
+
+
+def run_test(cfg: Config) -> Evaluation:
+    """Test what :func:`configure_test` has prepared.
+
+    Returns:
+        The figures, on every process those of all images together.
+
+    Raises:
+        InputError: If checkpoint, config and data do not fit each other, an image cannot be read,
+            or the model's output is not finite.
+    """
+    runner = Runner.from_cfg(cfg)
+    hook = _TestHook()
+    runner.register_hook(hook)
+    metrics = runner.test()
+    dataset: Any = runner.test_dataloader.dataset
+    columns = [metrics[f"single-label/{name}_classwise"] for name in _COLUMNS]
+    return Evaluation(
+        config=str(cfg.filename),
+        checkpoint=str(cfg.load_from),
+        epoch=hook.epoch,
+        averaged=hook.averaged,
+        images=len(dataset),
+        accuracy={
+            name.removeprefix("accuracy/"): value
+            for name, value in metrics.items()
+            if name.startswith("accuracy/")
+        },
+        classes=[
+            {"index": index, "class": name, **dict(zip(_COLUMNS, row, strict=True))}
+            for index, (name, *row) in enumerate(
+                zip(dataset.metainfo["classes"], *columns, strict=True)
+            )
+        ],
+        confusion=metrics["confusion_matrix/result"],
+    )
+
+
+def print_evaluation(evaluation: Evaluation, console: Console) -> None:
+    """Print the accuracy and a table of the classes, of many only the best and the worst."""
+    rows = evaluation.classes
+    title, ends = "classes", {}
+    if len(rows) > _MANY:
+        rows = sorted(rows, key=lambda row: row["f1-score"], reverse=True)
+        rows = rows[:_ENDS] + rows[-_ENDS:]
+        title, ends = f"the {_ENDS} best and the {_ENDS} worst classes by F1 score", {_ENDS - 1}
+    table = Table("index", "class", *_COLUMNS, title=title)
+    for column in table.columns:
+        column.justify = "right"
+    table.columns[1].justify, table.columns[1].overflow = "left", "fold"
+    for place, row in enumerate(rows):
+        table.add_row(
+            str(row["index"]),
+            Text(row["class"]),  # Text: a name may look like rich's markup
+            *(f"{row[name]:.2f}" for name in _COLUMNS[:-1]),
+            str(row["support"]),
+            end_section=place in ends,
+        )
+    console.print(table)
+    for name, value in evaluation.accuracy.items():
+        console.print(f"{name.replace('top', 'top-')} accuracy: {value:.3f} %", highlight=False)
+    weights = {True: ", averaged weights (EMA)", False: ", not averaged", None: ""}
+    epoch = "" if evaluation.epoch is None else f", epoch {evaluation.epoch}"
+    console.print(
+        Text(
+            f"{evaluation.images} images; {evaluation.checkpoint}{epoch}"
+            f"{weights[evaluation.averaged]}"
+        ),
+        soft_wrap=True,
+    )
+
+
+def write_evaluation(evaluation: Evaluation, folder: str | Path) -> None:
+    """Write :data:`FILES` into a folder, each whole or not at all.
+
+    Raises:
+        InputError: If a file cannot be written.
+    """
+    folder = Path(folder)
+    record = {
+        "config": evaluation.config,
+        "checkpoint": evaluation.checkpoint,
+        "epoch": evaluation.epoch,
+        "averaged_weights": evaluation.averaged,
+        "images": evaluation.images,
+        "accuracy": evaluation.accuracy,
+        "classes": evaluation.classes,
+        "versions": {
+            "tokenformer_vit": tokenformer_vit.__version__,
+            "python": platform.python_version(),
+            **{
+                module.__name__: str(module.__version__)
+                for module in (torch, timm, mmengine, mmpretrain)
+            },
+        },
+    }
+    text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+    _write(folder / FILES[0], lambda path: path.write_text(text, encoding="utf-8"))
+
+    lines = io.StringIO()
+    writer = csv.DictWriter(lines, ["index", "class", *_COLUMNS], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(evaluation.classes)
+    _write(folder / FILES[1], lambda path: path.write_text(lines.getvalue(), encoding="utf-8"))
+
+    names = [row["class"] for row in evaluation.classes]
+    _write(folder / FILES[2], lambda path: draw_confusion(evaluation.confusion, names, path))
+
+
+def draw_confusion(confusion: Tensor, names: Sequence[str], path: Path) -> None:
+    """Draw a confusion matrix into a PNG file, without a display.
+
+    Args:
+        confusion: (K, K) int64, true class by predicted class.
+        names: K class names; they and the numbers are left out where there is no room for them.
+        path: The file, whatever its suffix.
+    """
+    matplotlib.use("Agg")  # before mmpretrain's plot asks pyplot for a window
+    from matplotlib import pyplot
+
+    many = len(names) > _MANY
+    figure = ConfusionMatrix.plot(
+        confusion,
+        include_values=not many,
+        classes=None if many else list(names),
+        show=False,
+    )
+    axes = figure.axes[0]
+    axes.tick_params(axis="x", labelrotation=90)
+    if many:
+        axes.set(xticks=[], yticks=[])
+        axes.set_title(f"{len(names)} classes, in the order of their index")
+        # So that a single image off the diagonal is seen beside many on it.
+        axes.images[0].set_norm(PowerNorm(0.4, vmin=0))
+    # Many classes need a pixel each at the least, or the diagonal would vanish between pixels.
+    figure.savefig(path, format="png", dpi=300 if many else 120, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def _write(path: Path, write: Callable[[Path], object]) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        write(partial)
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise InputError(f"cannot write {path} ({error.strerror})") from error
