@@ -4,7 +4,8 @@
 # Batch:     4096 = 32 GPUs x 128, or 8 GPUs x 128 with 4 steps of accumulation
 # Hardware:  the paper gives none; here: not run
 # Command:   torchrun --nproc_per_node=8 tools/train.py configs/imagenet_base_matched.py \
-#                --launcher pytorch --amp --cfg-options optim_wrapper.accumulative_counts=4
+#                --launcher pytorch --amp \
+#                --cfg-options optim_wrapper.accumulative_counts=4
 # Expected:  82.1 % (the paper's); measured here: not run
 _base_ = "imagenet_base.py"
 

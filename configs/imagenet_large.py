@@ -4,7 +4,8 @@
 # Batch:     4096 = 32 GPUs x 128, or 8 GPUs x 64 with 8 steps of accumulation
 # Hardware:  the paper gives none; here: not run
 # Command:   torchrun --nproc_per_node=8 tools/train.py configs/imagenet_large.py \
-#                --launcher pytorch --amp --batch-size 64 --cfg-options optim_wrapper.accumulative_counts=8
+#                --launcher pytorch --amp --batch-size 64 \
+#                --cfg-options optim_wrapper.accumulative_counts=8
 # Expected:  83.1 % (the paper's); measured here: not run. MAE reports that large models may
 #            diverge from scratch; the run then stops and names the last good checkpoint.
 _base_ = "imagenet_base.py"

@@ -46,6 +46,7 @@ test_pipeline = [
 
 train_dataloader = dict(
     batch_size=128,
+    num_batch_per_epoch=None,  # a number shortens the epochs, to try a run out
     num_workers=8,
     persistent_workers=True,
     pin_memory=True,

@@ -11,6 +11,7 @@ default_hooks = dict(
     checkpoint=dict(type="ExactCheckpointHook", interval=1, by_epoch=True, max_keep_ckpts=3),
     progress=dict(type="ProgressHook"),
     curves=dict(type="CurvesHook"),
+    record=dict(type="RecordHook"),
     export=dict(type="ExportHook"),
 )
 

@@ -28,7 +28,7 @@ from .checkpoint import ExactCheckpointHook
 from .guard import GuardHook
 from .loop import ResumableEpochLoop, ResumableSampler
 from .optim import AccumulationEMAHook, AutocastOptimWrapper
-from .reports import CurvesHook, ExportHook, ProgressHook
+from .reports import CurvesHook, ExportHook, ProgressHook, RecordHook
 from .storage import AtomicLocalBackend, load_plain_checkpoint
 from .transforms import LoadImage, SeededTransforms
 
@@ -42,6 +42,7 @@ __all__ = [
     "GuardHook",
     "LoadImage",
     "ProgressHook",
+    "RecordHook",
     "ResumableEpochLoop",
     "ResumableSampler",
     "SeededTransforms",

@@ -48,9 +48,9 @@ def load_config(
             cfg[name].batch_size = batch_size
     cfg.work_dir = work_dir or cfg.get("work_dir") or f"work_dirs/{Path(path).stem}"
     for name in LOADERS:
-        # Without workers there is nothing to keep, and PyTorch refuses to.
-        if not cfg[name].num_workers:
-            cfg[name].persistent_workers = False
+        # PyTorch refuses to keep workers where there are none, and warns of pinning without a GPU.
+        cfg[name].persistent_workers = cfg[name].persistent_workers and cfg[name].num_workers > 0
+        cfg[name].pin_memory = cfg[name].pin_memory and torch.cuda.is_available()
     return cfg
 
 

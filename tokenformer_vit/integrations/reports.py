@@ -1,12 +1,21 @@
 """What a run shows and leaves behind: progress, curves, and weights for timm."""
 
+import datetime
 import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterable
 from contextlib import ExitStack
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from matplotlib.figure import Figure
 from mmengine.dist import is_main_process, master_only
 from mmengine.hooks import EMAHook, Hook
@@ -16,7 +25,10 @@ from timm.models import save_for_hf
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+import tokenformer_vit
+
 from .backbone import as_timm_model
+from .optim import AutocastOptimWrapper
 
 
 @HOOKS.register_module()
@@ -61,6 +73,80 @@ class ProgressHook(Hook):
     def after_train(self, runner) -> None:
         """Close the bar."""
         self._open.close()
+
+
+@HOOKS.register_module()
+class RecordHook(Hook):
+    """Record what was run, on what, and what came out, in ``record.json`` of the work directory.
+
+    Times count from the start of the process that ends the run: a resumed run says from which
+    iteration that was.
+    """
+
+    priority = "LOWEST"
+
+    def before_train(self, runner) -> None:
+        """Start the clock."""
+        self._start, self._first = time.monotonic(), runner.iter
+
+    @master_only
+    def after_train(self, runner) -> None:
+        """Write the record."""
+        seconds = time.monotonic() - self._start
+        loader, steps = runner.train_dataloader, runner.optim_wrapper._accumulative_counts
+        scalars = runner.message_hub.log_scalars
+        loss = scalars["train/loss"].data[0]
+        record = {
+            "command": shlex.join(["python", *sys.argv]),
+            **environment(),
+            "config": Path(runner.cfg.filename).name,
+            "processes": runner.world_size,
+            "dtype": "bfloat16 autocast"
+            if isinstance(runner.optim_wrapper, AutocastOptimWrapper)
+            else "float32",
+            "images_per_step": loader.batch_size * runner.world_size * steps,
+            "image_size": int(_data_config(runner.cfg)["input_size"][-1]),
+            "seed": runner.seed,
+            "n": 1,
+            "train_images": len(loader.dataset),
+            "epochs": runner.epoch,
+            "iterations": runner.iter,
+            "resumed_at_iteration": self._first,
+            "seconds": round(seconds, 1),
+            "loss_first": round(float(loss[0]), 4),
+            "loss_last_20_mean": round(float(loss[-20:].mean()), 4),
+            **{
+                name.removeprefix("val/"): round(float(scalars[name].current()), 3)
+                for name in sorted(scalars)
+                if name.startswith("val/accuracy")
+            },
+        }
+        _write_text(Path(runner.work_dir) / "record.json", json.dumps(record, indent=2) + "\n")
+
+
+def environment() -> dict[str, Any]:
+    """Describe the machine, the libraries and the state of the source code."""
+    source = Path(__file__).parent
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=source, capture_output=True, text=True
+    ).stdout.strip()
+    return {
+        "commit": commit or f"tokenformer_vit {tokenformer_vit.__version__}",
+        "date": datetime.date.today().isoformat(),
+        "hardware": torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"{os.cpu_count()} CPU cores ({platform.machine()})",
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "timm", "mmengine", "mmpretrain")},
+        },
+    }
+
+
+def _write_text(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 @HOOKS.register_module()

@@ -16,6 +16,7 @@ from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer import checkpoint_filter_fn as vit_checkpoint_filter_fn
 from torch import Tensor
 
+from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import TokenFormerBlock
 
 __all__ = ["TokenFormerViT", "checkpoint_filter_fn"]
@@ -55,7 +56,7 @@ class TokenFormerViT(VisionTransformer):
 
     Raises:
         TypeError: If an argument is unknown or has no counterpart.
-        ValueError: If ``theta``, ``norm`` or ``global_pool`` is none of those that exist.
+        InputError: If ``theta``, ``norm`` or ``global_pool`` is none of those that exist.
 
     Shape:
         (B, in_chans, H, W) -> (B, num_classes).
@@ -114,9 +115,9 @@ class TokenFormerViT(VisionTransformer):
         """Refuse ViT's ``.npz`` files: they hold linear layers.
 
         Raises:
-            ValueError: Always.
+            InputError: Always.
         """
-        raise ValueError(
+        raise InputError(
             f"{checkpoint_path}: NumPy checkpoints are those of ordinary ViTs; a TokenFormer loads "
             ".safetensors or .pth files of its own"
         )
@@ -124,7 +125,7 @@ class TokenFormerViT(VisionTransformer):
 
 def _check_pool(global_pool: str | None) -> None:
     if global_pool in _ATTENTION_POOLS:
-        raise ValueError(
+        raise InputError(
             f"global_pool {global_pool!r} pools by linear attention, which a TokenFormer does not "
             "have; choose 'token', 'avg', 'avgmax', 'max' or ''"
         )
