@@ -1,9 +1,7 @@
 """Train an image classifier from a config; see README.md."""
 
 import argparse
-import logging
 import os
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,7 +9,7 @@ from pathlib import Path
 # that costs more time than the training itself. To be set before PyTorch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import run_tool
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -96,9 +94,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except InputError as error:
-        logging.shutdown()
-        # A data loader's worker wraps the message in its traceback; the last line is the message.
-        sys.exit(f"error: {str(error).splitlines()[-1]}")
+    run_tool(main)

@@ -69,7 +69,8 @@ class ExactCheckpointHook(CheckpointHook):
     def before_train_epoch(self, runner) -> None:
         """Give the augmentations of this epoch their seed."""
         loader = runner.train_dataloader
-        for transform in loader.dataset.pipeline.transforms:
+        pipeline = getattr(loader.dataset, "pipeline", None)  # a wrapped data set has none
+        for transform in getattr(pipeline, "transforms", ()):
             if isinstance(transform, SeededTransforms):
                 transform.set_epoch(loader.sampler.seed, runner.epoch)
 

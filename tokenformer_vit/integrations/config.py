@@ -81,6 +81,8 @@ def check_data_folders(cfg: Config, loaders: tuple[str, ...] = LOADERS) -> None:
     """
     for name in loaders:
         dataset = cfg[name].dataset
+        if dataset.type not in ("ImageNet", "CustomDataset"):
+            continue  # another data set checks its own files
         root = Path(dataset.data_root)
         split = dataset.get("split") or dataset.data_prefix
         if (root / "meta" / f"{split}.txt").is_file():
@@ -138,7 +140,7 @@ def choose_checkpoint(cfg: Config, resume: str | None) -> None:
 
 def use_cpu_processes(cfg: Config) -> None:
     """Let several processes train without a GPU; mmengine alone would look for one in each."""
-    if cfg.launcher == "none" or torch.cuda.is_available():
+    if cfg.launcher != "pytorch" or torch.cuda.is_available():
         return
     torch.distributed.init_process_group("gloo")
     cfg.model_wrapper_cfg = {
