@@ -1,0 +1,332 @@
+"""Every config builds what it says, and those of the paper hold its recipe to the last number."""
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from mmengine.dataset import Compose
+from mmengine.hooks import Hook
+from mmengine.model import BaseModel
+from mmengine.optim import build_optim_wrapper
+from mmengine.registry import HOOKS, DefaultScope
+from mmengine.runner import Runner
+from mmpretrain.registry import DATASETS, METRICS, MODELS, TRANSFORMS
+from PIL import Image
+from timm.data import IMAGENET_DEFAULT_MEAN as IMAGENET_MEAN
+from timm.data import IMAGENET_DEFAULT_STD as IMAGENET_STD
+from timm.data import create_transform
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tokenformer_vit.integrations.config import load_config
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+NAMES = sorted(path.stem for path in CONFIGS.glob("*.py"))
+# Name: backbone, depth x width, epochs, drop path, parameters.
+PAPER = {
+    "imagenet_base": ("tokenformer_base", 12, 768, 300, 0.1, 114_759_400),
+    "imagenet_base_matched": ("tokenformer_base_matched", 12, 768, 300, 0.1, 86_447_848),
+    "imagenet_large": ("tokenformer_large", 24, 1024, 200, 0.2, 404_670_440),
+    "imagenet_large_matched": ("tokenformer_large_matched", 24, 1024, 200, 0.2, 304_007_144),
+}
+PEAK, FLOOR = 1.6e-3, 1e-5
+
+
+@pytest.fixture(autouse=True)
+def scope():
+    with DefaultScope.overwrite_default_scope("mmpretrain"):
+        yield
+
+
+def load(name):
+    return load_config(CONFIGS / f"{name}.py")
+
+
+def build_model(cfg):
+    """Build the classifier as a runner does, but with no memory behind its weights."""
+    with torch.device("meta"):
+        return MODELS.build({"data_preprocessor": cfg.data_preprocessor, **cfg.model})
+
+
+def flat(pipeline):
+    """List the transforms by type, those in SeededTransforms included."""
+    steps = {}
+    for step in pipeline:
+        steps |= {step.type: step, **flat(step.get("transforms", ()))}
+    return steps
+
+
+def header(name):
+    """Read the fields of a config's header; a field goes on over indented lines."""
+    lines = []
+    for line in (CONFIGS / f"{name}.py").read_text().splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.removeprefix("#").removeprefix(" "))
+    fields = re.findall(r"^(\w+):((?: .*\n?)(?:  .*\n?)*)", "\n".join(lines), re.MULTILINE)
+    return {key: " ".join(value.replace("\\\n", " ").split()) for key, value in fields}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_header_is_the_record_of_the_experiment(name):
+    fields = header(name)
+    assert set(fields) >= {"Paper", "Batch", "Hardware", "Command", "Expected"}
+    assert all(fields.values())
+    command = fields["Command"]
+    assert f"tools/train.py configs/{name}.py" in command
+    # The batch of the command, and every product of the Batch line, is what the rate is meant for.
+    cfg = load(name)
+    options = dict(re.findall(r"(?:--)?([\w.-]+)[ =](\d+)", command))
+    images = int(options.get("batch-size", cfg.train_dataloader.batch_size))
+    images *= int(options.get("nproc_per_node", 1))
+    images *= int(options.get("optim_wrapper.accumulative_counts", 1))
+    assert images == cfg.auto_scale_lr.base_batch_size
+    assert re.match(rf"{images}\b", fields["Batch"])
+    for gpus, batch, steps in re.findall(
+        r"(\d+) GPUs x (\d+)(?: with (\d+) steps)?", fields["Batch"]
+    ):
+        assert int(gpus) * int(batch) * int(steps or 1) == images
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_model_optimiser_and_hooks_are_built(name):
+    cfg = load(name)
+    model = build_model(cfg)
+    backbone = model.backbone.model
+    assert backbone.num_features == model.head.in_channels
+    assert model.head.num_classes == cfg.data_preprocessor.num_classes
+    title = (CONFIGS / f"{name}.py").read_text().splitlines()[0]
+    number = re.search(r"([\d,]+) parameters|parameters as [^:]+: ([\d,]+)", title)
+    assert number or not name.startswith("imagenet_")
+    if number:
+        stated = int((number[1] or number[2]).replace(",", ""))
+        assert sum(parameter.numel() for parameter in model.parameters()) == stated
+    optimizer = build_optim_wrapper(model, cfg.optim_wrapper).optimizer
+    decays = {
+        id(parameter): group["weight_decay"]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    # timm's rule, which the model states by itself.
+    kept = {f"backbone.model.{parameter}" for parameter in backbone.no_weight_decay()}
+    expected = cfg.optim_wrapper.optimizer.weight_decay
+    for key, parameter in model.named_parameters():
+        decays_not = parameter.ndim == 1 or key in kept
+        assert decays[id(parameter)] == (0 if decays_not else expected), key
+    for hook in cfg.default_hooks.values():
+        HOOKS.build(hook)
+    for evaluator in (cfg.val_evaluator, cfg.test_evaluator):
+        assert max(METRICS.build(evaluator).topk) <= model.head.num_classes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pipelines_build_and_evaluation_is_that_of_timm(name, tmp_path):
+    cfg = load(name)
+    size = cfg.model.backbone.img_size
+    preprocessor = cfg.data_preprocessor
+    rng = np.random.default_rng(0)
+
+    def run(loader, height, width):
+        image = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+        image.save(tmp_path / "x.png")
+        assert DATASETS.get(loader.dataset.type) is not None
+        pipeline = Compose([TRANSFORMS.build(step) for step in loader.dataset.pipeline])
+        sample = pipeline({"img_path": tmp_path / "x.png", "gt_label": 1, "sample_idx": 0})
+        assert sample["inputs"].shape == (3, size, size)
+        assert sample["inputs"].dtype == torch.uint8
+        assert sample["data_samples"].gt_label.item() == 1
+        return image, sample["inputs"]
+
+    resized = "RandomResizedCrop" in flat(cfg.train_dataloader.dataset.pipeline)
+    run(cfg.train_dataloader, size, size + 50 * resized)  # the others' images have one size
+
+    prepare = MODELS.build({"type": "ClsDataPreprocessor", **preprocessor})
+    edge = flat(cfg.test_dataloader.dataset.pipeline)["ResizeEdge"].scale
+    reference = create_transform(
+        (3, size, size),
+        crop_pct=size / edge,
+        interpolation="bicubic",
+        mean=[value / 255 for value in preprocessor.mean],
+        std=[value / 255 for value in preprocessor.std],
+    )
+    for loader in (cfg.val_dataloader, cfg.test_dataloader):
+        image, pixels = run(loader, 2 * edge - 3, 3 * edge)
+        inputs = prepare({"inputs": pixels[None]})["inputs"][0]
+        torch.testing.assert_close(inputs, reference(image), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_recipe_of_the_paper(name):
+    cfg = load(name)
+    model_name, depth, width, epochs, drop_path, parameters = PAPER[name]
+    assert cfg.model.backbone.model_name == model_name
+    assert cfg.model.backbone.drop_path_rate == drop_path
+    assert cfg.model.backbone.theta == "gelu_l2"
+    assert cfg.model.backbone.norm == "none"
+    assert not cfg.model.backbone.checkpoint_path
+    model = build_model(cfg)
+    backbone = model.backbone.model
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    assert (len(backbone.blocks), backbone.embed_dim) == (depth, width)
+    assert backbone.patch_embed.img_size == (224, 224)
+    assert backbone.patch_embed.patch_size == (16, 16)
+    assert backbone.global_pool == "token"
+    assert backbone.blocks[-1].drop_path1.drop_prob == pytest.approx(drop_path)
+    assert cfg.model.head.init_cfg == {"type": "Constant", "layer": "Linear", "val": 0.0}
+
+    assert cfg.train_cfg.max_epochs == epochs
+    assert cfg.auto_scale_lr.base_batch_size == 4096
+    assert not cfg.auto_scale_lr.enable
+    assert cfg.optim_wrapper.type == "OptimWrapper"
+    assert "clip_grad" not in cfg.optim_wrapper
+    assert cfg.optim_wrapper.optimizer == {
+        "type": "AdamW",
+        "lr": pytest.approx(1e-4 * 4096 / 256, rel=1e-12),
+        "weight_decay": 0.3,
+        "betas": (0.9, 0.95),
+        "eps": 1e-8,
+    }
+    assert cfg.optim_wrapper.optimizer.lr == pytest.approx(PEAK, rel=1e-12)
+    warmup, cosine = cfg.param_scheduler
+    assert warmup == {
+        "type": "LinearLR",
+        "start_factor": 1e-3,
+        "by_epoch": True,
+        "end": 20,
+        "convert_to_iter_based": True,
+    }
+    assert cosine == {"type": "CosineAnnealingLR", "eta_min": FLOOR, "by_epoch": True, "begin": 20}
+    assert cfg.default_hooks.ema == {"type": "AccumulationEMAHook", "momentum": 1e-4}
+    assert "custom_hooks" not in cfg
+
+    assert cfg.model.head.loss == {
+        "type": "LabelSmoothLoss",
+        "label_smooth_val": 0.1,
+        "mode": "original",
+    }
+    assert cfg.model.train_cfg.augments == [
+        {"type": "Mixup", "alpha": 0.8},
+        {"type": "CutMix", "alpha": 1.0},
+    ]
+    train = flat(cfg.train_dataloader.dataset.pipeline)
+    augment = train["RandAugment"]
+    assert augment.policies == "timm_increasing"
+    assert (augment.num_policies, augment.magnitude_level, augment.total_level) == (2, 9, 10)
+    assert augment.magnitude_std == 0.5
+    assert augment.hparams.interpolation == "bicubic"
+    assert augment.hparams.pad_val == [104, 116, 124]  # the mean, in BGR
+    assert train["RandomErasing"].erase_prob == 0.25
+    assert train["RandomErasing"].mode == "rand"
+    assert train["RandomErasing"].min_area_ratio == 0.02
+    assert train["RandomErasing"].max_area_ratio == 1 / 3
+    assert train["RandomErasing"].fill_color == cfg.data_preprocessor.mean[::-1]
+    assert train["RandomErasing"].fill_std == cfg.data_preprocessor.std[::-1]
+    assert train["RandomResizedCrop"].scale == 224
+    assert train["RandomResizedCrop"].interpolation == "bicubic"
+    assert train["RandomFlip"].prob == 0.5
+    # Flips before colours, erasing last.
+    order = ["RandomResizedCrop", "RandomFlip", "RandAugment", "RandomErasing"]
+    assert [kind for kind in train if kind.startswith("Rand")] == order
+    for loader in (cfg.val_dataloader, cfg.test_dataloader):
+        evaluation = flat(loader.dataset.pipeline)
+        assert list(evaluation) == ["LoadImage", "ResizeEdge", "CenterCrop", "PackInputs"]
+        assert (evaluation["ResizeEdge"].scale, evaluation["ResizeEdge"].edge) == (256, "short")
+        assert evaluation["ResizeEdge"].interpolation == "bicubic"
+        assert evaluation["CenterCrop"].crop_size == 224
+        assert loader.dataset.type == "ImageNet"
+        assert loader.dataset.split == "val"
+    assert cfg.train_dataloader.dataset.split == "train"
+    preprocessor = cfg.data_preprocessor
+    for stated, standard in ((preprocessor.mean, IMAGENET_MEAN), (preprocessor.std, IMAGENET_STD)):
+        assert stated == pytest.approx([255 * value for value in standard])
+    assert (preprocessor.num_classes, preprocessor.to_rgb) == (1000, True)
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_weight_decay_by_kind_of_parameter(name):
+    cfg = load(name)
+    assert "constructor" not in cfg.optim_wrapper  # no layer-wise learning rates
+    model = build_model(cfg)
+    optimizer = build_optim_wrapper(model, cfg.optim_wrapper).optimizer
+    groups = {
+        id(parameter): group for group in optimizer.param_groups for parameter in group["params"]
+    }
+    decay = {}
+    for parameter_name, parameter in model.named_parameters():
+        group = groups[id(parameter)]
+        assert group["lr"] == cfg.optim_wrapper.optimizer.lr
+        assert (group["betas"], group["eps"]) == ((0.9, 0.95), 1e-8)
+        kind = parameter_name.removeprefix("backbone.model.")
+        kind = re.sub(r"blocks\.\d+\.(attn\.(query|key|value|proj)|mlp)\.", "", kind)
+        decay.setdefault(kind, set()).add(group["weight_decay"])
+    assert decay == {
+        "key_param_tokens": {0.3},
+        "value_param_tokens": {0.3},
+        "patch_embed.proj.weight": {0.3},
+        "head.fc.weight": {0.3},
+        "patch_embed.proj.bias": {0},
+        "head.fc.bias": {0},
+        "norm.weight": {0},
+        "norm.bias": {0},
+        "cls_token": {0},
+        "pos_embed": {0},
+    }
+
+
+class Toy(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def forward(self, inputs, data_samples=None, mode="loss"):
+        return {"loss": self.layer(inputs).sum()}
+
+
+class Rates(Hook):
+    """Notes the learning rate with which every iteration steps."""
+
+    def __init__(self):
+        self.seen = []
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        (rate,) = set(runner.optim_wrapper.get_lr()["lr"])
+        self.seen.append(rate)
+
+
+@pytest.mark.parametrize("name", ["imagenet_base", "imagenet_large"])
+def test_learning_rate_that_is_reached(name, tmp_path):
+    cfg = load(name)
+    iterations = 3  # an epoch
+    rates = Rates()
+    runner = Runner(
+        model=Toy(),
+        work_dir=str(tmp_path),
+        train_dataloader=DataLoader([{"inputs": torch.ones(1)}] * iterations),
+        train_cfg={"by_epoch": True, "max_epochs": cfg.train_cfg.max_epochs},
+        optim_wrapper=cfg.optim_wrapper,
+        param_scheduler=cfg.param_scheduler,
+        default_hooks=dict.fromkeys(("timer", "sampler_seed", "logger", "checkpoint")),
+        custom_hooks=[rates],
+        log_level="ERROR",
+        experiment_name=f"{name}_rates",
+    )
+    runner.train()
+    epochs, warmup = cfg.train_cfg.max_epochs, 20 * iterations
+    seen = rates.seen
+    assert len(seen) == epochs * iterations
+    assert seen[0] == pytest.approx(1e-3 * PEAK)
+    assert seen[warmup // 2] == pytest.approx(PEAK / 2, rel=0.02)
+    assert np.diff(seen[:warmup], n=2) == pytest.approx(0, abs=1e-12)  # a straight line
+    assert max(seen) == pytest.approx(PEAK)
+    assert seen[warmup - 1] == pytest.approx(PEAK)
+    for epoch in range(20, epochs):
+        along = (epoch - 20) / (epochs - 20)
+        cosine = FLOOR + (PEAK - FLOOR) * (1 + math.cos(math.pi * along)) / 2
+        assert seen[epoch * iterations : (epoch + 1) * iterations] == pytest.approx(
+            [cosine] * iterations, rel=1e-6
+        )
+    # Stepped by epoch, the cosine would reach its floor with the epoch after the last.
+    assert FLOOR < seen[-1] == pytest.approx(FLOOR, rel=0.02)
