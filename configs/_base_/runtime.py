@@ -8,7 +8,9 @@ default_hooks = dict(
     logger=dict(type="LoggerHook", interval=100),
     param_scheduler=dict(type="ParamSchedulerHook"),
     sampler_seed=dict(type="DistSamplerSeedHook"),
-    checkpoint=dict(type="ExactCheckpointHook", interval=1, by_epoch=True, max_keep_ckpts=3),
+    checkpoint=dict(
+        type="ExactCheckpointHook", interval=1, by_epoch=True, max_keep_ckpts=3, save_best=None
+    ),
     progress=dict(type="ProgressHook"),
     curves=dict(type="CurvesHook"),
     record=dict(type="RecordHook"),

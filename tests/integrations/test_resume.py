@@ -1,7 +1,11 @@
 """A run that is killed goes on as if it had not been."""
 
+import math
+import re
+import resource
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +15,10 @@ from tokenformer_vit.integrations.reports import read_scalars
 # Two workers, mixup, drop path, EMA, a warm-up by iteration and a decay by epoch: everything that
 # has a state. Accumulation leaves gradients pending where checkpoints are taken.
 OPTIONS = ("--cfg-options", "train_dataloader.num_workers=2")
-BY_EPOCH: tuple[str, ...] = ("optim_wrapper.accumulative_counts=4",)
+BY_EPOCH = (
+    "optim_wrapper.accumulative_counts=4",
+    "default_hooks.checkpoint.save_best=accuracy/top1",
+)
 BY_ITERATION = (
     "default_hooks.checkpoint.by_epoch=False",
     "default_hooks.checkpoint.interval=4",
@@ -61,6 +68,8 @@ def test_a_killed_run_goes_on_exactly(train, tmp_path, checkpoints, kill_at):
     for part in ("state_dict", "ema_state_dict"):
         for name, tensor in one[part].items():
             assert torch.equal(tensor, other[part][name]), name
+    # One average for each optimiser step, the last and shorter one included.
+    assert one["ema_state_dict"]["steps"] == math.ceil(18 / (4 if checkpoints is BY_EPOCH else 3))
     assert (whole / "model.safetensors").read_bytes() == (killed / "model.safetensors").read_bytes()
 
 
@@ -72,6 +81,30 @@ def test_a_run_that_was_killed_in_its_last_validation_is_finished(train, tmp_pat
     train(tmp_path, "--resume", *OPTIONS)
     assert losses(tmp_path)[1] == {**before, 3: losses(tmp_path)[1][3]}
     assert all((tmp_path / name).is_file() for name in ("model.safetensors", "curves.png"))
+
+
+def test_a_full_disk_stops_the_run_and_leaves_the_previous_checkpoint(train, tmp_path):
+    options = ("train_cfg.max_epochs=200", "default_hooks.checkpoint.max_keep_ckpts=1")
+    process = train.start(tmp_path, *OPTIONS, *options)
+    pointer = tmp_path / "last_checkpoint"
+    while not pointer.is_file():
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.01)
+    # No file may grow beyond half a checkpoint, as if the disk were full.
+    size = Path(pointer.read_text()).stat().st_size // 2
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, size))
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 1, output
+    assert re.search(r"^error: cannot write .*epoch_\d+\.pth \(File too large\)", output, re.M)
+    assert torch.load(pointer.read_text(), weights_only=True)["meta"]["epoch"] >= 1
+    assert not list(tmp_path.glob(".*.partial"))
+
+
+def test_the_best_checkpoint_is_no_state_to_resume_from(train, tmp_path):
+    train(tmp_path, *OPTIONS, "default_hooks.checkpoint.save_best=accuracy/top1")
+    (best,) = tmp_path.glob("best_*.pth")
+    line = train.fails(tmp_path, "--resume", str(best), *OPTIONS)
+    assert "holds weights alone, not the state of a run" in line
 
 
 def test_a_moved_run_goes_on(train, tmp_path):

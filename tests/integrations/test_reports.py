@@ -1,0 +1,108 @@
+"""What a run shows: the progress bar, the curves, the record."""
+
+import io
+import json
+import logging
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from mmengine.optim import OptimWrapper
+from PIL import Image
+
+from tokenformer_vit.integrations import AutocastOptimWrapper, ProgressHook
+from tokenformer_vit.integrations.reports import draw_curves, read_scalars
+
+
+def write_log(path, *records):
+    path.parent.mkdir(parents=True)
+    path.write_text(
+        "\n".join(record if isinstance(record, str) else json.dumps(record) for record in records)
+    )
+    return path
+
+
+def test_logs_of_resumed_runs_are_merged(tmp_path):
+    first = write_log(
+        tmp_path / "1" / "scalars.json",
+        {"loss": 3.0, "lr": 0.1, "step": 1},
+        {"loss": 2.0, "lr": 0.1, "step": 2},
+        {"accuracy/top1": 10.0, "step": 1},
+        '{"loss": 1.',
+    )
+    second = write_log(
+        tmp_path / "2" / "scalars.json",
+        {"loss": 2.5, "lr": 0.1, "step": 2},
+        {"loss": 1.5, "lr": 0.0, "step": 3},
+        {"accuracy/top1": 20.0, "step": 2},
+    )
+    train, val = read_scalars([first, second])
+    assert [record["loss"] for record in train.values()] == [3.0, 2.5, 1.5]
+    assert {step: record["accuracy/top1"] for step, record in val.items()} == {1: 10.0, 2: 20.0}
+
+    draw_curves(train, val, tmp_path / "curves.png")
+    with Image.open(tmp_path / "curves.png") as picture:
+        assert picture.width > 1000
+        assert len(picture.convert("RGB").getcolors(100_000)) > 3  # the three lines were drawn
+
+
+def test_the_bar_shows_progress_and_eta_in_a_terminal(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    runner = SimpleNamespace(
+        max_iters=10, iter=4, epoch=1, max_epochs=3, logger=logging.getLogger("test")
+    )
+    hook = ProgressHook()
+    hook.before_train(runner)
+    for _ in range(3):
+        hook.after_train_iter(runner, 0, None, {"loss": torch.tensor(1.25)})
+    hook._bar.refresh()
+    hook.after_train(runner)
+    text = stream.getvalue()
+    assert "7/10" in text
+    assert "epoch=2/3, loss=1.2500" in text
+
+
+def test_bfloat16_training_needs_no_gpu():
+    model = torch.nn.Linear(3, 3)
+    wrapper = AutocastOptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    with wrapper.optim_context(model):
+        assert model(torch.randn(2, 3)).dtype == torch.bfloat16
+    with OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1)).optim_context(model):
+        assert model(torch.randn(2, 3)).dtype == torch.float32
+
+
+def test_training_under_autocast_ends_with_a_record(train, tmp_path):
+    train(tmp_path, "--amp", "--seed", "5", "--cfg-options", "train_cfg.max_epochs=2")
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["dtype"] == "bfloat16 autocast"
+    assert (record["seed"], record["epochs"], record["iterations"]) == (5, 2, 12)
+    assert (record["images_per_step"], record["train_images"], record["image_size"]) == (8, 48, 8)
+    assert record["loss_first"] == pytest.approx(1.0986, abs=0.02)  # ln 3: the head starts at zero
+    assert record["versions"]["torch"] == torch.__version__.split("+")[0]
+    assert 0 <= record["accuracy/top1"] <= 100
+
+
+def test_an_unusable_pair_of_packages_is_named():
+    """What mmpretrain does where transformers and pycocotools are both installed."""
+    code = """
+import sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "mmpretrain.models":
+            raise TypeError("NoneType takes no arguments")
+sys.meta_path.insert(0, Finder())
+from tokenformer_vit.errors import run_tool
+def main():
+    import tokenformer_vit.integrations
+run_tool(main)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 1
+    assert run.stderr.splitlines()[-1].startswith("error: mmpretrain cannot be imported while tran")
