@@ -1,0 +1,233 @@
+"""Class folders of images: written so that an interruption costs nothing, and checked."""
+
+import io
+import os
+import re
+import shlex
+import signal
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+from timm.utils.misc import natural_key
+from tqdm import tqdm
+
+from tokenformer_vit.errors import InputError
+
+from .sources import Split
+
+# Suffix by what the bytes are, not by what a name claims.
+_SUFFIXES = {
+    "BMP": ".bmp",
+    "GIF": ".gif",
+    "JPEG": ".jpg",
+    "MPO": ".jpg",  # a JPEG with a second picture behind it; readers see the first
+    "PNG": ".png",
+    "PPM": ".ppm",
+    "TIFF": ".tif",
+    "WEBP": ".webp",
+}
+# The readers skip other suffixes in silence (mmpretrain: CustomDataset, timm: ImageDataset).
+_READ_BY_ALL = {".jpg", ".png"}
+_IMAGE_SUFFIXES = {*_SUFFIXES.values(), ".jpeg", ".tiff"}
+
+
+def class_folders(names: Sequence[str]) -> list[str]:
+    """Name the class folders so that every reader gives each class its index.
+
+    Readers number classes by sorting folder names, torchvision and mmpretrain as text, timm with
+    digits as numbers and case ignored. Where either order is not that of ``names``, or two names
+    would meet in one folder, the index goes in front: ``03_chain_saw``.
+
+    Args:
+        names: Class names in order of their index.
+
+    Returns:
+        One folder name a class.
+    """
+    safe = [re.sub(r'[/\\:*?"<>|\x00-\x1f]', "_", name).strip(" .") for name in names]
+    plain = (
+        sorted(safe) == safe
+        and sorted(safe, key=_natural_key) == safe
+        and len({name.casefold() for name in safe}) == len(safe)
+        and all(safe)
+    )
+    if plain:
+        return safe
+    width = len(str(len(safe) - 1))
+    return [f"{index:0{width}d}_{name}" for index, name in enumerate(safe)]
+
+
+def _natural_key(name: str) -> tuple:
+    # timm's key alternates text and numbers and so compares; a tuple because types are checked.
+    return tuple(natural_key(name))
+
+
+def unpack(splits: dict[str, Split], folders: Sequence[str], target: Path) -> None:
+    """Write what is missing of the splits, and say what there is now.
+
+    Args:
+        splits: By folder name, ``train`` and ``val``.
+        folders: Folder of every class.
+        target: Folder above ``train`` and ``val``; may hold part of the same result.
+
+    Raises:
+        InputError: If the target holds other images, or a row is no image.
+        OSError: If a file cannot be written; its ``filename`` says which.
+    """
+    missing = {name: _missing(split, folders, target / name) for name, split in splits.items()}
+    suffixes: Counter[str] = Counter()
+    for name, split in splits.items():
+        # All classes, also those of which a slice has no image: mmpretrain numbers the folders.
+        for class_folder in folders:
+            (target / name / class_folder).mkdir(parents=True, exist_ok=True)
+        rows = missing[name]
+        with tqdm(
+            total=len(split.labels),
+            initial=len(split.labels) - len(rows),
+            desc=name,
+            unit="image",
+        ) as bar:
+            for row, data, where in split.read(rows):
+                suffix = _suffix(data, where)
+                suffixes[suffix] += 1
+                class_folder = target / name / folders[int(split.labels[row])]
+                _write(class_folder / (split.stem(row) + suffix), data)
+                bar.update()
+    _report(splits, folders, target, suffixes)
+
+
+def _missing(split: Split, folders: Sequence[str], root: Path) -> list[int]:
+    """Rows that are not yet written, after looking that the folder holds nothing else."""
+    present: dict[str, set[str]] = {folder: set() for folder in folders}
+    if root.is_dir():
+        for folder in os.scandir(root):
+            if not folder.is_dir():
+                continue
+            if folder.name not in present:
+                raise InputError(
+                    f"{root} holds another data set already (class {folder.name!r}); "
+                    "choose an empty TARGET"
+                )
+            for file in os.scandir(folder.path):
+                stem, suffix = os.path.splitext(file.name)
+                if suffix == ".partial":
+                    os.unlink(file.path)  # left by a run that was killed while writing it
+                elif suffix.lower() in _IMAGE_SUFFIXES:
+                    present[folder.name].add(stem)
+    rows = []
+    for row, label in enumerate(split.labels):
+        try:
+            present[folders[int(label)]].remove(split.stem(row))
+        except KeyError:
+            rows.append(row)
+    others = [f"{folder}/{stem}" for folder, stems in present.items() for stem in stems]
+    if others:
+        raise InputError(
+            f"{root} holds {len(others)} images that this command would not write, such as "
+            f"{min(others)}; choose an empty TARGET, or the --limit that was used before"
+        )
+    return rows
+
+
+def _suffix(data: bytes | None, where: str) -> str:
+    if data is None:
+        raise InputError(f"{where}: the row names an image file but does not contain it")
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            return _SUFFIXES[image.format or ""]
+    except (UnidentifiedImageError, OSError, SyntaxError) as error:
+        raise InputError(
+            f"{where}: {len(data)} bytes that are no readable image; download the shard again"
+        ) from error
+    except KeyError as error:
+        raise InputError(
+            f"{where}: an image in the format {error}; known are {', '.join(_SUFFIXES)}"
+        ) from error
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all: beside its place first, then renamed."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_bytes(data)
+        os.replace(partial, path)
+    except BaseException as error:
+        partial.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            # A full disk is reported without the file's name.
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
+def _report(
+    splits: dict[str, Split], folders: Sequence[str], target: Path, suffixes: Counter[str]
+) -> None:
+    for name, split in splits.items():
+        used = len(np.unique(split.labels))
+        print(f"{name}: {len(split.labels)} images of {used} classes in {target / name}")
+        if used < len(folders):
+            print(
+                f"warning: {len(folders) - used} of {len(folders)} classes have no image in "
+                f"{name}; mmpretrain keeps their numbers, timm and torchvision do not",
+                file=sys.stderr,
+            )
+    for suffix in sorted(set(suffixes) - _READ_BY_ALL):
+        print(
+            f"warning: {suffixes[suffix]} files are {suffix}, which a reader skips unless it is "
+            "told of it (mmpretrain: extensions=..., timm: add_img_extensions)",
+            file=sys.stderr,
+        )
+    print(f"classes: {len(folders)} ({folders[0]} ... {folders[-1]})")
+    print(f"next: python tools/train.py CONFIG --data-root {shlex.quote(str(target))}")
+
+
+def check(target: Path, workers: int) -> list[Path]:
+    """Decode every image below a folder, in several processes, and print those that fail.
+
+    Args:
+        target: Folder; images are told by suffix, at any depth.
+        workers: Number of processes.
+
+    Returns:
+        The unreadable files.
+
+    Raises:
+        InputError: If there is no such folder, or no image in it.
+    """
+    if not target.is_dir():
+        raise InputError(f"there is no folder {target}; --check takes a folder of images")
+    paths = sorted(path for path in target.rglob("*") if path.suffix.lower() in _IMAGE_SUFFIXES)
+    if not paths:
+        raise InputError(f"there is no image in {target} or below")
+    bad = []
+    # Ctrl-C reaches the workers too; only this process shall answer it.
+    ignore = (signal.SIGINT, signal.SIG_IGN)
+    with ProcessPoolExecutor(workers, initializer=signal.signal, initargs=ignore) as pool:
+        reasons = pool.map(_why_unreadable, paths, chunksize=32)
+        try:
+            for path, reason in zip(tqdm(paths, desc="check", unit="image"), reasons, strict=True):
+                if reason:
+                    bad.append(path)
+                    tqdm.write(f"unreadable: {path}: {reason}")
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    if bad:
+        print(f"{len(bad)} of {len(paths)} images are unreadable: replace or delete them")
+    else:
+        print(f"all {len(paths)} images in {target} can be read")
+    return bad
+
+
+def _why_unreadable(path: Path) -> str | None:
+    try:
+        with Image.open(path) as image:
+            image.convert("RGB")  # as training does; it decodes every pixel
+    except Exception as error:  # Pillow's decoders raise nearly anything on damaged data
+        return " ".join(str(error).split()) or type(error).__name__
+    return None
