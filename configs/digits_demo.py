@@ -6,7 +6,7 @@
 # Hardware:  2 CPU cores
 # Command:   python tools/train.py configs/digits_demo.py   (or `make demo`, which does it all)
 # Expected:  at least 97 % top-1 on the 20 % held out
-_base_ = ["_base_/tokenformer.py", "_base_/folders.py", "_base_/mae_supervised.py"]
+_base_ = ["_base_/tokenformer.py", "_base_/folders.py", "_base_/short_supervised.py"]
 
 model = dict(
     backbone=dict(
@@ -48,7 +48,6 @@ val_dataloader = dict(
 )
 test_dataloader = val_dataloader
 
-optim_wrapper = dict(optimizer=dict(lr=1e-3, weight_decay=0.05))
 param_scheduler = [
     dict(type="LinearLR", start_factor=1e-3, by_epoch=True, end=3, convert_to_iter_based=True),
     dict(type="CosineAnnealingLR", eta_min=1e-5, by_epoch=True, begin=3),

@@ -6,7 +6,7 @@
 # Hardware:  not run
 # Command:   python tools/train.py configs/imagenette_tiny.py --amp
 # Expected:  not run
-_base_ = ["_base_/tokenformer.py", "_base_/folders.py", "_base_/mae_supervised.py"]
+_base_ = ["_base_/tokenformer.py", "_base_/folders.py", "_base_/short_supervised.py"]
 
 model = dict(
     backbone=dict(model_name="tokenformer_tiny", img_size=128, patch_size=8),
@@ -53,11 +53,5 @@ val_dataloader = dict(
 )
 test_dataloader = val_dataloader
 
-optim_wrapper = dict(optimizer=dict(lr=1e-3, weight_decay=0.05))
-param_scheduler = [
-    dict(type="LinearLR", start_factor=1e-3, by_epoch=True, end=5, convert_to_iter_based=True),
-    dict(type="CosineAnnealingLR", eta_min=1e-5, by_epoch=True, begin=5),
-]
 train_cfg = dict(max_epochs=100)
-default_hooks = dict(ema=dict(momentum=2e-3))
 auto_scale_lr = dict(base_batch_size=128)

@@ -88,8 +88,8 @@ def main(argv: list[str] | None = None) -> None:
     if runner.rank == 0:
         print(
             f"\nDone. In {runner.work_dir}: model.safetensors and config.json (averaged weights, "
-            "for timm and tools/predict.py), curves.png, checkpoints (epoch_*.pth), and logs "
-            f"in {Path(runner.log_dir).name}/"
+            "for timm and tools/predict.py), curves.png, record.json, checkpoints (epoch_*.pth), "
+            f"and logs in {Path(runner.log_dir).name}/"
         )
 
 

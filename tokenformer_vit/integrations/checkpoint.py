@@ -99,6 +99,9 @@ class ExactCheckpointHook(CheckpointHook):
                 "`--cfg-options load_from=CHECKPOINT`"
             )
         self._resumed = checkpoint.pop("exact_resume")
+        meta, own = checkpoint["meta"], runner.train_dataloader.dataset.metainfo
+        if meta.get("dataset_meta") == _plain(own):
+            meta["dataset_meta"] = own  # mmengine compares pickles, and ours has lists for tuples
         checkpoint["message_hub"]["log_scalars"] = {
             name: HistoryBuffer(buffer["log"].cpu().numpy(), buffer["count"].cpu().numpy())
             for name, buffer in checkpoint["message_hub"]["log_scalars"].items()

@@ -86,8 +86,9 @@ class RecordHook(Hook):
     priority = "LOWEST"
 
     def before_train(self, runner) -> None:
-        """Start the clock."""
+        """Start the clock, and look at the source code that is running before it can change."""
         self._start, self._first = time.monotonic(), runner.iter
+        self._environment = environment()
 
     @master_only
     def after_train(self, runner) -> None:
@@ -98,7 +99,7 @@ class RecordHook(Hook):
         loss = scalars["train/loss"].data[0]
         record = {
             "command": shlex.join(["python", *sys.argv]),
-            **environment(),
+            **self._environment,
             "config": Path(runner.cfg.filename).name,
             "processes": runner.world_size,
             "dtype": "bfloat16 autocast"

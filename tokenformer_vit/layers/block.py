@@ -9,17 +9,18 @@ from .norm import BlockLayerNorm
 from .pattention import Pattention
 
 # What timm passes to every block and a block without linear layers has no use for.
-_TIMM_ONLY = {
-    "act_layer",
-    "attn_layer",
-    "depth",
-    "mlp_layer",
-    "norm_layer",
-    "proj_bias",
-    "qkv_bias",
-    "scale_attn_norm",
-    "scale_mlp_norm",
-}
+TIMM_ONLY = frozenset(
+    {
+        "act_layer",
+        "attn_layer",
+        "mlp_layer",
+        "norm_layer",
+        "proj_bias",
+        "qkv_bias",
+        "scale_attn_norm",
+        "scale_mlp_norm",
+    }
+)
 
 
 class TokenFormerBlock(nn.Module):
@@ -45,8 +46,8 @@ class TokenFormerBlock(nn.Module):
         drop_path: Stochastic depth rate.
         device: Where parameters are made.
         dtype: Type of the parameters.
-        **timm_only: The linear, bias, activation and norm choices of an ordinary block. Pattention
-            has none of them, so they are accepted and have no effect.
+        **timm_only: A block's index (``depth``) and the linear, bias, activation and norm choices
+            of an ordinary block: accepted, and without effect.
 
     Raises:
         TypeError: If an argument is neither named here nor one that timm passes.
@@ -79,7 +80,7 @@ class TokenFormerBlock(nn.Module):
         **timm_only: object,
     ) -> None:
         super().__init__()
-        if unknown := timm_only.keys() - _TIMM_ONLY:
+        if unknown := timm_only.keys() - TIMM_ONLY - {"depth"}:
             raise TypeError(f"unexpected keyword arguments: {', '.join(sorted(unknown))}")
 
         def layer_scale() -> nn.Module:

@@ -18,22 +18,12 @@ from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import TokenFormerBlock
+from tokenformer_vit.layers.block import TIMM_ONLY
 
 __all__ = ["TokenFormerViT", "checkpoint_filter_fn"]
 
 # timm's ViT has these and Pattention has no place for them, or (pools) has no Pattention form.
-_NOT_OURS = (
-    "act_layer",
-    "attn_layer",
-    "block_fn",
-    "fix_init",
-    "mlp_layer",
-    "norm_layer",
-    "proj_bias",
-    "qkv_bias",
-    "scale_attn_norm",
-    "scale_mlp_norm",
-)
+_NOT_OURS = TIMM_ONLY | {"block_fn", "fix_init"}
 _ATTENTION_POOLS = ("map", "prr")
 
 
@@ -78,9 +68,8 @@ class TokenFormerViT(VisionTransformer):
         weight_init: str = "",
         **kwargs: Any,
     ) -> None:
-        for name in _NOT_OURS:
-            if name in kwargs:
-                raise TypeError(f"TokenFormer has no {name!r}: its blocks hold no linear layers")
+        for name in sorted(_NOT_OURS & kwargs.keys()):
+            raise TypeError(f"TokenFormer has no {name!r}: its blocks hold no linear layers")
         _check_pool(kwargs.get("global_pool"))
         block_fn = partial(
             TokenFormerBlock,
