@@ -1,16 +1,14 @@
 """Test a trained image classifier: accuracy, figures for each class, confusion matrix."""
 
 import argparse
-import logging
 import os
-import sys
 from pathlib import Path
 
 # As in tools/train.py: OpenMP's threads spin while they wait, and data loading workers share the
 # cores. To be set before PyTorch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import run_tool
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -81,9 +79,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except InputError as error:
-        logging.shutdown()
-        # A data loader's worker wraps the message in its traceback; the last line is the message.
-        sys.exit(f"error: {str(error).splitlines()[-1]}")
+    run_tool(main)

@@ -126,7 +126,7 @@ def test_command_repeats_validation_and_leaves_the_run_alone(run):
     assert record["config"] == str(run.config)
     assert record["checkpoint"] == str(checkpoint)
     assert (record["epoch"], record["averaged_weights"], record["images"]) == (2, True, 29)
-    assert record["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(record["versions"]["torch"])
     assert {row["class"]: row["support"] for row in record["classes"]} == VAL_IMAGES
     with (folder / "per_class.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -194,7 +194,9 @@ def test_two_processes_count_every_image_once(run, tmp_path):
     )
     assert status == 0, err
     assert out.count("Done.") == 1
-    assert json.loads((tmp_path / "two" / "metrics.json").read_text()) == alone
+    two = json.loads((tmp_path / "two" / "metrics.json").read_text())
+    for key in ("images", "accuracy", "classes"):
+        assert two[key] == alone[key]
 
 
 def test_what_training_started_from_need_not_be_there(run, tmp_path):

@@ -3,16 +3,12 @@
 import csv
 import io
 import json
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-import mmengine
-import mmpretrain
-import timm
 import torch
 from matplotlib.colors import PowerNorm
 from mmengine.config import Config, ConfigDict
@@ -26,8 +22,9 @@ from rich.text import Text
 from torch import Tensor
 from tqdm import tqdm
 
-import tokenformer_vit
 from tokenformer_vit.errors import InputError
+
+from .reports import environment
 
 FILES = ("metrics.json", "per_class.csv", "confusion_matrix.png")
 _COLUMNS = ("precision", "recall", "f1-score", "support")
@@ -225,14 +222,7 @@ def write_evaluation(evaluation: Evaluation, folder: str | Path) -> None:
         "images": evaluation.images,
         "accuracy": evaluation.accuracy,
         "classes": evaluation.classes,
-        "versions": {
-            "tokenformer_vit": tokenformer_vit.__version__,
-            "python": platform.python_version(),
-            **{
-                module.__name__: str(module.__version__)
-                for module in (torch, timm, mmengine, mmpretrain)
-            },
-        },
+        **environment(),
     }
     text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
     _write(folder / FILES[0], lambda path: path.write_text(text, encoding="utf-8"))
