@@ -12,7 +12,7 @@ demo: $(READY) ## train on handwritten digits, evaluate, predict: about two minu
 	$(BIN)/python tools/prepare_data.py --digits data/digits
 	$(BIN)/python tools/train.py configs/digits_demo.py --resume
 	$(BIN)/python tools/test.py configs/digits_demo.py work_dirs/digits_demo/model.safetensors
-	$(BIN)/python tools/predict.py data/digits/val/*/*7.png --topk 3 \
+	$(BIN)/python tools/predict.py data/digits/val/*/*07.png --topk 3 \
 		--checkpoint work_dirs/digits_demo/model.safetensors
 
 test: $(READY) ## the default tests: CPU, offline
@@ -21,7 +21,7 @@ test: $(READY) ## the default tests: CPU, offline
 lint: $(READY) ## style, types, import contract, and tables against their records
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(BIN)/python ablations/render.py --check
 

@@ -42,7 +42,7 @@ setup(
         "dev": [
             "pytest>=8",
             "ruff",
-            "pyright",
+            "pyright[nodejs]",
             "import-linter",
             "pyarrow",
             "scikit-learn",
