@@ -258,10 +258,11 @@ def test_folder_that_cannot_be_made(run, tmp_path):
 
 
 @pytest.mark.parametrize(("num_classes", "topk"), [(3, (1,)), (5, (1, 5)), (10, (1, 5))])
-def test_top5_needs_five_classes(num_classes, topk, run, tmp_path):
+def test_configured_for_the_classes_and_the_folder(num_classes, topk, run, tmp_path):
     cfg = load_config(run.config, {"model.head.num_classes": num_classes})
     configure_test(cfg, run.work_dir / "epoch_2.pth", tmp_path)
     assert cfg.test_evaluator[0].topk == topk
+    assert cfg.work_dir == str(tmp_path)  # a run's own would get this test's logs and config
 
 
 def test_of_many_classes_the_best_and_the_worst_are_shown(tmp_path):
