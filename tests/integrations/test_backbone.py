@@ -10,6 +10,7 @@ from mmpretrain.structures import DataSample
 from timm.data import resolve_model_data_config
 from timm.optim import param_groups_layer_decay
 
+from tokenformer_vit.errors import InputError
 from tokenformer_vit.integrations.backbone import (
     as_timm_model,
     classifier_state_dict,
@@ -34,10 +35,8 @@ def scope():
         yield
 
 
-def build(drop_path_rate=0.2, **backbone):
-    """Build a classifier whose every parameter is drawn, so that none is neutral."""
-    torch.manual_seed(0)
-    classifier = MODELS.build(
+def build_untouched(drop_path_rate=0.2, **backbone):
+    return MODELS.build(
         {
             "type": "ImageClassifier",
             "backbone": {
@@ -49,6 +48,12 @@ def build(drop_path_rate=0.2, **backbone):
             "head": {"type": "LinearClsHead", "num_classes": 5, "in_channels": 24},
         }
     )
+
+
+def build(**backbone):
+    """Build a classifier whose every parameter is drawn, so that none is neutral."""
+    torch.manual_seed(0)
+    classifier = build_untouched(**backbone)
     with torch.no_grad():
         for parameter in classifier.parameters():
             parameter += 0.2 * torch.randn_like(parameter)
@@ -91,10 +96,7 @@ def test_training_reaches_every_parameter(backbone, images):
         assert parameter.grad.abs().max() > 0, name
 
 
-def test_layer_wise_learning_rates_are_timms(backbone, request):
-    if backbone.get("global_pool") == "avg":
-        reason = "get_layer_depth gives fc_norm a layer of its own; timm puts it with the head"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+def test_layer_wise_learning_rates_are_timms(backbone):
     classifier = build(**backbone)
     optimizer = build_optim_wrapper(
         classifier,
@@ -189,3 +191,25 @@ def test_the_exported_folder_is_the_model(backbone, images, tmp_path, config):
     assert preprocessing["interpolation"] == "bilinear"
     with torch.no_grad():
         torch.testing.assert_close(model(images), classifier(images, mode="tensor"))
+
+
+def test_fine_tuning_starts_from_an_exported_file(tmp_path, config):
+    trained = build(model_name="tokenformer_tiny")
+    export(trained, load_config(config), {"classes": list("abcde")}, tmp_path)
+    path = str(tmp_path / "model.safetensors")
+    tuned = build_untouched(model_name="tokenformer_tiny", checkpoint_path=path)
+    for name, tensor in trained.backbone.state_dict().items():
+        assert torch.equal(tuned.backbone.state_dict()[name], tensor), name
+    assert tuned.backbone.training
+    larger = {"checkpoint_path": path, "img_size": 32}
+    assert (
+        build_untouched(model_name="tokenformer_tiny", **larger).backbone.model.pos_embed.shape[1]
+        == 65
+    )
+    with pytest.raises(InputError, match=r"model\.safetensors does not fit tokenformer_tiny"):
+        build_untouched(model_name="tokenformer_tiny", checkpoint_path=path, depth=4)
+
+
+def test_a_model_without_a_linear_head_is_refused_at_the_start():
+    with pytest.raises(InputError, match="resnet18 has no linear classifier called 'head'"):
+        MODELS.build({"type": "TimmClassificationBackbone", "model_name": "resnet18"})

@@ -19,6 +19,7 @@ from tokenformer_vit.integrations.config import (
     load_config,
     scale_for_accumulation,
 )
+from tokenformer_vit.integrations.guard import check_weights
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,17 @@ def test_scaling_the_learning_rate_counts_accumulated_images(config, enable):
     lr = cfg.optim_wrapper.optimizer.lr
     scale_for_accumulation(cfg)
     assert cfg.optim_wrapper.optimizer.lr == (4 * lr if enable else lr)
+
+
+def test_accuracy_is_taken_among_as_many_classes_as_there_are(config):
+    cfg = load_config(config, {"val_evaluator.topk": [1, 5]})
+    assert (cfg.val_evaluator.topk, cfg.model.head.num_classes) == ((1,), 3)
+
+
+@pytest.mark.parametrize("content", [[1, 2], {}, {"weight": "text"}])
+def test_a_file_without_a_state_dict_is_refused(content):
+    with pytest.raises(InputError, match="holds no state dict"):
+        check_weights(torch.nn.Linear(2, 2), content)
 
 
 def test_missing_config_and_data_root(config, tmp_path):

@@ -1,6 +1,7 @@
 """A timm model as an mmpretrain backbone."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import timm
@@ -9,21 +10,26 @@ from mmpretrain.registry import MODELS
 from timm.models import group_parameters
 from torch import Tensor, nn
 
-import tokenformer_vit.models  # noqa: F401  # registers the models that configs name
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.prediction import load_model
 
 
 @MODELS.register_module()
 class TimmClassificationBackbone(BaseModule):
-    """Any timm model, pooled, in front of mmpretrain's ``LinearClsHead``.
+    """A TokenFormer or timm ViT, pooled, in front of mmpretrain's ``LinearClsHead``.
 
     mmpretrain's own ``TIMMBackbone`` hands unpooled tokens to the head, and its ``TimmClassifier``
     renames parameters in a way that averaged weights cannot be saved.
 
     Args:
-        model_name: Name of a registered timm model.
+        model_name: Name of a registered timm model whose classifier is a linear ``head``.
         pretrained: Start from timm's pretrained weights.
-        checkpoint_path: Start from this file; its head is left out.
+        checkpoint_path: Start from this file, a checkpoint of the same model; its head is left out,
+            and positions and patches are resampled if ``img_size`` is another.
         **kwargs: Arguments of the timm model.
+
+    Raises:
+        InputError: If the model has no such head, or the checkpoint cannot be read or does not fit.
 
     Shape:
         (B, in_chans, H, W) -> a tuple of one (B, C), the pooled and normalised features.
@@ -33,13 +39,19 @@ class TimmClassificationBackbone(BaseModule):
         self, model_name: str, pretrained: bool = False, checkpoint_path: str = "", **kwargs: Any
     ) -> None:
         super().__init__()
-        self.model: Any = timm.create_model(
-            model_name,
-            pretrained=pretrained,
-            checkpoint_path=checkpoint_path,
-            num_classes=0,
-            **kwargs,
-        )
+        self.model: Any
+        if checkpoint_path:
+            self.model = load_model(model_name, Path(checkpoint_path), **kwargs).train()
+            self.model.reset_classifier(0)
+        else:
+            self.model = timm.create_model(
+                model_name, pretrained=pretrained, num_classes=0, **kwargs
+            )
+        if self.model.pretrained_cfg.get("classifier") != "head":
+            raise InputError(
+                f"{model_name} has no linear classifier called 'head'; choose a TokenFormer or "
+                "one of timm's ViTs"
+            )
 
     def init_weights(self) -> None:
         """Leave the weights as timm initialised or loaded them."""
@@ -61,7 +73,8 @@ class TimmClassificationBackbone(BaseModule):
         layers: Any = group_parameters(
             self.model, self.model.group_matcher(coarse=False), reverse=True
         )
-        last = max(layers.values()) + 1
+        # A norm behind the pooling belongs to the head, as timm's own layer decay has it.
+        last = layers.get("fc_norm.weight", max(layers.values()) + 1)
         return layers.get(param_name.removeprefix(f"{prefix}model."), last), last + 1
 
 

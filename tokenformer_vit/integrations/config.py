@@ -41,6 +41,9 @@ def load_config(
     for key in options or {}:
         _check_option(cfg, key)
     cfg.merge_from_dict(options or {})
+    for name in ("val_evaluator", "test_evaluator"):
+        if isinstance(cfg[name], dict) and "topk" in cfg[name]:
+            cfg[name].topk = tuple(k for k in cfg[name].topk if k <= cfg.model.head.num_classes)
     for name in LOADERS:
         if data_root is not None:
             cfg[name].dataset.data_root = data_root

@@ -124,10 +124,10 @@ def check_weights(model: nn.Module, checkpoint: dict) -> None:
         InputError: If a tensor is missing, unknown or of another shape; the message names the
             first, with both shapes.
     """
-    loaded = {
-        name.removeprefix("module."): tensor
-        for name, tensor in checkpoint.get("state_dict", checkpoint).items()
-    }
+    state_dict = checkpoint.get("state_dict", checkpoint) if isinstance(checkpoint, dict) else {}
+    if not state_dict or not all(isinstance(value, torch.Tensor) for value in state_dict.values()):
+        raise InputError("the checkpoint holds no state dict: save `model.state_dict()`")
+    loaded = {name.removeprefix("module."): tensor for name, tensor in state_dict.items()}
     own = model.state_dict()
     missing, unknown = own.keys() - loaded.keys(), loaded.keys() - own.keys()
     reshaped = [

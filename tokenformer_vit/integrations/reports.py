@@ -11,10 +11,12 @@ import tempfile
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import mmengine
+import mmpretrain
+import timm
 import torch
 from matplotlib.figure import Figure
 from mmengine.dist import is_main_process, master_only
@@ -139,7 +141,11 @@ def environment() -> dict[str, Any]:
         else f"{os.cpu_count()} CPU cores ({platform.machine()})",
         "versions": {
             "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "timm", "mmengine", "mmpretrain")},
+            # Not by distribution: mmengine and mmpretrain come under other names too.
+            "torch": torch.__version__,
+            "timm": timm.__version__,
+            "mmengine": mmengine.__version__,
+            "mmpretrain": mmpretrain.__version__,
         },
     }
 
