@@ -166,7 +166,8 @@ def test_the_timm_model_computes_the_same_logits(backbone, images):
         assert torch.equal(tensor, before[name]), name
 
 
-def test_the_exported_folder_is_the_model(backbone, images, tmp_path, config):
+@pytest.fixture
+def cfg(config):
     cfg = load_config(config)
     # Unlike in this config, and unlike timm's defaults.
     for step in cfg.test_dataloader.dataset.pipeline:
@@ -175,6 +176,10 @@ def test_the_exported_folder_is_the_model(backbone, images, tmp_path, config):
         elif step.type == "CenterCrop":
             step.crop_size = 16
     cfg.data_preprocessor.update(mean=[51.0, 102.0, 127.5], std=[25.5, 51.0, 76.5])
+    return cfg
+
+
+def test_the_exported_folder_is_the_model(backbone, images, tmp_path, cfg):
     classifier = build(**backbone).eval()
     names = ["ant", "bee", "cat", "dog", "eel"]
     export(classifier, cfg, {"classes": tuple(names)}, tmp_path)
@@ -193,9 +198,9 @@ def test_the_exported_folder_is_the_model(backbone, images, tmp_path, config):
         torch.testing.assert_close(model(images), classifier(images, mode="tensor"))
 
 
-def test_fine_tuning_starts_from_an_exported_file(tmp_path, config):
+def test_fine_tuning_starts_from_an_exported_file(tmp_path, cfg):
     trained = build(model_name="tokenformer_tiny")
-    export(trained, load_config(config), {"classes": list("abcde")}, tmp_path)
+    export(trained, cfg, {"classes": list("abcde")}, tmp_path)
     path = str(tmp_path / "model.safetensors")
     tuned = build_untouched(model_name="tokenformer_tiny", checkpoint_path=path)
     for name, tensor in trained.backbone.state_dict().items():
