@@ -16,7 +16,7 @@ demo: $(READY) ## train on handwritten digits, evaluate, predict: about two minu
 		--checkpoint work_dirs/digits_demo/model.safetensors
 
 test: $(READY) ## the default tests: CPU, offline
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(READY) ## style, types, import contract, and tables against their records
 	$(BIN)/ruff check .

@@ -41,6 +41,7 @@ setup(
         "tensorboard": ["tensorboard"],
         "dev": [
             "pytest>=8",
+            "pytest-xdist",
             "ruff",
             "pyright[nodejs]",
             "import-linter",

@@ -5,6 +5,7 @@ import json
 import logging
 import subprocess
 import sys
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -87,6 +88,8 @@ def test_training_under_autocast_ends_with_a_record(train, tmp_path):
     assert record["loss_first"] == pytest.approx(1.0986, abs=0.02)  # ln 3: the head starts at zero
     assert record["versions"]["torch"] == torch.__version__
     assert 0 <= record["accuracy/top1"] <= 100
+    if find_spec("tensorboard"):
+        assert list(tmp_path.glob("*/vis_data/events.out.tfevents.*"))
 
 
 def test_an_unusable_pair_of_packages_is_named():
