@@ -19,7 +19,7 @@ model = dict(
         drop_path_rate=0.0,
     ),
     head=dict(num_classes=10, in_channels=96),
-    train_cfg=None,
+    train_cfg=dict(augments=[dict(type="Mixup", alpha=0.2)]),
 )
 data_preprocessor = dict(num_classes=10, mean=[78.0] * 3, std=[96.0] * 3)
 train_pipeline = [

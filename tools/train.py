@@ -77,6 +77,7 @@ def main(argv: list[str] | None = None) -> None:
         cfg.randomness.seed = args.seed
     if args.deterministic:
         cfg.randomness.deterministic = True
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
     if find_spec("tensorboard"):
         cfg.visualizer.vis_backends.append({"type": "TensorboardVisBackend"})
     scale_for_accumulation(cfg)
