@@ -22,9 +22,9 @@ setup(
     package_data={"tokenformer_vit": ["py.typed"]},
     python_requires=">=3.10",
     install_requires=[
-        "torch>=2.4",
-        "torchvision>=0.19",
-        "timm>=1.0.26",
+        "torch>=2.5",
+        "torchvision>=0.20",
+        "timm>=1.0.31",
         "pillow>=10",
         # mmengine 0.10.7, the last final release, cannot resume under torch >= 2.6; naming the
         # release candidate here is what lets pip choose it.

@@ -2,7 +2,7 @@
 
 With the folder that training exported (config.json and model.safetensors side by side)::
 
-    python tools/predict.py cat.jpg photos/ --checkpoint work_dirs/run/export/model.safetensors
+    python tools/predict.py cat.jpg photos/ --checkpoint work_dirs/run/model.safetensors
 
 With any timm model and a checkpoint of it::
 

@@ -12,14 +12,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 from tokenformer_vit.errors import run_tool
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
-    from mmengine.config import DictAction
+def main(argv: list[str] | None = None) -> None:
+    """Run the command."""
+    from mmengine.runner import Runner
+
+    from tokenformer_vit.integrations import config
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", help="config file, such as configs/imagenet_base.py")
-    parser.add_argument("--data-root", help="folder that holds train/ and val/")
-    parser.add_argument("--batch-size", type=int, help="images per process and iteration")
+    config.add_run_arguments(parser)
     parser.add_argument("--work-dir", help="where the run goes (default: work_dirs/CONFIG)")
     parser.add_argument(
         "--resume",
@@ -33,41 +34,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="scale the learning rate with the images of an optimiser step, accumulation included",
     )
-    parser.add_argument("--seed", type=int, help="seed of every random generator")
+    parser.add_argument(
+        "--seed", type=config.whole_number(0), help="seed of every random generator"
+    )
     parser.add_argument(
         "--deterministic", action="store_true", help="use deterministic CUDA kernels"
     )
-    parser.add_argument(
-        "--cfg-options",
-        nargs="+",
-        action=DictAction,
-        metavar="KEY=VALUE",
-        help="override keys that the config has, such as train_cfg.max_epochs=100",
+    args = config.parse_run_arguments(parser, argv)
+
+    cfg = config.load_config(
+        args.config, args.cfg_options, args.data_root, args.batch_size, args.work_dir
     )
-    parser.add_argument("--launcher", choices=("none", "pytorch", "slurm", "mpi"), default="none")
-    # What torch.distributed.launch passes; torchrun sets the variable instead.
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.local_rank is not None:
-        os.environ.setdefault("LOCAL_RANK", str(args.local_rank))
-    return args
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Run the command."""
-    args = parse_args(argv)
-    from mmengine.runner import Runner
-
-    from tokenformer_vit.integrations.config import (
-        check_data_folders,
-        choose_checkpoint,
-        load_config,
-        scale_for_accumulation,
-        use_cpu_processes,
-    )
-
-    cfg = load_config(args.config, args.cfg_options, args.data_root, args.batch_size, args.work_dir)
-    check_data_folders(cfg, ("train_dataloader", "val_dataloader"))
+    config.check_schedule(cfg)
+    config.check_data_folders(cfg, ("train_dataloader", "val_dataloader"))
     cfg.launcher = args.launcher
     if args.amp:
         cfg.optim_wrapper.type = "AutocastOptimWrapper"
@@ -80,9 +59,9 @@ def main(argv: list[str] | None = None) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
     if find_spec("tensorboard"):
         cfg.visualizer.vis_backends.append({"type": "TensorboardVisBackend"})
-    scale_for_accumulation(cfg)
-    choose_checkpoint(cfg, args.resume)
-    use_cpu_processes(cfg)
+    config.scale_for_accumulation(cfg)
+    config.choose_checkpoint(cfg, args.resume)
+    config.use_cpu_processes(cfg)
 
     runner = Runner.from_cfg(cfg)
     runner.train()

@@ -11,13 +11,10 @@ from timm.data import resolve_model_data_config
 from timm.optim import param_groups_layer_decay
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.integrations.backbone import (
-    as_timm_model,
-    classifier_state_dict,
-    timm_state_dict,
-)
+from tokenformer_vit.integrations.backbone import as_timm_model
 from tokenformer_vit.integrations.config import load_config
 from tokenformer_vit.integrations.reports import export
+from tokenformer_vit.models import classifier_state_dict, timm_state_dict
 
 SIZES = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 2}
 BACKBONES = {

@@ -1,10 +1,12 @@
 """What a user can get wrong ends in one line that names it and the way out."""
 
+import argparse
 import errno
 import os
 import pickle
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,12 +14,23 @@ import torch
 from PIL import Image
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.integrations import AtomicLocalBackend, LoadImage, load_plain_checkpoint
+from tokenformer_vit.integrations import (
+    AtomicLocalBackend,
+    ExactCheckpointHook,
+    GuardHook,
+    LoadImage,
+    load_plain_checkpoint,
+)
 from tokenformer_vit.integrations.config import (
+    add_run_arguments,
     check_data_folders,
+    check_schedule,
     choose_checkpoint,
     load_config,
+    parse_run_arguments,
     scale_for_accumulation,
+    use_cpu_processes,
+    whole_number,
 )
 from tokenformer_vit.integrations.guard import check_weights
 
@@ -149,6 +162,73 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(t
     assert f"the last good checkpoint is kept: {last}" in line
     weights = torch.load(last, weights_only=True)["state_dict"]
     assert all(torch.isfinite(tensor).all() for tensor in weights.values())
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    hub = SimpleNamespace(runtime_info={"last_ckpt": "epoch_1.pth"}, update_info=None)
+    wrapper = SimpleNamespace(get_lr=lambda: {"lr": [0.1]})
+    runner = SimpleNamespace(model=model, message_hub=hub, optim_wrapper=wrapper, iter=3, epoch=1)
+    torch.nn.init.constant_(model.weight, torch.inf)
+    hook = ExactCheckpointHook(max_keep_ckpts=1)
+    with pytest.raises(InputError, match=r"not finite at iteration 4.*is kept: epoch_1\.pth"):
+        hook._save_checkpoint_with_step(runner, 2, {})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train_cfg.max_epochs": 1}, "param_scheduler.1 has begin=1, but train_cfg.max_epochs is"),
+        ({"param_scheduler.0.end": 9}, "param_scheduler.0 has end=9"),
+        ({"train_cfg.max_epochs": "abc"}, "'abc', not a whole number"),
+    ],
+)
+def test_a_schedule_longer_than_the_run_is_refused(config, options, message):
+    cfg = load_config(config)
+    check_schedule(cfg)
+    with pytest.raises(InputError, match=message):
+        check_schedule(load_config(config, options))
+
+
+def test_labels_of_other_classes_are_refused():
+    guard = GuardHook()
+    guard._classes = ["ant", "bee", "cat"]
+    guard._check_classes(SimpleNamespace(metainfo={"classes": ("ant", "bee", "cat")}))
+    with pytest.raises(InputError, match="label 1 is 'bee' there and 'cat' in these data"):
+        guard._check_classes(SimpleNamespace(metainfo={"classes": ("ant", "cat", "dog")}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch-size", "0"], "'0' is not a whole number of at least 1"),
+        (["--seed", "-1"], "'-1' is not a whole number of at least 0"),
+        (["--cfg-options", "foo"], "--cfg-options takes KEY=VALUE"),
+    ],
+)
+def test_slips_on_the_command_line(config, capsys, arguments, message):
+    parser = argparse.ArgumentParser()
+    add_run_arguments(parser)
+    parser.add_argument("--seed", type=whole_number(0))
+    with pytest.raises(SystemExit):
+        parse_run_arguments(parser, arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["x = undefined", "model = dict(", "a = 1"])
+def test_a_config_that_is_none(tmp_path, text):
+    (tmp_path / "broken.py").write_text(text)
+    with pytest.raises(InputError, match=r"broken\.py is n") as raised:
+        load_config(tmp_path / "broken.py")
+    assert "\n" not in str(raised.value)
+
+
+def test_processes_without_torchrun(config, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    cfg = load_config(config)
+    cfg.launcher = "pytorch"
+    with pytest.raises(InputError, match="--launcher pytorch needs torchrun"):
+        use_cpu_processes(cfg)
 
 
 def test_a_checkpoint_of_another_model_is_refused(train, tmp_path):

@@ -108,10 +108,31 @@ def test_the_best_checkpoint_is_no_state_to_resume_from(train, tmp_path):
 
 
 def test_a_moved_run_goes_on(train, tmp_path):
-    train(tmp_path / "first", *OPTIONS, "train_cfg.max_epochs=2")
+    train(tmp_path / "first", *OPTIONS)
+    record = (tmp_path / "first" / "record.json").read_text()
     (tmp_path / "first").rename(tmp_path / "second")
     output = train(tmp_path / "second", "--resume", *OPTIONS)
-    assert "resumed epoch: 2, iter: 12" in output
+    assert "resumed epoch: 3, iter: 18" in output
+    assert (tmp_path / "second" / "record.json").read_text() == record  # nothing was trained
+
+
+def test_a_resumed_run_keeps_its_schedule(train, tmp_path):
+    train(tmp_path, *OPTIONS)
+    line = train.fails(tmp_path, "--resume", *OPTIONS, "train_cfg.max_epochs=5")
+    assert "train_cfg.max_epochs was 3 in the run of the checkpoint and is 5 here" in line
+
+
+@pytest.mark.slow
+def test_two_killed_processes_go_on_exactly(train, tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    options = ("--launcher", "pytorch", "--batch-size", "4", *OPTIONS)
+    train(tmp_path / "whole", *options, launcher=launcher)
+    process = train.start(tmp_path / "killed", *options, launcher=launcher)
+    kill_after(process, tmp_path / "killed", 8)
+    # The agent of torchrun is gone; its workers see that and end by themselves.
+    time.sleep(5)
+    train(tmp_path / "killed", "--resume", *options, launcher=launcher)
+    assert losses(tmp_path / "killed")[0] == losses(tmp_path / "whole")[0]
 
 
 def test_two_processes_follow_the_curve_of_one(train, tmp_path):

@@ -1,16 +1,21 @@
 """Augmentation depends on the seed, the epoch and the image, and on nothing else."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from mmengine.dataset import DefaultSampler
+from mmengine.dataset import DefaultSampler, RepeatDataset
 from mmengine.runner import set_random_seed
 from mmpretrain.datasets import CustomDataset
 from torch.utils.data import DataLoader
 
-from tokenformer_vit.integrations import ResumableSampler, SeededTransforms
+from tokenformer_vit.integrations import (
+    ExactCheckpointHook,
+    ResumableSampler,
+    SeededTransforms,
+)
 
 TRANSFORMS = [
     {"type": "RandomCrop", "crop_size": 8, "padding": 2},
@@ -67,6 +72,15 @@ def test_two_epochs_differ_and_each_repeats_with_any_number_of_workers(dataset):
     assert torch.equal(epoch(loader, 0, 0), first)
     assert torch.equal(epoch(make_loader(dataset, 0, shuffle=False), 0, 1), second)
     assert not torch.equal(epoch(loader, 1, 0), first)
+
+
+def test_training_moves_to_the_next_augmentations_at_each_epoch(dataset):
+    wrapped = RepeatDataset(dataset, 2)
+    loader = DataLoader(wrapped, sampler=ResumableSampler(wrapped, seed=5))
+    hook = ExactCheckpointHook()
+    for number in (0, 1):
+        hook.before_train_epoch(SimpleNamespace(train_dataloader=loader, epoch=number))
+        assert dataset.pipeline.transforms[1].key.tolist() == [5, number]
 
 
 def test_images_of_an_epoch_are_augmented_unlike_each_other(dataset):

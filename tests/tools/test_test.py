@@ -278,7 +278,8 @@ def test_of_many_classes_the_best_and_the_worst_are_shown(tmp_path):
     shown = [line.split("│")[5] for line in console.export_text().splitlines() if "name" in line]
     ends = [*range(39, 29, -1), *range(9, -1, -1)]
     assert [float(cell) for cell in shown] == ends
-    draw_confusion(confusion, [row["class"] for row in classes], tmp_path / "x.png")
+    content = draw_confusion(confusion, [row["class"] for row in classes])
+    (tmp_path / "x.png").write_bytes(content)
     with Image.open(tmp_path / "x.png") as image:
         image.load()
         assert min(image.size) > 1000

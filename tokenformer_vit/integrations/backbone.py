@@ -1,16 +1,16 @@
 """A timm model as an mmpretrain backbone."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import timm
 from mmengine.model import BaseModule
 from mmpretrain.registry import MODELS
-from timm.models import group_parameters
+from timm.models import get_model_args, group_parameters
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.models import timm_state_dict
 from tokenformer_vit.prediction import load_model
 
 
@@ -25,7 +25,7 @@ class TimmClassificationBackbone(BaseModule):
         model_name: Name of a registered timm model whose classifier is a linear ``head``.
         pretrained: Start from timm's pretrained weights.
         checkpoint_path: Start from this file, a checkpoint of the same model; its head is left out,
-            and positions and patches are resampled if ``img_size`` is another.
+            and positions are resampled if ``img_size`` is another.
         **kwargs: Arguments of the timm model.
 
     Raises:
@@ -78,27 +78,6 @@ class TimmClassificationBackbone(BaseModule):
         return layers.get(param_name.removeprefix(f"{prefix}model."), last), last + 1
 
 
-def timm_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the tensors of an mmpretrain classifier (backbone and linear head) to timm's names."""
-    names = {"backbone.model.": "", "head.fc.": "head."}
-    return {
-        new + name.removeprefix(old): tensor
-        for name, tensor in state_dict.items()
-        for old, new in names.items()
-        if name.startswith(old)
-    }
-
-
-def classifier_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the tensors of a timm model to those of an mmpretrain classifier around it."""
-    return {
-        f"head.fc.{name.removeprefix('head.')}"
-        if name.startswith("head.")
-        else f"backbone.model.{name}": tensor
-        for name, tensor in state_dict.items()
-    }
-
-
 def as_timm_model(classifier: Any) -> nn.Module:
     """Build the timm model, head included, that computes what an mmpretrain classifier computes.
 
@@ -110,7 +89,7 @@ def as_timm_model(classifier: Any) -> nn.Module:
     """
     model = classifier.backbone.model
     # Rebuilt from its recorded arguments, so that timm writes down what it needs to do so again.
-    args = {name: value for name, value in model._model_args.items() if name != "num_classes"}
+    args = {name: value for name, value in get_model_args(model).items() if name != "num_classes"}
     rebuilt = timm.create_model(
         model.pretrained_cfg["architecture"], num_classes=classifier.head.num_classes, **args
     )

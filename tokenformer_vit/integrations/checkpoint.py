@@ -12,7 +12,8 @@ from mmengine.registry import HOOKS
 
 from tokenformer_vit.errors import InputError
 
-from .transforms import SeededTransforms
+from .guard import diverged, unwrap
+from .transforms import seeded_transforms
 
 
 @HOOKS.register_module()
@@ -21,8 +22,8 @@ class ExactCheckpointHook(CheckpointHook):
 
     A checkpoint also holds the random state of every process, the seed of the sampler and the
     gradients that are still being accumulated. It consists of tensors and plain values alone, so
-    that it loads with ``torch.load(..., weights_only=True)``. The file it replaces is deleted
-    after it is safely on the disk, not before.
+    that it loads with ``torch.load(..., weights_only=True)``. Of the regular checkpoints, one that
+    has had its time is deleted after the next is safely on the disk, not before.
 
     On resume, the validation that was due at the checkpoint runs again: it may have been cut off.
 
@@ -54,8 +55,16 @@ class ExactCheckpointHook(CheckpointHook):
                 "size times number of processes, or start anew from its weights with "
                 "`--cfg-options load_from=CHECKPOINT`"
             )
+        for name, value in _schedule(runner).items():
+            before = self._resumed["schedule"][name]
+            if value != before:
+                raise InputError(
+                    f"{name} was {before} in the run of the checkpoint and is {value} here, but a "
+                    "resumed run keeps the schedule it has: give the old value, or start anew from "
+                    "the weights with `--cfg-options load_from=CHECKPOINT` in another --work-dir"
+                )
         loader.sampler.seed = self._resumed["sampler_seed"]
-        parameters = dict(runner.model.named_parameters())
+        parameters = dict(unwrap(runner.model).named_parameters())
         for name, gradient in self._resumed["gradients"].items():
             parameters[name].grad = gradient.to(parameters[name])
         loop = runner.train_loop
@@ -69,10 +78,8 @@ class ExactCheckpointHook(CheckpointHook):
     def before_train_epoch(self, runner) -> None:
         """Give the augmentations of this epoch their seed."""
         loader = runner.train_dataloader
-        pipeline = getattr(loader.dataset, "pipeline", None)  # a wrapped data set has none
-        for transform in getattr(pipeline, "transforms", ()):
-            if isinstance(transform, SeededTransforms):
-                transform.set_epoch(loader.sampler.seed, runner.epoch)
+        for transform in seeded_transforms(loader.dataset):
+            transform.set_epoch(loader.sampler.seed, runner.epoch)
 
     def before_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
         """Put the random generators where they stood, before the first iteration after a resume."""
@@ -99,6 +106,9 @@ class ExactCheckpointHook(CheckpointHook):
                 "`--cfg-options load_from=CHECKPOINT`"
             )
         self._resumed = checkpoint.pop("exact_resume")
+        for state in checkpoint["optimizer"]["state"].values():
+            if "step" in state:  # read on the CPU for each parameter; there, it costs no transfer
+                state["step"] = state["step"].cpu()
         meta, own = checkpoint["meta"], runner.train_dataloader.dataset.metainfo
         if meta.get("dataset_meta") == _plain(own):
             meta["dataset_meta"] = own  # mmengine compares pickles, and ours has lists for tuples
@@ -123,6 +133,9 @@ class ExactCheckpointHook(CheckpointHook):
         def path(step: int) -> str:
             return self.file_backend.join_path(self.out_dir, self.filename_tmpl.format(step))
 
+        # A finite loss can have a gradient that is not, and be followed by such weights.
+        if not all(tensor.isfinite().all() for tensor in runner.model.parameters()):
+            raise diverged(runner, "the weights are not finite")
         expired = None
         if self.max_keep_ckpts > 0 and step not in self.keep_ckpt_ids:
             if len(self.keep_ckpt_ids) == self.max_keep_ckpts:
@@ -154,7 +167,7 @@ class ExactCheckpointHook(CheckpointHook):
         """Gather, on every process, what an exact resume needs of all of them."""
         gradients = {}
         if not runner.optim_wrapper.should_update():
-            for name, parameter in runner.model.named_parameters():
+            for name, parameter in unwrap(runner.model).named_parameters():
                 if parameter.grad is not None:
                     gradients[name] = parameter.grad.clone()
                     all_reduce(gradients[name], op="mean")
@@ -162,8 +175,23 @@ class ExactCheckpointHook(CheckpointHook):
             "rng": all_gather_object(_rng_state()),
             "sampler_seed": runner.train_dataloader.sampler.seed,
             "iters_per_epoch": len(runner.train_dataloader),
+            "schedule": _schedule(runner),
             "gradients": {name: gradient.cpu() for name, gradient in gradients.items()},
         }
+
+
+def _schedule(runner) -> dict[str, Any]:
+    """Return what decides the learning rate and decay at every iteration, in plain values."""
+    cfg = runner.cfg
+    return _plain(
+        {
+            "train_cfg.max_epochs": runner.max_epochs,
+            "auto_scale_lr": dict(cfg.get("auto_scale_lr") or {}),
+            "optim_wrapper.accumulative_counts": cfg.optim_wrapper.get("accumulative_counts", 1),
+            "optim_wrapper.optimizer": dict(cfg.optim_wrapper.optimizer),
+            "param_scheduler": [dict(scheduler) for scheduler in cfg.param_scheduler or ()],
+        }
+    )
 
 
 def _rng_state() -> dict[str, Any]:

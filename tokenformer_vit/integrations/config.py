@@ -1,15 +1,69 @@
 """Reading a config, putting the command line's wishes into it, and checking the two."""
 
+import argparse
 import difflib
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from mmengine.config import Config
+from mmengine.config import Config, DictAction
 
 from tokenformer_vit.errors import InputError
 
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
+_KEYS = (
+    "optim_wrapper",
+    "param_scheduler",
+    "train_cfg",
+    "model",
+    *LOADERS,
+    "val_evaluator",
+    "test_evaluator",
+)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that training and testing share."""
+    parser.add_argument("--data-root", help="folder that holds train/ and val/")
+    parser.add_argument(
+        "--batch-size", type=whole_number(1), help="images per process and iteration"
+    )
+    parser.add_argument(
+        "--cfg-options",
+        nargs="+",
+        action=DictAction,
+        metavar="KEY=VALUE",
+        help="override keys that the config has, such as train_cfg.max_epochs=100",
+    )
+    parser.add_argument("--launcher", choices=("none", "pytorch", "slurm", "mpi"), default="none")
+    # What torch.distributed.launch passes; torchrun sets the variable instead.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+
+
+def parse_run_arguments(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> argparse.Namespace:
+    """Parse a command line that has the options of :func:`add_run_arguments`."""
+    try:
+        args = parser.parse_args(argv)
+    except ValueError:  # DictAction splits at "=" and trusts that there is one
+        parser.error("--cfg-options takes KEY=VALUE")
+    if args.local_rank is not None:
+        os.environ.setdefault("LOCAL_RANK", str(args.local_rank))
+    return args
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    """Make an argparse type for whole numbers of at least ``least``."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return parse
 
 
 def load_config(
@@ -36,8 +90,17 @@ def load_config(
         raise InputError(f"there is no config {path}; `ls configs` shows those that come along")
     try:
         cfg = Config.fromfile(path)
-    except (SyntaxError, OSError, TypeError, KeyError) as error:
-        raise InputError(f"{path} is not a usable config ({error})") from error
+    except Exception as error:  # a config is Python: it may fail in any way
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"{path} is no usable config ({type(error).__name__}: {reason})"
+        ) from error
+    missing = [key for key in _KEYS if key not in cfg]
+    if missing:
+        raise InputError(
+            f"{path} is not the config of a run: it lacks {', '.join(missing)}; begin with a copy "
+            "of one in configs/"
+        )
     for key in options or {}:
         _check_option(cfg, key)
     cfg.merge_from_dict(options or {})
@@ -52,8 +115,11 @@ def load_config(
     cfg.work_dir = work_dir or cfg.get("work_dir") or f"work_dirs/{Path(path).stem}"
     for name in LOADERS:
         # PyTorch refuses to keep workers where there are none, and warns of pinning without a GPU.
-        cfg[name].persistent_workers = cfg[name].persistent_workers and cfg[name].num_workers > 0
-        cfg[name].pin_memory = cfg[name].pin_memory and torch.cuda.is_available()
+        loader = cfg[name]
+        loader.persistent_workers = (
+            loader.get("persistent_workers", True) and loader.num_workers > 0
+        )
+        loader.pin_memory = loader.get("pin_memory", True) and torch.cuda.is_available()
     return cfg
 
 
@@ -123,7 +189,10 @@ def choose_checkpoint(cfg: Config, resume: str | None) -> None:
     Raises:
         InputError: If a new run would overwrite one, or the checkpoint does not exist.
     """
-    pointer = Path(cfg.work_dir) / "last_checkpoint"
+    work_dir = Path(cfg.work_dir)
+    if work_dir.exists() and not work_dir.is_dir():
+        raise InputError(f"--work-dir {work_dir} is a file; name a folder")
+    pointer = work_dir / "last_checkpoint"
     if resume is None:
         if pointer.is_file():
             raise InputError(
@@ -141,9 +210,42 @@ def choose_checkpoint(cfg: Config, resume: str | None) -> None:
     cfg.resume, cfg.load_from = True, resume
 
 
+def check_schedule(cfg: Config) -> None:
+    """Check that the learning rate schedule has room in the epochs.
+
+    Raises:
+        InputError: If ``train_cfg.max_epochs`` is no whole number, or a part of the schedule would
+            begin or end beyond it.
+    """
+    epochs = cfg.train_cfg.max_epochs
+    if not isinstance(epochs, int) or epochs < 1:
+        raise InputError(f"train_cfg.max_epochs is {epochs!r}, not a whole number of at least 1")
+    for index, part in enumerate(cfg.param_scheduler):
+        for key, value, room in (
+            ("begin", part.get("begin", 0), epochs - 1),
+            ("end", part.get("end", 0), epochs),
+        ):
+            if part.get("by_epoch", True) and value > room:
+                raise InputError(
+                    f"param_scheduler.{index} has {key}={value}, but train_cfg.max_epochs is "
+                    f"{epochs}: shorten the warm-up too, as in `--cfg-options "
+                    "param_scheduler.0.end=1 param_scheduler.1.begin=1`"
+                )
+
+
 def use_cpu_processes(cfg: Config) -> None:
-    """Let several processes train without a GPU; mmengine alone would look for one in each."""
-    if cfg.launcher != "pytorch" or torch.cuda.is_available():
+    """Let several processes train without a GPU; mmengine alone would look for one in each.
+
+    Raises:
+        InputError: If the launcher is pytorch's, but it was not torchrun that started us.
+    """
+    if cfg.launcher != "pytorch":
+        return
+    if "RANK" not in os.environ:
+        raise InputError(
+            "--launcher pytorch needs torchrun: `torchrun --nproc_per_node=N tools/train.py ...`"
+        )
+    if torch.cuda.is_available():
         return
     torch.distributed.init_process_group("gloo")
     cfg.model_wrapper_cfg = {

@@ -3,7 +3,7 @@
 import csv
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.files import write_whole
 
 from .reports import environment
 
@@ -107,8 +108,8 @@ class _TestHook(Hook):
     averaged: bool | None = None
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
-        if "meta" in checkpoint:
-            self.epoch = checkpoint["meta"].get("epoch")
+        if "epoch" in checkpoint.get("meta", {}):  # an exported file does not say
+            self.epoch = checkpoint["meta"]["epoch"]
             self.averaged = "ema_state_dict" in checkpoint
 
     def before_test(self, runner) -> None:
@@ -225,25 +226,34 @@ def write_evaluation(evaluation: Evaluation, folder: str | Path) -> None:
         **environment(),
     }
     text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
-    _write(folder / FILES[0], lambda path: path.write_text(text, encoding="utf-8"))
 
     lines = io.StringIO()
     writer = csv.DictWriter(lines, ["index", "class", *_COLUMNS], lineterminator="\n")
     writer.writeheader()
     writer.writerows(evaluation.classes)
-    _write(folder / FILES[1], lambda path: path.write_text(lines.getvalue(), encoding="utf-8"))
 
     names = [row["class"] for row in evaluation.classes]
-    _write(folder / FILES[2], lambda path: draw_confusion(evaluation.confusion, names, path))
+    contents = (
+        text.encode(),
+        lines.getvalue().encode(),
+        draw_confusion(evaluation.confusion, names),
+    )
+    for name, content in zip(FILES, contents, strict=True):
+        try:
+            write_whole(folder / name, content)
+        except OSError as error:
+            raise InputError(f"cannot write {error.filename} ({error.strerror})") from error
 
 
-def draw_confusion(confusion: Tensor, names: Sequence[str], path: Path) -> None:
-    """Draw a confusion matrix into a PNG file, without a display.
+def draw_confusion(confusion: Tensor, names: Sequence[str]) -> bytes:
+    """Draw a confusion matrix as a PNG, without a display.
 
     Args:
         confusion: (K, K) int64, true class by predicted class.
         names: K class names; they and the numbers are left out where there is no room for them.
-        path: The file, whatever its suffix.
+
+    Returns:
+        The content of a PNG file.
     """
     matplotlib.use("Agg")  # before mmpretrain's plot asks pyplot for a window
     from matplotlib import pyplot
@@ -263,15 +273,7 @@ def draw_confusion(confusion: Tensor, names: Sequence[str], path: Path) -> None:
         # So that a single image off the diagonal is seen beside many on it.
         axes.images[0].set_norm(PowerNorm(0.4, vmin=0))
     # Many classes need a pixel each at the least, or the diagonal would vanish between pixels.
-    figure.savefig(path, format="png", dpi=300 if many else 120, bbox_inches="tight")
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=300 if many else 120, bbox_inches="tight")
     pyplot.close(figure)
-
-
-def _write(path: Path, write: Callable[[Path], object]) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        write(partial)
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise InputError(f"cannot write {path} ({error.strerror})") from error
+    return picture.getvalue()

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ class GuardHook(Hook):
 
     priority = "HIGHEST"
 
+    _classes: list[str] | None = None  # those that a resumed or tested checkpoint was trained on
+
     def before_train(self, runner) -> None:
         """Check that training and validation data have the classes that the head has."""
         scale = runner.auto_scale_lr or {}
@@ -38,13 +41,15 @@ class GuardHook(Hook):
                 f"{scale['base_batch_size']}: add --auto-scale-lr, or accumulate gradients "
                 "(`--cfg-options optim_wrapper.accumulative_counts=...`)."
             )
-        check_dataset(runner.train_dataloader.dataset, "train", _unwrap(runner.model))
+        check_dataset(runner.train_dataloader.dataset, "train", unwrap(runner.model))
         if runner.val_loop is not None:
-            check_dataset(runner.val_dataloader.dataset, "val", _unwrap(runner.model))
+            check_dataset(runner.val_dataloader.dataset, "val", unwrap(runner.model))
             train, val = (
                 loader.dataset.metainfo.get("classes")
                 for loader in (runner.train_dataloader, runner.val_dataloader)
             )
+            if runner._resume:
+                self._check_classes(runner.train_dataloader.dataset)
             if train != val:
                 odd = sorted(set(train) ^ set(val)) or ["their order"]
                 raise InputError(
@@ -54,11 +59,27 @@ class GuardHook(Hook):
 
     def before_test(self, runner) -> None:
         """Check that the test data have the classes that the head has."""
-        check_dataset(runner.test_dataloader.dataset, "test", _unwrap(runner.model))
+        check_dataset(runner.test_dataloader.dataset, "test", unwrap(runner.model))
+        self._check_classes(runner.test_dataloader.dataset)
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Refuse weights of another model; mmengine would load what fits and go on."""
-        check_weights(_unwrap(runner.model), checkpoint)
+        check_weights(unwrap(runner.model), checkpoint)
+        self._classes = checkpoint.get("meta", {}).get("dataset_meta", {}).get("classes")
+
+    def _check_classes(self, dataset: Any) -> None:
+        """Refuse data whose labels mean something else than those the weights were trained on."""
+        own = list(dataset.metainfo.get("classes") or ())
+        if self._classes and list(self._classes) != own:
+            index, (there, here) = next(
+                (index, pair)
+                for index, pair in enumerate(zip_longest(self._classes, own))
+                if pair[0] != pair[1]
+            )
+            raise InputError(
+                f"the checkpoint was trained on other classes: label {index} is {there!r} there "
+                f"and {here!r} in these data"
+            )
 
     def after_train_iter(
         self,
@@ -75,18 +96,30 @@ class GuardHook(Hook):
             all_reduce(outputs[name], op="mean")
         loss = float(outputs["loss"])
         if not math.isfinite(loss):
-            lr = runner.optim_wrapper.get_lr()["lr"][0]
-            last = runner.message_hub.runtime_info.get("last_ckpt", "none was written yet")
-            raise InputError(
-                f"the loss is {loss} at iteration {runner.iter + 1} (epoch {runner.epoch + 1}, "
-                f"learning rate {lr:.3g}); the last good checkpoint is kept: {last}. Try a lower "
-                "learning rate (`--cfg-options optim_wrapper.optimizer.lr=...`), a longer warm-up, "
-                "or training without --amp"
-            )
+            raise diverged(runner, f"the loss is {loss}")
 
 
-def _unwrap(model: nn.Module) -> Any:
+def unwrap(model: nn.Module) -> Any:
+    """Return the model inside a data-parallel wrapper, or the model itself."""
     return model.module if is_model_wrapper(model) else model
+
+
+def diverged(runner, what: str) -> InputError:
+    """Make the error for a training that is beyond help.
+
+    Args:
+        runner: The runner, whose iteration, learning rate and last checkpoint are named.
+        what: What is not finite.
+    """
+    lr = runner.optim_wrapper.get_lr()["lr"][0]
+    last = runner.message_hub.runtime_info.get("last_ckpt")
+    kept = f"the last good checkpoint is kept: {last}" if last else "no checkpoint was written yet"
+    start = f"from its weights, `--cfg-options load_from={last}`, " if last else ""
+    return InputError(
+        f"{what} at iteration {runner.iter + 1} (epoch {runner.epoch + 1}, learning rate "
+        f"{lr:.3g}); {kept}. Start again {start}in another --work-dir, with a lower learning rate "
+        "(`optim_wrapper.optimizer.lr=...`), a longer warm-up, or without --amp"
+    )
 
 
 def check_dataset(dataset: Any, split: str, model: Any) -> None:
@@ -103,11 +136,13 @@ def check_dataset(dataset: Any, split: str, model: Any) -> None:
     for name, number in heads.items():
         if number is not None and number != len(classes):
             raise InputError(
-                f"the {split} data in {dataset.img_prefix} have {len(classes)} classes, but "
+                f"the {split} data have {len(classes)} classes, but "
                 f"{name} is {number}: set both `--cfg-options "
                 + " ".join(f"{key}={len(classes)}" for key in heads)
                 + "`, or give another data root"
             )
+    if not hasattr(dataset, "get_gt_labels"):
+        return  # a wrapper; its own data set was scanned by mmpretrain
     counts = Counter(dataset.get_gt_labels().tolist())
     empty = [name for index, name in enumerate(classes) if not counts[index]]
     if empty:

@@ -1,23 +1,27 @@
 """What a run shows and leaves behind: progress, curves, and weights for timm."""
 
 import datetime
+import io
 import json
 import os
 import platform
+import resource
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from subprocess import DEVNULL
 from typing import Any
 
 import mmengine
 import mmpretrain
 import timm
 import torch
+import torchvision
 from matplotlib.figure import Figure
 from mmengine.dist import is_main_process, master_only
 from mmengine.hooks import EMAHook, Hook
@@ -28,6 +32,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 import tokenformer_vit
+from tokenformer_vit.files import write_whole
 
 from .backbone import as_timm_model
 from .optim import AutocastOptimWrapper
@@ -95,6 +100,8 @@ class RecordHook(Hook):
     @master_only
     def after_train(self, runner) -> None:
         """Write the record."""
+        if runner.iter == self._first:
+            return  # nothing was trained; the record of the run that did stays
         seconds = time.monotonic() - self._start
         loader, steps = runner.train_dataloader, runner.optim_wrapper._accumulative_counts
         scalars = runner.message_hub.log_scalars
@@ -108,7 +115,6 @@ class RecordHook(Hook):
             if isinstance(runner.optim_wrapper, AutocastOptimWrapper)
             else "float32",
             "images_per_step": loader.batch_size * runner.world_size * steps,
-            "image_size": int(_data_config(runner.cfg)["input_size"][-1]),
             "seed": runner.seed,
             "n": 1,
             "train_images": len(loader.dataset),
@@ -116,6 +122,7 @@ class RecordHook(Hook):
             "iterations": runner.iter,
             "resumed_at_iteration": self._first,
             "seconds": round(seconds, 1),
+            "peak_mib": round(_peak_bytes() / 2**20),
             "loss_first": round(float(loss[0]), 4),
             "loss_last_20_mean": round(float(loss[-20:].mean()), 4),
             **{
@@ -124,17 +131,27 @@ class RecordHook(Hook):
                 if name.startswith("val/accuracy")
             },
         }
-        _write_text(Path(runner.work_dir) / "record.json", json.dumps(record, indent=2) + "\n")
+        text = json.dumps(record, indent=2) + "\n"
+        write_whole(Path(runner.work_dir) / "record.json", text.encode())
+
+
+def _peak_bytes() -> int:
+    """Return the most memory that tensors took on the GPU, or this process on the CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+    return kibibytes * (1 if sys.platform == "darwin" else 1024)
 
 
 def environment() -> dict[str, Any]:
     """Describe the machine, the libraries and the state of the source code."""
-    source = Path(__file__).parent
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=source, capture_output=True, text=True
-    ).stdout.strip()
+    root, commit = Path(__file__).parents[2], f"tokenformer_vit {tokenformer_vit.__version__}"
+    if (root / ".git").exists():  # else it is installed, maybe within some other repository
+        describe = ["git", "describe", "--always", "--dirty"]
+        with suppress(OSError, subprocess.CalledProcessError):  # no git, or not to be asked
+            commit = subprocess.check_output(describe, cwd=root, text=True, stderr=DEVNULL).strip()
     return {
-        "commit": commit or f"tokenformer_vit {tokenformer_vit.__version__}",
+        "commit": commit,
         "date": datetime.date.today().isoformat(),
         "hardware": torch.cuda.get_device_name()
         if torch.cuda.is_available()
@@ -143,17 +160,12 @@ def environment() -> dict[str, Any]:
             "python": platform.python_version(),
             # Not by distribution: mmengine and mmpretrain come under other names too.
             "torch": torch.__version__,
+            "torchvision": torchvision.__version__,
             "timm": timm.__version__,
             "mmengine": mmengine.__version__,
             "mmpretrain": mmpretrain.__version__,
         },
     }
-
-
-def _write_text(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 @HOOKS.register_module()
@@ -203,9 +215,9 @@ def draw_curves(train: dict[int, dict], val: dict[int, dict], path: Path) -> Non
             accuracy.plot(list(points), list(points.values()), marker=".", label=label)
             accuracy.legend(loc="lower right")
     accuracy.set(title="validation accuracy (%)", xlabel="epoch")
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, dpi=120, format="png")
-    partial.replace(path)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120, format="png")
+    write_whole(path, picture.getvalue())
 
 
 @HOOKS.register_module()
@@ -213,9 +225,9 @@ class ExportHook(Hook):
     """At the end, write the averaged weights as a folder that timm loads.
 
     The work directory then holds ``model.safetensors`` and ``config.json``, so that
-    ``timm.create_model("local-dir:WORK_DIR")`` gives the trained model with its class names and
-    preprocessing. The weights are those of the EMA, which validation used too; without an
-    ``EMAHook`` they are the model's own.
+    ``timm.create_model("local-dir:WORK_DIR", pretrained=True)`` gives the trained model with its
+    class names and preprocessing. The weights are those of the EMA, which validation used too;
+    without an ``EMAHook`` they are the model's own.
     """
 
     priority = "LOWEST"
@@ -255,11 +267,15 @@ def _data_config(cfg: Any) -> dict[str, Any]:
     """Say in timm's words how the test pipeline of ``cfg`` prepares an image."""
     preprocessor = cfg.model.get("data_preprocessor") or cfg.data_preprocessor
     steps = {step["type"]: step for step in cfg.test_dataloader.dataset.pipeline}
-    crop = steps["CenterCrop"]["crop_size"]
-    return {
-        "input_size": (len(preprocessor["mean"]), crop, crop),
+    config = {
         "mean": [value / 255 for value in preprocessor["mean"]],
         "std": [value / 255 for value in preprocessor["std"]],
-        "crop_pct": crop / steps["ResizeEdge"]["scale"],
-        "interpolation": steps["ResizeEdge"].get("interpolation", "bilinear"),
     }
+    if "CenterCrop" in steps and "ResizeEdge" in steps:
+        crop, resize = steps["CenterCrop"]["crop_size"], steps["ResizeEdge"]
+        config |= {
+            "input_size": (len(preprocessor["mean"]), crop, crop),
+            "crop_pct": crop / resize["scale"],
+            "interpolation": resize.get("interpolation", "bilinear"),
+        }
+    return config  # of another pipeline timm's defaults are recorded

@@ -1,6 +1,6 @@
 """Files that are never half-written, and checkpoints that are loaded without running their code."""
 
-import os
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from tokenformer_vit.errors import InputError
-
-from .backbone import classifier_state_dict
+from tokenformer_vit.files import write_whole
+from tokenformer_vit.models import classifier_state_dict
 
 
 class AtomicLocalBackend(LocalBackend):
@@ -27,15 +27,9 @@ class AtomicLocalBackend(LocalBackend):
         """
         path = Path(filepath)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial")
         try:
-            with partial.open("wb") as file:
-                file.write(obj)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
+            write_whole(path, obj)
         except OSError as error:
-            partial.unlink(missing_ok=True)
             raise InputError(
                 f"cannot write {path} ({error.strerror}); earlier files are intact: free some "
                 "space, then run the same command with --resume"
@@ -54,7 +48,8 @@ def load_plain_checkpoint(filename: str, map_location: Any = None) -> dict[str, 
         map_location: As in ``torch.load``.
 
     Returns:
-        The checkpoint; for safetensors, ``{"state_dict": ...}`` with a classifier's names.
+        The checkpoint; of a safetensors file ``state_dict``, with a classifier's names, and
+        ``meta`` with the class names that its export wrote down.
 
     Raises:
         InputError: If the file is missing, damaged, or would have to run code to be read.
@@ -65,7 +60,12 @@ def load_plain_checkpoint(filename: str, map_location: Any = None) -> dict[str, 
     try:
         if path.suffix == ".safetensors":
             tensors = load_file(path, device=str(map_location or "cpu"))
-            return {"state_dict": classifier_state_dict(tensors)}
+            checkpoint: dict[str, Any] = {"state_dict": classifier_state_dict(tensors)}
+            config = path.with_name("config.json")  # timm's, beside an exported file
+            names = json.loads(config.read_text()).get("label_names") if config.is_file() else None
+            if names:
+                checkpoint["meta"] = {"dataset_meta": {"classes": names}}
+            return checkpoint
         return torch.load(path, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         raise InputError(

@@ -93,3 +93,14 @@ class SeededTransforms(BaseTransform):
     def __repr__(self) -> str:
         """List the transforms."""
         return f"{type(self).__name__}({', '.join(map(repr, self.transforms))})"
+
+
+def seeded_transforms(dataset: Any) -> Iterator[SeededTransforms]:
+    """Find the :class:`SeededTransforms` of a data set, and of those that it wraps."""
+    for inner in (getattr(dataset, "dataset", None), *getattr(dataset, "datasets", ())):
+        if inner is not None:
+            yield from seeded_transforms(inner)
+    pipeline = getattr(dataset, "pipeline", None)
+    for transform in getattr(pipeline, "transforms", ()):
+        if isinstance(transform, SeededTransforms):
+            yield transform

@@ -1,5 +1,15 @@
 """Models built of Pattention; importing this package registers the vision models with timm."""
 
-from .vit import TokenFormerViT, checkpoint_filter_fn
+from .vit import (
+    TokenFormerViT,
+    checkpoint_filter_fn,
+    classifier_state_dict,
+    timm_state_dict,
+)
 
-__all__ = ["TokenFormerViT", "checkpoint_filter_fn"]
+__all__ = [
+    "TokenFormerViT",
+    "checkpoint_filter_fn",
+    "classifier_state_dict",
+    "timm_state_dict",
+]

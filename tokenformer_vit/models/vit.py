@@ -5,6 +5,7 @@ timm's. What is ours is the block, the block's norm, and the counts of parameter
 """
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,12 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import TokenFormerBlock
 from tokenformer_vit.layers.block import TIMM_ONLY
 
-__all__ = ["TokenFormerViT", "checkpoint_filter_fn"]
+__all__ = [
+    "TokenFormerViT",
+    "checkpoint_filter_fn",
+    "classifier_state_dict",
+    "timm_state_dict",
+]
 
 # timm's ViT has these and Pattention has no place for them, or (pools) has no Pattention form.
 _NOT_OURS = TIMM_ONLY | {"block_fn", "fix_init"}
@@ -120,6 +126,27 @@ def _check_pool(global_pool: str | None) -> None:
         )
 
 
+def timm_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the tensors of an mmpretrain classifier (backbone and linear head) to timm's names."""
+    names = {"backbone.model.": "", "head.fc.": "head."}
+    return {
+        new + name.removeprefix(old): tensor
+        for name, tensor in state_dict.items()
+        for old, new in names.items()
+        if name.startswith(old)
+    }
+
+
+def classifier_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the tensors of a timm model to those of an mmpretrain classifier around it."""
+    return {
+        f"head.fc.{name.removeprefix('head.')}"
+        if name.startswith("head.")
+        else f"backbone.model.{name}": tensor
+        for name, tensor in state_dict.items()
+    }
+
+
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TokenFormerViT) -> dict[str, Tensor]:
     """Fit a checkpoint to ``model``: unwrap it, resample positions and patches.
 
@@ -127,12 +154,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TokenFormerViT) -
     the backbone stands under ``backbone.model.`` and the head under ``head.fc.``.
     """
     state_dict = state_dict.get("state_dict", state_dict)  # type: ignore[assignment]
-    if any(name.startswith("backbone.model.") for name in state_dict):
-        state_dict = {
-            name.replace("backbone.model.", "", 1).replace("head.fc.", "head.", 1): tensor
-            for name, tensor in state_dict.items()
-        }
-    return vit_checkpoint_filter_fn(state_dict, model)
+    return vit_checkpoint_filter_fn(timm_state_dict(state_dict) or state_dict, model)
 
 
 def _cfg(**kwargs: Any) -> dict[str, Any]:

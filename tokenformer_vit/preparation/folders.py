@@ -17,6 +17,7 @@ from timm.utils.misc import natural_key
 from tqdm import tqdm
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.files import write_whole
 
 from .sources import Split
 
@@ -96,7 +97,7 @@ def unpack(splits: dict[str, Split], folders: Sequence[str], target: Path) -> No
                 suffix = _suffix(data, where)
                 suffixes[suffix] += 1
                 class_folder = target / name / folders[int(split.labels[row])]
-                _write(class_folder / (split.stem(row) + suffix), data)
+                write_whole(class_folder / (split.stem(row) + suffix), data, sync=False)
                 bar.update()
     _report(splits, folders, target, suffixes)
 
@@ -148,20 +149,6 @@ def _suffix(data: bytes | None, where: str) -> str:
         raise InputError(
             f"{where}: an image in the format {error}; known are {', '.join(_SUFFIXES)}"
         ) from error
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all: beside its place first, then renamed."""
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        partial.write_bytes(data)
-        os.replace(partial, path)
-    except BaseException as error:
-        partial.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            # A full disk is reported without the file's name.
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        raise
 
 
 def _report(
