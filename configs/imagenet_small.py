@@ -1,4 +1,4 @@
-# TokenFormer-S/16 on ImageNet-1K, from scratch: 29,068,648 parameters.
+# TokenFormer-S/16 on ImageNet-1K, from scratch: 29,068,648 parameters, 5.99 GMACs.
 #
 # Paper:     has no model of this size
 # Batch:     4096 = 32 GPUs x 128, or 8 GPUs x 256 with 2 steps of accumulation

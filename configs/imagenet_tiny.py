@@ -1,4 +1,4 @@
-# TokenFormer-Ti/16 on ImageNet-1K, from scratch: 7,456,936 parameters.
+# TokenFormer-Ti/16 on ImageNet-1K, from scratch: 7,456,936 parameters, 1.60 GMACs.
 #
 # Paper:     has no model of this size
 # Batch:     4096 = 32 GPUs x 128, or 8 GPUs x 512

@@ -3,6 +3,7 @@
 import math
 import re
 import resource
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -73,14 +74,30 @@ def test_a_killed_run_goes_on_exactly(train, tmp_path, checkpoints, kill_at):
     assert (whole / "model.safetensors").read_bytes() == (killed / "model.safetensors").read_bytes()
 
 
-def test_a_run_that_was_killed_in_its_last_validation_is_finished(train, tmp_path):
-    train(tmp_path, *OPTIONS)
+@pytest.fixture(scope="session")
+def finished(train, tmp_path_factory):
+    """A run that came to its end, to be copied."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    train(folder, *OPTIONS, "default_hooks.checkpoint.save_best=accuracy/top1")
+    return folder
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    """A copy of the finished run: also a run whose folder was moved."""
+    return shutil.copytree(finished, tmp_path / "moved")
+
+
+def test_a_run_that_was_killed_in_its_last_validation_is_finished(train, run):
     for name in ("model.safetensors", "config.json", "curves.png"):
-        (tmp_path / name).unlink()
-    _, before = losses(tmp_path)
-    train(tmp_path, "--resume", *OPTIONS)
-    assert losses(tmp_path)[1] == {**before, 3: losses(tmp_path)[1][3]}
-    assert all((tmp_path / name).is_file() for name in ("model.safetensors", "curves.png"))
+        (run / name).unlink()
+    _, before = losses(run)
+    record = (run / "record.json").read_text()
+    output = train(run, "--resume", *OPTIONS)
+    assert "resumed epoch: 3, iter: 18" in output
+    assert losses(run)[1] == {**before, 3: losses(run)[1][3]}
+    assert all((run / name).is_file() for name in ("model.safetensors", "curves.png"))
+    assert (run / "record.json").read_text() == record  # nothing was trained
 
 
 def test_a_full_disk_stops_the_run_and_leaves_the_previous_checkpoint(train, tmp_path):
@@ -100,25 +117,14 @@ def test_a_full_disk_stops_the_run_and_leaves_the_previous_checkpoint(train, tmp
     assert not list(tmp_path.glob(".*.partial"))
 
 
-def test_the_best_checkpoint_is_no_state_to_resume_from(train, tmp_path):
-    train(tmp_path, *OPTIONS, "default_hooks.checkpoint.save_best=accuracy/top1")
-    (best,) = tmp_path.glob("best_*.pth")
-    line = train.fails(tmp_path, "--resume", str(best), *OPTIONS)
+def test_the_best_checkpoint_is_no_state_to_resume_from(train, run):
+    (best,) = run.glob("best_*.pth")
+    line = train.fails(run, "--resume", str(best), *OPTIONS)
     assert "holds weights alone, not the state of a run" in line
 
 
-def test_a_moved_run_goes_on(train, tmp_path):
-    train(tmp_path / "first", *OPTIONS)
-    record = (tmp_path / "first" / "record.json").read_text()
-    (tmp_path / "first").rename(tmp_path / "second")
-    output = train(tmp_path / "second", "--resume", *OPTIONS)
-    assert "resumed epoch: 3, iter: 18" in output
-    assert (tmp_path / "second" / "record.json").read_text() == record  # nothing was trained
-
-
-def test_a_resumed_run_keeps_its_schedule(train, tmp_path):
-    train(tmp_path, *OPTIONS)
-    line = train.fails(tmp_path, "--resume", *OPTIONS, "train_cfg.max_epochs=5")
+def test_a_resumed_run_keeps_its_schedule(train, run):
+    line = train.fails(run, "--resume", *OPTIONS, "train_cfg.max_epochs=5")
     assert "train_cfg.max_epochs was 3 in the run of the checkpoint and is 5 here" in line
 
 

@@ -1,7 +1,10 @@
+from pathlib import Path
+
 import pytest
 import timm
 import torch
 from timm.models import get_model_args
+from torch.utils.flop_counter import FlopCounterMode
 
 from tokenformer_vit.layers import BlockLayerNorm, Pattention
 from tokenformer_vit.models import TokenFormerViT
@@ -42,6 +45,17 @@ def test_parameter_count(name):
     model = timm.create_model(name, device="meta")
     assert isinstance(model, TokenFormerViT)
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_readme_states_parameters_and_multiplications(name):
+    model = timm.create_model(name, device="meta").eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.empty(1, 3, 224, 224, device="meta"))
+    gmacs = counter.get_total_flops() / 2e9
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+    (row,) = (line for line in readme.splitlines() if line.startswith(f"| `{name}` |"))
+    assert row.endswith(f"| {PARAMETERS[name]:,} | {gmacs:.2f} |")
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -14,13 +14,13 @@ from tokenformer_vit.errors import InputError
 
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
 _KEYS = (
-    "optim_wrapper",
-    "param_scheduler",
-    "train_cfg",
     "model",
     *LOADERS,
     "val_evaluator",
     "test_evaluator",
+    "optim_wrapper",
+    "param_scheduler",
+    "train_cfg",
 )
 
 

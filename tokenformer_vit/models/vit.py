@@ -150,8 +150,13 @@ def classifier_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TokenFormerViT) -> dict[str, Tensor]:
     """Fit a checkpoint to ``model``: unwrap it, resample positions and patches.
 
-    Accepts timm state dicts and those of mmpretrain classifiers trained by this package, where
-    the backbone stands under ``backbone.model.`` and the head under ``head.fc.``.
+    Args:
+        state_dict: Of a timm model, or of an mmpretrain classifier trained by this package, where
+            the backbone stands under ``backbone.model.`` and the head under ``head.fc.``.
+        model: The model it is for.
+
+    Returns:
+        A state dict with timm's names, and positions and patches of the model's size.
     """
     state_dict = state_dict.get("state_dict", state_dict)  # type: ignore[assignment]
     return vit_checkpoint_filter_fn(timm_state_dict(state_dict) or state_dict, model)

@@ -72,7 +72,16 @@ THETAS = {
 
 
 def theta_weights(scores: Tensor, theta: str, tau: Tensor, eps: float) -> Tensor:
-    """Apply the variant named ``theta`` to (..., P) scores.
+    """Apply the variant of a name.
+
+    Args:
+        scores: (..., P) scores.
+        theta: Name of the variant, a key of :data:`THETAS`.
+        tau: 0-dim tensor, the stored scale of the layer.
+        eps: As in the module's description.
+
+    Returns:
+        (..., P) weights of the dtype of ``scores``.
 
     Raises:
         ValueError: If the variant is unknown.
@@ -91,7 +100,13 @@ def theta_weights(scores: Tensor, theta: str, tau: Tensor, eps: float) -> Tensor
 
 
 def check_theta(theta: str) -> str:
-    """Return ``theta`` if it names a variant.
+    """Return the name of a variant if there is such a variant.
+
+    Args:
+        theta: The name.
+
+    Returns:
+        ``theta``.
 
     Raises:
         InputError: If it does not; the message lists those that exist.

@@ -154,13 +154,15 @@ def _suffix(data: bytes | None, where: str) -> str:
 def _report(
     splits: dict[str, Split], folders: Sequence[str], target: Path, suffixes: Counter[str]
 ) -> None:
+    complete = True
     for name, split in splits.items():
         used = len(np.unique(split.labels))
+        complete &= used == len(folders)
         print(f"{name}: {len(split.labels)} images of {used} classes in {target / name}")
         if used < len(folders):
             print(
                 f"warning: {len(folders) - used} of {len(folders)} classes have no image in "
-                f"{name}; mmpretrain keeps their numbers, timm and torchvision do not",
+                f"{name}; tools/train.py refuses such a set, take a larger slice",
                 file=sys.stderr,
             )
     for suffix in sorted(set(suffixes) - _READ_BY_ALL):
@@ -170,7 +172,8 @@ def _report(
             file=sys.stderr,
         )
     print(f"classes: {len(folders)} ({folders[0]} ... {folders[-1]})")
-    print(f"next: python tools/train.py CONFIG --data-root {shlex.quote(str(target))}")
+    if complete:
+        print(f"next: python tools/train.py CONFIG --data-root {shlex.quote(str(target))}")
 
 
 def check(target: Path, workers: int) -> list[Path]:
