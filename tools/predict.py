@@ -27,6 +27,7 @@ from rich.text import Text
 from timm.utils import ParseKwargs
 from tqdm import tqdm
 
+from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.prediction import find_images, load_model, predict
 
@@ -74,12 +75,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--model", metavar="NAME", help="timm model name, or local-dir:FOLDER")
     parser.add_argument("--checkpoint", type=Path, metavar="FILE", help=".safetensors or .pth")
-    parser.add_argument("--topk", type=_positive, default=5, metavar="K", help="default: 5")
-    parser.add_argument("--batch-size", type=_positive, default=32, metavar="B", help="default: 32")
+    parser.add_argument("--topk", type=whole_number(1), default=5, metavar="K", help="default: 5")
+    parser.add_argument(
+        "--batch-size", type=whole_number(1), default=32, metavar="B", help="default: 32"
+    )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--json", action="store_true", help="one JSON object a line, on stdout")
     parser.add_argument(
-        "--num-classes", type=_positive, metavar="N", help="default: as the checkpoint's head"
+        "--num-classes", type=whole_number(1), metavar="N", help="default: as the checkpoint's head"
     )
     parser.add_argument(
         "--model-kwargs",
@@ -89,13 +92,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="KEY=VALUE",
         help="arguments of the model, such as img_size=32 patch_size=4",
     )
-    return parser.parse_args(argv)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+    try:
+        return parser.parse_args(argv)
+    except ValueError:  # ParseKwargs splits at "=" and trusts that there is one
+        parser.error("--model-kwargs takes KEY=VALUE")
 
 
 def _device(name: str) -> torch.device:

@@ -22,6 +22,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.preparation import (
     check,
@@ -73,12 +74,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="decode every image below TARGET")
     parser.add_argument(
         "--limit",
-        type=_positive,
+        type=whole_number(1),
         metavar="N",
         help="only the first N training images; a fair slice where rows are shuffled, as on the "
         "Hub they mostly are, else perhaps of a few classes",
     )
-    parser.add_argument("--limit-val", type=_positive, metavar="N", help="same, validation images")
+    parser.add_argument(
+        "--limit-val", type=whole_number(1), metavar="N", help="same, validation images"
+    )
     parser.add_argument(
         "--splits",
         type=_assignment,
@@ -89,7 +92,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--image-column", metavar="NAME", help="default: image or img")
     parser.add_argument("--label-column", metavar="NAME", default="label", help="default: label")
     parser.add_argument(
-        "--workers", type=_positive, default=os.cpu_count(), help="processes of --check"
+        "--workers", type=whole_number(1), default=os.cpu_count(), help="processes of --check"
     )
     args = parser.parse_args(argv)
     if args.digits and args.check:
@@ -99,12 +102,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if not (args.digits or args.check or args.source):
         parser.error("give SOURCE and TARGET, or --digits TARGET, or --check TARGET")
     return args
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
 
 
 def _assignment(text: str) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 # cores. To be set before PyTorch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from tokenformer_vit.errors import run_tool
+from tokenformer_vit.command_line import run_tool
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 # that costs more time than the training itself. To be set before PyTorch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from tokenformer_vit.errors import run_tool
+from tokenformer_vit.command_line import run_tool, whole_number
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -34,9 +34,7 @@ def main(argv: list[str] | None = None) -> None:
         action="store_true",
         help="scale the learning rate with the images of an optimiser step, accumulation included",
     )
-    parser.add_argument(
-        "--seed", type=config.whole_number(0), help="seed of every random generator"
-    )
+    parser.add_argument("--seed", type=whole_number(0), help="seed of every random generator")
     parser.add_argument(
         "--deterministic", action="store_true", help="use deterministic CUDA kernels"
     )

@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.integrations import (
     AtomicLocalBackend,
@@ -30,7 +31,6 @@ from tokenformer_vit.integrations.config import (
     parse_run_arguments,
     scale_for_accumulation,
     use_cpu_processes,
-    whole_number,
 )
 from tokenformer_vit.integrations.guard import check_weights
 

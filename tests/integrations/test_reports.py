@@ -109,7 +109,7 @@ class Finder:
         if name == "mmpretrain.models":
             raise TypeError("NoneType takes no arguments")
 sys.meta_path.insert(0, Finder())
-from tokenformer_vit.errors import run_tool
+from tokenformer_vit.command_line import run_tool
 def main():
     import tokenformer_vit.integrations
 run_tool(main)

@@ -3,13 +3,14 @@
 import argparse
 import difflib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from mmengine.config import Config, DictAction
 
+from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError
 
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
@@ -53,17 +54,6 @@ def parse_run_arguments(
     if args.local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(args.local_rank))
     return args
-
-
-def whole_number(least: int) -> Callable[[str], int]:
-    """Make an argparse type for whole numbers of at least ``least``."""
-
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
-        return int(text)
-
-    return parse
 
 
 def load_config(

@@ -1,0 +1,41 @@
+"""What the command lines in tools/ share."""
+
+import argparse
+import sys
+from collections.abc import Callable
+
+from .errors import InputError
+
+__all__ = ["run_tool", "whole_number"]
+
+
+def run_tool(main: Callable[[], None]) -> None:
+    """Run a tool's ``main``; an :class:`InputError` or Ctrl-C ends it in one line.
+
+    Args:
+        main: Takes its arguments from ``sys.argv``.
+
+    Raises:
+        SystemExit: With status 1 after an InputError, 130 after Ctrl-C.
+    """
+    try:
+        main()
+    except InputError as error:
+        # A data loader's worker puts its traceback before the message; the last line is ours.
+        line = str(error).splitlines()[-1].removeprefix(f"{InputError.__module__}.InputError: ")
+        print(f"error: {line}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("interrupted; what was finished is kept", file=sys.stderr)
+        sys.exit(130)
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    """Make an argparse type for whole numbers of at least ``least``."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return parse
