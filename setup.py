@@ -22,6 +22,7 @@ setup(
     package_data={"tokenformer_vit": ["py.typed"]},
     python_requires=">=3.10",
     install_requires=[
+        # The lower bounds of torch, torchvision and timm are the oldest that the tests were run on.
         "torch>=2.5",
         "torchvision>=0.20",
         "timm>=1.0.31",
