@@ -37,11 +37,13 @@ def run_row(name: str) -> str:
     accuracy = [
         f"{record[key]:.2f}" if key in record else "–" for key in ("accuracy/top1", "accuracy/top5")
     ]
+    # The record of a resumed run knows the time of its last part alone.
+    minutes = "–" if record["resumed_at_iteration"] else f"{record['seconds'] / 60:.1f}"
     return (
         f"| [{RUNS[name]}](ablations/results/{name}.json) | {record['hardware']}, "
         f"{record['dtype']} | {record['epochs']} | {record['loss_first']:.2f} → "
         f"{record['loss_last_20_mean']:.2f} | {' | '.join(accuracy)} | "
-        f"{record['seconds'] / 60:.1f} |\n"
+        f"{minutes} |\n"
     )
 
 

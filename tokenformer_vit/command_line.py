@@ -10,13 +10,14 @@ __all__ = ["run_tool", "whole_number"]
 
 
 def run_tool(main: Callable[[], None]) -> None:
-    """Run a tool's ``main``; an :class:`InputError` or Ctrl-C ends it in one line.
+    """Run a tool's ``main``; what the user can put right, and Ctrl-C, end it in one line.
 
     Args:
         main: Takes its arguments from ``sys.argv``.
 
     Raises:
-        SystemExit: With status 1 after an InputError, 130 after Ctrl-C.
+        SystemExit: With status 1 after an InputError or an error of the file system that names
+            its file, 130 after Ctrl-C.
     """
     try:
         main()
@@ -24,6 +25,11 @@ def run_tool(main: Callable[[], None]) -> None:
         # A data loader's worker puts its traceback before the message; the last line is ours.
         line = str(error).splitlines()[-1].removeprefix(f"{InputError.__module__}.InputError: ")
         print(f"error: {line}", file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted; what was finished is kept", file=sys.stderr)

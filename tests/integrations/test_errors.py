@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tokenformer_vit.command_line import whole_number
+from tokenformer_vit.command_line import run_tool, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.integrations import (
     AtomicLocalBackend,
@@ -213,6 +213,33 @@ def test_slips_on_the_command_line(config, capsys, arguments, message):
     with pytest.raises(SystemExit):
         parse_run_arguments(parser, arguments)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (InputError("say this"), 1, "error: say this"),
+        (
+            InputError("Caught in worker\nTraceback ...\ntokenformer_vit.errors.InputError: this"),
+            1,
+            "error: this",
+        ),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "curves.png"),
+            1,
+            "error: curves.png: No space left on device",
+        ),
+        (KeyboardInterrupt(), 130, "interrupted; what was finished is kept"),
+    ],
+)
+def test_tools_end_in_one_line(capsys, error, status, line):
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit) as raised:
+        run_tool(main)
+    assert raised.value.code == status
+    assert capsys.readouterr().err == f"{line}\n"
 
 
 @pytest.mark.parametrize("text", ["x = undefined", "model = dict(", "a = 1"])
