@@ -23,7 +23,8 @@ RUNS = {
     "imagenet_base": "`imagenet_base`, the full recipe",
 }
 HEAD = (
-    "| run | hardware | epochs | loss, first to last | top-1 % | top-5 % | minutes |\n"
+    "| run | hardware | epochs | loss, first → mean of the last 20 | top-1 % | top-5 % "
+    "| minutes |\n"
     "|---|---|---|---|---|---|---|\n"
 )
 
