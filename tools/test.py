@@ -13,10 +13,10 @@ from tokenformer_vit.command_line import run_tool
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
+    from tokenformer_vit.integrations import config  # isort: skip  # says why, if mmengine fails
     from mmengine.dist import is_main_process
     from rich.console import Console
 
-    from tokenformer_vit.integrations import config
     from tokenformer_vit.integrations.evaluation import (
         FILES,
         configure_test,

@@ -14,9 +14,8 @@ from tokenformer_vit.command_line import run_tool, whole_number
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
+    from tokenformer_vit.integrations import config  # isort: skip  # says why, if mmengine fails
     from mmengine.runner import Runner
-
-    from tokenformer_vit.integrations import config
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", help="config file, such as configs/imagenet_base.py")

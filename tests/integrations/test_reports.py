@@ -100,14 +100,30 @@ def test_a_machine_without_git_is_no_obstacle(monkeypatch):
     assert environment()["commit"].startswith("tokenformer_vit 0.")
 
 
-def test_an_unusable_pair_of_packages_is_named():
-    """What mmpretrain does where transformers and pycocotools are both installed."""
-    code = """
+@pytest.mark.parametrize(
+    ("module", "error", "line"),
+    [
+        # Where transformers and pycocotools are both installed.
+        (
+            "mmpretrain.models",
+            'TypeError("NoneType takes no arguments")',
+            "error: mmpretrain cannot be imported while transformers and pycocotools",
+        ),
+        # On a server without graphics libraries.
+        (
+            "cv2",
+            'ImportError("libGL.so.1: cannot open shared object file")',
+            "error: OpenCV, which mmcv needs, finds no libGL on this machine",
+        ),
+    ],
+)
+def test_an_unusable_installation_is_explained(module, error, line):
+    code = f"""
 import sys
 class Finder:
     def find_spec(self, name, *_):
-        if name == "mmpretrain.models":
-            raise TypeError("NoneType takes no arguments")
+        if name == "{module}":
+            raise {error}
 sys.meta_path.insert(0, Finder())
 from tokenformer_vit.command_line import run_tool
 def main():
@@ -116,4 +132,4 @@ run_tool(main)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 1
-    assert run.stderr.splitlines()[-1].startswith("error: mmpretrain cannot be imported while tran")
+    assert run.stderr.splitlines()[-1].startswith(line)

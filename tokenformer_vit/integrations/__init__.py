@@ -16,6 +16,13 @@ try:
         import mmpretrain.evaluation
         import mmpretrain.models
         import mmpretrain.visualization  # noqa: F401
+except ImportError as error:
+    if "libGL" not in str(error):
+        raise
+    raise InputError(
+        "OpenCV, which mmcv needs, finds no libGL on this machine: `apt-get install libgl1`, or "
+        "`pip install --force-reinstall --no-deps opencv-python-headless`"
+    ) from error
 except TypeError as error:
     # mmpretrain 1.2.0 builds classes over None where transformers and pycocotools are installed.
     raise InputError(
