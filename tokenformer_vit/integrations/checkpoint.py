@@ -46,6 +46,11 @@ class ExactCheckpointHook(CheckpointHook):
         loader.generator = torch.Generator()
         if runner.val_loop is not None:
             runner.val_dataloader.generator = torch.Generator()
+        if not any(seeded_transforms(loader.dataset)):
+            runner.logger.warning(
+                "The training pipeline has no SeededTransforms: a resumed run will augment images "
+                "otherwise than an uninterrupted one."
+            )
         if self._resumed is None:
             return
         if self._resumed["iters_per_epoch"] != len(loader):
