@@ -32,6 +32,7 @@ param_scheduler = [
 ]
 train_cfg = dict(max_epochs=3, val_interval=1)
 default_hooks = dict(logger=dict(interval=1))
+log_processor = dict(window_size=1)  # each loss as it is, not a mean over the last ten
 """
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from mmcv.transforms import BaseTransform, LoadImageFromFile
 from mmpretrain.registry import TRANSFORMS
-from PIL import UnidentifiedImageError
 
 from tokenformer_vit.errors import InputError
 
@@ -35,7 +34,7 @@ class LoadImage(LoadImageFromFile):
             return results
         try:
             return super().transform(results)
-        except (OSError, UnidentifiedImageError, SyntaxError, ValueError) as error:
+        except (OSError, SyntaxError, ValueError) as error:
             # Pillow reports a broken PNG chunk as a SyntaxError.
             raise InputError(
                 f"cannot read image {results['img_path']} ({error}); replace or delete it "

@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from timm.utils.misc import natural_key
 from tqdm import tqdm
 
@@ -141,7 +141,7 @@ def _suffix(data: bytes | None, where: str) -> str:
     try:
         with Image.open(io.BytesIO(data)) as image:
             return _SUFFIXES[image.format or ""]
-    except (UnidentifiedImageError, OSError, SyntaxError) as error:
+    except (OSError, SyntaxError) as error:
         raise InputError(
             f"{where}: {len(data)} bytes that are no readable image; download the shard again"
         ) from error
