@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.models import compile_blocks
 from tokenformer_vit.prediction import find_images, load_model, predict
 
 
@@ -44,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         device = _device(args.device)
         paths = find_images(args.images)
         model = load_model(args.model, args.checkpoint, args.num_classes, **args.model_kwargs)
+        if args.compile:
+            compile_blocks(model)
         if args.checkpoint is None and not args.model.startswith("local-dir:"):
             _say(
                 f"warning: no --checkpoint: {args.model} has random weights, so its answers are too"
@@ -80,6 +83,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--batch-size", type=whole_number(1), default=32, metavar="B", help="default: 32"
     )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile each block with torch.compile: worth it for thousands of images",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a line, on stdout")
     parser.add_argument(
         "--num-classes", type=whole_number(1), metavar="N", help="default: as the checkpoint's head"

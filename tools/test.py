@@ -40,7 +40,9 @@ def main(argv: list[str] | None = None) -> None:
     args = config.parse_run_arguments(parser, argv)
 
     options = {"log_level": "WARNING", **(args.cfg_options or {})}  # a test has little to log
-    cfg = config.load_config(args.config, options, args.data_root, args.batch_size)
+    cfg = config.load_config(
+        args.config, options, args.data_root, args.batch_size, compile=args.compile
+    )
     config.check_data_folders(cfg, ("test_dataloader",))
     out = args.out or args.checkpoint.parent / "test"
     configure_test(cfg, args.checkpoint, out)

@@ -40,7 +40,12 @@ def main(argv: list[str] | None = None) -> None:
     args = config.parse_run_arguments(parser, argv)
 
     cfg = config.load_config(
-        args.config, args.cfg_options, args.data_root, args.batch_size, args.work_dir
+        args.config,
+        args.cfg_options,
+        args.data_root,
+        args.batch_size,
+        args.work_dir,
+        compile=args.compile,
     )
     config.check_schedule(cfg)
     config.check_data_folders(cfg, ("train_dataloader", "val_dataloader"))

@@ -11,6 +11,7 @@ model = dict(
         norm="none",
         drop_path_rate=0.1,
         checkpoint_path="",
+        compile=False,
     ),
     neck=None,
     head=dict(

@@ -10,7 +10,7 @@ from timm.models import get_model_args, group_parameters
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models import timm_state_dict
+from tokenformer_vit.models import compile_blocks, timm_state_dict
 from tokenformer_vit.prediction import load_model
 
 
@@ -26,6 +26,7 @@ class TimmClassificationBackbone(BaseModule):
         pretrained: Start from timm's pretrained weights.
         checkpoint_path: Start from this file, a checkpoint of the same model; its head is left out,
             and positions are resampled if ``img_size`` is another.
+        compile: Compile each block, for training and evaluation alike; checkpoints stay the same.
         **kwargs: Arguments of the timm model.
 
     Raises:
@@ -36,7 +37,12 @@ class TimmClassificationBackbone(BaseModule):
     """
 
     def __init__(
-        self, model_name: str, pretrained: bool = False, checkpoint_path: str = "", **kwargs: Any
+        self,
+        model_name: str,
+        pretrained: bool = False,
+        checkpoint_path: str = "",
+        compile: bool = False,
+        **kwargs: Any,
     ) -> None:
         super().__init__()
         self.model: Any
@@ -52,6 +58,8 @@ class TimmClassificationBackbone(BaseModule):
                 f"{model_name} has no linear classifier called 'head'; choose a TokenFormer or "
                 "one of timm's ViTs"
             )
+        if compile:
+            compile_blocks(self.model)
 
     def init_weights(self) -> None:
         """Leave the weights as timm initialised or loaded them."""

@@ -1,10 +1,11 @@
 """The TokenFormer block, in the shape in which timm's VisionTransformer asks for one."""
 
 import torch
-from timm.layers import DropPath, LayerScale
+from timm.layers import LayerScale
 from torch import Tensor, nn
 
 from .attention import Attention
+from .drop_path import DropPath
 from .norm import BlockLayerNorm
 from .pattention import Pattention
 

@@ -1,9 +1,14 @@
 """The LayerNorm inside TokenFormer blocks."""
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.ops import check_backend, layer_norm
+
+# As for pattention(): fx keeps it whole.
+torch.fx.wrap("layer_norm")
 
 
 class BlockLayerNorm(nn.LayerNorm):
@@ -13,11 +18,13 @@ class BlockLayerNorm(nn.LayerNorm):
         num_channels: Size of the last axis, which is normalised.
         affine: ``none`` (the TokenFormer default), ``bias``, or ``weight+bias``.
         eps: Added to the variance.
+        backend: Implementation of the norm without parameters, as for
+            :func:`tokenformer_vit.ops.layer_norm`; with parameters it is always PyTorch's.
         device: Where the parameters are made.
         dtype: Type of the parameters.
 
     Raises:
-        InputError: If ``affine`` is none of the three.
+        InputError: If ``affine`` is none of the three, or the backend is unknown.
 
     Note:
         Mean and variance are accumulated in float32 whatever the input's dtype is.
@@ -33,6 +40,7 @@ class BlockLayerNorm(nn.LayerNorm):
         num_channels: int,
         affine: str = "none",
         eps: float = 1e-6,
+        backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -42,6 +50,7 @@ class BlockLayerNorm(nn.LayerNorm):
             num_channels, eps=eps, elementwise_affine=affine != "none", device=device, dtype=dtype
         )
         self.affine = affine
+        self.backend = check_backend(backend)
         if affine == "bias":
             self.register_parameter("weight", None)
 
@@ -51,6 +60,12 @@ class BlockLayerNorm(nn.LayerNorm):
             nn.init.ones_(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise (..., C) tokens."""
+        if self.affine == "none":
+            return layer_norm(input, self.eps, self.backend)
+        return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
         """Describe the layer in ``repr``."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.ops import check_theta, default_tau, pattention
+from tokenformer_vit.ops import check_backend, check_theta, default_tau, pattention
 
 # A path of pattention() may branch on its inputs or run custom kernels, so fx keeps it whole.
 torch.fx.wrap("pattention")
@@ -35,11 +35,13 @@ class Pattention(nn.Module):
         eps: Added where Θ divides, relative to ``tau``; 0 reproduces the released formulas, which
             give NaN for a row of zeros.
         init_gain: Standard deviation of the outputs at initialisation, for inputs of unit RMS.
+        backend: Implementation, as for :func:`tokenformer_vit.ops.pattention`; it may be changed
+            at any time.
         device: Where parameters and buffers are made.
         dtype: Type of the parameters. ``tau`` is float32 in any case.
 
     Raises:
-        InputError: If ``theta`` is unknown or a size or ``tau`` is not positive.
+        InputError: If ``theta`` or ``backend`` is unknown, or a size or ``tau`` is not positive.
 
     Shape:
         (..., C_in) -> (..., C_out), of the input's dtype.
@@ -69,6 +71,7 @@ class Pattention(nn.Module):
         tau: float | None = None,
         eps: float = 1e-6,
         init_gain: float = 1.0,
+        backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -88,6 +91,7 @@ class Pattention(nn.Module):
         self.theta = check_theta(theta)
         self.eps = eps
         self.init_gain = init_gain
+        self.backend = check_backend(backend)
         self.init_tau = default_tau(theta, num_param_tokens) if tau is None else float(tau)
         self.key_param_tokens = nn.Parameter(
             torch.empty(num_param_tokens, in_features, device=device, dtype=dtype)
@@ -118,7 +122,13 @@ class Pattention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., C_in) tokens to (..., C_out)."""
         return pattention(
-            x, self.key_param_tokens, self.value_param_tokens, self.theta, self.tau, self.eps
+            x,
+            self.key_param_tokens,
+            self.value_param_tokens,
+            self.theta,
+            self.tau,
+            self.eps,
+            self.backend,
         )
 
     def extra_repr(self) -> str:

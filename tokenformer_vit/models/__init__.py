@@ -1,5 +1,6 @@
 """Models built of Pattention; importing this package registers the vision models with timm."""
 
+from .compilation import compile_blocks
 from .vit import (
     TokenFormerViT,
     checkpoint_filter_fn,
@@ -11,5 +12,6 @@ __all__ = [
     "TokenFormerViT",
     "checkpoint_filter_fn",
     "classifier_state_dict",
+    "compile_blocks",
     "timm_state_dict",
 ]

@@ -18,8 +18,9 @@ from timm.models.vision_transformer import checkpoint_filter_fn as vit_checkpoin
 from torch import Tensor
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.layers import TokenFormerBlock
+from tokenformer_vit.layers import BlockLayerNorm, Pattention, TokenFormerBlock
 from tokenformer_vit.layers.block import TIMM_ONLY
+from tokenformer_vit.ops import check_backend
 
 __all__ = [
     "TokenFormerViT",
@@ -99,6 +100,23 @@ class TokenFormerViT(VisionTransformer):
     def no_weight_decay(self) -> set[str]:
         """Name the parameters that weight decay leaves alone, besides those of one dimension."""
         return {name for name in super().no_weight_decay() if getattr(self, name, None) is not None}
+
+    @torch.jit.ignore()
+    def set_backend(self, backend: str) -> None:
+        """Choose how every block computes Pattention and LayerNorm; what it computes stays.
+
+        Like ``set_grad_checkpointing``, this is no part of the model's config: it is not saved.
+
+        Args:
+            backend: One of ``tokenformer_vit.ops.BACKENDS``.
+
+        Raises:
+            InputError: If there is no such backend.
+        """
+        check_backend(backend)
+        for module in self.blocks.modules():
+            if isinstance(module, BlockLayerNorm | Pattention):
+                module.backend = backend
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the head by a fresh one, and the pooling where it is given."""

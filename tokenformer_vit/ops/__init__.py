@@ -1,11 +1,90 @@
-"""Pattention as a function on tensors; needs torch alone."""
+"""Pattention and the LayerNorm before it, as functions on tensors; needs torch alone.
 
+Both choose one of several implementations that compute the same: ``backend`` forces one, and where
+it is left at ``auto`` the environment variable ``PATTENTION_BACKEND`` does, read when this module
+is imported.
+
+========= ==============================================================================
+reference plain PyTorch, the ground truth; what TorchScript and tracing always get
+fused     hand-written gradients that keep less; ``auto`` means this one
+triton    as fused, with ``gelu_l2`` in Triton kernels; NVIDIA GPUs only, never by itself
+========= ==============================================================================
+"""
+
+import os
+
+import torch
 from torch import Tensor
 
+from tokenformer_vit.errors import InputError
+
+from .fused import pattention_fused
+from .norm import layer_norm_fused, layer_norm_reference
 from .reference import pattention_reference
 from .theta import THETAS, check_theta, default_tau
 
-__all__ = ["THETAS", "check_theta", "default_tau", "pattention", "pattention_reference"]
+__all__ = [
+    "BACKENDS",
+    "THETAS",
+    "check_backend",
+    "check_theta",
+    "default_tau",
+    "layer_norm",
+    "pattention",
+    "pattention_reference",
+]
+
+BACKENDS = ("auto", "reference", "fused", "triton")
+_ENVIRONMENT = "PATTENTION_BACKEND"
+_DEFAULT = os.environ.get(_ENVIRONMENT) or "auto"
+
+
+def check_backend(backend: str) -> str:
+    """Return the name of a backend if there is such a backend, and it is not overruled by a typo.
+
+    Args:
+        backend: One of ``BACKENDS``.
+
+    Returns:
+        ``backend``.
+
+    Raises:
+        InputError: If it, or the value of ``PATTENTION_BACKEND``, is none of those.
+    """
+    for name, where in ((backend, "backend"), (_DEFAULT, _ENVIRONMENT)):
+        if name not in BACKENDS:
+            raise InputError(f"unknown {where} {name!r}; choose one of {', '.join(BACKENDS)}")
+    return backend
+
+
+def _choose(backend: str) -> str:
+    check_backend(backend)
+    if backend == "auto":
+        backend = _DEFAULT
+    if backend == "auto":
+        # A trace would keep a call of Python that it cannot save.
+        backend = "reference" if torch.jit.is_tracing() else "fused"
+    return backend
+
+
+def _pattention(
+    x: Tensor, keys: Tensor, values: Tensor, theta: str, tau: Tensor, eps: float, backend: str
+) -> Tensor:
+    check_theta(theta)
+    backend = _choose(backend)
+    if backend == "reference" or tau.requires_grad:
+        return pattention_reference(x, keys, values, theta, tau, eps)
+    if backend == "fused":
+        return pattention_fused(x, keys, values, theta, tau, eps)
+    from .triton_theta import KERNELS
+
+    return pattention_fused(x, keys, values, theta, tau, eps, KERNELS)
+
+
+def _layer_norm(x: Tensor, eps: float, backend: str) -> Tensor:
+    if _choose(backend) == "reference":
+        return layer_norm_reference(x, eps)
+    return layer_norm_fused(x, eps)
 
 
 def pattention(
@@ -15,6 +94,7 @@ def pattention(
     theta: str,
     tau: Tensor,
     eps: float = 1e-6,
+    backend: str = "auto",
 ) -> Tensor:
     """Let input tokens attend to parameter tokens: Θ(X K_Pᵀ) V_P.
 
@@ -25,12 +105,14 @@ def pattention(
         theta: Name of the Θ variant, a key of ``THETAS``.
         tau: 0-dim tensor, the stored scale of the layer; see :func:`default_tau`.
         eps: Added where Θ divides, relative to ``tau``.
+        backend: ``auto``, ``reference``, ``fused`` or ``triton``; see the module's description. A
+            ``tau`` that needs a gradient is given one by the reference, whatever is asked for.
 
     Returns:
         (..., C_out) output tokens, of the dtype that PyTorch's ``linear`` gives for ``x``.
 
     Raises:
-        ValueError: If the variant is unknown.
+        ValueError: If the variant or the backend is unknown, or the backend cannot serve here.
 
     Note:
         Θ is computed in float32, the two products in the precision of their operands or of
@@ -39,4 +121,31 @@ def pattention(
     Source:
         TokenFormer, arXiv:2410.23168, Eq. 4.
     """
-    return pattention_reference(x, key_param_tokens, value_param_tokens, theta, tau, eps)
+    if torch.jit.is_scripting():
+        return pattention_reference(x, key_param_tokens, value_param_tokens, theta, tau, eps)
+    else:  # what TorchScript does not read has to stand in a branch
+        return _pattention(x, key_param_tokens, value_param_tokens, theta, tau, eps, backend)
+
+
+def layer_norm(x: Tensor, eps: float = 1e-6, backend: str = "auto") -> Tensor:
+    """Normalise tokens over their last axis, without learnable parameters.
+
+    Args:
+        x: (..., C) tokens.
+        eps: Added to the variance.
+        backend: As for :func:`pattention`; ``triton`` is ``fused`` here.
+
+    Returns:
+        (..., C) tokens. Under autocast ``fused`` gives them in the precision of autocast, which is
+        that of the products behind the norm, and ``reference`` in float32, as PyTorch does.
+
+    Raises:
+        ValueError: If the backend is unknown.
+
+    Note:
+        Mean and variance are accumulated in float32; float64 inputs stay float64.
+    """
+    if torch.jit.is_scripting():
+        return layer_norm_reference(x, eps)
+    else:
+        return _layer_norm(x, eps, backend)

@@ -31,34 +31,31 @@ from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 
-
-def _accumulation(scores: Tensor) -> Tensor:
-    """Return the scores in float32, or unchanged if they are float64."""
-    return scores.to(torch.promote_types(scores.dtype, torch.float32))
+from .precision import accumulation_dtype
 
 
 def softmax(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
     """τ · exp(A) / ‖exp(A)‖₁; its denominator cannot vanish, so eps plays no part."""
-    return (tau * torch.softmax(_accumulation(scores), dim=-1)).to(scores.dtype)
+    return (tau * torch.softmax(scores.to(accumulation_dtype(scores)), dim=-1)).to(scores.dtype)
 
 
 def gelu_l1(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
     """τ · gelu(A) / ‖gelu(A)‖₁."""
-    activation = F.gelu(_accumulation(scores))
+    activation = F.gelu(scores.to(accumulation_dtype(scores)))
     mean = activation.abs().sum(dim=-1, keepdim=True) / tau
     return (activation / (mean + eps)).to(scores.dtype)
 
 
 def gelu_l2(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
     """gelu(τ · A / ‖A‖₂): GELU of an RMSNorm over the parameter axis, the paper's default."""
-    scores32 = _accumulation(scores)
+    scores32 = scores.to(accumulation_dtype(scores))
     mean_square = scores32.square().sum(dim=-1, keepdim=True) / tau.square()
     return F.gelu(scores32 * torch.rsqrt(mean_square + eps)).to(scores.dtype)
 
 
 def gelu_l2_post(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
     """τ · gelu(A) / ‖gelu(A)‖₂."""
-    activation = F.gelu(_accumulation(scores))
+    activation = F.gelu(scores.to(accumulation_dtype(scores)))
     mean_square = activation.square().sum(dim=-1, keepdim=True) / tau.square()
     return (activation * torch.rsqrt(mean_square + eps)).to(scores.dtype)
 

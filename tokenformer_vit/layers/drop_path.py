@@ -1,0 +1,33 @@
+"""Stochastic depth that can be compiled once for all blocks."""
+
+import timm.layers
+import torch
+from torch import Tensor
+
+
+class DropPath(timm.layers.DropPath):
+    """timm's DropPath, for (B, N, C) tokens, with a rate that torch.compile takes as an input.
+
+    Args:
+        drop_prob: Probability with which a sample's path is dropped, in [0, 1).
+
+    Shape:
+        (B, N, C) -> (B, N, C); while training, each sample is either zero or divided by
+        1 - ``drop_prob``.
+
+    Note:
+        timm draws from ``bernoulli_(rate)``, which compiled code holds as a constant: each block,
+        having a rate of its own, would be compiled anew, and those beyond PyTorch's limit of eight
+        versions not at all, without a word.
+
+    Source:
+        Deep Networks with Stochastic Depth, arXiv:1603.09382.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop whole samples of (B, N, C) tokens."""
+        if not self.training:
+            return x
+        keep_prob = 1 - self.drop_prob
+        kept = torch.rand_like(x[:, :1, :1], dtype=torch.float32) < keep_prob  # (B, 1, 1)
+        return x * (kept / keep_prob).to(x.dtype)

@@ -1,0 +1,69 @@
+"""LayerNorm without learnable parameters, as the blocks of a TokenFormer have it."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .precision import accumulation_dtype, product_dtype
+
+
+def layer_norm_reference(x: Tensor, eps: float) -> Tensor:
+    """Normalise (..., C) tokens over their last axis by PyTorch's own LayerNorm."""
+    return F.layer_norm(x, x.shape[-1:], None, None, eps)
+
+
+class _LayerNorm(torch.autograd.Function):
+    """LayerNorm that keeps its output and 1/σ, from which its gradient follows, not its input."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        # On a CPU 1/σ would otherwise come in the precision of x.
+        x = x.to(accumulation_dtype(x))
+        y, _, rstd = torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
+        return y.to(dtype), rstd
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.dtype = inputs[0].dtype
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*output)
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad: Tensor | None, grad_rstd: Tensor | None
+    ) -> tuple[Tensor | None, None, None]:
+        if grad is None and grad_rstd is None:
+            return None, None, None
+        y, rstd = ctx.saved_tensors
+        if grad is None:
+            grad = torch.zeros_like(y)
+        y, grad = y.to(accumulation_dtype(y)), grad.to(accumulation_dtype(y))
+        grad_x = grad - grad.mean(-1, keepdim=True) - y * (grad * y).mean(-1, keepdim=True)
+        grad_x = grad_x * rstd
+        if grad_rstd is not None:
+            # Only where a gradient is differentiated once more: 1/σ took part in the first.
+            grad_x = grad_x - grad_rstd * rstd.square() * y / y.shape[-1]
+        return grad_x.to(ctx.dtype), None, None
+
+
+def layer_norm_fused(x: Tensor, eps: float) -> Tensor:
+    """Normalise (..., C) tokens over their last axis, keeping only the output for the backward.
+
+    Args:
+        x: (..., C) tokens.
+        eps: Added to the variance.
+
+    Returns:
+        (..., C) tokens of mean 0 and variance 1, of the dtype of autocast where it is on and of
+        ``x`` elsewhere. It is the tensor that the Pattention layers behind it keep as their input,
+        so that the norm itself keeps one float32 number a row.
+
+    Note:
+        Mean and variance are accumulated in float32 (float64 for float64). The gradient is
+        differentiable in turn.
+    """
+    return _LayerNorm.apply(x, eps, product_dtype(x))[0]

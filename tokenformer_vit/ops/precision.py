@@ -1,0 +1,21 @@
+"""In which precision a product or a sum is computed."""
+
+import torch
+from torch import Tensor
+
+
+def accumulation_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype of sums over ``tensor``: float32, or float64 for float64."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def product_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype to which autocast, where it is on, would cast ``tensor`` for a product."""
+    device = tensor.device.type
+    if (
+        tensor.dtype == torch.float64
+        or not torch.amp.is_autocast_available(device)
+        or not torch.is_autocast_enabled(device)
+    ):
+        return tensor.dtype
+    return torch.get_autocast_dtype(device)
