@@ -1,0 +1,32 @@
+import copy
+
+import pytest
+import torch
+
+from tokenformer_vit.layers.drop_path import DropPath
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_drops_samples_at_its_rate_and_keeps_the_mean(dtype):
+    x = torch.ones(20_000, 2, 3, dtype=dtype)
+    out = DropPath(0.25)(x)
+    kept = out[:, 0, 0] != 0
+    assert kept.float().mean() == pytest.approx(0.75, abs=0.02)
+    assert (out[kept] == torch.tensor(1 / 0.75, dtype=dtype)).all()
+    assert (out[~kept] == 0).all()
+    assert out.dtype == dtype
+
+
+def test_does_nothing_in_evaluation():
+    x = torch.randn(4, 2, 3)
+    assert DropPath(0.9).eval()(x) is x
+
+
+def test_can_be_scripted():
+    layer = DropPath(0.5)
+    scripted = torch.jit.script(copy.deepcopy(layer))
+    x = torch.randn(64, 2, 3)
+    torch.manual_seed(1)
+    expected = layer(x)
+    torch.manual_seed(1)
+    assert torch.equal(scripted(x), expected)

@@ -1,0 +1,300 @@
+import gc
+import math
+import os
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from tokenformer_vit import ops
+from tokenformer_vit.layers import Pattention
+from tokenformer_vit.ops import THETAS, default_tau, layer_norm, pattention, pattention_reference
+
+WIDTH, OUT = 48, 40
+BACKENDS = ("reference", "fused")
+NAMES = ("output", "x", "keys", "values")
+
+
+@pytest.fixture
+def poison():
+    """Fill fresh memory with NaN, so that what is read before it is written shows."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def operands(tokens, pairs, dtype=torch.float32, batch=1):
+    x = torch.randn(batch, tokens, WIDTH, dtype=torch.float64)
+    keys = torch.randn(pairs, WIDTH, dtype=torch.float64) / math.sqrt(WIDTH)
+    values = torch.randn(pairs, OUT, dtype=torch.float64) / math.sqrt(pairs)
+    return [tensor.to(dtype).requires_grad_() for tensor in (x, keys, values)]
+
+
+def run(op, inputs, upstream):
+    out = op(*inputs)
+    return [out.detach(), *torch.autograd.grad(out, inputs, upstream.to(out.dtype))]
+
+
+def exact(inputs, theta, tau, upstream, eps=1e-6):
+    """Output and gradients of the reference in float64, at the very numbers of ``inputs``."""
+    inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    return run(
+        lambda *i: pattention_reference(*i, theta, tau.double(), eps), inputs, upstream.double()
+    )
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("pairs", [64, 72, 100, 576, 768, 2304])
+@pytest.mark.parametrize("tokens", [1, 197, 1576])
+@pytest.mark.parametrize("theta", THETAS)
+def test_agrees_with_float64_for_any_tau(theta, tokens, pairs, backend):
+    inputs = operands(tokens, pairs)
+    with torch.no_grad():
+        inputs[0][:, ::7] = 0  # rows of zeros among the others, and the only one of a single token
+    upstream = torch.randn(1, tokens, OUT)
+    for factor in (1.0, 0.37):
+        tau = torch.tensor(factor * default_tau(theta, pairs))
+        expected = exact(inputs, theta, tau, upstream)
+        actual = run(lambda *i, t=tau: pattention(*i, theta, t, 1e-6, backend), inputs, upstream)
+        for name, a, b in zip(NAMES, actual, expected, strict=True):
+            error = (a.double() - b).norm()
+            assert error <= 3e-6 * b.norm() + 1e-30, f"{name}: {error / b.norm():.1e}, tau {tau}"
+
+
+@pytest.mark.parametrize("tau", [None, 1.7])
+@pytest.mark.parametrize("eps", [0.0, 1e-6, 0.3])
+@pytest.mark.parametrize("theta", THETAS)
+def test_gradients_and_their_gradients(theta, eps, tau):
+    x, keys, values = (torch.randn(shape).double() for shape in ((2, 4), (5, 4), (5, 3)))
+    tau = torch.tensor(default_tau(theta, 5) if tau is None else tau, dtype=torch.float64)
+    inputs = [tensor.requires_grad_() for tensor in (x, keys, values)]
+
+    def op(*tensors):
+        return pattention(*tensors, theta, tau, eps, "fused")
+
+    assert torch.autograd.gradcheck(op, inputs)
+    assert torch.autograd.gradgradcheck(op, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("pairs", [576, 2304])
+@pytest.mark.parametrize("theta", THETAS)
+def test_autocast_rounds_where_the_reference_does(theta, pairs, dtype):
+    inputs, tau = operands(197, pairs), torch.tensor(default_tau(theta, pairs))
+    upstream = torch.randn(1, 197, OUT)
+    low = [tensor.detach().to(dtype) for tensor in inputs]
+    expected = exact(low, theta, tau, upstream.to(dtype))
+    errors = {}
+    for backend in BACKENDS:
+        with torch.autocast("cpu", dtype):
+            out = pattention(*inputs, theta, tau, 1e-6, backend)
+        assert out.dtype == dtype
+        grads = torch.autograd.grad(out, inputs, upstream.to(dtype))
+        assert all(grad.dtype == torch.float32 for grad in grads)
+        errors[backend] = [
+            (a.double() - b).norm() / b.norm() for a, b in zip((out, *grads), expected, strict=True)
+        ]
+    for name, ours, stock in zip(NAMES, errors["fused"], errors["reference"], strict=True):
+        assert ours <= 1.2 * stock, name
+
+
+def test_bfloat16_is_more_accurate_than_the_released_formula():
+    inputs, tau = operands(1576, 576, torch.bfloat16), torch.tensor(24.0)
+    expected = exact(inputs, "gelu_l2", tau, torch.randn(1, 1576, OUT), eps=0.0)[0]
+    x, keys, values = inputs
+    scores = x @ keys.T
+    released = F.gelu(scores / scores.norm(dim=-1, keepdim=True) * 24) @ values
+    ours = pattention(*inputs, "gelu_l2", tau)
+
+    def error(out):
+        return (out.double() - expected).norm() / expected.norm()
+
+    assert error(ours) < 3.3e-3
+    assert error(ours) < 0.8 * error(released)
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_keeps_input_scores_and_one_number_a_row(theta):
+    pairs, rows = 576, 2 * 197
+    inputs, tau = operands(197, pairs, batch=2), torch.tensor(default_tau(theta, pairs))
+    kept = {}
+    with (
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t), lambda t: t
+        ),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        pattention(*inputs, theta, tau)
+    size = sum(t.untyped_storage().nbytes() for t in kept.values())
+    numbers = 0 if theta == "softmax" else 1
+    of_parameters = 2 * pairs * (WIDTH + OUT) + 4  # their casts, and tau
+    assert size - of_parameters == rows * (2 * WIDTH + 2 * pairs + 4 * numbers)
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_no_products_for_what_is_frozen(theta):
+    product = 2 * 197 * 72 * WIDTH, 2 * 197 * 72 * OUT  # FLOPs of one with keys, with values
+    # forward both; backward: through the values, to x, to the keys, to the values
+    for frozen, expected in (
+        ((), 3 * product[0] + 3 * product[1]),
+        (("keys",), 2 * product[0] + 3 * product[1]),
+        (("values",), 3 * product[0] + 2 * product[1]),
+        (("keys", "values"), 2 * product[0] + 2 * product[1]),
+        (("x",), 2 * product[0] + 3 * product[1]),
+    ):
+        inputs = dict(zip(NAMES[1:], operands(197, 72), strict=True))
+        for name in frozen:
+            inputs[name].requires_grad_(False)
+        with FlopCounterMode(display=False) as counter:
+            out = pattention(*inputs.values(), theta, torch.tensor(default_tau(theta, 72)))
+            out.sum().backward()
+        assert counter.get_total_flops() == expected, frozen
+        for name, tensor in inputs.items():
+            assert (tensor.grad is None) == (name in frozen)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_changes_nothing(reentrant):
+    inputs, tau = operands(197, 72), torch.tensor(5.0)
+    upstream = torch.randn(1, 197, OUT)
+
+    def op(*tensors):
+        return pattention(*tensors, "gelu_l2", tau)
+
+    plain = run(op, inputs, upstream)
+    out = checkpoint(op, *inputs, use_reentrant=reentrant)
+    out.backward(upstream)
+    assert torch.equal(out, plain[0])
+    for tensor, grad in zip(inputs, plain[1:], strict=True):
+        assert torch.equal(tensor.grad, grad)
+
+
+def test_a_layer_used_twice_gets_both_gradients():
+    layer, x = Pattention(WIDTH, WIDTH, 72), torch.randn(5, WIDTH)
+    layer(layer(x)).sum().backward()
+    twice = layer.key_param_tokens.grad
+    layer.zero_grad()
+    layer.backend = "reference"
+    layer(layer(x)).sum().backward()
+    torch.testing.assert_close(twice, layer.key_param_tokens.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_what_was_kept_is_let_go():
+    inputs = operands(197, 72)
+    out = pattention(*inputs, "gelu_l2", torch.tensor(5.0))
+    node = weakref.ref(out.grad_fn)
+    out.sum().backward()
+    del out
+    gc.collect()
+    assert node() is None
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_gradients_of_single_samples(theta):
+    x, keys, values = (tensor.detach() for tensor in operands(5, 72, torch.float64, batch=3))
+    tau = torch.tensor(default_tau(theta, 72), dtype=torch.float64)
+
+    def loss(keys, values, x):
+        return pattention(x, keys, values, theta, tau).square().sum()
+
+    grads = torch.func.vmap(torch.func.grad(loss, (0, 1)), (None, None, 0))(keys, values, x)
+    for sample in range(3):
+        single = torch.func.grad(loss, (0, 1))(keys, values, x[sample])
+        for a, b in zip(grads, single, strict=True):
+            torch.testing.assert_close(a[sample], b)
+
+
+def test_takes_what_linear_takes():
+    _, keys, values = operands(1, 72)
+    for shape in ((WIDTH,), (0, WIDTH), (2, 3, 5, WIDTH)):
+        x = torch.randn(shape, requires_grad=True)
+        out = pattention(x, keys, values, "gelu_l2", torch.tensor(5.0))
+        assert out.shape == (*shape[:-1], OUT)
+        out.sum().backward()
+        assert x.grad.shape == x.shape
+
+
+def test_a_learned_tau_gets_its_gradient():
+    inputs = operands(3, 5, torch.float64)
+    tau = torch.tensor(1.7, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t: pattention(*inputs, "gelu_l2", t), tau)
+
+
+@pytest.mark.parametrize("theta", ["gelu_l1", "gelu_l2", "gelu_l2_post"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_zero_keys_change_nothing_while_tau_is_kept(theta, backend):
+    x, keys, values = operands(197, 768)
+    tau = torch.tensor(default_tau(theta, 768))
+    grown = torch.cat([keys, torch.zeros(1024, WIDTH)])
+    more = torch.cat([values, torch.randn(1024, OUT)])
+    before = pattention(x, keys, values, theta, tau, backend=backend)
+    after = pattention(x, grown, more, theta, tau, backend=backend)
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-6 * before.detach().std().item())
+
+
+@pytest.mark.parametrize(
+    ("theta", "dtype"),
+    [("gelu_l2", torch.float32), *((theta, torch.bfloat16) for theta in THETAS)],
+)
+def test_compiled_code_keeps_no_more_and_computes_the_same(theta, dtype):
+    inputs, tau = operands(37, 72, dtype), torch.tensor(default_tau(theta, 72))
+    upstream = torch.randn(1, 37, OUT)
+
+    def op(*tensors):
+        return pattention(*tensors, theta, tau)
+
+    kept = set()
+    compiled = torch.compile(op, fullgraph=True)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: (kept.add(t.numel()), t)[1], lambda t: t
+    ):
+        out = compiled(*inputs)
+    weights = 37 * 72
+    assert sum(numel == weights for numel in kept) == 1  # the scores alone
+    grads = torch.autograd.grad(out, inputs, upstream.to(dtype))
+    plain = run(op, inputs, upstream)
+    tolerance = 3e-6 if dtype == torch.float32 else 1e-2
+    for a, b in zip((out, *grads), plain, strict=True):
+        assert (a - b).norm() <= tolerance * b.norm()
+
+
+def test_backend_is_chosen_by_argument_then_by_variable(monkeypatch):
+    def is_fused(backend):
+        out = pattention(*operands(1, 4), "gelu_l2", torch.tensor(2.0), backend=backend)
+        return type(out.grad_fn).__name__ == "_PattentionBackward"
+
+    assert is_fused("auto")
+    assert not is_fused("reference")
+    monkeypatch.setattr(ops, "_DEFAULT", "reference")
+    assert not is_fused("auto")
+    assert is_fused("fused")
+
+
+def test_variable_is_read():
+    code = "import tokenformer_vit.ops as ops; print(ops._DEFAULT); ops.check_backend('auto')"
+    good, bad = (
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PATTENTION_BACKEND": value},
+            capture_output=True,
+            text=True,
+        )
+        for value in ("reference", "fast")
+    )
+    assert good.stdout == "reference\n"
+    assert "unknown PATTENTION_BACKEND 'fast'; choose one of auto, reference" in bad.stderr
+
+
+@pytest.mark.parametrize("op", [pattention, layer_norm])
+def test_unknown_backend_lists_the_known(op):
+    rest = ((), (*operands(1, 4)[1:], "gelu_l2", torch.tensor(2.0)))[op is pattention]
+    with pytest.raises(ValueError, match=r"unknown backend 'cuda'.*reference, fused, triton"):
+        op(torch.randn(1, WIDTH), *rest, backend="cuda")

@@ -1,0 +1,87 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tokenformer_vit.ops import layer_norm
+
+
+def exact(x, upstream):
+    x = x.detach().double().requires_grad_()
+    out = F.layer_norm(x, x.shape[-1:], eps=1e-6)
+    return out.detach(), torch.autograd.grad(out, x, upstream.double())[0]
+
+
+def inputs(dtype=torch.float32, shape=(2, 197, 768)):
+    x = (3 * torch.randn(shape) + 2).to(dtype).requires_grad_()
+    return x, torch.randn(shape)
+
+
+@pytest.mark.parametrize("backend", ["reference", "fused"])
+def test_agrees_with_float64(backend):
+    x, upstream = inputs()
+    out = layer_norm(x, backend=backend)
+    (grad,) = torch.autograd.grad(out, x, upstream)
+    for actual, expected in zip((out, grad), exact(x, upstream), strict=True):
+        assert (actual.double() - expected).norm() <= 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("eps", [1e-6, 0.5])
+def test_gradients_and_their_gradients(eps):
+    x = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: layer_norm(x, eps), x)
+    assert torch.autograd.gradgradcheck(lambda x: layer_norm(x, eps), x)
+
+    def thrice(x):
+        (first,) = torch.autograd.grad(layer_norm(x, eps).pow(3).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
+        return second
+
+    assert torch.autograd.gradcheck(thrice, x, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_error_is_at_most_twice_that_of_plain_pytorch(dtype):
+    x, upstream = inputs(dtype)
+    upstream = upstream.to(dtype)
+    expected = exact(x, upstream)
+    errors = {}
+    for backend in ("reference", "fused"):
+        out = layer_norm(x, backend=backend)
+        assert out.dtype == dtype
+        (grad,) = torch.autograd.grad(out, x, upstream)
+        assert grad.dtype == dtype
+        errors[backend] = [
+            (a.double() - b).norm() for a, b in zip((out, grad), expected, strict=True)
+        ]
+    assert all(f <= 2 * r for f, r in zip(errors["fused"], errors["reference"], strict=True))
+
+
+def test_keeps_only_the_input_of_the_product_behind_it():
+    x, _ = inputs()
+    kept = []
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        out = layer_norm(x)
+        F.linear(out, torch.randn(8, 768, dtype=torch.bfloat16, requires_grad=True))
+    assert out.dtype == torch.bfloat16
+    assert {t.data_ptr() for t in kept if t.numel() == x.numel()} == {out.data_ptr()}
+    weight, rstd = 2 * 8 * 768, 4 * 2 * 197
+    assert sum(t.nbytes for t in kept if t.data_ptr() != out.data_ptr()) == weight + rstd
+
+
+def test_constant_rows_are_finite():
+    x = torch.full((2, 8), 3.0, requires_grad=True)
+    layer_norm(x).square().sum().backward()
+    assert x.grad.isfinite().all()
+
+
+def test_gradients_of_single_samples():
+    x = torch.randn(3, 5, 8, dtype=torch.float64)
+
+    def loss(x):
+        return layer_norm(x).pow(3).sum()
+
+    single = torch.stack([torch.func.grad(loss)(sample) for sample in x])
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(x), single)
