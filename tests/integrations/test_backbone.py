@@ -215,3 +215,13 @@ def test_fine_tuning_starts_from_an_exported_file(tmp_path, cfg):
 def test_a_model_without_a_linear_head_is_refused_at_the_start():
     with pytest.raises(InputError, match="resnet18 has no linear classifier called 'head'"):
         MODELS.build({"type": "TimmClassificationBackbone", "model_name": "resnet18"})
+
+
+@pytest.mark.parametrize("model_name", BACKBONES)
+def test_blocks_are_compiled_on_request_and_the_export_is_not(model_name):
+    plain, compiled = (build(**BACKBONES[model_name], compile=compile) for compile in (False, True))
+    assert compiled.state_dict().keys() == plain.state_dict().keys()
+    for classifier, expected in ((plain, False), (compiled, True)):
+        blocks = classifier.backbone.model.blocks
+        assert all((block._compiled_call_impl is not None) is expected for block in blocks)
+    assert as_timm_model(compiled).blocks[0]._compiled_call_impl is None

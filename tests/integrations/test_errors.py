@@ -60,6 +60,12 @@ def test_options_reach_into_lists_and_every_loader(config):
     assert cfg.work_dir == "work_dirs/small"
 
 
+def test_compilation_of_a_backbone_that_is_not_ours_is_refused(config):
+    assert load_config(config, compile=True).model.backbone.compile
+    with pytest.raises(InputError, match="--compile needs a TimmClassificationBackbone, but .*"):
+        load_config(config, {"model.backbone.type": "VisionTransformer"}, compile=True)
+
+
 @pytest.mark.parametrize("enable", [True, False])
 def test_scaling_the_learning_rate_counts_accumulated_images(config, enable):
     cfg = load_config(

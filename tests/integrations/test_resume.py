@@ -46,7 +46,12 @@ def kill_after(process, work_dir, iteration):
 
 
 @pytest.mark.parametrize(
-    ("checkpoints", "kill_at"), [(BY_EPOCH, 8), (BY_ITERATION, 10)], ids=["by_epoch", "by_iter"]
+    ("checkpoints", "kill_at"),
+    [
+        pytest.param(BY_EPOCH, 8, id="by_epoch"),
+        pytest.param(BY_ITERATION, 10, id="by_iter"),
+        pytest.param((*BY_ITERATION, "--compile"), 10, id="compiled", marks=pytest.mark.slow),
+    ],
 )
 def test_a_killed_run_goes_on_exactly(train, tmp_path, checkpoints, kill_at):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -141,8 +146,10 @@ def test_two_killed_processes_go_on_exactly(train, tmp_path):
     assert losses(tmp_path / "killed")[0] == losses(tmp_path / "whole")[0]
 
 
-def test_two_processes_follow_the_curve_of_one(train, tmp_path):
+@pytest.mark.parametrize("extra", [(), pytest.param(("--compile",), marks=pytest.mark.slow)])
+def test_two_processes_follow_the_curve_of_one(train, tmp_path, extra):
     plain = (
+        *extra,
         "--cfg-options",
         "model.train_cfg=None",
         "model.backbone.drop_path_rate=0.0",
