@@ -1,27 +1,18 @@
 """What a run shows and leaves behind: progress, curves, and weights for timm."""
 
-import datetime
 import io
 import json
-import os
-import platform
 import resource
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
-from subprocess import DEVNULL
 from typing import Any
 
-import mmengine
-import mmpretrain
-import timm
 import torch
-import torchvision
 from matplotlib.figure import Figure
 from mmengine.dist import is_main_process, master_only
 from mmengine.hooks import EMAHook, Hook
@@ -31,8 +22,8 @@ from timm.models import save_for_hf
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-import tokenformer_vit
 from tokenformer_vit.files import write_whole
+from tokenformer_vit.records import environment, write_record
 
 from .backbone import as_timm_model
 from .optim import AutocastOptimWrapper
@@ -131,8 +122,7 @@ class RecordHook(Hook):
                 if name.startswith("val/accuracy")
             },
         }
-        text = json.dumps(record, indent=2) + "\n"
-        write_whole(Path(runner.work_dir) / "record.json", text.encode())
+        write_record(Path(runner.work_dir) / "record.json", record)
 
 
 def _peak_bytes() -> int:
@@ -141,31 +131,6 @@ def _peak_bytes() -> int:
         return torch.cuda.max_memory_allocated()
     kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
     return kibibytes * (1 if sys.platform == "darwin" else 1024)
-
-
-def environment() -> dict[str, Any]:
-    """Describe the machine, the libraries and the state of the source code."""
-    root, commit = Path(__file__).parents[2], f"tokenformer_vit {tokenformer_vit.__version__}"
-    if (root / ".git").exists():  # else it is installed, maybe within some other repository
-        describe = ["git", "describe", "--always", "--dirty"]
-        with suppress(OSError, subprocess.CalledProcessError):  # no git, or not to be asked
-            commit = subprocess.check_output(describe, cwd=root, text=True, stderr=DEVNULL).strip()
-    return {
-        "commit": commit,
-        "date": datetime.date.today().isoformat(),
-        "hardware": torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else f"{os.cpu_count()} CPU cores ({platform.machine()})",
-        "versions": {
-            "python": platform.python_version(),
-            # Not by distribution: mmengine and mmpretrain come under other names too.
-            "torch": torch.__version__,
-            "torchvision": torchvision.__version__,
-            "timm": timm.__version__,
-            "mmengine": mmengine.__version__,
-            "mmpretrain": mmpretrain.__version__,
-        },
-    }
 
 
 @HOOKS.register_module()
