@@ -1,0 +1,159 @@
+"""What follows from the times of a group of variants, as figures, a table and a chart.
+
+A group and its record are those that tools/benchmark.py writes; its description has the keys.
+"""
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenformer_vit.files import write_whole
+
+from .measures import percentiles
+from .variants import BACKENDS, PRECISIONS, short
+
+__all__ = ["draw", "figures", "table"]
+
+COLOURS = {"baseline": "0.6", "released": "C1", "reference": "C9", "fused": "C0", "triton": "C2"}
+
+
+def figures(group: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+    """Work out the figures of a group.
+
+    Args:
+        group: The group's entry, with the seconds and the memory of its variants.
+        record: Has the counts and the ceilings.
+
+    Returns:
+        The entry with all of its keys.
+    """
+    batch_size, rate = group["batch_size"], record["ceilings"][group["precision"]]
+    matmul, copy = rate["matmul_tflops"] * 1e12, rate["copy_gb_per_s"] * 1e9
+    flops = {
+        name: counts[group["mode"]] * batch_size
+        for name, counts in record["flops_per_image"].items()
+    }
+
+    rows = group["variants"]
+    saved = [
+        row["saved_mb_per_image"] * 1e6 * batch_size
+        for row in rows
+        if row["implementation"] in BACKENDS and row.get("saved_mb_per_image")
+    ]
+    item = PRECISIONS[group["precision"]].weights.itemsize
+    parameters = record["parameters"]["model"] * item
+    images = math.prod(group["input_shape"]) * item
+    least = images + parameters
+    if group["mode"] == "train":
+        least = images + 10 * parameters + 2 * min(saved, default=0)
+    bound = {"matmul": flops["model"] / matmul, "copy": least / copy}
+    by = max(bound, key=lambda name: bound[name])
+
+    baseline = next((row for row in rows if row["variant"] == "baseline compiled"), {})
+    return {
+        **{key: value for key, value in group.items() if key != "variants"},
+        "minimal_bytes": round(least),
+        "bound_images_per_s": short(batch_size / bound[by]),
+        "bound_by": by,
+        "variants": [
+            _row_figures(
+                row,
+                baseline.get("seconds"),
+                batch_size,
+                flops["baseline" if row["implementation"] == "baseline" else "model"] / matmul,
+            )
+            for row in rows
+        ],
+    }
+
+
+def _row_figures(
+    row: Mapping[str, Any], baseline: Sequence[float] | None, batch_size: int, ideal: float
+) -> dict[str, Any]:
+    """Work out the figures of a variant; ``ideal`` are the seconds at the matmul ceiling."""
+    if "failed" in row:
+        return dict(row)
+    seconds = row["seconds"]
+    figures = _named("seconds", seconds)
+    figures["images_per_s"] = short(batch_size / figures["seconds_p50"])
+    if baseline:
+        ratios = [theirs / own for theirs, own in zip(baseline, seconds, strict=True)]
+        figures |= _named("ratio", ratios)
+    figures["mfu"] = short(ideal / figures["seconds_p50"])
+    return {**row, **figures}
+
+
+def _named(name: str, values: Sequence[float]) -> dict[str, float]:
+    return {
+        f"{name}_{point}": short(value)
+        for point, value in zip(("p20", "p50", "p80"), percentiles(values), strict=True)
+    }
+
+
+def title(group: Mapping[str, Any]) -> str:
+    """Name a group."""
+    return f"{group['mode']}, {group['dtype']}, batch {group['batch_size']}"
+
+
+def table(group: Mapping[str, Any]) -> str:
+    """Lay out a group of a record as text."""
+    lines = [
+        f"{title(group)}: at most {group['bound_images_per_s']:.1f} images/s "
+        f"(by the {group['bound_by']} ceiling)",
+        f"{'variant':20}{'images/s':>10}{'ratio p20':>12}{'p50':>8}{'p80':>8}"
+        f"{'saved MB/image':>16}{'peak MiB':>10}{'MFU %':>7}",
+    ]
+    for row in group["variants"]:
+        if "failed" in row:
+            lines.append(f"{row['variant']:20}  {row['failed']}")
+            continue
+        lines.append(
+            f"{row['variant']:20}{row['images_per_s']:10.2f}{_cell(row.get('ratio_p20'), '12.3f')}"
+            f"{_cell(row.get('ratio_p50'), '8.3f')}{_cell(row.get('ratio_p80'), '8.3f')}"
+            f"{_cell(row['saved_mb_per_image'], '16.1f')}{_cell(row['peak_mib'], '10.0f')}"
+            f"{100 * row['mfu']:7.1f}"
+        )
+    return "\n".join(lines)
+
+
+def _cell(value: float | None, form: str) -> str:
+    width = form.partition(".")[0]
+    return format("–", f">{width}") if value is None else format(value, form)
+
+
+def draw(record: Mapping[str, Any], path: Path) -> None:
+    """Draw the images per second of every variant, a bar each, into a PNG file.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+        OSError: If the file cannot be written.
+    """
+    from matplotlib.figure import Figure  # what measures does without it
+
+    groups = record["groups"]
+    heights = [len(group["variants"]) + 2 for group in groups]
+    figure = Figure(figsize=(9, 0.28 * sum(heights) + 0.6), layout="constrained")
+    blocks = f" ({record['depth']} blocks)" if record["depth"] else ""
+    figure.suptitle(f"{record['model']} and {record['baseline']}{blocks}, {record['hardware']}")
+    axes = figure.subplots(len(groups), squeeze=False, height_ratios=heights)[:, 0]
+    for axis, group in zip(axes, groups, strict=True):
+        rows = [row for row in group["variants"] if "failed" not in row]
+        names = [row["variant"] for row in rows]
+        low, middle, high = (
+            [group["batch_size"] / row[f"seconds_{point}"] for row in rows]
+            for point in ("p80", "p50", "p20")
+        )
+        bars = axis.barh(names, middle, color=[COLOURS[row["implementation"]] for row in rows])
+        axis.hlines(names, low, high, color="0.3")
+        for bar, row in zip(bars, rows, strict=True):
+            bar.set_alpha(1.0 if row["compiled"] else 0.5)
+        bound = group["bound_images_per_s"]
+        axis.axvline(bound, color="k", linestyle="--")
+        axis.invert_yaxis()
+        axis.set(title=f"{title(group)}; dashed: the bound, {bound:.4g} ({group['bound_by']})")
+    axes[-1].set_xlabel("images/s: median, and from the 20th to the 80th percentile")
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120, format="png")
+    write_whole(path, picture.getvalue())

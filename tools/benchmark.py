@@ -1,0 +1,337 @@
+"""Measure speed and memory of a TokenFormer against what one would run instead.
+
+Every way to compute the model is measured in one process against a timm baseline and against the
+formula of the authors' language code with the same parameters; each eager, and with its blocks
+compiled. Needs torch and timm alone, and matplotlib for the chart::
+
+    python tools/benchmark.py --quick                              # two minutes on two CPU cores
+    python tools/benchmark.py --batch-sizes 128 256 --precisions autocast bfloat16
+
+A *group* is a mode, a precision and a batch size. Modes: ``train`` is forward, cross entropy,
+backward and a step of fused AdamW, ``infer`` the forward without gradients. Precisions:
+``float32``; ``autocast``, to bfloat16 over float32 weights; ``bfloat16``, weights included. Within
+a group all variants are built and warmed up first, and then timed in turn, round after round.
+
+The record (``--out``) is rewritten after each group. Interrupted, the same command with
+``--resume`` leaves out the groups that are there. Beside what every record says (command, commit,
+date, hardware, versions) it holds::
+
+    device, threads            cpu or cuda; threads of a CPU operation
+    model, baseline            timm names
+    img_size, depth            depth is null where each model has its own
+    seed, n                    n is the number of rounds
+    parameters                 {model, baseline}: how many
+    flops_per_image            {model, baseline}: {infer, train}
+    ceilings                   {precision: {matmul_tflops, copy_gb_per_s}}, the most of the run
+    groups                     a list of
+      mode, precision, dtype, batch_size, input_shape
+      minimal_bytes            of a step, see below
+      bound_images_per_s       what the ceilings allow our model, and by which of the two:
+      bound_by                 matmul or copy
+      variants                 a list of
+        variant                such as "fused compiled" or "baseline eager"
+        implementation         baseline, released, or a backend: reference, fused or triton
+        compiled               true or false
+        failed                 why there is none of the following, such as "out of memory"
+        seconds                of every round
+        seconds_p20, _p50, _p80
+        images_per_s           at the median
+        ratio_p20, _p50, _p80  of seconds, the compiled baseline's over its own in the same round:
+                               above 1 is faster; absent if the compiled baseline failed
+        saved_mb_per_image     kept from forward to backward, in 10^6 bytes; null when inferring
+        peak_mib               most memory in a step, were the variant alone: its parameters, what
+                               its optimiser keeps, and the rise during the step; null if unknown
+        mfu                    FLOPs needed over those that the matmul ceiling allows in that time
+
+Minimal bytes: inferring reads the images and every parameter once. Training reads the images, reads
+every parameter for the forward and for the backward, writes every gradient and reads it, reads and
+writes every parameter and both moments in the optimiser, and writes and reads the activations that
+our most frugal variant of the group keeps. The bound is the larger of these bytes over the copy
+ceiling and the FLOPs over the matmul ceiling.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+# As in tools/train.py: threads that wait should not spin. To be set before PyTorch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import timm
+import torch
+from tqdm import tqdm
+
+from tokenformer_vit.benchmarking import measures
+from tokenformer_vit.benchmarking.reports import draw, figures, table
+from tokenformer_vit.benchmarking.variants import (
+    BACKENDS,
+    MODES,
+    PRECISIONS,
+    Group,
+    Setting,
+    Variant,
+    create,
+    measure_group,
+    short,
+)
+from tokenformer_vit.command_line import run_tool, whole_number
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.records import environment, write_record
+
+ROOT = Path(__file__).resolve().parents[1]
+# What --quick means where the command line does not say otherwise.
+QUICK = {
+    "depth": 2,
+    "precisions": ["float32"],
+    "batch_sizes": [2],
+    "backends": ["fused"],
+    "rounds": 5,
+}
+COMPILE_OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
+# What a run must have in common with the one that it goes on from.
+SAME = (
+    *("model", "baseline", "img_size", "depth", "n", "seed"),
+    *("device", "threads", "hardware", "versions", "commit"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    args = parse(argv)
+    if args.draw:
+        print(chart(args.draw, read_record(args.draw)))
+        return
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    setting = Setting(
+        args.model,
+        args.baseline,
+        args.img_size,
+        args.depth,
+        torch.device(args.device),
+        args.seed,
+        args.rounds,
+    )
+    variants = [
+        Variant(implementation, compiled)
+        for implementation in ("baseline", "released", *dict.fromkeys(args.backends))
+        for compiled in (False, True)
+    ]
+    if args.eager:
+        variants = [variant for variant in variants if not variant.compiled]
+    elif args.quick:
+        left_out = (Variant("baseline", False), Variant("released", True))
+        variants = [variant for variant in variants if variant not in left_out]
+    record = new_record(setting)
+    if args.resume and args.out.exists():
+        take_over(args.out, record)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+
+    asked = map(Group._make, itertools.product(args.modes, args.precisions, args.batch_sizes))
+    done = {
+        group_of(entry)
+        for entry in record["groups"]
+        if {variant.name for variant in variants} <= {row["variant"] for row in entry["variants"]}
+    }
+    groups = [group for group in dict.fromkeys(asked) if group not in done]
+    with tqdm(total=len(groups) * len(variants) * (1 + args.rounds), disable=None) as bar:
+        for group in groups:
+
+            def tick(variant: str, group: Group = group) -> None:
+                bar.set_description(f"{' '.join(map(str, group))}: {variant}", refresh=False)
+                bar.update()
+
+            raise_ceilings(record["ceilings"].setdefault(group.precision, {}), setting, group)
+            entry = measure_group(setting, group, variants, tick)
+            others = [other for other in record["groups"] if group_of(other) != group]
+            # All of them anew, since their ceilings may be higher by now.
+            record["groups"] = [figures(each, record) for each in (*others, entry)]
+            write_record(args.out, record)
+            bar.write(f"{table(record['groups'][-1])}\n")
+    print(f"Done. Record: {args.out}; {chart(args.out, record)}")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line and fill in what depends on the device.
+
+    Raises:
+        InputError: If the device is not there or a backend does not run on it.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    positive = whole_number(1)
+    add = parser.add_argument
+    add("--model", default="tokenformer_base_matched", metavar="NAME", help="default: %(default)s")
+    add("--baseline", default="vit_base_patch16_224", metavar="NAME", help="default: %(default)s")
+    add("--backends", nargs="+", choices=BACKENDS, help="default: all that run on the device")
+    add("--modes", nargs="+", choices=MODES, default=MODES, help="default: both")
+    add("--precisions", nargs="+", choices=PRECISIONS, default=[*PRECISIONS], help="default: all")
+    add("--batch-sizes", nargs="+", type=positive, metavar="B", help="default: 128, on a CPU 4")
+    add("--rounds", type=positive, default=11, metavar="N", help="default: %(default)s")
+    add("--img-size", type=positive, default=224, metavar="S", help="default: %(default)s")
+    add("--depth", type=positive, metavar="N", help="blocks; default: as many as each model has")
+    add("--device", choices=["cpu", "cuda"], help="default: cuda, if there is one")
+    add("--threads", type=positive, metavar="N", help="threads of a CPU operation")
+    add("--seed", type=whole_number(0), default=0, metavar="N", help="default: %(default)s")
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="default: speed_MODEL_DEVICE.json in ablations/results",
+    )
+    add("--resume", action="store_true", help="keep the groups that FILE has")
+    add("--eager", action="store_true", help="nothing compiled: no C++ compiler, and no ratios")
+    add("--quick", action="store_true", help="two blocks and a few variants; FILE is in work_dirs")
+    add("--draw", type=Path, metavar="RECORD", help="draw the chart of a record, nothing else")
+    args = parser.parse_args(argv)
+    if args.quick:
+        parser.set_defaults(**QUICK)
+        args = parser.parse_args(argv)
+
+    cuda = torch.cuda.is_available()
+    if args.device == "cuda" and not cuda:
+        raise InputError("--device cuda, but this PyTorch sees no CUDA device; use --device cpu")
+    args.device = args.device or ("cuda" if cuda else "cpu")
+    off = [name for name in COMPILE_OFF if os.environ.get(name) == "1"]
+    if off and not args.eager:
+        raise InputError(f"{off[0]} switches torch.compile off; unset it, or give --eager")
+    if args.device == "cpu" and "triton" in (args.backends or ()):
+        raise InputError("--backends triton needs a CUDA device")
+    if args.device == "cpu":
+        kind, backends, batch_size = "cpu", ["reference", "fused"], 4
+    else:
+        kind, backends, batch_size = torch.cuda.get_device_name(), BACKENDS, 128
+    args.backends = args.backends or backends
+    args.batch_sizes = args.batch_sizes or [batch_size]
+    if args.out is None:
+        name = f"speed_{args.model}_{re.sub('[^a-z0-9]+', '_', kind.lower())}"
+        folder = ROOT / "work_dirs" if args.quick else ROOT / "ablations" / "results"
+        args.out = folder / (f"{name}_quick.json" if args.quick else f"{name}.json")
+    return args
+
+
+def new_record(setting: Setting) -> dict[str, Any]:
+    """Describe the run that begins."""
+    counts = {
+        "model": describe(setting, "--model", "reference"),
+        "baseline": describe(setting, "--baseline", "baseline"),
+    }
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        **environment(("torch", "timm", "triton"), setting.device.type),
+        "device": setting.device.type,
+        "threads": torch.get_num_threads(),
+        "model": setting.model,
+        "baseline": setting.baseline,
+        "img_size": setting.img_size,
+        "depth": setting.depth,
+        "n": setting.rounds,
+        "seed": setting.seed,
+        "parameters": {name: parameters for name, (parameters, _) in counts.items()},
+        "flops_per_image": {name: flops for name, (_, flops) in counts.items()},
+        "ceilings": {},
+        "groups": [],
+    }
+
+
+def describe(setting: Setting, option: str, implementation: str) -> tuple[int, dict[str, int]]:
+    """Count the parameters of a model and the FLOPs that an image takes, without computing.
+
+    Raises:
+        InputError: If there is no such model, or it is none that can be measured.
+    """
+    name = setting.baseline if implementation == "baseline" else setting.model
+    ours = timm.list_models("tokenformer*")
+    if not timm.is_model(name):
+        close = get_close_matches(name, timm.list_models(), n=3) or ours
+        raise InputError(f"{option}: there is no model {name!r}; did you mean {', '.join(close)}?")
+    if name == setting.model and name.partition(".")[0] not in ours:
+        raise InputError(
+            f"{option} {name} is no TokenFormer; choose one of {', '.join(ours)}, and give what it "
+            "is compared with as --baseline"
+        )
+    try:
+        with torch.device("meta"):
+            model = create(setting, implementation)
+        if not hasattr(model, "blocks"):
+            raise InputError("it has no blocks to be compiled; choose one of timm's ViTs")
+        flops = measures.count_flops(model, (3, setting.img_size, setting.img_size))
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"{option} {name} cannot be measured: {reason}") from error
+    return sum(parameter.numel() for parameter in model.parameters()), flops
+
+
+def raise_ceilings(ceilings: dict[str, float], setting: Setting, group: Group) -> None:
+    """Measure what the device does at most, and keep the most that was seen in this run.
+
+    On a machine that does other work, too, a single measurement may come at a bad moment.
+    """
+    products = PRECISIONS[group.precision].products
+    for name, rate in (
+        ("matmul_tflops", measures.matmul_rate(setting.device, products) / 1e12),
+        ("copy_gb_per_s", measures.copy_rate(setting.device) / 1e9),
+    ):
+        ceilings[name] = max(ceilings.get(name, 0.0), short(rate))
+
+
+def group_of(entry: dict[str, Any]) -> Group:
+    """Return the group that an entry of a record is about."""
+    return Group(entry["mode"], entry["precision"], entry["batch_size"])
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Read a record that this tool wrote.
+
+    Raises:
+        InputError: If it is no such record.
+        OSError: If there is no such file.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["groups"] and record["ceilings"]:
+            return record
+    except (KeyError, TypeError, ValueError):
+        pass  # told below, as for any other content
+    raise InputError(f"{path} is no record of tools/benchmark.py")
+
+
+def take_over(path: Path, record: dict[str, Any]) -> None:
+    """Take what an earlier run measured into the record of the run that begins.
+
+    Raises:
+        InputError: If that run was not like this one.
+    """
+    earlier = read_record(path)
+    for key in SAME:
+        # The record itself, once written, can be what makes a tree dirty.
+        old, new = (str(r.get(key)).removesuffix("-dirty") for r in (earlier, record))
+        if old != new:
+            raise InputError(
+                f"{path} has {key} {old}, and now it is {new}: give another --out, or leave out "
+                "--resume to replace it"
+            )
+    record["ceilings"], record["groups"] = earlier["ceilings"], earlier["groups"]
+
+
+def chart(path: Path, record: dict[str, Any]) -> str:
+    """Draw a record, and say where the chart is or what it takes to draw it."""
+    picture = path.with_suffix(".png")
+    try:
+        draw(record, picture)
+    except ImportError:
+        return f"no chart: pip install matplotlib, then python tools/benchmark.py --draw {path}"
+    return f"chart: {picture}"
+
+
+if __name__ == "__main__":
+    run_tool(main)
