@@ -3,6 +3,7 @@ import io
 import math
 
 import pytest
+import timm.optim
 import torch
 
 from tokenformer_vit.layers import Pattention
@@ -38,10 +39,15 @@ def test_tau_starts_from_the_number_of_pairs(theta):
     assert Pattention(8, 8, 72, theta=theta).tau == torch.tensor(default_tau(theta, 72))
 
 
+@pytest.fixture(params=[False, True], ids=["stored", "learned"])
+def learn_tau(request):
+    return request.param
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_tau_survives_casts_and_checkpoints_bit_by_bit(dtype):
-    layer = Pattention(8, 8, 768)
-    tau = layer.tau.clone()
+def test_tau_survives_casts_and_checkpoints_bit_by_bit(dtype, learn_tau):
+    layer = Pattention(8, 8, 768, learn_tau=learn_tau)
+    tau = layer.tau.detach().clone()
     assert tau.to(torch.bfloat16).float() != tau
 
     layer.to(dtype)
@@ -50,10 +56,70 @@ def test_tau_survives_casts_and_checkpoints_bit_by_bit(dtype):
     assert torch.equal(layer.tau, tau)
     assert layer(torch.randn(3, 8, dtype=dtype)).dtype == dtype
 
-    other = Pattention(8, 8, 768, tau=1.0).to(dtype)
-    other.load_state_dict(reload(layer.state_dict()))
-    assert torch.equal(other.tau, tau)
-    assert torch.equal(copy.deepcopy(other).float().tau, tau)
+    for learned_there in (False, True):  # a checkpoint of one kind loads into the other
+        other = Pattention(8, 8, 768, tau=1.0, learn_tau=learned_there).to(dtype)
+        other.load_state_dict(reload(layer.state_dict()))
+        assert torch.equal(other.tau, tau)
+        assert torch.equal(copy.deepcopy(other).float().tau, tau)
+
+
+@pytest.mark.parametrize("flag", ["overwrite", "swap"])
+def test_a_learned_tau_stays_one_parameter_and_keeps_its_gradient(flag):
+    layer = Pattention(8, 8, 768, learn_tau=True)
+    tau = layer.tau
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    layer(torch.randn(3, 8)).square().sum().backward()
+    gradient = tau.grad.clone()
+    assert gradient != 0
+    for cast in (layer.half, layer.bfloat16, layer.float):
+        cast()
+        assert layer.tau is tau
+        assert isinstance(layer.tau, torch.nn.Parameter)
+        assert layer.tau.dtype == layer.tau.grad.dtype == torch.float32
+        assert torch.equal(layer.tau.grad, gradient)
+    optimizer.step()
+    assert layer.tau == torch.tensor(768.0).sqrt() - 0.1 * gradient
+
+    # PyTorch's two other ways to convert a module.
+    setter = getattr(torch.__future__, f"set_{flag}_module_params_on_conversion")
+    value = layer.tau.item()
+    setter(True)
+    try:
+        layer.bfloat16()
+    finally:
+        setter(False)
+    assert layer.tau.item() == value
+    assert layer.tau.dtype == torch.float32
+    assert layer.tau.requires_grad
+    assert layer.key_param_tokens.dtype == torch.bfloat16
+
+
+def test_tau_is_learned_on_request_alone():
+    assert not Pattention(8, 8, 16).tau.requires_grad
+    names = {name for name, _ in Pattention(8, 8, 16).named_parameters()}
+    assert names == {"key_param_tokens", "value_param_tokens"}
+    learned = Pattention(8, 8, 16, tau=3.5, learn_tau=True)
+    assert {name for name, _ in learned.named_parameters()} == {*names, "tau"}
+    assert list(learned.state_dict()) == ["key_param_tokens", "value_param_tokens", "tau"]
+    assert learned.tau == 3.5
+    assert "learn_tau=True" in repr(learned)
+    groups = timm.optim.param_groups_weight_decay(learned, weight_decay=0.1)
+    assert [len(group["params"]) for group in groups if group["weight_decay"] == 0] == [1]
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_key_init_scale_is_that_of_the_keys_alone(theta, seed):
+    x = torch.randn(64, 48)
+    layers = []
+    for scale in (1.0, 0.25):
+        torch.manual_seed(seed)
+        layers.append(Pattention(48, 40, 72, theta=theta, key_init_scale=scale))
+    plain, scaled = layers
+    torch.testing.assert_close(scaled.key_param_tokens, 0.25 * plain.key_param_tokens)
+    assert torch.equal(scaled.value_param_tokens, plain.value_param_tokens)
+    assert torch.equal(scaled.tau, plain.tau)
+    blind = theta in ("gelu_l2", "gelu_tanh_l2")
+    assert torch.allclose(scaled(x), plain(x), rtol=1e-3, atol=1e-3) is blind
 
 
 def test_a_loaded_tau_replaces_the_one_of_the_size():
@@ -68,8 +134,8 @@ def test_a_loaded_tau_replaces_the_one_of_the_size():
     torch.testing.assert_close(grown(x), small(x))
 
 
-def test_meta_construction_then_reset():
-    layer = Pattention(32, 32, 512, tau=3.5, device="meta")
+def test_meta_construction_then_reset(learn_tau):
+    layer = Pattention(32, 32, 512, tau=3.5, learn_tau=learn_tau, device="meta")
     assert all(tensor.is_meta for tensor in layer.state_dict().values())
     layer.to(torch.bfloat16).to_empty(device="cpu")
     layer.reset_parameters()
@@ -87,7 +153,8 @@ def test_meta_construction_then_reset():
         ({"num_param_tokens": 0}, "num_param_tokens must be at least 1, but it is 0"),
         ({"tau": 0.0}, "tau must be positive, but it is 0.0"),
         ({"tau": math.nan}, "tau must be positive, but it is nan"),
-        ({"theta": "relu"}, "softmax, gelu_l1, gelu_l2, gelu_l2_post"),
+        ({"key_init_scale": 0.0}, "key_init_scale must be positive, but it is 0.0"),
+        ({"theta": "relu"}, "softmax, gelu_l1, gelu_l2, gelu_l2_post, gelu_tanh_l2"),
     ],
 )
 def test_refuses(arguments, message):
@@ -118,15 +185,16 @@ def test_second_moment_is_that_of_normal_scores(theta):
         "gelu_l1": mean(activation**2) / mean(activation.abs()) ** 2,
         "gelu_l2": mean(activation**2),
         "gelu_l2_post": mean(activation**2) / mean(activation**2),
+        "gelu_tanh_l2": mean(torch.nn.functional.gelu(scores, approximate="tanh") ** 2),
     }
     assert _SECOND_MOMENT[theta] == pytest.approx(expected[theta].item(), rel=2e-5)
 
 
 @pytest.mark.parametrize("theta", THETAS)
-def test_every_parameter_gets_a_gradient(theta):
-    layer = Pattention(24, 40, 72, theta=theta)
+def test_every_parameter_gets_a_gradient(theta, learn_tau):
+    layer = Pattention(24, 40, 72, theta=theta, learn_tau=learn_tau)
     layer(torch.randn(16, 24)).square().sum().backward()
-    assert all((p.grad != 0).any(dim=1).all() for p in layer.parameters())
+    assert all((p.grad != 0).any(dim=-1).all() for p in layer.parameters())
 
 
 def test_repr_names_sizes_and_theta():

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tokenformer_vit import ops
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.ops import THETAS, default_tau, layer_norm, pattention, pattention_reference
+from tokenformer_vit.ops.fused import pattention_fused
 
 WIDTH, OUT = 48, 40
 BACKENDS = ("reference", "fused")
@@ -75,10 +76,10 @@ def test_agrees_with_float64_for_any_tau(theta, tokens, pairs, backend):
 def test_gradients_and_their_gradients(theta, eps, tau):
     x, keys, values = (torch.randn(shape).double() for shape in ((2, 4), (5, 4), (5, 3)))
     tau = torch.tensor(default_tau(theta, 5) if tau is None else tau, dtype=torch.float64)
-    inputs = [tensor.requires_grad_() for tensor in (x, keys, values)]
+    inputs = [tensor.requires_grad_() for tensor in (x, keys, values, tau)]
 
     def op(*tensors):
-        return pattention(*tensors, theta, tau, eps, "fused")
+        return pattention(*tensors[:3], theta, tensors[3], eps, "fused")
 
     assert torch.autograd.gradcheck(op, inputs)
     assert torch.autograd.gradgradcheck(op, inputs)
@@ -222,13 +223,65 @@ def test_takes_what_linear_takes():
         assert x.grad.shape == x.shape
 
 
-def test_a_learned_tau_gets_its_gradient():
-    inputs = operands(3, 5, torch.float64)
-    tau = torch.tensor(1.7, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda t: pattention(*inputs, "gelu_l2", t), tau)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("theta", THETAS)
+def test_a_learned_tau_gets_its_gradient(theta, dtype):
+    inputs = operands(197, 72, dtype)
+    with torch.no_grad():
+        inputs[0][:, ::7] = 0
+        inputs[0][:, 1::7] *= 1e-3  # where eps counts
+    tau = torch.tensor(0.37 * default_tau(theta, 72), requires_grad=True)
+    upstream = torch.randn(1, 197, OUT)
+
+    def grad_tau(inputs, tau, backend):
+        out = pattention(*inputs, theta, tau, 1e-6, backend)
+        return torch.autograd.grad(out, tau, upstream.to(out.dtype))[0]
+
+    exact = grad_tau([tensor.double() for tensor in inputs], tau.double(), "reference")
+    stock, ours = (grad_tau(inputs, tau, backend) for backend in BACKENDS)
+    assert ours.dtype == torch.float32
+    assert ours.shape == ()
+    if dtype == torch.float32:
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=2e-5)
+    else:  # softmax keeps its rounded weights rather than the scores
+        atol = 0.03 if theta == "softmax" else 1e-4
+        torch.testing.assert_close(ours, stock, rtol=0, atol=atol)
+        assert (ours - exact).abs() < 0.3
 
 
-@pytest.mark.parametrize("theta", ["gelu_l1", "gelu_l2", "gelu_l2_post"])
+def test_a_learned_tau_is_fused_as_well_and_costs_no_product():
+    x, keys, values = operands(197, 72)
+    flops = {}
+    for learned in (False, True):
+        tau = torch.tensor(5.0, requires_grad=learned)
+        with FlopCounterMode(display=False) as counter:
+            out = pattention(x, keys, values, "gelu_l2", tau)
+            assert type(out.grad_fn).__name__ == "_PattentionBackward"
+            out.sum().backward()
+        assert (tau.grad is not None) is learned
+        flops[learned] = counter.get_total_flops()
+    assert flops[True] == flops[False]
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_a_learned_tau_alone_and_through_torch_func(theta):
+    inputs = [tensor.detach() for tensor in operands(5, 72, torch.float64)]
+    tau = torch.tensor(default_tau(theta, 72), dtype=torch.float64)
+    expected, actual = (
+        torch.func.grad(lambda t, b=b: pattention(*inputs, theta, t, backend=b).square().sum())(tau)
+        for b in BACKENDS
+    )
+    torch.testing.assert_close(actual, expected)
+
+
+def test_other_kernels_need_no_gradient_of_tau():
+    inputs, tau = operands(5, 72), torch.tensor(5.0, requires_grad=True)
+    out = pattention_fused(*inputs, "gelu_l2", tau, 1e-6, {})
+    expected = pattention_reference(*inputs, "gelu_l2", tau, 1e-6)
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("theta", [theta for theta in THETAS if theta != "softmax"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_zero_keys_change_nothing_while_tau_is_kept(theta, backend):
     x, keys, values = operands(197, 768)

@@ -15,6 +15,10 @@ def gelu(a):
     return a * 0.5 * (1 + torch.erf(a / math.sqrt(2)))
 
 
+def gelu_tanh(a):
+    return a * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (a + 0.044715 * a**3)))
+
+
 def formula(theta, a, tau):
     """The paper's Table 4 and the authors' language code, in the precision of ``a``."""
     if theta == "softmax":
@@ -23,6 +27,8 @@ def formula(theta, a, tau):
         return tau * gelu(a) / gelu(a).abs().sum(-1, keepdim=True)
     if theta == "gelu_l2":
         return gelu(tau * a / torch.linalg.vector_norm(a, dim=-1, keepdim=True))
+    if theta == "gelu_tanh_l2":
+        return gelu_tanh(tau * a / torch.linalg.vector_norm(a, dim=-1, keepdim=True))
     return tau * gelu(a) / torch.linalg.vector_norm(gelu(a), dim=-1, keepdim=True)
 
 
@@ -34,7 +40,7 @@ def double(value):
 @pytest.mark.parametrize("theta", THETAS)
 def test_is_the_published_formula(theta, tokens, pairs):
     scores = 3 * torch.randn(tokens, pairs, dtype=torch.float64)
-    tau = math.sqrt(pairs) if theta in ("gelu_l2", "gelu_l2_post") else pairs
+    tau = math.sqrt(pairs) if "l2" in theta else pairs
     weights = theta_weights(scores, theta, double(tau), 0.0)
     torch.testing.assert_close(weights, formula(theta, scores, tau), rtol=1e-12, atol=1e-13)
 
@@ -49,6 +55,7 @@ def test_follows_the_stored_tau_and_not_the_size(theta):
 @pytest.mark.parametrize("theta", THETAS)
 def test_released_default_of_tau(theta):
     expected = {"softmax": 576, "gelu_l1": 576, "gelu_l2": 24, "gelu_l2_post": 24}
+    expected["gelu_tanh_l2"] = expected["gelu_l2"]
     assert default_tau(theta, 576) == expected[theta]
 
 
@@ -110,7 +117,7 @@ def test_rounds_once(theta, dtype):
     torch.testing.assert_close(weights.double(), exact, rtol=1.02 * one_rounding, atol=1e-5)
 
 
-@pytest.mark.parametrize("theta", ["gelu_l1", "gelu_l2", "gelu_l2_post"])
+@pytest.mark.parametrize("theta", [theta for theta in THETAS if theta != "softmax"])
 def test_norms_beyond_the_range_of_float16(theta):
     scores = torch.full((1, 576), 300.0, dtype=torch.float16)
     assert scores.sum() == math.inf

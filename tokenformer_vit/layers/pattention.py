@@ -1,7 +1,8 @@
 """Pattention as a module: the layer that stands where a transformer has a linear projection."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,34 @@ _SECOND_MOMENT = {
     "gelu_l1": 2.67175,
     "gelu_l2": 0.42522,
     "gelu_l2_post": 1.0,
+    "gelu_tanh_l2": 0.42519,
 }
+
+# What a model hands on to all of its layers alike.
+_SHARED_ARGS = ("tau", "learn_tau", "eps", "key_init_scale")
+
+
+def check_pattention_args(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the arguments that all Pattention layers of a model share, as a plain dict.
+
+    Args:
+        arguments: ``tau``, ``learn_tau``, ``eps`` and ``key_init_scale`` of :class:`Pattention`,
+            any of them; ``None`` for none.
+
+    Raises:
+        InputError: If there is another among them, or no mapping was given.
+    """
+    if not isinstance(arguments, Mapping | None):
+        raise InputError(
+            f"pattention_args must be a dict with keys of {', '.join(_SHARED_ARGS)}, but it is "
+            f"{arguments!r}"
+        )
+    for name in arguments or {}:
+        if name not in _SHARED_ARGS:
+            raise InputError(
+                f"unknown key {name!r} in pattention_args; choose among {', '.join(_SHARED_ARGS)}"
+            )
+    return dict(arguments or {})
 
 
 class Pattention(nn.Module):
@@ -35,13 +63,20 @@ class Pattention(nn.Module):
         eps: Added where Θ divides, relative to ``tau``; 0 reproduces the released formulas, which
             give NaN for a row of zeros.
         init_gain: Standard deviation of the outputs at initialisation, for inputs of unit RMS.
+        learn_tau: Make ``tau`` a parameter that starts at the value said above, rather than a
+            buffer. Its name in the state dict is the same.
+        key_init_scale: Multiplies the standard deviation of the keys at initialisation, and that
+            alone. Under ``gelu_l2`` and ``gelu_tanh_l2`` it does not change what a fresh layer
+            computes, but how far a step of training turns its keys; under the other variants
+            outputs no longer start at ``init_gain``.
         backend: Implementation, as for :func:`tokenformer_vit.ops.pattention`; it may be changed
             at any time.
         device: Where parameters and buffers are made.
         dtype: Type of the parameters. ``tau`` is float32 in any case.
 
     Raises:
-        InputError: If ``theta`` or ``backend`` is unknown, or a size or ``tau`` is not positive.
+        InputError: If ``theta`` or ``backend`` is unknown, or a size, ``tau`` or
+            ``key_init_scale`` is not positive.
 
     Shape:
         (..., C_in) -> (..., C_out), of the input's dtype.
@@ -71,6 +106,8 @@ class Pattention(nn.Module):
         tau: float | None = None,
         eps: float = 1e-6,
         init_gain: float = 1.0,
+        learn_tau: bool = False,
+        key_init_scale: float = 1.0,
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -85,12 +122,15 @@ class Pattention(nn.Module):
                 raise InputError(f"{name} must be at least 1, but it is {size}")
         if tau is not None and not tau > 0:
             raise InputError(f"tau must be positive, but it is {tau}")
+        if not key_init_scale > 0:
+            raise InputError(f"key_init_scale must be positive, but it is {key_init_scale}")
         self.in_features = in_features
         self.out_features = out_features
         self.num_param_tokens = num_param_tokens
         self.theta = check_theta(theta)
         self.eps = eps
         self.init_gain = init_gain
+        self.key_init_scale = key_init_scale
         self.backend = check_backend(backend)
         self.init_tau = default_tau(theta, num_param_tokens) if tau is None else float(tau)
         self.key_param_tokens = nn.Parameter(
@@ -99,24 +139,34 @@ class Pattention(nn.Module):
         self.value_param_tokens = nn.Parameter(
             torch.empty(num_param_tokens, out_features, device=device, dtype=dtype)
         )
-        self.register_buffer("tau", torch.empty((), device=device, dtype=torch.float32))
+        start = torch.empty((), device=device, dtype=torch.float32)
+        if learn_tau:
+            self.tau = nn.Parameter(start)
+        else:
+            self.register_buffer("tau", start)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw the parameter tokens anew, as the class describes, and set τ to its start value."""
         value_std = self.init_gain / math.sqrt(self.num_param_tokens * _SECOND_MOMENT[self.theta])
-        nn.init.normal_(self.key_param_tokens, std=1 / math.sqrt(self.in_features))
+        key_std = self.key_init_scale / math.sqrt(self.in_features)
+        nn.init.normal_(self.key_param_tokens, std=key_std)
         nn.init.normal_(self.value_param_tokens, std=value_std)
         nn.init.constant_(self.tau, self.init_tau)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Pattention":
         # √768 has no close neighbour in bfloat16: a cast of the model must not move τ.
-        tau = self.tau
-        super()._apply(fn, recurse)
-        if tau.is_meta:  # to_empty(): there is a place for τ now, but no value yet
-            self.tau = self.tau.to(tau.dtype)
-        else:
-            self.tau = tau.to(self.tau.device)
+        tau, grad = self.tau, self.tau.grad
+
+        def guarded(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if tensor is not tau and tensor is not grad:
+                return moved
+            if tensor.is_meta:  # to_empty(): there is a place for τ now, but no value yet
+                return moved.to(tensor.dtype)
+            return tensor.detach().to(moved.device)
+
+        super()._apply(guarded, recurse)
         return self
 
     def forward(self, x: Tensor) -> Tensor:
@@ -135,5 +185,5 @@ class Pattention(nn.Module):
         """Describe the layer in ``repr``."""
         return (
             f"{self.in_features}, {self.out_features}, num_param_tokens={self.num_param_tokens}, "
-            f"theta={self.theta!r}"
+            f"theta={self.theta!r}" + (", learn_tau=True" if self.tau.requires_grad else "")
         )

@@ -7,7 +7,8 @@ is imported.
 ========= ==============================================================================
 reference plain PyTorch, the ground truth; what TorchScript and tracing always get
 fused     hand-written gradients that keep less; ``auto`` means this one
-triton    as fused, with ``gelu_l2`` in Triton kernels; NVIDIA GPUs only, never by itself
+triton    as fused, with ``gelu_l2`` in Triton kernels where τ is not learned; NVIDIA GPUs
+          only, never by itself
 ========= ==============================================================================
 """
 
@@ -72,7 +73,7 @@ def _pattention(
 ) -> Tensor:
     check_theta(theta)
     backend = _choose(backend)
-    if backend == "reference" or tau.requires_grad:
+    if backend == "reference":
         return pattention_reference(x, keys, values, theta, tau, eps)
     if backend == "fused":
         return pattention_fused(x, keys, values, theta, tau, eps)
@@ -105,8 +106,7 @@ def pattention(
         theta: Name of the Θ variant, a key of ``THETAS``.
         tau: 0-dim tensor, the stored scale of the layer; see :func:`default_tau`.
         eps: Added where Θ divides, relative to ``tau``.
-        backend: ``auto``, ``reference``, ``fused`` or ``triton``; see the module's description. A
-            ``tau`` that needs a gradient is given one by the reference, whatever is asked for.
+        backend: ``auto``, ``reference``, ``fused`` or ``triton``; see the module's description.
 
     Returns:
         (..., C_out) output tokens, of the dtype that PyTorch's ``linear`` gives for ``x``.

@@ -6,6 +6,7 @@ they were computed in, and one float32 factor a row. README.md beside this file 
 and what it saves.
 """
 
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,11 +25,25 @@ class _Forward(Protocol):
 
 
 class _Backward(Protocol):
-    """(kept tensors, tau, (..., P) gradient of the weights) -> weights, gradient of the scores."""
+    """(kept tensors, tau, (..., P) gradient of the weights) -> weights, gradient of the scores.
+
+    Those of :data:`PLAIN` also return the (..., 1) dot products that the second is made with, from
+    which the gradient of τ follows.
+    """
 
     def __call__(
         self, kept: tuple[Tensor, ...], tau: Tensor, grad_weights: Tensor
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> tuple[Tensor, ...]: ...
+
+
+class _Elasticity(Protocol):
+    """(kept tensors, eps) -> by how many per cent a row's factor grows if τ grows by one."""
+
+    def __call__(self, kept: tuple[Tensor, ...], eps: float) -> Tensor | float: ...
+
+
+def _one(kept: tuple[Tensor, ...], eps: float) -> float:
+    return 1.0
 
 
 class Theta(NamedTuple):
@@ -40,11 +55,12 @@ class Theta(NamedTuple):
 
     forward: _Forward
     backward: _Backward
+    elasticity: _Elasticity = _one
 
 
-def _gelu_backward(grad: Tensor, z: Tensor) -> Tensor:
+def _gelu_backward(grad: Tensor, z: Tensor, approximate: str = "none") -> Tensor:
     """Multiply a gradient by gelu'(z), in one kernel."""
-    return torch.ops.aten.gelu_backward(grad.to(z.dtype), z)
+    return torch.ops.aten.gelu_backward(grad.to(z.dtype), z, approximate=approximate)
 
 
 def _softmax_forward(scores: Tensor, tau: Tensor, eps: float) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -55,11 +71,11 @@ def _softmax_forward(scores: Tensor, tau: Tensor, eps: float) -> tuple[Tensor, t
 
 def _softmax_backward(
     kept: tuple[Tensor, ...], tau: Tensor, grad_weights: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     (weights,) = kept
     w = weights.to(accumulation_dtype(weights))
-    dot = (grad_weights * w).sum(dim=-1, keepdim=True) / tau
-    return weights, (w * (grad_weights - dot)).to(weights.dtype)
+    dot = (grad_weights * w).sum(dim=-1, keepdim=True)
+    return weights, (w * (grad_weights - dot / tau)).to(weights.dtype), dot
 
 
 def _gelu_l1_forward(scores: Tensor, tau: Tensor, eps: float) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -70,33 +86,47 @@ def _gelu_l1_forward(scores: Tensor, tau: Tensor, eps: float) -> tuple[Tensor, t
 
 def _gelu_l1_backward(
     kept: tuple[Tensor, ...], tau: Tensor, grad_weights: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     scores, factor = kept
     a = scores.to(factor.dtype)
     activation = F.gelu(a)
     weights = factor * activation
-    dot = (grad_weights * weights).sum(dim=-1, keepdim=True) / tau
-    grad_activation = factor * (grad_weights - activation.sign() * dot)
-    return weights.to(scores.dtype), _gelu_backward(grad_activation, a).to(scores.dtype)
+    dot = (grad_weights * weights).sum(dim=-1, keepdim=True)
+    grad_activation = factor * (grad_weights - activation.sign() * (dot / tau))
+    return weights.to(scores.dtype), _gelu_backward(grad_activation, a).to(scores.dtype), dot
 
 
-def _gelu_l2_forward(scores: Tensor, tau: Tensor, eps: float) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _l1_elasticity(kept: tuple[Tensor, ...], eps: float) -> Tensor:
+    _, factor = kept
+    return 1 - eps * factor
+
+
+def _gelu_l2_forward(
+    scores: Tensor, tau: Tensor, eps: float, approximate: str = "none"
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     norm = torch.linalg.vector_norm(scores, dim=-1, keepdim=True, dtype=accumulation_dtype(scores))
     factor = torch.rsqrt((norm / tau).square() + eps)
-    return F.gelu(scores * factor).to(scores.dtype), (scores, factor)
+    weights = F.gelu(scores * factor, approximate=approximate)
+    return weights.to(scores.dtype), (scores, factor)
 
 
 def _gelu_l2_backward(
-    kept: tuple[Tensor, ...], tau: Tensor, grad_weights: Tensor
-) -> tuple[Tensor, Tensor]:
+    kept: tuple[Tensor, ...], tau: Tensor, grad_weights: Tensor, approximate: str = "none"
+) -> tuple[Tensor, ...]:
     scores, factor = kept
     # The forward has scores * factor. Were the two products written alike, torch.compile would
     # take them for one and keep the weights from forward to backward rather than compute them anew.
     z = factor * scores
-    weights = F.gelu(z).to(scores.dtype)
-    g = _gelu_backward(grad_weights, z)
-    dot = (g * z).sum(dim=-1, keepdim=True) / tau.square()
-    return weights, (factor * torch.addcmul(g, z, dot, value=-1)).to(scores.dtype)
+    weights = F.gelu(z, approximate=approximate).to(scores.dtype)
+    g = _gelu_backward(grad_weights, z, approximate)
+    dot = (g * z).sum(dim=-1, keepdim=True)
+    grad_scores = factor * torch.addcmul(g, z, dot / tau.square(), value=-1)
+    return weights, grad_scores.to(scores.dtype), dot
+
+
+def _l2_elasticity(kept: tuple[Tensor, ...], eps: float) -> Tensor:
+    _, factor = kept
+    return 1 - eps * factor.square()
 
 
 def _gelu_l2_post_forward(
@@ -110,20 +140,25 @@ def _gelu_l2_post_forward(
 
 def _gelu_l2_post_backward(
     kept: tuple[Tensor, ...], tau: Tensor, grad_weights: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     scores, factor = kept
     a = scores.to(factor.dtype)
     weights = factor * F.gelu(a)
-    dot = (grad_weights * weights).sum(dim=-1, keepdim=True) / tau.square()
-    grad_activation = factor * (grad_weights - weights * dot)
-    return weights.to(scores.dtype), _gelu_backward(grad_activation, a).to(scores.dtype)
+    dot = (grad_weights * weights).sum(dim=-1, keepdim=True)
+    grad_activation = factor * (grad_weights - weights * (dot / tau.square()))
+    return weights.to(scores.dtype), _gelu_backward(grad_activation, a).to(scores.dtype), dot
 
 
 PLAIN = {
     "softmax": Theta(_softmax_forward, _softmax_backward),
-    "gelu_l1": Theta(_gelu_l1_forward, _gelu_l1_backward),
-    "gelu_l2": Theta(_gelu_l2_forward, _gelu_l2_backward),
-    "gelu_l2_post": Theta(_gelu_l2_post_forward, _gelu_l2_post_backward),
+    "gelu_l1": Theta(_gelu_l1_forward, _gelu_l1_backward, _l1_elasticity),
+    "gelu_l2": Theta(_gelu_l2_forward, _gelu_l2_backward, _l2_elasticity),
+    "gelu_l2_post": Theta(_gelu_l2_post_forward, _gelu_l2_post_backward, _l2_elasticity),
+    "gelu_tanh_l2": Theta(
+        partial(_gelu_l2_forward, approximate="tanh"),
+        partial(_gelu_l2_backward, approximate="tanh"),
+        _l2_elasticity,
+    ),
 }
 """Every variant in plain PyTorch, which torch.compile fuses."""
 
@@ -167,16 +202,18 @@ class _Pattention(torch.autograd.Function):
             # computed again with one, and from here on plain autograd takes over.
             theta = PLAIN[ctx.name]
             kept = theta.forward(F.linear(x, keys), tau, ctx.eps)[1]
-        x_needed, keys_needed, values_needed = ctx.needs_input_grad[:3]
-        grad_x = grad_keys = grad_values = None
-        weights, grad_scores = theta.backward(kept, tau, F.linear(grad, values))
+        x_needed, keys_needed, values_needed, tau_needed = ctx.needs_input_grad[:4]
+        grad_x = grad_keys = grad_values = grad_tau = None
+        weights, grad_scores, *dot = theta.backward(kept, tau, F.linear(grad, values))
         if x_needed:
             grad_x = grad_scores @ keys  # (..., C_in)
         if keys_needed:
             grad_keys = _rows(grad_scores).t() @ _rows(x)  # (P, C_in)
         if values_needed:
             grad_values = _rows(weights).t() @ _rows(grad)  # (P, C_out)
-        return grad_x, grad_keys, grad_values, None, None, None, None
+        if tau_needed:
+            grad_tau = ((dot[0] * theta.elasticity(kept, ctx.eps)).sum() / tau).to(tau.dtype)
+        return grad_x, grad_keys, grad_values, grad_tau, None, None, None
 
 
 def pattention_fused(
@@ -195,9 +232,10 @@ def pattention_fused(
         key_param_tokens: (P, C_in).
         value_param_tokens: (P, C_out).
         theta: Name of the variant, a key of ``kernels``.
-        tau: 0-dim tensor, the stored scale of the layer; it gets no gradient.
+        tau: 0-dim tensor, the stored scale of the layer.
         eps: See :mod:`tokenformer_vit.ops.theta`.
-        kernels: The variants' implementations.
+        kernels: The variants' implementations. Where ``tau`` needs a gradient it is those of
+            :data:`PLAIN` whatever stands here: others need not provide for it.
 
     Returns:
         (..., C_out) output tokens, of the dtype that PyTorch's ``linear`` gives for ``x``.
@@ -212,6 +250,8 @@ def pattention_fused(
         TokenFormer, arXiv:2410.23168, Eq. 4; the gradients are derived in README.md beside this
         file.
     """
+    if tau.requires_grad:
+        kernels = PLAIN
     operands = (x, key_param_tokens, value_param_tokens)
     x, keys, values = (operand.to(product_dtype(operand)) for operand in operands)
     return _Pattention.apply(x, keys, values, tau, eps, theta, kernels[theta])[0]
