@@ -276,6 +276,19 @@ def test_weight_decay_by_kind_of_parameter(name):
     }
 
 
+def test_a_learned_tau_does_not_decay():
+    cfg = load("imagenet_tiny")
+    cfg.model.backbone.merge({"pattention_args": {"learn_tau": True, "key_init_scale": 0.5}})
+    model = build_model(cfg)
+    optimizer = build_optim_wrapper(model, cfg.optim_wrapper).optimizer
+    taus = {id(p) for name, p in model.named_parameters() if name.endswith(".tau")}
+    assert len(taus) == 5 * 12
+    for group in optimizer.param_groups:
+        if id(group["params"][0]) in taus:
+            assert group["weight_decay"] == 0
+            assert group["lr"] == cfg.optim_wrapper.optimizer.lr
+
+
 class Toy(BaseModel):
     def __init__(self):
         super().__init__()

@@ -92,6 +92,13 @@ def test_pair_counts_go_where_they_say():
     assert counts == [64, 64, 64, 72]
 
 
+def test_shared_arguments_reach_all_four_projections():
+    layer = Attention(48, 3, 64, 72, pattention_args={"tau": 3.5, "learn_tau": True, "eps": 0.0})
+    projections = (layer.query, layer.key, layer.value, layer.proj)
+    assert [p.tau.item() for p in projections] == [3.5] * 4
+    assert all(p.tau.requires_grad and p.eps == 0 for p in projections)
+
+
 def test_heads_must_divide_the_width():
     with pytest.raises(ValueError, match="dim 48 is not a multiple of num_heads 5"):
         Attention(48, 5, 64, 64)

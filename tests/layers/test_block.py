@@ -1,9 +1,12 @@
+from functools import partial
+
 import pytest
 import torch
 from timm.layers import DropPath, LayerScale
 from torch import nn
 
-from tokenformer_vit.layers import TokenFormerBlock
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.layers import Attention, Pattention, TokenFormerBlock
 from tokenformer_vit.ops import THETAS
 
 
@@ -33,6 +36,27 @@ def test_theta_reaches_all_five_layers(theta):
     block = TokenFormerBlock(48, 3, theta=theta)
     thetas = [module.theta for module in block.modules() if hasattr(module, "theta")]
     assert thetas == [theta] * 5
+
+
+def test_shared_arguments_reach_all_five_layers():
+    arguments = {"tau": 3.5, "learn_tau": True, "eps": 1e-3, "key_init_scale": 1e-3}
+    block = TokenFormerBlock(192, 3, pattention_args=arguments)
+    layers = [module for module in block.modules() if isinstance(module, Pattention)]
+    assert len(layers) == 5
+    for layer in layers:
+        assert (layer.tau.item(), layer.tau.requires_grad, layer.eps) == (3.5, True, 1e-3)
+        assert layer.key_param_tokens.std().item() == pytest.approx(1e-3 / 192**0.5, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "build", [partial(TokenFormerBlock, 48, 3), partial(Attention, 48, 3, 8, 8)]
+)
+def test_other_arguments_are_not_shared(build):
+    allowed = "choose among tau, learn_tau, eps, key_init_scale"
+    with pytest.raises(InputError, match=f"unknown key 'theta' in pattention_args; {allowed}"):
+        build(pattention_args={"eps": 0.0, "theta": "softmax"})
+    with pytest.raises(InputError, match=r"pattention_args must be a dict .* but it is 3\.5"):
+        build(pattention_args=3.5)
 
 
 def test_drop_path_drops_whole_samples_and_only_while_training():

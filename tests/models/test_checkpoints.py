@@ -50,6 +50,20 @@ def test_every_theta_survives_a_folder(small, tmp_path, theta):
     assert torch.equal(local_dir(tmp_path)(x), model(x))
 
 
+def test_shared_arguments_and_a_learned_tau_survive_a_folder(small, tmp_path):
+    arguments = {"learn_tau": True, "eps": 1e-3, "key_init_scale": 0.5}
+    model = small(pattention_args=arguments)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.mlp.tau.mul_(1.5)
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    loaded, x = local_dir(tmp_path), torch.randn(2, 3, 64, 64)
+    assert torch.equal(loaded(x), model(x))
+    assert loaded.blocks[0].mlp.tau.requires_grad
+    assert loaded.blocks[0].attn.key.eps == 1e-3
+    assert get_model_args(loaded)["pattention_args"] == arguments
+
+
 def test_folder_reloads_with_another_head(saved):
     model, path = saved
     loaded, x = local_dir(path, num_classes=7), torch.randn(2, 3, 64, 64)

@@ -39,10 +39,14 @@ def images():
 def test_torchscript(small, theta):
     with set_scriptable(True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = small(theta=theta, norm="bias", qk_norm=True)
-        scripted = torch.jit.script(model)
+        models = [
+            small(theta=theta, norm="bias", qk_norm=True, pattention_args={"learn_tau": learned})
+            for learned in (False, True)
+        ]
+        scripted = [torch.jit.script(model) for model in models]
     x = images()
-    torch.testing.assert_close(scripted(x), model(x))
+    for script, model in zip(scripted, models, strict=True):
+        torch.testing.assert_close(script(x), model(x))
 
 
 @needs_fx
@@ -67,7 +71,7 @@ def test_torchvision_feature_extractor(small):
 @pytest.mark.parametrize("theta", THETAS)
 def test_compile_fullgraph(small, theta):
     torch._dynamo.reset()
-    model, x = small(theta=theta).train(), images()
+    model, x = small(theta=theta, pattention_args={"learn_tau": True}).train(), images()
     twin = copy.deepcopy(model)
     outputs = [model(x), torch.compile(twin, fullgraph=True, backend="aot_eager")(x)]
     torch.testing.assert_close(*outputs)

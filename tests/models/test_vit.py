@@ -108,9 +108,18 @@ def test_own_arguments_are_recorded_as_plain_values(small):
         "num_qkv_param_tokens": 8,
         "num_proj_param_tokens": 16,
         "num_ffn_param_tokens": 32,
+        "pattention_args": {"tau": 3.5, "learn_tau": True},
     }
     recorded = get_model_args(small(**arguments))
     assert arguments.items() <= recorded.items()
+
+
+def test_shared_arguments_reach_every_layer(small):
+    layers = pattentions(small(pattention_args={"eps": 1e-3, "learn_tau": True}))
+    assert {layer.eps for layer in layers} == {1e-3}
+    assert all(layer.tau.requires_grad for layer in layers)
+    with pytest.raises(ValueError, match="unknown key 'thta' in pattention_args; choose among tau"):
+        small(pattention_args={"thta": 3.0})
 
 
 def test_unknown_argument_is_named():
@@ -144,7 +153,8 @@ def test_attention_pools_are_refused(small, pool):
 
 @pytest.mark.parametrize("theta", THETAS)
 def test_every_parameter_gets_a_gradient(small, theta):
-    model = small(theta=theta, norm="weight+bias").train()
+    arguments = {"norm": "weight+bias", "pattention_args": {"learn_tau": True}}
+    model = small(theta=theta, **arguments).train()
     model(torch.randn(2, 3, 64, 64)).square().sum().backward()
     dead = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
     assert not dead

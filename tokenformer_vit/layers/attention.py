@@ -1,7 +1,8 @@
 """Multi-head self-attention whose four projections are Pattention layers."""
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from tokenformer_vit.errors import InputError
 
 from .norm import BlockLayerNorm
-from .pattention import Pattention
+from .pattention import Pattention, check_pattention_args
 
 
 class Attention(nn.Module):
@@ -27,11 +28,14 @@ class Attention(nn.Module):
         attn_drop: Dropout rate of the attention weights.
         proj_drop: Dropout rate of the output.
         proj_init_gain: ``init_gain`` of the output projection.
+        pattention_args: ``tau``, ``learn_tau``, ``eps`` and ``key_init_scale`` of all four
+            projections, any of them.
         device: Where parameters are made.
         dtype: Type of the parameters.
 
     Raises:
-        InputError: If ``num_heads`` does not divide ``dim``.
+        InputError: If ``num_heads`` does not divide ``dim``, or ``pattention_args`` has another
+            key.
 
     Shape:
         (B, N, C) -> (B, N, C).
@@ -53,6 +57,7 @@ class Attention(nn.Module):
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
         proj_init_gain: float = 1.0,
+        pattention_args: Mapping[str, Any] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -64,7 +69,10 @@ class Attention(nn.Module):
         self.scale = self.head_dim**-0.5
         self.fused_attn = use_fused_attn()
 
-        projection = partial(Pattention, dim, dim, theta=theta, device=device, dtype=dtype)
+        shared = check_pattention_args(pattention_args)
+        projection = partial(
+            Pattention, dim, dim, theta=theta, device=device, dtype=dtype, **shared
+        )
         self.query = projection(num_param_tokens=num_qkv_param_tokens)
         self.key = projection(num_param_tokens=num_qkv_param_tokens)
         self.value = projection(num_param_tokens=num_qkv_param_tokens)

@@ -1,5 +1,8 @@
 """The TokenFormer block, in the shape in which timm's VisionTransformer asks for one."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from timm.layers import LayerScale
 from torch import Tensor, nn
@@ -7,7 +10,7 @@ from torch import Tensor, nn
 from .attention import Attention
 from .drop_path import DropPath
 from .norm import BlockLayerNorm
-from .pattention import Pattention
+from .pattention import Pattention, check_pattention_args
 
 # What timm passes to every block and a block without linear layers has no use for.
 TIMM_ONLY = frozenset(
@@ -39,6 +42,8 @@ class TokenFormerBlock(nn.Module):
         norm: Parameters of the two LayerNorms: ``none``, ``bias`` or ``weight+bias``.
         residual_init_gain: Standard deviation, at initialisation, of what each of the two parts
             adds to the residual stream; 1/√(2·depth) keeps the stream at unit scale.
+        pattention_args: ``tau``, ``learn_tau``, ``eps`` and ``key_init_scale`` of all five
+            :class:`Pattention` layers, any of them.
         mlp_ratio: Feed-forward pairs for each channel where no count is given.
         qk_norm: Normalise queries and keys, without parameters.
         proj_drop: Dropout rate after the output projection and the feed-forward layer.
@@ -52,6 +57,7 @@ class TokenFormerBlock(nn.Module):
 
     Raises:
         TypeError: If an argument is neither named here nor one that timm passes.
+        InputError: If ``pattention_args`` has another key.
 
     Shape:
         (B, N, C) -> (B, N, C).
@@ -70,6 +76,7 @@ class TokenFormerBlock(nn.Module):
         theta: str = "gelu_l2",
         norm: str = "none",
         residual_init_gain: float = 1.0,
+        pattention_args: Mapping[str, Any] | None = None,
         mlp_ratio: float = 4.0,
         qk_norm: bool = False,
         proj_drop: float = 0.0,
@@ -100,6 +107,7 @@ class TokenFormerBlock(nn.Module):
             attn_drop=attn_drop,
             proj_drop=proj_drop,
             proj_init_gain=residual_init_gain,
+            pattention_args=pattention_args,
             device=device,
             dtype=dtype,
         )
@@ -115,6 +123,7 @@ class TokenFormerBlock(nn.Module):
             init_gain=residual_init_gain,
             device=device,
             dtype=dtype,
+            **check_pattention_args(pattention_args),
         )
         self.mlp_drop = nn.Dropout(proj_drop)
         self.ls2 = layer_scale()

@@ -44,6 +44,9 @@ class TokenFormerViT(VisionTransformer):
         num_qkv_param_tokens: Pairs of each query, key and value projection; default ``embed_dim``.
         num_proj_param_tokens: Pairs of each output projection; default ``embed_dim``.
         num_ffn_param_tokens: Pairs of each feed-forward layer; default ``mlp_ratio * embed_dim``.
+        pattention_args: What all Pattention layers have in common, any of ``tau`` (default: by the
+            number of pairs), ``learn_tau`` (make it a parameter), ``eps`` and ``key_init_scale``;
+            see :class:`~tokenformer_vit.layers.Pattention`.
         embed_dim: Width C.
         depth: Number of blocks.
         weight_init: As in timm; it concerns the stem and the head, parameter tokens are always
@@ -53,7 +56,8 @@ class TokenFormerViT(VisionTransformer):
 
     Raises:
         TypeError: If an argument is unknown or has no counterpart.
-        InputError: If ``theta``, ``norm`` or ``global_pool`` is none of those that exist.
+        InputError: If ``theta``, ``norm``, ``global_pool`` or a key of ``pattention_args`` is none
+            of those that exist.
 
     Shape:
         (B, in_chans, H, W) -> (B, num_classes).
@@ -70,6 +74,7 @@ class TokenFormerViT(VisionTransformer):
         num_qkv_param_tokens: int | None = None,
         num_proj_param_tokens: int | None = None,
         num_ffn_param_tokens: int | None = None,
+        pattention_args: dict[str, Any] | None = None,
         embed_dim: int = 768,
         depth: int = 12,
         weight_init: str = "",
@@ -85,6 +90,7 @@ class TokenFormerViT(VisionTransformer):
             num_qkv_param_tokens=num_qkv_param_tokens,
             num_proj_param_tokens=num_proj_param_tokens,
             num_ffn_param_tokens=num_ffn_param_tokens,
+            pattention_args=pattention_args,
             residual_init_gain=1 / math.sqrt(2 * max(depth, 1)),
         )
         super().__init__(
