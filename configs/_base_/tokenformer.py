@@ -12,6 +12,7 @@ model = dict(
         drop_path_rate=0.1,
         checkpoint_path="",
         compile=False,
+        stem_seed=None,  # a number draws all but the blocks from it alone, to compare models
     ),
     neck=None,
     head=dict(

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import timm
+import torch
 from mmengine.model import BaseModule
 from mmpretrain.registry import MODELS
-from timm.models import get_model_args, group_parameters
+from timm.models import VisionTransformer, get_model_args, group_parameters
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
@@ -27,10 +28,15 @@ class TimmClassificationBackbone(BaseModule):
         checkpoint_path: Start from this file, a checkpoint of the same model; its head is left out,
             and positions are resampled if ``img_size`` is another.
         compile: Compile each block, for training and evaluation alike; checkpoints stay the same.
+        stem_seed: Draw what stands outside the blocks (patch embedding, class token, positions,
+            final norm) from this seed alone. A ViT and TokenFormers of any Θ and number of pairs
+            then start from the same weights there, if they are of one width and image size. The
+            blocks, and the global random generators, are as they would be without it.
         **kwargs: Arguments of the timm model.
 
     Raises:
-        InputError: If the model has no such head, or the checkpoint cannot be read or does not fit.
+        InputError: If the model has no such head, the checkpoint cannot be read or does not fit, or
+            ``stem_seed`` is given for weights that are loaded or for a model that is no ViT.
 
     Shape:
         (B, in_chans, H, W) -> a tuple of one (B, C), the pooled and normalised features.
@@ -42,10 +48,17 @@ class TimmClassificationBackbone(BaseModule):
         pretrained: bool = False,
         checkpoint_path: str = "",
         compile: bool = False,
+        stem_seed: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__()
         self.model: Any
+        if stem_seed is not None and (checkpoint_path or pretrained):
+            raise InputError(
+                f"stem_seed is {stem_seed}, but the weights are loaded "
+                f"({checkpoint_path or 'pretrained=True'}): set stem_seed=None, or start from "
+                "fresh weights"
+            )
         if checkpoint_path:
             self.model = load_model(model_name, Path(checkpoint_path), **kwargs).train()
             self.model.reset_classifier(0)
@@ -58,8 +71,25 @@ class TimmClassificationBackbone(BaseModule):
                 f"{model_name} has no linear classifier called 'head'; choose a TokenFormer or "
                 "one of timm's ViTs"
             )
+        if stem_seed is not None:
+            self._draw_stem(stem_seed, model_name, kwargs)
         if compile:
             compile_blocks(self.model)
+
+    def _draw_stem(self, seed: int, model_name: str, kwargs: dict[str, Any]) -> None:
+        """Replace all weights outside the blocks by those of the same model without blocks."""
+        if not isinstance(self.model, VisionTransformer):
+            raise InputError(
+                f"stem_seed is {seed}, but {model_name} is not one of timm's ViTs: set "
+                "stem_seed=None"
+            )
+        # On the CPU, so that no other generator has to be seeded and put back.
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.default_generator.manual_seed(seed)
+            stem = timm.create_model(model_name, **{**kwargs, "num_classes": 0, "depth": 0})
+        left = self.model.load_state_dict(stem.state_dict(), strict=False)
+        assert not left.unexpected_keys
+        assert all(name.startswith("blocks.") for name in left.missing_keys)
 
     def init_weights(self) -> None:
         """Leave the weights as timm initialised or loaded them."""
