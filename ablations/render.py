@@ -9,6 +9,8 @@ import json
 import re
 import sys
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "ablations" / "results"
@@ -26,6 +28,18 @@ HEAD = (
     "| run | hardware | epochs | loss, first → mean of the last 20 | top-1 % | top-5 % "
     "| minutes |\n"
     "|---|---|---|---|---|---|---|\n"
+)
+
+# What a benchmark on a GPU would show, until there is a record of one.
+GPU_GROUPS = [
+    f"{mode}, bfloat16 autocast, batch {batch}"
+    for mode in ("train", "infer")
+    for batch in (128, 256)
+]
+SPEED_HEAD = (
+    "| | ViT-B/16, images/s | TokenFormer, images/s | × ViT (p20–p80) | × released formula, eager "
+    "| kept for backward, MB an image | peak memory, × ViT | MFU % |\n"
+    "|---|---|---|---|---|---|---|---|\n"
 )
 
 
@@ -48,15 +62,61 @@ def run_row(name: str) -> str:
     )
 
 
-def render(text: str) -> str:
-    """Replace the table between the markers of a text."""
-    table = HEAD + "".join(map(run_row, RUNS))
-    return re.sub(
-        r"(<!-- runs -->\n).*?(<!-- /runs -->)",
-        lambda match: match[1] + table + match[2],
-        text,
-        flags=re.DOTALL,
+def speed_rows() -> str:
+    """Render the rows of all benchmarks: our model, compiled, against the compiled baseline."""
+    records = {path: json.loads(path.read_text()) for path in sorted(RESULTS.glob("speed_*.json"))}
+    rows = [
+        speed_row(f"[{record['hardware']}](ablations/results/{path.name})", group)
+        for path, record in records.items()
+        for group in record["groups"]
+    ]
+    if not any(record["device"] == "cuda" for record in records.values()):
+        rows += [f"| NVIDIA H200, {group} | not run |{' |' * 6}\n" for group in GPU_GROUPS]
+    return "".join(rows)
+
+
+def speed_row(link: str, group: dict[str, Any]) -> str:
+    """Render one group of a benchmark."""
+    rows = {row["variant"]: row for row in group["variants"]}
+    name = f"{link}, {group['mode']}, {group['dtype']}, batch {group['batch_size']}"
+    ours, vit, released = (
+        rows[name] for name in ("fused compiled", "baseline compiled", "released eager")
     )
+    if failed := [row["variant"] for row in (ours, vit, released) if "failed" in row]:
+        return f"| {name} | {', '.join(failed)} failed |{' |' * 6}\n"
+    times_released = median(
+        other / own for other, own in zip(released["seconds"], ours["seconds"], strict=True)
+    )
+    kept = peak = "–"
+    if ours["saved_mb_per_image"] is not None:
+        kept = (
+            f"{ours['saved_mb_per_image']:.1f} / {vit['saved_mb_per_image']:.1f} = "
+            f"{ours['saved_mb_per_image'] / vit['saved_mb_per_image']:.2f}"
+        )
+    if ours["peak_mib"] is not None:
+        peak = f"{ours['peak_mib'] / vit['peak_mib']:.2f}"
+    return (
+        f"| {name} | {vit['images_per_s']:.3g} | {ours['images_per_s']:.3g} "
+        f"| **{ours['ratio_p50']:.2f}** ({ours['ratio_p20']:.2f}–{ours['ratio_p80']:.2f}) "
+        f"| {times_released:.2f} | {kept} | {peak} "
+        f"| {100 * ours['mfu']:.0f} |\n"
+    )
+
+
+def render(text: str) -> str:
+    """Replace the tables between the markers of a text."""
+    tables = {
+        "runs": HEAD + "".join(map(run_row, RUNS)),
+        "speed": SPEED_HEAD + speed_rows(),
+    }
+    for name, table in tables.items():
+        text = re.sub(
+            rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)",
+            lambda match, table=table: match[1] + table + match[2],
+            text,
+            flags=re.DOTALL,
+        )
+    return text
 
 
 def main() -> None:
