@@ -1,0 +1,149 @@
+"""What an ablation asks: its variants, as changes to the backbone of a config.
+
+Plain values alone, so that the tables are rendered without OpenMMLab.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tokenformer_vit.errors import InputError
+
+Backbone = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a config's TokenFormer, whether the config or timm's registry gives them.
+
+    Args:
+        embed_dim: Width C.
+        depth: Number of blocks.
+        num_heads: Number of attention heads.
+        img_size: Height and width of the images.
+        patch_size: Height and width of a patch.
+        num_qkv_param_tokens: Pairs of each query, key and value projection.
+        num_proj_param_tokens: Pairs of each output projection.
+        num_ffn_param_tokens: Pairs of each feed-forward layer.
+        own_arguments: Names of the arguments that a TokenFormer takes and timm's ViT does not.
+    """
+
+    embed_dim: int
+    depth: int
+    num_heads: int
+    img_size: int
+    patch_size: int
+    num_qkv_param_tokens: int
+    num_proj_param_tokens: int
+    num_ffn_param_tokens: int
+    own_arguments: frozenset[str] = frozenset()
+
+    @property
+    def num_param_tokens(self) -> int:
+        """Count the pairs of a block."""
+        return (
+            3 * self.num_qkv_param_tokens + self.num_proj_param_tokens + self.num_ffn_param_tokens
+        )
+
+
+Change = Callable[[Backbone, Shape], Backbone]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of a table.
+
+    Args:
+        name: For files and the command line.
+        label: For tables and charts.
+        change: Makes the variant's backbone out of the config's.
+        paper: Top-1 in % that the paper reports for it on ImageNet-1K at base size.
+        reference: It is there for comparison, and no step from the row above.
+    """
+
+    name: str
+    label: str
+    change: Change
+    paper: float | None = None
+    reference: bool = False
+
+
+@dataclass(frozen=True)
+class Question:
+    """One table.
+
+    Args:
+        name: That of the file which asks it.
+        title: For the heading.
+        text: What is asked, what the paper says, in a sentence or two of Markdown.
+        variants: The rows, in order.
+    """
+
+    name: str
+    title: str
+    text: str
+    variants: tuple[Variant, ...]
+
+
+def arguments(**new: Any) -> Change:
+    """Set arguments of the backbone; none leaves the config's model as it is."""
+    return lambda backbone, shape: {**backbone, **new}
+
+
+def pattention(**new: Any) -> Change:
+    """Set arguments of every Pattention layer, and keep those that the config sets."""
+    return lambda backbone, shape: {
+        **backbone,
+        "pattention_args": {**(backbone.get("pattention_args") or {}), **new},
+    }
+
+
+def attention_share(pairs_per_channel: float) -> Change:
+    """Give each of q, k, v and o so many pairs a channel, and what is left to the feed-forward.
+
+    Every split has as many parameters and FLOPs as the config's.
+    """
+
+    def change(backbone: Backbone, shape: Shape) -> Backbone:
+        pairs = round(pairs_per_channel * shape.embed_dim)
+        left = shape.num_param_tokens - 4 * pairs
+        if left < 1:
+            raise InputError(
+                f"{pairs} pairs for each of q, k, v and o leave none of {shape.num_param_tokens} "
+                "to the feed-forward layer; leave this variant out by --variants"
+            )
+        return {
+            **backbone,
+            "num_qkv_param_tokens": pairs,
+            "num_proj_param_tokens": pairs,
+            "num_ffn_param_tokens": left,
+        }
+
+    return change
+
+
+def matched_vit(backbone: Backbone, shape: Shape) -> Backbone:
+    """Replace the TokenFormer by timm's ViT of its width and depth with as many weights.
+
+    A block has 2C(3·P_qkv + P_proj + P_ffn) weights as a TokenFormer and 4C² + 2C·hidden as a ViT.
+    """
+    width = shape.embed_dim
+    hidden = shape.num_param_tokens - 2 * width
+    if hidden < 1:
+        raise InputError(
+            f"no ViT of width {width} has as few weights as {shape.num_param_tokens} pairs a "
+            f"block: its attention alone takes those of {2 * width}; leave vit out by --variants"
+        )
+    ratio = hidden / width
+    if int(width * ratio) != hidden:  # timm rounds down
+        ratio = (hidden + 0.5) / width
+    return {
+        **{key: value for key, value in backbone.items() if key not in shape.own_arguments},
+        "model_name": "vit_base_patch16_224",
+        "img_size": shape.img_size,
+        "patch_size": shape.patch_size,
+        "embed_dim": width,
+        "depth": shape.depth,
+        "num_heads": shape.num_heads,
+        "mlp_ratio": ratio,
+    }
