@@ -32,6 +32,7 @@ except TypeError as error:
 
 from .backbone import TimmClassificationBackbone
 from .checkpoint import ExactCheckpointHook
+from .diagnostics import DiagnosticsHook, read_diagnostics
 from .guard import GuardHook
 from .loop import ResumableEpochLoop, ResumableSampler
 from .optim import AccumulationEMAHook, AutocastOptimWrapper
@@ -44,6 +45,7 @@ __all__ = [
     "AtomicLocalBackend",
     "AutocastOptimWrapper",
     "CurvesHook",
+    "DiagnosticsHook",
     "ExactCheckpointHook",
     "ExportHook",
     "GuardHook",
@@ -55,4 +57,5 @@ __all__ = [
     "SeededTransforms",
     "TimmClassificationBackbone",
     "load_plain_checkpoint",
+    "read_diagnostics",
 ]

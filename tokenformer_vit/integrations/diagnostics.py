@@ -1,0 +1,277 @@
+"""What happens inside Pattention layers in training: gradients, sharpness of Θ, tails of scores."""
+
+import copy
+import json
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from mmengine.dist import is_main_process
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
+from torch import Tensor, nn
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.layers import Pattention
+from tokenformer_vit.ops.theta import theta_weights
+
+from .checkpoint import _rng_state, _set_rng_state
+from .guard import unwrap
+
+FILE = "diagnostics.jsonl"
+# Images in one forward and backward pass: in float32 and beside what the training run holds.
+_CHUNK = 16
+
+
+@HOOKS.register_module()
+class DiagnosticsHook(Hook):
+    """Measure the Pattention layers as a run goes on, into ``diagnostics.jsonl``.
+
+    Before training, after every ``interval``-th epoch and after the last, the main process sends
+    the same validation images through a copy of the model, as :func:`diagnose` says, and appends
+    one line of JSON: ``iteration`` and ``epoch`` (numbers finished), ``images``, and what
+    :func:`diagnose` returns. The training itself is left as it is, to the last bit: the copy is
+    uncompiled, of float32 and in evaluation mode, and the random generators are put back.
+
+    Of a model without Pattention nothing is written. To be asked for by ``custom_hooks =
+    [dict(type="DiagnosticsHook")]``; :func:`read_diagnostics` reads the file.
+
+    Args:
+        interval: Epochs from one measurement to the next, at least 1.
+        images: Number of images, at least 1: the first of the validation data or, where those are
+            sorted by class, as many at even distances. More than there are means all.
+
+    Raises:
+        InputError: If ``interval`` or ``images`` is below 1, the run has no validation data, or the
+            file cannot be written.
+
+    Source:
+        TokenFormer, arXiv:2410.23168, Appendix A argues with the gradient that reaches the tokens
+        through a softmax; here it is measured, for any Θ.
+    """
+
+    def __init__(self, interval: int = 1, images: int = 64) -> None:
+        for name, number in (("interval", interval), ("images", images)):
+            if number < 1:
+                raise InputError(f"{name} of DiagnosticsHook is {number}; give at least 1")
+        self.interval = interval
+        self.images = images
+        self._batches: list[dict[str, Any]] = []
+
+    def before_train(self, runner) -> None:
+        """Read the images, and measure what training starts from.
+
+        A resumed run measures again what was due at its checkpoint, and may have been cut off.
+        """
+        if not pattention_layers(unwrap(runner.model)):
+            return
+        if runner.val_loop is None:
+            raise InputError(
+                "DiagnosticsHook takes its images from the validation data, but the run has none: "
+                "set val_dataloader, val_cfg and val_evaluator, or leave the hook out"
+            )
+        if not is_main_process():
+            return
+        self._batches = []
+        path = Path(runner.work_dir) / FILE
+        if runner.iter == 0:
+            path.unlink(missing_ok=True)  # of a run that ended before its first checkpoint
+        # The pipeline that reads an image may draw random numbers.
+        state = _rng_state()
+        loader = runner.val_dataloader
+        indices = probe_indices(loader.dataset, self.images)
+        for start in range(0, len(indices), _CHUNK):
+            samples = [loader.dataset[index] for index in indices[start : start + _CHUNK]]
+            self._batches.append(loader.collate_fn(samples))
+        _set_rng_state(state)
+        loop = runner.train_loop
+        if runner.iter == loop.epoch * len(runner.train_dataloader):
+            self._measure_if_due(runner, loop.epoch)
+
+    def after_train_epoch(self, runner) -> None:
+        """Measure, if it is time to."""
+        self._measure_if_due(runner, runner.epoch + 1)
+
+    def _measure_if_due(self, runner, epoch: int) -> None:
+        if not self._batches or (epoch % self.interval and epoch != runner.max_epochs):
+            return
+        state = _rng_state()
+        measured = diagnose(unwrap(runner.model), self._batches)
+        _set_rng_state(state)
+        images = sum(len(batch["data_samples"]) for batch in self._batches)
+        append_line(
+            Path(runner.work_dir) / FILE,
+            {"iteration": runner.iter, "epoch": epoch, "images": images, **measured},
+        )
+
+
+def pattention_layers(classifier: nn.Module) -> dict[str, Pattention]:
+    """Return the Pattention layers of a model, by timm's names such as ``blocks.3.attn.query``."""
+    return {
+        name.removeprefix("backbone.model."): module
+        for name, module in classifier.named_modules()
+        if isinstance(module, Pattention)
+    }
+
+
+def probe_indices(dataset: Any, number: int) -> list[int]:
+    """Choose images of a data set, of many classes if it can be, and the same ones every time.
+
+    Args:
+        dataset: Data set of mmpretrain, or any that has a length.
+        number: How many, at most all.
+
+    Returns:
+        The first ones, if the labels are known and not sorted; else indices at even distances.
+    """
+    size = len(dataset)
+    number = min(number, size)
+    labels = dataset.get_gt_labels() if hasattr(dataset, "get_gt_labels") else np.zeros(size)
+    if (np.diff(labels) < 0).any():
+        return list(range(number))
+    return [index * size // number for index in range(number)]
+
+
+def diagnose(classifier: nn.Module, batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Measure every Pattention layer of a classifier on some images.
+
+    Args:
+        classifier: mmpretrain's ``ImageClassifier``; what is measured is a copy of it, in float32,
+            evaluation mode and without compiled code. It is left as it is.
+        batches: Images and labels, as a data loader gives them; they count as one batch.
+
+    Returns:
+        ``loss``, the mean cross entropy of the images, and ``layers``, of each layer by its name
+
+        =================== ===================================================================
+        ``key_grad_norm``   L2 norm of the gradient of ``loss`` by the key parameter tokens
+        ``value_grad_norm`` the same by the value parameter tokens
+        ``key_norm``        L2 norm of the key parameter tokens themselves
+        ``value_norm``      L2 norm of the value parameter tokens themselves
+        ``entropy``         of the sizes of Θ, each row divided by its sum, over ln P, mean over the
+                            input tokens: 1 if all pairs take equal part, 0 if one stands alone
+        ``kurtosis``        excess kurtosis of a token's P scores, mean over the input tokens: 0
+                            for normal scores, more for heavier tails
+        ``tau``             the layer's τ
+        =================== ===================================================================
+
+        Numbers that are not finite are None. Tokens whose scores (for ``entropy``: weights) leave
+        the figure undefined, being all equal (all zero), do not count.
+
+    Note:
+        Computed in float32 whatever the precision of training is. No random number is drawn unless
+        the data preprocessor does so.
+    """
+    model: Any = copy.deepcopy(classifier).float().eval().requires_grad_(False)
+    layers = pattention_layers(model)
+    seen: dict[str, list[Tensor]] = {name: [] for name in layers}  # of (2, tokens)
+    for name, layer in layers.items():
+        layer.key_param_tokens.requires_grad_()
+        layer.value_param_tokens.requires_grad_()
+        layer.register_forward_pre_hook(partial(_note_rows, seen[name]))
+    device = next(model.parameters()).device.type
+    images = sum(len(batch["data_samples"]) for batch in batches)
+    loss = 0.0
+    with torch.enable_grad(), torch.autocast(device, enabled=False):
+        for batch in batches:
+            data = model.data_preprocessor(batch, False)
+            labels = torch.cat([sample.gt_label for sample in data["data_samples"]])
+            # Not by forward(), which mmengine can have compiled, bound to the original.
+            logits = model.head(model.extract_feat(data["inputs"]))
+            part = F.cross_entropy(logits, labels.to(logits.device), reduction="sum") / images
+            part.backward()
+            loss += part.item()
+    return {"loss": _plain(loss), "layers": {n: _figures(m, seen[n]) for n, m in layers.items()}}
+
+
+@torch.no_grad()
+def _note_rows(seen: list[Tensor], layer: Any, inputs: tuple[Tensor, ...]) -> None:
+    """Append entropy and kurtosis of every input token, (2, tokens), NaN where undefined."""
+    scores = F.linear(inputs[0], layer.key_param_tokens).flatten(0, -2)  # (tokens, P)
+    weights = theta_weights(scores, layer.theta, layer.tau, layer.eps).abs()
+    shares = weights / weights.sum(dim=-1, keepdim=True)
+    entropy = torch.special.entr(shares).sum(dim=-1) / math.log(max(layer.num_param_tokens, 2))
+    centred = scores - scores.mean(dim=-1, keepdim=True)
+    deviation = centred.square().mean(dim=-1, keepdim=True).sqrt()
+    kurtosis = (centred / deviation).pow(4).mean(dim=-1) - 3
+    seen.append(torch.stack([entropy, kurtosis]))
+
+
+def _figures(layer: Pattention, seen: list[Tensor]) -> dict[str, float | None]:
+    keys, values = layer.key_param_tokens, layer.value_param_tokens
+    entropy, kurtosis = torch.cat(seen, dim=1).nanmean(dim=1)
+    figures = {
+        "key_grad_norm": _norm(keys.grad),
+        "value_grad_norm": _norm(values.grad),
+        "key_norm": _norm(keys),
+        "value_norm": _norm(values),
+        "entropy": entropy.item(),
+        "kurtosis": kurtosis.item(),
+        "tau": layer.tau.item(),
+    }
+    return {name: _plain(number) for name, number in figures.items()}
+
+
+def _norm(tensor: Tensor | None) -> float:
+    return 0.0 if tensor is None else torch.linalg.vector_norm(tensor).item()
+
+
+def _plain(number: float) -> float | None:
+    """Round to what float32 can tell; JSON knows no NaN."""
+    return float(f"{number:.7g}") if math.isfinite(number) else None
+
+
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """Append a record to a file of JSON lines, behind what a killed run may have left half-written.
+
+    Raises:
+        InputError: If the file cannot be written.
+    """
+    line = json.dumps(record, allow_nan=False).encode() + b"\n"
+    try:
+        with path.open("ab+") as file:
+            if file.tell():
+                file.seek(-1, 2)
+                if file.read() != b"\n":
+                    line = b"\n" + line
+            file.write(line)
+    except OSError as error:
+        raise InputError(
+            f"cannot write {path} ({error.strerror}): free some space, then run the same command "
+            "with --resume"
+        ) from error
+
+
+def read_diagnostics(path: str | Path) -> dict[int, dict[str, Any]]:
+    """Read the file of a :class:`DiagnosticsHook`, that of a resumed run included.
+
+    Args:
+        path: The file, ``diagnostics.jsonl``.
+
+    Returns:
+        The records by iteration, in ascending order. Where a resumption repeats what a killed run
+        had written, the later record counts; lines that were cut off are left out.
+
+    Raises:
+        InputError: If there is no such file.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError as error:
+        raise InputError(
+            f"there is no file {path}: a run writes it with custom_hooks = "
+            "[dict(type='DiagnosticsHook')] and a model that has Pattention layers"
+        ) from error
+    records = {}
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # the line that a killed run was writing
+        records[record["iteration"]] = record
+    return dict(sorted(records.items()))
