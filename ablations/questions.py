@@ -112,6 +112,8 @@ def attention_share(pairs_per_channel: float) -> Change:
                 f"{pairs} pairs for each of q, k, v and o leave none of {shape.num_param_tokens} "
                 "to the feed-forward layer; leave this variant out by --variants"
             )
+        if pairs == shape.num_qkv_param_tokens == shape.num_proj_param_tokens:
+            return backbone  # the config's own model, said as the config says it
         return {
             **backbone,
             "num_qkv_param_tokens": pairs,

@@ -32,6 +32,7 @@ from timm.models import VisionTransformer
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
+from tokenformer_vit.integrations import read_diagnostics
 from tokenformer_vit.integrations.config import (
     LOADERS,
     check_data_folders,
@@ -44,6 +45,8 @@ from tokenformer_vit.records import environment, write_record
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_LOSSES = 100  # points of a loss curve in a record
+MOST_DIAGNOSES = 20  # epochs after which layers are measured, besides the start
+MOST_FIGURES = 4500  # of diagnostics in a record
 LARGEST_GAP = 0.01  # of the parameter counts of two variants
 
 
@@ -178,6 +181,10 @@ def _run(
     if lr is not None and lr != usual:
         cfg["optim_wrapper"]["optimizer"]["lr"] = lr
         name += f"_lr{lr:g}"
+    epochs = cfg["train_cfg"]["max_epochs"]
+    interval = math.ceil(epochs / MOST_DIAGNOSES)
+    hooks = [hook for hook in cfg.get("custom_hooks") or () if hook["type"] != "DiagnosticsHook"]
+    cfg["custom_hooks"] = [*hooks, {"type": "DiagnosticsHook", "interval": interval}]
     settings = difference(base, cfg)
     about = {**about, "lr": cfg["optim_wrapper"]["optimizer"]["lr"], "settings": settings}
     stem = f"{about['question']}_{Path(args.config).stem}"
@@ -186,7 +193,7 @@ def _run(
         settings=settings,
         about=about,
         base=Path(args.config).resolve(),
-        epochs=cfg["train_cfg"]["max_epochs"],
+        epochs=epochs,
         work_dir=Path(
             args.work_dir
             or Path("work_dirs", "ablations", about["question"], Path(args.config).stem)
@@ -360,6 +367,7 @@ def collect(run: Run, failed: str | None = None) -> dict[str, Any]:
             "iteration": (steps := thin(list(train), MOST_LOSSES)),
             "loss": [_number(train[step]["loss"]) for step in steps],
         },
+        **_diagnostics(run.folder / "diagnostics.jsonl"),
     }
     _write(run, record)
     return record
@@ -389,6 +397,31 @@ def _accuracy(val: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _diagnostics(path: Path) -> dict[str, Any]:
+    """Return the figures of every layer over the epochs, fewer of those where layers are many."""
+    if not path.is_file():
+        return {}  # of a model without Pattention, or a run that failed before it was measured
+    measured = {line["epoch"]: line["layers"] for line in read_diagnostics(path).values()}
+    first, last = measured[min(measured)], measured[max(measured)]
+    layers, names = list(last), list(next(iter(last.values())))
+    if all(first[layer]["tau"] == last[layer]["tau"] for layer in layers):
+        names.remove("tau")  # it is not learned
+    most = min(MOST_DIAGNOSES + 1, MOST_FIGURES // (len(layers) * len(names)))
+    epochs = thin(list(measured), max(2, most))
+    return {
+        "diagnostics": {
+            "epoch": epochs,
+            "layers": layers,
+            **{
+                name: [
+                    [_number(measured[epoch][layer][name]) for layer in layers] for epoch in epochs
+                ]
+                for name in names
+            },
+        }
+    }
+
+
 def thin(points: Sequence[int], most: int) -> list[int]:
     """Keep at most so many of a sequence, evenly spread, with the first and the last."""
     if len(points) <= most:
@@ -396,9 +429,9 @@ def thin(points: Sequence[int], most: int) -> list[int]:
     return [points[round(i * (len(points) - 1) / (most - 1))] for i in range(most)]
 
 
-def _number(value: float) -> float | None:
+def _number(value: float | None) -> float | None:
     """Round to four digits; JSON has no NaN."""
-    return float(f"{value:.4g}") if math.isfinite(value) else None
+    return float(f"{value:.4g}") if value is not None and math.isfinite(value) else None
 
 
 def _write(run: Run, record: dict[str, Any]) -> None:

@@ -18,6 +18,8 @@ A record, ``OUT/<variant>_seed<k>.json``, holds that of the training (``record.j
     final, best           {top1, top5} in %, of the last epoch and of the best
     validation            {epoch, top1}: lists
     loss                  {iteration, loss}: lists of at most 100 points
+    diagnostics           {epoch, layers: lists}, and of each figure of DiagnosticsHook a list of
+                          lists: by epoch, 0 being the start, and by layer; tau where it is learned
 """
 
 import argparse

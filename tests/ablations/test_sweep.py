@@ -133,6 +133,17 @@ def test_from_one_end_to_the_other(tmp_path, words, capfd):
         assert Path(record["config"]).name == "small.py"
         path = tmp_path / "results" / "softmax_small" / f"{name}.json"
         assert path.stat().st_size < 60_000
+    assert "diagnostics" not in found["vit_seed0"]
+    diagnostics = found["gelu_l2_seed0"]["diagnostics"]
+    assert diagnostics["epoch"] == [0, 1, 2]
+    assert diagnostics["layers"] == [
+        *(f"blocks.0.attn.{name}" for name in ("query", "key", "value", "proj")),
+        "blocks.0.mlp",
+    ]
+    for name in ("key_grad_norm", "value_grad_norm", "entropy", "kurtosis"):
+        assert [len(row) for row in diagnostics[name]] == [5, 5, 5]
+        assert all(isinstance(value, float) for row in diagnostics[name] for value in row)
+    assert "tau" not in diagnostics
     parameters = [record["parameters"] for record in found.values()]
     assert parameters[0] == pytest.approx(parameters[1], rel=0.01)
 
@@ -190,6 +201,8 @@ def test_what_a_record_says(tmp_path, words, trainer):
     assert expected.items() <= record.items()
     backbone = record["settings"]["model"]["backbone"]
     assert backbone == {"theta": "softmax", "stem_seed": 0}
+    hook = {"type": "DiagnosticsHook", "interval": 1}
+    assert record["settings"]["custom_hooks"] == [hook]
     assert record["settings"]["param_scheduler"][1]["eta_min"] == 0
     iterations = record["loss"]["iteration"]
     assert len(iterations) == 100
@@ -319,6 +332,34 @@ def test_a_derived_config_says_just_what_differs(tmp_path):
     lines = ["_base_ = 'base.py'", *(f"{k} = {v!r}" for k, v in said.items())]
     (tmp_path / "new.py").write_text("\n".join(lines))
     assert Config.fromfile(tmp_path / "new.py").to_dict() == {**new, "h": "x"}
+
+
+def test_diagnostics_are_thinned(tmp_path):
+    names = ("key_grad_norm", "value_grad_norm", "key_norm", "value_norm", "entropy", "kurtosis")
+    layers = [f"blocks.{i}.attn.{name}" for i in range(24) for name in "qkvof"]
+    path = tmp_path / "diagnostics.jsonl"
+
+    def write(learned):
+        with path.open("w") as file:
+            for epoch in range(0, 301, 15):
+                figures = dict.fromkeys(names, 1.2345678e-05 * (epoch + 1))
+                figures["tau"] = 27.7 + learned * epoch
+                measured = dict.fromkeys(layers, figures)
+                measured[layers[3]] = {**figures, "entropy": None}
+                line = {"epoch": epoch, "iteration": 9 * epoch, "layers": measured}
+                file.write(json.dumps(line) + "\n")
+        return runs._diagnostics(path)["diagnostics"]
+
+    diagnostics = write(learned=False)
+    assert list(diagnostics) == ["epoch", "layers", *names]
+    assert (diagnostics["epoch"][0], diagnostics["epoch"][-1]) == (0, 300)
+    assert diagnostics["layers"] == layers
+    assert diagnostics["kurtosis"][0][7] == 1.235e-5
+    assert diagnostics["kurtosis"][-1][7] == pytest.approx(1.235e-5 * 301, rel=1e-3)
+    assert {row[3] for row in diagnostics["entropy"]} == {None}
+    runs.write_record(tmp_path / "record.json", diagnostics)
+    assert (tmp_path / "record.json").stat().st_size < 50_000
+    assert write(learned=True)["tau"][0][0] == 27.7
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -1,0 +1,21 @@
+"""Does the tanh approximation of GELU cost accuracy?
+
+python ablations/gelu.py --config configs/cifar10_tiny.py --seeds 3
+"""
+
+from questions import Question, Variant, arguments
+
+QUESTION = Question(
+    name="gelu",
+    title="GELU, exact or by tanh",
+    text="The exact GELU, which the authors' code uses, against its approximation by tanh.",
+    variants=(
+        Variant("gelu_l2", "exact (erf)", arguments(theta="gelu_l2")),
+        Variant("gelu_tanh_l2", "by tanh", arguments(theta="gelu_tanh_l2")),
+    ),
+)
+
+if __name__ == "__main__":
+    from sweep import main
+
+    main(QUESTION)

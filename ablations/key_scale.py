@@ -1,0 +1,26 @@
+"""Does the scale at which keys are initialised matter?
+
+python ablations/key_scale.py --config configs/cifar10_tiny.py --seeds 3
+"""
+
+from questions import Question, Variant, arguments, pattention
+
+QUESTION = Question(
+    name="key_scale",
+    title="Scale of the keys at initialisation",
+    text=(
+        "Under `gelu_l2` a layer computes the same whatever the scale of its keys, but a step of "
+        "training turns large keys less. The scale is relative to the default, scores of unit "
+        "variance. The paper reports no comparison."
+    ),
+    variants=(
+        Variant("tenth", "0.1", pattention(key_init_scale=0.1)),
+        Variant("one", "1", arguments()),
+        Variant("ten", "10", pattention(key_init_scale=10.0)),
+    ),
+)
+
+if __name__ == "__main__":
+    from sweep import main
+
+    main(QUESTION)

@@ -1,0 +1,27 @@
+"""How should a block's pairs be shared out between attention and the feed-forward layer?
+
+python ablations/pairs.py --config configs/cifar10_tiny.py --seeds 3
+"""
+
+from questions import Question, Variant, attention_share
+
+QUESTION = Question(
+    name="pairs",
+    title="Pairs of attention and feed-forward",
+    text=(
+        "q, k, v and o each get a share of the width C in pairs, the feed-forward layer what is "
+        "left of the config's total: parameters and FLOPs stay the same. The paper's base model "
+        "has C and 4 C, its matched one 3/4 C and 3 C; it reports no other shares."
+    ),
+    variants=(
+        Variant("half", "1/2 C each", attention_share(0.5)),
+        Variant("three_quarters", "3/4 C each", attention_share(0.75)),
+        Variant("one", "C each", attention_share(1.0)),
+        Variant("five_quarters", "5/4 C each", attention_share(1.25)),
+    ),
+)
+
+if __name__ == "__main__":
+    from sweep import main
+
+    main(QUESTION)
