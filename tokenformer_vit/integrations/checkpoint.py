@@ -93,7 +93,7 @@ class ExactCheckpointHook(CheckpointHook):
         states = self._resumed["rng"]
         self._resumed = None
         if len(states) == get_world_size():
-            _set_rng_state(states[get_rank()])
+            set_rng_state(states[get_rank()])
         else:
             runner.logger.warning(
                 f"The checkpoint is of {len(states)} processes, this run has {get_world_size()}: "
@@ -177,7 +177,7 @@ class ExactCheckpointHook(CheckpointHook):
                     gradients[name] = parameter.grad.clone()
                     all_reduce(gradients[name], op="mean")
         return {
-            "rng": all_gather_object(_rng_state()),
+            "rng": all_gather_object(rng_state()),
             "sampler_seed": runner.train_dataloader.sampler.seed,
             "iters_per_epoch": len(runner.train_dataloader),
             "schedule": _schedule(runner),
@@ -199,7 +199,7 @@ def _schedule(runner) -> dict[str, Any]:
     )
 
 
-def _rng_state() -> dict[str, Any]:
+def rng_state() -> dict[str, Any]:
     """Return the state of every global generator of this process, in plain values and tensors."""
     _, keys, *rest = cast(tuple, np.random.get_state())  # noqa: NPY002  # mixup draws from it
     return {
@@ -210,7 +210,8 @@ def _rng_state() -> dict[str, Any]:
     }
 
 
-def _set_rng_state(state: dict[str, Any]) -> None:
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Put the global generators back to what :func:`rng_state` returned."""
     random.setstate(state["python"])
     np.random.set_state(("MT19937", *state["numpy"]))  # noqa: NPY002
     torch.set_rng_state(state["torch"].cpu())

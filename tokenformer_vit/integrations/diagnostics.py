@@ -20,7 +20,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.ops.theta import theta_weights
 
-from .checkpoint import _rng_state, _set_rng_state
+from .checkpoint import rng_state, set_rng_state
 from .guard import unwrap
 
 FILE = "diagnostics.jsonl"
@@ -82,13 +82,13 @@ class DiagnosticsHook(Hook):
         if runner.iter == 0:
             path.unlink(missing_ok=True)  # of a run that ended before its first checkpoint
         # The pipeline that reads an image may draw random numbers.
-        state = _rng_state()
+        state = rng_state()
         loader = runner.val_dataloader
         indices = probe_indices(loader.dataset, self.images)
         for start in range(0, len(indices), _CHUNK):
             samples = [loader.dataset[index] for index in indices[start : start + _CHUNK]]
             self._batches.append(loader.collate_fn(samples))
-        _set_rng_state(state)
+        set_rng_state(state)
         loop = runner.train_loop
         if runner.iter == loop.epoch * len(runner.train_dataloader):
             self._measure_if_due(runner, loop.epoch)
@@ -100,9 +100,9 @@ class DiagnosticsHook(Hook):
     def _measure_if_due(self, runner, epoch: int) -> None:
         if not self._batches or (epoch % self.interval and epoch != runner.max_epochs):
             return
-        state = _rng_state()
+        state = rng_state()
         measured = diagnose(unwrap(runner.model), self._batches)
-        _set_rng_state(state)
+        set_rng_state(state)
         images = sum(len(batch["data_samples"]) for batch in self._batches)
         append_line(
             Path(runner.work_dir) / FILE,
