@@ -62,7 +62,7 @@ def test_options_reach_into_lists_and_every_loader(config):
 
 def test_compilation_of_a_backbone_that_is_not_ours_is_refused(config):
     assert load_config(config, compile=True).model.backbone.compile
-    with pytest.raises(InputError, match="--compile needs a TimmClassificationBackbone, but .*"):
+    with pytest.raises(InputError, match="--compile needs a TimmClassificationBackbone"):
         load_config(config, {"model.backbone.type": "VisionTransformer"}, compile=True)
 
 
