@@ -24,6 +24,7 @@ lint: $(READY) ## style, types, import contract, and tables against their record
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(BIN)/python ablations/render.py --check
+	$(BIN)/python ablations/tables.py --check
 
 # timm's wheel leaves its tests out, its source distribution has them.
 timm-tests: $(READY) ## timm's own model tests on all six models: half an hour on two cores
