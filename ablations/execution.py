@@ -19,7 +19,7 @@ from runs import Run, collect, error_line, is_finished, shown
 from tqdm import tqdm
 
 TRAIN = Path(__file__).resolve().parents[1] / "tools" / "train.py"
-LOOK = 0.2  # seconds between two looks at the processes
+LOOK = 0.5  # seconds between two looks at the processes
 PATIENCE = 30  # seconds that an interrupted training has to end
 
 

@@ -40,7 +40,7 @@ def draw_results(question: Question, records: Sequence[Record], path: Path) -> N
         style = {"color": f"C{index}", "label": _label(variant, own, records)}
         values = [record["final"]["top1"] for record in finished(own)]
         if values:
-            deviation = stdev(values) if len(values) > 1 else 0.0
+            deviation = stdev(values) if len(values) > 1 else None
             top1.errorbar(index, mean(values), deviation, fmt="o", capsize=4, **style)
             top1.plot([index] * len(values), values, "_", color="0.4")
             _band(loss, finished(own), "loss", "iteration", "loss", style)
@@ -109,7 +109,9 @@ def draw_diagnostics(question: Question, records: Sequence[Record], path: Path) 
         panels[-1, column].set_xlabel("epoch")
         for row, name in enumerate(names):
             axes = panels[row, column]
-            axes.set_yscale(_scale(name, rows.values()))
+            scale = _scale(name, rows.values())
+            # Behind a head of zeros nothing has a gradient at the start.
+            axes.set_yscale(scale, **({"nonpositive": "mask"} if scale == "log" else {}))
             if column == 0:
                 axes.set_ylabel(FIGURES[name][0])
             for (block, part), values in lines.get(name, {}).items():
