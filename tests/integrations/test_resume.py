@@ -1,5 +1,6 @@
 """A run that is killed goes on as if it had not been."""
 
+import json
 import math
 import re
 import resource
@@ -103,6 +104,12 @@ def test_a_run_that_was_killed_in_its_last_validation_is_finished(train, run):
     assert losses(run)[1] == {**before, 3: losses(run)[1][3]}
     assert all((run / name).is_file() for name in ("model.safetensors", "curves.png"))
     assert (run / "record.json").read_text() == record  # nothing was trained
+    (run / "record.json").unlink()  # it was killed before it could write this
+    train(run, "--resume", *OPTIONS)
+    again = json.loads((run / "record.json").read_text())
+    assert again["resumed_at_iteration"] == again["iterations"] == 18
+    for key in ("loss_first", "loss_last_20_mean", "accuracy/top1"):
+        assert again[key] == json.loads(record)[key]
 
 
 def test_a_full_disk_stops_the_run_and_leaves_the_previous_checkpoint(train, tmp_path):

@@ -91,7 +91,8 @@ class RecordHook(Hook):
     @master_only
     def after_train(self, runner) -> None:
         """Write the record."""
-        if runner.iter == self._first:
+        path = Path(runner.work_dir) / "record.json"
+        if runner.iter == self._first and path.is_file():
             return  # nothing was trained; the record of the run that did stays
         seconds = time.monotonic() - self._start
         loader, steps = runner.train_dataloader, runner.optim_wrapper._accumulative_counts
@@ -122,7 +123,7 @@ class RecordHook(Hook):
                 if name.startswith("val/accuracy")
             },
         }
-        write_record(Path(runner.work_dir) / "record.json", record)
+        write_record(path, record)
 
 
 def _peak_bytes() -> int:
