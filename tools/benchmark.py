@@ -186,7 +186,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--out",
         type=Path,
         metavar="FILE",
-        help="default: speed_MODEL_DEVICE.json in ablations/results",
+        help="default: speed_MODEL_DEVICE.json in ablations/results, or in work_dirs with --quick, "
+        "--eager, --depth or --img-size",
     )
     add("--resume", action="store_true", help="keep the groups that FILE has")
     add("--eager", action="store_true", help="nothing compiled: no C++ compiler, and no ratios")
@@ -214,7 +215,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.batch_sizes = args.batch_sizes or [batch_size]
     if args.out is None:
         name = f"speed_{args.model}_{re.sub('[^a-z0-9]+', '_', kind.lower())}"
-        folder = ROOT / "work_dirs" if args.quick else ROOT / "ablations" / "results"
+        # What is committed and rendered are whole models at their own size, compiled too.
+        special = args.quick or args.eager or args.depth or args.img_size != 224
+        folder = ROOT / "work_dirs" if special else ROOT / "ablations" / "results"
         args.out = folder / (f"{name}_quick.json" if args.quick else f"{name}.json")
     return args
 

@@ -47,3 +47,9 @@ def test_keeps_bfloat16_and_sums_in_float32(affine):
 def test_unknown_switch_lists_the_known():
     with pytest.raises(ValueError, match=r"'weight'; choose one of none, bias, weight\+bias"):
         BlockLayerNorm(48, "weight")
+
+
+@pytest.mark.parametrize("affine", BlockLayerNorm.AFFINE)
+def test_tokens_of_another_width_are_refused(affine):
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        BlockLayerNorm(8, affine)(torch.randn(3, 9))

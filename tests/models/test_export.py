@@ -49,6 +49,15 @@ def test_torchscript(small, theta):
         torch.testing.assert_close(script(x), model(x))
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference", "fused"])
+def test_jit_trace_is_saved_whatever_the_backend(small, backend, tmp_path):
+    model, x = small(depth=1), images()
+    expected = model(x)
+    model.set_backend(backend)
+    torch.jit.save(torch.jit.trace(model, x), tmp_path / "model.pt")
+    torch.testing.assert_close(torch.jit.load(tmp_path / "model.pt")(x), expected)
+
+
 @needs_fx
 @pytest.mark.parametrize("theta", THETAS)
 def test_fx_trace_keeps_pattention_whole(small, theta):

@@ -19,7 +19,7 @@ def inputs(dtype=torch.float32, shape=(2, 197, 768)):
 @pytest.mark.parametrize("backend", ["reference", "fused"])
 def test_agrees_with_float64(backend):
     x, upstream = inputs()
-    out = layer_norm(x, backend=backend)
+    out = layer_norm(x, x.shape[-1], backend=backend)
     (grad,) = torch.autograd.grad(out, x, upstream)
     for actual, expected in zip((out, grad), exact(x, upstream), strict=True):
         assert (actual.double() - expected).norm() <= 1e-6 * expected.norm()
@@ -28,11 +28,11 @@ def test_agrees_with_float64(backend):
 @pytest.mark.parametrize("eps", [1e-6, 0.5])
 def test_gradients_and_their_gradients(eps):
     x = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: layer_norm(x, eps), x)
-    assert torch.autograd.gradgradcheck(lambda x: layer_norm(x, eps), x)
+    assert torch.autograd.gradcheck(lambda x: layer_norm(x, 7, eps), x)
+    assert torch.autograd.gradgradcheck(lambda x: layer_norm(x, 7, eps), x)
 
     def thrice(x):
-        (first,) = torch.autograd.grad(layer_norm(x, eps).pow(3).sum(), x, create_graph=True)
+        (first,) = torch.autograd.grad(layer_norm(x, 7, eps).pow(3).sum(), x, create_graph=True)
         (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
         return second
 
@@ -46,7 +46,7 @@ def test_low_precision_error_is_at_most_twice_that_of_plain_pytorch(dtype):
     expected = exact(x, upstream)
     errors = {}
     for backend in ("reference", "fused"):
-        out = layer_norm(x, backend=backend)
+        out = layer_norm(x, x.shape[-1], backend=backend)
         assert out.dtype == dtype
         (grad,) = torch.autograd.grad(out, x, upstream)
         assert grad.dtype == dtype
@@ -63,7 +63,7 @@ def test_keeps_only_the_input_of_the_product_behind_it():
         torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t),
         torch.autocast("cpu", torch.bfloat16),
     ):
-        out = layer_norm(x)
+        out = layer_norm(x, 768)
         F.linear(out, torch.randn(8, 768, dtype=torch.bfloat16, requires_grad=True))
     assert out.dtype == torch.bfloat16
     assert {t.data_ptr() for t in kept if t.numel() == x.numel()} == {out.data_ptr()}
@@ -73,7 +73,7 @@ def test_keeps_only_the_input_of_the_product_behind_it():
 
 def test_constant_rows_are_finite():
     x = torch.full((2, 8), 3.0, requires_grad=True)
-    layer_norm(x).square().sum().backward()
+    layer_norm(x, 8).square().sum().backward()
     assert x.grad.isfinite().all()
 
 
@@ -81,7 +81,15 @@ def test_gradients_of_single_samples():
     x = torch.randn(3, 5, 8, dtype=torch.float64)
 
     def loss(x):
-        return layer_norm(x).pow(3).sum()
+        return layer_norm(x, 8).pow(3).sum()
 
     single = torch.stack([torch.func.grad(loss)(sample) for sample in x])
     torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(x), single)
+
+
+@pytest.mark.parametrize("backend", ["reference", "fused"])
+def test_refuses_what_is_no_token_of_its_width(backend):
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        layer_norm(torch.randn(3, 9), 8, backend=backend)
+    with pytest.raises((TypeError, NotImplementedError)):
+        layer_norm(torch.ones(3, 8, dtype=torch.long), 8, backend=backend)

@@ -253,6 +253,16 @@ def test_backend(device, compiled):
 
 
 @on_each_device
+def test_backward_may_run_under_autocast(device):
+    shapes = ((9, 48), (100, 48), (100, 40))
+    operands = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
+    out = pattention(*operands, "gelu_l2", torch.tensor(7.0, device=device), backend="triton")
+    with torch.autocast(device, torch.bfloat16):
+        grads = torch.autograd.grad(out.sum(), operands)
+    assert all(grad.dtype == torch.float32 and grad.isfinite().all() for grad in grads)
+
+
+@on_each_device
 @pytest.mark.parametrize(
     ("change", "message"),
     [

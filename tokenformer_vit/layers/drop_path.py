@@ -4,12 +4,17 @@ import timm.layers
 import torch
 from torch import Tensor
 
+from tokenformer_vit.errors import InputError
+
 
 class DropPath(timm.layers.DropPath):
     """timm's DropPath, for (B, N, C) tokens, with a rate that torch.compile takes as an input.
 
     Args:
         drop_prob: Probability with which a sample's path is dropped, in [0, 1).
+
+    Raises:
+        InputError: If it is not in that range.
 
     Shape:
         (B, N, C) -> (B, N, C); while training, each sample is either zero or divided by
@@ -23,6 +28,11 @@ class DropPath(timm.layers.DropPath):
     Source:
         Deep Networks with Stochastic Depth, arXiv:1603.09382.
     """
+
+    def __init__(self, drop_prob: float) -> None:
+        if not 0 <= drop_prob < 1:
+            raise InputError(f"the drop path rate must be in [0, 1), but it is {drop_prob}")
+        super().__init__(drop_prob)
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop whole samples of (B, N, C) tokens."""

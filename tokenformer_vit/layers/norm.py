@@ -64,7 +64,7 @@ class BlockLayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise (..., C) tokens."""
         if self.affine == "none":
-            return layer_norm(input, self.eps, self.backend)
+            return layer_norm(input, self.normalized_shape[0], self.eps, self.backend)
         return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:

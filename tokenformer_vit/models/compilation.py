@@ -26,6 +26,10 @@ def compile_blocks(model: nn.Module, **kwargs: Any) -> None:
 
     Raises:
         InputError: If the model has no blocks.
+
+    Note:
+        For the whole process, torch.compile's limit of versions is raised from 8 to 64, and its
+        ``optimize_ddp`` is switched off.
     """
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.Module):
@@ -36,8 +40,9 @@ def compile_blocks(model: nn.Module, **kwargs: Any) -> None:
     config: Any = torch._dynamo.config
     limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
     setattr(config, limit, max(getattr(config, limit), _MOST_VERSIONS))
-    # DistributedDataParallel overlaps its communication block by block anyway, and its optimizer
-    # for larger graphs refuses those with an autograd function in them.
+    # DistributedDataParallel overlaps its communication block by block anyway. What it does to
+    # graphs is meant for whole models, and refuses graphs that hold others, as autograd functions'
+    # may.
     config.optimize_ddp = False
     for block in blocks.children():
         block.compile(**kwargs)

@@ -5,7 +5,7 @@ it is left at ``auto`` the environment variable ``PATTENTION_BACKEND`` does, rea
 is imported.
 
 ========= ==============================================================================
-reference plain PyTorch, the ground truth; what TorchScript and tracing always get
+reference plain PyTorch, the ground truth; TorchScript and ``torch.jit.trace`` always get it
 fused     hand-written gradients that keep less; ``auto`` means this one
 triton    as fused, with ``gelu_l2`` in Triton kernels where τ is not learned; NVIDIA GPUs
           only, never by itself
@@ -41,7 +41,7 @@ _DEFAULT = os.environ.get(_ENVIRONMENT) or "auto"
 
 
 def check_backend(backend: str) -> str:
-    """Return the name of a backend if there is such a backend, and it is not overruled by a typo.
+    """Return the name of a backend if there is such a backend; check the environment's, too.
 
     Args:
         backend: One of ``BACKENDS``.
@@ -60,12 +60,11 @@ def check_backend(backend: str) -> str:
 
 def _choose(backend: str) -> str:
     check_backend(backend)
+    if torch.jit.is_tracing():
+        return "reference"  # a trace keeps an autograd function as a call that it cannot save
     if backend == "auto":
         backend = _DEFAULT
-    if backend == "auto":
-        # A trace would keep a call of Python that it cannot save.
-        backend = "reference" if torch.jit.is_tracing() else "fused"
-    return backend
+    return "fused" if backend == "auto" else backend
 
 
 def _pattention(
@@ -82,10 +81,10 @@ def _pattention(
     return pattention_fused(x, keys, values, theta, tau, eps, KERNELS)
 
 
-def _layer_norm(x: Tensor, eps: float, backend: str) -> Tensor:
+def _layer_norm(x: Tensor, num_channels: int, eps: float, backend: str) -> Tensor:
     if _choose(backend) == "reference":
-        return layer_norm_reference(x, eps)
-    return layer_norm_fused(x, eps)
+        return layer_norm_reference(x, num_channels, eps)
+    return layer_norm_fused(x, num_channels, eps)
 
 
 def pattention(
@@ -127,11 +126,12 @@ def pattention(
         return _pattention(x, key_param_tokens, value_param_tokens, theta, tau, eps, backend)
 
 
-def layer_norm(x: Tensor, eps: float = 1e-6, backend: str = "auto") -> Tensor:
+def layer_norm(x: Tensor, num_channels: int, eps: float = 1e-6, backend: str = "auto") -> Tensor:
     """Normalise tokens over their last axis, without learnable parameters.
 
     Args:
         x: (..., C) tokens.
+        num_channels: C.
         eps: Added to the variance.
         backend: As for :func:`pattention`; ``triton`` is ``fused`` here.
 
@@ -141,11 +141,13 @@ def layer_norm(x: Tensor, eps: float = 1e-6, backend: str = "auto") -> Tensor:
 
     Raises:
         ValueError: If the backend is unknown.
+        RuntimeError: If the last axis is not of size C.
 
     Note:
-        Mean and variance are accumulated in float32; float64 inputs stay float64.
+        Mean and variance are accumulated in float32; float64 inputs stay float64. ``fused`` keeps
+        its output for the backward, so that it must not be changed in place.
     """
     if torch.jit.is_scripting():
-        return layer_norm_reference(x, eps)
+        return layer_norm_reference(x, num_channels, eps)
     else:
-        return _layer_norm(x, eps, backend)
+        return _layer_norm(x, num_channels, eps, backend)

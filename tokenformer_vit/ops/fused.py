@@ -17,7 +17,7 @@ from .precision import accumulation_dtype, product_dtype
 
 
 class _Forward(Protocol):
-    """(scores, tau, eps) -> (..., P) weights, and the tensors to keep for the backward."""
+    """(scores, tau, eps) -> (..., P) weights, and what to keep for the backward, scores first."""
 
     def __call__(
         self, scores: Tensor, tau: Tensor, eps: float
@@ -37,7 +37,7 @@ class _Backward(Protocol):
 
 
 class _Elasticity(Protocol):
-    """(kept tensors, eps) -> by how many per cent a row's factor grows if τ grows by one."""
+    """(kept tensors, eps) -> by how many per cent a row's factor grows when τ grows by one."""
 
     def __call__(self, kept: tuple[Tensor, ...], eps: float) -> Tensor | float: ...
 
@@ -64,18 +64,27 @@ def _gelu_backward(grad: Tensor, z: Tensor, approximate: str = "none") -> Tensor
 
 
 def _softmax_forward(scores: Tensor, tau: Tensor, eps: float) -> tuple[Tensor, tuple[Tensor, ...]]:
-    weights = tau * torch.softmax(scores, dim=-1, dtype=accumulation_dtype(scores))
-    weights = weights.to(scores.dtype)
-    return weights, (weights,)
+    a = scores.to(accumulation_dtype(scores))
+    peak = a.amax(dim=-1, keepdim=True)
+    exponential = (a - peak).exp()
+    share = exponential.sum(dim=-1, keepdim=True).reciprocal()
+    # Not the one number ln ‖exp(a)‖₁: in float32 that of large scores is off by more than they are.
+    return (exponential * (tau * share)).to(scores.dtype), (
+        scores,
+        torch.cat((peak, share), dim=-1),
+    )
 
 
 def _softmax_backward(
     kept: tuple[Tensor, ...], tau: Tensor, grad_weights: Tensor
 ) -> tuple[Tensor, ...]:
-    (weights,) = kept
-    w = weights.to(accumulation_dtype(weights))
-    dot = (grad_weights * w).sum(dim=-1, keepdim=True)
-    return weights, (w * (grad_weights - dot / tau)).to(weights.dtype), dot
+    scores, row = kept
+    peak, share = row.split(1, dim=-1)
+    # Multiplied the other way round than in the forward, as in gelu_l2 and for the same reason.
+    p = share * (scores - peak).exp()
+    dot = (grad_weights * p).sum(dim=-1, keepdim=True)
+    grad_scores = tau * p * (grad_weights - dot)
+    return (tau * p).to(scores.dtype), grad_scores.to(scores.dtype), tau * dot
 
 
 def _gelu_l1_forward(scores: Tensor, tau: Tensor, eps: float) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -163,7 +172,8 @@ PLAIN = {
 """Every variant in plain PyTorch, which torch.compile fuses."""
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def flat(tensor: Tensor) -> Tensor:
+    """View (..., C) as (R, C), or copy where that takes it."""
     return tensor.reshape(-1, tensor.shape[-1])
 
 
@@ -204,13 +214,16 @@ class _Pattention(torch.autograd.Function):
             kept = theta.forward(F.linear(x, keys), tau, ctx.eps)[1]
         x_needed, keys_needed, values_needed, tau_needed = ctx.needs_input_grad[:4]
         grad_x = grad_keys = grad_values = grad_tau = None
-        weights, grad_scores, *dot = theta.backward(kept, tau, F.linear(grad, values))
+        if x_needed or keys_needed or tau_needed:
+            weights, grad_scores, *dot = theta.backward(kept, tau, F.linear(grad, values))
+        else:
+            weights, _ = theta.forward(kept[0], tau, ctx.eps)
         if x_needed:
             grad_x = grad_scores @ keys  # (..., C_in)
         if keys_needed:
-            grad_keys = _rows(grad_scores).t() @ _rows(x)  # (P, C_in)
+            grad_keys = flat(grad_scores).t() @ flat(x)  # (P, C_in)
         if values_needed:
-            grad_values = _rows(weights).t() @ _rows(grad)  # (P, C_out)
+            grad_values = flat(weights).t() @ flat(grad)  # (P, C_out)
         if tau_needed:
             grad_tau = ((dot[0] * theta.elasticity(kept, ctx.eps)).sum() / tau).to(tau.dtype)
         return grad_x, grad_keys, grad_values, grad_tau, None, None, None

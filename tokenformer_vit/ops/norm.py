@@ -9,9 +9,9 @@ from torch import Tensor
 from .precision import accumulation_dtype, product_dtype
 
 
-def layer_norm_reference(x: Tensor, eps: float) -> Tensor:
+def layer_norm_reference(x: Tensor, num_channels: int, eps: float) -> Tensor:
     """Normalise (..., C) tokens over their last axis by PyTorch's own LayerNorm."""
-    return F.layer_norm(x, x.shape[-1:], None, None, eps)
+    return F.layer_norm(x, [num_channels], None, None, eps)
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -20,10 +20,12 @@ class _LayerNorm(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        x: Tensor, num_channels: int, eps: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         # On a CPU 1/σ would otherwise come in the precision of x.
         x = x.to(accumulation_dtype(x))
-        y, _, rstd = torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
+        y, _, rstd = torch.native_layer_norm(x, [num_channels], None, None, eps)
         return y.to(dtype), rstd
 
     @staticmethod
@@ -35,9 +37,9 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: Any, grad: Tensor | None, grad_rstd: Tensor | None
-    ) -> tuple[Tensor | None, None, None]:
+    ) -> tuple[Tensor | None, None, None, None]:
         if grad is None and grad_rstd is None:
-            return None, None, None
+            return None, None, None, None
         y, rstd = ctx.saved_tensors
         if grad is None:
             grad = torch.zeros_like(y)
@@ -47,14 +49,15 @@ class _LayerNorm(torch.autograd.Function):
         if grad_rstd is not None:
             # Only where a gradient is differentiated once more: 1/σ took part in the first.
             grad_x = grad_x - grad_rstd * rstd.square() * y / y.shape[-1]
-        return grad_x.to(ctx.dtype), None, None
+        return grad_x.to(ctx.dtype), None, None, None
 
 
-def layer_norm_fused(x: Tensor, eps: float) -> Tensor:
+def layer_norm_fused(x: Tensor, num_channels: int, eps: float) -> Tensor:
     """Normalise (..., C) tokens over their last axis, keeping only the output for the backward.
 
     Args:
         x: (..., C) tokens.
+        num_channels: C.
         eps: Added to the variance.
 
     Returns:
@@ -66,4 +69,6 @@ def layer_norm_fused(x: Tensor, eps: float) -> Tensor:
         Mean and variance are accumulated in float32 (float64 for float64). The gradient is
         differentiable in turn.
     """
-    return _LayerNorm.apply(x, eps, product_dtype(x))[0]
+    if not x.is_floating_point():
+        raise TypeError(f"LayerNorm takes floating-point tokens, not {x.dtype}")
+    return _LayerNorm.apply(x, num_channels, eps, product_dtype(x))[0]

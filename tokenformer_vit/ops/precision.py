@@ -12,7 +12,9 @@ def accumulation_dtype(tensor: Tensor) -> torch.dtype:
 def product_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype to which autocast, where it is on, would cast ``tensor`` for a product."""
     device = tensor.device.type
+    if tensor.dtype == torch.float64 or not tensor.is_floating_point():
+        return tensor.dtype
     # PyTorch raises for devices that have no autocast, of which only meta runs models.
-    if tensor.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return tensor.dtype
     return torch.get_autocast_dtype(device)

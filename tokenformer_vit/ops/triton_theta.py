@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 
-from .fused import PLAIN, Theta
+from .fused import PLAIN, Theta, flat
 
 try:
     import triton
@@ -363,12 +363,8 @@ def gelu_l2_backward(
     return _backward(scores, factor, tau, grad), grad
 
 
-def _rows_of(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])
-
-
 def _theta_forward(scores: Tensor, tau: Tensor, eps: float) -> tuple[Tensor, tuple[Tensor, ...]]:
-    weights, factor = gelu_l2_forward(_rows_of(scores), tau, eps)
+    weights, factor = gelu_l2_forward(flat(scores), tau, eps)
     return weights.view(scores.shape), (scores, factor)
 
 
@@ -376,7 +372,9 @@ def _theta_backward(
     kept: tuple[Tensor, ...], tau: Tensor, grad_weights: Tensor
 ) -> tuple[Tensor, Tensor]:
     scores, factor = kept
-    both = gelu_l2_backward(_rows_of(scores), factor, tau, _rows_of(grad_weights))
+    # Under autocast a backward hands over what was computed in its precision.
+    grad = flat(grad_weights).to(scores.dtype)
+    both = gelu_l2_backward(flat(scores), factor, tau, grad)
     weights, grad_scores = (tensor.view(scores.shape) for tensor in both)
     return weights, grad_scores
 
