@@ -213,11 +213,12 @@ class _Pattention(torch.autograd.Function):
             theta = PLAIN[ctx.name]
             kept = theta.forward(F.linear(x, keys), tau, ctx.eps)[1]
         x_needed, keys_needed, values_needed, tau_needed = ctx.needs_input_grad[:4]
-        grad_x = grad_keys = grad_values = grad_tau = None
-        if x_needed or keys_needed or tau_needed:
-            weights, grad_scores, *dot = theta.backward(kept, tau, F.linear(grad, values))
-        else:
+        if not (x_needed or keys_needed or tau_needed):
             weights, _ = theta.forward(kept[0], tau, ctx.eps)
+            return None, None, flat(weights).t() @ flat(grad), None, None, None, None
+
+        grad_x = grad_keys = grad_values = grad_tau = None
+        weights, grad_scores, *dot = theta.backward(kept, tau, F.linear(grad, values))
         if x_needed:
             grad_x = grad_scores @ keys  # (..., C_in)
         if keys_needed:
