@@ -67,12 +67,14 @@ def start(run: Run, slot: int, args: argparse.Namespace) -> Started | None:
 
 
 def _environment(slot: int, args: argparse.Namespace) -> dict[str, str]:
-    """Deal the GPUs out to the jobs."""
+    """Deal the GPUs out to the jobs, as many to each as it has processes."""
     environment = dict(os.environ)
-    if args.jobs > 1 and not args.nproc_per_node and (count := torch.cuda.device_count()) > 1:
+    if args.jobs > 1 and (count := torch.cuda.device_count()) > 1:
         visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
         devices = visible if len(visible) == count else [str(device) for device in range(count)]
-        environment["CUDA_VISIBLE_DEVICES"] = devices[slot % count]
+        each = min(args.nproc_per_node or 1, count)
+        first = slot % (count // each) * each
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices[first : first + each])
     return environment
 
 
@@ -136,6 +138,8 @@ def _end(started: Started) -> str:
     run, status = started.run, started.process.returncode
     if status == 0 and is_finished(run):
         record = collect(run)
+        if "failed" in record:
+            return f"{run.name} failed: {record['failed']}"
         return f"{run.name}: top-1 {record['final']['top1']:.2f} %"
     with started.log.open("rb") as file:
         file.seek(started.begin)

@@ -95,6 +95,8 @@ def draw_diagnostics(question: Question, records: Sequence[Record], path: Path) 
     """
     rows = {}
     for variant, own in at_best_lr(question, records).items():
+        # Those of a failed run are drawn only where there are no others.
+        own = finished(own) or own
         measured = [record["diagnostics"] for record in own if "diagnostics" in record]
         if measured:
             rows[variant] = _mean_diagnostics(measured)

@@ -9,6 +9,7 @@ settings.
 import argparse
 import ast
 import copy
+import hashlib
 import inspect
 import json
 import math
@@ -186,7 +187,12 @@ def _run(
     hooks = [hook for hook in cfg.get("custom_hooks") or () if hook["type"] != "DiagnosticsHook"]
     cfg["custom_hooks"] = [*hooks, {"type": "DiagnosticsHook", "interval": interval}]
     settings = difference(base, cfg)
-    about = {**about, "lr": cfg["optim_wrapper"]["optimizer"]["lr"], "settings": settings}
+    about = {
+        **about,
+        "lr": cfg["optim_wrapper"]["optimizer"]["lr"],
+        "base": digest(base),
+        "settings": settings,
+    }
     stem = f"{about['question']}_{Path(args.config).stem}"
     return Run(
         name=name,
@@ -200,6 +206,12 @@ def _run(
         ),
         out=Path(args.out) if args.out else ROOT / "ablations" / "results" / stem,
     )
+
+
+def digest(config: Mapping[str, Any]) -> str:
+    """Return a short name of a config's content, since its file may change."""
+    text = json.dumps(config, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _build(cfg: Mapping[str, Any]) -> Any:
@@ -267,9 +279,12 @@ def prepare(run: Run) -> None:
         tree = ast.parse(run.config.read_text())
         there = {node.targets[0].id: ast.literal_eval(node.value) for node in tree.body}
         del there["_base_"]  # the folder may have been moved
-        _check_same(run, there, run.config, "--work-dir")
+        text = run.config.read_text()
+        there["base"] = (re.findall(r"^# Its base: (\w+)$", text, re.MULTILINE) or [None])[0]
+        _check_same(there, {**run.settings, "base": run.about["base"]}, run.config, "--work-dir")
     lines = [
         f"# {run.name} of ablations/{run.about['question']}.py: what differs from its base.",
+        f"# Its base: {run.about['base']}",
         f"_base_ = {str(run.base)!r}",
         *(
             f"{key} = {pformat(value, width=90, sort_dicts=False)}"
@@ -280,8 +295,10 @@ def prepare(run: Run) -> None:
     write_whole(run.config, "\n".join([*lines, ""]).encode())
 
 
-def _check_same(run: Run, there: Mapping[str, Any], path: Path, option: str) -> None:
-    differing = dict(_differing(_plain(there), _plain(run.settings)))
+def _check_same(
+    there: Mapping[str, Any], wanted: Mapping[str, Any], path: Path, option: str
+) -> None:
+    differing = dict(_differing(_plain(there), _plain(wanted)))
     if differing:
         key, (old, new) = next(iter(differing.items()))
         raise InputError(
@@ -313,14 +330,20 @@ def read_record(run: Run) -> dict[str, Any] | None:
     if not run.record.is_file():
         return None
     record = json.loads(run.record.read_text())
-    _check_same(run, record["settings"], run.record, "--out and --work-dir")
+    keys = ("settings", "question", "variant", "base")
+    there, wanted = ({key: each[key] for key in keys} for each in (record, run.about))
+    _check_same(there, wanted, run.record, "--out and --work-dir")
     return record
 
 
-def adopt(run: Run) -> str | None:
+def adopt(run: Run, processes: int) -> str | None:
     """Take over the record of the same training from another question.
 
     The config's own model is a variant of every question.
+
+    Args:
+        run: The run.
+        processes: On how many it would be trained.
 
     Returns:
         The record it was, if there is one.
@@ -328,7 +351,10 @@ def adopt(run: Run) -> str | None:
     stem = run.base.stem
     for path in sorted(run.out.parent.glob(f"*_{stem}/*.json")):
         record = json.loads(path.read_text())
-        same = all(record.get(key) == _plain(run.about[key]) for key in ("config", "settings"))
+        wanted = {key: run.about[key] for key in ("config", "base", "settings")}
+        # By other code, or on another number of processes, it would not be the same.
+        wanted |= {"commit": environment()["commit"], "processes": processes}
+        same = all(record.get(key) == value for key, value in _plain(wanted).items())
         if same and "failed" not in record:
             source = f"{path.parent.name}/{path.name}"
             _write(run, {**record, **run.about, "taken_from": source})
@@ -369,6 +395,8 @@ def collect(run: Run, failed: str | None = None) -> dict[str, Any]:
         },
         **_diagnostics(run.folder / "diagnostics.jsonl"),
     }
+    if failed is None and "final" not in record:
+        record["failed"] = "its log has no validation accuracy (accuracy/top1)"
     _write(run, record)
     return record
 
@@ -402,6 +430,8 @@ def _diagnostics(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}  # of a model without Pattention, or a run that failed before it was measured
     measured = {line["epoch"]: line["layers"] for line in read_diagnostics(path).values()}
+    if not measured:
+        return {}  # it was killed at the first line
     first, last = measured[min(measured)], measured[max(measured)]
     layers, names = list(last), list(next(iter(last.values())))
     if all(first[layer]["tau"] == last[layer]["tau"] for layer in layers):

@@ -11,7 +11,8 @@ A record, ``OUT/<variant>_seed<k>.json``, holds that of the training (``record.j
     config, seed, lr
     parameters
     options               what the variant changes of the config
-    settings              all that the run differs in from the config
+    base                  the config's content, as a short digest
+    settings              all that the run differs in from it
     command               of the sweep; training_command is that of the run
     taken_from            the record of another question, which trained the same before
     failed                the error, where the training came to no end
@@ -53,12 +54,14 @@ def sweep(question: Question, argv: Sequence[str] | None = None) -> None:
     waiting = []
     for run in planned:
         record = runs.read_record(run)
-        if record is not None and not ("failed" in record and args.retry_failed):
+        if record is not None and "failed" not in record:
             continue
-        if runs.is_finished(run):
+        if runs.is_finished(run):  # one that had failed, too, may be by now
             runs.prepare(run)  # sees that it is of these settings
             runs.collect(run)
-        elif source := runs.adopt(run):
+        elif record is not None and not args.retry_failed:
+            continue
+        elif source := runs.adopt(run, args.nproc_per_node or 1):
             print(f"{run.name}: the same as {source}", file=sys.stderr)
         else:
             waiting.append(run)
@@ -76,9 +79,11 @@ def sweep(question: Question, argv: Sequence[str] | None = None) -> None:
     print(
         f"{finished} of {len(planned)} runs are recorded in {runs.shown(planned[0].out)}"
         + (f", and failed: {', '.join(failed)} (--retry-failed tries again)" if failed else "")
-        + "; `python ablations/tables.py` renders them",
+        + ("" if args.out else "; `python ablations/tables.py` renders them"),
         file=sys.stderr,
     )
+    if failed or not (args.print_commands or all(records.values())):
+        sys.exit(1)
 
 
 def parse(question: Question, config: Any, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -114,7 +119,8 @@ def parse(question: Question, config: Any, argv: Sequence[str] | None) -> argpar
     parser.add_argument(
         "--print-commands",
         action="store_true",
-        help="train nothing; record the runs that are finished, print the commands of the others",
+        help="train nothing; record the runs that are finished, print the commands of the others "
+        "(those that failed among them)",
     )
     parser.add_argument("--retry-failed", action="store_true", help="try failed runs again")
     parser.add_argument(

@@ -5,6 +5,8 @@ python ablations/tables.py --check   fails if TABLES.md is not what the records 
 """
 
 import argparse
+import copy
+import itertools
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +27,11 @@ QUESTIONS: tuple[Question, ...] = tuple(
     for name in ("softmax", "layernorm", "gelu", "tau", "key_scale", "eps", "pairs")
 )
 PAPERS_CONFIG = "configs/imagenet_base.py"
+PAPERS = {"config": PAPERS_CONFIG, "epochs": 300, "images_per_step": 4096}
+PAPERS_ARGUMENTS = (
+    f"--config {PAPERS_CONFIG} --seeds 3 --nproc-per-node 8 --amp --batch-size 128 "
+    "--cfg-options optim_wrapper.accumulative_counts=4"
+)
 
 # Without these in common, runs are no comparison.
 COMMON = ("config", "epochs", "train_images", "images_per_step", "dtype")
@@ -36,9 +43,11 @@ Rendered by `python ablations/tables.py` from the records in `ablations/results/
 
 Top-1 is that of the last epoch on the validation images, mean ± standard deviation over n seeds; of
 one seed no deviation is known. Δ is the step from the row above, seed by seed: runs of one seed
-share the order of the data, the augmentation and every weight outside the blocks. Runs that failed
-are named and count in no mean. The paper's figures are those of its base model on ImageNet-1K, of
-unstated seeds. Minutes are the mean over runs that were not interrupted.
+share the order of the data, the augmentation of each image and every weight outside the blocks; a
+ViT, whose blocks draw other random numbers, pairs other images in mixup and drops other paths.
+Runs that failed are named and count in no mean. Where several learning rates were tried, the best
+is that of the highest mean on the same validation images. The paper's figures are those of its base
+model on ImageNet-1K, of unstated seeds. Minutes are the mean over runs that were not interrupted.
 """
 HEAD = (
     "| | lr | parameters | top-1 % | paper | Δ | Δ, paper | minutes | failed |\n"
@@ -101,8 +110,9 @@ def read_groups(results: Path) -> dict[tuple[Question, str], list[Record]]:
 
 
 def _check_common(records: Mapping[Path, Record]) -> None:
-    for key in COMMON:
-        values = {str(record[key]): path for path, record in records.items() if key in record}
+    told = {path: {**record, **_shared_settings(record)} for path, record in records.items()}
+    for key in (*COMMON, "settings", "backbone"):
+        values = {str(record[key]): path for path, record in told.items() if key in record}
         if len(values) > 1:
             (one, first), (other, second) = list(values.items())[:2]
             raise InputError(
@@ -111,14 +121,40 @@ def _check_common(records: Mapping[Path, Record]) -> None:
             )
 
 
+def _shared_settings(record: Record) -> Record:
+    """Return what a run's settings should have in common with the others of its table.
+
+    That is all but seeds, learning rate and what the variant changes; of a variant that replaces
+    the whole backbone, all that is outside it.
+    """
+    settings = copy.deepcopy(record["settings"])
+    settings.get("randomness", {}).pop("seed", None)
+    settings.get("optim_wrapper", {}).get("optimizer", {}).pop("lr", None)
+    backbone = settings.get("model", {}).pop("backbone", {})
+    changed = record["options"].get("model", {}).get("backbone", {})
+    shared = {"settings": _pruned(settings)}
+    if "_delete_" not in changed:
+        kept = {key: backbone[key] for key in backbone.keys() - changed.keys() - {"stem_seed"}}
+        shared["backbone"] = dict(sorted(kept.items()))
+    return shared
+
+
+def _pruned(tree: Any) -> Any:
+    """Leave out empty dicts, and sort."""
+    if not isinstance(tree, dict):
+        return tree
+    branches = {key: _pruned(tree[key]) for key in sorted(tree)}
+    return {key: branch for key, branch in branches.items() if branch != {}}
+
+
 def render(groups: Mapping[tuple[Question, str], Sequence[Record]]) -> str:
     """Render the whole text."""
     parts = [TITLE]
     for question in QUESTIONS:
         parts.append(f"## {question.title}\n\n{question.text}\n")
         own = {folder: records for (asked, folder), records in groups.items() if asked is question}
-        if all(records[0]["config"] != PAPERS_CONFIG for records in own.values()):
-            command = f"python ablations/{question.name}.py --config {PAPERS_CONFIG} --seeds 3"
+        if not any(map(_is_papers, itertools.chain(*own.values()))):
+            command = f"python ablations/{question.name}.py {PAPERS_ARGUMENTS}"
             rows = "".join(map(_not_run, question.variants))
             parts.append(f"`{PAPERS_CONFIG}`, the paper's setting (`{command}`):\n\n{HEAD}{rows}")
         for folder, records in own.items():
@@ -130,6 +166,11 @@ def render(groups: Mapping[tuple[Question, str], Sequence[Record]]) -> str:
     return "\n".join(parts)
 
 
+def _is_papers(record: Record) -> bool:
+    """Tell whether a run had the paper's schedule and batch, not the name of its config alone."""
+    return all(record.get(key) == value for key, value in PAPERS.items())
+
+
 def _heading(folder: str, records: Sequence[Record]) -> str:
     """Say of what the runs of a table are."""
 
@@ -137,7 +178,8 @@ def _heading(folder: str, records: Sequence[Record]) -> str:
         values = dict.fromkeys(record[key] for record in records if key in record)
         return ", ".join(f"{value:,}" if isinstance(value, int) else value for value in values)
 
-    told = f"`{every('config')}` ([records](results/{folder})): {every('hardware')}"
+    told = f"`{every('config')}` ([records](results/{folder})), commit {every('commit')}: "
+    told += every("hardware")
     if all("failed" in record for record in records):
         return f"{told}:"
     return (
@@ -166,11 +208,17 @@ def by_variant(question: Question, records: Iterable[Record]) -> dict[Variant, l
 
 
 def best_lr(records: Iterable[Record]) -> float | None:
-    """Return the learning rate of the highest mean top-1, if any run came to its end."""
+    """Return the learning rate of the highest mean top-1, if any run came to its end.
+
+    Only rates at which the most runs came to their end are candidates: where some diverged, the
+    mean of the others is no measure.
+    """
     rates: dict[float, list[float]] = {}
     for record in finished(records):
         rates.setdefault(record["lr"], []).append(record["final"]["top1"])
-    return max(sorted(rates), key=lambda lr: mean(rates[lr]), default=None)
+    most = max(map(len, rates.values()), default=0)
+    candidates = [lr for lr in sorted(rates) if len(rates[lr]) == most]
+    return max(candidates, key=lambda lr: mean(rates[lr]), default=None)
 
 
 def at_best_lr(question: Question, records: Iterable[Record]) -> dict[Variant, list[Record]]:
@@ -258,8 +306,11 @@ class Row:
         seeds = sorted(self.by_seed.keys() & above.by_seed.keys())
         own = [self.by_seed[seed] - above.by_seed[seed] for seed in seeds]
         papers = (self.variant.paper, above.variant.paper)
+        step = _with_deviation(own, "+.2f") if own else "–"
+        if own and len(own) < max(len(self.by_seed), len(above.by_seed)):
+            step += f" (n = {len(own)})"
         return (
-            _with_deviation(own, "+.2f") if own else "–",
+            step,
             "–" if None in papers else _minus(f"{papers[0] - papers[1]:+.1f}"),
         )
 

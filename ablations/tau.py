@@ -10,7 +10,8 @@ QUESTION = Question(
     title="τ",
     text=(
         "Θ multiplies by τ, the root of the number of pairs. With 1 instead the scores that reach "
-        "the GELU are small, where it is nearly linear. Learned, τ starts from √P, one number a "
+        "the GELU are small, where it is nearly linear, and the outputs of a layer start smaller, "
+        "since the values are drawn for the usual τ. Learned, τ starts from √P, one number a "
         "layer. The paper reports no comparison."
     ),
     variants=(

@@ -54,7 +54,7 @@ lines += [{"accuracy/top1": 80.0, "accuracy/top5": 99.0, "step": 1}]
 lines += [{"accuracy/top1": 75.5, "accuracy/top5": 98.0, "step": 2}]
 (logs / "scalars.json").write_text("\\n".join(map(json.dumps, lines)))
 record = {"command": "python train.py", "commit": "abc", "epochs": 2, "seconds": 60.0, "seed": 0}
-record |= {"accuracy/top1": 75.5, "resumed_at_iteration": 0}
+record |= {"accuracy/top1": 75.5, "resumed_at_iteration": 0, "processes": 1}
 (folder / "record.json").write_text(json.dumps(record))
 """
 
@@ -163,7 +163,8 @@ def test_a_failed_run_is_recorded_and_left_alone(tmp_path, words, trainer, monke
     monkeypatch.setenv("FAIL", "gelu_l1_seed0")
     monkeypatch.setenv("KILL", "gelu_l1_seed1")
     words += ["--variants", "gelu_l1", "gelu_l2", "--seeds", "2"]
-    sweep(SOFTMAX, words)
+    with pytest.raises(SystemExit, match="1"):
+        sweep(SOFTMAX, words)
     assert [line.split()[0] for line in trainer()] == [
         *("gelu_l1_seed0", "gelu_l1_seed1", "gelu_l2_seed0", "gelu_l2_seed1")
     ]
@@ -181,7 +182,8 @@ def test_a_failed_run_is_recorded_and_left_alone(tmp_path, words, trainer, monke
 
     monkeypatch.delenv("FAIL")
     monkeypatch.delenv("KILL")
-    sweep(SOFTMAX, words)
+    with pytest.raises(SystemExit, match="1"):
+        sweep(SOFTMAX, words)
     assert len(trainer()) == 4
     sweep(SOFTMAX, [*words, "--retry-failed"])
     assert len(trainer()) == 6
@@ -249,7 +251,10 @@ def test_another_setting_is_not_taken_for_the_same_run(words, tmp_path, trainer,
     assert len(trainer()) == 1
 
 
-def test_the_configs_own_model_is_trained_once_for_all_questions(tmp_path, words, trainer, capfd):
+def test_the_configs_own_model_is_trained_once_for_all_questions(
+    tmp_path, words, trainer, monkeypatch, capfd
+):
+    monkeypatch.setattr(runs, "environment", lambda: {"commit": "abc"})
     sweep(SOFTMAX, [*words, "--variants", "gelu_l2"])
     words[words.index("--out") + 1] = str(tmp_path / "results" / "layernorm_small")
     sweep(LAYERNORM, [*words, "--variants", "none", "bias"])
@@ -260,6 +265,31 @@ def test_the_configs_own_model_is_trained_once_for_all_questions(tmp_path, words
     assert record["taken_from"] == "softmax_small/gelu_l2_seed0.json"
 
 
+@pytest.mark.parametrize(
+    ("commit", "more"), [("def", []), ("abc", ["--nproc-per-node", "2"])], ids=["code", "processes"]
+)
+def test_what_other_code_or_more_processes_trained_is_not_taken_over(
+    tmp_path, words, trainer, monkeypatch, commit, more
+):
+    sweep(SOFTMAX, [*words, "--variants", "gelu_l2"])
+    monkeypatch.setattr(runs, "environment", lambda: {"commit": commit})
+    words[words.index("--out") + 1] = str(tmp_path / "results" / "layernorm_small")
+    args = parse(LAYERNORM, run_config, [*words, "--variants", "none", *more])
+    (run,) = runs.plan(LAYERNORM, args)
+    assert runs.adopt(run, args.nproc_per_node or 1) is None
+
+
+def test_an_edited_base_config_is_noticed(tmp_path, config, words, trainer):
+    words += ["--variants", "gelu_l2"]
+    own = tmp_path / "own.py"
+    own.write_text(config.read_text())
+    words[words.index("--config") + 1] = str(own)
+    sweep(SOFTMAX, words)
+    own.write_text(f"{own.read_text()}\nauto_scale_lr = dict(base_batch_size=7)\n")
+    with pytest.raises(InputError, match=r"other settings, such as base: .* there and .* here"):
+        sweep(SOFTMAX, words)
+
+
 def test_a_run_of_another_process_is_left_to_it(tmp_path, words, trainer, monkeypatch, capfd):
     words += ["--variants", "gelu_l2"]
     monkeypatch.setenv("SLEEP", "60")
@@ -268,7 +298,8 @@ def test_a_run_of_another_process_is_left_to_it(tmp_path, words, trainer, monkey
     runs.prepare(run)
     other = execution.start(run, 0, args)
     try:
-        sweep(SOFTMAX, words)
+        with pytest.raises(SystemExit, match="1"):
+            sweep(SOFTMAX, words)
     finally:
         execution._stop([other])
     out, err = capfd.readouterr()

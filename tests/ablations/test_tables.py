@@ -26,6 +26,13 @@ def write(root, variant, seed, top1, lr=1e-3, folder="softmax_small", **changes)
         "seed": seed,
         "lr": lr,
         "config": "configs/small.py",
+        "commit": "abc",
+        "options": {"model": {"backbone": {"theta": variant}}},
+        "settings": {
+            "randomness": {"seed": seed},
+            "model": {"backbone": {"theta": variant, "stem_seed": seed}},
+            "optim_wrapper": {"optimizer": {"lr": lr}},
+        },
         "hardware": "GPU",
         "parameters": 1_234_567,
         "loss": {"iteration": [1, 2, 3], "loss": [2.5, 2.0, None]},
@@ -75,7 +82,7 @@ def test_means_deviations_and_steps(root):
     write(root, "gelu_l2", 1, "killed by SIGKILL")
     write(root, "vit", 0, 70.0, resumed_at_iteration=5)
     text = rendered(root)
-    assert "`configs/small.py` ([records](results/softmax_small)): GPU, float32, 5,000 " in text
+    assert "([records](results/softmax_small)), commit abc: GPU, float32, 5,000 " in text
 
     _, row = cells(text, "exp + L1")
     values = np.array(list(exp.values()))
@@ -90,7 +97,7 @@ def test_means_deviations_and_steps(root):
     values = np.array(list(gelu.values()))
     assert row[3] == f"{values.mean():.2f} ± {values.std(ddof=1):.2f} (n = 3)"
     steps = np.array([gelu[seed] - exp[seed] for seed in (1, 2)])  # seed by seed
-    assert row[5:7] == [f"+{steps.mean():.2f} ± {steps.std(ddof=1):.2f}", "+2.1"]
+    assert row[5:7] == [f"+{steps.mean():.2f} ± {steps.std(ddof=1):.2f} (n = 2)", "+2.1"]
     assert "seed 0: the loss is nan \\" in "|".join(row)
     assert row[-1].endswith("x …")
 
@@ -142,7 +149,10 @@ def test_what_was_never_run_is_said(root):
         for variant in question.variants:
             assert any(row[3] == "not run" for row in cells(text, variant.label)), variant
     assert "[records]" not in text
-    write(root, "softmax", 0, 82.5, config="configs/imagenet_base.py")
+    paper = {"config": "configs/imagenet_base.py", "images_per_step": 4096}
+    write(root, "softmax", 0, 70.0, **paper, epochs=4)  # not the paper's schedule
+    assert [row[3] for row in cells(rendered(root), "exp + L1")] == ["not run", "70.00 (n = 1)"]
+    write(root, "softmax", 0, 82.5, **paper, epochs=300)
     (row,) = cells(rendered(root), "exp + L1")
     assert row[3] == "82.50 (n = 1)"
 
@@ -172,6 +182,14 @@ def test_charts_and_check(root):
     [
         ({"epochs": 3}, r"epochs is .* in .*softmax_seed0.* they cannot be compared; give"),
         ({"config": "configs/other.py"}, r"config is .* cannot be compared"),
+        (
+            {"settings": {"optim_wrapper": {"optimizer": {"weight_decay": 0.3}}}},
+            r"settings is .*weight_decay.* cannot be compared",
+        ),
+        (
+            {"settings": {"model": {"backbone": {"theta": "softmax", "drop_path_rate": 0.3}}}},
+            r"backbone is .*drop_path_rate.* cannot be compared",
+        ),
         ({"variant": "gelu_l3"}, r"is of gelu_l3, which ablations/softmax\.py does not know"),
     ],
 )

@@ -272,7 +272,7 @@ def test_a_run_is_the_same_with_and_without(config, data_root, tmp_path, plain):
 
     records = read_diagnostics(tmp_path / "diagnostics.jsonl")
     steps = [(record["iteration"], record["epoch"]) for record in records.values()]
-    assert steps == [(0, 0), (12, 2), (18, 3)]  # every second epoch, and the last
+    assert steps == [(0, 0), (6, 1), (12, 2), (18, 3)]  # every second, the first and the last
     first, *_, last = records.values()
     assert first["images"] == last["images"] == 20
     assert first["loss"] == pytest.approx(math.log(3), abs=1e-5)  # the head starts at zero
@@ -300,7 +300,7 @@ def test_a_run_is_the_same_with_and_without(config, data_root, tmp_path, plain):
     again = (tmp_path / "diagnostics.jsonl").read_text()
     assert again.startswith(text)
     lines = [json.loads(line) for line in again.splitlines()]
-    assert len(lines) == 4
+    assert len(lines) == 5
     assert lines[-1] == lines[-2]
 
 

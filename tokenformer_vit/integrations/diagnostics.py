@@ -32,9 +32,9 @@ _CHUNK = 16
 class DiagnosticsHook(Hook):
     """Measure the Pattention layers as a run goes on, into ``diagnostics.jsonl``.
 
-    Before training, after every ``interval``-th epoch and after the last, the main process sends
-    the same validation images through a copy of the model, as :func:`diagnose` says, and appends
-    one line of JSON: ``iteration`` and ``epoch`` (numbers finished), ``images``, and what
+    Before training, after the first, every ``interval``-th and the last epoch, the main process
+    sends the same validation images through a copy of the model, as :func:`diagnose` says, and
+    appends one line of JSON: ``iteration`` and ``epoch`` (numbers finished), ``images``, and what
     :func:`diagnose` returns. The training itself is left as it is, to the last bit: the copy is
     uncompiled, of float32 and in evaluation mode, and the random generators are put back.
 
@@ -98,7 +98,7 @@ class DiagnosticsHook(Hook):
         self._measure_if_due(runner, runner.epoch + 1)
 
     def _measure_if_due(self, runner, epoch: int) -> None:
-        if not self._batches or (epoch % self.interval and epoch != runner.max_epochs):
+        if not self._batches or (epoch % self.interval and epoch not in (1, runner.max_epochs)):
             return
         state = rng_state()
         measured = diagnose(unwrap(runner.model), self._batches)
@@ -198,7 +198,9 @@ def _note_rows(seen: list[Tensor], layer: Any, inputs: tuple[Tensor, ...]) -> No
     entropy = torch.special.entr(shares).sum(dim=-1) / math.log(max(layer.num_param_tokens, 2))
     centred = scores - scores.mean(dim=-1, keepdim=True)
     deviation = centred.square().mean(dim=-1, keepdim=True).sqrt()
-    kurtosis = (centred / deviation).pow(4).mean(dim=-1) - 3
+    # Of scores that are all equal, rounding may leave some deviation.
+    equal = deviation <= 1e-6 * scores.abs().amax(dim=-1, keepdim=True)
+    kurtosis = (centred / deviation.masked_fill(equal, math.nan)).pow(4).mean(dim=-1) - 3
     seen.append(torch.stack([entropy, kurtosis]))
 
 
