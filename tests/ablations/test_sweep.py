@@ -102,6 +102,8 @@ def test_from_one_end_to_the_other(tmp_path, words, capfd):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        # Where the tests run in the background, Ctrl-C is ignored, and that is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     ours, vit = (tmp_path / "work" / name for name in ("gelu_l2_seed0", "vit_seed0"))
     # In the middle of the second training somebody presses Ctrl-C.
