@@ -133,7 +133,7 @@ def _shared_settings(record: Record) -> Record:
     backbone = settings.get("model", {}).pop("backbone", {})
     changed = record["options"].get("model", {}).get("backbone", {})
     shared = {"settings": _pruned(settings)}
-    if "_delete_" not in changed:
+    if "_delete_" not in backbone:
         kept = {key: backbone[key] for key in backbone.keys() - changed.keys() - {"stem_seed"}}
         shared["backbone"] = dict(sorted(kept.items()))
     return shared

@@ -48,6 +48,10 @@ def write(root, variant, seed, top1, lr=1e-3, folder="softmax_small", **changes)
             record["diagnostics"] = {"epoch": [0, 1, 2], "layers": LAYERS} | {
                 name: [[0.1, 0.2, None, 0.4]] * 3 for name in plots.FIGURES
             }
+    if variant == "vit":
+        backbone = {"_delete_": True, "model_name": "vit_base_patch16_224", "mlp_ratio": 6.0}
+        record["options"] = {"model": {"backbone": {"mlp_ratio": 6.0}}}
+        record["settings"]["model"]["backbone"] = backbone
     path = root / "results" / folder / f"{variant}_seed{seed}_{lr}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**record, **changes}))
