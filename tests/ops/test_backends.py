@@ -350,7 +350,11 @@ def test_zero_keys_change_nothing_while_tau_is_kept(theta, backend):
 
 @pytest.mark.parametrize(
     ("theta", "dtype"),
-    [("gelu_l2", torch.float32), *((theta, torch.bfloat16) for theta in THETAS)],
+    [
+        ("gelu_l2", torch.float32),
+        # Whole models of every Θ are compiled in tests/models/test_export.py.
+        *(pytest.param(theta, torch.bfloat16, marks=pytest.mark.slow) for theta in THETAS),
+    ],
 )
 def test_compiled_code_computes_the_same(theta, dtype):
     inputs, tau = operands(37, 72, dtype), torch.tensor(default_tau(theta, 72))
