@@ -349,13 +349,16 @@ def adopt(run: Run, processes: int) -> str | None:
         The record it was, if there is one.
     """
     stem = run.base.stem
+    wanted = {key: run.about[key] for key in ("config", "base", "settings")}
+    # By other code, or on another number of processes, it would not be the same.
+    wanted = _plain({**wanted, "commit": environment()["commit"], "processes": processes})
     for path in sorted(run.out.parent.glob(f"*_{stem}/*.json")):
         record = json.loads(path.read_text())
-        wanted = {key: run.about[key] for key in ("config", "base", "settings")}
-        # By other code, or on another number of processes, it would not be the same.
-        wanted |= {"commit": environment()["commit"], "processes": processes}
-        same = all(record.get(key) == value for key, value in _plain(wanted).items())
-        if same and "failed" not in record:
+        there = {key: record.get(key, "") for key in wanted}
+        for each in (there, wanted):
+            # Records, once written, can be what makes a tree dirty.
+            each["commit"] = each["commit"].removesuffix("-dirty")
+        if there == wanted and "failed" not in record:
             source = f"{path.parent.name}/{path.name}"
             _write(run, {**record, **run.about, "taken_from": source})
             return source

@@ -256,7 +256,8 @@ def test_another_setting_is_not_taken_for_the_same_run(words, tmp_path, trainer,
 def test_the_configs_own_model_is_trained_once_for_all_questions(
     tmp_path, words, trainer, monkeypatch, capfd
 ):
-    monkeypatch.setattr(runs, "environment", lambda: {"commit": "abc"})
+    # The first sweep's records have made the tree dirty.
+    monkeypatch.setattr(runs, "environment", lambda: {"commit": "abc-dirty"})
     sweep(SOFTMAX, [*words, "--variants", "gelu_l2"])
     words[words.index("--out") + 1] = str(tmp_path / "results" / "layernorm_small")
     sweep(LAYERNORM, [*words, "--variants", "none", "bias"])

@@ -2,8 +2,8 @@
 
 Plain autograd keeps the scores in float32 several times over, once for each step of Θ. Here the
 backward is derived for Θ as a whole, so that a layer keeps its input, its scores in the precision
-they were computed in, and one float32 factor a row. README.md beside this file has the derivation
-and what it saves.
+they were computed in, and a float32 number or two a row. README.md beside this file has the
+derivation and what it saves.
 """
 
 from functools import partial
@@ -68,7 +68,8 @@ def _softmax_forward(scores: Tensor, tau: Tensor, eps: float) -> tuple[Tensor, t
     peak = a.amax(dim=-1, keepdim=True)
     exponential = (a - peak).exp()
     share = exponential.sum(dim=-1, keepdim=True).reciprocal()
-    # Not the one number ln ‖exp(a)‖₁: in float32 that of large scores is off by more than they are.
+    # Two numbers, not ln ‖exp(a)‖₁ alone: of large scores float32 would round away its last digits,
+    # and with them the share of every pair.
     return (exponential * (tau * share)).to(scores.dtype), (
         scores,
         torch.cat((peak, share), dim=-1),
