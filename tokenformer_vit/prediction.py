@@ -1,7 +1,10 @@
 """Classify image files with a timm model and a checkpoint that is read without running its code."""
 
-from collections.abc import Iterator, Sequence
+import argparse
+import sys
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -12,18 +15,77 @@ from PIL import Image
 from safetensors import SafetensorError
 from timm.data import ImageNetInfo, create_transform, resolve_model_data_config
 from timm.models import load_state_dict
+from timm.utils import ParseKwargs
 from torch import Tensor, nn
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
+from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import TokenFormerViT, checkpoint_filter_fn
 
-__all__ = ["class_names", "find_images", "load_model", "predict"]
+__all__ = [
+    "choose_device",
+    "class_names",
+    "data_config",
+    "find_images",
+    "load_model",
+    "model_arguments",
+    "predict",
+    "read_images",
+    "say_skipped",
+]
 
 _LOCAL = "local-dir:"
 # What timm's save_for_hf writes beside config.json, the safe format first.
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+
+
+class _KeyValues(ParseKwargs):
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        try:
+            super().__call__(parser, namespace, values, option_string)
+        except ValueError as error:  # it splits at "=" and trusts that there is one
+            raise argparse.ArgumentError(self, "takes KEY=VALUE") from error
+
+
+def model_arguments() -> argparse.ArgumentParser:
+    """Return the options that say which model to build, and on what to run it.
+
+    Returns:
+        A parser to be named among the ``parents`` of another, with ``--model``,
+        ``--model-kwargs``, ``--num-classes``, ``--batch-size`` and ``--device``.
+    """
+    parser = argparse.ArgumentParser(add_help=False)
+    add = parser.add_argument_group("the model").add_argument
+    add("--model", metavar="NAME", help="timm model name, or local-dir:FOLDER")
+    add(
+        "--model-kwargs",
+        nargs="+",
+        action=_KeyValues,
+        default={},
+        metavar="KEY=VALUE",
+        help="arguments of the model, such as img_size=32 patch_size=4",
+    )
+    add(
+        "--num-classes", type=whole_number(1), metavar="N", help="default: as the checkpoint's head"
+    )
+    add("--batch-size", type=whole_number(1), default=32, metavar="B", help="default: 32")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    return parser
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device of a ``--device``: ``cpu``, ``cuda``, or ``auto`` for the best there is.
+
+    Raises:
+        InputError: If it is ``cuda`` and there is none.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda, but this PyTorch sees no CUDA device; use --device cpu")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
 
 
 def find_images(paths: Sequence[Path]) -> list[Path]:
@@ -84,7 +146,7 @@ def load_model(
     if name is None:
         if checkpoint is None or not (checkpoint.parent / "config.json").is_file():
             raise InputError(
-                "no model given: name it with --model, or give the --checkpoint of an exported "
+                "no model given: name it with --model, or give the checkpoint of an exported "
                 f"folder with config.json; ours are {', '.join(timm.list_models('tokenformer*'))}"
             )
         name = f"{_LOCAL}{checkpoint.parent}"
@@ -192,6 +254,65 @@ def class_names(model: nn.Module) -> list[str]:
     return [f"class {index}" for index in range(count)]
 
 
+def data_config(model: nn.Module) -> dict[str, Any]:
+    """Return how images are prepared for a model, as arguments of timm's ``create_transform``.
+
+    Args:
+        model: timm model of RGB images.
+
+    Returns:
+        ``input_size`` (3, H, W), ``mean``, ``std``, and how to resize and crop.
+
+    Raises:
+        InputError: If the model takes no RGB images.
+    """
+    if model.in_chans != 3:
+        raise InputError(f"the model takes images of {model.in_chans} channels; only RGB is read")
+    # The size that the model was built for; its configuration may still say timm's default.
+    size = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    return resolve_model_data_config(model, {"input_size": (3, *size)} if size else None)
+
+
+def read_images(
+    paths: Sequence[Path], config: dict[str, Any], batch_size: int
+) -> Generator[list[tuple[Path, Tensor | Exception]], None, None]:
+    """Read images as a model's evaluation does, with a bar if there is more than one batch.
+
+    Args:
+        paths: Image files.
+        config: What :func:`data_config` returns.
+        batch_size: Images at a time.
+
+    Yields:
+        The paths of a batch in order, each with its (3, H, W) image or with the exception that
+        reading it raised.
+    """
+    transform: Any = create_transform(**config, is_training=False)
+
+    def read(path: Path) -> tuple[Path, Tensor | Exception]:
+        try:
+            with Image.open(path) as image:
+                return path, transform(image.convert("RGB"))
+        except Exception as error:  # Pillow's decoders raise nearly anything on damaged data
+            return path, error
+
+    quiet = len(paths) <= batch_size  # tqdm's None: a bar if stderr is a terminal
+    with (
+        ThreadPoolExecutor() as pool,
+        tqdm(total=len(paths), unit="image", leave=False, disable=quiet or None) as bar,
+    ):
+        for start in range(0, len(paths), batch_size):
+            batch = list(pool.map(read, paths[start : start + batch_size]))
+            yield batch
+            bar.update(len(batch))
+
+
+def say_skipped(path: Path, error: Exception) -> None:
+    """Name on stderr, above any bar, an image that could not be read, and why."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    tqdm.write(f"skipped: {path}: {reason}", file=sys.stderr)
+
+
 def predict(
     model: nn.Module,
     paths: Sequence[Path],
@@ -215,36 +336,17 @@ def predict(
     Raises:
         InputError: If the model takes no RGB images, has no classifier, or yields NaN.
     """
-    if model.in_chans != 3:
-        raise InputError(f"the model takes images of {model.in_chans} channels; only RGB is read")
+    config = data_config(model)
     if not model.num_classes:
         raise InputError("the model has no classifier: choose one that was trained to classify")
-    # The size that the model was built for; its configuration may still say timm's default.
-    size = getattr(getattr(model, "patch_embed", None), "img_size", None)
-    config = resolve_model_data_config(model, {"input_size": (3, *size)} if size else None)
-    transform: Any = create_transform(**config, is_training=False)
-
-    def read(path: Path) -> Tensor | Exception:
-        try:
-            with Image.open(path) as image:
-                return transform(image.convert("RGB"))
-        except Exception as error:  # Pillow's decoders raise nearly anything on damaged data
-            return error
-
     names = class_names(model)
     topk = min(topk, len(names))
     model = model.to(device)
-    quiet = len(paths) <= batch_size  # tqdm's None: a bar if stderr is a terminal
-    with (
-        ThreadPoolExecutor() as pool,
-        tqdm(total=len(paths), unit="image", leave=False, disable=quiet or None) as bar,
-    ):
-        for start in range(0, len(paths), batch_size):
-            batch = paths[start : start + batch_size]
-            images = list(pool.map(read, batch))
-            readable = [image for image in images if isinstance(image, Tensor)]
+    with closing(read_images(paths, config, batch_size)) as batches:
+        for batch in batches:
+            readable = [image for _, image in batch if isinstance(image, Tensor)]
             tops = iter(_top(model, torch.stack(readable).to(device), topk) if readable else ())
-            for path, image in zip(batch, images, strict=True):
+            for path, image in batch:
                 if isinstance(image, Exception):
                     yield path, image
                 else:
@@ -252,7 +354,6 @@ def predict(
                         path,
                         [{"label": names[i], "index": i, "probability": p} for i, p in next(tops)],
                     )
-                bar.update()
 
 
 @torch.inference_mode()

@@ -24,13 +24,19 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from timm.utils import ParseKwargs
 from tqdm import tqdm
 
 from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import compile_blocks
-from tokenformer_vit.prediction import find_images, load_model, predict
+from tokenformer_vit.prediction import (
+    choose_device,
+    find_images,
+    load_model,
+    model_arguments,
+    predict,
+    say_skipped,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -42,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     args = _parse(argv)
     try:
-        device = _device(args.device)
+        device = choose_device(args.device)
         paths = find_images(args.images)
         model = load_model(args.model, args.checkpoint, args.num_classes, **args.model_kwargs)
         if args.compile:
@@ -71,47 +77,22 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[model_arguments()],
     )
     parser.add_argument(
         "images", type=Path, nargs="+", metavar="IMAGE", help="image file, or folder of them"
     )
-    parser.add_argument("--model", metavar="NAME", help="timm model name, or local-dir:FOLDER")
     parser.add_argument("--checkpoint", type=Path, metavar="FILE", help=".safetensors or .pth")
     parser.add_argument("--topk", type=whole_number(1), default=5, metavar="K", help="default: 5")
-    parser.add_argument(
-        "--batch-size", type=whole_number(1), default=32, metavar="B", help="default: 32"
-    )
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument(
         "--compile",
         action="store_true",
         help="compile each block with torch.compile: worth it for thousands of images",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object a line, on stdout")
-    parser.add_argument(
-        "--num-classes", type=whole_number(1), metavar="N", help="default: as the checkpoint's head"
-    )
-    parser.add_argument(
-        "--model-kwargs",
-        nargs="+",
-        action=ParseKwargs,
-        default={},
-        metavar="KEY=VALUE",
-        help="arguments of the model, such as img_size=32 patch_size=4",
-    )
-    try:
-        return parser.parse_args(argv)
-    except ValueError:  # ParseKwargs splits at "=" and trusts that there is one
-        parser.error("--model-kwargs takes KEY=VALUE")
-
-
-def _device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda, but this PyTorch sees no CUDA device; use --device cpu")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    return parser.parse_args(argv)
 
 
 def _print_json(results: Iterable[tuple[Path, Any]]) -> int:
@@ -119,7 +100,7 @@ def _print_json(results: Iterable[tuple[Path, Any]]) -> int:
     done = 0
     for path, top in results:
         if isinstance(top, Exception):
-            _skipped(path, top)
+            say_skipped(path, top)
             continue
         tqdm.write(json.dumps({"file": str(path), "top": top}), file=sys.stdout)
         sys.stdout.flush()
@@ -134,7 +115,7 @@ def _print_table(results: Iterable[tuple[Path, Any]]) -> int:
     done = 0
     for path, top in results:
         if isinstance(top, Exception):
-            _skipped(path, top)
+            say_skipped(path, top)
             continue
         for rank, guess in enumerate(top):
             table.add_row(
@@ -148,10 +129,6 @@ def _print_table(results: Iterable[tuple[Path, Any]]) -> int:
     if done:
         Console().print(table)
     return done
-
-
-def _skipped(path: Path, error: Exception) -> None:
-    _say(f"skipped: {path}: {' '.join(str(error).split()) or type(error).__name__}")
 
 
 def _say(line: str) -> None:

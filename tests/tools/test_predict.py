@@ -207,6 +207,13 @@ def test_unknown_model_argument(photos, capsys):
     assert "imgsize" in message
 
 
+def test_model_argument_without_a_value(photos, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        run(photos, "--model", "tokenformer_tiny", "--model-kwargs", "img_size")
+    assert exit_.value.code == 2
+    assert "--model-kwargs: takes KEY=VALUE" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
