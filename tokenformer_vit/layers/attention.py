@@ -28,8 +28,8 @@ class Attention(nn.Module):
         attn_drop: Dropout rate of the attention weights.
         proj_drop: Dropout rate of the output.
         proj_init_gain: ``init_gain`` of the output projection.
-        pattention_args: ``tau``, ``learn_tau``, ``eps`` and ``key_init_scale`` of all four
-            projections, any of them.
+        pattention_args: ``tau``, ``learn_tau``, ``eps``, ``key_init_scale`` and ``gate`` of all
+            four projections, any of them.
         device: Where parameters are made.
         dtype: Type of the parameters.
 

@@ -42,8 +42,8 @@ class TokenFormerBlock(nn.Module):
         norm: Parameters of the two LayerNorms: ``none``, ``bias`` or ``weight+bias``.
         residual_init_gain: Standard deviation, at initialisation, of what each of the two parts
             adds to the residual stream; 1/√(2·depth) keeps the stream at unit scale.
-        pattention_args: ``tau``, ``learn_tau``, ``eps`` and ``key_init_scale`` of all five
-            :class:`Pattention` layers, any of them.
+        pattention_args: ``tau``, ``learn_tau``, ``eps``, ``key_init_scale`` and ``gate`` of all
+            five :class:`Pattention` layers, any of them.
         mlp_ratio: Feed-forward pairs for each channel where no count is given.
         qk_norm: Normalise queries and keys, without parameters.
         proj_drop: Dropout rate after the output projection and the feed-forward layer.

@@ -8,10 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.ops import check_backend, check_theta, default_tau, pattention
+from tokenformer_vit.ops import (
+    check_backend,
+    check_theta,
+    default_tau,
+    pattention,
+    pattention_top_k,
+    theta_weights,
+)
 
 # A path of pattention() may branch on its inputs or run custom kernels, so fx keeps it whole.
 torch.fx.wrap("pattention")
+
+GATES = ("none", "learned", "fixed")
 
 # E[Θ(A)²] of a weight when the scores are standard normal: what makes the variance of an output
 # P · E[Θ²] · Var[V].
@@ -24,15 +33,15 @@ _SECOND_MOMENT = {
 }
 
 # What a model hands on to all of its layers alike.
-_SHARED_ARGS = ("tau", "learn_tau", "eps", "key_init_scale")
+_SHARED_ARGS = ("tau", "learn_tau", "eps", "key_init_scale", "gate")
 
 
 def check_pattention_args(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the arguments that all Pattention layers of a model share, as a plain dict.
 
     Args:
-        arguments: ``tau``, ``learn_tau``, ``eps`` and ``key_init_scale`` of :class:`Pattention`,
-            any of them; ``None`` for none.
+        arguments: ``tau``, ``learn_tau``, ``eps``, ``key_init_scale`` and ``gate`` of
+            :class:`Pattention`, any of them; ``None`` for none.
 
     Raises:
         InputError: If there is another among them, or no mapping was given.
@@ -69,14 +78,23 @@ class Pattention(nn.Module):
             alone. Under ``gelu_l2`` and ``gelu_tanh_l2`` it does not change what a fresh layer
             computes, but how far a step of training turns its keys; under the other variants
             outputs no longer start at ``init_gain``.
+        gate: Give each pair a factor on exp(A), ``learned`` (a parameter) or ``fixed`` (a buffer),
+            that starts at 1; for ``softmax`` alone. A model of softmax grows exactly through
+            it. ``none`` leaves it out.
         backend: Implementation, as for :func:`tokenformer_vit.ops.pattention`; it may be changed
             at any time.
         device: Where parameters and buffers are made.
         dtype: Type of the parameters. ``tau`` is float32 in any case.
 
+    Attributes:
+        active: (S,) indices of the pairs that take part, or ``None`` for all. Others are left out
+            as if they did not exist, but for τ, which stays. Not in the state dict.
+        top_k: Number of pairs that each input token reads the values of, its strongest, or
+            ``None`` for all. Not in the state dict.
+
     Raises:
-        InputError: If ``theta`` or ``backend`` is unknown, or a size, ``tau`` or
-            ``key_init_scale`` is not positive.
+        InputError: If ``theta``, ``gate`` or ``backend`` is unknown, ``theta`` has no gate, or a
+            size, ``tau`` or ``key_init_scale`` is not positive.
 
     Shape:
         (..., C_in) -> (..., C_out), of the input's dtype.
@@ -96,6 +114,9 @@ class Pattention(nn.Module):
     """
 
     tau: Tensor
+    gate: Tensor | None
+    active: Tensor | None
+    top_k: int | None
 
     def __init__(
         self,
@@ -108,6 +129,7 @@ class Pattention(nn.Module):
         init_gain: float = 1.0,
         learn_tau: bool = False,
         key_init_scale: float = 1.0,
+        gate: str = "none",
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -124,6 +146,13 @@ class Pattention(nn.Module):
             raise InputError(f"tau must be positive, but it is {tau}")
         if not key_init_scale > 0:
             raise InputError(f"key_init_scale must be positive, but it is {key_init_scale}")
+        if gate not in GATES:
+            raise InputError(f"unknown gate {gate!r}; choose one of {', '.join(GATES)}")
+        if gate != "none" and theta != "softmax":
+            raise InputError(
+                f"gate is {gate!r}, but Θ is {theta!r}: only softmax has a gate, under GELU a zero "
+                "key closes a pair"
+            )
         self.in_features = in_features
         self.out_features = out_features
         self.num_param_tokens = num_param_tokens
@@ -144,6 +173,13 @@ class Pattention(nn.Module):
             self.tau = nn.Parameter(start)
         else:
             self.register_buffer("tau", start)
+        opened = torch.empty(num_param_tokens, device=device, dtype=dtype)
+        if gate == "learned":
+            self.gate = nn.Parameter(opened)
+        else:
+            self.register_buffer("gate", opened if gate == "fixed" else None)
+        self.register_buffer("active", None, persistent=False)
+        self.top_k = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -153,6 +189,8 @@ class Pattention(nn.Module):
         nn.init.normal_(self.key_param_tokens, std=key_std)
         nn.init.normal_(self.value_param_tokens, std=value_std)
         nn.init.constant_(self.tau, self.init_tau)
+        if self.gate is not None:
+            nn.init.ones_(self.gate)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Pattention":
         # √768 has no close neighbour in bfloat16: a cast of the model must not move τ.
@@ -169,17 +207,40 @@ class Pattention(nn.Module):
         super()._apply(guarded, recurse)
         return self
 
+    def _tokens(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return keys, values and gate of the pairs that take part."""
+        keys, values, gate = self.key_param_tokens, self.value_param_tokens, self.gate
+        active = self.active
+        if active is not None:
+            keys, values = keys[active], values[active]
+            if gate is not None:
+                gate = gate[active]
+        return keys, values, gate
+
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., C_in) tokens to (..., C_out)."""
-        return pattention(
-            x,
-            self.key_param_tokens,
-            self.value_param_tokens,
-            self.theta,
-            self.tau,
-            self.eps,
-            self.backend,
-        )
+        keys, values, gate = self._tokens()
+        top_k = self.top_k
+        if top_k is not None:
+            return pattention_top_k(x, keys, values, self.theta, self.tau, self.eps, top_k, gate)
+        return pattention(x, keys, values, self.theta, self.tau, self.eps, self.backend, gate)
+
+    @torch.jit.unused
+    @torch.no_grad()
+    def weights(self, x: Tensor) -> Tensor:
+        """Return how strongly each input token reads each pair that takes part, Θ(X K_Pᵀ).
+
+        Args:
+            x: (..., C_in) input tokens.
+
+        Returns:
+            (..., P) weights in float32 (float64 for float64), without history.
+        """
+        keys, _, gate = self._tokens()
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            scores = x.to(dtype) @ keys.to(dtype).t()  # (..., P)
+            return theta_weights(scores, self.theta, self.tau, self.eps, gate)
 
     def extra_repr(self) -> str:
         """Describe the layer in ``repr``."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import BlockLayerNorm, Pattention, TokenFormerBlock
 from tokenformer_vit.layers.block import TIMM_ONLY
+from tokenformer_vit.layers.segments import fuse_state_dict
 from tokenformer_vit.ops import check_backend
 
 __all__ = [
@@ -45,8 +46,8 @@ class TokenFormerViT(VisionTransformer):
         num_proj_param_tokens: Pairs of each output projection; default ``embed_dim``.
         num_ffn_param_tokens: Pairs of each feed-forward layer; default ``mlp_ratio * embed_dim``.
         pattention_args: What all Pattention layers have in common, any of ``tau`` (default: by the
-            number of pairs), ``learn_tau`` (make it a parameter), ``eps`` and ``key_init_scale``;
-            see :class:`~tokenformer_vit.layers.Pattention`.
+            number of pairs), ``learn_tau`` (make it a parameter), ``eps``, ``key_init_scale`` and
+            ``gate``; see :class:`~tokenformer_vit.layers.Pattention`.
         embed_dim: Width C.
         depth: Number of blocks.
         weight_init: As in timm; it concerns the stem and the head, parameter tokens are always
@@ -124,6 +125,27 @@ class TokenFormerViT(VisionTransformer):
             if isinstance(module, BlockLayerNorm | Pattention):
                 module.backend = backend
 
+    @torch.jit.ignore()
+    def record_param_tokens(self) -> None:
+        """Bring the arguments that timm rebuilds this model from up to its present pairs.
+
+        To be called after pairs were appended or taken away, so that the model is saved and
+        exported as what it has become. A model that was not built by timm has no such arguments.
+        """
+        args = getattr(self, "_model_args", None)  # what timm's get_model_args() returns
+        if args is None or not len(self.blocks):
+            return
+        block: Any = self.blocks[0]
+        args |= {
+            "num_qkv_param_tokens": block.attn.query.num_param_tokens,
+            "num_proj_param_tokens": block.attn.proj.num_param_tokens,
+            "num_ffn_param_tokens": block.mlp.num_param_tokens,
+        }
+        gate = block.mlp.gate
+        if gate is not None:
+            kind = "learned" if isinstance(gate, torch.nn.Parameter) else "fixed"
+            args["pattention_args"] = {**(args.get("pattention_args") or {}), "gate": kind}
+
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the head by a fresh one, and the pooling where it is given."""
         _check_pool(global_pool)
@@ -180,10 +202,12 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TokenFormerViT) -
         model: The model it is for.
 
     Returns:
-        A state dict with timm's names, and positions and patches of the model's size.
+        A state dict with timm's names, and positions and patches of the model's size; the old and
+        the new pairs of a layer that was trained in two parts are joined.
     """
     state_dict = state_dict.get("state_dict", state_dict)  # type: ignore[assignment]
-    return vit_checkpoint_filter_fn(timm_state_dict(state_dict) or state_dict, model)
+    state_dict = fuse_state_dict(timm_state_dict(state_dict) or state_dict)
+    return vit_checkpoint_filter_fn(state_dict, model)
 
 
 def _cfg(**kwargs: Any) -> dict[str, Any]:

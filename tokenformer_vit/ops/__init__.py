@@ -22,7 +22,8 @@ from tokenformer_vit.errors import InputError
 from .fused import pattention_fused
 from .norm import layer_norm_fused, layer_norm_reference
 from .reference import pattention_reference
-from .theta import THETAS, check_theta, default_tau
+from .theta import THETAS, check_theta, default_tau, theta_weights
+from .top_k import pattention_top_k
 
 __all__ = [
     "BACKENDS",
@@ -33,6 +34,8 @@ __all__ = [
     "layer_norm",
     "pattention",
     "pattention_reference",
+    "pattention_top_k",
+    "theta_weights",
 ]
 
 BACKENDS = ("auto", "reference", "fused", "triton")
@@ -68,12 +71,20 @@ def _choose(backend: str) -> str:
 
 
 def _pattention(
-    x: Tensor, keys: Tensor, values: Tensor, theta: str, tau: Tensor, eps: float, backend: str
+    x: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    theta: str,
+    tau: Tensor,
+    eps: float,
+    backend: str,
+    gate: Tensor | None,
 ) -> Tensor:
     check_theta(theta)
     backend = _choose(backend)
-    if backend == "reference":
-        return pattention_reference(x, keys, values, theta, tau, eps)
+    # A gate is there for a while, or for softmax alone: plain autograd is good enough for it.
+    if backend == "reference" or gate is not None:
+        return pattention_reference(x, keys, values, theta, tau, eps, gate)
     if backend == "fused":
         return pattention_fused(x, keys, values, theta, tau, eps)
     from .triton_theta import KERNELS
@@ -95,6 +106,7 @@ def pattention(
     tau: Tensor,
     eps: float = 1e-6,
     backend: str = "auto",
+    gate: Tensor | None = None,
 ) -> Tensor:
     """Let input tokens attend to parameter tokens: Θ(X K_Pᵀ) V_P.
 
@@ -106,6 +118,8 @@ def pattention(
         tau: 0-dim tensor, the stored scale of the layer; see :func:`default_tau`.
         eps: Added where Θ divides, relative to ``tau``.
         backend: ``auto``, ``reference``, ``fused`` or ``triton``; see the module's description.
+        gate: (P,), for ``softmax`` alone: how far each pair is opened, 0 being not at all. It is
+            computed by the reference whatever the backend.
 
     Returns:
         (..., C_out) output tokens, of the dtype that PyTorch's ``linear`` gives for ``x``.
@@ -121,9 +135,9 @@ def pattention(
         TokenFormer, arXiv:2410.23168, Eq. 4.
     """
     if torch.jit.is_scripting():
-        return pattention_reference(x, key_param_tokens, value_param_tokens, theta, tau, eps)
+        return pattention_reference(x, key_param_tokens, value_param_tokens, theta, tau, eps, gate)
     else:  # what TorchScript does not read has to stand in a branch
-        return _pattention(x, key_param_tokens, value_param_tokens, theta, tau, eps, backend)
+        return _pattention(x, key_param_tokens, value_param_tokens, theta, tau, eps, backend, gate)
 
 
 def layer_norm(x: Tensor, num_channels: int, eps: float = 1e-6, backend: str = "auto") -> Tensor:

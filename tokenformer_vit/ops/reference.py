@@ -13,6 +13,7 @@ def pattention_reference(
     theta: str,
     tau: Tensor,
     eps: float,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """Let input tokens attend to parameter tokens: Θ(X K_Pᵀ) V_P.
 
@@ -23,6 +24,7 @@ def pattention_reference(
         theta: Name of the variant, a key of ``THETAS``.
         tau: 0-dim tensor, the stored scale of the layer.
         eps: See :mod:`tokenformer_vit.ops.theta`.
+        gate: (P,), for ``softmax`` alone: how far each pair is opened.
 
     Returns:
         (..., C_out) output tokens, of the dtype that PyTorch's ``linear`` gives for ``x``.
@@ -38,5 +40,5 @@ def pattention_reference(
         TokenFormer, arXiv:2410.23168, Eq. 4.
     """
     scores = F.linear(x, key_param_tokens)  # (..., P)
-    weights = theta_weights(scores, theta, tau, eps)  # (..., P)
+    weights = theta_weights(scores, theta, tau, eps, gate)  # (..., P)
     return F.linear(weights, value_param_tokens.t())  # (..., C_out)

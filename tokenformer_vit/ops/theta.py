@@ -40,6 +40,32 @@ def softmax(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
     return (tau * torch.softmax(scores.to(accumulation_dtype(scores)), dim=-1)).to(scores.dtype)
 
 
+def gated_softmax(scores: Tensor, tau: Tensor, gate: Tensor) -> Tensor:
+    """τ · g exp(A) / ‖g exp(A)‖₁ with a gate g for each parameter token.
+
+    A token whose gate is 0 takes no part, whatever its score, and its gate still has a gradient;
+    with gates of 1 this is :func:`softmax`.
+
+    Args:
+        scores: (..., P) scores.
+        tau: 0-dim tensor, the stored scale of the layer.
+        gate: (P,), of either sign, not all of them 0.
+
+    Returns:
+        (..., P) weights of the dtype of ``scores``.
+
+    Source:
+        This project's. arXiv:2410.23168v2, Appendix B, leaves exp out of exact growth, since a
+        score of zero still has the weight exp(0).
+    """
+    a = scores.to(accumulation_dtype(scores))
+    gate = gate.to(a.dtype)
+    peak = a.masked_fill(gate == 0, -torch.inf).amax(dim=-1, keepdim=True).detach()
+    # A closed token may score far above the open ones; what it would weigh must stay finite.
+    opened = gate * (a - peak).clamp(max=60.0).exp()
+    return (tau * opened / opened.abs().sum(dim=-1, keepdim=True)).to(scores.dtype)
+
+
 def gelu_l1(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
     """τ · gelu(A) / ‖gelu(A)‖₁."""
     activation = F.gelu(scores.to(accumulation_dtype(scores)))
@@ -80,7 +106,9 @@ THETAS = {
 }
 
 
-def theta_weights(scores: Tensor, theta: str, tau: Tensor, eps: float) -> Tensor:
+def theta_weights(
+    scores: Tensor, theta: str, tau: Tensor, eps: float, gate: Tensor | None = None
+) -> Tensor:
     """Apply the variant of a name.
 
     Args:
@@ -88,13 +116,18 @@ def theta_weights(scores: Tensor, theta: str, tau: Tensor, eps: float) -> Tensor
         theta: Name of the variant, a key of :data:`THETAS`.
         tau: 0-dim tensor, the stored scale of the layer.
         eps: As in the module's description.
+        gate: (P,), for ``softmax`` alone; see :func:`gated_softmax`.
 
     Returns:
         (..., P) weights of the dtype of ``scores``.
 
     Raises:
-        ValueError: If the variant is unknown.
+        ValueError: If the variant is unknown, or has no gate and is given one.
     """
+    if gate is not None:
+        if theta != "softmax":
+            raise ValueError("only softmax has a gate: under GELU a zero key closes a token")
+        return gated_softmax(scores, tau, gate)
     # Written out because TorchScript cannot look a function up in a dict.
     if theta == "softmax":
         return softmax(scores, tau, eps)

@@ -1,0 +1,114 @@
+"""An optimiser goes on after its parameters were replaced by larger ones."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tokenformer_vit.errors import InputError
+
+from .tokens import Change
+
+MOMENTS = ("keep", "reset")
+
+
+@torch.no_grad()
+def carry_over(
+    optimizer: Optimizer,
+    changes: Iterable[Change],
+    moments: str = "keep",
+    new_lr_scale: float = 1.0,
+) -> None:
+    """Put new parameters where the old ones were in an optimiser.
+
+    Args:
+        optimizer: Any of PyTorch's, or one that keeps its state in tensors as they do; changed in
+            place. Its groups stay, in their order. A parameter that no old one stood for gets a
+            group of its own behind them, with the settings of the group it came from, and without
+            weight decay if it has less than two dimensions.
+        changes: What was replaced.
+        moments: ``keep`` what the optimiser knows of old entries and start new ones at zero; or
+            ``reset``, which forgets what it knows of these parameters.
+        new_lr_scale: Factor on the learning rate in the groups of new pairs that are held apart
+            from the old.
+
+    Raises:
+        InputError: If ``moments`` is neither, or the optimiser has not the parameters that were
+            replaced.
+
+    Note:
+        Gradients that are still accumulating are carried over too. Under ``keep`` the number of
+        steps goes on, so that Adam does not correct new moments for their start at zero: the first
+        steps of a new pair are up to (1 − β₁)/√(1 − β₂) times the learning rate, as those of an
+        entry whose gradient was zero until then.
+    """
+    if moments not in MOMENTS:
+        raise InputError(f"moments is {moments!r}; choose one of {', '.join(MOMENTS)}")
+    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    for change in changes:
+        old = change.sources
+        template = old[0] if old else change.like
+        if template not in groups:
+            raise InputError(
+                "the optimiser does not have the parameters that were replaced: build it from "
+                "model.parameters() before growth, or build a new one after it"
+            )
+        states = [optimizer.state.pop(parameter, None) for parameter in old]
+        if moments == "keep" and any(states):
+            _carry_state(optimizer, change, states)
+        if any(parameter.grad is not None for parameter in old):
+            grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in old]
+            for target, grad in zip(change.targets, _fit(grads, change), strict=True):
+                target.grad = grad if target.requires_grad else None
+        for index, target in enumerate(change.targets):
+            if index < len(old):
+                group = groups.pop(old[index])
+                place = next(i for i, p in enumerate(group["params"]) if p is old[index])
+                group["params"][place] = target
+            else:
+                group = _group_like(groups[template], target, new_lr_scale)
+                optimizer.add_param_group(group)
+            groups[target] = group
+            template = change.targets[0]
+        for parameter in old[len(change.targets) :]:
+            group = groups.pop(parameter)
+            group["params"] = [p for p in group["params"] if p is not parameter]
+
+
+def _group_like(group: dict[str, Any], parameter: Tensor, lr_scale: float) -> dict[str, Any]:
+    new = {key: value for key, value in group.items() if key != "params"}
+    for key in ("lr", "initial_lr"):
+        if key in new:
+            new[key] = new[key] * lr_scale
+    if parameter.dim() < 2 and "weight_decay" in new:
+        new["weight_decay"] = 0.0
+    return {**new, "params": [parameter]}
+
+
+def _carry_state(optimizer: Optimizer, change: Change, states: list[dict[str, Any] | None]) -> None:
+    known = next(state for state in states if state)
+    for name, value in known.items():
+        if isinstance(value, Tensor) and value.dim():
+            parts = [
+                state[name] if state else torch.zeros_like(parameter, dtype=value.dtype)
+                for state, parameter in zip(states, change.sources, strict=True)
+            ]
+            carried: list[Any] = _fit(parts, change)
+        else:
+            carried = [
+                value.clone() if isinstance(value, Tensor) else value for _ in change.targets
+            ]
+        for target, entry in zip(change.targets, carried, strict=True):
+            optimizer.state[target][name] = entry
+
+
+def _fit(parts: list[Tensor], change: Change) -> list[Tensor]:
+    """Join tensors of the sources' shapes, fill up with zeros, and cut to the targets' shapes."""
+    dim = change.dim
+    sizes = [target.shape[dim] for target in change.targets]
+    shape = list(parts[0].shape)
+    shape[dim] = sum(sizes) - sum(part.shape[dim] for part in parts)
+    filled = torch.cat([*parts, parts[0].new_zeros(shape)], dim)
+    return [piece.clone() for piece in filled.split(sizes, dim)]
