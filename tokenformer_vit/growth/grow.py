@@ -1,0 +1,339 @@
+"""Growth: pairs of parameter tokens are appended, and the model computes what it did before."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.layers.segments import TOKENS, fuse_state_dict, token_segments
+from tokenformer_vit.ops import check_theta, default_tau
+
+from .optimizer import carry_over
+from .tokens import (
+    LayerTokens,
+    kind_of,
+    pattention_layers,
+    read_tokens,
+    record_counts,
+    write_tokens,
+)
+
+INITS = ("zero_key", "random", "duplicate")
+# What the two copies of a pair differ by, relative to the values. Equal copies would get equal
+# gradients and stay equal for ever.
+_SPREAD = 0.1
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def grow(
+    model: Model,
+    num_qkv_param_tokens: int | None = None,
+    num_proj_param_tokens: int | None = None,
+    num_ffn_param_tokens: int | None = None,
+    *,
+    init: str = "zero_key",
+    gate: str | None = None,
+    seed: int = 0,
+    split: bool = False,
+    freeze: str | None = None,
+    optimizer: Optimizer | None = None,
+    moments: str = "keep",
+    new_lr_scale: float = 1.0,
+) -> Model:
+    """Append pairs of parameter tokens to every layer of a model, in place.
+
+    ============= ====================== ==================== ==========================
+    ``init``      new keys, values       τ                    what the model computes
+    ============= ====================== ==================== ==========================
+    ``zero_key``  zero, random           kept                 stays; ``softmax``: by its gate
+    ``duplicate`` those of the old pair, times m (L1 norms)   stays, for every Θ
+                  values / m ± δ         or √m (L2 norms)
+    ``random``    random, random         kept                 changes (stays behind a gate)
+    ============= ====================== ==================== ==========================
+
+    Args:
+        model: Any module with TokenFormer blocks. Its Pattention parameters are new objects
+            afterwards; what timm saves and rebuilds it from says the new counts.
+        num_qkv_param_tokens: Pairs of each query, key and value projection from now on; None
+            leaves them as they are.
+        num_proj_param_tokens: So for the output projections.
+        num_ffn_param_tokens: So for the feed-forward layers.
+        init: How new pairs start, as above. What is random is normal, of the root mean square of
+            the layer's present keys or values. ``duplicate`` takes m times the present count; its
+            δ has a tenth of the values' root mean square, and the δ of all copies of a pair sum
+            to zero.
+        gate: Of ``softmax``: start new pairs behind a gate of 0, ``learned`` or ``fixed`` (to be
+            opened by :func:`open_gates`). None takes ``learned`` for ``zero_key`` and no gate for
+            the others.
+        seed: Of the random numbers. The same seed draws others for each layer and each old count.
+        split: Hold new pairs in parameters of their own, as
+            :mod:`tokenformer_vit.layers.segments` says, so that they can be trained otherwise.
+        freeze: ``old`` trains the new pairs alone: every other parameter of ``model``, its head
+            included, needs no gradient any more. It implies ``split``.
+        optimizer: Of the model's parameters; it goes on with the new ones.
+        moments: What becomes of its state; see :func:`carry_over`.
+        new_lr_scale: Factor on the learning rate of the new pairs in ``optimizer``. Other than 1
+            implies ``split``.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        InputError: If a count is smaller than the present one, an argument is none of those that
+            exist, or ``init`` cannot serve the model's Θ and counts.
+
+    Note:
+        In float32 what the model computes stays to about 1e-6 (rounding in sums of another
+        length); on a CPU it stays to the last bit where the counts are multiples of 16. New zero
+        keys with zero values would be exact too, but under a GELU both have gradients of exactly
+        zero, for ever: there is no such ``init``.
+
+    Source:
+        TokenFormer, arXiv:2410.23168v2, Section 3.3 and Appendix B, for zero keys and the kept τ.
+        Doubling and the gate are this project's.
+    """
+    counts = _counts(num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens)
+    if freeze not in (None, "old"):
+        raise InputError(f"freeze is {freeze!r}; the one thing that can be frozen is 'old'")
+    layers = pattention_layers(model)
+    grown = {
+        name: _grow_layer(
+            read_tokens(layer), counts[kind_of(name)], layer.theta, init, gate, seed, name, index
+        )
+        for index, (name, layer) in enumerate(sorted(layers.items()))
+    }
+    learn_gate = gate != "fixed"
+    if freeze and learn_gate and any(tokens.gate is not None for tokens in grown.values()):
+        raise InputError(
+            "freeze is 'old', but a learned gate is one parameter of old and new pairs: give "
+            "gate='fixed', or init='duplicate'"
+        )
+    split = split or freeze is not None or new_lr_scale != 1.0
+    changes = []
+    for name, layer in layers.items():
+        tokens, num_old = grown[name], layer.num_param_tokens
+        if tokens.num > num_old:
+            changes += write_tokens(layer, tokens, num_old if split else None, learn_gate)
+    record_counts(model)
+    if optimizer is not None:
+        carry_over(optimizer, changes, moments, new_lr_scale)
+    if freeze:
+        freeze_old(model)
+    return model
+
+
+def grow_state_dict(
+    state_dict: Mapping[str, Tensor],
+    num_qkv_param_tokens: int | None = None,
+    num_proj_param_tokens: int | None = None,
+    num_ffn_param_tokens: int | None = None,
+    *,
+    theta: str = "gelu_l2",
+    init: str = "zero_key",
+    gate: str | None = None,
+    seed: int = 0,
+    missing_tau: str = "error",
+) -> dict[str, Tensor]:
+    """Append pairs of parameter tokens in a state dict, as :func:`grow` does in a model.
+
+    Args:
+        state_dict: Of any model with TokenFormer blocks; layers that are held in two parts are
+            joined.
+        num_qkv_param_tokens: As in :func:`grow`, and so the next two.
+        num_proj_param_tokens: As said.
+        num_ffn_param_tokens: As said.
+        theta: Θ of the model: a state dict does not tell.
+        init: As in :func:`grow`, and so the next two.
+        gate: As said. The state dict then holds a ``gate`` for each layer; a model that loads it
+            is built with ``pattention_args={"gate": "learned"}``.
+        seed: As said. The same seed draws what it draws for the model.
+        missing_tau: ``error``, or ``default`` to take √P, or P under an L1 norm, for a checkpoint
+            that stores none, such as the authors' own.
+
+    Returns:
+        A new state dict; tensors that did not grow are the same objects.
+
+    Raises:
+        InputError: As :func:`grow`; also if there are no parameter tokens or a layer has no τ.
+    """
+    counts = _counts(num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens)
+    check_theta(theta)
+    result = fuse_state_dict(state_dict)
+    suffix = f".{TOKENS[0]}"
+    names = sorted(key.removesuffix(suffix) for key in result if key.endswith(suffix))
+    if not names:
+        raise InputError("the state dict holds no parameter tokens (key_param_tokens) to add to")
+    for index, name in enumerate(names):
+        keys, values, tau, gates = (
+            result.get(f"{name}.{part}") for part in (*TOKENS, "tau", "gate")
+        )
+        if values is None or keys is None or len(values) != len(keys):
+            raise InputError(f"{name}: there must be as many value_param_tokens as keys")
+        if tau is None:
+            if missing_tau != "default":
+                raise InputError(
+                    f"{name} has no tau, so that its scale would have to be guessed from the "
+                    f"number of pairs ({len(keys)}); where it was trained with that many, give "
+                    "missing_tau='default' (--missing-tau default)"
+                )
+            tau = torch.tensor(default_tau(theta, len(keys)))
+        tokens = _grow_layer(
+            LayerTokens(keys, values, tau, gates),
+            counts[kind_of(name)],
+            theta,
+            init,
+            gate,
+            seed,
+            name,
+            index,
+        )
+        parts = (tokens.keys, tokens.values, tokens.tau, tokens.gate)
+        for part, tensor in zip((*TOKENS, "tau", "gate"), parts, strict=True):
+            if tensor is not None:
+                result[f"{name}.{part}"] = tensor
+    return result
+
+
+def freeze_old(model: nn.Module) -> None:
+    """Train the new pairs of a grown model alone.
+
+    Args:
+        model: Grown with ``split=True``; no other parameter needs a gradient afterwards. A
+            classifier that is to be trained too is switched on again by
+            ``model.get_classifier().requires_grad_()``.
+
+    Raises:
+        InputError: If no layer holds new pairs apart from the old.
+    """
+    parts = [
+        token_segments(layer, name)
+        for layer in pattention_layers(model).values()
+        for name in TOKENS
+    ]
+    if all(len(part) == 1 for part in parts):
+        raise InputError("no layer holds new pairs apart from the old ones: grow with split=True")
+    model.requires_grad_(False)
+    for part in parts:
+        for new in part[1:]:
+            new.requires_grad_()
+
+
+@torch.no_grad()
+def open_gates(model: nn.Module, opened: float) -> None:
+    """Open the fixed gates of new pairs so far.
+
+    Args:
+        model: Grown with ``gate="fixed"``.
+        opened: From 0, where it was at growth, to 1, where a new pair is like any other.
+
+    Raises:
+        InputError: If ``opened`` is out of range, or no layer has a fixed gate.
+    """
+    if not 0 <= opened <= 1:
+        raise InputError(f"gates open from 0 to 1, but opened is {opened}")
+    gates = [
+        layer.gate
+        for layer in pattention_layers(model).values()
+        if layer.gate is not None and not isinstance(layer.gate, nn.Parameter)
+    ]
+    if not gates:
+        raise InputError("no layer has a fixed gate: grow a softmax model with gate='fixed'")
+    for gate in gates:
+        gate[gate != 1] = opened
+
+
+def _counts(qkv: int | None, proj: int | None, ffn: int | None) -> dict[str, int | None]:
+    counts = {"qkv": qkv, "proj": proj, "ffn": ffn}
+    if all(count is None for count in counts.values()):
+        raise InputError(
+            "no number of pairs is given: say num_qkv_param_tokens, num_proj_param_tokens or "
+            "num_ffn_param_tokens"
+        )
+    return counts
+
+
+def _grow_layer(
+    tokens: LayerTokens,
+    num: int | None,
+    theta: str,
+    init: str,
+    gate: str | None,
+    seed: int,
+    name: str,
+    index: int,
+) -> LayerTokens:
+    """Return a layer's tokens with as many more as are wanted."""
+    if init not in INITS:
+        hint = " (zero keys with zero values would never learn)" if init == "zero" else ""
+        raise InputError(f"unknown init {init!r}{hint}; choose one of {', '.join(INITS)}")
+    if gate not in (None, "learned", "fixed"):
+        raise InputError(f"unknown gate {gate!r}; choose 'learned' or 'fixed'")
+    if gate and (theta != "softmax" or init == "duplicate"):
+        raise InputError(
+            f"gate is {gate!r}, but {theta} with init {init!r} does not need one; gates are for "
+            "softmax with zero_key or random"
+        )
+    if num is None or num == tokens.num:
+        return tokens
+    if num < tokens.num:
+        raise InputError(
+            f"{name} has {tokens.num} pairs and cannot grow to {num}; "
+            "tokenformer_vit.growth.prune() makes models smaller"
+        )
+    for what, tensor in (("keys", tokens.keys), ("values", tokens.values)):
+        if not tensor.any() and init != "duplicate":
+            raise InputError(f"all {what} of {name} are zero, which says nothing of their scale")
+    text = f"{seed} {index} {tokens.num}".encode()
+    generator = torch.Generator().manual_seed(
+        int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
+    )
+    if init == "duplicate":
+        return _duplicate(tokens, num, theta, name, generator)
+    new = num - tokens.num
+    keys = _normal_like(tokens.keys, new, generator)
+    if init == "zero_key":
+        keys.zero_()
+    values = _normal_like(tokens.values, new, generator)
+    gates = tokens.gate
+    gated = gates is not None or gate is not None or (theta == "softmax" and init == "zero_key")
+    if gated:
+        gates = tokens.keys.new_ones(tokens.num) if gates is None else gates
+        closed = gate is not None or init == "zero_key"
+        gates = torch.cat((gates, gates.new_full((new,), 0.0 if closed else 1.0)))
+    return LayerTokens(
+        torch.cat((tokens.keys, keys)), torch.cat((tokens.values, values)), tokens.tau, gates
+    )
+
+
+def _normal_like(tokens: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Draw rows of the root mean square of those that are there."""
+    rms = tokens.double().square().mean().sqrt()
+    drawn = torch.randn(count, tokens.shape[1], generator=generator)
+    return (drawn.to(rms) * rms).to(tokens.dtype)
+
+
+def _duplicate(
+    tokens: LayerTokens, num: int, theta: str, name: str, generator: torch.Generator
+) -> LayerTokens:
+    times, rest = divmod(num, tokens.num)
+    if rest:
+        raise InputError(
+            f"{name} has {tokens.num} pairs, and 'duplicate' repeats all of them: {num} is no "
+            f"multiple; take {times * tokens.num} or {(times + 1) * tokens.num}, or zero_key"
+        )
+    spread = torch.stack(
+        [_SPREAD * _normal_like(tokens.values, tokens.num, generator) for _ in range(times)]
+    )
+    spread -= spread.mean(dim=0)
+    factor = default_tau(theta, num) / default_tau(theta, tokens.num)
+    return LayerTokens(
+        tokens.keys.repeat(times, 1),
+        (tokens.values / times + spread).flatten(0, 1),
+        tokens.tau * factor,
+        None if tokens.gate is None else tokens.gate.repeat(times),
+    )
