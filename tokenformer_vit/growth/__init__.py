@@ -3,6 +3,7 @@
 from .grow import INITS, freeze_old, grow, grow_state_dict, open_gates
 from .optimizer import MOMENTS, carry_over
 from .tokens import Change, pattention_layers
+from .vit import stack_blocks, widen_mlp
 
 __all__ = [
     "INITS",
@@ -14,4 +15,6 @@ __all__ = [
     "grow_state_dict",
     "open_gates",
     "pattention_layers",
+    "stack_blocks",
+    "widen_mlp",
 ]

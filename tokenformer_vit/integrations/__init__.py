@@ -33,6 +33,7 @@ except TypeError as error:
 from .backbone import TimmClassificationBackbone
 from .checkpoint import ExactCheckpointHook
 from .diagnostics import DiagnosticsHook, read_diagnostics
+from .growth import CostHook, GrowthHook
 from .guard import GuardHook
 from .loop import ResumableEpochLoop, ResumableSampler
 from .optim import AccumulationEMAHook, AutocastOptimWrapper
@@ -44,10 +45,12 @@ __all__ = [
     "AccumulationEMAHook",
     "AtomicLocalBackend",
     "AutocastOptimWrapper",
+    "CostHook",
     "CurvesHook",
     "DiagnosticsHook",
     "ExactCheckpointHook",
     "ExportHook",
+    "GrowthHook",
     "GuardHook",
     "LoadImage",
     "ProgressHook",

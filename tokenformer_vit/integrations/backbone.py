@@ -11,6 +11,8 @@ from timm.models import VisionTransformer, get_model_args, group_parameters
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.growth import grow
+from tokenformer_vit.layers.segments import fuse_state_dict
 from tokenformer_vit.models import compile_blocks, timm_state_dict
 from tokenformer_vit.prediction import load_model
 
@@ -28,6 +30,8 @@ class TimmClassificationBackbone(BaseModule):
         checkpoint_path: Start from this file, a checkpoint of the same model; its head is left out,
             and positions are resampled if ``img_size`` is another.
         compile: Compile each block, for training and evaluation alike; checkpoints stay the same.
+        growth: Arguments of :func:`tokenformer_vit.growth.grow`, to append pairs to what was built
+            or loaded. With ``freeze="old"`` a head trains beside the new pairs, and nothing else.
         stem_seed: Draw what stands outside the blocks (patch embedding, class token, positions,
             final norm) from this seed alone. A ViT and TokenFormers of any Θ and number of pairs
             then start from the same weights there, if they are of one width and image size. The
@@ -48,6 +52,7 @@ class TimmClassificationBackbone(BaseModule):
         pretrained: bool = False,
         checkpoint_path: str = "",
         compile: bool = False,
+        growth: dict[str, Any] | None = None,
         stem_seed: int | None = None,
         **kwargs: Any,
     ) -> None:
@@ -73,6 +78,8 @@ class TimmClassificationBackbone(BaseModule):
             )
         if stem_seed is not None:
             self._draw_stem(stem_seed, model_name, kwargs)
+        if growth:
+            grow(self.model, **growth)
         if compile:
             compile_blocks(self.model)
 
@@ -131,5 +138,5 @@ def as_timm_model(classifier: Any) -> nn.Module:
     rebuilt = timm.create_model(
         model.pretrained_cfg["architecture"], num_classes=classifier.head.num_classes, **args
     )
-    rebuilt.load_state_dict(timm_state_dict(classifier.state_dict()))
+    rebuilt.load_state_dict(fuse_state_dict(timm_state_dict(classifier.state_dict())))
     return rebuilt

@@ -61,7 +61,7 @@ class ExactCheckpointHook(CheckpointHook):
                 "`--cfg-options load_from=CHECKPOINT`"
             )
         for name, value in _schedule(runner).items():
-            before = self._resumed["schedule"][name]
+            before = self._resumed["schedule"].get(name, [])
             if value != before:
                 raise InputError(
                     f"{name} was {before} in the run of the checkpoint and is {value} here, but a "
@@ -195,8 +195,14 @@ def _schedule(runner) -> dict[str, Any]:
             "optim_wrapper.accumulative_counts": cfg.optim_wrapper.get("accumulative_counts", 1),
             "optim_wrapper.optimizer": dict(cfg.optim_wrapper.optimizer),
             "param_scheduler": [dict(scheduler) for scheduler in cfg.param_scheduler or ()],
+            "custom_hooks: GrowthHook": growth_hooks(cfg),
         }
     )
+
+
+def growth_hooks(cfg: Any) -> list[dict[str, Any]]:
+    """Return what a config says of growth."""
+    return [dict(hook) for hook in cfg.get("custom_hooks") or () if hook["type"] == "GrowthHook"]
 
 
 def rng_state() -> dict[str, Any]:

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
 
+from .checkpoint import growth_hooks
 from .reports import environment
 
 FILES = ("metrics.json", "per_class.csv", "confusion_matrix.png")
@@ -63,9 +64,9 @@ class Evaluation:
 def configure_test(cfg: Config, checkpoint: str | Path, out: str | Path) -> None:
     """Turn the config of a training run into that of a test of one of its checkpoints.
 
-    Of the hooks only ``GuardHook`` stays: the others write a run's logs and weights. An
-    ``EMAHook`` has nothing to do here, since the ``state_dict`` of a checkpoint already holds the
-    averaged weights.
+    Of the hooks only ``GuardHook`` stays, and ``GrowthHook``, which makes the model as large as
+    that of the checkpoint: the others write a run's logs and weights. An ``EMAHook`` has nothing to
+    do here, since the ``state_dict`` of a checkpoint already holds the averaged weights.
 
     Args:
         cfg: The config, changed in place.
@@ -98,7 +99,7 @@ def configure_test(cfg: Config, checkpoint: str | Path, out: str | Path) -> None
     # None removes what mmengine would add by itself; its logger would print the whole matrix.
     unwanted = ("timer", "sampler_seed", "logger", "param_scheduler", "checkpoint")
     cfg.default_hooks = ConfigDict({"guard": {"type": "GuardHook"}, **dict.fromkeys(unwanted)})
-    cfg.custom_hooks = []
+    cfg.custom_hooks = growth_hooks(cfg)
 
 
 class _TestHook(Hook):

@@ -13,6 +13,7 @@ from mmengine.registry import HOOKS
 from torch import nn
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.layers.segments import fuse_state_dict
 
 
 @HOOKS.register_module()
@@ -23,7 +24,7 @@ class GuardHook(Hook):
     process-local one would show a part of the batch, and let one process stop without the others.
     """
 
-    priority = "HIGHEST"
+    priority = 5  # after GrowthHook, and before mmengine's own hooks log the loss
 
     _classes: list[str] | None = None  # those that a resumed or tested checkpoint was trained on
 
@@ -163,7 +164,7 @@ def check_weights(model: nn.Module, checkpoint: dict) -> None:
     if not state_dict or not all(isinstance(value, torch.Tensor) for value in state_dict.values()):
         raise InputError("the checkpoint holds no state dict: save `model.state_dict()`")
     loaded = {name.removeprefix("module."): tensor for name, tensor in state_dict.items()}
-    own = model.state_dict()
+    own, loaded = fuse_state_dict(model.state_dict()), fuse_state_dict(loaded)
     missing, unknown = own.keys() - loaded.keys(), loaded.keys() - own.keys()
     reshaped = [
         f"{name} is {tuple(loaded[name].shape)} there and {tuple(tensor.shape)} here"

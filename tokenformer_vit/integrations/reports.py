@@ -7,7 +7,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,11 @@ class RecordHook(Hook):
             "train_images": len(loader.dataset),
             "epochs": runner.epoch,
             "iterations": runner.iter,
+            **{
+                key: runner.message_hub.runtime_info[key]
+                for key in ("growth", "flops")
+                if key in runner.message_hub.runtime_info
+            },
             "resumed_at_iteration": self._first,
             "seconds": round(seconds, 1),
             "peak_mib": round(_peak_bytes() / 2**20),
@@ -145,7 +150,14 @@ class CurvesHook(Hook):
         """Write ``curves.png`` into the work directory."""
         logs = sorted(Path(runner.work_dir).glob("*/vis_data/scalars.json"))
         train, val = read_scalars(logs)
-        draw_curves(train, val, Path(runner.work_dir) / "curves.png")
+        grown = runner.message_hub.runtime_info.get("growth") or ()
+        draw_curves(
+            train,
+            val,
+            Path(runner.work_dir) / "curves.png",
+            [growth["iteration"] for growth in grown],
+            len(runner.train_dataloader),
+        )
 
 
 def read_scalars(logs: Iterable[Path]) -> tuple[dict[int, dict], dict[int, dict]]:
@@ -167,8 +179,22 @@ def read_scalars(logs: Iterable[Path]) -> tuple[dict[int, dict], dict[int, dict]
     return dict(sorted(train.items())), dict(sorted(val.items()))
 
 
-def draw_curves(train: dict[int, dict], val: dict[int, dict], path: Path) -> None:
-    """Draw the curves of :func:`read_scalars` into a PNG file."""
+def draw_curves(
+    train: dict[int, dict],
+    val: dict[int, dict],
+    path: Path,
+    growth: Sequence[int] = (),
+    iters_per_epoch: int = 1,
+) -> None:
+    """Draw the curves of :func:`read_scalars` into a PNG file.
+
+    Args:
+        train: Training records by iteration.
+        val: Validation records by epoch.
+        path: The file.
+        growth: Iterations before which the model grew, to be marked.
+        iters_per_epoch: What turns them into epochs.
+    """
     figure = Figure(figsize=(12, 3.4), layout="constrained")
     loss, rate, accuracy = figure.subplots(1, 3)
     loss.plot(list(train), [record["loss"] for record in train.values()])
@@ -181,6 +207,9 @@ def draw_curves(train: dict[int, dict], val: dict[int, dict], path: Path) -> Non
             accuracy.plot(list(points), list(points.values()), marker=".", label=label)
             accuracy.legend(loc="lower right")
     accuracy.set(title="validation accuracy (%)", xlabel="epoch")
+    for axes, scale in ((loss, 1), (rate, 1), (accuracy, iters_per_epoch)):
+        for iteration in growth:
+            axes.axvline(iteration / scale, color="0.6", linestyle=":", label="_growth")
     picture = io.BytesIO()
     figure.savefig(picture, dpi=120, format="png")
     write_whole(path, picture.getvalue())

@@ -8,6 +8,7 @@ keys, ``original1`` the new ones, and so for the values.
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,22 @@ def split_tokens(layer: Pattention, num_old: int) -> None:
         )
     for name in TOKENS:
         parametrize.register_parametrization(layer, name, _Segments(num_old))
+    hooks: Any = layer._load_state_dict_pre_hooks
+    if all(hook.hook is not _split_loaded for hook in hooks.values()):
+        layer.register_load_state_dict_pre_hook(_split_loaded)
+
+
+def _split_loaded(
+    layer: Pattention, state_dict: dict[str, Tensor], prefix: str, *args: Any
+) -> None:
+    """Let a split layer load a state dict that holds its tokens in one piece."""
+    if not is_split(layer):
+        return
+    for name in TOKENS:
+        if (tokens := state_dict.pop(prefix + name, None)) is not None:
+            num_old = len(token_segments(layer, name)[0])
+            for index, part in enumerate((tokens[:num_old], tokens[num_old:])):
+                state_dict[f"{prefix}parametrizations.{name}.original{index}"] = part
 
 
 def fuse_tokens(layer: Pattention) -> None:
@@ -69,6 +86,10 @@ def fuse_tokens(layer: Pattention) -> None:
             of its parts did.
     """
     if is_split(layer):
+        # A copy shares the class that PyTorch made for the layer; it takes the tokens off that.
+        own: Any = layer
+        shared = type(layer)
+        own.__class__ = type(shared.__name__, shared.__bases__, dict(vars(shared)))
         for name in TOKENS:
             parts = token_segments(layer, name)
             # Without a gradient PyTorch would leave a plain tensor, where a parameter is wanted.

@@ -1,0 +1,286 @@
+"""Growth while a model trains, and what its training has cost so far."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from mmengine.hooks import EMAHook, Hook
+from mmengine.model import is_model_wrapper
+from mmengine.registry import HOOKS
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tokenformer_vit.benchmarking.costs import training_flops
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.growth import grow, open_gates, stack_blocks, widen_mlp
+from tokenformer_vit.layers.segments import fuse_state_dict
+
+from .guard import unwrap
+
+_PAIRS = ("num_qkv_param_tokens", "num_proj_param_tokens", "num_ffn_param_tokens")
+_UNITS = ("epoch", "iteration")
+
+
+@HOOKS.register_module()
+class GrowthHook(Hook):
+    """Make the model larger at set times of a run.
+
+    ::
+
+        custom_hooks = [
+            dict(
+                type="GrowthHook",
+                schedule=[
+                    dict(epoch=100, num_qkv_param_tokens=384, num_ffn_param_tokens=1536),
+                    dict(epoch=200, num_qkv_param_tokens=768, num_ffn_param_tokens=3072),
+                ],
+            )
+        ]
+
+    The config describes the model as it is at the start. The hook grows the model, its average, the
+    optimiser and the learning rates' schedule, on every process alike; a run that is resumed, and a
+    test of one of its checkpoints, first grow to where the checkpoint was. Checkpoints, records and
+    the exported model are those of the grown model, and the curves show when it grew.
+
+    Args:
+        schedule: What the model has from a certain time on, in order: ``epoch`` or ``iteration``
+            (numbers that are finished by then, the same one throughout) and any of
+            ``num_qkv_param_tokens``, ``num_proj_param_tokens``, ``num_ffn_param_tokens``. For an
+            ordinary ViT of timm's it is ``hidden_features`` (Net2Net) or ``depth`` (stacking).
+        init: How new pairs start; see :func:`tokenformer_vit.growth.grow`.
+        gate: Of new pairs of softmax; as there.
+        open_iters: Iterations in which ``fixed`` gates open, at an even pace, after each growth.
+        moments: ``keep`` what the optimiser knows of old pairs, or ``reset`` it.
+        new_lr_scale: Factor on the learning rate of the pairs that the last growth appended.
+        freeze: ``old`` trains these alone from then on, and the classifier.
+        seed: Of the new pairs; default: that of the run.
+
+    Raises:
+        InputError: If the schedule is empty, out of order, beyond the run's end, or of sizes that
+            the model cannot grow to.
+
+    Source:
+        TokenFormer, arXiv:2410.23168, Section 3.3.
+    """
+
+    priority = "HIGHEST"  # before what looks at the model of a checkpoint
+
+    def __init__(
+        self,
+        schedule: Sequence[Mapping[str, int]],
+        init: str = "zero_key",
+        gate: str | None = None,
+        open_iters: int = 0,
+        moments: str = "keep",
+        new_lr_scale: float = 1.0,
+        freeze: str | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.schedule = [dict(event) for event in schedule]
+        self._unit = _check_schedule(self.schedule)
+        if (open_iters > 0) != (gate == "fixed"):
+            raise InputError(
+                f"gate is {gate!r} and open_iters {open_iters}: a fixed gate, and no other, needs "
+                "a number of iterations in which it opens"
+            )
+        self._tokens: dict[str, Any] = {"init": init, "gate": gate, "freeze": freeze}
+        self._new_lr_scale = new_lr_scale
+        self._moments = moments
+        self._open_iters = open_iters
+        self._seed = seed
+        self._done = 0
+        self._opening_since: int | None = None
+
+    def before_train(self, runner) -> None:
+        """See that all of the schedule comes to pass."""
+        last, end = self._start(runner, self.schedule[-1]), runner.max_iters
+        if last >= end:
+            raise InputError(
+                f"GrowthHook would grow the model at {self._unit} "
+                f"{self.schedule[-1][self._unit]}, but the run ends at iteration {end} (epoch "
+                f"{runner.max_epochs}): shorten its schedule, or set train_cfg.max_epochs"
+            )
+
+    def before_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
+        """Grow, if it is time to; open gates."""
+        while self._done < len(self.schedule):
+            event = self.schedule[self._done]
+            if self._start(runner, event) > runner.iter:
+                break
+            before = _count(runner.model)
+            self._grow(runner, runner.optim_wrapper.optimizer)
+            _rewrap(runner)
+            after = _count(runner.model)
+            history: list[Any] = list(runner.message_hub.runtime_info.get("growth") or ())
+            history.append({"iteration": runner.iter, "parameters": after, **event})
+            runner.message_hub.update_info("growth", history)
+            sizes = ", ".join(f"{key} {event[key]}" for key in event if key not in _UNITS)
+            runner.logger.info(
+                f"The model grew before iteration {runner.iter + 1} (epoch {runner.epoch + 1}): "
+                f"{sizes}; {before:,} -> {after:,} parameters"
+            )
+        if self._open_iters and self._done:
+            since = runner.iter - self._start(runner, self.schedule[self._done - 1])
+            for model in _models(runner):
+                open_gates(model, min(1.0, since / self._open_iters))
+
+    def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
+        """Grow to the size that the checkpoint's model had, before its weights are loaded."""
+        loaded = fuse_state_dict(checkpoint.get("state_dict", checkpoint))
+        loaded = {name.removeprefix("module."): tensor for name, tensor in loaded.items()}
+        optimizer = runner.optim_wrapper.optimizer if runner._resume else None
+        started = self._done
+        while self._done < len(self.schedule) and not _fits(runner.model, loaded):
+            self._grow(runner, optimizer)
+        if self._done > started:
+            _rewrap(runner)
+
+    def _start(self, runner, event: Mapping[str, int]) -> int:
+        """Return the iteration before which a growth is due."""
+        per_epoch = len(runner.train_dataloader) if self._unit == "epoch" else 1
+        return event[self._unit] * per_epoch
+
+    def _grow(self, runner, optimizer: Optimizer | None) -> None:
+        event = self.schedule[self._done]
+        sizes = {key: value for key, value in event.items() if key not in _UNITS}
+        seed = (runner.seed or 0) if self._seed is None else self._seed
+        for index, model in enumerate(_models(runner)):
+            # The averaged model has no optimiser.
+            own = optimizer if index == 0 else None
+            common: dict[str, Any] = {"optimizer": own, "moments": self._moments}
+            if "hidden_features" in sizes:
+                widen_mlp(model, **sizes, seed=seed + self._done, **common)
+            elif "depth" in sizes:
+                stack_blocks(model, **sizes, **common)
+            else:
+                grow(
+                    model,
+                    **sizes,
+                    **self._tokens,
+                    **common,
+                    seed=seed,
+                    new_lr_scale=self._new_lr_scale,
+                )
+            if self._tokens["freeze"] and index == 0:
+                model.head.requires_grad_()
+        for hook in runner.hooks:
+            if isinstance(hook, EMAHook):
+                average: Any = hook.ema_model
+                average.module.requires_grad_(False)
+                average.avg_parameters = (
+                    average.module.state_dict()
+                    if average.update_buffers
+                    else dict(average.module.named_parameters())
+                )
+        if optimizer is not None:
+            _extend_schedulers(runner, optimizer)
+        self._done += 1
+
+
+def _check_schedule(schedule: list[dict[str, int]]) -> str:
+    """Return the unit of a schedule, if there is nothing wrong with it."""
+    if not schedule:
+        raise InputError("the schedule of GrowthHook is empty; leave the hook out, or say when")
+    units = {key for event in schedule for key in event if key in _UNITS}
+    if len(units) != 1 or any(not units <= event.keys() for event in schedule):
+        raise InputError(
+            "every growth in the schedule of GrowthHook says when it is due, all by `epoch` or all "
+            f"by `iteration`, but it is {schedule}"
+        )
+    (unit,) = units
+    kinds = [
+        kind
+        for event in schedule
+        for kind in (_PAIRS, ("hidden_features",), ("depth",))
+        if set(event) - {unit} and set(event) - {unit} <= set(kind)
+    ]
+    if len(kinds) != len(schedule) or len(set(kinds)) != 1:
+        raise InputError(
+            f"the schedule of GrowthHook may set {', '.join(_PAIRS)} of a TokenFormer (its depth "
+            "and width stay), or `hidden_features` of a ViT, or `depth` of one, but it is "
+            f"{schedule}"
+        )
+    for before, after in zip([{unit: 0}, *schedule], schedule, strict=False):
+        smaller = [key for key in before if key in after and after[key] < before[key]]
+        if after[unit] <= before[unit] or smaller:
+            raise InputError(
+                f"the schedule of GrowthHook is out of order: {after} comes after {before}; times "
+                "must increase from 1 on, and sizes must not shrink"
+            )
+    return unit
+
+
+def _models(runner) -> list[Any]:
+    """Return the model in training, and the averaged one if there is one."""
+    averages = [hook.ema_model.module for hook in runner.hooks if isinstance(hook, EMAHook)]
+    return [unwrap(runner.model), *averages]
+
+
+def _count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _fits(model: nn.Module, loaded: Mapping[str, Tensor]) -> bool:
+    """Tell whether tensors are of the model's shapes, all of them."""
+    own = fuse_state_dict(unwrap(model).state_dict())
+    return {name: tensor.shape for name, tensor in own.items()} == {
+        name: tensor.shape for name, tensor in loaded.items()
+    }
+
+
+def _rewrap(runner) -> None:
+    """Let what holds the parameters, or has compiled code for their shapes, take the new ones."""
+    model = unwrap(runner.model)
+    if any(getattr(module, "_compiled_call_impl", None) for module in model.modules()):
+        # Else PyTorch would compile for free sizes from the second shape on, which is slower.
+        torch.compiler.reset()
+    if is_model_wrapper(runner.model):
+        runner.model = runner.wrap_model(runner.cfg.get("model_wrapper_cfg"), model)
+
+
+def _extend_schedulers(runner, optimizer: Optimizer) -> None:
+    """Give the groups that are new in the optimiser a place in the learning rates' schedule."""
+    for scheduler in runner.param_schedulers or ():
+        name = scheduler.param_name
+        for group in optimizer.param_groups:
+            group.setdefault(f"initial_{name}", group[name])
+        scheduler.base_values = [group[f"initial_{name}"] for group in optimizer.param_groups]
+        scheduler._last_value = [group[name] for group in optimizer.param_groups]
+
+
+@HOOKS.register_module()
+class CostHook(Hook):
+    """Log what training has cost so far, beside the loss and beside every validation.
+
+    ``parameters`` is the present number, ``flops`` the sum over all images so far of what a
+    forward and a backward pass of the backbone takes, of a model that grows with each its own.
+
+    Raises:
+        InputError: If the backbone is neither a TokenFormer nor one of timm's ViTs.
+    """
+
+    _parameters = _flops = 0
+
+    def before_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
+        """Take the measure of the model, if it is another than before."""
+        model = unwrap(runner.model)
+        parameters = _count(model)
+        if parameters != self._parameters:
+            self._parameters = parameters
+            self._flops = training_flops(model.backbone.model)
+
+    def after_train_iter(
+        self,
+        runner,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: dict[str, Any] | None = None,
+    ) -> None:
+        """Add this iteration's cost."""
+        images = len(data_batch["inputs"]) * runner.world_size
+        hub = runner.message_hub
+        spent = (hub.runtime_info.get("flops") or 0) + images * self._flops
+        hub.update_info("flops", spent)
+        for mode in ("train", "val"):
+            hub.update_scalar(f"{mode}/flops", float(spent))
+            hub.update_scalar(f"{mode}/parameters", self._parameters)
