@@ -47,6 +47,7 @@ class Shape:
 
 
 Change = Callable[[Backbone, Shape], Backbone]
+Outside = Callable[[Shape, int], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class Variant:
         name: For files and the command line.
         label: For tables and charts.
         change: Makes the variant's backbone out of the config's.
+        outside: Says what the variant changes of the config besides, of the sizes and epochs that
+            the config has.
         paper: Top-1 in % that the paper reports for it on ImageNet-1K at base size.
         reference: It is there for comparison, and no step from the row above.
     """
@@ -66,6 +69,7 @@ class Variant:
     change: Change
     paper: float | None = None
     reference: bool = False
+    outside: Outside | None = None
 
 
 @dataclass(frozen=True)
@@ -77,12 +81,16 @@ class Question:
         title: For the heading.
         text: What is asked, what the paper says, in a sentence or two of Markdown.
         variants: The rows, in order.
+        compute: The variant whose training cost is the measure of the others'; that is what the
+            question is about, so that its variants differ in size. None where all have as many
+            parameters.
     """
 
     name: str
     title: str
     text: str
     variants: tuple[Variant, ...]
+    compute: str | None = None
 
 
 def arguments(**new: Any) -> Change:

@@ -126,14 +126,22 @@ def plan(question: Question, args: argparse.Namespace) -> list[Run]:
         changed = variant.change(copy.deepcopy(backbone), shape)
         own = copy.deepcopy(chosen)
         own["model"]["backbone"] = changed
+        outside = {}
+        if variant.outside is not None:
+            outside = variant.outside(shape, chosen["train_cfg"]["max_epochs"])
+            own = _merged(own, outside)
+        if question.compute is not None:
+            own["custom_hooks"] = [*(own.get("custom_hooks") or ()), {"type": "CostHook"}]
         count = sum(parameter.numel() for parameter in _build(own).parameters())
-        if abs(count / parameters - 1) > LARGEST_GAP:
+        if question.compute is None and abs(count / parameters - 1) > LARGEST_GAP:
             raise InputError(
                 f"{variant.name} has {count:,} parameters and the model of {args.config} "
                 f"{parameters:,}: {abs(count / parameters - 1):.1%} apart, so that the two cannot "
                 f"be compared; leave {variant.name} out by --variants"
             )
-        options = difference(backbone, changed)
+        options = {**outside}
+        if of_backbone := difference(backbone, changed):
+            options["model"] = {"backbone": of_backbone}
         for lr in args.lr or [None]:
             for seed in range(args.seeds):
                 about = _about(question, variant, args.config, seed, count, options)
@@ -157,8 +165,15 @@ def _about(
         "config": _named(config),
         "seed": seed,
         "parameters": parameters,
-        "options": {"model": {"backbone": options}} if options else {},
+        "options": options,
     }
+
+
+def _merged(cfg: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Put changes into a config, dicts into dicts."""
+    merged = Config(cfg)
+    merged.merge_from_dict(copy.deepcopy(dict(changes)))
+    return merged.to_dict()
 
 
 def _named(config: str) -> str:
@@ -185,7 +200,9 @@ def _run(
     epochs = cfg["train_cfg"]["max_epochs"]
     interval = math.ceil(epochs / MOST_DIAGNOSES)
     hooks = [hook for hook in cfg.get("custom_hooks") or () if hook["type"] != "DiagnosticsHook"]
-    cfg["custom_hooks"] = [*hooks, {"type": "DiagnosticsHook", "interval": interval}]
+    if {"type": "CostHook"} not in hooks:  # else the layers are not what is asked about
+        hooks.append({"type": "DiagnosticsHook", "interval": interval})
+    cfg["custom_hooks"] = hooks
     settings = difference(base, cfg)
     about = {
         **about,
@@ -424,8 +441,13 @@ def _accuracy(val: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
         "validation": {
             "epoch": list(epochs),
             "top1": [accuracy["top1"] for accuracy in epochs.values()],
+            **({"flops": [val[epoch]["flops"] for epoch in epochs]} if _costs(val) else {}),
         },
     }
+
+
+def _costs(val: Mapping[int, Mapping[str, Any]]) -> bool:
+    return all("flops" in line for line in val.values())
 
 
 def _diagnostics(path: Path) -> dict[str, Any]:

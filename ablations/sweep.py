@@ -17,7 +17,8 @@ A record, ``OUT/<variant>_seed<k>.json``, holds that of the training (``record.j
     taken_from            the record of another question, which trained the same before
     failed                the error, where the training came to no end
     final, best           {top1, top5} in %, of the last epoch and of the best
-    validation            {epoch, top1}: lists
+    validation            {epoch, top1}: lists; and flops, what training has cost by then, where
+                          that is asked about
     loss                  {iteration, loss}: lists of at most 100 points
     diagnostics           {epoch, layers: lists}, and of each figure of DiagnosticsHook a list of
                           lists: by epoch, 0 being the start, and by layer; tau where it is learned
