@@ -1,6 +1,7 @@
 """Checkpoints from which a killed run goes on as if it had not been killed."""
 
 import random
+from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -60,14 +61,7 @@ class ExactCheckpointHook(CheckpointHook):
                 "size times number of processes, or start anew from its weights with "
                 "`--cfg-options load_from=CHECKPOINT`"
             )
-        for name, value in _schedule(runner).items():
-            before = self._resumed["schedule"].get(name, [])
-            if value != before:
-                raise InputError(
-                    f"{name} was {before} in the run of the checkpoint and is {value} here, but a "
-                    "resumed run keeps the schedule it has: give the old value, or start anew from "
-                    "the weights with `--cfg-options load_from=CHECKPOINT` in another --work-dir"
-                )
+        check_schedule_is_kept(runner, self._resumed)
         loader.sampler.seed = self._resumed["sampler_seed"]
         parameters = dict(unwrap(runner.model).named_parameters())
         for name, gradient in self._resumed["gradients"].items():
@@ -198,6 +192,26 @@ def _schedule(runner) -> dict[str, Any]:
             "custom_hooks: GrowthHook": growth_hooks(cfg),
         }
     )
+
+
+def check_schedule_is_kept(runner, resumed: Mapping[str, Any]) -> None:
+    """See that a run goes on by the schedule it began with.
+
+    Args:
+        runner: The run.
+        resumed: What its checkpoint has under ``exact_resume``.
+
+    Raises:
+        InputError: If something of the schedule is another; the message names it.
+    """
+    for name, value in _schedule(runner).items():
+        before = resumed["schedule"].get(name, [])
+        if value != before:
+            raise InputError(
+                f"{name} was {before} in the run of the checkpoint and is {value} here, but a "
+                "resumed run keeps the schedule it has: give the old value, or start anew from "
+                "the weights with `--cfg-options load_from=CHECKPOINT` in another --work-dir"
+            )
 
 
 def growth_hooks(cfg: Any) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow, open_gates, stack_blocks, widen_mlp
 from tokenformer_vit.layers.segments import fuse_state_dict
 
+from .checkpoint import check_schedule_is_kept
 from .guard import unwrap
 
 _PAIRS = ("num_qkv_param_tokens", "num_proj_param_tokens", "num_ffn_param_tokens")
@@ -126,6 +127,9 @@ class GrowthHook(Hook):
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Grow to the size that the checkpoint's model had, before its weights are loaded."""
+        if runner._resume and "exact_resume" in checkpoint:
+            # Before its tensors are found to be of another shape.
+            check_schedule_is_kept(runner, checkpoint["exact_resume"])
         loaded = fuse_state_dict(checkpoint.get("state_dict", checkpoint))
         loaded = {name.removeprefix("module."): tensor for name, tensor in loaded.items()}
         optimizer = runner.optim_wrapper.optimizer if runner._resume else None

@@ -1,0 +1,297 @@
+"""Growth leaves what a model computes as it is, and every new pair learns."""
+
+import copy
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tokenformer_vit  # noqa: F401
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.growth import grow, grow_state_dict, open_gates, pattention_layers
+from tokenformer_vit.layers import Attention, Pattention, TokenFormerBlock
+from tokenformer_vit.ops import THETAS
+
+GELU = [theta for theta in THETAS if theta != "softmax"]
+SIZES = {
+    "num_qkv_param_tokens": 64,
+    "num_proj_param_tokens": 96,
+    "num_ffn_param_tokens": 192,
+}
+DOUBLED = {**SIZES, "num_proj_param_tokens": 64, "num_ffn_param_tokens": 256}
+SHAPE = {
+    "embed_dim": 32,
+    "depth": 2,
+    "num_heads": 2,
+    "img_size": 32,
+    "patch_size": 8,
+    "num_classes": 10,
+}
+
+
+def build(theta="gelu_l2", **kwargs):
+    return timm.create_model("tokenformer_tiny", **SHAPE, theta=theta, **kwargs).eval()
+
+
+def logits(model, x):
+    with torch.no_grad():
+        return model(x)
+
+
+def assert_same(after, before, limit=1e-6):
+    """Compare relative to the largest logit."""
+    error = ((after - before).abs().max() / before.abs().max()).item()
+    assert error <= limit, error
+
+
+def train(model, steps=10, optimizer=None):
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(steps):
+        loss = F.cross_entropy(model(torch.randn(8, 3, 32, 32)), torch.randint(10, (8,)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+class CausalLM(nn.Module):
+    """Blocks under a causal mask between an embedding and its transpose."""
+
+    def __init__(self, theta):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 32)
+        self.blocks = nn.ModuleList(TokenFormerBlock(32, 2, theta=theta) for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, is_causal=True)
+        return x @ self.embedding.weight.t()
+
+
+@pytest.mark.parametrize("backend", ["reference", "fused"])
+@pytest.mark.parametrize("theta", GELU)
+def test_zero_keys_leave_every_bit_of_the_logits(theta, backend):
+    model, x = build(theta), torch.randn(3, 3, 32, 32)
+    model.set_backend(backend)
+    train(model, 2)
+    before = logits(model, x)
+    assert grow(model, **SIZES) is model
+    assert torch.equal(logits(model, x), before)
+
+
+@pytest.mark.parametrize("theta", THETAS)
+@pytest.mark.parametrize("init", ["zero_key", "duplicate"])
+def test_growth_to_any_size_is_exact(theta, init):
+    model = build(theta, pattention_args={"eps": 1e-3})
+    x = torch.randn(3, 3, 32, 32)
+    train(model, 2)
+    before = logits(model, x)
+    sizes = DOUBLED if init == "duplicate" else {"num_qkv_param_tokens": 37}
+    grow(model, **sizes, init=init)
+    grow(model, num_ffn_param_tokens=768 if init == "duplicate" else 301, init=init)
+    assert_same(logits(model, x), before, 2e-6)  # twice
+
+    model.double()
+    again = copy.deepcopy(model)
+    grow(again, num_ffn_param_tokens=2 * 768 if init == "duplicate" else 555, init=init)
+    # τ is float32 whatever the model is, and √2 is none of its numbers.
+    limit = 1e-6 if init == "duplicate" else 1e-14
+    assert_same(logits(again, x.double()), logits(model, x.double()), limit)
+
+
+@pytest.mark.parametrize("theta", THETAS)
+@pytest.mark.parametrize("init", ["zero_key", "duplicate"])
+def test_a_causal_model_grows_exactly(theta, init):
+    model, tokens = CausalLM(theta), torch.randint(50, (2, 12))
+    before = logits(model, tokens)
+    grow(model, **DOUBLED, init=init)
+    assert_same(logits(model, tokens), before)
+    assert {layer.num_param_tokens for layer in pattention_layers(model).values()} == {64, 256}
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_random_pairs_change_what_is_computed_unless_behind_a_gate(theta):
+    model, x = build(theta), torch.randn(3, 3, 32, 32)
+    before = logits(model, x)
+    grown = grow(copy.deepcopy(model), **SIZES, init="random")
+    assert (logits(grown, x) - before).abs().max() > 1e-3
+    assert all(layer.gate is None for layer in pattention_layers(grown).values())
+    if theta == "softmax":
+        grow(model, **SIZES, init="random", gate="learned")
+        assert_same(logits(model, x), before)
+
+
+@pytest.mark.parametrize("theta", THETAS)
+@pytest.mark.parametrize("init", ["zero_key", "random", "duplicate"])
+def test_ten_steps_move_every_new_key_and_value(theta, init):
+    model = build(theta)
+    counts = {name: each.num_param_tokens for name, each in pattention_layers(model).items()}
+    grow(model, **DOUBLED, init=init)
+    before = copy.deepcopy(model)
+    train(model.train(), 10)
+    layers = pattention_layers(before)
+    for name, layer in pattention_layers(model).items():
+        for part in ("key_param_tokens", "value_param_tokens"):
+            moved = getattr(layer, part) - getattr(layers[name], part)
+            assert moved[counts[name] :].abs().amax(dim=1).min() > 1e-5, (name, part)
+        if init == "duplicate":  # and the copies of a pair part
+            one, other = layer.key_param_tokens.split(counts[name])[:2]
+            assert (one - other).abs().amax(dim=1).min() > 0
+        if layer.gate is not None:
+            assert (layer.gate[counts[name] :] != 0).all()
+
+
+def test_tau_is_kept_or_follows_the_copies():
+    for theta, factor in (("gelu_l2", 2**0.5), ("gelu_l2_post", 2**0.5), ("gelu_l1", 2)):
+        model = build(theta)
+        tau = model.blocks[0].mlp.tau.clone()
+        grow(model, num_ffn_param_tokens=256)
+        assert torch.equal(model.blocks[0].mlp.tau, tau)
+        grow(model, num_ffn_param_tokens=512, init="duplicate")
+        torch.testing.assert_close(model.blocks[0].mlp.tau, tau * factor)
+
+
+@pytest.mark.parametrize("theta", THETAS)
+@pytest.mark.parametrize("init", ["zero_key", "random", "duplicate"])
+def test_a_state_dict_grows_as_its_model_does(theta, init):
+    model = build(theta)
+    state_dict = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    kept = {name: tensor.clone() for name, tensor in state_dict.items()}
+    grown = grow_state_dict(state_dict, **DOUBLED, theta=theta, init=init, seed=3)
+    grow(model, **DOUBLED, init=init, seed=3)
+    assert grown.keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(grown[name], tensor), name
+    assert all(torch.equal(tensor, state_dict[name]) for name, tensor in kept.items())
+
+
+def test_a_grown_model_is_rebuilt_saved_and_exported_as_such(tmp_path):
+    for theta in ("gelu_l2", "softmax"):
+        model, x = grow(build(theta), **SIZES), torch.randn(2, 3, 32, 32)
+        timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
+        again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+        assert torch.equal(logits(again, x), logits(model, x))
+        assert again.blocks[1].mlp.num_param_tokens == 192
+
+
+def test_the_seed_decides_and_later_growth_draws_other_numbers():
+    one, same, other = (
+        grow(copy.deepcopy(base), **SIZES, seed=seed) for base in [build()] for seed in (1, 1, 2)
+    )
+    values = [each.blocks[0].attn.query.value_param_tokens for each in (one, same, other)]
+    assert torch.equal(values[0], values[1])
+    assert not torch.equal(values[0], values[2])
+    assert not torch.equal(values[0][32:], one.blocks[0].attn.key.value_param_tokens[32:])
+    grow(one, num_qkv_param_tokens=96, seed=1)
+    later = one.blocks[0].attn.query.value_param_tokens
+    later, first = later[64:], later[32:64]
+    assert abs(F.cosine_similarity(later.flatten(), first.flatten(), dim=0)) < 0.5
+
+
+def test_fixed_gates_open_to_an_ordinary_softmax():
+    model, x = build("softmax"), torch.randn(2, 3, 32, 32)
+    before = logits(model, x)
+    grow(model, **SIZES, init="random", gate="fixed")
+    assert "blocks.0.mlp.gate" in model.state_dict()
+    assert not any(name.endswith("gate") for name, _ in model.named_parameters())
+    assert_same(logits(model, x), before)
+    open_gates(model, 0.25)
+    assert not torch.allclose(logits(model, x), before)
+    open_gates(model, 1.0)
+    ungated = build("softmax", **SIZES)
+    state_dict = model.state_dict()
+    ungated.load_state_dict({k: v for k, v in state_dict.items() if not k.endswith("gate")})
+    assert_same(logits(model, x), logits(ungated, x))
+
+
+@pytest.mark.parametrize("theta", ["gelu_l2", "gelu_l1"])
+def test_frozen_old_pairs_and_their_outputs_do_not_move(theta):
+    model, x = build(theta), torch.randn(2, 3, 32, 32)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    old = logits(model, x)
+    grow(model, **SIZES, freeze="old")
+    head = model.get_classifier().weight
+    assert not head.requires_grad
+    train(model.train(), 5, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5))
+    assert (logits(model.eval(), x) - old).abs().max() > 1e-3
+    for name, layer in pattention_layers(model).items():
+        count = len(before[f"{name}.key_param_tokens"])
+        assert torch.equal(layer.key_param_tokens[:count], before[f"{name}.key_param_tokens"])
+        layer.active = torch.arange(count)
+    assert torch.equal(logits(model, x), old)  # without the new pairs it is the old model
+
+
+def test_an_untouched_layer_keeps_its_parameters():
+    model = build()
+    query = model.blocks[0].attn.query.key_param_tokens
+    grow(model, num_ffn_param_tokens=256)
+    assert model.blocks[0].attn.query.key_param_tokens is query
+    assert model.blocks[0].attn.query.num_param_tokens == 32
+
+
+def test_a_compiled_model_grows():
+    from tokenformer_vit.models import compile_blocks
+
+    model, x = build(), torch.randn(2, 3, 32, 32)
+    compile_blocks(model, backend="eager")
+    before = logits(model, x)
+    grow(model, **SIZES)
+    assert_same(logits(model, x), before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "no number of pairs is given"),
+        ({"num_ffn_param_tokens": 64}, "has 128 pairs and cannot grow to 64"),
+        ({"num_ffn_param_tokens": 256, "init": "zero"}, "would never learn"),
+        ({"num_ffn_param_tokens": 256, "init": "normal"}, "unknown init 'normal'"),
+        ({"num_ffn_param_tokens": 200, "init": "duplicate"}, "take 128 or 256, or zero_key"),
+        ({"num_ffn_param_tokens": 256, "gate": "learned"}, "gates are for softmax"),
+        ({"num_ffn_param_tokens": 256, "gate": "open"}, "unknown gate 'open'"),
+        ({"num_ffn_param_tokens": 256, "freeze": "new"}, "freeze is 'new'"),
+    ],
+)
+def test_what_cannot_be_grown_is_said_and_left_as_it_is(arguments, message):
+    model = build()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(InputError, match=message):
+        grow(model, **arguments)
+    after = model.state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    if "freeze" not in arguments:
+        with pytest.raises(InputError, match=message):
+            grow_state_dict(before, **arguments)
+
+
+def test_a_learned_gate_cannot_be_frozen_in_part():
+    model = build("softmax")
+    with pytest.raises(InputError, match="gate='fixed'"):
+        grow(model, **SIZES, freeze="old")
+    grow(model, **SIZES, freeze="old", gate="fixed")
+
+
+def test_other_models_and_state_dicts_are_refused():
+    with pytest.raises(InputError, match="has no Pattention layer"):
+        grow(nn.Linear(2, 2), num_ffn_param_tokens=4)
+    with pytest.raises(InputError, match="holds no parameter tokens"):
+        grow_state_dict(nn.Linear(2, 2).state_dict(), num_ffn_param_tokens=4)
+    with pytest.raises(InputError, match="none of a TokenFormer block's"):
+        grow(nn.Sequential(Pattention(4, 4, 4)), num_ffn_param_tokens=8)
+    with pytest.raises(InputError, match="no layer has a fixed gate"):
+        open_gates(build(), 0.5)
+    with pytest.raises(InputError, match="opened is 2"):
+        open_gates(build(), 2)
+    attention = Attention(8, 2, 8, 8)
+    assert grow(attention, num_qkv_param_tokens=16).query.num_param_tokens == 16
+
+
+def test_a_checkpoint_without_tau_is_refused_or_guessed_on_request():
+    model = build()
+    state_dict = {k: v for k, v in model.state_dict().items() if not k.endswith(".tau")}
+    with pytest.raises(InputError, match=r"attn.key has no tau.*missing_tau='default'"):
+        grow_state_dict(state_dict, **SIZES)
+    grown = grow_state_dict(state_dict, **SIZES, missing_tau="default")
+    assert torch.equal(grown["blocks.0.mlp.tau"], model.blocks[0].mlp.tau)

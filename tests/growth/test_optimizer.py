@@ -1,0 +1,195 @@
+"""An optimiser goes on after growth: old moments kept, new ones zero, groups in place."""
+
+import copy
+
+import pytest
+import timm
+import torch
+
+import tokenformer_vit  # noqa: F401
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.growth import grow, stack_blocks, widen_mlp
+from tokenformer_vit.layers.segments import token_segments
+
+SHAPE = {"embed_dim": 16, "depth": 2, "num_heads": 2, "img_size": 16, "patch_size": 8}
+X, Y = torch.randn(4, 3, 16, 16), torch.tensor([0, 1, 2, 1])
+
+
+def build(name="tokenformer_tiny", **kwargs):
+    return timm.create_model(name, **SHAPE, num_classes=3, **kwargs)
+
+
+def groups(model):
+    """One group with decay and one without, as timm makes them."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+
+
+def step(model, optimizer, times=1):
+    for _ in range(times):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(X), Y).backward()
+        optimizer.step()
+
+
+OPTIMIZERS = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, amsgrad=True),
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_old_moments_are_kept_and_new_ones_are_zero(make):
+    model = build()
+    optimizer = make(groups(model))
+    step(model, optimizer, 3)
+    old = model.blocks[0].mlp.key_param_tokens
+    before = copy.deepcopy(dict(optimizer.state[old]))
+    grow(model, num_ffn_param_tokens=96, optimizer=optimizer)
+
+    new = model.blocks[0].mlp.key_param_tokens
+    assert old not in optimizer.state
+    assert any(parameter is new for parameter in optimizer.param_groups[0]["params"])
+    assert len(optimizer.param_groups) == 2
+    everything = [p for group in optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in everything} == {id(p) for p in model.parameters()}
+    for name, value in before.items():
+        carried = optimizer.state[new][name]
+        if isinstance(value, torch.Tensor) and value.dim():
+            assert torch.equal(carried[:64], value), name
+            assert not carried[64:].any(), name
+        else:
+            assert carried == value
+    step(model, optimizer)
+
+
+def test_an_old_pair_takes_the_step_it_would_have_taken():
+    """Zero keys change neither the outputs nor the gradients of the old pairs."""
+    model = build()
+    optimizer = OPTIMIZERS["adamw"](groups(model))
+    step(model, optimizer, 3)
+    other = copy.deepcopy(model)
+    others = OPTIMIZERS["adamw"](groups(other))
+    others.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    grow(model, num_ffn_param_tokens=128, num_qkv_param_tokens=32, optimizer=optimizer)
+    step(model, optimizer)
+    step(other, others)
+    for name in ("mlp", "attn.query", "attn.proj"):
+        grown, small = (each.blocks[1].get_submodule(name) for each in (model, other))
+        for part in ("key_param_tokens", "value_param_tokens"):
+            old = getattr(small, part)
+            torch.testing.assert_close(getattr(grown, part)[: len(old)], old, rtol=0, atol=1e-6)
+
+
+def test_moments_can_be_forgotten():
+    model = build()
+    optimizer = OPTIMIZERS["adamw"](groups(model))
+    step(model, optimizer)
+    grow(model, num_ffn_param_tokens=96, optimizer=optimizer, moments="reset")
+    assert model.blocks[0].mlp.key_param_tokens not in optimizer.state
+    assert model.blocks[0].attn.query.key_param_tokens in optimizer.state
+    step(model, optimizer)
+
+
+def test_new_pairs_have_a_learning_rate_of_their_own():
+    model = build()
+    optimizer = OPTIMIZERS["adamw"](groups(model))
+    step(model, optimizer)
+    grow(model, num_ffn_param_tokens=96, optimizer=optimizer, new_lr_scale=10.0)
+    old, new = token_segments(model.blocks[0].mlp, "key_param_tokens")
+    assert (len(old), len(new)) == (64, 32)
+    assert old in optimizer.state
+    (group,) = [g for g in optimizer.param_groups if any(p is new for p in g["params"])]
+    assert (group["lr"], group["weight_decay"]) == (1e-2, 0.1)
+    assert len(optimizer.param_groups) == 2 + 2 * 2
+    step(model, optimizer)
+
+    # The next growth: what was new is old now, in the group of the old.
+    moments = [optimizer.state[each]["exp_avg"].clone() for each in (old, new)]
+    grow(model, num_ffn_param_tokens=128, optimizer=optimizer, new_lr_scale=10.0)
+    older, newer = token_segments(model.blocks[0].mlp, "key_param_tokens")
+    assert (len(older), len(newer)) == (96, 32)
+    assert torch.equal(optimizer.state[older]["exp_avg"], torch.cat(moments))
+    assert not optimizer.state[newer]["exp_avg"].any()
+    assert any(p is newer for p in group["params"])
+    assert len(optimizer.param_groups) == 2 + 2 * 2
+    step(model, optimizer)
+
+    # And without a rate of their own, all are one again.
+    moments = torch.cat([optimizer.state[each]["exp_avg"] for each in (older, newer)])
+    grow(model, num_ffn_param_tokens=160, optimizer=optimizer)
+    (fused,) = token_segments(model.blocks[0].mlp, "key_param_tokens")
+    carried = optimizer.state[fused]["exp_avg"]
+    assert torch.equal(carried[:128], moments)
+    assert not carried[128:].any()
+    everything = [p for each in optimizer.param_groups for p in each["params"]]
+    assert {id(p) for p in everything} == {id(p) for p in model.parameters()}
+    step(model, optimizer)
+
+
+def test_pending_gradients_are_carried_over():
+    model = build()
+    optimizer = OPTIMIZERS["adamw"](groups(model))
+    torch.nn.functional.cross_entropy(model(X), Y).backward()
+    before = model.blocks[0].mlp.key_param_tokens.grad.clone()
+    grow(model, num_ffn_param_tokens=96, optimizer=optimizer)
+    gradient = model.blocks[0].mlp.key_param_tokens.grad
+    assert torch.equal(gradient[:64], before)
+    assert not gradient[64:].any()
+
+
+def test_a_new_gate_joins_without_decay():
+    model = build(theta="softmax")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.3)
+    grow(model, num_ffn_param_tokens=96, optimizer=optimizer)
+    gate = model.blocks[1].mlp.gate
+    (group,) = [g for g in optimizer.param_groups if any(p is gate for p in g["params"])]
+    assert group["weight_decay"] == 0
+    step(model, optimizer, 2)
+    grow(model, num_ffn_param_tokens=128, optimizer=optimizer)
+    step(model, optimizer)
+
+
+def test_net2net_and_stacking_carry_over():
+    model = build("vit_tiny_patch16_224").eval()
+    optimizer = OPTIMIZERS["adamw"](groups(model))
+    step(model, optimizer)
+    before, moments = model(X), optimizer.state[model.blocks[0].mlp.fc2.weight]["exp_avg"].clone()
+    widen_mlp(model, 100, optimizer=optimizer)
+    torch.testing.assert_close(model(X), before, rtol=1e-5, atol=1e-6)
+    assert torch.equal(optimizer.state[model.blocks[0].mlp.fc2.weight]["exp_avg"][:, :64], moments)
+    again = timm.create_model("vit_tiny_patch16_224", **{**SHAPE, **model._model_args})
+    again.load_state_dict(model.state_dict())
+    step(model, optimizer)
+    # The copies of a neuron part.
+    fc1 = model.blocks[0].mlp.fc1.weight
+    assert torch.unique(fc1, dim=0).shape == fc1.shape
+
+    stack_blocks(model, 4, optimizer=optimizer)
+    assert len(model.blocks) == 4
+    for part, like in zip(model.blocks[2].parameters(), model.blocks[0].parameters(), strict=True):
+        assert torch.equal(part, like)
+    assert len({id(p) for g in optimizer.param_groups for p in g["params"]}) == len(
+        list(model.parameters())
+    )
+    step(model, optimizer)
+    assert not torch.equal(model.blocks[2].mlp.fc1.weight, model.blocks[0].mlp.fc1.weight)
+
+
+def test_what_cannot_be_done_is_said():
+    model = build()
+    with pytest.raises(InputError, match="does not have the parameters"):
+        grow(model, num_ffn_param_tokens=96, optimizer=torch.optim.SGD(build().parameters(), 0.1))
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(InputError, match="moments is 'zero'"):
+        grow(model, num_ffn_param_tokens=96, optimizer=optimizer, moments="zero")
+    vit = build("vit_tiny_patch16_224")
+    with pytest.raises(InputError, match="cannot be widened to 64"):
+        widen_mlp(vit, 64)
+    with pytest.raises(InputError, match="has 2 blocks and cannot be stacked to 2"):
+        stack_blocks(vit, 2)
+    for grown in (widen_mlp, stack_blocks):
+        with pytest.raises(InputError, match="holds no ViT of timm's"):
+            grown(build(), 100)

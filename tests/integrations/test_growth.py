@@ -1,0 +1,211 @@
+"""A run grows its model as it goes, and a killed one goes on as if it had not been killed."""
+
+import json
+import time
+
+import pytest
+import timm
+import torch
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.integrations import GrowthHook
+from tokenformer_vit.integrations.reports import read_scalars
+
+SCHEDULE = [
+    {"epoch": 1, "num_qkv_param_tokens": 36, "num_ffn_param_tokens": 120},
+    {"epoch": 2, "num_qkv_param_tokens": 48, "num_proj_param_tokens": 32},
+]
+
+
+def write_config(config, folder, schedule=SCHEDULE, more="", **hook):
+    path = folder / "growing.py"
+    hooks = [{"type": "CostHook"}, {"type": "GrowthHook", "schedule": schedule, **hook}]
+    path.write_text(f"_base_ = {str(config)!r}\ncustom_hooks = {hooks!r}\n{more}\n")
+    return path
+
+
+@pytest.fixture
+def growing(train, config, tmp_path):
+    """Return tools/train.py with a config that grows."""
+
+    def prepare(**kwargs):
+        path = write_config(config, tmp_path, **kwargs)
+        copy = type(train)(path, "unused")
+        copy.arguments = [str(path), *train.arguments[1:]]
+        return copy
+
+    return prepare
+
+
+def losses(work_dir):
+    train, val = read_scalars(sorted(work_dir.glob("*/vis_data/scalars.json")))
+    return {step: record["loss"] for step, record in train.items()}, val
+
+
+def checkpoint(work_dir):
+    return torch.load((work_dir / "last_checkpoint").read_text(), weights_only=True)
+
+
+def test_a_run_grows_and_leaves_the_grown_model(growing, tmp_path):
+    work_dir = tmp_path / "run"
+    output = growing(new_lr_scale=2.0)(work_dir)
+    assert "The model grew before iteration 7 (epoch 2)" in output
+    record = json.loads((work_dir / "record.json").read_text())
+    assert [growth["iteration"] for growth in record["growth"]] == [6, 12]
+    model = timm.create_model(f"local-dir:{work_dir}", pretrained=True)
+    assert model.blocks[1].attn.query.num_param_tokens == 48
+    assert model.blocks[1].attn.proj.num_param_tokens == 32
+    assert model.blocks[1].mlp.num_param_tokens == 120
+    final = checkpoint(work_dir)
+    keys = "backbone.model.blocks.0.attn.query.parametrizations.key_param_tokens.original1"
+    assert final["state_dict"][keys].shape == (12, 24)
+    assert final["ema_state_dict"][f"module.{keys}"].shape == (12, 24)
+    # What it cost: that of each size for its 48 images of an epoch.
+    train, val = read_scalars(work_dir.glob("*/vis_data/scalars.json"))
+    flops = [record["flops"] for record in val.values()]
+    per_epoch = [after - before for before, after in zip([0, *flops], flops, strict=False)]
+    assert per_epoch == sorted(set(per_epoch))
+    assert record["flops"] == flops[-1] == train[18]["flops"]
+    assert [train[step]["parameters"] for step in (6, 18)] == [
+        19875,
+        record["growth"][-1]["parameters"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kill_at", "options"),
+    [
+        pytest.param(8, (), id="before_the_second_growth"),
+        pytest.param(14, ("new_lr_scale",), id="after_the_second_growth", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_run_goes_on_exactly(growing, tmp_path, kill_at, options):
+    train = growing(**dict.fromkeys(options, 3.0))
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    checkpoints = (
+        "--cfg-options",
+        "default_hooks.checkpoint.by_epoch=False",
+        "default_hooks.checkpoint.interval=3",
+        "optim_wrapper.accumulative_counts=4",  # gradients are pending when it grows
+    )
+    train(whole, *checkpoints)
+    process = train.start(killed, *checkpoints)
+    deadline = time.monotonic() + 200
+    while max(losses(killed)[0], default=0) < kill_at:
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    assert max(losses(killed)[0]) < 18
+    train(killed, "--resume", *checkpoints)
+    assert losses(killed)[0] == losses(whole)[0]
+    one, other = checkpoint(whole), checkpoint(killed)
+    for part in ("state_dict", "ema_state_dict"):
+        for name, tensor in one[part].items():
+            assert torch.equal(tensor, other[part][name]), name
+    assert (
+        one["message_hub"]["runtime_info"]["flops"]
+        == (other["message_hub"]["runtime_info"]["flops"])
+    )
+    assert (whole / "model.safetensors").read_bytes() == (killed / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_several_processes_grow_alike(growing, tmp_path):
+    train = growing(
+        schedule=[{"iteration": 5, "num_ffn_param_tokens": 160}],
+        more="model = dict(train_cfg=None, backbone=dict(drop_path_rate=0.0))",
+    )
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    train(tmp_path / "one", "--batch-size", "8")
+    train(tmp_path / "two", "--batch-size", "4", "--launcher", "pytorch", launcher=launcher)
+    one, two = (losses(tmp_path / name)[0] for name in ("one", "two"))
+    assert len(one) == len(two) == 18
+    torch.testing.assert_close(
+        torch.tensor(list(two.values())), torch.tensor(list(one.values())), rtol=2e-5, atol=2e-6
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backbone", "hook"),
+    [
+        ({"theta": "softmax"}, {}),
+        ({"theta": "softmax"}, {"init": "random", "gate": "fixed", "open_iters": 4}),
+        ({"theta": "gelu_l1"}, {"init": "random", "moments": "reset", "freeze": "old"}),
+        ({"compile": True}, {}),
+    ],
+)
+def test_every_way_to_grow(growing, tmp_path, backbone, hook):
+    train = growing(more=f"model = dict(backbone={backbone!r})", **hook)
+    train(tmp_path / "run")
+    model = timm.create_model(f"local-dir:{tmp_path / 'run'}", pretrained=True)
+    gate = model.blocks[0].mlp.gate
+    if hook.get("gate"):
+        assert (gate == 1).all()
+    elif backbone.get("theta") == "softmax":
+        assert (gate[96:] != 0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "schedule", [[{"epoch": 1, "hidden_features": 60}], [{"epoch": 2, "depth": 4}]]
+)
+def test_an_ordinary_vit_grows_by_its_own_methods(growing, tmp_path, schedule):
+    vit = {"type": "TimmClassificationBackbone", "model_name": "vit_tiny_patch16_224"}
+    vit |= {"img_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2}
+    train = growing(
+        schedule=schedule, more=f"model = dict(backbone=dict(_delete_=True, **{vit!r}))"
+    )
+    train(tmp_path / "run")
+    model = timm.create_model(f"local-dir:{tmp_path / 'run'}", pretrained=True)
+    if "depth" in schedule[0]:
+        assert len(model.blocks) == 4
+    else:
+        assert model.blocks[0].mlp.fc1.out_features in (96, 60)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ([], "is empty"),
+        ([{"num_ffn_param_tokens": 9}], "says when it is due"),
+        ([{"epoch": 1, "num_ffn_param_tokens": 9}, {"iteration": 9, "depth": 3}], "when it is due"),
+        ([{"epoch": 1, "embed_dim": 9}], "its depth and width stay"),
+        ([{"epoch": 1, "depth": 9, "num_ffn_param_tokens": 9}], "its depth and width stay"),
+        ([{"epoch": 1}], "its depth and width stay"),
+        ([{"epoch": 0, "num_ffn_param_tokens": 9}], "out of order"),
+        ([{"epoch": e, "num_ffn_param_tokens": 9 * e} for e in (2, 1)], "out of order"),
+        ([{"epoch": e, "num_ffn_param_tokens": 9 - e} for e in (1, 2)], "out of order"),
+    ],
+)
+def test_bad_schedules_are_refused(schedule, message):
+    with pytest.raises(InputError, match=message):
+        GrowthHook(schedule)
+
+
+def test_a_gate_that_never_opens_is_refused():
+    with pytest.raises(InputError, match="open_iters 0"):
+        GrowthHook(SCHEDULE, gate="fixed")
+    with pytest.raises(InputError, match="open_iters 5"):
+        GrowthHook(SCHEDULE, open_iters=5)
+
+
+def test_growth_after_the_end_of_the_run_is_said(growing, tmp_path):
+    line = growing(schedule=[{"epoch": 3, "num_ffn_param_tokens": 160}]).fails(tmp_path / "late")
+    assert "would grow the model at epoch 3, but the run ends" in line
+
+
+@pytest.mark.slow
+def test_a_model_that_is_larger_already_is_said(growing, tmp_path):
+    line = growing(schedule=[{"epoch": 1, "num_ffn_param_tokens": 60}]).fails(tmp_path / "smaller")
+    assert "has 96 pairs and cannot grow to 60" in line
+
+
+@pytest.mark.slow
+def test_a_resumed_run_keeps_its_growth(growing, tmp_path):
+    growing()(tmp_path / "run")
+    changed = [SCHEDULE[0], {**SCHEDULE[1], "num_ffn_param_tokens": 160}]
+    line = growing(schedule=changed).fails(tmp_path / "run", "--resume")
+    assert "GrowthHook was" in line
