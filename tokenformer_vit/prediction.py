@@ -139,10 +139,8 @@ def load_model(
         InputError: If there is no such model or file, or the two do not fit.
     """
     if checkpoint is not None and not checkpoint.is_file():
-        raise InputError(
-            f"there is no checkpoint file {checkpoint}; a folder that was exported is given as "
-            f"--model {_LOCAL}FOLDER"
-        )
+        hint = f"; a folder is given as --model {_LOCAL}FOLDER" if checkpoint.is_dir() else ""
+        raise InputError(f"there is no checkpoint file {checkpoint}{hint}")
     if name is None:
         if checkpoint is None or not (checkpoint.parent / "config.json").is_file():
             raise InputError(
