@@ -1,0 +1,450 @@
+"""What the parameter tokens of a trained model respond to: which patches, in which images."""
+
+import io
+import math
+import warnings
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.patches import Rectangle
+from torch import Tensor, nn
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.files import write_whole
+from tokenformer_vit.layers import Pattention
+from tokenformer_vit.models import TokenFormerViT
+from tokenformer_vit.prediction import data_config, read_images, say_skipped
+
+__all__ = [
+    "MOST",
+    "draw_exemplars",
+    "draw_maps",
+    "find_exemplars",
+    "map_tokens",
+    "pattention_layers",
+    "token_weights",
+]
+
+MOST = 32  # rows or columns of a picture that can still be looked at
+
+
+def pattention_layers(model: nn.Module) -> dict[str, Pattention]:
+    """Return the Pattention layers of a model by name, such as ``blocks.3.attn.query``.
+
+    Raises:
+        InputError: If the model is not a TokenFormer.
+    """
+    if not isinstance(model, TokenFormerViT):
+        raise InputError(f"{type(model).__name__} is no TokenFormer: it has no parameter tokens")
+    return {name: part for name, part in model.named_modules() if isinstance(part, Pattention)}
+
+
+def _find_layer(model: nn.Module, name: str | None) -> tuple[str, Pattention]:
+    layers = pattention_layers(model)
+    if name is None:
+        # Early blocks see little but colours and edges; in the last, nothing that happens to
+        # patches reaches a head that reads the class token.
+        name = f"blocks.{len(model.blocks) // 2}.mlp"  # type: ignore[arg-type]
+    if name not in layers:
+        close = get_close_matches(name, layers, n=5) or list(layers)[-5:]
+        raise InputError(
+            f"there is no layer {name!r} of parameter tokens in the model's "
+            f"{len(model.blocks)} blocks; choose one "  # type: ignore[arg-type]
+            f"such as {', '.join(close)}"
+        )
+    return name, layers[name]
+
+
+@torch.no_grad()
+def token_weights(model: nn.Module, images: Tensor, layer: str) -> Tensor:
+    """Compute how strongly each patch of some images reads each key-value pair of a layer.
+
+    Args:
+        model: :class:`~tokenformer_vit.models.TokenFormerViT` in evaluation mode.
+        images: (B, 3, H, W), normalised as the model expects, on its device.
+        layer: Name of a Pattention layer; see :func:`pattention_layers`.
+
+    Returns:
+        (B, N, P) weights Θ(X K_Pᵀ) in float32, of the N patches, row by row, without class and
+        register tokens. Pairs that take no part in the layer have the weight zero.
+
+    Raises:
+        InputError: If the model is no TokenFormer or has no such layer, or weights are not finite.
+
+    Source:
+        TokenFormer, arXiv:2410.23168, Eq. 4 to 6.
+    """
+    layer, module = _find_layer(model, layer)
+    inputs: list[Tensor] = []
+    hook = module.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    try:
+        model.forward_intermediates(  # type: ignore[operator]
+            images,
+            indices=[int(layer.split(".")[1])],
+            stop_early=True,
+            intermediates_only=True,
+            output_fmt="NLC",
+        )
+    finally:
+        hook.remove()
+    weights = module.weights(inputs[0][:, model.num_prefix_tokens :])  # type: ignore[misc]
+    if not weights.isfinite().all():
+        raise InputError(
+            f"weights in {layer} are not finite; the checkpoint is of a training that diverged"
+        )
+    if module.active is None:
+        return weights
+    every = weights.new_zeros(*weights.shape[:-1], module.num_param_tokens)
+    every[..., module.active] = weights
+    return every
+
+
+def map_tokens(
+    model: nn.Module,
+    paths: Sequence[Path],
+    layer: str | None = None,
+    tokens: Sequence[int] | None = None,
+    top: int = 8,
+    batch_size: int = 32,
+    device: torch.device | str = "cpu",
+    skipped: Callable[[Path, Exception], object] = say_skipped,
+) -> dict[str, Any]:
+    """Map where in a few images some pairs of a layer fire.
+
+    Args:
+        model: As for :func:`token_weights`; it is moved to ``device``.
+        paths: Image files, at most :data:`MOST`.
+        layer: Name of the layer; default: the feed-forward layer of the middle block.
+        tokens: Numbers of the pairs; default: those with the largest weights on these images.
+        top: How many pairs, if they are not named.
+        batch_size: Images in a forward pass.
+        device: Where to compute.
+        skipped: Told of each image that cannot be read, and why.
+
+    Returns:
+        What :func:`draw_maps` shows, ready for JSON: ``layer``, ``theta``, ``num_param_tokens``,
+        ``grid`` [rows, columns] and ``patch_size`` [height, width] in pixels, ``images`` (files
+        that were read), ``chosen_by``, and ``tokens``, for each pair its number ``token``, its
+        ``value_norm``, and of every image the largest weight (``peaks``) and all of them
+        (``weights``, row by row), to six decimals.
+
+    Raises:
+        InputError: If there is no such layer or pair, too much to draw, or no readable image.
+    """
+    if len(paths) > MOST:
+        raise InputError(
+            f"{len(paths)} images are more than the {MOST} rows of maps that can be drawn: give "
+            "fewer, or ask for the exemplars of a data set (--exemplars 9)"
+        )
+    layer, module = _find_layer(model, layer)
+    tokens = _check_tokens(tokens, top, layer, module)
+    files, parts = [], []
+    with closing(_stream(model, paths, layer, batch_size, device, skipped)) as batches:
+        for names, weights in batches:
+            files += names
+            parts.append(weights.cpu())
+    weights = torch.cat(parts)  # (B, N, P)
+    peaks = weights.amax(dim=1)  # (B, P)
+    chosen = tokens or _largest(peaks.amax(dim=0), top)
+    norms = _value_norms(module)
+    header = _header(model, layer, module)
+    return {
+        **header,
+        "images": [str(file) for file in files],
+        "chosen_by": "number" if tokens else "largest weight on these images",
+        "tokens": [
+            {
+                "token": token,
+                "value_norm": _plain(norms[token]),
+                "peaks": _plain(peaks[:, token]),
+                "weights": _plain(weights[:, :, token].unflatten(1, header["grid"])),
+            }
+            for token in chosen
+        ],
+    }
+
+
+def find_exemplars(
+    model: nn.Module,
+    paths: Sequence[Path],
+    layer: str | None = None,
+    number: int = 9,
+    tokens: Sequence[int] | None = None,
+    top: int = 8,
+    batch_size: int = 32,
+    device: torch.device | str = "cpu",
+    skipped: Callable[[Path, Exception], object] = say_skipped,
+) -> dict[str, Any]:
+    """Find the images of a data set that excite some pairs of a layer most.
+
+    Args:
+        model: As for :func:`token_weights`; it is moved to ``device``.
+        paths: Image files, as many as you like: memory holds the weights of one batch.
+        layer: As for :func:`map_tokens`.
+        number: Images for each pair, at most :data:`MOST`.
+        tokens: Numbers of the pairs; default: the most selective ones, see Note.
+        top: How many pairs, if they are not named.
+        batch_size: Images in a forward pass.
+        device: Where to compute.
+        skipped: Told of each image that cannot be read, and why.
+
+    Returns:
+        What :func:`draw_exemplars` shows, ready for JSON: ``layer``, ``theta``,
+        ``num_param_tokens``, ``grid`` and ``patch_size`` as for :func:`map_tokens`, ``images``
+        (how many were read), ``chosen_by``, and ``tokens``, for each pair its number ``token``,
+        ``value_norm``, ``mean_abs_weight`` over all patches, ``selectivity``, and ``exemplars``,
+        strongest first: ``file``, its largest ``weight``, and the ``patch`` [row, column] there.
+
+    Raises:
+        InputError: If there is no such layer or pair, too much to draw, or no readable image.
+
+    Note:
+        ``selectivity`` is the mean of a pair's exemplary weights over its mean |weight|. Pairs are
+        chosen by it among the half with the largest mean |weight| · ‖value‖, which is how much a
+        pair adds to the output: by selectivity alone one would see pairs that do next to nothing,
+        by the other measure alone pairs that fire everywhere, whose exemplars say nothing. A
+        kurtosis would hang on a single outlier; here every image that is shown counts.
+    """
+    layer, module = _find_layer(model, layer)
+    tokens = _check_tokens(tokens, top, layer, module)
+    if not 1 <= number <= MOST:
+        raise InputError(f"{number} exemplars of a pair cannot be drawn; ask for 1 to {MOST}")
+    files: list[Path] = []
+    total = torch.zeros(module.num_param_tokens, dtype=torch.float64)
+    # The best images so far of every pair: their largest weight, number and patch, each (<=K, P).
+    peaks = torch.empty(0, module.num_param_tokens)
+    images = patches = torch.empty(0, module.num_param_tokens, dtype=torch.long)
+    with closing(_stream(model, paths, layer, batch_size, device, skipped)) as batches:
+        for names, weights in batches:
+            total += torch.linalg.vector_norm(weights, ord=1, dim=(0, 1)).cpu()
+            new, at = (part.cpu() for part in weights.max(dim=1))  # (B, P)
+            numbers = torch.arange(len(files), len(files) + len(names))
+            files += names
+            peaks, order = torch.cat([peaks, new]).topk(min(number, len(files)), dim=0)
+            images = torch.cat([images, numbers[:, None].expand_as(new)]).gather(0, order)
+            patches = torch.cat([patches, at]).gather(0, order)
+            del weights  # before the next come
+    header = _header(model, layer, module)
+    mean = total / (len(files) * math.prod(header["grid"]))
+    norms = _value_norms(module)
+    selectivity = peaks.mean(dim=0) / mean.clamp_min(torch.finfo(torch.float32).tiny)
+    strong = _largest(mean * norms, max(top, module.num_param_tokens // 2))
+    chosen = tokens or [strong[i] for i in _largest(selectivity[strong], top)]
+    return {
+        **header,
+        "images": len(files),
+        "chosen_by": "number" if tokens else "selectivity",
+        "tokens": [
+            {
+                "token": token,
+                "value_norm": _plain(norms[token]),
+                "mean_abs_weight": _plain(mean[token]),
+                "selectivity": _plain(selectivity[token]),
+                "exemplars": [
+                    {
+                        "file": str(files[image]),
+                        "weight": weight,
+                        "patch": list(divmod(patch, header["grid"][1])),
+                    }
+                    for image, weight, patch in zip(
+                        images[:, token].tolist(),
+                        _plain(peaks[:, token]),
+                        patches[:, token].tolist(),
+                        strict=True,
+                    )
+                ],
+            }
+            for token in chosen
+        ],
+    }
+
+
+def _check_tokens(
+    tokens: Sequence[int] | None, top: int, layer: str, module: Pattention
+) -> list[int]:
+    """Return the pairs that were named, each once; none if they are to be chosen."""
+    tokens = list(dict.fromkeys(tokens or ()))
+    for token in tokens:
+        if not 0 <= token < module.num_param_tokens:
+            raise InputError(
+                f"there is no pair {token} in {layer}, whose {module.num_param_tokens} pairs are "
+                f"0 to {module.num_param_tokens - 1}"
+            )
+    if not 1 <= (asked := len(tokens) or top) <= MOST:
+        raise InputError(f"{asked} pairs cannot be drawn at a time; ask for 1 to {MOST}")
+    return tokens
+
+
+def _stream(
+    model: nn.Module,
+    paths: Sequence[Path],
+    layer: str,
+    batch_size: int,
+    device: torch.device | str,
+    skipped: Callable[[Path, Exception], object],
+) -> Generator[tuple[list[Path], Tensor], None, None]:
+    """Yield the readable paths of each batch and their (B, N, P) weights."""
+    config, model, found = data_config(model), model.to(device), False
+    with closing(read_images(list(dict.fromkeys(paths)), config, batch_size)) as batches:
+        for batch in batches:
+            for path, image in batch:
+                if isinstance(image, Exception):
+                    skipped(path, image)
+            readable = {path: image for path, image in batch if isinstance(image, Tensor)}
+            if readable:
+                found = True
+                images = torch.stack(list(readable.values())).to(device)
+                yield list(readable), token_weights(model, images, layer)
+    if not found:
+        raise InputError("none of the images could be read")
+
+
+def _header(model: Any, layer: str, module: Pattention) -> dict[str, Any]:
+    size = data_config(model)["input_size"][1:]
+    return {
+        "layer": layer,
+        "theta": module.theta,
+        "num_param_tokens": module.num_param_tokens,
+        "grid": list(model.patch_embed.dynamic_feat_size(size)),
+        "patch_size": list(model.patch_embed.patch_size),
+    }
+
+
+def _value_norms(module: Pattention) -> Tensor:
+    return module.value_param_tokens.detach().double().norm(dim=1).cpu()  # (P,)
+
+
+def _largest(measure: Tensor, number: int) -> list[int]:
+    return measure.topk(min(number, len(measure))).indices.tolist()
+
+
+def _plain(numbers: Tensor) -> Any:
+    return numbers.double().round(decimals=6).tolist()
+
+
+def draw_maps(record: dict[str, Any], model: nn.Module, path: Path) -> None:
+    """Draw a row for each image: what the model sees of it, then the map of each pair.
+
+    Args:
+        record: What :func:`map_tokens` returned.
+        model: The model it was made with.
+        path: The PNG file. A pair has one colour scale for all images, symmetric around zero; the
+            smaller a weight, the more of the image shows through.
+
+    Raises:
+        InputError: If an image cannot be read any more.
+        OSError: If the file cannot be written; ``filename`` is ``path``.
+    """
+    pictures = _pictures(record["images"], model)
+    tokens = record["tokens"]
+    title = f"{record['layer']}: weights of pairs, the largest above each map"
+    # Below the images, a narrow row of colour scales.
+    figure, axes = _grid([1.0] * len(pictures) + [0.07], 1 + len(tokens), title)
+    *below, corner = axes[:, 0]
+    corner.set_axis_off()
+    for axis, (name, picture) in zip(below, pictures.items(), strict=True):
+        axis.imshow(picture)
+        axis.set_title("image", fontsize=8)
+        _label(axis, _shorten(Path(name).name))
+    (rows, columns), (height, width) = record["grid"], record["patch_size"]
+    edges = (-0.5, columns * width - 0.5, rows * height - 0.5, -0.5)
+    for (*column, bottom), entry in zip(axes[:, 1:].T, tokens, strict=True):
+        weights = torch.tensor(entry["weights"])  # (images, rows, columns)
+        limit = weights.abs().max().item() or 1.0
+        scale = ScalarMappable(Normalize(-limit, limit), "RdBu_r")
+        for axis, picture, weight, peak in zip(
+            column, pictures.values(), weights, entry["peaks"], strict=True
+        ):
+            axis.imshow(picture.mean(axis=-1), cmap="gray", vmin=0, vmax=255)
+            # The colour fades with the weight as well: in proportion, faint ones would be lost.
+            alpha = 0.85 * (weight.abs() / limit).sqrt()
+            axis.imshow(weight, scale.cmap, scale.norm, extent=edges, alpha=alpha)
+            axis.set(xlim=(-0.5, picture.shape[1] - 0.5), ylim=(picture.shape[0] - 0.5, -0.5))
+            axis.set_title(f"pair {entry['token']}: {peak:.3g}", fontsize=8)
+        bar = figure.colorbar(scale, cax=bottom, orientation="horizontal")
+        bar.set_ticks([-limit, 0, limit], labels=[f"{tick:.2g}" for tick in (-limit, 0, limit)])
+        bar.ax.tick_params(labelsize=7)
+    _save(figure, path)
+
+
+def draw_exemplars(record: dict[str, Any], model: nn.Module, path: Path) -> None:
+    """Draw a row for each pair: its exemplars, with their weight and a frame around the patch.
+
+    Args:
+        record: What :func:`find_exemplars` returned.
+        model: The model it was made with.
+        path: The PNG file.
+
+    Raises:
+        InputError: If an image cannot be read any more.
+        OSError: If the file cannot be written; ``filename`` is ``path``.
+    """
+    entries = record["tokens"]
+    shown = {item["file"]: None for entry in entries for item in entry["exemplars"]}
+    pictures = _pictures(shown, model)
+    figure, axes = _grid(
+        [1.0] * len(entries),
+        len(entries[0]["exemplars"]),
+        f"{record['layer']}: where pairs fire most, of {record['images']} images",
+    )
+    height, width = record["patch_size"]
+    for row, entry in enumerate(entries):
+        _label(axes[row, 0], f"pair {entry['token']}\n{entry['selectivity']:.3g} × its mean")
+        for axis, item in zip(axes[row], entry["exemplars"], strict=True):
+            axis.imshow(pictures[item["file"]])
+            axis.set_title(f"{item['weight']:.3g}", fontsize=8)
+            corner = (item["patch"][1] * width - 0.5, item["patch"][0] * height - 0.5)
+            for colour, line in (("black", 3), ("yellow", 1.5)):  # seen on any ground
+                frame = Rectangle(corner, width, height, fill=False, color=colour, linewidth=line)
+                frame.set(zorder=3, clip_on=False)  # whole at the edge of an image, too
+                axis.add_patch(frame)
+    _save(figure, path)
+
+
+def _pictures(names: Iterable[str], model: nn.Module) -> dict[str, Any]:
+    """Read images as the model sees them, as (H, W, 3) arrays of bytes."""
+    config, pictures = data_config(model), {}
+    mean, std = (torch.tensor(config[name])[:, None, None] for name in ("mean", "std"))
+    with closing(read_images([Path(name) for name in names], config, MOST)) as batches:
+        for path, image in (pair for batch in batches for pair in batch):
+            if isinstance(image, Exception):
+                raise InputError(f"{path} could be read before, and now cannot: {image}")
+            pixels = ((image * std + mean) * 255).round().clamp(0, 255).byte()
+            pictures[str(path)] = pixels.permute(1, 2, 0).numpy()
+    return pictures
+
+
+def _grid(heights: list[float], columns: int, title: str) -> tuple[Figure, Any]:
+    layout = ConstrainedLayoutEngine(w_pad=0.1)  # room for the last number of a colour scale
+    figure = Figure(figsize=(1.5 + 1.7 * columns, 0.7 + 1.7 * sum(heights)), layout=layout)
+    axes = figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights)
+    for axis in axes.flat:
+        axis.set(xticks=[], yticks=[])
+    figure.suptitle(title, fontsize=10)
+    return figure, axes
+
+
+def _label(axis: Any, text: str) -> None:
+    # A file's name may look like a formula.
+    axis.set_ylabel(text, rotation=0, ha="right", va="center", fontsize=8, parse_math=False)
+
+
+def _shorten(name: str, most: int = 22) -> str:
+    name = name.encode(errors="replace").decode()  # no font has what is no character
+    return name if len(name) <= most else f"…{name[1 - most :]}"
+
+
+def _save(figure: Figure, path: Path) -> None:
+    picture = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # a box stands for what the font lacks
+        figure.savefig(picture, dpi=100, format="png")
+    write_whole(path, picture.getvalue())
