@@ -1,0 +1,193 @@
+"""Two models of one shape become one that holds the parameter tokens of both."""
+
+import copy
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.layers import Pattention
+
+from .norms import norm_order
+from .tokens import LayerTokens, pattention_layers, read_tokens, record_counts, write_tokens
+
+__all__ = ["merge"]
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@torch.no_grad()
+def merge(model_a: Model, model_b: nn.Module, ancestor: nn.Module | None = None) -> Model:
+    """Join the parameter tokens of two models layer by layer; average everything else.
+
+    Below, h is what Θ applies to the scores A: exp (times the gate) or GELU, and r what it divides
+    a row by: ‖h‖₁/τ for ``softmax``, ‖h‖₁/τ + eps for ``gelu_l1``, √(‖h‖₂²/τ² + eps) for
+    ``gelu_l2_post``, √(‖A‖₂²/τ² + eps) for ``gelu_l2`` and ``gelu_tanh_l2``. Its weights are h/r,
+    in the last two gelu(A/r). p is 1 for the first two, else 2. A model m computes O_m = weights
+    V_m in a layer; what follows is about the same input tokens in each model.
+
+    Without an ancestor, the merged layer has the keys [K_a; K_b], the values [V_a; V_b]/2 and
+    τᵖ = τ_aᵖ + τ_bᵖ. Its rows are then divided by a mean of both models' divisors,
+    rᵖ = (τ_aᵖ r_aᵖ + τ_bᵖ r_bᵖ)/(τ_aᵖ + τ_bᵖ), and it computes
+
+    - O = (r_a O_a + r_b O_b)/(2r) for ``softmax``, ``gelu_l1`` and ``gelu_l2_post``: the model
+      whose scores are larger weighs more. Where τ_a = τ_b the two weights sum to 1 for p = 1 and,
+      for p = 2, to (r_a + r_b)/√(2 r_a² + 2 r_b²), from 0.707 to 1.
+    - O = ½ gelu(A_a/r) V_a + ½ gelu(A_b/r) V_b for ``gelu_l2`` and ``gelu_tanh_l2``: the mean of
+      both layers, the scores of each multiplied by r_m/r before their GELU.
+
+    Where r_a = r_b this is the mean (O_a + O_b)/2, so that a model merged with itself computes
+    what it did, for every Θ and eps.
+
+    With an ancestor, whose pairs are the first of both models, the merged layer has those pairs
+    once, then what model_a appended, then what model_b did: values as they are, τ the ancestor's.
+    Its divisor is rᵖ = r_aᵖ + r_bᵖ − r_0ᵖ, and it computes
+
+    - O = (r_a O_a + r_b O_b − r_0 O_0)/r for ``softmax``, ``gelu_l1`` and ``gelu_l2_post``: what
+      either model appended adds its exact sum Σ h v to the ancestor's, under a common divisor.
+    - the sum of gelu(A_i/r) v_i over the pairs of all three for ``gelu_l2``, ``gelu_tanh_l2``.
+
+    A model that appended nothing changes nothing: merged with its ancestor, the other one stays.
+
+    Args:
+        model_a: TokenFormer, or a module that holds its blocks. It stays as it is, as do the
+            others; the merged model is a copy of it, trained where it is trained.
+        model_b: Another, of the same depth, widths, Θ, eps and classes. Its number of pairs may be
+            another one. Where one of both has a gate, those of the other count as 1.
+        ancestor: The model that both grew from while its pairs were frozen.
+
+    Returns:
+        A new model, with all pairs held in one parameter. Stem, positions, norms, scales and head
+        are the mean of both models'.
+
+    Raises:
+        InputError: If the models do not fit each other, or a layer of one does not begin with the
+            pairs of the ancestor, bit for bit and with its τ.
+
+    Note:
+        τ is stored in float32, which √(τ_a² + τ_b²) is rounded to: by 6e-8 at most. The whole
+        model computes no mean, nor a sum, of what both compute, since its layers stand behind each
+        other.
+
+    Source:
+        This project's. That pairs are appended to those which are there is TokenFormer's,
+        arXiv:2410.23168v2, Section 3.3; with an ancestor it is the task arithmetic of
+        arXiv:2212.04089 on pairs instead of weights.
+    """
+    layers_a, layers_b = pattention_layers(model_a), pattention_layers(model_b)
+    _check_layers(layers_a, layers_b, "model_b")
+    others_a, others_b = _others(model_a, layers_a), _others(model_b, layers_b)
+    _check_others(others_a, others_b)
+    layers_0 = None if ancestor is None else pattention_layers(ancestor)
+    if layers_0 is not None:
+        _check_layers(layers_a, layers_0, "the ancestor")
+
+    merged = copy.deepcopy(model_a)
+    for name, layer in pattention_layers(merged).items():
+        a = read_tokens(layer)
+        b = _moved_to(read_tokens(layers_b[name]), a.keys)
+        if layers_0 is None:
+            tokens = _side_by_side(a, b, norm_order(layer.theta))
+        else:
+            old = _moved_to(read_tokens(layers_0[name]), a.keys)
+            tokens = _behind(old, a, b, name)
+        write_tokens(layer, tokens, learn_gate=isinstance(layers_b[name].gate, nn.Parameter))
+    for name, tensor in _others(merged, layers_a).items():
+        if tensor.is_floating_point():
+            tensor.copy_((others_a[name] + others_b[name].to(tensor)) / 2)
+    record_counts(merged)
+    return merged
+
+
+def _side_by_side(a: LayerTokens, b: LayerTokens, order: int) -> LayerTokens:
+    tau = (a.tau.double() ** order + b.tau.double() ** order) ** (1 / order)
+    return LayerTokens(
+        torch.cat((a.keys, b.keys)), torch.cat((a.values, b.values)) / 2, tau, _gates(a, b)
+    )
+
+
+def _behind(old: LayerTokens, a: LayerTokens, b: LayerTokens, name: str) -> LayerTokens:
+    """Put what two models appended behind the ancestor's pairs, which both must begin with."""
+    num = old.num
+    for model, own in (("model_a", a), ("model_b", b)):
+        for what, theirs, mine in (
+            ("keys", old.keys, own.keys[:num]),
+            ("values", old.values, own.values[:num]),
+            ("gates", _opened(old), _opened(own)[:num]),
+            ("τ", old.tau, own.tau),
+        ):
+            if not torch.equal(theirs, mine):
+                raise InputError(
+                    f"{name}: {model} does not begin with the {num} pairs of the ancestor, their "
+                    f"{what} differ: they have to be frozen after growth. Without an ancestor all "
+                    "pairs of both models are taken"
+                )
+    new_a, new_b = (
+        LayerTokens(
+            own.keys[num:],
+            own.values[num:],
+            own.tau,
+            None if own.gate is None else own.gate[num:],
+        )
+        for own in (a, b)
+    )
+    parts = (old, new_a, new_b)
+    return LayerTokens(
+        torch.cat([part.keys for part in parts]),
+        torch.cat([part.values for part in parts]),
+        old.tau,
+        _gates(*parts),
+    )
+
+
+def _opened(tokens: LayerTokens) -> Tensor:
+    return tokens.keys.new_ones(tokens.num) if tokens.gate is None else tokens.gate
+
+
+def _gates(*parts: LayerTokens) -> Tensor | None:
+    if all(part.gate is None for part in parts):
+        return None
+    return torch.cat([_opened(part) for part in parts])
+
+
+def _moved_to(tokens: LayerTokens, like: Tensor) -> LayerTokens:
+    gate = None if tokens.gate is None else tokens.gate.to(like)
+    tau = tokens.tau.to(like.device)  # its own precision is more than that of bfloat16 tokens
+    return LayerTokens(tokens.keys.to(like), tokens.values.to(like), tau, gate)
+
+
+def _others(model: nn.Module, layers: Mapping[str, Pattention]) -> dict[str, Tensor]:
+    """Return what a model stores besides the parameter tokens, by name."""
+    prefixes = tuple(f"{name}." for name in layers)
+    return {n: t for n, t in model.state_dict().items() if not n.startswith(prefixes)}
+
+
+def _check_layers(a: Mapping[str, Pattention], b: Mapping[str, Pattention], model: str) -> None:
+    if a.keys() != b.keys():
+        name = next(name for name in [*a, *b] if name not in a or name not in b)
+        raise InputError(
+            f"model_a has {len(a)} Pattention layers and {model} {len(b)}; only one of them has "
+            f"{name}: merged are models of the same blocks"
+        )
+    for name in a:
+        for what in ("in_features", "out_features", "theta", "eps"):
+            ours, theirs = getattr(a[name], what), getattr(b[name], what)
+            if ours != theirs:
+                raise InputError(
+                    f"{name}: {what} is {ours} in model_a and {theirs} in {model}; models are "
+                    "merged that differ in nothing but their pairs and weights"
+                )
+
+
+def _check_others(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
+    for name in [*a, *b]:
+        ours, theirs = (
+            str(tuple(some[name].shape)) if name in some else "absent" for some in (a, b)
+        )
+        if ours != theirs:
+            raise InputError(
+                f"{name} is {ours} in model_a and {theirs} in model_b; what is no parameter token "
+                "is averaged and must be of one shape (of a head: as many classes)"
+            )
