@@ -84,6 +84,9 @@ class Question:
         compute: The variant whose training cost is the measure of the others'; that is what the
             question is about, so that its variants differ in size. None where all have as many
             parameters.
+        pretraining: The command that makes the weights from which the config starts; the question
+            is then what to train of them, and how many parameters that are. None where every
+            variant trains from scratch.
     """
 
     name: str
@@ -91,6 +94,7 @@ class Question:
     text: str
     variants: tuple[Variant, ...]
     compute: str | None = None
+    pretraining: str | None = None
 
 
 def arguments(**new: Any) -> Change:

@@ -97,8 +97,8 @@ def plan(question: Question, args: argparse.Namespace) -> list[Run]:
         args: The command line of a sweep.
 
     Raises:
-        InputError: If the config, its data or an option will not do, or two variants would not
-            have as many parameters.
+        InputError: If the config, its data, an option or the weights to start from will not do, or
+            two variants would not have as many parameters where they should.
     """
     load_config(args.config, args.cfg_options)  # says what is wrong with either
     base = Config.fromfile(args.config).to_dict()
@@ -118,7 +118,8 @@ def plan(question: Question, args: argparse.Namespace) -> list[Run]:
     check_data_folders(Config(chosen), ("train_dataloader", "val_dataloader"))
 
     backbone = chosen["model"]["backbone"]
-    shape, parameters = _shape(chosen)
+    shape, parameters = _shape(chosen, question.pretraining)
+    equal = question.compute is None and question.pretraining is None
     runs = []
     for variant in question.variants:
         if args.variants and variant.name not in args.variants:
@@ -130,10 +131,16 @@ def plan(question: Question, args: argparse.Namespace) -> list[Run]:
         if variant.outside is not None:
             outside = variant.outside(shape, chosen["train_cfg"]["max_epochs"])
             own = _merged(own, outside)
+        facts: dict[str, Any] = {}
+        if question.pretraining is not None:
+            facts["start"] = _start(changed, question.pretraining)
         if question.compute is not None:
             own["custom_hooks"] = [*(own.get("custom_hooks") or ()), {"type": "CostHook"}]
-        count = sum(parameter.numel() for parameter in _build(own).parameters())
-        if question.compute is None and abs(count / parameters - 1) > LARGEST_GAP:
+        model = _build(own, loaded=question.pretraining is not None)
+        count = _count(model)
+        if question.pretraining is not None:
+            facts["trainable"] = _count(model, trained=True)
+        if equal and abs(count / parameters - 1) > LARGEST_GAP:
             raise InputError(
                 f"{variant.name} has {count:,} parameters and the model of {args.config} "
                 f"{parameters:,}: {abs(count / parameters - 1):.1%} apart, so that the two cannot "
@@ -144,7 +151,7 @@ def plan(question: Question, args: argparse.Namespace) -> list[Run]:
             options["model"] = {"backbone": of_backbone}
         for lr in args.lr or [None]:
             for seed in range(args.seeds):
-                about = _about(question, variant, args.config, seed, count, options)
+                about = _about(question, variant, args.config, seed, count, options) | facts
                 runs.append(_run(base, own, about, lr, args))
     return runs
 
@@ -169,6 +176,19 @@ def _about(
     }
 
 
+def _start(backbone: Mapping[str, Any], pretraining: str) -> dict[str, str] | None:
+    """Name the weights from which a backbone starts, and what is in them, if it is from any."""
+    path = _timms(backbone)["checkpoint_path"]
+    if not path:
+        return None
+    if not Path(path).is_file():
+        raise InputError(
+            f"there is no file {path} to start from: `{pretraining}` makes it, or give "
+            "`--cfg-options model.backbone.checkpoint_path=...`"
+        )
+    return {"file": path, "sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest()}
+
+
 def _merged(cfg: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Put changes into a config, dicts into dicts."""
     merged = Config(cfg)
@@ -191,7 +211,8 @@ def _run(
 ) -> Run:
     cfg = copy.deepcopy(cfg)
     cfg["randomness"]["seed"] = about["seed"]
-    cfg["model"]["backbone"]["stem_seed"] = about["seed"]
+    if "start" not in about:  # else there is nothing that variants could draw alike
+        cfg["model"]["backbone"]["stem_seed"] = about["seed"]
     usual = cfg["optim_wrapper"]["optimizer"]["lr"]
     name = f"{about['variant']}_seed{about['seed']}"
     if lr is not None and lr != usual:
@@ -200,14 +221,16 @@ def _run(
     epochs = cfg["train_cfg"]["max_epochs"]
     interval = math.ceil(epochs / MOST_DIAGNOSES)
     hooks = [hook for hook in cfg.get("custom_hooks") or () if hook["type"] != "DiagnosticsHook"]
-    if {"type": "CostHook"} not in hooks:  # else the layers are not what is asked about
+    # Of cost and of tuning, the layers are not what is asked about.
+    if {"type": "CostHook"} not in hooks and "start" not in about:
         hooks.append({"type": "DiagnosticsHook", "interval": interval})
     cfg["custom_hooks"] = hooks
     settings = difference(base, cfg)
     about = {
         **about,
         "lr": cfg["optim_wrapper"]["optimizer"]["lr"],
-        "base": digest(base),
+        # Weights are as much a part of what a run begins with as the config is.
+        "base": digest({**base, "start": about["start"]} if "start" in about else base),
         "settings": settings,
     }
     stem = f"{about['question']}_{Path(args.config).stem}"
@@ -231,21 +254,48 @@ def digest(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _build(cfg: Mapping[str, Any]) -> Any:
-    """Build the classifier of a config with no memory behind its weights."""
+def _build(cfg: Mapping[str, Any], loaded: bool = False) -> Any:
+    """Build the classifier of a config with no memory behind its weights, unless it loads some."""
     model = copy.deepcopy({**cfg["model"], "train_cfg": None})  # mixup logs a line
-    model["backbone"] |= {"compile": False, "stem_seed": None}
-    with torch.device("meta"), DefaultScope.overwrite_default_scope("mmpretrain"):
+    _timms(model["backbone"]).update(compile=False, stem_seed=None)
+    with (
+        torch.device("cpu" if loaded else "meta"),
+        DefaultScope.overwrite_default_scope("mmpretrain"),
+    ):
         return MODELS.build({"data_preprocessor": copy.deepcopy(cfg["data_preprocessor"]), **model})
 
 
-def _shape(cfg: Mapping[str, Any]) -> tuple[Shape, int]:
-    """Return the sizes of a config's TokenFormer, and the number of its parameters."""
+def _timms(backbone: Mapping[str, Any]) -> Any:
+    """Return the config of the timm model, which LoRA has within its own."""
+    return backbone["module"] if backbone["type"] == "LoRABackbone" else backbone
+
+
+def _count(model: torch.nn.Module, trained: bool = False) -> int:
+    """Count the parameters of a model, all or those that are trained."""
+    return sum(
+        parameter.numel()
+        for parameter in model.parameters()
+        if parameter.requires_grad or not trained
+    )
+
+
+def _shape(cfg: Mapping[str, Any], pretraining: str | None = None) -> tuple[Shape, int]:
+    """Return the sizes of a config's TokenFormer, and the number of its parameters.
+
+    Where it starts from trained weights they are those before any pair is appended.
+    """
     weights = cfg["model"]["backbone"].get("checkpoint_path")
-    if weights:
+    if pretraining is None and weights:
         raise InputError(
             f"model.backbone.checkpoint_path is {weights}, but an ablation trains from scratch"
         )
+    if pretraining is not None:
+        if not weights:
+            raise InputError(
+                "the config starts from no trained weights, but they are what is tuned here: set "
+                f"model.backbone.checkpoint_path to those that `{pretraining}` makes"
+            )
+        cfg = _merged(dict(cfg), {"model": {"backbone": {"checkpoint_path": "", "growth": None}}})
     model = _build(cfg)
     vit = getattr(model.backbone, "model", None)
     if not isinstance(vit, TokenFormerViT):
@@ -268,7 +318,7 @@ def _shape(cfg: Mapping[str, Any]) -> tuple[Shape, int]:
         num_ffn_param_tokens=block.mlp.num_param_tokens,
         own_arguments=frozenset(own - timms - {"kwargs"}),
     )
-    return shape, sum(parameter.numel() for parameter in model.parameters())
+    return shape, _count(model)
 
 
 def difference(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,10 @@ A record, ``OUT/<variant>_seed<k>.json``, holds that of the training (``record.j
     paper                 the paper's top-1 on ImageNet-1K at base size, or null
     config, seed, lr
     parameters
+    trainable             how many of them; and start, the file of the weights and its digest: where
+                          trained weights are tuned
     options               what the variant changes of the config
-    base                  the config's content, as a short digest
+    base                  the config's content, and that of the weights, as a short digest
     settings              all that the run differs in from it
     command               of the sweep; training_command is that of the run
     taken_from            the record of another question, which trained the same before

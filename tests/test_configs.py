@@ -1,5 +1,6 @@
 """Every config builds what it says, and those of the paper hold its recipe to the last number."""
 
+import copy
 import math
 import re
 from pathlib import Path
@@ -46,9 +47,14 @@ def load(name):
 
 
 def build_model(cfg):
-    """Build the classifier as a runner does, but with no memory behind its weights."""
-    with torch.device("meta"):
-        return MODELS.build({"data_preprocessor": cfg.data_preprocessor, **cfg.model})
+    """Build the classifier as a runner does, but with no memory behind its weights.
+
+    One that starts from the weights of another run, which are not there, is built with fresh ones.
+    """
+    model = copy.deepcopy(cfg.model)
+    tuned = model.backbone.pop("checkpoint_path")
+    with torch.device("cpu" if tuned else "meta"):  # growth looks at the weights
+        return MODELS.build({"data_preprocessor": cfg.data_preprocessor, **model})
 
 
 def flat(pipeline):
@@ -115,7 +121,8 @@ def test_model_optimiser_and_hooks_are_built(name):
     expected = cfg.optim_wrapper.optimizer.weight_decay
     for key, parameter in model.named_parameters():
         decays_not = parameter.ndim == 1 or key in kept
-        assert decays[id(parameter)] == (0 if decays_not else expected), key
+        if parameter.requires_grad:  # else the optimiser leaves it alone anyway
+            assert decays[id(parameter)] == (0 if decays_not else expected), key
     for hook in cfg.default_hooks.values():
         HOOKS.build(hook)
     for evaluator in (cfg.val_evaluator, cfg.test_evaluator):
@@ -156,6 +163,14 @@ def test_pipelines_build_and_evaluation_is_that_of_timm(name, tmp_path):
         image, pixels = run(loader, 2 * edge - 3, 3 * edge)
         inputs = prepare({"inputs": pixels[None]})["inputs"][0]
         torch.testing.assert_close(inputs, reference(image), rtol=1e-5, atol=1e-5)
+
+
+def test_tuning_appends_pairs_to_the_model_it_starts_from():
+    tuned, start = (build_model(load(name)) for name in ("tuning_imagenette", "cifar10_micro"))
+    count = sum(parameter.numel() for parameter in start.parameters())
+    assert sum(p.numel() for p in tuned.parameters() if not p.requires_grad) == count - 970
+    assert sum(p.numel() for p in tuned.parameters() if p.requires_grad) == 30_720 + 970
+    assert load("tuning_imagenette").data_preprocessor == load("cifar10_micro").data_preprocessor
 
 
 @pytest.mark.parametrize("name", PAPER)

@@ -36,6 +36,7 @@ from .diagnostics import DiagnosticsHook, read_diagnostics
 from .growth import CostHook, GrowthHook
 from .guard import GuardHook
 from .loop import ResumableEpochLoop, ResumableSampler
+from .lora import LoRABackbone
 from .optim import AccumulationEMAHook, AutocastOptimWrapper
 from .reports import CurvesHook, ExportHook, ProgressHook, RecordHook
 from .storage import AtomicLocalBackend, load_plain_checkpoint
@@ -52,6 +53,7 @@ __all__ = [
     "ExportHook",
     "GrowthHook",
     "GuardHook",
+    "LoRABackbone",
     "LoadImage",
     "ProgressHook",
     "RecordHook",

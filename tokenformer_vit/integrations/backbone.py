@@ -16,6 +16,8 @@ from tokenformer_vit.layers.segments import fuse_state_dict
 from tokenformer_vit.models import compile_blocks, timm_state_dict
 from tokenformer_vit.prediction import load_model
 
+from .lora import merge_lora
+
 
 @MODELS.register_module()
 class TimmClassificationBackbone(BaseModule):
@@ -32,6 +34,8 @@ class TimmClassificationBackbone(BaseModule):
         compile: Compile each block, for training and evaluation alike; checkpoints stay the same.
         growth: Arguments of :func:`tokenformer_vit.growth.grow`, to append pairs to what was built
             or loaded. With ``freeze="old"`` a head trains beside the new pairs, and nothing else.
+            Without a ``seed`` of their own they are drawn from that of the run.
+        frozen: Train none of these weights, so that the head alone learns: a linear probe.
         stem_seed: Draw what stands outside the blocks (patch embedding, class token, positions,
             final norm) from this seed alone. A ViT and TokenFormers of any Θ and number of pairs
             then start from the same weights there, if they are of one width and image size. The
@@ -39,8 +43,9 @@ class TimmClassificationBackbone(BaseModule):
         **kwargs: Arguments of the timm model.
 
     Raises:
-        InputError: If the model has no such head, the checkpoint cannot be read or does not fit, or
-            ``stem_seed`` is given for weights that are loaded or for a model that is no ViT.
+        InputError: If the model has no such head, the checkpoint cannot be read or does not fit,
+            ``stem_seed`` is given for weights that are loaded or for a model that is no ViT, or
+            pairs are appended that ``frozen`` would keep from learning.
 
     Shape:
         (B, in_chans, H, W) -> a tuple of one (B, C), the pooled and normalised features.
@@ -53,6 +58,7 @@ class TimmClassificationBackbone(BaseModule):
         checkpoint_path: str = "",
         compile: bool = False,
         growth: dict[str, Any] | None = None,
+        frozen: bool = False,
         stem_seed: int | None = None,
         **kwargs: Any,
     ) -> None:
@@ -64,7 +70,17 @@ class TimmClassificationBackbone(BaseModule):
                 f"({checkpoint_path or 'pretrained=True'}): set stem_seed=None, or start from "
                 "fresh weights"
             )
+        if frozen and growth:
+            raise InputError(
+                "frozen=True would keep the pairs that growth appends from learning: leave out "
+                "either, or train them alone by growth=dict(..., freeze='old')"
+            )
         if checkpoint_path:
+            if not Path(checkpoint_path).is_file():
+                raise InputError(
+                    f"there is no file {checkpoint_path} to start from: set "
+                    "model.backbone.checkpoint_path, or make it as the head of the config says"
+                )
             self.model = load_model(model_name, Path(checkpoint_path), **kwargs).train()
             self.model.reset_classifier(0)
         else:
@@ -79,7 +95,9 @@ class TimmClassificationBackbone(BaseModule):
         if stem_seed is not None:
             self._draw_stem(stem_seed, model_name, kwargs)
         if growth:
-            grow(self.model, **growth)
+            grow(self.model, **{"seed": torch.initial_seed(), **growth})
+        if frozen:
+            self.model.requires_grad_(False)
         if compile:
             compile_blocks(self.model)
 
@@ -127,7 +145,8 @@ def as_timm_model(classifier: Any) -> nn.Module:
     """Build the timm model, head included, that computes what an mmpretrain classifier computes.
 
     Args:
-        classifier: ``ImageClassifier`` of this backbone and a ``LinearClsHead``.
+        classifier: ``ImageClassifier`` of this backbone, or of one that is tuned by LoRA, and a
+            ``LinearClsHead``.
 
     Returns:
         A copy on the CPU; ``classifier`` is left as it is.
@@ -138,5 +157,6 @@ def as_timm_model(classifier: Any) -> nn.Module:
     rebuilt = timm.create_model(
         model.pretrained_cfg["architecture"], num_classes=classifier.head.num_classes, **args
     )
-    rebuilt.load_state_dict(fuse_state_dict(timm_state_dict(classifier.state_dict())))
+    state_dict = merge_lora(classifier.state_dict(), classifier)
+    rebuilt.load_state_dict(fuse_state_dict(timm_state_dict(state_dict)))
     return rebuilt

@@ -86,10 +86,11 @@ def configure_test(cfg: Config, checkpoint: str | Path, out: str | Path) -> None
         ) from error
     cfg.load_from, cfg.resume = str(checkpoint), False
     cfg.work_dir = str(out)  # not the run's own, whose dumped config would be overwritten
+    backbone = cfg.model.backbone.get("module", cfg.model.backbone)  # LoRA has one within
     for start in ("checkpoint_path", "pretrained"):
         # What training started from is replaced by the checkpoint, and may be gone by now.
-        if cfg.model.backbone.get(start):
-            cfg.model.backbone[start] = type(cfg.model.backbone[start])()
+        if backbone.get(start):
+            backbone[start] = type(backbone[start])()
     num_classes = cfg.model.head.num_classes
     cfg.test_evaluator = [
         {"type": "Accuracy", "topk": tuple(k for k in (1, 5) if k <= num_classes)},

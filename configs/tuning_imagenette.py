@@ -1,0 +1,50 @@
+# The TokenFormer of cifar10_micro tuned to Imagenette at 32 px: of what it computes, 5 % more pairs
+# and a head are trained, and nothing of what CIFAR-10 taught it.
+#
+# Paper:     has no such run
+# Data:      python tools/prepare_data.py IMAGENETTE_PARQUET_FOLDER data/imagenette_small \
+#                --limit 3000 --limit-val 1000
+# Weights:   python ablations/growth.py --config configs/cifar10_micro.py --variants large vit
+# Batch:     64
+# Hardware:  one CPU core; the minutes are in ablations/TABLES.md
+# Command:   python tools/train.py configs/tuning_imagenette.py
+# Expected:  see ablations/TABLES.md
+_base_ = "cifar10_micro.py"
+
+model = dict(
+    backbone=dict(
+        checkpoint_path="work_dirs/ablations/growth/cifar10_micro/large_seed0/model.safetensors",
+        growth=dict(
+            num_qkv_param_tokens=96 + 5,
+            num_proj_param_tokens=96 + 5,
+            num_ffn_param_tokens=384 + 20,
+            freeze="old",
+        ),
+    )
+)
+train_pipeline = [
+    dict(type="LoadImage"),
+    dict(
+        type="SeededTransforms",
+        transforms=[
+            dict(
+                type="RandomResizedCrop",
+                scale=32,
+                crop_ratio_range=(0.5, 1.0),
+                backend="pillow",
+                interpolation="bicubic",
+            ),
+            dict(type="RandomFlip", prob=0.5, direction="horizontal"),
+        ],
+    ),
+    dict(type="PackInputs"),
+]
+train_dataloader = dict(
+    batch_size=64, dataset=dict(data_root="data/imagenette_small", pipeline=train_pipeline)
+)
+val_dataloader = dict(dataset=dict(data_root="data/imagenette_small"))
+test_dataloader = val_dataloader
+
+optim_wrapper = dict(optimizer=dict(lr=1e-2))
+train_cfg = dict(max_epochs=8)
+auto_scale_lr = dict(base_batch_size=64)
