@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -14,7 +15,7 @@ import torch
 from PIL import Image
 from safetensors import SafetensorError
 from timm.data import ImageNetInfo, create_transform, resolve_model_data_config
-from timm.models import load_state_dict
+from timm.models import load_state_dict, save_for_hf
 from timm.utils import ParseKwargs
 from torch import Tensor, nn
 from torchvision.datasets.folder import IMG_EXTENSIONS
@@ -25,6 +26,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import TokenFormerViT, checkpoint_filter_fn
 
 __all__ = [
+    "KeyValues",
     "choose_device",
     "class_names",
     "data_config",
@@ -33,6 +35,8 @@ __all__ = [
     "model_arguments",
     "predict",
     "read_images",
+    "read_state_dict",
+    "save_model",
     "say_skipped",
 ]
 
@@ -41,8 +45,11 @@ _LOCAL = "local-dir:"
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
-class _KeyValues(ParseKwargs):
+class KeyValues(ParseKwargs):
+    """Action of an option that takes ``KEY=VALUE`` pairs of Python literals into a dict."""
+
     def __call__(self, parser, namespace, values, option_string=None) -> None:
+        """Parse the pairs of one option."""
         try:
             super().__call__(parser, namespace, values, option_string)
         except ValueError as error:  # it splits at "=" and trusts that there is one
@@ -62,7 +69,7 @@ def model_arguments() -> argparse.ArgumentParser:
     add(
         "--model-kwargs",
         nargs="+",
-        action=_KeyValues,
+        action=KeyValues,
         default={},
         metavar="KEY=VALUE",
         help="arguments of the model, such as img_size=32 patch_size=4",
@@ -152,7 +159,7 @@ def load_model(
         checkpoint = _weights_in(Path(name.removeprefix(_LOCAL)))
     _check_name(name)
 
-    state_dict = _read_state_dict(checkpoint) if checkpoint else None
+    state_dict = read_state_dict(checkpoint) if checkpoint else None
     if state_dict is not None and num_classes is None:
         head = state_dict.get("head.weight", state_dict.get("head.fc.weight"))
         num_classes = None if head is None else len(head)
@@ -163,6 +170,37 @@ def load_model(
     if state_dict is not None:
         _load(model, state_dict, f"{checkpoint} does not fit {name}", "img_size" in kwargs)
     return model.eval()
+
+
+def save_model(
+    model: nn.Module,
+    folder: Path,
+    label_names: Sequence[str] | None = None,
+    data_config: dict[str, Any] | None = None,
+) -> None:
+    """Write a folder that ``timm.create_model("local-dir:FOLDER", pretrained=True)`` reads.
+
+    Args:
+        model: timm model.
+        folder: Gets ``model.safetensors`` and ``config.json``, each at once; it is made.
+        label_names: Of the classes, in order; default: those that the model's export had, if any.
+        data_config: What timm is to know of the preprocessing; default: what the model says of it.
+
+    Raises:
+        OSError: If it cannot be written; what was there stays.
+    """
+    names = label_names or model.pretrained_cfg.get("label_names")  # type: ignore[union-attr, operator]
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as partial:
+        save_for_hf(
+            model,  # type: ignore[arg-type]
+            partial,
+            model_config={"label_names": list(names)} if names else None,
+            safe_serialization=True,
+            data_config=data_config,
+        )
+        for name in ("model.safetensors", "config.json"):
+            (Path(partial) / name).replace(folder / name)
 
 
 def _weights_in(folder: Path) -> Path:
@@ -183,7 +221,19 @@ def _check_name(name: str) -> None:
         raise InputError(f"there is no model {name!r}; did you mean {', '.join(close)}?")
 
 
-def _read_state_dict(path: Path) -> dict[str, Tensor]:
+def read_state_dict(path: Path) -> dict[str, Tensor]:
+    """Read the tensors of a checkpoint without running its code.
+
+    Args:
+        path: ``.safetensors`` file, or PyTorch's of a state dict or of a training, averaged weights
+            first.
+
+    Returns:
+        The tensors by name, on the CPU.
+
+    Raises:
+        InputError: If the file is damaged, or holds something else.
+    """
     try:
         # Also unwraps timm's and mmengine's training checkpoints, averaged weights first.
         state_dict = load_state_dict(str(path), weights_only=True)

@@ -27,13 +27,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from timm.utils import ParseKwargs
 from torch import nn
 
 from tokenformer_vit.benchmarking.costs import PARTS, Cost, draw_lengths, model_costs, total
 from tokenformer_vit.command_line import run_tool, whole_number
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.prediction import load_model
+from tokenformer_vit.prediction import KeyValues, load_model
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -71,7 +70,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(
             f"--{option}-kwargs",
             nargs="+",
-            action=ParseKwargs,
+            action=KeyValues,
             default={},
             metavar="KEY=VALUE",
             help=f"arguments of --{option}, such as img_size=384 or num_classes=0",
@@ -89,10 +88,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="FILE.png",
         help="also draw cost against sequence length, for the paper's growing language models",
     )
-    try:
-        return parser.parse_args(argv)
-    except ValueError:  # ParseKwargs splits at "=" and trusts that there is one
-        parser.error("--model-kwargs and --against-kwargs take KEY=VALUE")
+    return parser.parse_args(argv)
 
 
 def build(name: str, kwargs: dict[str, Any]) -> nn.Module:

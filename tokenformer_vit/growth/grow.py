@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -107,6 +108,7 @@ def grow(
         )
         for index, (name, layer) in enumerate(sorted(layers.items()))
     }
+    grown = _gate_alike(grown)
     learn_gate = gate != "fixed"
     if freeze and learn_gate and any(tokens.gate is not None for tokens in grown.values()):
         raise InputError(
@@ -117,7 +119,7 @@ def grow(
     changes = []
     for name, layer in layers.items():
         tokens, num_old = grown[name], layer.num_param_tokens
-        if tokens.num > num_old:
+        if tokens.num > num_old or (layer.gate is None and tokens.gate is not None):
             changes += write_tokens(layer, tokens, num_old if split else None, learn_gate)
     record_counts(model)
     if optimizer is not None:
@@ -168,6 +170,7 @@ def grow_state_dict(
     names = sorted(key.removesuffix(suffix) for key in result if key.endswith(suffix))
     if not names:
         raise InputError("the state dict holds no parameter tokens (key_param_tokens) to add to")
+    grown = {}
     for index, name in enumerate(names):
         keys, values, tau, gates = (
             result.get(f"{name}.{part}") for part in (*TOKENS, "tau", "gate")
@@ -182,7 +185,7 @@ def grow_state_dict(
                     "missing_tau='default' (--missing-tau default)"
                 )
             tau = torch.tensor(default_tau(theta, len(keys)))
-        tokens = _grow_layer(
+        grown[name] = _grow_layer(
             LayerTokens(keys, values, tau, gates),
             counts[kind_of(name)],
             theta,
@@ -192,6 +195,7 @@ def grow_state_dict(
             name,
             index,
         )
+    for name, tokens in _gate_alike(grown).items():
         parts = (tokens.keys, tokens.values, tokens.tau, tokens.gate)
         for part, tensor in zip((*TOKENS, "tau", "gate"), parts, strict=True):
             if tensor is not None:
@@ -255,6 +259,18 @@ def _counts(qkv: int | None, proj: int | None, ffn: int | None) -> dict[str, int
             "num_ffn_param_tokens"
         )
     return counts
+
+
+def _gate_alike(layers: dict[str, LayerTokens]) -> dict[str, LayerTokens]:
+    """Give all layers a gate if one has: a model is rebuilt with gates or without."""
+    if all(tokens.gate is None for tokens in layers.values()):
+        return layers
+    return {
+        name: tokens
+        if tokens.gate is not None
+        else replace(tokens, gate=tokens.keys.new_ones(tokens.num))
+        for name, tokens in layers.items()
+    }
 
 
 def _grow_layer(

@@ -5,7 +5,6 @@ import json
 import resource
 import shlex
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -18,11 +17,11 @@ from mmengine.dist import is_main_process, master_only
 from mmengine.hooks import EMAHook, Hook
 from mmengine.model import is_model_wrapper
 from mmengine.registry import HOOKS
-from timm.models import save_for_hf
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from tokenformer_vit.files import write_whole
+from tokenformer_vit.prediction import save_model
 from tokenformer_vit.records import environment, write_record
 
 from .backbone import as_timm_model
@@ -246,16 +245,8 @@ def export(classifier: Any, cfg: Any, metainfo: dict[str, Any], folder: str | Pa
         metainfo: Of the data set; ``classes`` names the labels.
         folder: Where the files go; those that exist are replaced, each at once.
     """
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as partial:
-        save_for_hf(
-            as_timm_model(classifier),
-            partial,
-            model_config={"label_names": list(metainfo["classes"])},
-            safe_serialization=True,
-            data_config=_data_config(cfg),
-        )
-        for name in ("model.safetensors", "config.json"):
-            (Path(partial) / name).replace(Path(folder) / name)
+    model = as_timm_model(classifier)
+    save_model(model, Path(folder), metainfo["classes"], _data_config(cfg))
 
 
 def _data_config(cfg: Any) -> dict[str, Any]:
