@@ -1,18 +1,22 @@
 """Charts of a sweep: accuracy and curves of every variant, and what happened in its layers."""
 
 import io
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+import numpy as np
+from compute_tables import Scratch, power_of_ten
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from questions import Question, Variant
-from tables import Record, at_best_lr, finished
+from rows import Record, at_best_lr, finished
 
 from tokenformer_vit.files import write_whole
 
@@ -23,6 +27,13 @@ FIGURES = {
     "entropy": ("entropy of |Θ| / ln P", "linear"),
     "kurtosis": ("kurtosis of scores", "linear"),
     "tau": ("τ", "linear"),
+}
+# Colours of variants, in turn: whether they are there for comparison, and whether they grow.
+COLOURS = {
+    (False, False): ["#9ecae1", "#4292c6", "#08306b", "#6a51a3"],
+    (False, True): ["#d7301f", "#fd8d3c", "#ce1256"],
+    (True, False): ["#006d2c"],
+    (True, True): ["#41ab5d", "#a1a118"],
 }
 # Part of a block: its line and name.
 PARTS = {"attn": ("-", "attention, mean of q, k, v, o"), "mlp": ("--", "feed-forward")}
@@ -58,6 +69,88 @@ def draw_results(question: Question, records: Sequence[Record], path: Path) -> N
     if loss.get_legend_handles_labels()[0]:
         loss.legend(fontsize="small")
     _save(figure, path)
+
+
+def draw_costs(question: Question, records: Sequence[Record], path: Path) -> None:
+    """Draw top-1 over training FLOPs, in the course of training and at its end, into a PNG file.
+
+    Curves are the mean over seeds, with a band of one standard deviation; a triangle is where a
+    model grew. Every variant is shown at its best learning rate. In the end, points of the same
+    FLOPs are set side by side.
+    """
+    figure = Figure(figsize=(13, 4.6), layout="constrained")
+    curves, ends = figure.subplots(1, 2)
+    rows = at_best_lr(question, records)
+    done = {variant: finished(own) for variant, own in rows.items() if finished(own)}
+    colours = {kind: iter(itertools.cycle(each)) for kind, each in COLOURS.items()}
+    handles = []
+    for variant, own in done.items():
+        line, marker = ("--", "s") if variant.reference else ("-", "o")
+        style = {
+            "color": next(colours[variant.reference, variant.grown]),
+            "label": _label(variant, own, records),
+        }
+        _band(curves, own, "validation", "flops", "top1", {**style, "linestyle": line})
+        if variant.grown:
+            curves.plot(*_growths(own), "^", color=style["color"], markeredgecolor="0.2", zorder=4)
+        flops, values = own[0]["flops"], [record["final"]["top1"] for record in own]
+        error = {"fmt": marker, "capsize": 4, "zorder": 5, **style}
+        if len(values) > 1:
+            error["yerr"] = stdev(values)
+        curves.errorbar(flops, mean(values), **error)
+        aside = flops * _aside(variant, done)
+        ends.errorbar(aside, mean(values), **error)
+        ends.plot([aside] * len(values), values, "_", color="0.4")
+        handles.append(Line2D([], [], linestyle=line, marker=marker, **style))
+    if any(variant.grown for variant in done):
+        style = {"color": "w", "markeredgecolor": "0.2", "label": "growth"}
+        handles.append(Line2D([], [], linestyle="", marker="^", **style))
+    scratch = Scratch(question, rows, reference=False)
+    if scratch.seeds():
+        flops, top1 = zip(*scratch.envelope(scratch.seeds()), strict=True)
+        style = {"color": "0.5", "linestyle": ":", "label": "envelope of TokenFormers from scratch"}
+        ends.plot(flops, top1, zorder=1, **style)
+        handles.append(Line2D([], [], **style))
+    curves.set(title="validation top-1 (%) in the course of training")
+    ends.set(title="final top-1 (%), mean ± standard deviation", xscale="log")
+    _name_flops((curves, ends), max((own[0]["flops"] for own in done.values()), default=1))
+    figure.legend(handles=handles, loc="outside right upper", fontsize="small")
+    _save(figure, path)
+
+
+def _aside(variant: Variant, done: Mapping[Variant, Sequence[Record]]) -> float:
+    """Return a factor near 1 that sets points of the same FLOPs apart on a logarithmic axis."""
+    flops = done[variant][0]["flops"]
+    same = [
+        other
+        for other, own in done.items()
+        if other.reference == variant.reference
+        and math.isclose(own[0]["flops"], flops, rel_tol=0.03)
+    ]
+    return 1.015 ** (same.index(variant) - (len(same) - 1) / 2)
+
+
+def _growths(records: Sequence[Record]) -> tuple[list[float], list[float]]:
+    """Return the FLOPs before each growth, and the mean top-1 by then."""
+    epochs, flops = ([0, *records[0]["validation"][key]] for key in ("epoch", "flops"))
+    top1 = [
+        mean(values) for values in zip(*(r["validation"]["top1"] for r in records), strict=True)
+    ]
+    per_epoch = records[0]["iterations"] / records[0]["epochs"]
+    times = [growth["iteration"] / per_epoch for growth in records[0]["growth"]]
+    return list(np.interp(times, epochs, flops)), list(np.interp(times, epochs[1:], top1))
+
+
+def _name_flops(panels: Iterable[Axes], largest: float) -> None:
+    """Count FLOPs in a round unit, on a logarithmic axis, too."""
+    exponent = math.floor(math.log10(largest))
+    unit = 10**exponent
+    for axes in panels:
+        if axes.get_xscale() == "log":
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
+            axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / unit:g}"))
+        axes.set_xlabel(f"training FLOPs / {power_of_ten(exponent)}")
 
 
 def _label(variant: Variant, own: Sequence[Record], records: Sequence[Record]) -> str:

@@ -62,6 +62,7 @@ class Variant:
             the config has.
         paper: Top-1 in % that the paper reports for it on ImageNet-1K at base size.
         reference: It is there for comparison, and no step from the row above.
+        grown: It gets larger while it trains.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Variant:
     paper: float | None = None
     reference: bool = False
     outside: Outside | None = None
+    grown: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import compute_tables
+import tables
+from rows import at_best_lr
+
+from tokenformer_vit.command_line import run_tool
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "ablations" / "results"
 README = ROOT / "README.md"
@@ -48,6 +54,9 @@ SPEED_HEAD = (
     "| | ViT-B/16, images/s | TokenFormer, images/s | × ViT (p20–p80) | × released formula, eager "
     "| kept for backward, MB an image | peak memory, × ViT | MFU % |\n"
     "|---|---|---|---|---|---|---|---|\n"
+)
+GROWTH_HEAD = (
+    "| | parameters, start → end | FLOPs, × the largest | top-1 % | n |\n|---|---|---|---|---|\n"
 )
 
 
@@ -111,13 +120,26 @@ def speed_row(link: str, group: dict[str, Any]) -> str:
     )
 
 
+def growth_rows() -> str:
+    """Render the rows of all sweeps of training cost, each variant at its best learning rate."""
+    text = ""
+    for (question, folder), records in tables.read_groups(RESULTS).items():
+        if question.compute is not None:
+            hardware = ", ".join(sorted({record["hardware"] for record in records}))
+            link = f"[`{Path(records[0]['config']).stem}`](ablations/results/{folder})"
+            text += f"| **{link}**, {hardware} | | | | |\n"
+            text += compute_tables.summary(question, at_best_lr(question, records))
+    return text or "| not run | | | | |\n"
+
+
 def render(text: str) -> str:
-    """Replace the tables between the markers of a text."""
-    tables = {
+    """Replace the tables between the markers of a text; one without markers is left out."""
+    rendered = {
         "runs": HEAD + "".join(map(run_row, RUNS)),
         "speed": SPEED_HEAD + speed_rows(),
+        "growth": GROWTH_HEAD + growth_rows(),
     }
-    for name, table in tables.items():
+    for name, table in rendered.items():
         text = re.sub(
             rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)",
             lambda match, table=table: match[1] + table + match[2],
@@ -142,4 +164,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main)

@@ -15,6 +15,7 @@ from tokenformer_vit.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
 SOFTMAX = tables.QUESTIONS[0]
+SMALLER = ("small", "medium")  # than the largest from start to end
 LAYERS = [f"blocks.{block}.{part}" for block in (0, 1) for part in ("attn.query", "mlp")]
 
 
@@ -110,7 +111,7 @@ def test_means_deviations_and_steps(root):
     assert row[3:] == ["85.00 (n = 1)", "82.5", "–", "+0.8", "0.5", "seed 1: killed by SIGKILL"]
     _, row = cells(text, "L2 after GELU")
     assert row[3:] == ["not run", "–", "", "", "", ""]
-    _, row = cells(text, "ViT, matched")
+    _, row, *_ = cells(text, "ViT, matched")  # growth has one, too
     assert row[3:] == ["70.00 (n = 1)", "82.3", "", "", "–", ""]
 
 
@@ -151,7 +152,7 @@ def test_what_was_never_run_is_said(root):
     text = rendered(root)
     for question in tables.QUESTIONS:
         for variant in question.variants:
-            assert any(row[3] == "not run" for row in cells(text, variant.label)), variant
+            assert any("not run" in row[3:5] for row in cells(text, variant.label)), variant
     assert "[records]" not in text
     paper = {"config": "configs/imagenet_base.py", "images_per_step": 4096}
     write(root, "softmax", 0, 70.0, **paper, epochs=4)  # not the paper's schedule
@@ -215,18 +216,26 @@ def test_diagnostics_are_averaged_over_runs_and_layers():
 
 @pytest.mark.parametrize("question", tables.QUESTIONS, ids=lambda question: question.name)
 def test_every_question_can_be_asked_of_the_paper_s_model(question: Question):
-    """Each variant builds, and has the parameters of the others."""
+    """Each variant builds, and has the parameters of the others unless its size is the question."""
     cfg = runs.load_config(ROOT / tables.PAPERS_CONFIG).to_dict()
     shape, parameters = runs._shape(cfg)
     assert (ROOT / "ablations" / f"{question.name}.py").is_file()
     backbone, settings = cfg["model"]["backbone"], []
     for variant in question.variants:
         changed = variant.change(dict(backbone), shape)
-        settings.append(json.dumps(runs.difference(backbone, changed)))
+        outside = variant.outside(shape, 300) if variant.outside else {}
+        settings.append(json.dumps([runs.difference(backbone, changed), outside]))
+        hooks = [hook["type"] for hook in outside.get("custom_hooks", ())]
+        assert variant.grown == ("GrowthHook" in hooks)
         model = runs._build({**cfg, "model": {**cfg["model"], "backbone": changed}})
         count = sum(parameter.numel() for parameter in model.parameters())
-        assert count == pytest.approx(parameters, rel=runs.LARGEST_GAP)
+        if question.compute is None:
+            assert count == pytest.approx(parameters, rel=runs.LARGEST_GAP)
+        else:
+            assert (count < 0.7 * parameters) == (variant.grown or variant.name in SMALLER)
+        if variant.name == question.compute:
+            assert count == parameters
         if question.name == "pairs":
             assert count == parameters
     assert len(set(settings)) == len(settings)
-    assert settings.count("{}") == 1  # the model of the config is one of them
+    assert settings.count("[{}, {}]") == 1  # the model of the config is one of them
