@@ -1,0 +1,33 @@
+# cifar10_tiny, grown as it trains: a quarter of the pairs, then half, then all of them.
+#
+# Paper:     has no such run
+# Data:      python tools/prepare_data.py CIFAR10_PARQUET_FOLDER data/cifar10
+# Batch:     256 on one GPU
+# Hardware:  not run
+# Command:   python tools/train.py configs/growth_cifar10_tiny.py --amp
+# Expected:  not run
+_base_ = "cifar10_tiny.py"
+
+model = dict(
+    backbone=dict(num_qkv_param_tokens=48, num_proj_param_tokens=48, num_ffn_param_tokens=192)
+)
+custom_hooks = [
+    dict(type="CostHook"),
+    dict(
+        type="GrowthHook",
+        schedule=[
+            dict(
+                epoch=17,
+                num_qkv_param_tokens=96,
+                num_proj_param_tokens=96,
+                num_ffn_param_tokens=384,
+            ),
+            dict(
+                epoch=34,
+                num_qkv_param_tokens=192,
+                num_proj_param_tokens=192,
+                num_ffn_param_tokens=768,
+            ),
+        ],
+    ),
+]

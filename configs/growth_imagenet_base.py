@@ -1,0 +1,36 @@
+# TokenFormer-B/16 on ImageNet-1K, grown as it trains: a quarter of the pairs of imagenet_base until
+# epoch 100, half of them until epoch 200, all of them to the end, in one schedule of 300 epochs.
+#
+# Paper:     has no grown vision model; its language models grow by arXiv:2410.23168, Section 3.3
+# Batch:     4096, as imagenet_base
+# Hardware:  not run
+# Command:   torchrun --nproc_per_node=8 tools/train.py configs/growth_imagenet_base.py \
+#                --launcher pytorch --amp --batch-size 128 \
+#                --cfg-options optim_wrapper.accumulative_counts=4
+# Expected:  not run; 60 % of the training FLOPs of imagenet_base
+_base_ = "imagenet_base.py"
+
+model = dict(
+    backbone=dict(num_qkv_param_tokens=192, num_proj_param_tokens=192, num_ffn_param_tokens=768)
+)
+custom_hooks = [
+    dict(type="CostHook"),
+    dict(
+        type="GrowthHook",
+        schedule=[
+            dict(
+                epoch=100,
+                num_qkv_param_tokens=384,
+                num_proj_param_tokens=384,
+                num_ffn_param_tokens=1536,
+            ),
+            dict(
+                epoch=200,
+                num_qkv_param_tokens=768,
+                num_proj_param_tokens=768,
+                num_ffn_param_tokens=3072,
+            ),
+        ],
+        init="zero_key",
+    ),
+]

@@ -1,0 +1,21 @@
+# The next stage of growth as the paper does it, on ImageNet-1K: imagenet_base_matched, enlarged to
+# the pairs of imagenet_base by tools/grow.py, goes on for 60 epochs with a warm-up and a cosine of
+# its own.
+#
+# Paper:     its language models: a tenth of the tokens a stage (arXiv:2410.23168, Section 3.3)
+# Batch:     4096, as imagenet_base
+# Hardware:  not run
+# Command:   python tools/grow.py work_dirs/imagenet_base_matched work_dirs/imagenet_base_grown \
+#                --qkv 768 --proj 768 --ffn 3072
+#            torchrun --nproc_per_node=8 tools/train.py configs/growth_imagenet_stage.py \
+#                --launcher pytorch --amp --batch-size 128 \
+#                --cfg-options optim_wrapper.accumulative_counts=4
+# Expected:  not run
+_base_ = "imagenet_base.py"
+
+load_from = "work_dirs/imagenet_base_grown/model.safetensors"
+param_scheduler = [
+    dict(type="LinearLR", start_factor=1e-3, by_epoch=True, end=5, convert_to_iter_based=True),
+    dict(type="CosineAnnealingLR", eta_min=1e-5, by_epoch=True, begin=5),
+]
+train_cfg = dict(max_epochs=60)
