@@ -82,7 +82,7 @@ def order(theta):
 @pytest.mark.parametrize("theta", THETAS)
 def test_a_model_and_itself_compute_what_it_did(theta):
     model, x = build(theta), torch.randn(4, 3, 32, 32)
-    assert_same(logits(merge(model, model), x), logits(model, x), 1e-6)
+    assert_same(logits(merge(model, model), x), logits(model, x), 3e-6)  # sums twice as long
     in_float64(model)
     assert_same(logits(merge(model, model), x.double()), logits(model, x.double()), 1e-12)
 

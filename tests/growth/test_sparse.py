@@ -1,0 +1,128 @@
+"""Top-k is set by kind of layer, undone, and its FLOPs are counted in closed form."""
+
+import pytest
+import timm
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import tokenformer_vit  # noqa: F401
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.growth import pattention_layers
+from tokenformer_vit.growth.masks import TokenMasks
+from tokenformer_vit.growth.sparse import saved_flops, set_top_k, top_k
+from tokenformer_vit.ops import THETAS
+
+SHAPE = {
+    "embed_dim": 32,
+    "depth": 2,
+    "num_heads": 2,
+    "img_size": 32,
+    "patch_size": 8,
+    "num_classes": 10,
+    "num_qkv_param_tokens": 24,
+    "num_proj_param_tokens": 40,
+    "num_ffn_param_tokens": 56,
+}
+TOKENS = 17  # 4 × 4 patches and the class token
+
+
+def build(theta="gelu_l2"):
+    return timm.create_model("tokenformer_tiny", theta=theta, **SHAPE).eval()
+
+
+def logits(model, x):
+    with torch.no_grad():
+        return model(x)
+
+
+def numbers(model):
+    return [layer.top_k for layer in pattention_layers(model).values()]
+
+
+def counted_flops(model):
+    model.set_backend("reference")
+    with FlopCounterMode(display=False) as counter:
+        logits(model, torch.randn(1, 3, 32, 32))
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_all_pairs_compute_what_the_dense_model_does(theta):
+    model, x = build(theta), torch.randn(4, 3, 32, 32)
+    expected = logits(model, x)
+    set_top_k(model, qkv=24, proj=1.0, ffn=1.0)
+    assert numbers(model) == 2 * [24, 24, 24, 40, 56]
+    error = (logits(model, x) - expected).abs().max() / expected.abs().max()
+    assert error <= 2e-6
+    set_top_k(model)
+    assert torch.equal(logits(model, x), expected)
+
+
+def test_a_layer_reads_its_strongest_pairs():
+    model, x = build(), torch.randn(4, 5, 32)
+    set_top_k(model, ffn=7)
+    layer = model.blocks[0].mlp
+    weights = layer.weights(x)
+    limit = weights.abs().topk(7).values[..., -1:]
+    expected = torch.where(weights.abs() >= limit, weights, 0) @ layer.value_param_tokens
+    torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_numbers_are_shares_of_the_active_pairs():
+    model = build()
+    masks = TokenMasks(model)
+    masks.add("half", {"qkv": slice(12), "proj": slice(20), "ffn": slice(28)})
+    with masks.use("half"):
+        set_top_k(model, qkv=0.5, proj=20, ffn=0.01)
+        assert numbers(model) == 2 * [6, 6, 6, 20, 1]
+        assert logits(model, torch.randn(2, 3, 32, 32)).isfinite().all()
+
+
+def test_a_context_is_undone():
+    model, x = build(), torch.randn(4, 3, 32, 32)
+    set_top_k(model, ffn=8)
+    expected = logits(model, x)
+    with top_k(model, qkv=0.25, ffn=0.5):
+        assert numbers(model) == 2 * [6, 6, 6, None, 28]
+        with pytest.raises(IndexError), top_k(model):
+            [][len(numbers(model))]
+        assert numbers(model) == 2 * [6, 6, 6, None, 28]
+        assert not torch.equal(logits(model, x), expected)
+    assert torch.equal(logits(model, x), expected)
+
+
+def test_saved_flops_are_those_that_pytorch_no_longer_counts():
+    model = build()
+    dense = counted_flops(model)
+    assert saved_flops(model, TOKENS) == 0
+    masks = TokenMasks(model)
+    masks.add("few", {"qkv": slice(5), "proj": slice(30), "ffn": slice(40)})
+    with masks.use("few"):
+        assert dense - counted_flops(model) == saved_flops(model, TOKENS) > 0
+        set_top_k(model, proj=3, ffn=4)
+        # PyTorch counts no FLOPs for sums of gathered rows.
+        gathered = 2 * 2 * TOKENS * 32 * (3 + 4)
+        assert dense - counted_flops(model) == saved_flops(model, TOKENS) + gathered
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"qkv": 25}, r"blocks.0.attn.query: 25 of 24 pairs cannot be read; give 1 to 24"),
+        ({"ffn": 0}, "0 of 56 pairs cannot be read"),
+        ({"proj": 0.0}, "a share of pairs is above 0 and at most 1, but not 0.0"),
+        ({"proj": 1.5}, "a share of pairs .* not 1.5"),
+    ],
+)
+def test_numbers_that_cannot_be(arguments, said):
+    model = build()
+    with pytest.raises(InputError, match=said):
+        set_top_k(model, **arguments)
+    assert numbers(model) == 10 * [None]
+
+
+def test_models_without_parameter_tokens():
+    for do in (set_top_k, lambda model: saved_flops(model, 3)):
+        with pytest.raises(InputError, match="Linear has no Pattention layer"):
+            do(nn.Linear(2, 2))
