@@ -239,7 +239,7 @@ def test_memory_holds_the_weights_of_one_batch(model, photos, monkeypatch):
         most[0] = max(most[0], len(alive))
         return weights
 
-    monkeypatch.setattr(inspection, "token_weights", counted)
+    monkeypatch.setattr(inspection.tokens, "token_weights", counted)
     inspection.find_exemplars(model, sorted(photos.glob("*.png")), batch_size=1)
     assert most[0] == 1
 
@@ -298,7 +298,7 @@ def test_too_much_to_draw(checkpoint, photos, tmp_path, monkeypatch):
     arguments = [checkpoint, photos, "--out", tmp_path]
     assert "33" in failure(*arguments, "--top", 33)
     assert "33" in failure(*arguments, "--exemplars", 33)
-    monkeypatch.setattr(inspection, "MOST", 9)
+    monkeypatch.setattr(inspection.tokens, "MOST", 9)
     assert "--exemplars" in failure(*arguments)
 
 
@@ -343,10 +343,10 @@ def test_an_image_that_went_away_meanwhile(model, photos, tmp_path):
 def test_ctrl_c_leaves_nothing_behind(checkpoint, photos, tmp_path):
     arguments = [checkpoint, photos, "--out", tmp_path, "--exemplars", "3", "--batch-size", "1"]
     code = (
-        "import sys, time; from tokenformer_vit import inspection;"
-        "real = inspection.token_weights;"
+        "import sys, time; from tokenformer_vit.inspection import tokens;"
+        "real = tokens.token_weights;"
         "slow = lambda *args: (print('at it', flush=True), time.sleep(60), real(*args))[2];"
-        "inspection.token_weights = slow; sys.argv[0] = sys.argv.pop(1);"
+        "tokens.token_weights = slow; sys.argv[0] = sys.argv.pop(1);"
         "import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"
     )
     process = subprocess.Popen(
