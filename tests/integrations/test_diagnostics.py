@@ -21,7 +21,7 @@ from tokenformer_vit.integrations.config import load_config
 from tokenformer_vit.integrations.diagnostics import (
     append_line,
     diagnose,
-    pattention_layers,
+    measured_layers,
     probe_indices,
 )
 from tokenformer_vit.integrations.reports import read_scalars
@@ -94,7 +94,7 @@ def test_gradients_are_those_of_the_cross_entropy_of_all_images():
     assert measured["loss"] == pytest.approx(loss.item(), rel=1e-5)
     names = ["attn.query", "attn.key", "attn.value", "attn.proj", "mlp"]
     assert list(measured["layers"]) == [f"blocks.{i}.{name}" for i in range(2) for name in names]
-    for name, layer in pattention_layers(classifier).items():
+    for name, layer in measured_layers(classifier).items():
         figures = measured["layers"][name]
         assert figures.keys() == FIGURES
         for part, parameter in (

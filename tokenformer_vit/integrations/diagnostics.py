@@ -68,7 +68,7 @@ class DiagnosticsHook(Hook):
 
         A resumed run measures again what was due at its checkpoint, and may have been cut off.
         """
-        if not _layers(unwrap(runner.model)):
+        if not measured_layers(unwrap(runner.model)):
             return
         if runner.val_loop is None:
             raise InputError(
@@ -110,7 +110,7 @@ class DiagnosticsHook(Hook):
         )
 
 
-def _layers(classifier: nn.Module) -> dict[str, Pattention]:
+def measured_layers(classifier: nn.Module) -> dict[str, Pattention]:
     """Return the Pattention layers of a model, by timm's names such as ``blocks.3.attn.query``."""
     return {
         name.removeprefix("backbone.model."): module
@@ -168,7 +168,7 @@ def diagnose(classifier: nn.Module, batches: Sequence[dict[str, Any]]) -> dict[s
         the data preprocessor does so.
     """
     model: Any = copy.deepcopy(classifier).float().eval().requires_grad_(False)
-    layers = _layers(model)
+    layers = measured_layers(model)
     seen: dict[str, list[Tensor]] = {name: [] for name in layers}  # of (2, tokens)
     for name, layer in layers.items():
         layer.key_param_tokens.requires_grad_()
