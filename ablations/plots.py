@@ -118,6 +118,38 @@ def draw_costs(question: Question, records: Sequence[Record], path: Path) -> Non
     _save(figure, path)
 
 
+def draw_tuning(question: Question, records: Sequence[Record], path: Path) -> None:
+    """Draw final top-1 over the number of trained parameters into a PNG file.
+
+    What starts from the same weights is joined by a line; what starts from none stands apart. Every
+    variant is shown at its best learning rate.
+    """
+    figure = Figure(figsize=(8, 4.6), layout="constrained")
+    axes = figure.subplots()
+    starts: dict[str | None, list[tuple[int, float]]] = {}
+    for variant, own in at_best_lr(question, records).items():
+        if not (done := finished(own)):
+            continue
+        count, values = done[0]["trainable"], [record["final"]["top1"] for record in done]
+        start = done[0]["start"] and done[0]["start"]["sha256"]
+        starts.setdefault(start, []).append((count, mean(values)))
+        style = {"fmt": "s" if variant.reference else "o", "capsize": 4, "zorder": 3}
+        if len(values) > 1:
+            style["yerr"] = stdev(values)
+        axes.errorbar(count, mean(values), label=_label(variant, own, records), **style)
+        axes.plot([count] * len(values), values, "_", color="0.4")
+    for start, points in starts.items():
+        if start is not None:
+            axes.plot(*zip(*sorted(points), strict=True), color="0.7", zorder=1)
+    axes.set(
+        title="final top-1 (%), mean ± standard deviation",
+        xlabel="trained parameters",
+        xscale="log",
+    )
+    figure.legend(loc="outside right upper", fontsize="small")
+    _save(figure, path)
+
+
 def _aside(variant: Variant, done: Mapping[Variant, Sequence[Record]]) -> float:
     """Return a factor near 1 that sets points of the same FLOPs apart on a logarithmic axis."""
     flops = done[variant][0]["flops"]

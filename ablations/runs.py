@@ -12,6 +12,7 @@ import copy
 import hashlib
 import inspect
 import json
+import logging
 import math
 import os
 import re
@@ -258,11 +259,16 @@ def _build(cfg: Mapping[str, Any], loaded: bool = False) -> Any:
     """Build the classifier of a config with no memory behind its weights, unless it loads some."""
     model = copy.deepcopy({**cfg["model"], "train_cfg": None})  # mixup logs a line
     _timms(model["backbone"]).update(compile=False, stem_seed=None)
-    with (
-        torch.device("cpu" if loaded else "meta"),
-        DefaultScope.overwrite_default_scope("mmpretrain"),
-    ):
-        return MODELS.build({"data_preprocessor": copy.deepcopy(cfg["data_preprocessor"]), **model})
+    preprocessor = copy.deepcopy(cfg["data_preprocessor"])
+    logging.disable(logging.INFO)  # of LoRA, a line for each layer
+    try:
+        with (
+            torch.device("cpu" if loaded else "meta"),
+            DefaultScope.overwrite_default_scope("mmpretrain"),
+        ):
+            return MODELS.build({"data_preprocessor": preprocessor, **model})
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _timms(backbone: Mapping[str, Any]) -> Any:

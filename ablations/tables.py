@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import compute_tables
+import tuning_tables
 from questions import Question, Variant
 from rows import Record, Row, Rows, at_best_lr, best_lr, by_variant, line
 
@@ -25,7 +26,10 @@ from tokenformer_vit.files import write_whole
 HERE = Path(__file__).resolve().parent
 QUESTIONS: tuple[Question, ...] = tuple(
     import_module(name).QUESTION
-    for name in ("softmax", "layernorm", "gelu", "tau", "key_scale", "eps", "pairs", "growth")
+    for name in (
+        *("softmax", "layernorm", "gelu", "tau", "key_scale", "eps", "pairs"),
+        *("growth", "tuning"),
+    )
 )
 PAPERS_CONFIG = "configs/imagenet_base.py"
 PAPERS = {"config": PAPERS_CONFIG, "epochs": 300, "images_per_step": 4096}
@@ -67,13 +71,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not path.is_file() or path.read_text(encoding="utf-8") != text:
             sys.exit(f"error: {path.name} is not what the records say; run `ablations/tables.py`")
         return
-    from plots import draw_costs, draw_diagnostics, draw_results  # matplotlib is slow to import
+    import plots  # matplotlib is slow to import
 
     for (question, folder), records in groups.items():
-        draw = draw_results if question.compute is None else draw_costs
+        draw = plots.draw_results
+        if question.compute is not None:
+            draw = plots.draw_costs
+        elif question.pretraining is not None:
+            draw = plots.draw_tuning
         draw(question, records, results / f"{folder}.png")
         if with_diagnostics(records):
-            draw_diagnostics(question, records, results / f"{folder}_diagnostics.png")
+            plots.draw_diagnostics(question, records, results / f"{folder}_diagnostics.png")
     write_whole(path, text.encode())
 
 
@@ -116,6 +124,9 @@ def _check_common(records: Mapping[Path, Record]) -> None:
         own = {path: record for path, record in records.items() if record["variant"] == name}
         # What a variant is does not change between its runs.
         _check_one_value("options", {path: _pruned(run["options"]) for path, run in own.items()})
+        _check_one_value(
+            "start", {path: run["start"] for path, run in own.items() if "start" in run}
+        )
 
 
 def _check_one_value(key: str, values: Mapping[Path, Any]) -> None:
@@ -141,7 +152,8 @@ def _told(record: Record) -> Record:
     backbone = settings.get("model", {}).pop("backbone", {})
     changed = options.get("model", {}).get("backbone", {})
     if "_delete_" not in backbone:
-        kept = {key: backbone[key] for key in backbone.keys() - changed.keys() - {"stem_seed"}}
+        own = {"stem_seed", "checkpoint_path"}  # the weights that are tuned are checked apart
+        kept = {key: backbone[key] for key in backbone.keys() - changed.keys() - own}
         told["backbone"] = dict(sorted(kept.items()))
     epochs = settings.get("train_cfg", {}).pop("max_epochs", "the config's")
     if "max_epochs" in options.get("train_cfg", {}):
@@ -173,6 +185,9 @@ def render(groups: Mapping[tuple[Question, str], Sequence[Record]]) -> str:
             setting += ", in which it grew no model"
             parts.append(f"{compute_tables.NOTE}\n")
         own = {folder: records for (asked, folder), records in groups.items() if asked is question}
+        if question.pretraining is not None:
+            parts += _tuning(question, own)
+            continue
         if not any(map(_is_papers, itertools.chain(*own.values()))):
             command = f"python ablations/{question.name}.py {PAPERS_ARGUMENTS}"
             rows = _renderer(question)(question, by_variant(question, []))
@@ -186,6 +201,17 @@ def render(groups: Mapping[tuple[Question, str], Sequence[Record]]) -> str:
                 charts += f"![Diagnostics, {folder}](results/{folder}_diagnostics.png)\n"
             parts.append(charts)
     return "\n".join(parts)
+
+
+def _tuning(question: Question, folders: Mapping[str, Sequence[Record]]) -> Iterable[str]:
+    """Render the tables of a question about trained weights, of which the paper has none."""
+    head = tuning_tables.HEAD
+    if not folders:
+        yield f"Not run:\n\n{head}{tuning_tables.rows(question, [])}"
+    for folder, records in folders.items():
+        rows = tuning_tables.rows(question, records)
+        yield f"{_heading(question, folder, records)}\n\n{head}{rows}"
+        yield f"![Top-1 against trained parameters, {folder}](results/{folder}.png)\n"
 
 
 def _renderer(question: Question) -> Callable[..., str]:
