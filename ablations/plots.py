@@ -126,11 +126,13 @@ def draw_tuning(question: Question, records: Sequence[Record], path: Path) -> No
     """
     figure = Figure(figsize=(8, 4.6), layout="constrained")
     axes = figure.subplots()
-    starts: dict[str | None, list[tuple[int, float]]] = {}
+    starts: dict[str | None, list[tuple[float, float]]] = {}
     for variant, own in at_best_lr(question, records).items():
         if not (done := finished(own)):
             continue
-        count, values = done[0]["trainable"], [record["final"]["top1"] for record in done]
+        # Set aside where it would lie on another.
+        count = done[0]["trainable"] * (1.06 if variant.reference else 1)
+        values = [record["final"]["top1"] for record in done]
         start = done[0]["start"] and done[0]["start"]["sha256"]
         starts.setdefault(start, []).append((count, mean(values)))
         style = {"fmt": "s" if variant.reference else "o", "capsize": 4, "zorder": 3}

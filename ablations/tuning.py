@@ -109,7 +109,6 @@ QUESTION = Question(
             "the whole model, from scratch",
             arguments(growth=None, checkpoint_path=""),
             outside=rate(FULL_LR),
-            reference=True,
         ),
         Variant("vit_probe", "ViT, head alone", vit_probe, reference=True),
         Variant("lora_small", "ViT, LoRA, few", lora(RANKS["small"]), reference=True),
