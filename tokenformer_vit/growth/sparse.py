@@ -10,7 +10,7 @@ from tokenformer_vit.layers import Pattention
 
 from .tokens import kind_of, pattention_layers
 
-__all__ = ["saved_flops", "set_top_k", "top_k"]
+__all__ = ["set_top_k", "top_k"]
 
 
 def set_top_k(
@@ -22,7 +22,10 @@ def set_top_k(
     """Let every input token read the values of so many pairs of a layer, those it weighs most.
 
     Θ still normalises over all pairs, so that weights are those of the dense layer: see
-    :func:`tokenformer_vit.ops.pattention_top_k`. It is not saved with the model.
+    :func:`tokenformer_vit.ops.pattention_top_k`. It is not saved with the model. The FLOPs that it
+    saves are not time: rows of values are gathered for each token, which takes longer than a
+    dense product of as many FLOPs. (:func:`tokenformer_vit.benchmarking.costs.model_costs` counts
+    them.)
 
     Args:
         model: Any module with TokenFormer blocks, changed in place.
@@ -81,33 +84,6 @@ def top_k(
     finally:
         for layer, number in zip(layers, before, strict=True):
             layer.top_k = number
-
-
-def saved_flops(model: nn.Module, num_tokens: int) -> int:
-    """Count the FLOPs of a forward pass that ``top_k`` and masks save, over the dense model.
-
-    A dense layer needs 2·P·(C_in + C_out) FLOPs a token. With S of its P pairs active, and k of
-    them read, it needs 2·S·C_in + 2·k·C_out: scores are computed against all active keys.
-
-    Args:
-        model: Any module with TokenFormer blocks.
-        num_tokens: Length of the sequence that its layers see, class token and the like included.
-
-    Returns:
-        FLOPs of one sequence, at least 0. They are counted as the paper counts them, without Θ and
-        without the choice of the k largest; nor do they tell the time: values that are gathered
-        token by token take longer than a dense product of as many FLOPs.
-
-    Raises:
-        InputError: If the model has no Pattention layer.
-    """
-    saved = 0
-    for layer in pattention_layers(model).values():
-        active = _num_active(layer)
-        read = active if layer.top_k is None else layer.top_k
-        dense = layer.num_param_tokens * (layer.in_features + layer.out_features)
-        saved += dense - active * layer.in_features - read * layer.out_features
-    return 2 * saved * num_tokens
 
 
 def _num_active(layer: Pattention) -> int:
