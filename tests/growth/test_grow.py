@@ -11,7 +11,8 @@ from torch import nn
 import tokenformer_vit  # noqa: F401
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow, grow_state_dict, open_gates, pattention_layers
-from tokenformer_vit.layers import Attention, Pattention, TokenFormerBlock
+from tokenformer_vit.layers import Attention, Pattention
+from tokenformer_vit.models import LMConfig, TokenFormerLM
 from tokenformer_vit.ops import THETAS
 
 GELU = [theta for theta in THETAS if theta != "softmax"]
@@ -55,21 +56,6 @@ def train(model, steps=10, optimizer=None):
         optimizer.step()
 
 
-class CausalLM(nn.Module):
-    """Blocks under a causal mask between an embedding and its transpose."""
-
-    def __init__(self, theta):
-        super().__init__()
-        self.embedding = nn.Embedding(50, 32)
-        self.blocks = nn.ModuleList(TokenFormerBlock(32, 2, theta=theta) for _ in range(2))
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x, is_causal=True)
-        return x @ self.embedding.weight.t()
-
-
 @pytest.mark.parametrize("backend", ["reference", "fused"])
 @pytest.mark.parametrize("theta", GELU)
 def test_zero_keys_leave_every_bit_of_the_logits(theta, backend):
@@ -104,11 +90,14 @@ def test_growth_to_any_size_is_exact(theta, init):
 @pytest.mark.parametrize("theta", THETAS)
 @pytest.mark.parametrize("init", ["zero_key", "duplicate"])
 def test_a_causal_model_grows_exactly(theta, init):
-    model, tokens = CausalLM(theta), torch.randint(50, (2, 12))
+    config = LMConfig(vocab_size=50, embed_dim=32, depth=2, num_heads=2, theta=theta)
+    model, tokens = TokenFormerLM(config), torch.randint(50, (2, 12))
     before = logits(model, tokens)
     grow(model, **DOUBLED, init=init)
     assert_same(logits(model, tokens), before)
     assert {layer.num_param_tokens for layer in pattention_layers(model).values()} == {64, 256}
+    again = TokenFormerLM(model.config)
+    again.load_state_dict(model.state_dict())
 
 
 @pytest.mark.parametrize("theta", THETAS)

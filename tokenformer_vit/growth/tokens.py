@@ -15,7 +15,7 @@ from tokenformer_vit.layers.segments import (
     split_tokens,
     token_segments,
 )
-from tokenformer_vit.models import TokenFormerViT
+from tokenformer_vit.models import TokenFormerLM, TokenFormerViT
 
 # Which of a model's three counts of pairs a layer belongs to, by the layer's own name.
 KINDS = {"query": "qkv", "key": "qkv", "value": "qkv", "proj": "proj", "mlp": "ffn"}
@@ -152,11 +152,11 @@ def write_tokens(
 
 
 def record_counts(model: nn.Module) -> None:
-    """Write a model's present counts of pairs into the arguments that timm rebuilds it from.
+    """Write a model's present counts of pairs into what it is saved and rebuilt by.
 
     Args:
-        model: A module that is, or holds, TokenFormer backbones.
+        model: A module that is, or holds, TokenFormer backbones or language models.
     """
-    for vit in model.modules():
-        if isinstance(vit, TokenFormerViT):
-            vit.record_param_tokens()
+    for module in model.modules():
+        if isinstance(module, TokenFormerViT | TokenFormerLM):
+            module.record_param_tokens()

@@ -40,6 +40,7 @@ class TokenFormerBlock(nn.Module):
         num_ffn_param_tokens: Pairs of the feed-forward layer; ``None`` for ``mlp_ratio * dim``.
         theta: Name of the Θ variant.
         norm: Parameters of the two LayerNorms: ``none``, ``bias`` or ``weight+bias``.
+        norm_eps: What they add to the variance.
         residual_init_gain: Standard deviation, at initialisation, of what each of the two parts
             adds to the residual stream; 1/√(2·depth) keeps the stream at unit scale.
         pattention_args: ``tau``, ``learn_tau``, ``eps``, ``key_init_scale`` and ``gate`` of all
@@ -66,6 +67,8 @@ class TokenFormerBlock(nn.Module):
         TokenFormer, arXiv:2410.23168, Eq. 7 to 11; the feed-forward part is a single Pattention.
     """
 
+    attention: type[Attention] = Attention
+
     def __init__(
         self,
         dim: int,
@@ -75,6 +78,7 @@ class TokenFormerBlock(nn.Module):
         num_ffn_param_tokens: int | None = None,
         theta: str = "gelu_l2",
         norm: str = "none",
+        norm_eps: float = 1e-6,
         residual_init_gain: float = 1.0,
         pattention_args: Mapping[str, Any] | None = None,
         mlp_ratio: float = 4.0,
@@ -96,8 +100,8 @@ class TokenFormerBlock(nn.Module):
                 return nn.Identity()
             return LayerScale(dim, init_values=init_values, device=device, dtype=dtype)
 
-        self.norm1 = BlockLayerNorm(dim, norm, device=device, dtype=dtype)
-        self.attn = Attention(
+        self.norm1 = BlockLayerNorm(dim, norm, norm_eps, device=device, dtype=dtype)
+        self.attn = self.attention(
             dim,
             num_heads,
             dim if num_qkv_param_tokens is None else num_qkv_param_tokens,
@@ -114,7 +118,7 @@ class TokenFormerBlock(nn.Module):
         self.ls1 = layer_scale()
         self.drop_path1 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
 
-        self.norm2 = BlockLayerNorm(dim, norm, device=device, dtype=dtype)
+        self.norm2 = BlockLayerNorm(dim, norm, norm_eps, device=device, dtype=dtype)
         self.mlp = Pattention(
             dim,
             dim,

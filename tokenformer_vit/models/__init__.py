@@ -1,5 +1,6 @@
 """Models built of Pattention; importing this package registers the vision models with timm."""
 
+from .causal_lm import LM_PRESETS, KVCache, LMConfig, TokenFormerLM, lm_config
 from .compilation import compile_blocks
 from .vit import (
     TokenFormerViT,
@@ -9,9 +10,14 @@ from .vit import (
 )
 
 __all__ = [
+    "LM_PRESETS",
+    "KVCache",
+    "LMConfig",
+    "TokenFormerLM",
     "TokenFormerViT",
     "checkpoint_filter_fn",
     "classifier_state_dict",
     "compile_blocks",
+    "lm_config",
     "timm_state_dict",
 ]

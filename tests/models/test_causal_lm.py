@@ -1,0 +1,181 @@
+"""The language model against its definition: counts, causality, positions, cache, padding."""
+
+import math
+
+import pytest
+import torch
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.models import LM_PRESETS, KVCache, LMConfig, TokenFormerLM, lm_config
+from tokenformer_vit.ops import THETAS
+
+PARAMETERS = {
+    "150m": 151_881_216,
+    "450m": 454_166_528,
+    "900m": 903_252_480,
+    "1.5b": 1_587_219_456,
+    "grown_124m": 123_569_664,
+    "grown_354m": 354_190_848,
+}
+KINDS = {
+    "rotary": {},
+    "learned": {"positions": "learned"},
+    "untied": {"tie_embeddings": False, "rotary_share": 1.0},
+}
+
+
+def build(**changes):
+    config = {"vocab_size": 61, "context_length": 40, "embed_dim": 32, "depth": 2, "num_heads": 2}
+    model = TokenFormerLM(LMConfig(**{**config, "rotary_share": 0.5, **changes})).double().eval()
+    with torch.no_grad():  # so that the token at hand is not drowned
+        model.embedding.weight.mul_(20)
+    return model
+
+
+@pytest.mark.parametrize(("preset", "count"), PARAMETERS.items())
+def test_presets_have_the_published_sizes(preset, count):
+    model = TokenFormerLM(lm_config(preset), device="meta")
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+
+
+def test_every_preset_builds():
+    for preset in LM_PRESETS:
+        TokenFormerLM(lm_config(preset, vocab_size=10), device="meta")
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("theta", THETAS)
+def test_a_token_sees_no_later_one(kind, theta):
+    model, tokens = build(theta=theta, **kind), torch.randint(61, (2, 12))
+    before = model(tokens)
+    tokens[:, 7] = (tokens[:, 7] + 1) % 61
+    changed = (model(tokens) - before).abs().amax(dim=(0, 2))
+    assert changed[:7].max() == 0
+    assert changed[7:].min() > 1e-6
+
+
+def forward_by_hand(model, tokens):
+    """Pattention, rotation and attention written out, one head and one position at a time."""
+
+    def pattention(layer, x):
+        scores = x @ layer.key_param_tokens.t()
+        rms = (scores.square().sum(-1, keepdim=True) / layer.tau.double() ** 2 + layer.eps).sqrt()
+        z = scores / rms
+        return (z / 2 * (1 + torch.erf(z / math.sqrt(2)))) @ layer.value_param_tokens
+
+    def normalise(x, eps):
+        x = x - x.mean(-1, keepdim=True)
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+    def rotate(x, position):
+        dims, x = model.config.rotary_dims, x.clone()
+        for pair in range(dims // 2):
+            angle = position * 10_000.0 ** (-2 * pair / dims)
+            one, other = x[pair].clone(), x[pair + dims // 2].clone()
+            x[pair] = one * math.cos(angle) - other * math.sin(angle)
+            x[pair + dims // 2] = one * math.sin(angle) + other * math.cos(angle)
+        return x
+
+    x = model.embedding.weight[tokens]  # (N, C) of one sequence
+    for block in model.blocks:
+        normed = normalise(x, 1e-5)
+        q, k, v = (
+            pattention(part, normed).reshape(len(tokens), 2, 16)
+            for part in (block.attn.query, block.attn.key, block.attn.value)
+        )
+        out = torch.zeros_like(q)
+        for head in range(2):
+            turned_q = [rotate(q[i, head], i) for i in range(len(tokens))]
+            turned_k = [rotate(k[i, head], i) for i in range(len(tokens))]
+            for i in range(len(tokens)):
+                scores = torch.stack([turned_q[i] @ turned_k[j] / 4 for j in range(i + 1)])
+                out[i, head] = scores.softmax(0) @ v[: i + 1, head]
+        x = x + pattention(block.attn.proj, out.reshape(len(tokens), 32))
+        x = x + pattention(block.mlp, normalise(x, 1e-5))
+    x = normalise(x, 1e-5) * model.norm.weight + model.norm.bias
+    return x @ model.embedding.weight.t()
+
+
+@torch.no_grad()
+def test_computes_its_definition():
+    model, tokens = build(), torch.randint(61, (9,))
+    torch.nn.init.normal_(model.norm.bias)
+    # Angles are float32.
+    torch.testing.assert_close(
+        model(tokens[None])[0], forward_by_hand(model, tokens), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_with_a_cache_it_computes_the_same(kind):
+    model, tokens = build(**kind), torch.randint(61, (3, 17))
+    expected, cache = model(tokens), KVCache()
+    parts = [model(tokens[:, :5], cache=cache)]
+    parts += [model(tokens[:, i : i + 1], cache=cache) for i in range(5, 11)]
+    parts.append(model(tokens[:, 11:], cache=cache))
+    assert cache.get_seq_length() == 17
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_padding_on_either_side_changes_nothing(kind):
+    model, tokens = build(**kind), torch.randint(61, (1, 9))
+    expected = model(tokens)
+    filling, other = torch.randint(61, (1, 5)), torch.randint(61, (1, 14))
+    for left in (True, False):
+        row = torch.cat((filling, tokens) if left else (tokens, filling), dim=1)
+        mask = torch.ones(2, 14)
+        mask[0, : 5 if left else None] = 0 if left else 1
+        if not left:
+            mask[0, 9:] = 0
+        logits = model(torch.cat((row, other)), attention_mask=mask)
+        own = logits[:1, 5:] if left else logits[:1, :9]
+        torch.testing.assert_close(own, expected)
+        torch.testing.assert_close(logits[1:], model(other))
+        assert logits.isfinite().all()
+
+
+def test_padding_and_cache_go_together():
+    model, tokens = build(), torch.randint(61, (1, 9))
+    row = torch.cat((torch.zeros(1, 4, dtype=torch.long), tokens), dim=1)
+    mask = torch.cat((torch.zeros(1, 4), torch.ones(1, 9)), dim=1)
+    cache = KVCache()
+    parts = [model(row[:, :8], attention_mask=mask[:, :8], cache=cache)]
+    parts += [
+        model(row[:, i : i + 1], attention_mask=mask[:, : i + 1], cache=cache) for i in range(8, 13)
+    ]
+    torch.testing.assert_close(torch.cat(parts, dim=1)[:, 4:], model(tokens))
+
+
+def test_it_learns_to_repeat():
+    torch.manual_seed(0)
+    config = LMConfig(vocab_size=12, context_length=16, embed_dim=32, depth=2, num_heads=2)
+    model = TokenFormerLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(150):
+        half = torch.randint(12, (32, 4))
+        tokens = torch.cat((half, half), dim=1)
+        logits = model(tokens[:, :-1])[:, 3:]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 4:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.5
+
+
+def test_what_does_not_fit_is_said():
+    model = build()
+    with pytest.raises(InputError, match="has 41 tokens, and the model's context_length is 40"):
+        model(torch.zeros(1, 41, dtype=torch.long))
+    cache = KVCache()
+    model(torch.zeros(1, 40, dtype=torch.long), cache=cache)
+    with pytest.raises(InputError, match="ask for fewer new tokens"):
+        model(torch.zeros(1, 1, dtype=torch.long), cache=cache)
+    with pytest.raises(InputError, match="unknown positions 'alibi'"):
+        LMConfig(positions="alibi")
+    with pytest.raises(InputError, match="vocab_size must be at least 1"):
+        LMConfig(vocab_size=0)
+    with pytest.raises(InputError, match="makes 1 of a head's 4 dimensions"):
+        LMConfig(embed_dim=16, num_heads=4)
+    with pytest.raises(InputError, match="unknown preset '124m'"):
+        lm_config("124m")

@@ -1,0 +1,382 @@
+"""Causal language models of TokenFormer blocks.
+
+The blocks are those of the vision models; what is added is an embedding, a causal mask, rotary or
+learned positions, a cache of keys and values, and a head. Read from top to bottom.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.layers import Attention, TokenFormerBlock
+
+__all__ = ["LM_PRESETS", "KVCache", "LMConfig", "TokenFormerLM", "lm_config"]
+
+POSITIONS = ("rotary", "learned")
+
+
+@dataclass(frozen=True)
+class LMConfig:
+    """The shape of a causal language model.
+
+    Args:
+        vocab_size: V, entries of the embedding.
+        context_length: Most tokens that a sequence may have.
+        embed_dim: Width C.
+        depth: Number of blocks.
+        num_heads: Number of attention heads; divides ``embed_dim``.
+        num_qkv_param_tokens: Pairs of each query, key and value projection; None for C.
+        num_proj_param_tokens: Pairs of each output projection; None for C.
+        num_ffn_param_tokens: Pairs of each feed-forward layer; None for 4 C.
+        positions: ``rotary``, or ``learned`` and added to the embedding.
+        rotary_share: Share of each head's dimensions, the first ones, that are rotated.
+        rotary_base: Base of the wavelengths of the rotation.
+        tie_embeddings: Use the embedding as the head, too; else the head is a matrix of its own.
+            It has no bias in either case.
+        theta: Name of the Θ variant.
+        norm: Parameters of the LayerNorms in blocks; the final one has weight and bias.
+        norm_eps: What all LayerNorms add to the variance.
+        pattention_args: What all Pattention layers have in common; see
+            :class:`~tokenformer_vit.layers.Pattention`.
+
+    Raises:
+        InputError: If ``positions`` is none of those that exist, or a size does not fit.
+
+    Source:
+        The defaults are the released 150M model's: TokenFormer, arXiv:2410.23168, Section 4.2, and
+        the authors' configuration files.
+    """
+
+    vocab_size: int = 50_304
+    context_length: int = 2048
+    embed_dim: int = 768
+    depth: int = 12
+    num_heads: int = 12
+    num_qkv_param_tokens: int | None = None
+    num_proj_param_tokens: int | None = None
+    num_ffn_param_tokens: int | None = None
+    positions: str = "rotary"
+    rotary_share: float = 0.25
+    rotary_base: float = 10_000.0
+    tie_embeddings: bool = True
+    theta: str = "gelu_l2"
+    norm: str = "none"
+    norm_eps: float = 1e-5
+    pattention_args: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Check what no layer checks."""
+        if self.positions not in POSITIONS:
+            raise InputError(
+                f"unknown positions {self.positions!r}; choose one of {', '.join(POSITIONS)}"
+            )
+        for name in ("vocab_size", "context_length", "depth"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, but it is {getattr(self, name)}")
+        if self.positions == "rotary" and (self.rotary_dims < 2 or self.rotary_dims % 2):
+            raise InputError(
+                f"rotary_share {self.rotary_share} makes {self.rotary_dims} of a head's "
+                f"{self.embed_dim // self.num_heads} dimensions to be rotated, which must be an "
+                "even number of at least 2"
+            )
+
+    @property
+    def rotary_dims(self) -> int:
+        """Dimensions of each head that are rotated."""
+        return int(self.embed_dim // self.num_heads * self.rotary_share)
+
+
+def _grown(pairs: int) -> dict[str, int]:
+    """Return the counts of the paper's growth series, which stays 12 × 768."""
+    return {
+        "num_qkv_param_tokens": pairs,
+        "num_proj_param_tokens": pairs,
+        "num_ffn_param_tokens": 4 * pairs,
+    }
+
+
+LM_PRESETS: dict[str, dict[str, Any]] = {
+    # Released: 151,881,216, 454,166,528, 903,252,480 and 1,587,219,456 parameters.
+    "150m": {},
+    "450m": {"embed_dim": 1024, "depth": 24, "num_heads": 16},
+    "900m": {"embed_dim": 1280, "depth": 32, "num_heads": 16},
+    "1.5b": {"embed_dim": 1536, "depth": 40, "num_heads": 16},
+    # The growth series, Figure 3: each is the one before with more pairs.
+    "grown_124m": _grown(576),
+    "grown_354m": _grown(2140),
+    "grown_757m": _grown(4850),
+    "grown_1.4b": _grown(8620),
+    # For tests and small text.
+    "tiny": {"embed_dim": 128, "depth": 4, "num_heads": 4, "context_length": 256},
+}
+
+
+def lm_config(preset: str, **changes: Any) -> LMConfig:
+    """Return the configuration of a preset, with changes.
+
+    Raises:
+        InputError: If there is no such preset.
+    """
+    if preset not in LM_PRESETS:
+        raise InputError(f"unknown preset {preset!r}; choose one of {', '.join(LM_PRESETS)}")
+    return LMConfig(**{**LM_PRESETS[preset], **changes})
+
+
+class Cache(Protocol):
+    """What the model asks of a cache; those of Hugging Face's transformers are such."""
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Append (B, heads, N, D) keys and values of a layer, and return all it has."""
+        ...
+
+    def get_seq_length(self) -> int:
+        """Return how many tokens have been appended."""
+        ...
+
+
+class KVCache:
+    """Keys and values of the tokens so far, layer by layer."""
+
+    def __init__(self) -> None:
+        self._layers: list[tuple[Tensor, Tensor]] = []
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Append those of new tokens, and return all of the layer's."""
+        if layer == len(self._layers):
+            self._layers.append((keys, values))
+        else:
+            before = self._layers[layer]
+            self._layers[layer] = (
+                torch.cat((before[0], keys), dim=2),
+                torch.cat((before[1], values), dim=2),
+            )
+        return self._layers[layer]
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens that the first layer has seen."""
+        return self._layers[0][0].shape[2] if self._layers else 0
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first dimensions of each head by its position, the first half against the second.
+
+    Args:
+        x: (B, heads, N, D).
+        cos: (B or 1, 1, N, R) with R ≤ D, each angle twice: once in either half.
+        sin: As ``cos``.
+
+    Returns:
+        (B, heads, N, D), of the dtype of ``x``; the rotation itself is of that of ``cos``.
+
+    Source:
+        RoFormer, arXiv:2104.09864, in the form of GPT-NeoX, which the authors' code uses.
+    """
+    dims = cos.shape[-1]
+    part, rest = x[..., :dims].to(cos.dtype), x[..., dims:]
+    first, second = part.chunk(2, dim=-1)
+    rotated = part * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((rotated.to(x.dtype), rest), dim=-1)
+
+
+class CausalAttention(Attention):
+    """The attention of the vision models, with rotation and a cache."""
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        rotation: tuple[Tensor, Tensor] | None,
+        cache: Cache | None,
+        layer: int,
+    ) -> Tensor:
+        """Attend from (B, N, C) tokens to themselves and to those in the cache.
+
+        Args:
+            x: (B, N, C).
+            mask: Boolean, (B or 1, 1, N, all tokens), true where a token may be attended to; None
+                for each token to see those before it and itself, the cache being empty.
+            rotation: Cosines and sines of the tokens' positions.
+            cache: Gets the keys and values of these tokens.
+            layer: Number of the block, by which the cache knows it.
+        """
+        B, N, C = x.shape
+        heads = (B, N, self.num_heads, self.head_dim)
+        q, k, v = (
+            part(x).reshape(heads).transpose(1, 2) for part in (self.query, self.key, self.value)
+        )  # (B, heads, N, D)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if rotation is not None:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        if cache is not None:
+            k, v = cache.update(k, v, layer)
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return self.proj(x.transpose(1, 2).reshape(B, N, C))
+
+
+class CausalBlock(TokenFormerBlock):
+    """The block of the vision models around :class:`CausalAttention`."""
+
+    attention = CausalAttention
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        rotation: tuple[Tensor, Tensor] | None,
+        cache: Cache | None,
+        layer: int,
+    ) -> Tensor:
+        """Map (B, N, C) tokens to (B, N, C); see :class:`CausalAttention`."""
+        x = x + self.attn(self.norm1(x), mask, rotation, cache, layer)
+        return x + self.mlp(self.norm2(x))
+
+
+class TokenFormerLM(nn.Module):
+    """A causal language model whose blocks hold no linear layer.
+
+    Args:
+        config: Its shape.
+        device: Where parameters are made.
+        dtype: Type of the parameters.
+
+    Shape:
+        (B, N) token numbers -> (B, N, V) logits.
+
+    Note:
+        Initialisation: embeddings N(0, 0.02²), parameter tokens as
+        :class:`~tokenformer_vit.layers.Pattention` says, with residual parts of 1/√(2·depth).
+
+    Source:
+        TokenFormer, arXiv:2410.23168, Sections 3 and 4.2.
+    """
+
+    def __init__(
+        self,
+        config: LMConfig,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        width, place = config.embed_dim, {"device": device, "dtype": dtype}
+        self.embedding = nn.Embedding(config.vocab_size, width, **place)  # type: ignore[arg-type]
+        self.positions = (
+            nn.Embedding(config.context_length, width, **place)  # type: ignore[arg-type]
+            if config.positions == "learned"
+            else None
+        )
+        self.blocks = nn.ModuleList(
+            CausalBlock(
+                width,
+                config.num_heads,
+                config.num_qkv_param_tokens,
+                config.num_proj_param_tokens,
+                config.num_ffn_param_tokens,
+                theta=config.theta,
+                norm=config.norm,
+                norm_eps=config.norm_eps,
+                residual_init_gain=(2 * config.depth) ** -0.5,
+                pattention_args=config.pattention_args,
+                device=device,
+                dtype=dtype,
+            )
+            for _ in range(config.depth)
+        )
+        self.norm = nn.LayerNorm(width, eps=config.norm_eps, **place)  # type: ignore[arg-type]
+        self.head = (
+            None
+            if config.tie_embeddings
+            else nn.Linear(width, config.vocab_size, bias=False, **place)  # type: ignore[arg-type]
+        )
+        for module in (self.embedding, self.positions, self.head):
+            if module is not None:
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Predict the token after each.
+
+        Args:
+            tokens: (B, N) integers below V: the whole sequence, or what follows that in ``cache``.
+            attention_mask: (B, all tokens) true, or 1, where a token is one, and false where it
+                fills up a shorter sequence; the cache's tokens come first. None: all are tokens.
+            cache: Keys and values of earlier tokens; those of these are appended.
+            positions: (B, N) place of each token in its sequence; default: counted from the first
+                that the mask lets in.
+
+        Returns:
+            (B, N, V) logits, of the precision of the head's product.
+
+        Raises:
+            InputError: If sequence and cache together are longer than the context.
+        """
+        past = 0 if cache is None else cache.get_seq_length()
+        total = past + tokens.shape[1]
+        if total > self.config.context_length:
+            raise InputError(
+                f"the sequence has {total} tokens, and the model's context_length is "
+                f"{self.config.context_length}: shorten the prompt, or ask for fewer new tokens"
+            )
+        if positions is None:
+            if attention_mask is None:
+                positions = torch.arange(past, total, device=tokens.device)[None]
+            else:
+                positions = (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, past:]
+        x = self.embedding(tokens)
+        if self.positions is not None:
+            x = x + self.positions(positions)
+        mask = _causal_mask(tokens, past, attention_mask)
+        rotation = None if self.positions is not None else self._rotation(positions)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, mask, rotation, cache, layer)
+        x = self.norm(x)
+        return F.linear(x, (self.embedding if self.head is None else self.head).weight)
+
+    def record_param_tokens(self) -> None:
+        """Bring the configuration up to the present pairs, after growth or pruning."""
+        block: Any = self.blocks[0]
+        gate, pattention_args = block.mlp.gate, self.config.pattention_args
+        if gate is not None:
+            kind = "learned" if isinstance(gate, nn.Parameter) else "fixed"
+            pattention_args = {**(pattention_args or {}), "gate": kind}
+        self.config = replace(
+            self.config,
+            num_qkv_param_tokens=block.attn.query.num_param_tokens,
+            num_proj_param_tokens=block.attn.proj.num_param_tokens,
+            num_ffn_param_tokens=block.mlp.num_param_tokens,
+            pattention_args=pattention_args,
+        )
+
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (B or 1, 1, N, R) cosines and sines in float32."""
+        dims = self.config.rotary_dims
+        powers = torch.arange(0, dims, 2, device=positions.device, dtype=torch.float32) / dims
+        angles = positions[:, None, :, None] * self.config.rotary_base**-powers
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos(), angles.sin()
+
+
+def _causal_mask(tokens: Tensor, past: int, attention_mask: Tensor | None) -> Tensor | None:
+    """Return (B or 1, 1, N, all) booleans, or None where the plain causal mask will do."""
+    N = tokens.shape[1]
+    if attention_mask is None:
+        if past == 0:
+            return None
+        if N == 1:
+            return torch.ones(1, 1, 1, past + 1, dtype=torch.bool, device=tokens.device)
+    causal = torch.ones(N, past + N, dtype=torch.bool, device=tokens.device).tril(past)
+    if attention_mask is None:
+        return causal[None, None]
+    mask = causal & attention_mask.bool()[:, None, None, :]
+    # A place that fills up sees nothing; let it see itself, since no row may be empty.
+    own = torch.eye(past + N, dtype=torch.bool, device=tokens.device)[past:]
+    return mask | own
