@@ -1,7 +1,11 @@
 """What may be done to a trained model's parameter tokens."""
 
 from .grow import INITS, freeze_old, grow, grow_state_dict, open_gates
+from .masks import TokenMasks, count_pairs
+from .merge import merge
 from .optimizer import MOMENTS, carry_over
+from .prune import Usage, measure_usage, prune
+from .sparse import set_top_k, top_k
 from .tokens import Change, pattention_layers
 from .vit import stack_blocks, widen_mlp
 
@@ -9,12 +13,20 @@ __all__ = [
     "INITS",
     "MOMENTS",
     "Change",
+    "TokenMasks",
+    "Usage",
     "carry_over",
+    "count_pairs",
     "freeze_old",
     "grow",
     "grow_state_dict",
+    "measure_usage",
+    "merge",
     "open_gates",
     "pattention_layers",
+    "prune",
+    "set_top_k",
     "stack_blocks",
+    "top_k",
     "widen_mlp",
 ]
