@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 from rich.table import Table
 from torch import Tensor, nn
 from torchvision.datasets import ImageFolder
@@ -283,11 +284,12 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
         style = {"marker": "o", "color": f"C{index}", "label": method}
         top1 = [point["top1"] for point in own]
         shares.plot([point["keep"] for point in own], top1, **style)
-        flops.plot([point["flops_per_image"] / 1e9 for point in own], top1, **style)
+        flops.plot([point["flops_per_image"] for point in own], top1, **style)
     shares.axhline(points[0]["top1"], color="0.6", linestyle=":")
     flops.axhline(points[0]["top1"], color="0.6", linestyle=":")
     shares.set(xlabel="share of pairs kept or read", ylabel=f"top-1 (%), {record['images']} images")
-    flops.set(xlabel="GFLOPs an image, forward")
+    flops.set(xlabel="FLOPs an image, forward")
+    flops.xaxis.set_major_formatter(EngFormatter())
     shares.legend()
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=120, metadata={"Software": None})
