@@ -179,3 +179,20 @@ def test_what_does_not_fit_is_said():
         LMConfig(embed_dim=16, num_heads=4)
     with pytest.raises(InputError, match="unknown preset '124m'"):
         lm_config("124m")
+
+
+def test_gradient_checkpointing_computes_the_same_gradients():
+    model, tokens = build().train(), torch.randint(61, (2, 9))
+
+    def gradients():
+        model.zero_grad()
+        model(tokens).square().mean().backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    runs = []
+    model.blocks[0].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
+    expected = gradients()
+    assert len(runs) == 1
+    model.gradient_checkpointing = True
+    torch.testing.assert_close(gradients(), expected, rtol=0, atol=0)
+    assert len(runs) == 3  # once, and again in the backward pass

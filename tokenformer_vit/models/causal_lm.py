@@ -5,11 +5,13 @@ learned positions, a cache of keys and values, and a head. Read from top to bott
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Attention, TokenFormerBlock
@@ -243,6 +245,10 @@ class TokenFormerLM(nn.Module):
         device: Where parameters are made.
         dtype: Type of the parameters.
 
+    Attributes:
+        gradient_checkpointing: In training, compute each block again in the backward pass rather
+            than keep what it computed.
+
     Shape:
         (B, N) token numbers -> (B, N, V) logits.
 
@@ -262,6 +268,9 @@ class TokenFormerLM(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        # Named as transformers, which sets both, looks for them.
+        self.gradient_checkpointing = False
+        self._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
         width, place = config.embed_dim, {"device": device, "dtype": dtype}
         self.embedding = nn.Embedding(config.vocab_size, width, **place)  # type: ignore[arg-type]
         self.positions = (
@@ -303,7 +312,17 @@ class TokenFormerLM(nn.Module):
         cache: Cache | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Predict the token after each.
+        """Predict the token after each: :meth:`logits` of :meth:`features`."""
+        return self.logits(self.features(tokens, attention_mask, cache, positions))
+
+    def features(
+        self,
+        tokens: Tensor,
+        attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Compute what the head reads.
 
         Args:
             tokens: (B, N) integers below V: the whole sequence, or what follows that in ``cache``.
@@ -314,7 +333,7 @@ class TokenFormerLM(nn.Module):
                 that the mask lets in.
 
         Returns:
-            (B, N, V) logits, of the precision of the head's product.
+            (B, N, C) normalised features.
 
         Raises:
             InputError: If sequence and cache together are longer than the context.
@@ -336,10 +355,16 @@ class TokenFormerLM(nn.Module):
             x = x + self.positions(positions)
         mask = _causal_mask(tokens, past, attention_mask)
         rotation = None if self.positions is not None else self._rotation(positions)
+        # A block that runs twice would append to the cache twice.
+        again = self.gradient_checkpointing and self.training and cache is None
         for layer, block in enumerate(self.blocks):
-            x = block(x, mask, rotation, cache, layer)
-        x = self.norm(x)
-        return F.linear(x, (self.embedding if self.head is None else self.head).weight)
+            run = partial(self._gradient_checkpointing_func, block) if again else block
+            x = run(x, mask, rotation, cache, layer)
+        return self.norm(x)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Map (..., C) features to (..., V) logits, of the precision of the head's product."""
+        return F.linear(features, (self.embedding if self.head is None else self.head).weight)
 
     def record_param_tokens(self) -> None:
         """Bring the configuration up to the present pairs, after growth or pruning."""
