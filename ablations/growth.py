@@ -77,8 +77,8 @@ QUESTION = Question(
         "hidden layers (Net2Net, arXiv:1511.05641, which leaves the function as it is) or by its "
         "blocks (stacking, Gong et al. 2019, which does not). FLOPs are those of all forward and "
         "backward passes. *The largest, fewer epochs* has a whole schedule of its own over two "
-        "thirds of the epochs; no smaller model has more epochs than it, so that one trained for "
-        "longer may be cheaper still. Published for ViTs on ImageNet are savings of 56.7 % (LEMON, "
+        "thirds of the epochs, and *a quarter, twice the epochs* one over twice as many, at about "
+        "the cost of the grown ones. Published for ViTs on ImageNet are savings of 56.7 % (LEMON, "
         "arXiv:2310.07999) and 76 % (Mango, arXiv:2310.10699, DeiT-S to DeiT-B); both start from a "
         "trained small model and leave its cost out, which is counted here."
     ),
@@ -91,6 +91,12 @@ QUESTION = Question(
             "the largest, fewer epochs",
             arguments(),
             outside=lambda shape, epochs: {"train_cfg": {"max_epochs": round(2 / 3 * epochs)}},
+        ),
+        Variant(
+            "small_long",
+            "a quarter, twice the epochs",
+            pairs(STAGES[0][1]),
+            outside=lambda shape, epochs: {"train_cfg": {"max_epochs": 2 * epochs}},
         ),
         Variant("zero_key", "grown, zero keys", pairs(STAGES[0][1]), outside=grown(), grown=True),
         Variant(

@@ -13,8 +13,9 @@ from PIL import Image
 
 from tokenformer_vit.errors import InputError
 
-SIZES = {"small": 100, "medium": 300, "large": 700, "large_short": 700}
-FLOPS = {"small": 1e15, "medium": 2e15, "large": 4e15, "large_short": 3e15}
+SIZES = {"small": 100, "medium": 300, "large": 700, "large_short": 700, "small_long": 100}
+FLOPS = {"small": 1e15, "medium": 2e15, "large": 4e15, "large_short": 3e15, "small_long": 2e15}
+EPOCHS = {"large_short": 4, "small_long": 12}
 HOOK = {"type": "GrowthHook", "schedule": [{"epoch": 3, "depth": 2}]}
 
 
@@ -31,9 +32,8 @@ def write(root, variant, seed, top1, **changes):
         "custom_hooks": [*hooks, {"type": "CostHook"}],
         "train_cfg": {"max_epochs": 6},
     }
-    epochs = 6
-    if variant == "large_short":
-        epochs = 4
+    epochs = EPOCHS.get(variant, 6)
+    if variant in EPOCHS:
         options["train_cfg"] = settings["train_cfg"] = {"max_epochs": epochs}
     record = {
         "question": "growth",
@@ -135,6 +135,7 @@ def test_costs_differences_and_savings_of_several_seeds(root):
         write(root, "small", seed, small)
         write(root, "medium", seed, medium)
         write(root, "large_short", seed, short)
+        write(root, "small_long", seed, small + 1)  # below the envelope
         write(root, "large", seed, large)
     write(root, "zero_key", 0, 47.0)  # half of the way from medium to large: needs 2.83e15
     write(root, "zero_key", 1, 50.5)
@@ -144,7 +145,7 @@ def test_costs_differences_and_savings_of_several_seeds(root):
     write(root, "vit", 0, 39.0, flops=5e15)
     write(root, "net2net", 0, 38.5, flops=3e15)
     text = rendered(root)
-    assert "5 a step, 6, 4 epochs, lr 0.001:" in text
+    assert "5 a step, 6, 4, 12 epochs, lr 0.001:" in text
 
     assert cells(text, "small") == [
         *("100", "1.00 · 10¹⁵", "0.25", "38.00 ± 1.41 (n = 2)", "−12.00 (−13.00, −11.00)"),
@@ -168,7 +169,7 @@ def test_costs_differences_and_savings_of_several_seeds(root):
 
 
 def test_no_saving_is_told_beside_half_an_envelope(root):
-    for variant in ("small", "large", "large_short", "zero_key"):
+    for variant in ("small", "small_long", "large", "large_short", "zero_key"):
         write(root, variant, 0, 45.0)
     write(root, "medium", 0, "out of memory")
     assert cells(rendered(root), "zero_key")[4:6] == ["+0.00", "–"]
