@@ -97,7 +97,8 @@ QUESTION = Question(
         "the model as it was), by LoRA on every linear layer (arXiv:2106.09685; a TokenFormer has "
         "none), and as a whole. Pairs and LoRA have as many parameters. One pre-trained model of "
         "each kind serves all seeds, which are those of the order and augmentation of the images, "
-        "of new pairs and of LoRA."
+        "of new pairs and of LoRA; how good each is for these images, its probe tells. Images are "
+        "few and small, so that this compares methods and says nothing of what they can reach."
     ),
     variants=(
         Variant("probe", "head alone", arguments(frozen=True, growth=None)),
