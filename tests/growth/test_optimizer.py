@@ -179,12 +179,13 @@ def test_net2net_and_stacking_carry_over():
 
 def test_what_cannot_be_done_is_said():
     model = build()
-    with pytest.raises(InputError, match="does not have the parameters"):
+    with pytest.raises(InputError, match="does not have all parameters"):
         grow(model, num_ffn_param_tokens=96, optimizer=torch.optim.SGD(build().parameters(), 0.1))
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(InputError, match="moments is 'zero'"):
         grow(model, num_ffn_param_tokens=96, optimizer=optimizer, moments="zero")
+    assert model.blocks[0].mlp.num_param_tokens == 64  # nothing was changed
     vit = build("vit_tiny_patch16_224")
     with pytest.raises(InputError, match="cannot be widened to 64"):
         widen_mlp(vit, 64)

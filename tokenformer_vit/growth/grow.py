@@ -13,7 +13,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers.segments import TOKENS, fuse_state_dict, token_segments
 from tokenformer_vit.ops import check_theta, default_tau
 
-from .optimizer import carry_over
+from .optimizer import carry_over, check_optimizer
 from .tokens import (
     LayerTokens,
     kind_of,
@@ -116,11 +116,20 @@ def grow(
             "gate='fixed', or init='duplicate'"
         )
     split = split or freeze is not None or new_lr_scale != 1.0
+    growing = {
+        name: layer
+        for name, layer in layers.items()
+        if grown[name].num > layer.num_param_tokens
+        or (layer.gate is None and grown[name].gate is not None)
+    }
+    parts = (
+        p for layer in growing.values() for name in TOKENS for p in token_segments(layer, name)
+    )
+    check_optimizer(optimizer, parts, moments)
     changes = []
-    for name, layer in layers.items():
+    for name, layer in growing.items():
         tokens, num_old = grown[name], layer.num_param_tokens
-        if tokens.num > num_old or (layer.gate is None and tokens.gate is not None):
-            changes += write_tokens(layer, tokens, num_old if split else None, learn_gate)
+        changes += write_tokens(layer, tokens, num_old if split else None, learn_gate)
     record_counts(model)
     if optimizer is not None:
         carry_over(optimizer, changes, moments, new_lr_scale)

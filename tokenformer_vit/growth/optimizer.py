@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tokenformer_vit.errors import InputError
@@ -44,17 +44,12 @@ def carry_over(
         steps of a new pair are up to (1 − β₁)/√(1 − β₂) times the learning rate, as those of an
         entry whose gradient was zero until then.
     """
-    if moments not in MOMENTS:
-        raise InputError(f"moments is {moments!r}; choose one of {', '.join(MOMENTS)}")
+    changes = list(changes)
+    check_optimizer(optimizer, (p for change in changes for p in change.sources), moments)
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     for change in changes:
         old = change.sources
         template = old[0] if old else change.like
-        if template not in groups:
-            raise InputError(
-                "the optimiser does not have the parameters that were replaced: build it from "
-                "model.parameters() before growth, or build a new one after it"
-            )
         states = [optimizer.state.pop(parameter, None) for parameter in old]
         if moments == "keep" and any(states):
             _carry_state(optimizer, change, states)
@@ -75,6 +70,31 @@ def carry_over(
         for parameter in old[len(change.targets) :]:
             group = groups.pop(parameter)
             group["params"] = [p for p in group["params"] if p is not parameter]
+
+
+def check_optimizer(
+    optimizer: Optimizer | None, parameters: Iterable[nn.Parameter], moments: str
+) -> None:
+    """See that :func:`carry_over` will be possible, before anything is changed.
+
+    Args:
+        optimizer: The optimiser, or None if there is none.
+        parameters: Those that will be replaced.
+        moments: As there.
+
+    Raises:
+        InputError: As there.
+    """
+    if moments not in MOMENTS:
+        raise InputError(f"moments is {moments!r}; choose one of {', '.join(MOMENTS)}")
+    if optimizer is None:
+        return
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if any(id(parameter) not in known for parameter in parameters):
+        raise InputError(
+            "the optimiser does not have all parameters that grow: build it from "
+            "model.parameters() before growth, or build a new one after it"
+        )
 
 
 def _group_like(group: dict[str, Any], parameter: Tensor, lr_scale: float) -> dict[str, Any]:

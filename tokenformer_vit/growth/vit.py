@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from tokenformer_vit.errors import InputError
 
-from .optimizer import carry_over
+from .optimizer import carry_over, check_optimizer
 from .tokens import Change
 
 # What the copies of a neuron get of its outgoing weights, besides equal shares: without it they
@@ -56,6 +56,7 @@ def widen_mlp(
         block whose width is free.
     """
     vit = _find_vit(model)
+    check_optimizer(optimizer, vit.blocks.parameters(), moments)
     generator = torch.Generator().manual_seed(seed)
     changes = []
     for name, mlp in vit.named_modules():
@@ -125,6 +126,7 @@ def stack_blocks(
     old = len(blocks)
     if depth <= old:
         raise InputError(f"the model has {old} blocks and cannot be stacked to {depth}")
+    check_optimizer(optimizer, blocks.parameters(), moments)
     changes = []
     if moments == "reset":
         changes += [Change((parameter,), (parameter,)) for parameter in blocks.parameters()]
