@@ -39,6 +39,7 @@ setup(
     extras_require={
         "data": ["pyarrow"],
         "demo": ["scikit-learn"],
+        "language": ["transformers>=5.0", "tokenizers", "safetensors"],
         "tensorboard": ["tensorboard"],
         "dev": [
             "pytest>=8",
@@ -49,6 +50,9 @@ setup(
             "pyarrow",
             "scikit-learn",
             "tensorboard",
+            "transformers>=5.0",
+            "tokenizers",
+            "accelerate",  # transformers' Trainer needs it
         ],
     },
     classifiers=[

@@ -1,0 +1,29 @@
+"""Language models under Hugging Face's transformers; importing it registers them there.
+
+``AutoModelForCausalLM.from_pretrained``, ``generate``, ``Trainer`` and what builds on these then
+know the model type ``tokenformer``. It is the one place that imports Hugging Face's libraries, and
+it needs none of OpenMMLab's.
+"""
+
+from tokenformer_vit.errors import InputError
+
+try:
+    from transformers import AutoConfig, AutoModelForCausalLM
+except ImportError as error:
+    raise InputError(
+        "language models need Hugging Face's transformers: `pip install tokenformer-vit[language]`"
+    ) from error
+
+from .generation import generate_text, load_language_model, load_tokenizer
+from .modeling import TokenFormerConfig, TokenFormerForCausalLM
+
+__all__ = [
+    "TokenFormerConfig",
+    "TokenFormerForCausalLM",
+    "generate_text",
+    "load_language_model",
+    "load_tokenizer",
+]
+
+AutoConfig.register(TokenFormerConfig.model_type, TokenFormerConfig, exist_ok=True)
+AutoModelForCausalLM.register(TokenFormerConfig, TokenFormerForCausalLM, exist_ok=True)

@@ -1,0 +1,178 @@
+"""Read a language model and its tokenizer, and let it continue a text."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    GPT2Tokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from tokenformer_vit.errors import InputError
+
+from .modeling import TokenFormerConfig, TokenFormerForCausalLM
+
+__all__ = ["generate_text", "load_language_model", "load_tokenizer"]
+
+# Ends a text for GPT-2's tokenizer and GPT-NeoX's, whose bare files do not say so.
+_END = "<|endoftext|>"
+
+
+def load_language_model(folder: Path) -> TokenFormerForCausalLM:
+    """Read a model that ``save_pretrained`` wrote, whole or not at all.
+
+    Args:
+        folder: Holds ``config.json`` and ``model.safetensors``.
+
+    Returns:
+        The model on the CPU, in evaluation mode, of the type its weights were saved in.
+
+    Raises:
+        InputError: If there is no such folder, its files are damaged, or the weights are not
+            exactly those that the configuration calls for. (transformers would draw missing ones.)
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        raise InputError(f"there is no {file}; give a folder that save_pretrained wrote")
+    try:
+        kind = json.loads(file.read_text(encoding="utf-8")).get("model_type")
+    except (ValueError, AttributeError) as error:
+        raise InputError(f"{file} is not a readable configuration ({_one_line(error)})") from error
+    if kind != TokenFormerConfig.model_type:
+        raise InputError(f"{file} is of a model of type {kind!r}, not 'tokenformer'")
+    try:
+        read: Any = TokenFormerForCausalLM.from_pretrained
+        model, found = read(
+            folder, output_loading_info=True, local_files_only=True, use_safetensors=True
+        )
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from error
+    except (OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
+        raise InputError(f"{folder} holds no readable model: {_one_line(error)}") from error
+    faults = [
+        f"{name} {fault}"
+        for key, fault in (("missing_keys", "is not there"), ("unexpected_keys", "is too much"))
+        for name in sorted(found[key])
+    ]
+    if faults:
+        more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
+        raise InputError(
+            f"the weights in {folder} do not fit its config.json: {'; '.join(faults[:3])}{more}"
+        )
+    return model.eval()
+
+
+def load_tokenizer(path: Path, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
+    """Read a tokenizer and see that it fits a model.
+
+    Args:
+        path: Folder that a tokenizer's ``save_pretrained`` wrote, or with ``tokenizer.json``, or
+            with GPT-2's ``vocab.json`` and ``merges.txt``; or a file such as ``tokenizer.json``.
+        vocab_size: Entries of the model's embedding; None does not compare.
+
+    Returns:
+        The tokenizer. If it has ``<|endoftext|>`` and no other end of text, that one ends a text.
+
+    Raises:
+        InputError: If there is none, it is damaged, or it has more entries than the embedding.
+    """
+    vocab, merges, whole = (path / name for name in ("vocab.json", "merges.txt", "tokenizer.json"))
+    try:
+        if (path / "tokenizer_config.json").is_file():
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        elif path.is_file() or whole.is_file():
+            file = path if path.is_file() else whole
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
+        elif vocab.is_file() and merges.is_file():
+            tokenizer = GPT2Tokenizer.from_pretrained(path, local_files_only=True)
+        else:
+            raise InputError(
+                f"there is no tokenizer in {path}: give its folder or file (--tokenizer)"
+            )
+    except InputError:
+        raise
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise InputError(f"{path} holds no readable tokenizer: {_one_line(error)}") from error
+    numbers = tokenizer.get_vocab()
+    if tokenizer.eos_token is None and _END in numbers:
+        tokenizer.eos_token = _END
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    entries = max(numbers.values(), default=-1) + 1
+    if vocab_size is not None and entries > vocab_size:
+        raise InputError(
+            f"the tokenizer {path} has {entries} entries, and the model's embedding has "
+            f"{vocab_size} (vocab_size): give the tokenizer that the model was trained with"
+        )
+    return tokenizer
+
+
+def generate_text(
+    model: TokenFormerForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    max_new_tokens: int = 64,
+    *,
+    greedy: bool = False,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    streamer: Any = None,
+) -> str:
+    """Continue a text until it ends, or so far.
+
+    Args:
+        model: Language model.
+        tokenizer: Its tokenizer.
+        prompt: Text of at least one token.
+        max_new_tokens: Most tokens to add; no more than the context has room for.
+        greedy: Take the likeliest token each time, rather than draw one.
+        temperature: Divides the logits before a token is drawn.
+        top_k: Draw among so many of the likeliest tokens; None for all.
+        top_p: Draw among the likeliest tokens that make up so much of the probability.
+        streamer: Gets tokens as they are made, such as transformers' ``TextStreamer``.
+
+    Returns:
+        The text that was added.
+
+    Raises:
+        InputError: If the prompt is empty or fills the context, or a number is out of its range.
+    """
+    if not temperature > 0:
+        raise InputError(f"temperature must be positive, but it is {temperature}")
+    if not 0 < top_p <= 1:
+        raise InputError(f"top_p must be above 0 and at most 1, but it is {top_p}")
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    tokens, context = inputs["input_ids"].shape[1], model.config.context_length
+    if tokens == 0:
+        raise InputError("a prompt is empty: the model continues a text of at least one token")
+    if tokens >= context:
+        raise InputError(
+            f"a prompt has {tokens} tokens, which leaves no room in the model's context of "
+            f"{context}: shorten it ({prompt[:40]!r}...)"
+        )
+    how: dict[str, Any] = {"do_sample": not greedy}
+    if not greedy:
+        how.update(temperature=temperature, top_k=top_k or 0, top_p=top_p)
+    config = GenerationConfig(
+        max_new_tokens=min(max_new_tokens, context - tokens),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **how,
+    )
+    generate: Any = model.generate  # type: ignore[attr-defined]  # its protocol asks for too much
+    with torch.inference_mode():
+        output = generate(**inputs, generation_config=config, streamer=streamer)
+    text: Any = tokenizer.decode(output[0, tokens:], skip_special_tokens=True)
+    return text
+
+
+def _one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:200] if lines else type(error).__name__
