@@ -16,13 +16,18 @@ except ImportError as error:
 
 from .generation import generate_text, load_language_model, load_tokenizer
 from .modeling import TokenFormerConfig, TokenFormerForCausalLM
+from .released import from_released, read_released, released_config, to_released
 
 __all__ = [
     "TokenFormerConfig",
     "TokenFormerForCausalLM",
+    "from_released",
     "generate_text",
     "load_language_model",
     "load_tokenizer",
+    "read_released",
+    "released_config",
+    "to_released",
 ]
 
 AutoConfig.register(TokenFormerConfig.model_type, TokenFormerConfig, exist_ok=True)

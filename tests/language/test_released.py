@@ -1,0 +1,190 @@
+"""Released checkpoints: what their code computes, written out here, is what ours computes."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import layer_norm
+
+pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.growth import grow
+from tokenformer_vit.language import from_released, read_released, released_config, to_released
+from tokenformer_vit.models import LMConfig, TokenFormerLM
+
+PUBLISHED = {  # depth, width, heads, parameters
+    "150m": (12, 768, 12, 151_881_216),
+    "450m": (24, 1024, 16, 454_166_528),
+    "900m": (32, 1280, 16, 903_252_480),
+    "1.5b": (40, 1536, 16, 1_587_219_456),
+}
+
+
+def released(depth=12, width=64, vocab=97, pairs=48, ffn=192, device="cpu"):
+    """Return a state dict of the released layout, with tensors drawn by the released rule."""
+
+    def drawn(rows, columns, std):
+        return torch.randn(rows, columns, device=device) * std
+
+    value_std = 2 / (depth * width**0.5)
+    tensors = {"sequential.0.word_embeddings.weight": drawn(vocab, width, 1.0)}
+    for block in range(2, depth + 2):
+        for part, count in (
+            ("attention.query", pairs),
+            ("attention.key", pairs),
+            ("attention.value", pairs),
+            ("attention.proj", pairs),
+            ("mlp", ffn),
+        ):
+            name = f"sequential.{block}.{part}"
+            tensors[f"{name}.key_param_tokens"] = drawn(count, width, 0.02)
+            tensors[f"{name}.value_param_tokens"] = drawn(count, width, value_std * 3)
+    norm = f"sequential.{depth + 3}.norm"
+    tensors[f"{norm}.weight"] = 1 + drawn(1, width, 0.1)[0]
+    tensors[f"{norm}.bias"] = drawn(1, width, 0.1)[0]
+    return tensors
+
+
+def released_forward(tensors, tokens, heads, depth=12):
+    """The released model: (B, N) tokens to (B, N, V) logits.
+
+    Θ is GELU(√P · A / ‖A‖₂) without eps. Of each head's D dimensions the first R = D / 4 turn:
+    dimension r and r + R / 2 by the angle n · 10000^(−2r / R) at position n, whatever the batch.
+    """
+
+    def pattention(name, x):
+        keys, values = (tensors[f"{name}.{kind}_param_tokens"] for kind in ("key", "value"))
+        scores = x @ keys.T
+        scores = scores / scores.norm(dim=-1, keepdim=True) * math.sqrt(len(keys))
+        return (scores * 0.5 * (1 + torch.erf(scores / math.sqrt(2)))) @ values
+
+    def turn(x):  # (B, N, heads, D)
+        half = x.shape[-1] // 8
+        frequencies = torch.tensor([10_000 ** (-r / half) for r in range(half)])
+        angles = torch.arange(x.shape[1])[:, None, None] * frequencies  # (N, 1, R / 2)
+        one, other, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return torch.cat(
+            (
+                one * angles.cos() - other * angles.sin(),
+                other * angles.cos() + one * angles.sin(),
+                rest,
+            ),
+            dim=-1,
+        )
+
+    embedding = tensors["sequential.0.word_embeddings.weight"]
+    width, (B, N) = embedding.shape[1], tokens.shape
+    later = torch.ones(N, N, dtype=torch.bool).triu(1)
+    x = embedding[tokens]
+    for block in range(2, depth + 2):
+        name = f"sequential.{block}"
+        normed = layer_norm(x, (width,), eps=1e-5)
+        q, k, v = (
+            pattention(f"{name}.attention.{part}", normed).reshape(B, N, heads, width // heads)
+            for part in ("query", "key", "value")
+        )
+        scores = torch.einsum("bnhd,bmhd->bhnm", turn(q), turn(k)) / math.sqrt(width // heads)
+        weights = scores.masked_fill(later, -torch.inf).softmax(dim=-1)
+        mixed = torch.einsum("bhnm,bmhd->bnhd", weights, v).reshape(B, N, width)
+        x = x + pattention(f"{name}.attention.proj", mixed)
+        x = x + pattention(f"{name}.mlp", layer_norm(x, (width,), eps=1e-5))
+    norm = f"sequential.{depth + 3}.norm"
+    x = layer_norm(x, (width,), tensors[f"{norm}.weight"], tensors[f"{norm}.bias"], 1e-5)
+    return x @ embedding.T
+
+
+def convert(tensors, **arguments):
+    config, state_dict = from_released(tensors, **arguments)
+    model = TokenFormerLM(config)
+    model.load_state_dict(state_dict)
+    return model.eval()
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@torch.no_grad()
+def test_a_converted_model_computes_the_released_formula(batch):
+    tensors, tokens = released(), torch.randint(97, (batch, 24))
+    expected = released_forward(tensors, tokens, heads=2)
+    largest = expected.abs().max().item()
+    model = convert(tensors, num_heads=2)
+    torch.testing.assert_close(model(tokens), expected, rtol=1e-5, atol=1e-5 * largest)
+    # The comparison sees the rotation: without it the logits are others.
+    model._rotation = lambda positions: (torch.ones(1, 1, 1, 8), torch.zeros(1, 1, 1, 8))
+    assert (model(tokens) - expected).abs().max() > 1e-3 * largest
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_every_published_size_is_recognised(size):
+    depth, width, heads, parameters = PUBLISHED[size]
+    tensors = released(depth, width, 50_304, width, 4 * width, device="meta")
+    config = released_config(tensors)
+    assert (config.num_heads, config.context_length) == (heads, 2048)
+    assert config.pattention_args == {"eps": 0.0}
+    model = TokenFormerLM(config, device="meta")
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    if size == "150m":
+        assert len(tensors) == 123
+        assert config.rotary_dims == 16
+        assert config == LMConfig(
+            num_qkv_param_tokens=768,
+            num_proj_param_tokens=768,
+            num_ffn_param_tokens=3072,
+            pattention_args={"eps": 0.0},
+        )
+    assert model.state_dict().keys() == from_released(tensors)[1].keys()
+
+
+def test_there_and_back_changes_nothing():
+    tensors = {name: tensor.half() for name, tensor in released(depth=3).items()}
+    config, state_dict = from_released(tensors, num_heads=2)
+    model = TokenFormerLM(config, dtype=torch.float16)
+    model.load_state_dict(state_dict)
+    back = to_released(model)
+    assert list(back) == list(tensors)
+    torch.testing.assert_close(back, tensors, rtol=0, atol=0)
+
+
+def test_what_the_released_code_would_compute_otherwise_is_not_exported():
+    model = convert(released(depth=2), num_heads=2)
+    grow(model, num_ffn_param_tokens=256)
+    with pytest.raises(InputError, match=r"blocks.0.mlp has τ = 13.8564, not √256 = 16"):
+        to_released(model)
+    other = LMConfig(vocab_size=9, embed_dim=16, depth=1, num_heads=2, positions="learned")
+    with pytest.raises(InputError, match="positions is learned, not rotary"):
+        to_released(TokenFormerLM(other))
+
+
+def test_what_is_no_released_checkpoint_is_refused(tmp_path):
+    whole = released(depth=2)
+
+    def refused(message, tensors):
+        with pytest.raises(InputError, match=message):
+            from_released(tensors, num_heads=2)
+
+    value = "sequential.3.attention.key.value_param_tokens"
+    refused(
+        rf"no complete released.*{value} \(48, 64\) is missing",
+        {name: tensor for name, tensor in whole.items() if name != value},
+    )
+    refused(rf"{value} is \(47, 64\), not \(48, 64\)", {**whole, value: whole[value][1:]})
+    refused("sequential.9.bias .* is none of its", {**whole, "sequential.9.bias": torch.zeros(1)})
+    refused("no matrix sequential.0.word_embeddings.weight", {"x": torch.zeros(2, 2)})
+    refused("should be of one .* float16, float32", {**whole, value: whole[value].half()})
+    with pytest.raises(InputError, match="no published model is 2 blocks deep and 64 wide"):
+        from_released(whole)
+    with pytest.raises(InputError, match="64 is not a multiple of num_heads 5"):
+        from_released(whole, num_heads=5)
+
+    path = tmp_path / "model.bin"
+    with pytest.raises(InputError, match="there is no checkpoint file"):
+        read_released(path)
+    torch.save({"module": whole}, path)
+    with pytest.raises(InputError, match="holds no state dict"):
+        read_released(path)
+    torch.save({**whole, "arguments": tmp_path}, path)
+    with pytest.raises(InputError, match="could run code"):
+        read_released(path)
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(InputError, match="is damaged"):
+        read_released(path)

@@ -1,0 +1,63 @@
+"""tools/convert_checkpoint.py as a user starts it."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
+
+from transformers import AutoModelForCausalLM
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.language import to_released
+from tokenformer_vit.models import LMConfig, TokenFormerLM
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENIZER = ROOT.parent / "shared" / "data" / "tokenizers" / "gpt_neox_20b" / "tokenizer.json"
+
+
+def run(*arguments):
+    spec = importlib.util.spec_from_file_location("convert", ROOT / "tools/convert_checkpoint.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.main([str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def source(tmp_path):
+    config = LMConfig(vocab_size=61, embed_dim=16, depth=2, num_heads=2)
+    path = tmp_path / "model.bin"
+    torch.save(to_released(TokenFormerLM(config)), path)
+    return path
+
+
+def test_a_released_file_becomes_a_folder_and_the_same_file_again(source, tmp_path, capsys):
+    folder, back = tmp_path / "deep" / "folder", tmp_path / "back.bin"
+    run(source, folder, "--num-heads", 2, "--context-length", 64)
+    assert "2 blocks, width 16, 2 heads, 16 / 64 pairs: 9,200 parameters of float32" in (
+        capsys.readouterr().out
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.context_length == 64
+    assert model.model.blocks[0].mlp.eps == 0
+    assert model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2).shape == (1, 5)
+
+    run(folder, back, "--to-released")
+    before, after = (torch.load(path, weights_only=True) for path in (source, back))
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert [path.name for path in folder.parent.iterdir()] == ["folder"]
+    with pytest.raises(InputError, match="is there already"):
+        run(source, folder)
+
+
+def test_what_does_not_fit_leaves_nothing(source, tmp_path):
+    with pytest.raises(InputError, match="say its number of heads"):
+        run(source, tmp_path / "out")
+    with pytest.raises(InputError, match=r"there is no .*config\.json"):
+        run(tmp_path, tmp_path / "out", "--to-released")
+    if TOKENIZER.is_file():
+        with pytest.raises(InputError, match="has 50277 entries"):
+            run(source, tmp_path / "out", "--num-heads", 2, "--tokenizer", TOKENIZER)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.bin"]

@@ -1,0 +1,110 @@
+"""Turn the authors' language checkpoints into folders for Hugging Face's transformers, and back.
+
+From a file of the released 150M, 450M, 900M or 1.5B model::
+
+    python tools/convert_checkpoint.py model.bin tokenformer_150m --tokenizer tokenizer.json
+
+AutoModelForCausalLM and AutoTokenizer (after ``import tokenformer_vit.language``),
+tools/generate.py and others read the folder. And from a folder to a file that the released code
+reads::
+
+    python tools/convert_checkpoint.py tokenformer_150m model.bin --to-released
+
+OUT appears whole or not at all.
+"""
+
+import argparse
+import io
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers.utils import logging
+
+from tokenformer_vit.command_line import run_tool, whole_number
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.files import write_whole
+from tokenformer_vit.language import (
+    TokenFormerConfig,
+    TokenFormerForCausalLM,
+    load_language_model,
+    load_tokenizer,
+    read_released,
+    to_released,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    args = _parse(argv)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if args.target.exists():
+        raise InputError(f"{args.target} is there already; name another place, or remove it")
+    if args.to_released:
+        _to_released(args)
+    else:
+        _from_released(args)
+
+
+def _from_released(args: argparse.Namespace) -> None:
+    config, state_dict = read_released(args.source, args.num_heads, args.context_length, args.eps)
+    tokenizer = args.tokenizer and load_tokenizer(args.tokenizer, config.vocab_size)
+    with torch.device("meta"):
+        model = TokenFormerForCausalLM(TokenFormerConfig(**vars(config)))
+    model.model.load_state_dict(state_dict, assign=True)
+    args.target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=args.target.parent, prefix=".convert-") as partial:
+        model.save_pretrained(Path(partial, "model"))
+        if tokenizer:
+            tokenizer.save_pretrained(Path(partial, "model"))
+        Path(partial, "model").rename(args.target)
+    print(
+        f"{config.depth} blocks, width {config.embed_dim}, {config.num_heads} heads, "
+        f"{config.num_qkv_param_tokens} / {config.num_ffn_param_tokens} pairs: "
+        f"{model.num_parameters():,} parameters of {str(model.dtype).removeprefix('torch.')}\n"
+        f"Done. In {args.target}: a model for transformers"
+        + (" and its tokenizer" if tokenizer else "; no tokenizer (--tokenizer)")
+    )
+
+
+def _to_released(args: argparse.Namespace) -> None:
+    state_dict = to_released(load_language_model(args.source).model)
+    data = io.BytesIO()
+    torch.save({name: tensor.detach().clone() for name, tensor in state_dict.items()}, data)
+    args.target.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(args.target, data.getvalue())
+    print(f"Done. In {args.target}: {len(state_dict)} tensors under the released names")
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path, metavar="IN", help="released file, or folder")
+    parser.add_argument("target", type=Path, metavar="OUT", help="folder, or file to be released")
+    parser.add_argument("--to-released", action="store_true", help="from a folder to a file")
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="PATH", help="folder or file, to be put into OUT"
+    )
+    parser.add_argument(
+        "--num-heads",
+        type=whole_number(1),
+        metavar="H",
+        help="of a model that is none of the published sizes",
+    )
+    parser.add_argument(
+        "--context-length", type=whole_number(1), default=2048, metavar="N", help="default: 2048"
+    )
+    parser.add_argument(
+        "--eps",
+        type=float,
+        default=0.0,
+        help="of Pattention (default: 0 as in the released code; 1e-6 to train on)",
+    )
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_tool(main)
