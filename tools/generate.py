@@ -1,0 +1,98 @@
+"""Let a language model continue a text.
+
+With a folder that holds the model and its tokenizer::
+
+    python tools/generate.py work_dirs/run "The parameters of a model are" --temperature 0.8
+
+With a tokenizer from elsewhere, several prompts, the likeliest token each time::
+
+    python tools/generate.py run "Once upon" "In the end" --tokenizer tokenizer.json --greedy
+
+Without prompts each line on stdin is one. The text appears on stdout as it is made. The same
+--seed draws the same text for the same prompts.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import TextStreamer
+from transformers.utils import logging
+
+from tokenformer_vit.command_line import run_tool, whole_number
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.language import generate_text, load_language_model, load_tokenizer
+from tokenformer_vit.prediction import choose_device
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    args = _parse(argv)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    device = choose_device(args.device)
+    prompts = args.prompts or [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    if not prompts:
+        raise InputError("there is no prompt: give one behind the model, or one a line on stdin")
+    model = load_language_model(args.model).to(device)
+    tokenizer = load_tokenizer(args.tokenizer or args.model, model.config.vocab_size)
+    torch.manual_seed(args.seed)
+    try:
+        for number, prompt in enumerate(prompts):
+            if number:
+                print()
+            generate_text(
+                model,
+                tokenizer,
+                prompt,
+                args.max_new_tokens,
+                greedy=args.greedy,
+                temperature=args.temperature,
+                top_k=args.top_k,
+                top_p=args.top_p,
+                streamer=TextStreamer(tokenizer, skip_special_tokens=True),
+            )
+    except BrokenPipeError:
+        # The reader, such as `head`, has seen enough; Python must not complain when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path, help="folder with config.json and model.safetensors")
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="default: the lines of stdin")
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="PATH", help="folder or file (default: in the model's)"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=whole_number(1), default=64, metavar="N", help="default: 64"
+    )
+    parser.add_argument("--greedy", action="store_true", help="the likeliest token each time")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, metavar="T", help="divides logits (default: 1)"
+    )
+    parser.add_argument(
+        "--top-k", type=whole_number(1), metavar="K", help="draw among the K likeliest"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="draw among the likeliest that make up P of the probability (default: 1)",
+    )
+    parser.add_argument(
+        "--seed", type=whole_number(0), default=0, help="of what is drawn (default: 0)"
+    )
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_tool(main)
