@@ -59,6 +59,8 @@ def _grow_file(args: argparse.Namespace, how: dict) -> None:
             f"{args.target} is a file of tensors alone, which do not say their Θ: give --theta, "
             "or a folder as OUT"
         )
+    if args.source.is_dir():
+        raise InputError(f"{args.source} is a folder and grows into one; {args.target} is none")
     if not args.source.is_file():
         raise InputError(f"there is no checkpoint file {args.source}")
     before = read_state_dict(args.source)
@@ -83,12 +85,13 @@ def _grow_model(args: argparse.Namespace, how: dict) -> None:
         save_model(model, Path(partial, "grown"))
         Path(partial, "grown").rename(args.target)
     counts = [sum(p.numel() for p in each.parameters()) for each in (before, model)]
+    gated = any(name.endswith(".gate") for name in model.state_dict())
     print(
         f"{counts[0]:,} -> {counts[1]:,} parameters; on random images the output changed by "
         f"{_change(before, model):.1e}, relative to its largest entry\n"
         f"Done. In {args.target}: model.safetensors and config.json. To train on: "
-        f"tools/train.py with the new numbers of pairs and load_from={args.target}/"
-        "model.safetensors"
+        f"tools/train.py with load_from={args.target}/model.safetensors and the new numbers of "
+        "pairs" + (", and pattention_args=dict(gate='learned')" if gated else "") + " in the config"
     )
 
 
@@ -117,8 +120,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--init", choices=INITS, default="zero_key", help="default: zero_key")
     parser.add_argument(
         "--gate",
-        choices=("learned", "fixed"),
-        help="of softmax, behind which new pairs start (default: learned, with zero_key)",
+        choices=("learned",),
+        help="of softmax, behind which new pairs start (default with zero_key)",
     )
     parser.add_argument("--seed", type=whole_number(0), default=0, help="of random numbers")
     parser.add_argument("--model", metavar="NAME", help="timm model that the checkpoint is of")

@@ -237,7 +237,7 @@ def test_a_compiled_model_grows():
         ({"num_ffn_param_tokens": 64}, "has 128 pairs and cannot grow to 64"),
         ({"num_ffn_param_tokens": 256, "init": "zero"}, "would never learn"),
         ({"num_ffn_param_tokens": 256, "init": "normal"}, "unknown init 'normal'"),
-        ({"num_ffn_param_tokens": 200, "init": "duplicate"}, "take 128 or 256, or zero_key"),
+        ({"num_ffn_param_tokens": 200, "init": "duplicate"}, "take 256 or 384, or zero_key"),
         ({"num_ffn_param_tokens": 256, "gate": "learned"}, "gates are for softmax"),
         ({"num_ffn_param_tokens": 256, "gate": "open"}, "unknown gate 'open'"),
         ({"num_ffn_param_tokens": 256, "freeze": "new"}, "freeze is 'new'"),
@@ -275,6 +275,45 @@ def test_other_models_and_state_dicts_are_refused():
         open_gates(build(), 2)
     attention = Attention(8, 2, 8, 8)
     assert grow(attention, num_qkv_param_tokens=16).query.num_param_tokens == 16
+
+
+def test_gates_are_of_one_kind_and_none_stays_shut_for_ever():
+    model = grow(build("softmax"), **SIZES, init="random", gate="fixed")
+    with pytest.raises(InputError, match="not all open yet"):
+        grow(model, num_ffn_param_tokens=256, gate="fixed")
+    open_gates(model, 1.0)
+    x = torch.randn(2, 3, 32, 32)
+    before = logits(model, x)
+    grow(model, num_ffn_param_tokens=256)  # which shuts new gates, for training to open
+    assert_same(logits(model, x), before)
+    gates = [name for name, _ in model.named_parameters() if name.endswith("gate")]
+    assert len(gates) == len(pattention_layers(model))
+    with pytest.raises(InputError, match="the model's gates are learned"):
+        grow(model, num_ffn_param_tokens=300, gate="fixed")
+    before = copy.deepcopy(model)
+    train(model.train(), 3)
+    moved = model.blocks[1].mlp.gate - before.blocks[1].mlp.gate
+    assert (moved[192:] != 0).all()
+
+
+def test_nothing_that_is_frozen_takes_a_pending_step():
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    F.cross_entropy(model(torch.randn(8, 3, 32, 32)), torch.randint(10, (8,))).backward()
+    grow(model, **SIZES, freeze="old", optimizer=optimizer)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    F.cross_entropy(model(torch.randn(8, 3, 32, 32)), torch.randint(10, (8,))).backward()
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]) != parameter.requires_grad, name
+
+
+def test_what_was_new_is_old_by_the_next_growth():
+    model = grow(build(), num_ffn_param_tokens=192, split=True)
+    grow(model, num_qkv_param_tokens=64, freeze="old")
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert {name.split(".")[3] for name in trained} == {"query", "key", "value"}
+    assert len(model.blocks[0].mlp.key_param_tokens) == 192
 
 
 def test_a_checkpoint_without_tau_is_refused_or_guessed_on_request():

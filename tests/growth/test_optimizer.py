@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import timm
+import timm.optim
 import torch
+from timm.layers import GluMlp
 
 import tokenformer_vit  # noqa: F401
 from tokenformer_vit.errors import InputError
@@ -177,6 +179,28 @@ def test_net2net_and_stacking_carry_over():
     assert not torch.equal(model.blocks[2].mlp.fc1.weight, model.blocks[0].mlp.fc1.weight)
 
 
+def test_state_that_cannot_be_carried_over_is_refused():
+    for make in (torch.optim.Adafactor, timm.optim.MADGRAD):
+        model = build()
+        optimizer = make(model.parameters(), lr=1e-3)
+        step(model, optimizer)
+        with pytest.raises(InputError, match="give moments='reset'"):
+            grow(model, num_ffn_param_tokens=96, optimizer=optimizer)
+        grow(model, num_ffn_param_tokens=96, optimizer=optimizer, moments="reset")
+        step(model, optimizer)
+
+
+def test_an_optimiser_of_what_is_trained_goes_on_when_more_is_frozen():
+    model = grow(build(), num_ffn_param_tokens=96, freeze="old")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    step(model, optimizer)
+    grow(model, num_ffn_param_tokens=128, freeze="old", optimizer=optimizer)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    step(model, optimizer, 2)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]) != parameter.requires_grad, name
+
+
 def test_what_cannot_be_done_is_said():
     model = build()
     with pytest.raises(InputError, match="does not have all parameters"):
@@ -187,6 +211,10 @@ def test_what_cannot_be_done_is_said():
         grow(model, num_ffn_param_tokens=96, optimizer=optimizer, moments="zero")
     assert model.blocks[0].mlp.num_param_tokens == 64  # nothing was changed
     vit = build("vit_tiny_patch16_224")
+    with pytest.raises(InputError, match="has a GluMlp"):
+        widen_mlp(build("vit_tiny_patch16_224", mlp_layer=GluMlp), 100)
+    with pytest.raises(InputError, match="new_lr_scale must be positive"):
+        grow(build(), num_ffn_param_tokens=96, new_lr_scale=0.0)
     with pytest.raises(InputError, match="cannot be widened to 64"):
         widen_mlp(vit, 64)
     with pytest.raises(InputError, match="has 2 blocks and cannot be stacked to 2"):

@@ -198,9 +198,64 @@ def test_growth_after_the_end_of_the_run_is_said(growing, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_that_is_larger_already_is_said(growing, tmp_path):
-    line = growing(schedule=[{"epoch": 1, "num_ffn_param_tokens": 60}]).fails(tmp_path / "smaller")
-    assert "has 96 pairs and cannot grow to 60" in line
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schedule": [{"epoch": 1, "num_ffn_param_tokens": 60}]}, "cannot grow to 60"),
+        ({"init": "zero_keys"}, "unknown init 'zero_keys'"),
+        ({"init": "duplicate"}, "is no multiple"),
+        ({"gate": "learned"}, "gates are for softmax"),
+    ],
+)
+def test_what_would_fail_later_fails_at_once(growing, tmp_path, changes, message):
+    assert message in growing(**changes).fails(tmp_path / "run")
+    assert not list((tmp_path / "run").glob("*.pth"))
+
+
+@pytest.mark.slow
+def test_gates_that_would_not_open_in_time_are_refused(growing, tmp_path):
+    train = growing(gate="fixed", open_iters=7, more="model = dict(backbone=dict(theta='softmax'))")
+    assert "have only 6 iterations" in train.fails(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_run_may_start_from_a_grown_checkpoint(growing, tmp_path):
+    train = growing()
+    train(tmp_path / "first")
+    options = ("--cfg-options", f"load_from={tmp_path}/first/epoch_2.pth")
+    output = train(tmp_path / "second", *options)
+    assert "is that after growth 1 of 2" in output
+    one, other = (
+        torch.load(path, weights_only=True)["ema_state_dict"]
+        for path in (tmp_path / "first" / "epoch_2.pth", tmp_path / "second" / "epoch_3.pth")
+    )
+    for name, tensor in other.items():
+        if "param_tokens" in name:  # all of them were trained
+            old = one[name]
+            assert not torch.equal(tensor[: len(old)], old), name
+
+
+@pytest.mark.slow
+def test_processes_of_their_own_seeds_grow_the_same_pairs(growing, tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    hook = """
+from mmengine.hooks import Hook
+from mmengine.dist import all_gather_object
+from mmengine.registry import HOOKS
+@HOOKS.register_module(force=True)
+class SameHook(Hook):
+    def after_train(self, runner):
+        (ema,) = [hook for hook in runner.hooks if hasattr(hook, "ema_model")]
+        sums = all_gather_object([float(p.abs().sum()) for p in ema.ema_model.parameters()])
+        assert sums[0] == sums[1], "the averages differ"
+"""
+    (tmp_path / "same_hook.py").write_text(hook)
+    train = growing(
+        more="custom_imports = dict(imports=['tokenformer_vit.integrations', 'same_hook'], "
+        "allow_failed_imports=False)\ncustom_hooks.append(dict(type='SameHook'))"
+    )
+    train.environment = {**train.environment, "PYTHONPATH": str(tmp_path)}
+    train(tmp_path / "run", "--batch-size", "4", "--launcher", "pytorch", launcher=launcher)
 
 
 @pytest.mark.slow

@@ -64,6 +64,12 @@ def test_state_dicts_of_both_forms_load_into_both(layer):
     plain.load_state_dict(fuse_state_dict(again.state_dict()))
     x = torch.randn(3, 8)
     assert torch.equal(layer(x), plain(x))
+    otherwise = Pattention(8, 12, 20)
+    split_tokens(otherwise, 5)
+    for other in (plain, otherwise):  # also where the file's parts are not the layer's
+        torch.nn.init.ones_(token_segments(other, TOKENS[0])[0])
+        other.load_state_dict(layer.state_dict())
+        assert torch.equal(other(x), layer(x))
     fuse_tokens(again)
     again.load_state_dict(plain.state_dict())
     assert torch.equal(again(x), plain(x))

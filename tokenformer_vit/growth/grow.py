@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.layers.segments import TOKENS, fuse_state_dict, token_segments
+from tokenformer_vit.layers import Pattention
+from tokenformer_vit.layers.segments import TOKENS, fuse_state_dict, is_split, token_segments
 from tokenformer_vit.ops import check_theta, default_tau
 
 from .optimizer import carry_over, check_optimizer
@@ -70,13 +71,17 @@ def grow(
             to zero.
         gate: Of ``softmax``: start new pairs behind a gate of 0, ``learned`` or ``fixed`` (to be
             opened by :func:`open_gates`). None takes ``learned`` for ``zero_key`` and no gate for
-            the others.
+            the others. All layers have gates of one kind: fixed ones become learned where new ones
+            are, and the other way round is refused.
         seed: Of the random numbers. The same seed draws others for each layer and each old count.
         split: Hold new pairs in parameters of their own, as
             :mod:`tokenformer_vit.layers.segments` says, so that they can be trained otherwise.
+            Those of an earlier growth are joined to the old ones, in every layer.
         freeze: ``old`` trains the new pairs alone: every other parameter of ``model``, its head
             included, needs no gradient any more. It implies ``split``.
-        optimizer: Of the model's parameters; it goes on with the new ones.
+        optimizer: Of the model's parameters; it goes on with the new ones. A schedule of its
+            learning rates that was made before (PyTorch's, timm's) does not know of groups that
+            this adds, for gates and for ``new_lr_scale``: make a new one.
         moments: What becomes of its state; see :func:`carry_over`.
         new_lr_scale: Factor on the learning rate of the new pairs in ``optimizer``. Other than 1
             implies ``split``.
@@ -109,23 +114,31 @@ def grow(
         for index, (name, layer) in enumerate(sorted(layers.items()))
     }
     grown = _gate_alike(grown)
-    learn_gate = gate != "fixed"
-    if freeze and learn_gate and any(tokens.gate is not None for tokens in grown.values()):
+    learn_gate = _kind_of_gate(layers, grown, gate)
+    if (
+        freeze
+        and learn_gate
+        and any(each.gate is not None and (each.gate == 0).any() for each in grown.values())
+    ):
         raise InputError(
-            "freeze is 'old', but a learned gate is one parameter of old and new pairs: give "
-            "gate='fixed', or init='duplicate'"
+            "freeze is 'old', but the gates behind which new pairs of softmax start are learned, "
+            "each one parameter of old and new pairs: give gate='fixed', or init='duplicate'"
         )
+    if not new_lr_scale > 0:
+        raise InputError(f"new_lr_scale must be positive, but it is {new_lr_scale}")
     split = split or freeze is not None or new_lr_scale != 1.0
     growing = {
         name: layer
         for name, layer in layers.items()
         if grown[name].num > layer.num_param_tokens
-        or (layer.gate is None and grown[name].gate is not None)
+        or is_split(layer)  # what was new by the last growth is old by this one
+        or grown[name].gate is not None
     }
-    parts = (
+    parts = [
         p for layer in growing.values() for name in TOKENS for p in token_segments(layer, name)
-    )
-    check_optimizer(optimizer, parts, moments)
+    ]
+    gates = [layer.gate for layer in growing.values() if isinstance(layer.gate, nn.Parameter)]
+    check_optimizer(optimizer, [*parts, *gates], moments)
     changes = []
     for name, layer in growing.items():
         tokens, num_old = grown[name], layer.num_param_tokens
@@ -234,6 +247,9 @@ def freeze_old(model: nn.Module) -> None:
     for part in parts:
         for new in part[1:]:
             new.requires_grad_()
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.grad = None  # an optimiser would still make a step of it
 
 
 @torch.no_grad()
@@ -268,6 +284,29 @@ def _counts(qkv: int | None, proj: int | None, ffn: int | None) -> dict[str, int
             "num_ffn_param_tokens"
         )
     return counts
+
+
+def _kind_of_gate(
+    layers: Mapping[str, Pattention], grown: Mapping[str, LayerTokens], gate: str | None
+) -> bool | None:
+    """Tell whether gates will be learned; None if what there is stays, or there is none."""
+    present = [layer.gate for layer in layers.values() if layer.gate is not None]
+    learned = [each for each in present if isinstance(each, nn.Parameter)]
+    if gate == "fixed" and learned:
+        raise InputError(
+            "gate is 'fixed', but the model's gates are learned, and would be overwritten while "
+            "new ones open: give gate='learned'"
+        )
+    if gate == "fixed" and any((each != 1).any() for each in present):
+        raise InputError(
+            "gate is 'fixed', but those of the last growth are not all open yet: open them first "
+            "(open_gates), or grow later"
+        )
+    if gate == "fixed":
+        return False
+    # Nothing would open a fixed gate that is shut now.
+    shut = any(each.gate is not None and (each.gate == 0).any() for each in grown.values())
+    return True if gate == "learned" or shut else None
 
 
 def _gate_alike(layers: dict[str, LayerTokens]) -> dict[str, LayerTokens]:
@@ -349,7 +388,8 @@ def _duplicate(
     if rest:
         raise InputError(
             f"{name} has {tokens.num} pairs, and 'duplicate' repeats all of them: {num} is no "
-            f"multiple; take {times * tokens.num} or {(times + 1) * tokens.num}, or zero_key"
+            f"multiple; take {max(times, 2) * tokens.num} or {(max(times, 2) + 1) * tokens.num}, "
+            "or zero_key"
         )
     spread = torch.stack(
         [_SPREAD * _normal_like(tokens.values, tokens.num, generator) for _ in range(times)]

@@ -93,7 +93,8 @@ def merge(model_a: Model, model_b: nn.Module, ancestor: nn.Module | None = None)
         else:
             old = _moved_to(read_tokens(layers_0[name]), a.keys)
             tokens = _behind(old, a, b, name)
-        write_tokens(layer, tokens, learn_gate=isinstance(layers_b[name].gate, nn.Parameter))
+        gate = layers_b[name].gate if layer.gate is None else layer.gate
+        write_tokens(layer, tokens, learn_gate=isinstance(gate, nn.Parameter))
     for name, tensor in _others(merged, layers_a).items():
         if tensor.is_floating_point():
             tensor.copy_((others_a[name] + others_b[name].to(tensor)) / 2)

@@ -12,6 +12,8 @@ from tokenformer_vit.errors import InputError
 from .tokens import Change
 
 MOMENTS = ("keep", "reset")
+# Their state is of the parameter's shape, but a new entry of it is not zero.
+_START_ELSEWHERE = ("MADGRAD", "RMSpropTF")
 
 
 @torch.no_grad()
@@ -24,10 +26,11 @@ def carry_over(
     """Put new parameters where the old ones were in an optimiser.
 
     Args:
-        optimizer: Any of PyTorch's, or one that keeps its state in tensors as they do; changed in
-            place. Its groups stay, in their order. A parameter that no old one stood for gets a
-            group of its own behind them, with the settings of the group it came from, and without
-            weight decay if it has less than two dimensions.
+        optimizer: One whose state is of the parameters' shape and starts at zero (Adam and its
+            kin, SGD, Lion, LAMB, ...), or any under ``reset``; changed in place. Its groups stay,
+            in their order. A parameter that no old one stood for gets a group of its own behind
+            them, with the settings of the group it came from, and without weight decay if it has
+            less than two dimensions.
         changes: What was replaced.
         moments: ``keep`` what the optimiser knows of old entries and start new ones at zero; or
             ``reset``, which forgets what it knows of these parameters.
@@ -35,8 +38,8 @@ def carry_over(
             from the old.
 
     Raises:
-        InputError: If ``moments`` is neither, or the optimiser has not the parameters that were
-            replaced.
+        InputError: If ``moments`` is neither, the optimiser has not the parameters that were
+            replaced, or its state cannot be carried over.
 
     Note:
         Gradients that are still accumulating are carried over too. Under ``keep`` the number of
@@ -49,27 +52,29 @@ def carry_over(
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     for change in changes:
         old = change.sources
-        template = old[0] if old else change.like
+        known = [p for p in (*old, change.like) if p in groups]
+        template = groups[known[0]] if known else optimizer.param_groups[0]
         states = [optimizer.state.pop(parameter, None) for parameter in old]
-        if moments == "keep" and any(states):
+        if moments == "keep" and any(states) and change.targets:
             _carry_state(optimizer, change, states)
-        if any(parameter.grad is not None for parameter in old):
+        if change.targets and any(parameter.grad is not None for parameter in old):
             grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in old]
             for target, grad in zip(change.targets, _fit(grads, change), strict=True):
                 target.grad = grad if target.requires_grad else None
         for index, target in enumerate(change.targets):
-            if index < len(old):
+            if index < len(old) and old[index] in groups:
                 group = groups.pop(old[index])
                 place = next(i for i, p in enumerate(group["params"]) if p is old[index])
                 group["params"][place] = target
-            else:
-                group = _group_like(groups[template], target, new_lr_scale)
+            elif target.requires_grad:  # else it is frozen, as its source was
+                group = _group_like(template, target, new_lr_scale if old else 1.0)
                 optimizer.add_param_group(group)
+            else:
+                continue
             groups[target] = group
-            template = change.targets[0]
         for parameter in old[len(change.targets) :]:
-            group = groups.pop(parameter)
-            group["params"] = [p for p in group["params"] if p is not parameter]
+            if group := groups.pop(parameter, None):
+                group["params"] = [p for p in group["params"] if p is not parameter]
 
 
 def check_optimizer(
@@ -90,15 +95,27 @@ def check_optimizer(
     if optimizer is None:
         return
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if any(id(parameter) not in known for parameter in parameters):
-        raise InputError(
-            "the optimiser does not have all parameters that grow: build it from "
-            "model.parameters() before growth, or build a new one after it"
-        )
+    kind = type(optimizer).__name__
+    for parameter in parameters:
+        if id(parameter) not in known and parameter.requires_grad:
+            raise InputError(
+                "the optimiser does not have all parameters that grow: build it from "
+                "model.parameters() before growth, or build a new one after it"
+            )
+        odd = [
+            name
+            for name, value in optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape
+        ]
+        if moments == "keep" and (odd or kind in _START_ELSEWHERE):
+            raise InputError(
+                f"{kind} keeps {', '.join(odd) or 'what does not start at zero'} for a parameter, "
+                "which cannot be carried over to a larger one: give moments='reset'"
+            )
 
 
 def _group_like(group: dict[str, Any], parameter: Tensor, lr_scale: float) -> dict[str, Any]:
-    new = {key: value for key, value in group.items() if key != "params"}
+    new = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     for key in ("lr", "initial_lr"):
         if key in new:
             new[key] = new[key] * lr_scale

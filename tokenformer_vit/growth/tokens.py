@@ -112,7 +112,10 @@ def read_tokens(layer: Pattention) -> LayerTokens:
 
 @torch.no_grad()
 def write_tokens(
-    layer: Pattention, tokens: LayerTokens, num_old: int | None = None, learn_gate: bool = True
+    layer: Pattention,
+    tokens: LayerTokens,
+    num_old: int | None = None,
+    learn_gate: bool | None = None,
 ) -> list[Change]:
     """Give a layer other tokens, in any number.
 
@@ -121,7 +124,8 @@ def write_tokens(
             ones did. A selection of pairs (``active``) and ``top_k`` are given up.
         tokens: What it stores from now on.
         num_old: Hold so many pairs apart from the others; None holds all in one.
-        learn_gate: Make a gate that the layer has not had a parameter, rather than a buffer.
+        learn_gate: Make the gate, if there is one, a parameter (True) or a buffer (False); None
+            leaves it what it is, and makes a new one a parameter.
 
     Returns:
         What an optimiser has to know.
@@ -139,15 +143,21 @@ def write_tokens(
     layer.tau.copy_(tokens.tau)
     if tokens.gate is not None:
         gate, opened = layer.gate, tokens.gate.clone()
-        if isinstance(gate, nn.Parameter):
-            layer.gate = nn.Parameter(opened, requires_grad=gate.requires_grad)
-            changes.append(Change((gate,), (layer.gate,)))
-        elif gate is None and learn_gate:
-            del layer.gate  # the empty buffer
-            layer.gate = nn.Parameter(opened)
-            changes.append(Change((), (layer.gate,), like=changes[0].targets[0]))
+        was_learned = isinstance(gate, nn.Parameter)
+        if learn_gate is None:
+            learn_gate = gate is None or was_learned
+        if learn_gate:
+            trained = gate.requires_grad if was_learned else True  # type: ignore[union-attr]
+            del layer.gate  # it may be a buffer, maybe an empty one
+            layer.gate = nn.Parameter(opened, requires_grad=trained)
+            sources = (gate,) if was_learned else ()
+            like = None if was_learned else changes[0].targets[-1]
+            changes.append(Change(sources, (layer.gate,), like=like))  # type: ignore[arg-type]
         else:
-            layer.gate = opened
+            if was_learned:
+                changes.append(Change((gate,), ()))  # type: ignore[arg-type]
+            del layer.gate
+            layer.register_buffer("gate", opened)
     return changes
 
 

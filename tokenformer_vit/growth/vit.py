@@ -59,9 +59,14 @@ def widen_mlp(
     check_optimizer(optimizer, vit.blocks.parameters(), moments)
     generator = torch.Generator().manual_seed(seed)
     changes = []
-    for name, mlp in vit.named_modules():
-        if isinstance(mlp, Mlp):
-            changes += _widen(mlp, name, hidden_features, generator)
+    for name, block in vit.blocks.named_children():
+        mlp: Any = block.mlp
+        if type(mlp) is not Mlp or not isinstance(mlp.norm, nn.Identity):
+            raise InputError(
+                f"block {name} has a {type(mlp).__name__} or a norm within it, where Net2Net is "
+                "for two linear layers with an activation between them"
+            )
+        changes += _widen(mlp, f"blocks.{name}.mlp", hidden_features, generator)
     _record(vit, mlp_ratio=_ratio(hidden_features, vit.embed_dim))
     if optimizer is not None:
         carry_over(optimizer, changes, moments)

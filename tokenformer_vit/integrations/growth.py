@@ -12,7 +12,14 @@ from torch.optim import Optimizer
 
 from tokenformer_vit.benchmarking.costs import training_flops
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import grow, open_gates, stack_blocks, widen_mlp
+from tokenformer_vit.growth import (
+    grow,
+    grow_state_dict,
+    open_gates,
+    pattention_layers,
+    stack_blocks,
+    widen_mlp,
+)
 from tokenformer_vit.layers.segments import fuse_state_dict
 
 from .checkpoint import check_schedule_is_kept
@@ -101,6 +108,31 @@ class GrowthHook(Hook):
                 f"{self.schedule[-1][self._unit]}, but the run ends at iteration {end} (epoch "
                 f"{runner.max_epochs}): shorten its schedule, or set train_cfg.max_epochs"
             )
+        starts = [self._start(runner, event) for event in self.schedule]
+        room = min(after - before for before, after in zip(starts, [*starts[1:], end], strict=True))
+        if self._open_iters > room:
+            raise InputError(
+                f"open_iters of GrowthHook is {self._open_iters}, but gates have only {room} "
+                "iterations until the next growth or the end of the run; give no more than these"
+            )
+        if "num" in next(key for key in self.schedule[0] if key != self._unit):
+            self._rehearse(unwrap(runner.model))
+
+    def _rehearse(self, model: nn.Module) -> None:
+        """Grow what is left of the schedule in a model of the same pairs and of width one."""
+        layers = pattention_layers(model)
+        theta = next(iter(layers.values())).theta
+        thin = {}
+        for name, layer in layers.items():
+            ones = torch.ones(layer.num_param_tokens, 1)
+            thin |= {f"{name}.key_param_tokens": ones, f"{name}.value_param_tokens": ones}
+            thin[f"{name}.tau"] = torch.ones(())
+            if layer.gate is not None:
+                thin[f"{name}.gate"] = ones[:, 0]
+        how = {key: self._tokens[key] for key in ("init", "gate")}
+        for event in self.schedule[self._done :]:
+            sizes = {key: value for key, value in event.items() if key not in _UNITS}
+            thin = grow_state_dict(thin, **sizes, **how, theta=theta)
 
     def before_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
         """Grow, if it is time to; open gates."""
@@ -132,12 +164,19 @@ class GrowthHook(Hook):
             check_schedule_is_kept(runner, checkpoint["exact_resume"])
         loaded = fuse_state_dict(checkpoint.get("state_dict", checkpoint))
         loaded = {name.removeprefix("module."): tensor for name, tensor in loaded.items()}
-        optimizer = runner.optim_wrapper.optimizer if runner._resume else None
+        optimizer = getattr(runner.optim_wrapper, "optimizer", None)
+        if not isinstance(optimizer, Optimizer):
+            optimizer = None  # of a test, which has none, or only the config of one
         started = self._done
         while self._done < len(self.schedule) and not _fits(runner.model, loaded):
             self._grow(runner, optimizer)
         if self._done > started:
             _rewrap(runner)
+            if not runner._resume:
+                runner.logger.info(
+                    f"The checkpoint's model is that after growth {self._done} of "
+                    f"{len(self.schedule)} in the schedule; what is left of it comes to pass."
+                )
 
     def _start(self, runner, event: Mapping[str, int]) -> int:
         """Return the iteration before which a growth is due."""
@@ -147,7 +186,10 @@ class GrowthHook(Hook):
     def _grow(self, runner, optimizer: Optimizer | None) -> None:
         event = self.schedule[self._done]
         sizes = {key: value for key, value in event.items() if key not in _UNITS}
-        seed = (runner.seed or 0) if self._seed is None else self._seed
+        seed = self._seed
+        if seed is None:  # the same on all processes, whose own seeds may differ by their rank
+            own_seed = runner.cfg.get("randomness", {}).get("diff_rank_seed", False)
+            seed = (runner.seed or 0) - (runner.rank if own_seed else 0)
         for index, model in enumerate(_models(runner)):
             # The averaged model has no optimiser.
             own = optimizer if index == 0 else None

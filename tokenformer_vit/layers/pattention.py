@@ -1,6 +1,7 @@
 """Pattention as a module: the layer that stands where a transformer has a linear projection."""
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +22,9 @@ from tokenformer_vit.ops import (
 torch.fx.wrap("pattention")
 
 GATES = ("none", "learned", "fixed")
+TOKENS = ("key_param_tokens", "value_param_tokens")
+# How the two parts of tokens that are held apart are named; see segments.py.
+_SEGMENT = re.compile(rf"(.*\.|)parametrizations\.({'|'.join(TOKENS)})\.original([01])")
 
 # E[Θ(A)²] of a weight when the scores are standard normal: what makes the variance of an output
 # P · E[Θ²] · Var[V].
@@ -34,6 +38,25 @@ _SECOND_MOMENT = {
 
 # What a model hands on to all of its layers alike.
 _SHARED_ARGS = ("tau", "learn_tau", "eps", "key_init_scale", "gate")
+
+
+def fuse_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Join the two parts of split layers under the names that they have otherwise.
+
+    Args:
+        state_dict: Of a model; one without split layers is returned as it is.
+
+    Returns:
+        The same tensors in the same order, joined ones at the place of their first part.
+    """
+    fused = {}
+    for key, tensor in state_dict.items():
+        part = _SEGMENT.fullmatch(key)
+        if part is None:
+            fused[key] = tensor
+        elif part[3] == "0":
+            fused[part[1] + part[2]] = torch.cat((tensor, state_dict[f"{key[:-1]}1"]))
+    return fused
 
 
 def check_pattention_args(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -206,6 +229,22 @@ class Pattention(nn.Module):
 
         super()._apply(guarded, recurse)
         return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Tensor], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        # Tokens may have been saved in one piece or in two, and so may this layer hold them.
+        for name in TOKENS:
+            keys = [f"{prefix}parametrizations.{name}.original{index}" for index in (0, 1)]
+            if all(key in state_dict for key in keys):
+                state_dict[prefix + name] = torch.cat([state_dict.pop(key) for key in keys])
+            if hasattr(self, "parametrizations") and prefix + name in state_dict:
+                tokens = state_dict.pop(prefix + name)
+                own: Any = self.parametrizations
+                num_old = len(own[name].original0)
+                for key, part in zip(keys, (tokens[:num_old], tokens[num_old:]), strict=True):
+                    state_dict[key] = part
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _tokens(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return keys, values and gate of the pairs that take part."""

@@ -2,12 +2,11 @@
 
 An optimiser treats a tensor as one. To freeze the old pairs, or to give them another learning rate
 than the new ones, keys and values are held as two parameters each; the layer computes as before.
-PyTorch's parametrizations hold them: ``parametrizations.key_param_tokens.original0`` are the old
+PyTorch's parametrizations hold them (and cannot be pickled, but copied and saved by their state
+dict): ``parametrizations.key_param_tokens.original0`` are the old
 keys, ``original1`` the new ones, and so for the values.
 """
 
-import re
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,10 +15,16 @@ from torch.nn.utils import parametrize
 
 from tokenformer_vit.errors import InputError
 
-from .pattention import Pattention
+from .pattention import TOKENS, Pattention, fuse_state_dict
 
-TOKENS = ("key_param_tokens", "value_param_tokens")
-_SEGMENT = re.compile(rf"(.*\.|)parametrizations\.({'|'.join(TOKENS)})\.original([01])")
+__all__ = [
+    "TOKENS",
+    "fuse_state_dict",
+    "fuse_tokens",
+    "is_split",
+    "split_tokens",
+    "token_segments",
+]
 
 
 class _Segments(nn.Module):
@@ -33,7 +38,8 @@ class _Segments(nn.Module):
         return torch.cat((old, new))
 
     def right_inverse(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        return tokens[: self.num_old], tokens[self.num_old :]
+        # Copies, so that neither is saved with the other behind it.
+        return tokens[: self.num_old].clone(), tokens[self.num_old :].clone()
 
 
 def is_split(layer: Pattention) -> bool:
@@ -60,22 +66,6 @@ def split_tokens(layer: Pattention, num_old: int) -> None:
         )
     for name in TOKENS:
         parametrize.register_parametrization(layer, name, _Segments(num_old))
-    hooks: Any = layer._load_state_dict_pre_hooks
-    if all(hook.hook is not _split_loaded for hook in hooks.values()):
-        layer.register_load_state_dict_pre_hook(_split_loaded)
-
-
-def _split_loaded(
-    layer: Pattention, state_dict: dict[str, Tensor], prefix: str, *args: Any
-) -> None:
-    """Let a split layer load a state dict that holds its tokens in one piece."""
-    if not is_split(layer):
-        return
-    for name in TOKENS:
-        if (tokens := state_dict.pop(prefix + name, None)) is not None:
-            num_old = len(token_segments(layer, name)[0])
-            for index, part in enumerate((tokens[:num_old], tokens[num_old:])):
-                state_dict[f"{prefix}parametrizations.{name}.original{index}"] = part
 
 
 def fuse_tokens(layer: Pattention) -> None:
@@ -110,22 +100,3 @@ def token_segments(layer: Pattention, name: str) -> tuple[nn.Parameter, ...]:
         return (getattr(layer, name),)
     parts = layer.parametrizations[name]  # type: ignore[index]
     return parts.original0, parts.original1  # type: ignore[union-attr, return-value]
-
-
-def fuse_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Join the two parts of split layers under the names that they have otherwise.
-
-    Args:
-        state_dict: Of a model; one without split layers is returned as it is.
-
-    Returns:
-        The same tensors in the same order, joined ones at the place of their first part.
-    """
-    fused = {}
-    for key, tensor in state_dict.items():
-        part = _SEGMENT.fullmatch(key)
-        if part is None:
-            fused[key] = tensor
-        elif part[3] == "0":
-            fused[part[1] + part[2]] = torch.cat((tensor, state_dict[f"{key[:-1]}1"]))
-    return fused
