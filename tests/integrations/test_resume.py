@@ -50,7 +50,7 @@ def kill_after(process, work_dir, iteration):
     ("checkpoints", "kill_at"),
     [
         pytest.param(BY_EPOCH, 8, id="by_epoch"),
-        pytest.param(BY_ITERATION, 10, id="by_iter"),
+        pytest.param(BY_ITERATION, 10, id="by_iter", marks=pytest.mark.slow),
         pytest.param((*BY_ITERATION, "--compile"), 10, id="compiled", marks=pytest.mark.slow),
     ],
 )

@@ -140,6 +140,7 @@ METHODS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_moves_nothing_else_and_goes_on_exactly(method, train, config, data_root, tmp_path):
     wrap, model, how = METHODS[method]
