@@ -18,41 +18,38 @@ import io
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import torch
-from transformers.utils import logging
 
 from tokenformer_vit.command_line import run_tool, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
-from tokenformer_vit.language import (
-    TokenFormerConfig,
-    TokenFormerForCausalLM,
-    load_language_model,
-    load_tokenizer,
-    read_released,
-    to_released,
-)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     args = _parse(argv)
+    from tokenformer_vit import language  # isort: skip  # says why, if transformers is missing
+    from transformers.utils import logging
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if args.target.exists():
         raise InputError(f"{args.target} is there already; name another place, or remove it")
     if args.to_released:
-        _to_released(args)
+        _to_released(args, language)
     else:
-        _from_released(args)
+        _from_released(args, language)
 
 
-def _from_released(args: argparse.Namespace) -> None:
-    config, state_dict = read_released(args.source, args.num_heads, args.context_length, args.eps)
-    tokenizer = args.tokenizer and load_tokenizer(args.tokenizer, config.vocab_size)
+def _from_released(args: argparse.Namespace, language: ModuleType) -> None:
+    config, state_dict = language.read_released(
+        args.source, args.num_heads, args.context_length, args.eps
+    )
+    tokenizer = args.tokenizer and language.load_tokenizer(args.tokenizer, config.vocab_size)
     with torch.device("meta"):
-        model = TokenFormerForCausalLM(TokenFormerConfig(**vars(config)))
+        model = language.TokenFormerForCausalLM(language.TokenFormerConfig(**vars(config)))
     model.model.load_state_dict(state_dict, assign=True)
     args.target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.target.parent, prefix=".convert-") as partial:
@@ -69,8 +66,8 @@ def _from_released(args: argparse.Namespace) -> None:
     )
 
 
-def _to_released(args: argparse.Namespace) -> None:
-    state_dict = to_released(load_language_model(args.source).model)
+def _to_released(args: argparse.Namespace, language: ModuleType) -> None:
+    state_dict = language.to_released(language.load_language_model(args.source).model)
     data = io.BytesIO()
     torch.save({name: tensor.detach().clone() for name, tensor in state_dict.items()}, data)
     args.target.parent.mkdir(parents=True, exist_ok=True)

@@ -19,32 +19,33 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import TextStreamer
-from transformers.utils import logging
 
 from tokenformer_vit.command_line import run_tool, whole_number
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.language import generate_text, load_language_model, load_tokenizer
 from tokenformer_vit.prediction import choose_device
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     args = _parse(argv)
+    from tokenformer_vit import language  # isort: skip  # says why, if transformers is missing
+    from transformers import TextStreamer
+    from transformers.utils import logging
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     device = choose_device(args.device)
     prompts = args.prompts or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts:
         raise InputError("there is no prompt: give one behind the model, or one a line on stdin")
-    model = load_language_model(args.model).to(device)
-    tokenizer = load_tokenizer(args.tokenizer or args.model, model.config.vocab_size)
+    model = language.load_language_model(args.model).to(device)
+    tokenizer = language.load_tokenizer(args.tokenizer or args.model, model.config.vocab_size)
     torch.manual_seed(args.seed)
     try:
         for number, prompt in enumerate(prompts):
             if number:
                 print()
-            generate_text(
+            language.generate_text(
                 model,
                 tokenizer,
                 prompt,

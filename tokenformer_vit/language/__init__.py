@@ -11,7 +11,7 @@ try:
     from transformers import AutoConfig, AutoModelForCausalLM
 except ImportError as error:
     raise InputError(
-        "language models need Hugging Face's transformers: `pip install tokenformer-vit[language]`"
+        "language models need Hugging Face's transformers: `pip install -e '.[language]'`"
     ) from error
 
 from .generation import generate_text, load_language_model, load_tokenizer
