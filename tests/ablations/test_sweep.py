@@ -94,6 +94,7 @@ def wait_for(path, process):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_from_one_end_to_the_other(tmp_path, words, capfd):
     words += ["--variants", "gelu_l2", "vit"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

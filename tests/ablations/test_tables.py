@@ -15,7 +15,7 @@ from tokenformer_vit.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
 SOFTMAX = tables.QUESTIONS[0]
-SMALLER = ("small", "medium")  # than the largest from start to end
+SMALLER = ("small", "medium", "small_long")  # than the largest from start to end
 LAYERS = [f"blocks.{block}.{part}" for block in (0, 1) for part in ("attn.query", "mlp")]
 
 

@@ -264,6 +264,7 @@ def test_processes_without_torchrun(config, monkeypatch):
         use_cpu_processes(cfg)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_refused(train, tmp_path):
     train(tmp_path, "--cfg-options", "train_cfg.max_epochs=2")
     line = train.fails(

@@ -49,7 +49,7 @@ def kill_after(process, work_dir, iteration):
 @pytest.mark.parametrize(
     ("checkpoints", "kill_at"),
     [
-        pytest.param(BY_EPOCH, 8, id="by_epoch"),
+        pytest.param(BY_EPOCH, 8, id="by_epoch", marks=pytest.mark.slow),
         pytest.param(BY_ITERATION, 10, id="by_iter", marks=pytest.mark.slow),
         pytest.param((*BY_ITERATION, "--compile"), 10, id="compiled", marks=pytest.mark.slow),
     ],
@@ -94,6 +94,7 @@ def run(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "moved")
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_in_its_last_validation_is_finished(train, run):
     for name in ("model.safetensors", "config.json", "curves.png"):
         (run / name).unlink()

@@ -192,7 +192,9 @@ def test_the_loss_is_that_of_the_next_token():
     torch.testing.assert_close(output.loss, torch.stack(terms).mean())
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize(
+    "again", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "checkpointing"]
+)
 def test_the_trainer_trains_it(again, tmp_path):
     pytest.importorskip("accelerate", reason="Trainer needs accelerate")
     torch.manual_seed(0)

@@ -340,6 +340,7 @@ def test_an_image_that_went_away_meanwhile(model, photos, tmp_path):
         inspection.draw_maps(found, model, tmp_path / "tokens.png")
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_nothing_behind(checkpoint, photos, tmp_path):
     arguments = [checkpoint, photos, "--out", tmp_path, "--exemplars", "3", "--batch-size", "1"]
     code = (

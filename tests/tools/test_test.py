@@ -184,6 +184,7 @@ def test_figures_agree_with_the_model_run_by_hand(run, tmp_path):
         assert row["f1-score"] == pytest.approx(f1, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_two_processes_count_every_image_once(run, tmp_path):
     alone = metrics(run, run.work_dir / "epoch_2.pth", tmp_path / "alone")
     status, out, err = command(

@@ -115,7 +115,7 @@ class GrowthHook(Hook):
                 f"open_iters of GrowthHook is {self._open_iters}, but gates have only {room} "
                 "iterations until the next growth or the end of the run; give no more than these"
             )
-        if "num" in next(key for key in self.schedule[0] if key != self._unit):
+        if any(key in _PAIRS for key in self.schedule[0]):
             self._rehearse(unwrap(runner.model))
 
     def _rehearse(self, model: nn.Module) -> None:
