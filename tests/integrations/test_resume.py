@@ -154,7 +154,8 @@ def test_two_killed_processes_go_on_exactly(train, tmp_path):
     assert losses(tmp_path / "killed")[0] == losses(tmp_path / "whole")[0]
 
 
-@pytest.mark.parametrize("extra", [(), pytest.param(("--compile",), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", [(), ("--compile",)])
 def test_two_processes_follow_the_curve_of_one(train, tmp_path, extra):
     plain = (
         *extra,

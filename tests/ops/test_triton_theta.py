@@ -321,6 +321,7 @@ for function, arguments in (
     assert result.stdout == 2 * line
 
 
+@pytest.mark.slow
 @compiles_for_itself
 def test_in_the_interpreter(seed):
     pytest.importorskip("triton")

@@ -74,6 +74,7 @@ def check_arithmetic(record):
                 assert [row[f"ratio_p{p}"] for p in (20, 50, 80)] == pytest.approx(points, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_where_only_torch_and_timm_are_installed(tmp_path):
     path = tmp_path / "deep" / "speed.json"
     run = run_without(
