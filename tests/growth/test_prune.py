@@ -11,9 +11,8 @@ from torch import nn
 import tokenformer_vit  # noqa: F401
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow, pattention_layers
-from tokenformer_vit.growth.norms import norm_order
 from tokenformer_vit.growth.prune import Usage, measure_usage, prune
-from tokenformer_vit.ops import THETAS
+from tokenformer_vit.ops import THETAS, norm_order
 
 SHAPE = {
     "embed_dim": 32,

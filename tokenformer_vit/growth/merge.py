@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
+from tokenformer_vit.ops import norm_order
 
-from .norms import norm_order
 from .tokens import LayerTokens, pattention_layers, read_tokens, record_counts, write_tokens
 
 __all__ = ["merge"]

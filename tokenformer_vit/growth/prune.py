@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.ops import theta_weights
+from tokenformer_vit.ops import norm_order, theta_weights
 
-from .norms import norm_order
 from .tokens import (
     LayerTokens,
     kind_of,
@@ -34,7 +33,7 @@ class Usage:
     Args:
         sizes: (P,) mean of |weight| · ‖value‖₂, the length of what a pair adds to an output token.
         shares: (P,) mean share of a pair in the sum of p-th powers that Θ divides a row by; they
-            sum to 1. Which p: :func:`~tokenformer_vit.growth.norms.norm_order`.
+            sum to 1. Which p: :func:`~tokenformer_vit.ops.norm_order`.
     """
 
     sizes: Tensor

@@ -133,6 +133,23 @@ class TokenFormerBlock(nn.Module):
         self.ls2 = layer_scale()
         self.drop_path2 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
 
+    def token_arguments(self, pattention_args: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return the arguments that a model of this block's present pairs is built by.
+
+        Args:
+            pattention_args: Those that the model was built by.
+
+        Returns:
+            The three counts of pairs; of layers with a gate ``pattention_args`` with it, too.
+        """
+        gate = self.mlp.gate
+        kind = "learned" if isinstance(gate, nn.Parameter) else "fixed"
+        return {
+            "num_qkv_param_tokens": self.attn.query.num_param_tokens,
+            "num_proj_param_tokens": self.attn.proj.num_param_tokens,
+            "num_ffn_param_tokens": self.mlp.num_param_tokens,
+        } | ({} if gate is None else {"pattention_args": {**(pattention_args or {}), "gate": kind}})
+
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:

@@ -369,17 +369,8 @@ class TokenFormerLM(nn.Module):
     def record_param_tokens(self) -> None:
         """Bring the configuration up to the present pairs, after growth or pruning."""
         block: Any = self.blocks[0]
-        gate, pattention_args = block.mlp.gate, self.config.pattention_args
-        if gate is not None:
-            kind = "learned" if isinstance(gate, nn.Parameter) else "fixed"
-            pattention_args = {**(pattention_args or {}), "gate": kind}
-        self.config = replace(
-            self.config,
-            num_qkv_param_tokens=block.attn.query.num_param_tokens,
-            num_proj_param_tokens=block.attn.proj.num_param_tokens,
-            num_ffn_param_tokens=block.mlp.num_param_tokens,
-            pattention_args=pattention_args,
-        )
+        own = block.token_arguments(self.config.pattention_args)
+        self.config = replace(self.config, **own)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return (B or 1, 1, N, R) cosines and sines in float32."""

@@ -136,15 +136,7 @@ class TokenFormerViT(VisionTransformer):
         if args is None or not len(self.blocks):
             return
         block: Any = self.blocks[0]
-        args |= {
-            "num_qkv_param_tokens": block.attn.query.num_param_tokens,
-            "num_proj_param_tokens": block.attn.proj.num_param_tokens,
-            "num_ffn_param_tokens": block.mlp.num_param_tokens,
-        }
-        gate = block.mlp.gate
-        if gate is not None:
-            kind = "learned" if isinstance(gate, torch.nn.Parameter) else "fixed"
-            args["pattention_args"] = {**(args.get("pattention_args") or {}), "gate": kind}
+        args |= block.token_arguments(args.get("pattention_args"))
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the head by a fresh one, and the pooling where it is given."""

@@ -22,7 +22,7 @@ from tokenformer_vit.errors import InputError
 from .fused import pattention_fused
 from .norm import layer_norm_fused, layer_norm_reference
 from .reference import pattention_reference
-from .theta import THETAS, check_theta, default_tau, theta_weights
+from .theta import THETAS, check_theta, default_tau, norm_order, theta_weights
 from .top_k import pattention_top_k
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "check_theta",
     "default_tau",
     "layer_norm",
+    "norm_order",
     "pattention",
     "pattention_reference",
     "pattention_top_k",

@@ -161,6 +161,21 @@ def check_theta(theta: str) -> str:
     return theta
 
 
+def norm_order(theta: str) -> int:
+    """Return p of the Lₚ norm over pairs that a Θ variant divides a row by: 1 or 2.
+
+    The p-th power of that norm is a sum over pairs. Hence τᵖ is what has to follow that sum where
+    pairs come or go and the others are to keep their weight.
+
+    Args:
+        theta: Name of the variant.
+
+    Raises:
+        InputError: If the variant is unknown.
+    """
+    return 1 if check_theta(theta) in ("softmax", "gelu_l1") else 2
+
+
 def default_tau(theta: str, num_param_tokens: int) -> float:
     """Return the τ a layer of P parameter tokens starts with: P under an L1 norm, √P under L2.
 
@@ -174,6 +189,4 @@ def default_tau(theta: str, num_param_tokens: int) -> float:
     Raises:
         InputError: If the variant is unknown.
     """
-    if check_theta(theta) in ("softmax", "gelu_l1"):
-        return float(num_param_tokens)
-    return math.sqrt(num_param_tokens)
+    return float(num_param_tokens) if norm_order(theta) == 1 else math.sqrt(num_param_tokens)
