@@ -17,6 +17,7 @@ except ImportError as error:
 from .generation import generate_text, load_language_model, load_tokenizer
 from .modeling import TokenFormerConfig, TokenFormerForCausalLM
 from .released import from_released, read_released, released_config, to_released
+from .transformer import transformer_lm
 
 __all__ = [
     "TokenFormerConfig",
@@ -28,6 +29,7 @@ __all__ = [
     "read_released",
     "released_config",
     "to_released",
+    "transformer_lm",
 ]
 
 AutoConfig.register(TokenFormerConfig.model_type, TokenFormerConfig, exist_ok=True)

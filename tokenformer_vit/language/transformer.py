@@ -1,0 +1,74 @@
+"""The plain Transformer that a TokenFormer language model is compared with."""
+
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from tokenformer_vit.errors import InputError
+
+__all__ = ["transformer_lm"]
+
+
+def transformer_lm(
+    vocab_size: int,
+    context_length: int,
+    embed_dim: int,
+    depth: int,
+    num_heads: int,
+    hidden_features: int | None = None,
+    tie_embeddings: bool = True,
+) -> GPT2LMHeadModel:
+    """Build a causal Transformer in GPT-2's form, with weights drawn as GPT-2's are.
+
+    That is: learned positions, added to the embedding; a LayerNorm before each of a block's two
+    residual parts and one before the head; GELU in its tanh approximation; biases in every linear
+    layer but the head. It has no dropout.
+
+    Args:
+        vocab_size: V, entries of the embedding.
+        context_length: Most tokens that a sequence may have.
+        embed_dim: Width C.
+        depth: Number of blocks.
+        num_heads: Number of attention heads; divides ``embed_dim``.
+        hidden_features: Neurons of each hidden layer; None for 4 C.
+        tie_embeddings: Use the embedding as the head, too.
+
+    Returns:
+        The model, which computes attention by PyTorch's own function. It knows no token that ends
+        a text, which is the tokenizer's to say.
+
+    Raises:
+        InputError: If a size does not fit.
+
+    Source:
+        Radford et al., Language Models are Unsupervised Multitask Learners, 2019, Section 2.3;
+        12 × 768 with its vocabulary and context is its smallest model.
+    """
+    sizes = {
+        "vocab_size": vocab_size,
+        "context_length": context_length,
+        "embed_dim": embed_dim,
+        "depth": depth,
+        "num_heads": num_heads,
+        "hidden_features": 4 * embed_dim if hidden_features is None else hidden_features,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise InputError(f"{name} must be at least 1, but it is {size}")
+    if embed_dim % num_heads:
+        raise InputError(f"embed_dim {embed_dim} cannot be divided among {num_heads} heads")
+    config = GPT2Config(
+        vocab_size=vocab_size,
+        n_positions=context_length,
+        n_embd=embed_dim,
+        n_layer=depth,
+        n_head=num_heads,
+        n_inner=sizes["hidden_features"],
+        activation_function="gelu_pytorch_tanh",  # GPT-2's own, in one call instead of five
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        tie_word_embeddings=tie_embeddings,
+        bos_token_id=None,
+        eos_token_id=None,
+        attn_implementation="sdpa",
+    )
+    return GPT2LMHeadModel(config)
