@@ -69,6 +69,5 @@ def transformer_lm(
         tie_word_embeddings=tie_embeddings,
         bos_token_id=None,
         eos_token_id=None,
-        attn_implementation="sdpa",
     )
     return GPT2LMHeadModel(config)
