@@ -7,7 +7,7 @@ from .optimizer import MOMENTS, carry_over
 from .prune import Usage, measure_usage, prune
 from .sparse import set_top_k, top_k
 from .tokens import Change, pattention_layers
-from .vit import stack_blocks, widen_mlp
+from .transformer import stack_blocks, widen_mlp
 
 __all__ = [
     "INITS",

@@ -1,0 +1,110 @@
+"""Net2Net widens the hidden layers of a GPT-2 and leaves what it computes as it is."""
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
+
+from transformers import AutoModelForCausalLM, GPTJConfig, GPTJForCausalLM
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.growth import stack_blocks, widen_mlp
+from tokenformer_vit.language import transformer_lm
+
+TOKENS = torch.randint(61, (2, 9))
+
+
+class Wrapper(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+
+def build():
+    model = transformer_lm(61, 40, 32, depth=2, num_heads=2, hidden_features=48)
+    with torch.no_grad():  # so that every weight and bias tells
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def step(model, optimizer):
+    model(TOKENS, labels=TOKENS).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("wrap", [lambda model: model, Wrapper], ids=["bare", "wrapped"])
+def test_the_wider_model_computes_what_it_did(dtype, atol, wrap):
+    model = build().to(dtype)
+    before = model(TOKENS).logits
+    module = wrap(model)
+    assert widen_mlp(module, 131) is module
+    scale = before.abs().max().item()
+    torch.testing.assert_close(model(TOKENS).logits, before, rtol=0, atol=atol * scale)
+    assert model.config.n_inner == 131
+    for block in model.transformer.h:
+        assert (block.mlp.c_fc.nf, block.mlp.c_proj.nx) == (131, 131)
+        assert block.mlp.c_fc.weight.shape == (32, 131)
+        assert block.mlp.c_proj.weight.shape == (131, 32)
+        # 48 neurons, whose copies differ in their shares alone.
+        assert len(torch.unique(block.mlp.c_proj.weight, dim=0)) == 131
+        assert torch.unique(block.mlp.c_fc.weight, dim=1).shape == (32, 48)
+
+
+def test_a_saved_wider_model_is_the_same_model(tmp_path):
+    model = widen_mlp(build(), 80)
+    model.save_pretrained(tmp_path)
+    loaded, found = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(found.values()), found
+    assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
+
+
+@pytest.mark.parametrize("moments", ["keep", "reset"])
+def test_its_optimizer_goes_on(moments):
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step(model, optimizer)
+    mlp = model.transformer.h[1].mlp
+    names = (("c_fc", 1), ("c_proj", 0))
+    old = {name: optimizer.state[getattr(mlp, name).weight]["exp_avg"] for name, _ in names}
+    widen_mlp(model, 80, optimizer=optimizer, moments=moments)
+    for name, dim in names:
+        state = optimizer.state.get(getattr(mlp, name).weight, {})
+        if moments == "reset":
+            assert not state
+        else:
+            kept, new = state["exp_avg"].split((48, 32), dim)
+            assert torch.equal(kept, old[name])
+            assert not new.any()
+    everything = [p for group in optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in everything} == {id(p) for p in model.parameters()}
+    for _ in range(3):  # of Adam's first step after a reset only the gradient's sign counts
+        step(model, optimizer)
+    # The copies of a neuron part.
+    assert torch.unique(mlp.c_fc.weight, dim=1).shape == (32, 80)
+
+
+def test_what_cannot_be_widened_is_said():
+    model = build()
+    model.transformer.h[1].mlp = build().transformer.h[0].mlp
+    widen_mlp(model, 64)
+    with pytest.raises(InputError, match="block 0 has 64 hidden features and cannot be widened"):
+        widen_mlp(model, 64)
+    config = GPTJConfig(vocab_size=61, n_positions=40, n_embd=32, n_layer=1, n_head=2, rotary_dim=4)
+    with pytest.raises(InputError, match="block 0 has a GPTJMLP"):
+        widen_mlp(GPTJForCausalLM(config), 300)
+    with pytest.raises(InputError, match="holds no ViT of timm's"):
+        stack_blocks(model, 4)
+
+
+def test_nothing_changes_where_one_block_cannot_be_widened():
+    model = build()
+    model.transformer.h[1].mlp.c_fc.nf = 90
+    weights = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(InputError, match="block 1 has 90 hidden features"):
+        widen_mlp(model, 80)
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+    assert model.config.n_inner == 48
