@@ -14,6 +14,7 @@ except ImportError as error:
         "language models need Hugging Face's transformers: `pip install -e '.[language]'`"
     ) from error
 
+from .data import read_text_meta, read_tokens
 from .generation import generate_text, load_language_model, load_tokenizer
 from .modeling import TokenFormerConfig, TokenFormerForCausalLM
 from .released import from_released, read_released, released_config, to_released
@@ -27,6 +28,8 @@ __all__ = [
     "load_language_model",
     "load_tokenizer",
     "read_released",
+    "read_text_meta",
+    "read_tokens",
     "released_config",
     "to_released",
     "transformer_lm",

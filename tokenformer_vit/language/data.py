@@ -1,0 +1,215 @@
+"""Token files of language models: rows of one context each, in Arrow files that are memory-mapped.
+
+A folder holds ``meta.json``, the files of the tokenizer, and for every split
+``<split>-00000.arrow``, ``<split>-00001.arrow``, ...: streams of one column ``input_ids``, lists
+of context_length + 1 tokens. Rows overlap by one token, so that the inputs ``row[:-1]`` and the
+targets ``row[1:]`` predict every token but the first exactly once.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tokenformer_vit.errors import InputError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+__all__ = ["PROGRESS", "SplitWriter", "partial_folder", "read_text_meta", "read_tokens"]
+
+# Present while a folder is being written: what is done, and where to go on.
+PROGRESS = "progress.json"
+_META = "meta.json"
+
+
+def read_text_meta(folder: Path) -> dict[str, Any]:
+    """Read what is known of a folder of tokens.
+
+    Args:
+        folder: Written by ``tools/prepare_text.py``.
+
+    Returns:
+        ``context_length``; ``vocab_size``, entries of the tokenizer; ``end``, the number of the
+        token that ends a text, or None; ``tokenizer`` and ``sources``, as they were given; and
+        ``splits``: of each its ``rows``, and of the text that these were cut from its ``tokens``,
+        ``documents`` and UTF-8 ``bytes``; ``settings``, from which the folder was made.
+
+    Raises:
+        InputError: If there is no such folder, it is unfinished, or it is none of tokens.
+    """
+    file = folder / _META
+    if not file.is_file():
+        if (partial_folder(folder) / PROGRESS).is_file():
+            raise InputError(
+                f"{folder} is not finished: run its tools/prepare_text.py again, which goes on"
+            )
+        missing = f"{folder} has no {_META}" if folder.is_dir() else f"there is no folder {folder}"
+        raise InputError(f"{missing}; make a folder of tokens with tools/prepare_text.py")
+    try:
+        meta = json.loads(file.read_text(encoding="utf-8"))
+        counts = [split["rows"] for split in meta["splits"].values()]
+        if not counts or not meta["context_length"] > 0:
+            raise ValueError("no splits, or no context length")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"{file} is not a description of tokens ({error!r}); make it anew with "
+            "tools/prepare_text.py"
+        ) from error
+    return meta
+
+
+def read_tokens(folder: Path, split: str) -> "Dataset":
+    """Open the rows of a split, memory-mapped: they are read from the disk as they are asked for.
+
+    Args:
+        folder: Written by ``tools/prepare_text.py``.
+        split: Such as ``train`` or ``val``.
+
+    Returns:
+        Data set in numpy's format: ``dataset[row]["input_ids"]`` is (context_length + 1,), int64.
+
+    Raises:
+        InputError: As in :func:`read_text_meta`; or there is no such split, a file of it is missing
+            or damaged, or it has no rows.
+    """
+    try:
+        from datasets import Dataset, concatenate_datasets
+    except ImportError as error:
+        raise InputError(
+            "reading tokens needs Hugging Face's datasets: `pip install -e '.[language]'`"
+        ) from error
+    meta = read_text_meta(folder)
+    if split not in meta["splits"]:
+        raise InputError(f"{folder} has no split {split!r}; it has: {', '.join(meta['splits'])}")
+    expected, length = meta["splits"][split]["rows"], meta["context_length"] + 1
+    shards = []
+    for path in sorted(folder.glob(f"{split}-*.arrow")):
+        try:
+            shard = Dataset.from_file(str(path))
+        except Exception as error:  # pyarrow raises errors of many types
+            raise InputError(f"{path} is damaged ({error}); prepare the text again") from error
+        if getattr(shard.features.get("input_ids"), "length", None) != length:
+            raise InputError(
+                f"{path} does not hold rows of {length} tokens, as {folder / _META} says; prepare "
+                "the text again"
+            )
+        shards.append(shard)
+    rows = sum(map(len, shards))
+    if rows != expected:
+        raise InputError(
+            f"the {split} files in {folder} hold {rows} rows, and its {_META} says {expected}: a "
+            "file is missing or damaged; copy or prepare them again"
+        )
+    if not rows:
+        raise InputError(f"the split {split!r} in {folder} has no rows; prepare more text")
+    return concatenate_datasets(shards).with_format("numpy")
+
+
+def partial_folder(folder: Path) -> Path:
+    """Name the place where a folder of tokens is written until it is whole."""
+    return folder.with_name(f"{folder.name}.partial")
+
+
+class SplitWriter:
+    """Cuts the tokens of a split into rows and appends these to Arrow files.
+
+    Args:
+        folder: Where the files go.
+        split: Such as ``train`` or ``val``.
+        context_length: Rows have one token more.
+        vocab_size: Tokens are stored as uint16 where it allows, else as uint32.
+        state: What :meth:`state` gave; the next file is begun, over what may stand there.
+
+    Attributes:
+        counts: ``rows`` written; ``tokens``, ``documents`` and ``bytes`` got (documents and bytes
+            are counted by the caller).
+        shard_tokens: Tokens in the open file.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        context_length: int,
+        vocab_size: int,
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        import pyarrow as pa
+
+        state = state or {"counts": {}, "shards": 0, "rest": []}
+        self.counts = {"rows": 0, "tokens": 0, "documents": 0, "bytes": 0} | state["counts"]
+        self.shard_tokens = 0
+        self._shards: int = state["shards"]
+        self._folder, self._split, self._length = folder, split, context_length
+        self._dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
+        self._rest = np.array(state["rest"], self._dtype)
+        self._file: Any = None
+        self._stream: Any = None
+        self._pa = pa
+        self._type = pa.list_(pa.from_numpy_dtype(self._dtype), context_length + 1)
+
+    @property
+    def left_over(self) -> int:
+        """Tokens behind the last target of the last row, which fill no row yet."""
+        return max(len(self._rest) - 1, 0) if self.counts["rows"] else len(self._rest)
+
+    @property
+    def _path(self) -> Path:
+        return self._folder / f"{self._split}-{self._shards:05d}.arrow"
+
+    def add(self, tokens: Sequence[np.ndarray]) -> None:
+        """Append tokens, and write the rows that are complete.
+
+        Args:
+            tokens: Arrays (any length), in their order.
+
+        Raises:
+            OSError: If they cannot be written; it names the file.
+        """
+        parts = [part.astype(self._dtype) for part in tokens]
+        self.counts["tokens"] += sum(map(len, parts))
+        self._rest = np.concatenate([self._rest, *parts])
+        rows = (len(self._rest) - 1) // self._length
+        if rows < 1:
+            return
+        windows = np.lib.stride_tricks.sliding_window_view(self._rest, self._length + 1)
+        flat = self._pa.array(windows[:: self._length].reshape(-1))  # (rows * (N + 1),)
+        column = self._pa.FixedSizeListArray.from_arrays(flat, type=self._type)
+        try:
+            if self._stream is None:
+                self._file = self._path.open("wb")
+                schema = self._pa.schema([("input_ids", self._type)])
+                self._stream = self._pa.ipc.new_stream(self._file, schema)
+            self._stream.write_batch(self._pa.record_batch([column], names=["input_ids"]))
+        except OSError as error:  # a full disk is reported without the file's name
+            raise OSError(error.errno, error.strerror or str(error), str(self._path)) from error
+        self.counts["rows"] += rows
+        self.shard_tokens += rows * self._length
+        self._rest = self._rest[rows * self._length :].copy()
+
+    def close_shard(self) -> None:
+        """Finish the open file, if there is one, down to the disk.
+
+        Raises:
+            OSError: If it cannot be written; it names the file.
+        """
+        if self._stream is None:
+            return
+        try:
+            self._stream.close()
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror or str(error), str(self._path)) from error
+        self._stream = self._file = None
+        self._shards += 1
+        self.shard_tokens = 0
+
+    def state(self) -> dict[str, Any]:
+        """Tell where to go on; to be asked while no file is open. It can be written as JSON."""
+        return {"counts": self.counts, "shards": self._shards, "rest": self._rest.tolist()}
