@@ -29,7 +29,8 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from tokenformer_vit.benchmarking.costs import PARTS, Cost, draw_lengths, model_costs, total
+from tokenformer_vit.benchmarking.costs import PARTS, Cost, model_costs, total
+from tokenformer_vit.benchmarking.lengths import draw_lengths
 from tokenformer_vit.command_line import run_tool, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.prediction import KeyValues, load_model

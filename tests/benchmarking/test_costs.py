@@ -1,7 +1,4 @@
-"""Costs in closed form are what PyTorch counts, part by part, and what the paper publishes."""
-
-import random
-from itertools import pairwise
+"""Costs in closed form are what PyTorch counts, part by part: of models of images."""
 
 import pytest
 import timm
@@ -12,16 +9,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import tokenformer_vit  # noqa: F401
-from tokenformer_vit.benchmarking.costs import (
-    PARTS,
-    Pairs,
-    draw_lengths,
-    equal_width,
-    language_costs,
-    model_costs,
-    total,
-    training_flops,
-)
+from tokenformer_vit.benchmarking.costs import PARTS, model_costs, total, training_flops
+from tokenformer_vit.benchmarking.lengths import Pairs, language_costs
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.segments import split_tokens
@@ -201,35 +190,6 @@ def test_models_of_other_kinds(name, kwargs, said):
         training_flops(model)
 
 
-@pytest.mark.parametrize(
-    ("depth", "width", "pairs", "parameters"),
-    [
-        (12, 768, 768, 151_881_216),
-        (24, 1024, 1024, 454_166_528),
-        (32, 1280, 1280, 903_252_480),
-        (40, 1536, 1536, 1_587_219_456),
-    ],
-)
-def test_published_language_models(depth, width, pairs, parameters):
-    costs = language_costs(depth, width, 50_304, 2048, Pairs(pairs, pairs, 4 * pairs))
-    # The released models have one norm with weight and bias, which the paper's table leaves out.
-    assert total(costs).parameters + 2 * width == parameters
-    assert costs["qkv"].parameters == depth * 3 * 2 * width * pairs
-
-
-@pytest.mark.parametrize("pairs", [None, Pairs(20, 28, 50)])
-def test_totals_of_table_3(pairs):
-    depth, width, tokens = 5, 24, 17
-    costs = language_costs(depth, width, 101, tokens, pairs)
-    size = depth * width * (12 * width if pairs is None else 2 * (3 * 20 + 28 + 50))
-    blocks = {part: costs[part] for part in ("qkv", "token_token", "output", "feed_forward")}
-    assert total(blocks).parameters == size
-    assert total(blocks).forward_flops == 2 * size * tokens + 4 * depth * width * tokens**2
-    assert costs["embedding"].parameters == total(costs).parameters - size == 101 * width
-    assert costs["head"].forward_flops == 2 * 101 * width * tokens
-    assert list(costs) == list(PARTS)
-
-
 @pytest.mark.parametrize("name", ["tokenformer_tiny", "vit_tiny_patch16_224"])
 def test_blocks_cost_the_same_for_images_and_for_words(name):
     ours = name.startswith("tokenformer")
@@ -239,38 +199,3 @@ def test_blocks_cost_the_same_for_images_and_for_words(name):
         assert model[part].forward_flops == sizes[part].forward_flops
         if ours or part == "qkv":  # a Transformer's other parts have biases
             assert model[part].parameters == sizes[part].parameters
-
-
-def test_transformer_of_equal_parameters(seed):
-    assert equal_width(12, 50_304, 12 * 12 * 768**2 + 50_304 * 768) == 768
-    draw = random.Random(seed)
-    for _ in range(20):
-        depth, vocabulary = draw.randint(1, 50), draw.randint(0, 10**5)
-        parameters = draw.randint(10**6, 10**10)
-        width = equal_width(depth, vocabulary, parameters)
-        low, high = (12 * depth * d**2 + vocabulary * d for d in (width - 0.5, width + 0.5))
-        assert low <= parameters <= high
-
-
-def test_drawing_against_length(tmp_path, monkeypatch):
-    from matplotlib.figure import Figure
-
-    figures, save = [], Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, *args, **kw: (figures.append(self), save(self, *args, **kw))
-    )
-    draw_lengths(tmp_path / "lengths.png")
-    assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
-    whole, between = (
-        {line.get_label(): line.get_ydata() for line in axes.lines} for axes in figures[0].axes
-    )
-    ours = [name for name in between if name.startswith("TokenFormer")]
-    theirs = [name for name in between if name.startswith("Transformer")]
-    assert len(ours) == len(theirs) == 4
-    # Token-token attention costs all TokenFormers the same, wider Transformers more.
-    assert all(list(between[name]) == list(between[ours[0]]) for name in ours)
-    assert list(between[theirs[0]]) == list(between[ours[0]])
-    for smaller, larger in pairwise(theirs):
-        assert all(between[larger] > between[smaller])
-    costs = total(language_costs(12, 768, 50_304, 1024, Pairs(576, 576, 2304)))
-    assert whole["TokenFormer, 124M, width 768"][0] == costs.training_flops / 1024 / 1e9

@@ -9,11 +9,8 @@ The first version of the paper prints d·n parameters for a Pattention of q, k, 
 What the table calls training FLOPs is one forward pass; here it is three times that.
 """
 
-import io
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from timm.layers import Attention as LinearAttention
@@ -22,17 +19,15 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import write_whole
 from tokenformer_vit.layers import Attention, Pattention, TokenFormerBlock
+from tokenformer_vit.models import TokenFormerLM
 
 __all__ = [
     "PARTS",
     "Cost",
-    "Pairs",
-    "draw_lengths",
-    "equal_width",
-    "language_costs",
+    "attention_flops",
     "model_costs",
+    "product_flops",
     "total",
     "training_flops",
 ]
@@ -47,19 +42,6 @@ PARTS = {
     "head": "head",
     "other": "norms, scales",
 }
-
-
-class Pairs(NamedTuple):
-    """How many pairs each Pattention of a block has."""
-
-    qkv: int
-    proj: int
-    ffn: int
-
-
-# The paper's language models that grow at a fixed width, from 124M to what it calls 1.4B.
-GROWN_DEPTH, GROWN_WIDTH, GROWN_VOCABULARY = 12, 768, 50_304
-GROWN_PAIRS = tuple(Pairs(n, n, 4 * n) for n in (576, 2140, 4850, 8620))
 
 
 @dataclass(frozen=True)
@@ -85,58 +67,52 @@ def total(costs: Mapping[str, Cost]) -> Cost:
 
 
 def model_costs(model: nn.Module, num_tokens: int | None = None) -> dict[str, Cost]:
-    """Count the parameters and the forward FLOPs of every part of a timm model.
+    """Count the parameters and the forward FLOPs of every part of a model.
 
     Sizes are read off the parameters, so that a model may have grown. None of them is computed
     with: they may be on the device ``meta``.
 
     Args:
-        model: A ``TokenFormerViT``, or a timm ``VisionTransformer`` of ordinary blocks.
+        model: A ``TokenFormerViT``, or a timm ``VisionTransformer`` of ordinary blocks; or a
+            ``TokenFormerLM``, or a GPT-2 of transformers with its head, or a module that holds one
+            of these two, of which alone the parameters are counted.
         num_tokens: Length of the sequence, class token and the like included; default: as many as
-            an image of the model's size gives.
+            an image of the model's size gives, or the whole context.
 
     Returns:
-        A cost for each of ``PARTS``, for one image. Every parameter belongs to one part; of a layer
-        with ``active`` or ``top_k`` all pairs are counted, and the FLOPs of those that are read.
+        A cost for each of ``PARTS``, for one image or one sequence. Every parameter belongs to one
+        part; an embedding that is the head, too, to the embedding, and its product to the head. Of
+        a layer with ``active`` or ``top_k`` all pairs are counted, and the FLOPs of those that are
+        read. A language model predicts after every token, each of which attends to every other, as
+        in the paper: what a causal kernel saves is not taken off.
 
     Raises:
         InputError: If the model is of another kind, or has no room for its class token in
             ``num_tokens``.
 
     Source:
-        TokenFormer, arXiv:2410.23168, Table 3; patches instead of a vocabulary.
+        TokenFormer, arXiv:2410.23168, Table 3; for images, patches instead of a vocabulary.
     """
-    vit = _check_kind(model)
-    prefix: int = vit.num_prefix_tokens
-    patches: int = vit.patch_embed.num_patches if num_tokens is None else num_tokens - prefix
-    tokens = patches + prefix
-    if patches < 1:
-        raise InputError(
-            f"{tokens} tokens leave none for patches: the model adds {prefix} of its own"
-        )
-    # How many tokens each matrix of a part is multiplied with.
-    rows = {
-        "embedding": patches,
-        **dict.fromkeys(("qkv", "output", "feed_forward"), tokens),
-        "head": 1 if vit.global_pool else tokens,
-    }
+    plan = _plan(model, num_tokens)
+    tokens = plan.rows["qkv"]
     costs = dict.fromkeys(PARTS, Cost())
-    for name, parameter in vit.named_parameters():
-        part, count = _part(name), parameter.numel()
+    for name, parameter in plan.model.named_parameters():
+        part, count = plan.part(name), parameter.numel()
         # Positions and the class token, which are only added, stand outside of every module.
         is_matrix = parameter.ndim > 1 and "." in name
-        flops = _product_flops(count, rows.get(part, 0)) if is_matrix else 0
+        flops = product_flops(count, plan.rows.get(part, 0)) if is_matrix else 0
         costs[part] += Cost(count, flops)
-    for name, module in vit.named_modules():
+    for name, module in plan.model.named_modules():
         if isinstance(module, Pattention):
-            costs[_part(name)] += Cost(0, -_product_flops(_idle_elements(module), tokens))
-    width = sum(block.attn.num_heads * block.attn.head_dim for block in vit.blocks)
-    costs["token_token"] += Cost(0, _attention_flops(width, tokens))
+            costs[plan.part(name)] += Cost(0, -product_flops(_idle_elements(module), tokens))
+    width = sum(block.attn.num_heads * block.attn.head_dim for block in plan.blocks)
+    costs["token_token"] += Cost(0, attention_flops(width, tokens))
+    costs["head"] += Cost(0, product_flops(plan.shared, plan.rows["head"]))
     return costs
 
 
 def training_flops(model: nn.Module, num_tokens: int | None = None) -> int:
-    """Count the FLOPs of training a timm model on one image, were all of its parameters trained.
+    """Count the FLOPs of training a model on one image or sequence, all parameters being trained.
 
     Arguments and errors are those of :func:`model_costs`.
 
@@ -146,105 +122,12 @@ def training_flops(model: nn.Module, num_tokens: int | None = None) -> int:
     return total(model_costs(model, num_tokens)).training_flops
 
 
-def language_costs(
-    depth: int, width: int, vocabulary: int, num_tokens: int, pairs: Pairs | None = None
-) -> dict[str, Cost]:
-    """Count the parameters and the forward FLOPs of every part of a language model, from its sizes.
-
-    Args:
-        depth: Number of blocks.
-        width: Width d of the tokens.
-        vocabulary: Entries of the embedding, which the head shares.
-        num_tokens: Length T of the sequence.
-        pairs: Those of a TokenFormer; None for a Transformer, whose feed-forward part is 4·d wide.
-
-    Returns:
-        A cost for each of ``PARTS``, for one sequence. Every token attends to every other, as in
-        the paper: what a causal kernel saves is not taken off. The head is counted for all tokens,
-        where the paper prints it for one.
-
-    Source:
-        TokenFormer, arXiv:2410.23168, Table 3.
-    """
-    if pairs is None:
-        sizes = {"qkv": 3 * width**2, "output": width**2, "feed_forward": 8 * width**2}
-    else:
-        numbers = {"qkv": 3 * pairs.qkv, "output": pairs.proj, "feed_forward": pairs.ffn}
-        sizes = {part: 2 * width * number for part, number in numbers.items()}
-    costs = {
-        part: Cost(depth * size, _product_flops(depth * size, num_tokens))
-        for part, size in sizes.items()
-    }
-    costs["embedding"] = Cost(vocabulary * width)
-    costs["token_token"] = Cost(0, _attention_flops(depth * width, num_tokens))
-    costs["head"] = Cost(0, _product_flops(vocabulary * width, num_tokens))
-    return {part: costs.get(part, Cost()) for part in PARTS}
-
-
-def equal_width(depth: int, vocabulary: int, parameters: int) -> int:
-    """Find the width at which a Transformer of :func:`language_costs` has so many parameters.
-
-    Args:
-        depth: Number of blocks.
-        vocabulary: Entries of the embedding.
-        parameters: How many, with the embedding.
-
-    Returns:
-        The nearest whole number to the solution d of 12·depth·d² + vocabulary·d = parameters.
-    """
-    square = 12 * depth
-    root = math.sqrt(vocabulary**2 + 4 * square * parameters)
-    return round((root - vocabulary) / (2 * square))
-
-
-def draw_lengths(path: Path) -> None:
-    """Draw what a token costs against the length of its sequence into a PNG file.
-
-    TokenFormers that grow by pairs, at one width, stand against Transformers of the same depth and
-    as many parameters, which grow by width.
-
-    Raises:
-        ImportError: If matplotlib is not installed.
-        OSError: If the file cannot be written; ``filename`` is ``path``.
-
-    Source:
-        TokenFormer, arXiv:2410.23168, Figure 5; the sizes are those of its growing language models.
-    """
-    from matplotlib.figure import Figure  # what counts does without it
-
-    lengths = range(1024, 32 * 1024 + 1, 1024)
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    whole, between = figure.subplots(1, 2)
-    for index, pairs in enumerate(GROWN_PAIRS):
-        grown = language_costs(GROWN_DEPTH, GROWN_WIDTH, GROWN_VOCABULARY, 1, pairs)
-        parameters = total(grown).parameters
-        wider = equal_width(GROWN_DEPTH, GROWN_VOCABULARY, parameters)
-        for kind, line, width, own in (
-            ("TokenFormer", "-", GROWN_WIDTH, pairs),
-            ("Transformer", "--", wider, None),
-        ):
-            flops = {whole: [], between: []}
-            for length in lengths:
-                costs = language_costs(GROWN_DEPTH, width, GROWN_VOCABULARY, length, own)
-                flops[whole].append(total(costs).training_flops / length / 1e9)
-                flops[between].append(costs["token_token"].training_flops / length / 1e9)
-            label = f"{kind}, {parameters / 1e6:,.0f}M, width {width}"
-            for axes, values in flops.items():
-                axes.plot(lengths, values, line, color=f"C{index}", label=label)
-    whole.set(title="training GFLOPs a token", xlabel="tokens in a sequence", ylim=0)
-    between.set(title="of these, token-token attention", xlabel="tokens in a sequence", ylim=0)
-    between.legend(loc="upper left", fontsize="small")
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=120, format="png")
-    write_whole(path, picture.getvalue())
-
-
-def _product_flops(elements: int, tokens: int) -> int:
+def product_flops(elements: int, tokens: int) -> int:
     """Count the FLOPs of multiplying tokens with matrices of so many elements."""
     return 2 * elements * tokens
 
 
-def _attention_flops(width: int, tokens: int) -> int:
+def attention_flops(width: int, tokens: int) -> int:
     """Count those of scores and weighted sums; ``width`` is that of all heads of all blocks."""
     return 2 * 2 * width * tokens**2
 
@@ -257,8 +140,90 @@ def _idle_elements(layer: Pattention) -> int:
     return (pairs - active) * layer.in_features + (pairs - chosen) * layer.out_features
 
 
+class _Plan(NamedTuple):
+    """What is to be known of a model to count it.
+
+    ``rows`` says how many tokens each matrix of a part is multiplied with, ``part`` which part a
+    parameter belongs to, and ``shared`` how many elements of the embedding are the head, too.
+    """
+
+    model: nn.Module
+    blocks: Iterable[Any]
+    rows: Mapping[str, int]
+    part: Callable[[str], str]
+    shared: int = 0
+
+
+def _plan(model: nn.Module, num_tokens: int | None) -> _Plan:
+    if isinstance(model, VisionTransformer):
+        return _vision(model, num_tokens)
+    for module in model.modules():
+        if isinstance(module, TokenFormerLM):
+            shared = module.embedding.weight.numel() if module.head is None else 0
+            rows = _rows(num_tokens, module.config.context_length)
+            return _Plan(module, module.blocks, rows, _part, shared)
+        # By what it has, since transformers is not needed here.
+        if hasattr(module, "lm_head") and hasattr(getattr(module, "transformer", None), "wpe"):
+            return _gpt2(module, num_tokens)
+    raise InputError(
+        f"{type(model).__name__} is neither a TokenFormerViT nor a timm VisionTransformer, and "
+        "holds no language model of TokenFormer or in GPT-2's form"
+    )
+
+
+def _rows(num_tokens: int | None, context: int) -> dict[str, int]:
+    """Return the rows of a language model, whose embedding is looked up."""
+    tokens = context if num_tokens is None else num_tokens
+    if tokens < 1:
+        raise InputError(f"num_tokens must be at least 1, but it is {tokens}")
+    return dict.fromkeys(("qkv", "output", "feed_forward", "head"), tokens)
+
+
+def _vision(vit: Any, num_tokens: int | None) -> _Plan:
+    _check_vision(vit)
+    prefix: int = vit.num_prefix_tokens
+    patches: int = vit.patch_embed.num_patches if num_tokens is None else num_tokens - prefix
+    tokens = patches + prefix
+    if patches < 1:
+        raise InputError(
+            f"{tokens} tokens leave none for patches: the model adds {prefix} of its own"
+        )
+    rows = {
+        "embedding": patches,
+        **dict.fromkeys(("qkv", "output", "feed_forward"), tokens),
+        "head": 1 if vit.global_pool else tokens,
+    }
+    return _Plan(vit, vit.blocks, rows, _part)
+
+
+def _check_vision(vit: Any) -> None:
+    """See that the rules hold for it."""
+    kind = type(vit).__name__
+    if vit.attn_pool is not None:
+        raise InputError(f"the costs of a pool by attention are not known: {kind} has one")
+    if not isinstance(vit.patch_embed, PatchEmbed):
+        raise InputError(f"the costs of a {type(vit.patch_embed).__name__} stem are not known")
+    for block in vit.blocks:
+        for module, known in (
+            (block, TokenFormerBlock | Block),
+            (getattr(block, "attn", None), Attention | LinearAttention),
+        ):
+            if not isinstance(module, known):
+                raise InputError(f"the costs of a {type(module).__name__} are not known")
+
+
+def _gpt2(model: Any, num_tokens: int | None) -> _Plan:
+    trunk = model.transformer
+    for block in trunk.h:
+        if not hasattr(block.attn, "c_attn") or hasattr(block, "crossattention"):
+            raise InputError(f"the costs of a {type(block).__name__} like this are not known")
+    tied = model.lm_head.weight is trunk.wte.weight
+    rows = _rows(num_tokens, trunk.wpe.num_embeddings)
+    return _Plan(model, trunk.h, rows, _gpt2_part, trunk.wte.weight.numel() if tied else 0)
+
+
 def _part(name: str) -> str:
-    """Name the part that a parameter of a VisionTransformer belongs to."""
+    """Name the part that a parameter of a VisionTransformer or a TokenFormerLM belongs to."""
     top, *path = name.split(".")
     if top == "blocks":
         _, layer, *inner = path
@@ -267,25 +232,22 @@ def _part(name: str) -> str:
         if layer == "attn" and "norm" not in inner[0]:
             return "output" if inner[0] == "proj" else "qkv"
         return "other"
-    if top == "patch_embed" or not path:
+    if top in ("patch_embed", "embedding", "positions") or not path:
         return "embedding"
     return "head" if top.startswith("head") else "other"
 
 
-def _check_kind(model: nn.Module) -> Any:
-    """Return the model if the rules above hold for it."""
-    kind = type(model).__name__
-    if not isinstance(model, VisionTransformer):
-        raise InputError(f"{kind} is neither a TokenFormerViT nor a timm VisionTransformer")
-    if model.attn_pool is not None:
-        raise InputError(f"the costs of a pool by attention are not known: {kind} has one")
-    if not isinstance(model.patch_embed, PatchEmbed):
-        raise InputError(f"the costs of a {type(model.patch_embed).__name__} stem are not known")
-    for block in model.blocks:
-        for module, known in (
-            (block, TokenFormerBlock | Block),
-            (getattr(block, "attn", None), Attention | LinearAttention),
-        ):
-            if not isinstance(module, known):
-                raise InputError(f"the costs of a {type(module).__name__} are not known")
-    return model
+def _gpt2_part(name: str) -> str:
+    """Name the part that a parameter of a GPT-2 belongs to."""
+    path = name.split(".")
+    for module, part in (
+        ("lm_head", "head"),
+        ("wte", "embedding"),
+        ("wpe", "embedding"),
+        ("mlp", "feed_forward"),
+        ("c_attn", "qkv"),
+        ("c_proj", "output"),  # behind mlp, which has one as well
+    ):
+        if module in path:
+            return part
+    return "other"

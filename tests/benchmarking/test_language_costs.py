@@ -1,0 +1,168 @@
+"""Costs in closed form are what PyTorch counts, part by part: of models of language."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from tokenformer_vit.benchmarking.costs import PARTS, model_costs, total, training_flops
+from tokenformer_vit.benchmarking.lengths import Pairs, language_costs
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.growth import grow, widen_mlp
+from tokenformer_vit.models import LMConfig, TokenFormerLM, lm_config
+
+SHAPE = {"vocab_size": 61, "context_length": 17, "embed_dim": 24, "depth": 2, "num_heads": 3}
+PAIRS = {"num_qkv_param_tokens": 20, "num_proj_param_tokens": 28, "num_ffn_param_tokens": 50}
+MODELS = {
+    "rotary": {**PAIRS},
+    "learned": {"positions": "learned", "norm": "bias", "pattention_args": {"learn_tau": True}},
+    "untied": {"tie_embeddings": False, "theta": "softmax"},
+}
+PARTS_OF = {
+    "ours": {
+        "qkv": ("attn.query", "attn.key", "attn.value"),
+        "output": ("attn.proj",),
+        "feed_forward": ("mlp",),
+    },
+    "gpt2": {"qkv": ("attn.c_attn",), "output": ("attn.c_proj",), "feed_forward": ("mlp",)},
+}
+
+
+class Wrapper(nn.Module):
+    """Has more parameters than the model in it, and its outputs in the shape of transformers'."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.other = nn.Linear(3, 3)
+
+
+def build(**changes):
+    model = TokenFormerLM(LMConfig(**{**SHAPE, "rotary_share": 0.5, **changes}))
+    for layer in model.modules():
+        if hasattr(layer, "backend"):
+            layer.backend = "reference"
+    return model
+
+
+def gpt2(**changes):
+    pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
+    from tokenformer_vit.language import transformer_lm
+
+    return transformer_lm(**SHAPE, **changes)
+
+
+def count(model, num_tokens=17, backward=False):
+    """Let PyTorch count the FLOPs of a sequence, by the module that needs them."""
+    with FlopCounterMode(display=False) as counter:
+        out = model(torch.randint(61, (1, num_tokens)))
+        if backward:
+            (out if torch.is_tensor(out) else out.logits).sum().backward()
+    return {name: sum(flops.values()) for name, flops in counter.get_flop_counts().items()}
+
+
+def check(model, parts, num_tokens=None):
+    costs, counted = model_costs(model, num_tokens), count(model, num_tokens or 17)
+    assert list(costs) == list(PARTS)
+    assert total(costs).forward_flops == counted["Global"]
+
+    def of(*modules):
+        return sum(
+            flops
+            for name, flops in counted.items()
+            for module in modules
+            if name.endswith(f".{module}")
+        )
+
+    for part, modules in parts.items():
+        assert costs[part].forward_flops == of(*modules) > 0
+    projections = costs["qkv"].forward_flops + costs["output"].forward_flops
+    assert costs["token_token"].forward_flops == of("attn") - projections > 0
+    within = sum(costs[part].forward_flops for part in (*parts, "token_token"))
+    assert costs["head"].forward_flops == counted["Global"] - within > 0
+    assert costs["embedding"].forward_flops == costs["other"].forward_flops == 0
+    assert total(costs).parameters == sum(p.numel() for p in model.parameters())
+    return costs
+
+
+def check_training(model, num_tokens):
+    # Backward the fused attention computes the scores again, which are half of its products.
+    again = model_costs(model, num_tokens)["token_token"].forward_flops // 2
+    counted = count(model, num_tokens, backward=True)["Global"]
+    assert training_flops(model, num_tokens) == counted - again
+
+
+@pytest.mark.parametrize("num_tokens", [None, 9])
+@pytest.mark.parametrize("case", MODELS)
+def test_a_tokenformer(case, num_tokens):
+    model = build(**MODELS[case])
+    costs = check(model, PARTS_OF["ours"], num_tokens)
+    assert costs["head"].parameters == (61 * 24 if case == "untied" else 0)
+    assert costs["embedding"].parameters == (61 + (17 if case == "learned" else 0)) * 24
+    check_training(model, num_tokens or 17)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_transformer(tie):
+    model = gpt2(hidden_features=50, tie_embeddings=tie)
+    costs = check(model, PARTS_OF["gpt2"])
+    assert costs["head"].parameters == (0 if tie else 61 * 24)
+    assert costs["embedding"].parameters == (61 + 17) * 24
+    assert costs["qkv"].parameters == 2 * 3 * (24 + 1) * 24
+    assert costs["output"].parameters == 2 * (24 + 1) * 24
+    check_training(model, 17)
+    check(widen_mlp(model, 70), PARTS_OF["gpt2"])
+
+
+def test_after_growth_and_for_pairs_that_are_not_read():
+    model = build(**PAIRS)
+    before = total(model_costs(model))
+    grow(model, num_ffn_param_tokens=75, num_qkv_param_tokens=30)
+    whole = total(check(model, PARTS_OF["ours"]))
+    assert whole.parameters - before.parameters == 2 * (2 * 24 * (25 + 3 * 10))
+    model.blocks[0].attn.query.active = torch.arange(0, 30, 3)
+    costs = total(check(model, PARTS_OF["ours"]))
+    assert whole.forward_flops - costs.forward_flops == 2 * 17 * 20 * 2 * 24
+    model.blocks[1].mlp.top_k = 4
+    # PyTorch counts no FLOPs for a sum of chosen rows.
+    chosen = 2 * 17 * 4 * 24
+    assert total(model_costs(model)).forward_flops == count(model)["Global"] + chosen
+
+
+@pytest.mark.parametrize("make", [build, gpt2])
+def test_a_module_that_holds_one(make):
+    model = make()
+    assert model_costs(Wrapper(model), 9) == model_costs(model, 9)
+
+
+def test_that_of_transformers():
+    pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
+    from tokenformer_vit.language import TokenFormerConfig, TokenFormerForCausalLM
+
+    model = TokenFormerForCausalLM(TokenFormerConfig(**SHAPE, rotary_share=0.5))
+    assert model_costs(model) == model_costs(build())
+
+
+def test_a_model_and_its_sizes_cost_the_same():
+    model = TokenFormerLM(lm_config("150m"), device="meta")
+    costs = model_costs(model)
+    sizes = language_costs(12, 768, 50_304, 2048, Pairs(768, 768, 3072))
+    assert costs.pop("other").parameters == 2 * 768
+    assert costs == {part: cost for part, cost in sizes.items() if part != "other"}
+
+
+def test_no_tokens():
+    with pytest.raises(InputError, match="num_tokens must be at least 1, but it is 0"):
+        model_costs(build(), 0)
+
+
+def test_other_models_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=24, n_layer=1, n_head=3, add_cross_attention=True)
+    with (
+        torch.device("meta"),
+        pytest.raises(InputError, match="costs of a GPT2Block like this are not known"),
+    ):
+        model_costs(transformers.GPT2LMHeadModel(config))
+    with torch.device("meta"), pytest.raises(InputError, match="GPT2Model is neither"):
+        model_costs(transformers.GPT2Model(config))
