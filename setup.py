@@ -39,7 +39,8 @@ setup(
     extras_require={
         "data": ["pyarrow"],
         "demo": ["scikit-learn"],
-        "language": ["transformers>=5.0", "tokenizers", "safetensors"],
+        "language": ["transformers>=5.0", "tokenizers", "safetensors", "datasets>=3.0", "pyarrow"],
+        "evaluation": ["lm_eval>=0.4.9"],
         "tensorboard": ["tensorboard"],
         "dev": [
             "pytest>=8",
@@ -52,6 +53,8 @@ setup(
             "tensorboard",
             "transformers>=5.0",
             "tokenizers",
+            "datasets>=3.0",
+            "lm_eval>=0.4.9",
             "accelerate",  # transformers' Trainer needs it
         ],
     },

@@ -19,7 +19,7 @@ import tokenformer_vit
 
 from .files import write_whole
 
-__all__ = ["environment", "write_record"]
+__all__ = ["TRAINING_PACKAGES", "environment", "write_record"]
 
 TRAINING_PACKAGES = ("torch", "torchvision", "timm", "mmengine", "mmpretrain")
 

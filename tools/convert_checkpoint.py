@@ -15,7 +15,6 @@ OUT appears whole or not at all.
 
 import argparse
 import io
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -51,12 +50,7 @@ def _from_released(args: argparse.Namespace, language: ModuleType) -> None:
     with torch.device("meta"):
         model = language.TokenFormerForCausalLM(language.TokenFormerConfig(**vars(config)))
     model.model.load_state_dict(state_dict, assign=True)
-    args.target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=args.target.parent, prefix=".convert-") as partial:
-        model.save_pretrained(Path(partial, "model"))
-        if tokenizer:
-            tokenizer.save_pretrained(Path(partial, "model"))
-        Path(partial, "model").rename(args.target)
+    language.save_language_model(model, args.target, tokenizer or None)
     print(
         f"{config.depth} blocks, width {config.embed_dim}, {config.num_heads} heads, "
         f"{config.num_qkv_param_tokens} / {config.num_ffn_param_tokens} pairs: "

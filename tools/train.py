@@ -1,4 +1,4 @@
-"""Train an image classifier from a config; see README.md."""
+"""Train an image classifier or a language model from a config; see README.md."""
 
 import argparse
 import os
@@ -17,6 +17,8 @@ def main(argv: list[str] | None = None) -> None:
     from tokenformer_vit.integrations import config  # isort: skip  # says why, if mmengine fails
     from mmengine.runner import Runner
 
+    from tokenformer_vit.integrations.reports import ExportHook
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", help="config file, such as configs/imagenet_base.py")
     config.add_run_arguments(parser)
@@ -31,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--auto-scale-lr",
         action="store_true",
-        help="scale the learning rate with the images of an optimiser step, accumulation included",
+        help="scale the learning rate with the batch of an optimiser step, accumulation included",
     )
     parser.add_argument("--seed", type=whole_number(0), help="seed of every random generator")
     parser.add_argument(
@@ -68,10 +70,11 @@ def main(argv: list[str] | None = None) -> None:
     runner = Runner.from_cfg(cfg)
     runner.train()
     if runner.rank == 0:
+        export = next((hook for hook in runner.hooks if isinstance(hook, ExportHook)), None)
+        model = f"model.safetensors and config.json ({export.purpose}), " if export else ""
         print(
-            f"\nDone. In {runner.work_dir}: model.safetensors and config.json (averaged weights, "
-            "for timm and tools/predict.py), curves.png, record.json, checkpoints (epoch_*.pth), "
-            f"and logs in {Path(runner.log_dir).name}/"
+            f"\nDone. In {runner.work_dir}: {model}curves.png, record.json, checkpoints "
+            f"(*.pth), and logs in {Path(runner.log_dir).name}/"
         )
 
 

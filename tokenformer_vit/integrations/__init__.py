@@ -35,7 +35,7 @@ from .checkpoint import ExactCheckpointHook
 from .diagnostics import DiagnosticsHook, read_diagnostics
 from .growth import CostHook, GrowthHook
 from .guard import GuardHook
-from .loop import ResumableEpochLoop, ResumableSampler
+from .loop import EndlessSampler, ResumableEpochLoop, ResumableIterLoop, ResumableSampler
 from .lora import LoRABackbone
 from .optim import AccumulationEMAHook, AutocastOptimWrapper
 from .reports import CurvesHook, ExportHook, ProgressHook, RecordHook
@@ -49,6 +49,7 @@ __all__ = [
     "CostHook",
     "CurvesHook",
     "DiagnosticsHook",
+    "EndlessSampler",
     "ExactCheckpointHook",
     "ExportHook",
     "GrowthHook",
@@ -58,6 +59,7 @@ __all__ = [
     "ProgressHook",
     "RecordHook",
     "ResumableEpochLoop",
+    "ResumableIterLoop",
     "ResumableSampler",
     "SeededTransforms",
     "TimmClassificationBackbone",

@@ -10,6 +10,7 @@ from mmengine.dist import all_gather_object, all_reduce, get_rank, get_world_siz
 from mmengine.hooks import CheckpointHook
 from mmengine.logging import HistoryBuffer
 from mmengine.registry import HOOKS
+from mmengine.runner import IterBasedTrainLoop
 
 from tokenformer_vit.errors import InputError
 
@@ -47,7 +48,8 @@ class ExactCheckpointHook(CheckpointHook):
         loader.generator = torch.Generator()
         if runner.val_loop is not None:
             runner.val_dataloader.generator = torch.Generator()
-        if not any(seeded_transforms(loader.dataset)):
+        images = "classes" in loader.dataset.metainfo  # text is not augmented
+        if images and not any(seeded_transforms(loader.dataset)):
             runner.logger.warning(
                 "The training pipeline has no SeededTransforms: a resumed run will augment images "
                 "otherwise than an uninterrupted one."
@@ -66,12 +68,7 @@ class ExactCheckpointHook(CheckpointHook):
         parameters = dict(unwrap(runner.model).named_parameters())
         for name, gradient in self._resumed["gradients"].items():
             parameters[name].grad = gradient.to(parameters[name])
-        loop = runner.train_loop
-        at_epoch_start = loop.iter == loop.epoch * len(loader)
-        due = loop.epoch >= loop.val_begin and (
-            loop.epoch % loop.val_interval == 0 or loop.epoch == loop.max_epochs
-        )
-        if runner.val_loop is not None and at_epoch_start and loop.epoch and due:
+        if runner.val_loop is not None and _validation_is_due(runner.train_loop):
             runner.val_loop.run()
 
     def before_train_epoch(self, runner) -> None:
@@ -179,12 +176,23 @@ class ExactCheckpointHook(CheckpointHook):
         }
 
 
+def _validation_is_due(loop: Any) -> bool:
+    """Tell whether a loop validates where it stands."""
+    done, end = loop.epoch, loop.max_epochs
+    if isinstance(loop, IterBasedTrainLoop):
+        done, end = loop.iter, loop.max_iters
+    elif loop.iter != loop.epoch * len(loop.dataloader):
+        return False
+    return bool(done) and done >= loop.val_begin and (done % loop.val_interval == 0 or done == end)
+
+
 def _schedule(runner) -> dict[str, Any]:
     """Return what decides the learning rate and decay at every iteration, in plain values."""
     cfg = runner.cfg
+    length = "max_iters" if isinstance(runner.train_loop, IterBasedTrainLoop) else "max_epochs"
     return _plain(
         {
-            "train_cfg.max_epochs": runner.max_epochs,
+            f"train_cfg.{length}": getattr(runner, length),
             "auto_scale_lr": dict(cfg.get("auto_scale_lr") or {}),
             "optim_wrapper.accumulative_counts": cfg.optim_wrapper.get("accumulative_counts", 1),
             "optim_wrapper.optimizer": dict(cfg.optim_wrapper.optimizer),

@@ -29,7 +29,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that training and testing share."""
     parser.add_argument("--data-root", help="folder that holds train/ and val/")
     parser.add_argument(
-        "--batch-size", type=whole_number(1), help="images per process and iteration"
+        "--batch-size",
+        type=whole_number(1),
+        help="images, or sequences of tokens, per process and iteration",
     )
     parser.add_argument(
         "--cfg-options",
@@ -75,7 +77,7 @@ def load_config(
         path: Python config, with classic ``_base_`` inheritance.
         options: Dotted keys and values, as from ``--cfg-options``; every key must exist.
         data_root: Root of the data, for all three loaders.
-        batch_size: Images per process and iteration, for all three loaders.
+        batch_size: Images or sequences per process and iteration, for all three loaders.
         work_dir: Where the run goes; ``work_dirs/<name of the config>`` where neither this nor
             the config says.
         compile: Compile the backbone's blocks, whatever the config says.
@@ -110,12 +112,13 @@ def load_config(
         if batch_size is not None:
             cfg[name].batch_size = batch_size
     if compile:
-        if cfg.model.backbone.type != "TimmClassificationBackbone":
+        compiled = cfg.model.get("backbone", cfg.model)
+        if compiled.type not in ("TimmClassificationBackbone", "CausalLM"):
             raise InputError(
-                f"--compile needs a TimmClassificationBackbone, but {path} has "
-                f"{cfg.model.backbone.type}"
+                f"--compile needs a TimmClassificationBackbone or a CausalLM, but {path} has "
+                f"{compiled.type}"
             )
-        cfg.model.backbone.compile = True
+        compiled.compile = True
     cfg.work_dir = work_dir or cfg.get("work_dir") or f"work_dirs/{Path(path).stem}"
     for name in LOADERS:
         # PyTorch refuses to keep workers where there are none, and warns of pinning without a GPU.
@@ -215,24 +218,26 @@ def choose_checkpoint(cfg: Config, resume: str | None) -> None:
 
 
 def check_schedule(cfg: Config) -> None:
-    """Check that the learning rate schedule has room in the epochs.
+    """Check that the learning rate schedule has room in the epochs, or iterations, of the run.
 
     Raises:
-        InputError: If ``train_cfg.max_epochs`` is no whole number, or a part of the schedule would
-            begin or end beyond it.
+        InputError: If ``train_cfg.max_epochs`` or ``max_iters``, which of them it has, is no whole
+            number, or a part of the schedule would begin or end beyond it.
     """
-    epochs = cfg.train_cfg.max_epochs
-    if not isinstance(epochs, int) or epochs < 1:
-        raise InputError(f"train_cfg.max_epochs is {epochs!r}, not a whole number of at least 1")
+    length = "max_iters" if "max_iters" in cfg.train_cfg else "max_epochs"
+    number = cfg.train_cfg[length]
+    if not isinstance(number, int) or number < 1:
+        raise InputError(f"train_cfg.{length} is {number!r}, not a whole number of at least 1")
     for index, part in enumerate(cfg.param_scheduler):
         for key, value, room in (
-            ("begin", part.get("begin", 0), epochs - 1),
-            ("end", part.get("end", 0), epochs),
+            ("begin", part.get("begin", 0), number - 1),
+            ("end", part.get("end", 0), number),
         ):
-            if part.get("by_epoch", True) and value > room:
+            counts_epochs = part.get("by_epoch", True)
+            if counts_epochs == (length == "max_epochs") and value > room:
                 raise InputError(
-                    f"param_scheduler.{index} has {key}={value}, but train_cfg.max_epochs is "
-                    f"{epochs}: shorten the warm-up too, as in `--cfg-options "
+                    f"param_scheduler.{index} has {key}={value}, but train_cfg.{length} is "
+                    f"{number}: shorten the warm-up too, as in `--cfg-options "
                     "param_scheduler.0.end=1 param_scheduler.1.begin=1`"
                 )
 

@@ -207,8 +207,8 @@ class GrowthHook(Hook):
                     seed=seed,
                     new_lr_scale=self._new_lr_scale,
                 )
-            if self._tokens["freeze"] and index == 0:
-                model.head.requires_grad_()
+            if self._tokens["freeze"] and index == 0 and hasattr(model, "head"):
+                model.head.requires_grad_()  # a language model has its vocabulary already
         for hook in runner.hooks:
             if isinstance(hook, EMAHook):
                 average: Any = hook.ema_model
@@ -298,22 +298,26 @@ def _extend_schedulers(runner, optimizer: Optimizer) -> None:
 class CostHook(Hook):
     """Log what training has cost so far, beside the loss and beside every validation.
 
-    ``parameters`` is the present number, ``flops`` the sum over all images so far of what a
-    forward and a backward pass of the backbone takes, of a model that grows with each its own.
+    ``parameters`` is the present number, ``flops`` the sum over all images or sequences so far of
+    what a forward and a backward pass of the backbone, or the language model, takes, of a model
+    that grows with each its own.
 
     Raises:
-        InputError: If the backbone is neither a TokenFormer nor one of timm's ViTs.
+        InputError: If the costs of the model are not known.
     """
 
     _parameters = _flops = 0
 
-    def before_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
+    def before_train_iter(self, runner, batch_idx: int, data_batch: Any = None) -> None:
         """Take the measure of the model, if it is another than before."""
         model = unwrap(runner.model)
         parameters = _count(model)
         if parameters != self._parameters:
             self._parameters = parameters
-            self._flops = training_flops(model.backbone.model)
+            if hasattr(model, "backbone"):
+                self._flops = training_flops(model.backbone.model)
+            else:  # of a row of tokens the last is only predicted
+                self._flops = model.training_flops(data_batch["inputs"].shape[1] - 1)
 
     def after_train_iter(
         self,
@@ -323,9 +327,9 @@ class CostHook(Hook):
         outputs: dict[str, Any] | None = None,
     ) -> None:
         """Add this iteration's cost."""
-        images = len(data_batch["inputs"]) * runner.world_size
+        samples = len(data_batch["inputs"]) * runner.world_size
         hub = runner.message_hub
-        spent = (hub.runtime_info.get("flops") or 0) + images * self._flops
+        spent = (hub.runtime_info.get("flops") or 0) + samples * self._flops
         hub.update_info("flops", spent)
         for mode in ("train", "val"):
             hub.update_scalar(f"{mode}/flops", float(spent))

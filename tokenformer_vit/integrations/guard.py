@@ -10,6 +10,7 @@ from mmengine.dist import all_reduce
 from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
 from mmengine.registry import HOOKS
+from mmengine.runner import IterBasedTrainLoop
 from torch import nn
 
 from tokenformer_vit.errors import InputError
@@ -25,23 +26,28 @@ class GuardHook(Hook):
     """
 
     priority = 5  # after GrowthHook, and before mmengine's own hooks log the loss
+    unit = "images"  # of which a batch consists
 
     _classes: list[str] | None = None  # those that a resumed or tested checkpoint was trained on
 
     def before_train(self, runner) -> None:
-        """Check that training and validation data have the classes that the head has."""
+        """Check the size of a batch, and the data."""
         scale = runner.auto_scale_lr or {}
-        images = (
+        number = (
             runner.train_dataloader.batch_size
             * runner.world_size
             * runner.optim_wrapper._accumulative_counts
         )
-        if not scale.get("enable") and images != scale.get("base_batch_size", images):
+        if not scale.get("enable") and number != scale.get("base_batch_size", number):
             runner.logger.warning(
-                f"An optimiser step takes {images} images, but the learning rate is that of "
+                f"An optimiser step takes {number} {self.unit}, but the learning rate is that of "
                 f"{scale['base_batch_size']}: add --auto-scale-lr, or accumulate gradients "
                 "(`--cfg-options optim_wrapper.accumulative_counts=...`)."
             )
+        self.check_training(runner)
+
+    def check_training(self, runner) -> None:
+        """Check that training and validation data have the classes that the head has."""
         check_dataset(runner.train_dataloader.dataset, "train", unwrap(runner.model))
         if runner.val_loop is not None:
             check_dataset(runner.val_dataloader.dataset, "val", unwrap(runner.model))
@@ -59,6 +65,10 @@ class GuardHook(Hook):
                 )
 
     def before_test(self, runner) -> None:
+        """Check the data."""
+        self.check_testing(runner)
+
+    def check_testing(self, runner) -> None:
         """Check that the test data have the classes that the head has."""
         check_dataset(runner.test_dataloader.dataset, "test", unwrap(runner.model))
         self._check_classes(runner.test_dataloader.dataset)
@@ -116,8 +126,11 @@ def diverged(runner, what: str) -> InputError:
     last = runner.message_hub.runtime_info.get("last_ckpt")
     kept = f"the last good checkpoint is kept: {last}" if last else "no checkpoint was written yet"
     start = f"from its weights, `--cfg-options load_from={last}`, " if last else ""
+    epoch = (
+        "" if isinstance(runner.train_loop, IterBasedTrainLoop) else f"epoch {runner.epoch + 1}, "
+    )
     return InputError(
-        f"{what} at iteration {runner.iter + 1} (epoch {runner.epoch + 1}, learning rate "
+        f"{what} at iteration {runner.iter + 1} ({epoch}learning rate "
         f"{lr:.3g}); {kept}. Start again {start}in another --work-dir, with a lower learning rate "
         "(`optim_wrapper.optimizer.lr=...`), a longer warm-up, or without --amp"
     )

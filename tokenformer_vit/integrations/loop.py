@@ -1,12 +1,12 @@
-"""The epoch loop and sampler of mmengine, able to start in the middle of an epoch."""
+"""The loops and the sampler of mmengine, able to start in the middle of an epoch."""
 
 from collections.abc import Iterator
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 from mmengine.dataset import DefaultSampler
 from mmengine.registry import DATA_SAMPLERS, LOOPS
-from mmengine.runner import EpochBasedTrainLoop
+from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 
 
 @DATA_SAMPLERS.register_module()
@@ -25,6 +25,24 @@ class ResumableSampler(DefaultSampler):
         return islice(super().__iter__(), start, None)
 
 
+@DATA_SAMPLERS.register_module()
+class EndlessSampler(ResumableSampler):
+    """Epoch after epoch without an end, each in an order of its own.
+
+    Attributes:
+        start: Number of this process's samples that the next pass leaves out, over all epochs.
+    """
+
+    def __iter__(self) -> Iterator[int]:
+        """Iterate over the indices of this process, from ``start`` on."""
+        first, skip = divmod(self.start, self.num_samples)
+        self.start = 0
+        for epoch in count(first):
+            self.set_epoch(epoch)
+            yield from islice(DefaultSampler.__iter__(self), skip, None)
+            skip = 0
+
+
 @LOOPS.register_module()
 class ResumableEpochLoop(EpochBasedTrainLoop):
     """mmengine's epoch loop; a checkpoint from within an epoch goes on where it was taken."""
@@ -41,3 +59,31 @@ class ResumableEpochLoop(EpochBasedTrainLoop):
             self.run_iter(batch_idx, data_batch)
         self.runner.call_hook("after_train_epoch")
         self._epoch += 1
+
+
+@LOOPS.register_module()
+class ResumableIterLoop(IterBasedTrainLoop):
+    """mmengine's loop by iterations; a checkpoint goes on where it was taken, without reading data.
+
+    It needs an :class:`EndlessSampler`.
+    """
+
+    def run(self) -> None:
+        """Run what is left of the iterations."""
+        self.runner.call_hook("before_train")
+        self.runner.call_hook("before_train_epoch")
+        loader: Any = self.dataloader
+        loader.sampler.start = self._iter * loader.batch_size
+        batches = iter(loader)
+        while self._iter < self._max_iters and not self.stop_training:
+            self.runner.model.train()
+            self.run_iter(next(batches))
+            self._decide_current_val_interval()
+            if (
+                self.runner.val_loop is not None
+                and self._iter >= self.val_begin
+                and (self._iter % self.val_interval == 0 or self._iter == self._max_iters)
+            ):
+                self.runner.val_loop.run()
+        self.runner.call_hook("after_train_epoch")
+        self.runner.call_hook("after_train")

@@ -17,12 +17,13 @@ from mmengine.dist import is_main_process, master_only
 from mmengine.hooks import EMAHook, Hook
 from mmengine.model import is_model_wrapper
 from mmengine.registry import HOOKS
+from mmengine.runner import IterBasedTrainLoop
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from tokenformer_vit.files import write_whole
 from tokenformer_vit.prediction import save_model
-from tokenformer_vit.records import environment, write_record
+from tokenformer_vit.records import TRAINING_PACKAGES, environment, write_record
 
 from .backbone import as_timm_model
 from .optim import AutocastOptimWrapper
@@ -61,11 +62,10 @@ class ProgressHook(Hook):
         """Advance the bar."""
         self._bar.update()
         if outputs and not self._bar.disable:
-            self._bar.set_postfix(
-                epoch=f"{runner.epoch + 1}/{runner.max_epochs}",
-                loss=f"{float(outputs['loss']):.4f}",
-                refresh=False,
-            )
+            shown = {"loss": f"{float(outputs['loss']):.4f}"}
+            if not isinstance(runner.train_loop, IterBasedTrainLoop):
+                shown["epoch"] = f"{runner.epoch + 1}/{runner.max_epochs}"
+            self._bar.set_postfix(shown, refresh=False)
 
     def after_train(self, runner) -> None:
         """Close the bar."""
@@ -78,14 +78,27 @@ class RecordHook(Hook):
 
     Times count from the start of the process that ends the run: a resumed run says from which
     iteration that was.
+
+    Args:
+        unit: Of what a batch consists.
+        metrics: How the names of the validation figures begin that are recorded.
+        packages: Whose versions are recorded besides those of every training.
     """
 
     priority = "LOWEST"
 
+    def __init__(
+        self,
+        unit: str = "images",
+        metrics: Sequence[str] = ("accuracy",),
+        packages: Sequence[str] = (),
+    ) -> None:
+        self._unit, self._metrics, self._packages = unit, tuple(metrics), tuple(packages)
+
     def before_train(self, runner) -> None:
         """Start the clock, and look at the source code that is running before it can change."""
         self._start, self._first = time.monotonic(), runner.iter
-        self._environment = environment()
+        self._environment = environment((*TRAINING_PACKAGES, *self._packages))
 
     @master_only
     def after_train(self, runner) -> None:
@@ -94,6 +107,7 @@ class RecordHook(Hook):
         if runner.iter == self._first and path.is_file():
             return  # nothing was trained; the record of the run that did stays
         seconds = time.monotonic() - self._start
+        by_iteration = isinstance(runner.train_loop, IterBasedTrainLoop)
         loader, steps = runner.train_dataloader, runner.optim_wrapper._accumulative_counts
         scalars = runner.message_hub.log_scalars
         loss = scalars["train/loss"].data[0]
@@ -105,11 +119,11 @@ class RecordHook(Hook):
             "dtype": "bfloat16 autocast"
             if isinstance(runner.optim_wrapper, AutocastOptimWrapper)
             else "float32",
-            "images_per_step": loader.batch_size * runner.world_size * steps,
+            f"{self._unit}_per_step": loader.batch_size * runner.world_size * steps,
             "seed": runner.seed,
             "n": 1,
-            "train_images": len(loader.dataset),
-            "epochs": runner.epoch,
+            f"train_{self._unit}": len(loader.dataset),
+            **({} if by_iteration else {"epochs": runner.epoch}),
             "iterations": runner.iter,
             **{
                 key: runner.message_hub.runtime_info[key]
@@ -124,7 +138,7 @@ class RecordHook(Hook):
             **{
                 name.removeprefix("val/"): round(float(scalars[name].current()), 3)
                 for name in sorted(scalars)
-                if name.startswith("val/accuracy")
+                if name.removeprefix("val/").startswith(self._metrics)
             },
         }
         write_record(path, record)
@@ -140,7 +154,7 @@ def _peak_bytes() -> int:
 
 @HOOKS.register_module()
 class CurvesHook(Hook):
-    """Draw loss, learning rate and accuracy of the whole run, resumed parts included."""
+    """Draw loss, learning rate and validation of the whole run, resumed parts included."""
 
     priority = "LOWEST"
 
@@ -155,7 +169,9 @@ class CurvesHook(Hook):
             val,
             Path(runner.work_dir) / "curves.png",
             [growth["iteration"] for growth in grown],
-            len(runner.train_dataloader),
+            None
+            if isinstance(runner.train_loop, IterBasedTrainLoop)
+            else len(runner.train_dataloader),
         )
 
 
@@ -163,7 +179,8 @@ def read_scalars(logs: Iterable[Path]) -> tuple[dict[int, dict], dict[int, dict]
     """Merge the scalar logs of a run and its resumptions, given in the order they were written.
 
     Returns:
-        Training records by iteration and validation records by epoch. Where a resumption repeats
+        Training records by iteration and validation records by epoch, or by iteration where the
+        loop counts these. Where a resumption repeats
         what a killed run had logged, the later record counts.
     """
     train: dict[int, dict] = {}
@@ -183,30 +200,40 @@ def draw_curves(
     val: dict[int, dict],
     path: Path,
     growth: Sequence[int] = (),
-    iters_per_epoch: int = 1,
+    iters_per_epoch: int | None = 1,
 ) -> None:
     """Draw the curves of :func:`read_scalars` into a PNG file.
 
     Args:
         train: Training records by iteration.
-        val: Validation records by epoch.
+        val: Validation records by epoch, or by iteration.
         path: The file.
         growth: Iterations before which the model grew, to be marked.
-        iters_per_epoch: What turns them into epochs.
+        iters_per_epoch: What turns them into epochs; None where validation counts iterations.
     """
     figure = Figure(figsize=(12, 3.4), layout="constrained")
-    loss, rate, accuracy = figure.subplots(1, 3)
+    loss, rate, validation = figure.subplots(1, 3)
     loss.plot(list(train), [record["loss"] for record in train.values()])
     loss.set(title="training loss", xlabel="iteration")
     rate.plot(list(train), [record["lr"] for record in train.values()], color="C2")
     rate.set(title="learning rate", xlabel="iteration", ylim=(0, None))
-    for name, label in (("accuracy/top1", "top-1"), ("accuracy/top5", "top-5")):
+    measured = dict.fromkeys(name for record in val.values() for name in record)
+    texts = [name for name in measured if name.startswith("perplexity")]
+    # Of several texts each by itself, without the one of all.
+    names = {name: name.removeprefix("perplexity/") for name in texts[1:] or texts}
+    title = "validation perplexity"
+    if not names:
+        names = {"accuracy/top1": "top-1", "accuracy/top5": "top-5"}
+        title = "validation accuracy (%)"
+    for name, label in names.items():
         points = {step: record[name] for step, record in val.items() if name in record}
         if points:
-            accuracy.plot(list(points), list(points.values()), marker=".", label=label)
-            accuracy.legend(loc="lower right")
-    accuracy.set(title="validation accuracy (%)", xlabel="epoch")
-    for axes, scale in ((loss, 1), (rate, 1), (accuracy, iters_per_epoch)):
+            validation.plot(list(points), list(points.values()), marker=".", label=label)
+            validation.legend()
+    if texts:
+        validation.set(yscale="log")
+    validation.set(title=title, xlabel="epoch" if iters_per_epoch else "iteration")
+    for axes, scale in ((loss, 1), (rate, 1), (validation, iters_per_epoch or 1)):
         for iteration in growth:
             axes.axvline(iteration / scale, color="0.6", linestyle=":", label="_growth")
     picture = io.BytesIO()
@@ -222,9 +249,13 @@ class ExportHook(Hook):
     ``timm.create_model("local-dir:WORK_DIR", pretrained=True)`` gives the trained model with its
     class names and preprocessing. The weights are those of the EMA, which validation used too;
     without an ``EMAHook`` they are the model's own.
+
+    Attributes:
+        purpose: What the files are for.
     """
 
     priority = "LOWEST"
+    purpose = "averaged weights, for timm and tools/predict.py"
 
     @master_only
     def after_train(self, runner) -> None:

@@ -15,7 +15,12 @@ except ImportError as error:
     ) from error
 
 from .data import read_text_meta, read_tokens
-from .generation import generate_text, load_language_model, load_tokenizer
+from .generation import (
+    generate_text,
+    load_language_model,
+    load_tokenizer,
+    save_language_model,
+)
 from .modeling import TokenFormerConfig, TokenFormerForCausalLM
 from .released import from_released, read_released, released_config, to_released
 from .transformer import transformer_lm
@@ -31,6 +36,7 @@ __all__ = [
     "read_text_meta",
     "read_tokens",
     "released_config",
+    "save_language_model",
     "to_released",
     "transformer_lm",
 ]

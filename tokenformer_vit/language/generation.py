@@ -1,34 +1,43 @@
-"""Read a language model and its tokenizer, and let it continue a text."""
+"""Read and write a language model and its tokenizer, and let it continue a text."""
 
 import json
+import os
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import (
+    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     GPT2Tokenizer,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import logging
 
 from tokenformer_vit.errors import InputError
 
-from .modeling import TokenFormerConfig, TokenFormerForCausalLM
+from .modeling import TokenFormerConfig
 
-__all__ = ["generate_text", "load_language_model", "load_tokenizer"]
+__all__ = ["generate_text", "load_language_model", "load_tokenizer", "save_language_model"]
 
 # Ends a text for GPT-2's tokenizer and GPT-NeoX's, whose bare files do not say so.
 _END = "<|endoftext|>"
 
 
-def load_language_model(folder: Path) -> TokenFormerForCausalLM:
+def load_language_model(
+    folder: Path, kinds: Sequence[str] | None = (TokenFormerConfig.model_type,)
+) -> Any:
     """Read a model that ``save_pretrained`` wrote, whole or not at all.
 
     Args:
         folder: Holds ``config.json`` and ``model.safetensors``.
+        kinds: Model types of transformers, of which it may be; None for any causal language model.
 
     Returns:
         The model on the CPU, in evaluation mode, of the type its weights were saved in.
@@ -44,10 +53,12 @@ def load_language_model(folder: Path) -> TokenFormerForCausalLM:
         kind = json.loads(file.read_text(encoding="utf-8")).get("model_type")
     except (ValueError, AttributeError) as error:
         raise InputError(f"{file} is not a readable configuration ({_one_line(error)})") from error
-    if kind != TokenFormerConfig.model_type:
-        raise InputError(f"{file} is of a model of type {kind!r}, not 'tokenformer'")
+    if kinds is not None and kind not in kinds:
+        raise InputError(
+            f"{file} is of a model of type {kind!r}, not {' or '.join(map(repr, kinds))}"
+        )
     try:
-        read: Any = TokenFormerForCausalLM.from_pretrained
+        read: Any = AutoModelForCausalLM.from_pretrained
         model, found = read(
             folder, output_loading_info=True, local_files_only=True, use_safetensors=True
         )
@@ -66,6 +77,38 @@ def load_language_model(folder: Path) -> TokenFormerForCausalLM:
             f"the weights in {folder} do not fit its config.json: {'; '.join(faults[:3])}{more}"
         )
     return model.eval()
+
+
+def save_language_model(
+    model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None
+) -> None:
+    """Write a model, and its tokenizer, as a folder that ``from_pretrained`` reads.
+
+    Args:
+        model: Any model of transformers.
+        folder: Appears whole where it is not there; else each of its files is replaced at once.
+        tokenizer: The model's tokenizer.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    had_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # one of its own for each file, of which there is one
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".partial-") as parent:
+        partial = Path(parent, "model")
+        try:
+            model.save_pretrained(partial)
+        finally:
+            if had_bars:
+                logging.enable_progress_bar()
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        if not folder.exists():
+            partial.rename(folder)
+            return
+        for file in sorted(partial.iterdir()):
+            os.replace(file, folder / file.name)
 
 
 def load_tokenizer(path: Path, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
@@ -114,7 +157,7 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> PreTrainedToken
 
 
 def generate_text(
-    model: TokenFormerForCausalLM,
+    model: Any,
     tokenizer: PreTrainedTokenizerBase,
     prompt: str,
     max_new_tokens: int = 64,
@@ -128,7 +171,7 @@ def generate_text(
     """Continue a text until it ends, or so far.
 
     Args:
-        model: Language model.
+        model: Language model of transformers.
         tokenizer: Its tokenizer.
         prompt: Text of at least one token.
         max_new_tokens: Most tokens to add; no more than the context has room for.
@@ -149,7 +192,7 @@ def generate_text(
     if not 0 < top_p <= 1:
         raise InputError(f"top_p must be above 0 and at most 1, but it is {top_p}")
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
-    tokens, context = inputs["input_ids"].shape[1], model.config.context_length
+    tokens, context = inputs["input_ids"].shape[1], model.config.max_position_embeddings
     if tokens == 0:
         raise InputError("a prompt is empty: the model continues a text of at least one token")
     if tokens >= context:
@@ -166,9 +209,8 @@ def generate_text(
         pad_token_id=tokenizer.pad_token_id,
         **how,
     )
-    generate: Any = model.generate  # type: ignore[attr-defined]  # its protocol asks for too much
     with torch.inference_mode():
-        output = generate(**inputs, generation_config=config, streamer=streamer)
+        output = model.generate(**inputs, generation_config=config, streamer=streamer)
     text: Any = tokenizer.decode(output[0, tokens:], skip_special_tokens=True)
     return text
 

@@ -1,0 +1,33 @@
+# A TokenFormer of 0.1 M parameters that learns to write 16 digits backwards: the smallest check of
+# language training from one end to the other.
+#
+# Paper:     has no such run
+# Data:      python tools/prepare_text.py data/reversal --reversal 20000 --context-length 34
+# Batch:     64
+# Hardware:  not yet
+# Command:   python tools/train.py configs/lm_reversal.py
+# Expected:  not yet
+_base_ = "_base_/language_small.py"
+
+model = dict(
+    config=dict(
+        context_length=34,
+        embed_dim=64,
+        depth=2,
+        num_heads=2,
+        num_qkv_param_tokens=64,
+        num_proj_param_tokens=64,
+        num_ffn_param_tokens=256,
+        positions="learned",
+    )
+)
+train_dataloader = dict(batch_size=64, dataset=dict(data_root="data/reversal"))
+val_dataloader = dict(dataset=dict(data_root="data/reversal"))
+test_dataloader = val_dataloader
+# An answer stands between ">" and the end of the line.
+val_evaluator = [
+    dict(type="Perplexity"),
+    dict(type="AnswerAccuracy", start=ord(">"), end=ord("\n")),
+]
+test_evaluator = val_evaluator
+auto_scale_lr = dict(base_batch_size=64)

@@ -1,0 +1,14 @@
+# A TokenFormer of 0.6 M parameters on tiny Shakespeare, byte by byte.
+#
+# Paper:     has no such run
+# Data:      python tools/prepare_text.py input.txt data/tinyshakespeare --context-length 128 \
+#                --val-share 0.1
+# Batch:     32
+# Hardware:  not yet
+# Command:   python tools/train.py configs/lm_shakespeare.py
+# Expected:  not yet
+_base_ = "_base_/language_small.py"
+
+train_dataloader = dict(dataset=dict(data_root="data/tinyshakespeare"))
+val_dataloader = dict(dataset=dict(data_root="data/tinyshakespeare"))
+test_dataloader = val_dataloader

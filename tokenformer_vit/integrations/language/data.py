@@ -1,0 +1,70 @@
+"""Rows of tokens that tools/prepare_text.py has packed."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from mmpretrain.registry import DATASETS
+from torch.utils.data import ConcatDataset, Dataset
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.language import read_text_meta, read_tokens
+
+
+@DATASETS.register_module()
+class TokenDataset(Dataset):
+    """Memory-mapped rows of one folder, or of several behind each other.
+
+    Args:
+        data_root: Folder that tools/prepare_text.py made, or several, of one context length and
+            one vocabulary.
+        split: ``train`` or ``val``.
+
+    Attributes:
+        metainfo: ``sources``, the names of the folders; ``context_length`` N; ``vocab_size``, the
+            entries of the tokenizer.
+
+    Raises:
+        InputError: If a folder is missing, damaged or empty, or those of several differ.
+
+    Shape:
+        A row is ``inputs``, (N + 1,) int64 tokens, and ``source``, the number of its folder.
+        Each token but the first is to be predicted from those before it; the last of a row is the
+        first of the next.
+    """
+
+    def __init__(self, data_root: str | Sequence[str], split: str) -> None:
+        roots = [data_root] if isinstance(data_root, str) else list(data_root)
+        if not roots:
+            raise InputError("data_root of TokenDataset is an empty list; name a folder")
+        self.folders = [Path(root) for root in roots]
+        metas = [read_text_meta(folder) for folder in self.folders]
+        for key in ("context_length", "vocab_size", "tokenizer"):
+            values = {meta[key]: folder for meta, folder in zip(metas, self.folders, strict=True)}
+            if len(values) > 1:
+                told = " and ".join(f"{value} in {folder}" for value, folder in values.items())
+                raise InputError(f"{key} is {told}: prepare the texts alike")
+        sources = tuple(folder.name for folder in self.folders)
+        if len(set(sources)) < len(sources):
+            raise InputError(
+                f"two of the folders {', '.join(roots)} have one name, by which their perplexities "
+                "are told apart; rename one"
+            )
+        self._rows: Any = ConcatDataset([read_tokens(folder, split) for folder in self.folders])  # type: ignore[arg-type]
+        self.metainfo: dict[str, Any] = {
+            "sources": sources,
+            "context_length": metas[0]["context_length"],
+            "vocab_size": metas[0]["vocab_size"],
+        }
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return a row."""
+        row = np.asarray(self._rows[index]["input_ids"], dtype=np.int64)
+        source = np.searchsorted(self._rows.cumulative_sizes, index, side="right")
+        return {"inputs": torch.from_numpy(row), "source": int(source)}

@@ -1,0 +1,68 @@
+"""The checks and the export of a run, where those of image classifiers do not fit."""
+
+from pathlib import Path
+
+from mmengine.dist import master_only
+from mmengine.registry import HOOKS
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.language import load_tokenizer, save_language_model
+
+from ..guard import GuardHook, unwrap
+from ..reports import ExportHook
+from .model import MASKS, CausalLM
+
+
+@HOOKS.register_module()
+class LanguageGuardHook(GuardHook):
+    """Stop on text that does not fit the model, weights of another model, or a loss gone bad."""
+
+    unit = "sequences"
+
+    def check_training(self, runner) -> None:
+        """Check that model, training text and validation text fit each other."""
+        model: CausalLM = unwrap(runner.model)
+        loaders = {"train": runner.train_dataloader}
+        if runner.val_loop is not None:
+            loaders["val"] = runner.val_dataloader
+            model.sources = runner.val_dataloader.dataset.metainfo["sources"]
+        for split, loader in loaders.items():
+            dataset = loader.dataset
+            length, entries = (dataset.metainfo[key] for key in ("context_length", "vocab_size"))
+            where = f"the {split} text in {', '.join(map(str, dataset.folders))}"
+            if length > model.context_length:
+                raise InputError(
+                    f"{where} has rows of {length} tokens, and the model's context_length is "
+                    f"{model.context_length}: set `--cfg-options model.config.context_length="
+                    f"{length}`, or prepare the text with --context-length {model.context_length}"
+                )
+            if entries > model.vocab_size:
+                raise InputError(
+                    f"{where} is of a tokenizer with {entries} entries, and the model's vocab_size "
+                    f"is {model.vocab_size}: set `--cfg-options model.config.vocab_size={entries}` "
+                    "or more, or prepare the text with the model's tokenizer"
+                )
+
+    def check_testing(self, runner) -> None:
+        """Refuse to test: there are no classes."""
+        raise InputError("a language model is evaluated by tools/evaluate_lm.py")
+
+
+@HOOKS.register_module()
+class LanguageExportHook(ExportHook):
+    """At the end, write model and tokenizer as a folder that transformers loads.
+
+    The work directory then holds ``model.safetensors``, ``config.json`` and the tokenizer's files,
+    and of a model with masks ``masks.safetensors``.
+    """
+
+    purpose = "for transformers, tools/generate.py and tools/evaluate_lm.py"
+
+    @master_only
+    def after_train(self, runner) -> None:
+        """Write the files."""
+        model: CausalLM = unwrap(runner.model)
+        folder, text = Path(runner.work_dir), runner.train_dataloader.dataset.folders[0]
+        save_language_model(model.model, folder, load_tokenizer(text, model.vocab_size))
+        if model.masks is not None:
+            model.masks.save(folder / MASKS)
