@@ -8,7 +8,8 @@ pytest.importorskip("transformers", reason="pip install tokenformer-vit[language
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.language import transformer_lm
+from tokenformer_vit.language import matched_transformer, transformer_lm
+from tokenformer_vit.models import LMConfig, TokenFormerLM, lm_config
 
 SHAPE = {"vocab_size": 61, "context_length": 40, "embed_dim": 32, "depth": 2, "num_heads": 2}
 
@@ -71,3 +72,39 @@ def test_a_saved_model_is_the_same_model(tie, tmp_path):
 def test_sizes_that_do_not_fit(change, message):
     with pytest.raises(InputError, match=message):
         transformer_lm(**{**SHAPE, **change})
+
+
+PAIRS = {"num_qkv_param_tokens": 20, "num_proj_param_tokens": 28, "num_ffn_param_tokens": 50}
+
+
+@pytest.mark.parametrize("changes", [{}, PAIRS, {"tie_embeddings": False}])
+def test_the_matched_transformer_has_as_many_weights_in_blocks(changes):
+    config = LMConfig(**SHAPE, **changes, rotary_share=0.5)
+    model, ours = matched_transformer(config), TokenFormerLM(config)
+
+    def weights(blocks):
+        return sum(p.numel() for p in blocks.parameters() if p.dim() > 1)
+
+    assert weights(model.transformer.h) == weights(ours.blocks)
+    same = ("context_length", "depth", "embed_dim", "num_heads", "vocab_size")
+    theirs = ("n_positions", "n_layer", "n_embd", "n_head", "vocab_size")
+    assert [getattr(model.config, name) for name in theirs] == [SHAPE[name] for name in same]
+    assert model.config.tie_word_embeddings == config.tie_embeddings
+
+
+def test_the_papers_smallest_is_matched_by_the_usual_transformer():
+    with torch.device("meta"):
+        assert matched_transformer(lm_config("grown_124m")).config.n_inner == 4 * 768
+
+
+def test_attention_that_takes_more_than_all_pairs():
+    with pytest.raises(InputError, match="no Transformer of width 32 has as few weights as 50"):
+        matched_transformer(
+            LMConfig(
+                **SHAPE,
+                num_qkv_param_tokens=10,
+                num_proj_param_tokens=10,
+                num_ffn_param_tokens=10,
+                rotary_share=0.5,
+            )
+        )

@@ -23,7 +23,7 @@ from .generation import (
 )
 from .modeling import TokenFormerConfig, TokenFormerForCausalLM
 from .released import from_released, read_released, released_config, to_released
-from .transformer import transformer_lm
+from .transformer import matched_transformer, transformer_lm
 
 __all__ = [
     "TokenFormerConfig",
@@ -32,6 +32,7 @@ __all__ = [
     "generate_text",
     "load_language_model",
     "load_tokenizer",
+    "matched_transformer",
     "read_released",
     "read_text_meta",
     "read_tokens",

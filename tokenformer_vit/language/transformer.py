@@ -3,8 +3,9 @@
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.models import LMConfig
 
-__all__ = ["transformer_lm"]
+__all__ = ["matched_transformer", "transformer_lm"]
 
 
 def transformer_lm(
@@ -71,3 +72,44 @@ def transformer_lm(
         eos_token_id=None,
     )
     return GPT2LMHeadModel(config)
+
+
+def matched_transformer(config: LMConfig) -> GPT2LMHeadModel:
+    """Build the Transformer of a TokenFormer's width and depth with as many weights in its blocks.
+
+    A block has 2C(3·P_qkv + P_proj + P_ffn) weights as a TokenFormer and 4C² + 2C·hidden as a
+    Transformer, which has biases, norms and positions besides.
+
+    Args:
+        config: Shape of the TokenFormer.
+
+    Returns:
+        The model; see :func:`transformer_lm`.
+
+    Raises:
+        InputError: If its attention alone takes more.
+    """
+    width = config.embed_dim
+    qkv, proj, ffn = (
+        default if pairs is None else pairs
+        for pairs, default in (
+            (config.num_qkv_param_tokens, width),
+            (config.num_proj_param_tokens, width),
+            (config.num_ffn_param_tokens, 4 * width),
+        )
+    )
+    pairs = 3 * qkv + proj + ffn
+    if pairs <= 2 * width:
+        raise InputError(
+            f"no Transformer of width {width} has as few weights as {pairs} pairs a block: its "
+            f"attention alone takes those of {2 * width}; give the TokenFormer more"
+        )
+    return transformer_lm(
+        config.vocab_size,
+        config.context_length,
+        width,
+        config.depth,
+        config.num_heads,
+        pairs - 2 * width,
+        config.tie_embeddings,
+    )
