@@ -6,10 +6,15 @@ Nothing is computed with the models, so that their size does not matter::
     python tools/costs.py --model tokenformer_large --against vit_large_patch16_224 --tokens 577
     python tools/costs.py --model-kwargs num_ffn_param_tokens=1536 --json
     python tools/costs.py --model local-dir:work_dirs/grown --plot lengths.png
+    python tools/costs.py --lm 150m --tokens 1024
 
-FLOPs are those of one image, a multiplication and an addition being two; training takes three times
-the forward. Those of Θ and other activations, softmax, norms, biases and sums are left out, as in
-Table 3 of the paper (arXiv:2410.23168); tokenformer_vit/benchmarking/costs.py has the formulas.
+With ``--lm`` they are language models, and the Transformer is that of the same width, depth and
+vocabulary with as many weights in its blocks.
+
+FLOPs are those of one image or sequence, a multiplication and an addition being two; training takes
+three times the forward. Those of Θ and other activations, softmax, norms, biases and sums are left
+out, as in Table 3 of the paper (arXiv:2410.23168); tokenformer_vit/benchmarking/costs.py has the
+formulas.
 """
 
 import argparse
@@ -33,17 +38,19 @@ from tokenformer_vit.benchmarking.costs import PARTS, Cost, model_costs, total
 from tokenformer_vit.benchmarking.lengths import draw_lengths
 from tokenformer_vit.command_line import run_tool, whole_number
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.models import LM_PRESETS, TokenFormerLM, lm_config
 from tokenformer_vit.prediction import KeyValues, load_model
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
     args = parse(argv)
-    names = [args.model, args.against]
-    costs = [
-        model_costs(build(name, kwargs), args.tokens)
-        for name, kwargs in zip(names, (args.model_kwargs, args.against_kwargs), strict=True)
-    ]
+    if args.lm:
+        names, models = build_language(args.lm)
+    else:
+        names = [args.model, args.against]
+        models = [build(args.model, args.model_kwargs), build(args.against, args.against_kwargs)]
+    costs = [model_costs(model, args.tokens) for model in models]
     if args.plot:
         try:
             draw_lengths(args.plot)
@@ -53,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.json:
         print(json.dumps([as_json(name, each) for name, each in zip(names, costs, strict=True)]))
     else:
-        Console().print(as_table(names, costs))
+        item = "a sequence" if args.lm else "an image"
+        Console().print(as_table(names, costs, item))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -77,10 +85,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             help=f"arguments of --{option}, such as img_size=384 or num_classes=0",
         )
     parser.add_argument(
+        "--lm",
+        metavar="PRESET|FOLDER",
+        help="a language model instead: one of the presets, or a folder that save_pretrained wrote",
+    )
+    parser.add_argument(
         "--tokens",
         type=whole_number(1),
         metavar="N",
-        help="tokens of an image, class token included; default: as many as each model makes",
+        help="tokens of a sequence, class token included; default: as many as each model makes of "
+        "an image, or the whole context",
     )
     parser.add_argument("--json", action="store_true", help="print the counts as JSON")
     parser.add_argument(
@@ -106,6 +120,30 @@ def build(name: str, kwargs: dict[str, Any]) -> nn.Module:
         return load_model(name, None, **kwargs)
 
 
+def build_language(name: str) -> tuple[list[str], list[nn.Module]]:
+    """Build a language model and the Transformer that is its match, with their names.
+
+    Raises:
+        InputError: If there is no such preset or folder, or no such Transformer.
+    """
+    from tokenformer_vit import language  # says why, if transformers is missing
+
+    if name in LM_PRESETS:
+        config = lm_config(name)
+        model = TokenFormerLM(config, device="meta")
+    elif Path(name).is_dir():
+        model = language.load_language_model(Path(name))
+        config = model.config.lm_config()
+    else:
+        raise InputError(
+            f"there is no folder {name}, nor a preset of this name; choose one of "
+            f"{', '.join(LM_PRESETS)}, or give a folder that save_pretrained wrote"
+        )
+    with torch.device("meta"):
+        transformer = language.matched_transformer(config)
+    return [name, f"Transformer, {transformer.config.n_inner} hidden"], [model, transformer]
+
+
 def as_json(name: str, costs: dict[str, Cost]) -> dict[str, Any]:
     """List the counts of a model, by part and in all."""
     counts = {
@@ -115,10 +153,10 @@ def as_json(name: str, costs: dict[str, Cost]) -> dict[str, Any]:
     return {"model": name, **counts}
 
 
-def as_table(names: Sequence[str], costs: Sequence[dict[str, Cost]]) -> Table:
+def as_table(names: Sequence[str], costs: Sequence[dict[str, Cost]], item: str) -> Table:
     """Lay the counts of two models out side by side."""
-    title = "Parameters, and GFLOPs to train on an image: {} (left) and {} (right)"
-    table = Table("part", title=Text(title.format(*names), "bold"), show_footer=True)
+    title = "Parameters, and GFLOPs to train on {}: {} (left) and {} (right)"
+    table = Table("part", title=Text(title.format(item, *names), "bold"), show_footer=True)
     table.columns[0].footer = "total"
     for each in costs:
         parameters, flops = figures(total(each))

@@ -13,6 +13,9 @@ from timm.models import save_for_hf
 
 from tokenformer_vit.benchmarking.costs import PARTS, model_costs
 from tokenformer_vit.command_line import run_tool
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.growth import grow
+from tokenformer_vit.models import lm_config
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "costs.py"
@@ -91,6 +94,30 @@ def test_exported_model_with_other_pairs(tmp_path, capsys):
     assert captured.err == ""
     record = json.loads(captured.out)[0]
     assert record["feed_forward"]["parameters"] == 2 * 2 * 24 * 75
+
+
+def test_language_models(tmp_path, capsys):
+    language = pytest.importorskip("tokenformer_vit.language", exc_type=InputError)
+    costs.main(["--lm", "150m", "--tokens", "7", "--json"])
+    ours, theirs = json.loads(capsys.readouterr().out)
+    assert (ours["model"], theirs["model"]) == ("150m", "Transformer, 4608 hidden")
+    assert ours["total"]["parameters"] == 151_881_216
+    for part in ("qkv", "output", "feed_forward"):  # together as many weights, biases apart
+        ours["weights"] = ours.get("weights", 0) + ours[part]["forward_flops"]
+        theirs["weights"] = theirs.get("weights", 0) + theirs[part]["forward_flops"]
+    assert ours["weights"] == theirs["weights"] == 2 * 7 * 12 * 2 * 768 * 8 * 768
+
+    config = language.TokenFormerConfig(**lm_config("tiny", depth=1, vocab_size=61).__dict__)
+    model = language.TokenFormerForCausalLM(config)
+    grow(model, num_ffn_param_tokens=600)
+    model.save_pretrained(tmp_path)
+    capsys.readouterr()
+    costs.main(["--lm", str(tmp_path), "--json"])
+    (ours, _) = json.loads(capsys.readouterr().out)
+    assert ours["feed_forward"]["parameters"] == 2 * 128 * 600
+    costs.main(["--lm", "tiny"])
+    assert "to train on a sequence: tiny (left)" in " ".join(capsys.readouterr().out.split())
+    assert "there is no folder 15m, nor a preset" in failure(capsys, "--lm", "15m")
 
 
 def test_plot(tmp_path, capsys):
