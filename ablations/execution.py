@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from runs import Run, collect, error_line, is_finished, shown
+from recording import collect, error_line, read_record
+from runs import Run, shown
 from tqdm import tqdm
 
 TRAIN = Path(__file__).resolve().parents[1] / "tools" / "train.py"
@@ -85,39 +86,43 @@ def train(waiting: Sequence[Run], args: argparse.Namespace) -> None:
         KeyboardInterrupt: After Ctrl-C, SIGTERM or SIGHUP; the trainings have ended by then.
     """
     queue, active, ended = deque(waiting), [], 0
-    begun = {run.name: _epochs_done(run) for run in waiting}
-    total = sum(run.epochs for run in waiting)
+    begun = {run.name: _done(run) for run in waiting}
+    total = sum(run.length for run in waiting)
     with (
         _signals_interrupt(),
         tqdm(
             total=total,
             initial=sum(begun.values()),
             disable=None,
-            unit="epoch",
+            unit=waiting[0].field.unit if waiting else "epoch",
             dynamic_ncols=True,
         ) as bar,
     ):
         try:
             while queue or active:
-                while queue and len(active) < args.jobs:
-                    run = queue.popleft()
+                while len(active) < args.jobs and (run := _next(queue, active)):
+                    queue.remove(run)
+                    if reason := _cannot_start(run):
+                        ended += run.length
+                        bar.write(f"{run.name} {reason}")
+                        continue
                     slot = min(set(range(args.jobs)) - {started.slot for started in active})
                     started = start(run, slot, args)
                     if started is None:
-                        ended += run.epochs
+                        ended += run.length
                         bar.write(f"{run.name}: another process is training it; left to that")
                     else:
                         active.append(started)
                 time.sleep(LOOK)
                 for started in [each for each in active if each.process.poll() is not None]:
                     active.remove(started)
-                    ended += started.run.epochs
+                    ended += started.run.length
                     bar.write(_end(started))
                 if not bar.disable:
                     under_way = [started.run for started in active]
-                    epochs = sum(map(_epochs_done, under_way))
-                    epochs += sum(begun[run.name] for run in queue)
-                    bar.n = min(ended + epochs, total)
+                    done = sum(map(_done, under_way))
+                    done += sum(begun[run.name] for run in queue)
+                    bar.n = min(ended + done, total)
                     bar.set_description(", ".join(run.name for run in under_way))
         except KeyboardInterrupt:
             names = ", ".join(started.run.name for started in active)
@@ -133,19 +138,45 @@ def train(waiting: Sequence[Run], args: argparse.Namespace) -> None:
             _stop(active)
 
 
+def _next(queue: Sequence[Run], active: Sequence[Started]) -> Run | None:
+    """Find the first run that need not wait for the end of another."""
+    under_way = [*queue, *(started.run for started in active)]
+    return next((run for run in queue if run.start not in under_way), None)
+
+
+def _cannot_start(run: Run) -> str | None:
+    """Say why a run has no end of another to start from, if so; where that failed, so has this."""
+    start = run.start
+    if start is None or start.is_finished:
+        return None
+    record = read_record(start)
+    if record is None:
+        return f"is left alone, since {start.name} is not finished"
+    if "failed" in record:
+        reason = f"{start.name}, from whose end it starts, failed"
+    else:
+        reason = (
+            f"it starts from the end of {start.name}, of which {shown(start.folder)} has nothing: "
+            "delete its record, too, and it is trained again"
+        )
+    collect(run, failed=reason)
+    return f"failed: {reason}"
+
+
 def _end(started: Started) -> str:
     """Record a training that ended, and say how."""
     run, status = started.run, started.process.returncode
-    if status == 0 and is_finished(run):
+    if status == 0 and run.is_finished:
         record = collect(run)
         if "failed" in record:
             return f"{run.name} failed: {record['failed']}"
-        return f"{run.name}: top-1 {record['final']['top1']:.2f} %"
+        measure = run.field.measure
+        return f"{run.name}: {measure.form.format(record['final'][measure.name])}"
     with started.log.open("rb") as file:
         file.seek(started.begin)
         line = error_line(file.read().decode(errors="replace"), status)
     if status == 0:
-        line = f"no record of {run.epochs} epochs at the end"
+        line = f"no record of {run.length} {run.field.length} at the end"
     collect(run, failed=line)
     return f"{run.name} failed: {line} (see {shown(started.log)})"
 
@@ -170,14 +201,14 @@ def _signal(started: Started, number: signal.Signals) -> None:
         os.killpg(started.process.pid, number)
 
 
-def _epochs_done(run: Run) -> int:
+def _done(run: Run) -> int:
     """Look up in its newest log how far a training is."""
     for log in sorted(run.folder.glob("*/vis_data/scalars.json"), reverse=True):
         with log.open("rb") as file:
             file.seek(-min(2048, file.seek(0, os.SEEK_END)), os.SEEK_END)
-            epochs = re.findall(rb'"epoch": (\d+)', file.read())
-        if epochs:
-            return int(epochs[-1]) - 1
+            begun = re.findall(run.field.begun, file.read())
+        if begun:
+            return int(begun[-1]) - 1
     return 0
 
 

@@ -7,18 +7,13 @@ from typing import Any
 
 from questions import Backbone, Change, Question, Shape, Variant, arguments, matched_vit
 
-PAIRS = ("num_qkv_param_tokens", "num_proj_param_tokens", "num_ffn_param_tokens")
 # The model has a quarter of its pairs for the first third of the epochs, then half of them.
 STAGES = ((0, 1 / 4), (1 / 3, 1 / 2), (2 / 3, 1))
 
 
 def pairs(share: float) -> Change:
     """Keep a share of all pairs."""
-    return lambda backbone, shape: {**backbone, **_pairs(shape, share)}
-
-
-def _pairs(shape: Shape, share: float) -> dict[str, int]:
-    return {key: max(1, round(share * getattr(shape, key))) for key in PAIRS}
+    return lambda backbone, shape: {**backbone, **shape.pairs(share)}
 
 
 def _hook(epochs: int, sizes: list[dict[str, int]], **how: Any) -> dict[str, Any]:
@@ -32,7 +27,7 @@ def _hook(epochs: int, sizes: list[dict[str, int]], **how: Any) -> dict[str, Any
 def grown(**how: Any):
     """Grow by pairs at the stages."""
     return lambda shape, epochs: _hook(
-        epochs, [_pairs(shape, share) for _, share in STAGES[1:]], **how
+        epochs, [shape.pairs(share) for _, share in STAGES[1:]], **how
     )
 
 

@@ -1,4 +1,4 @@
-"""Charts of a sweep: accuracy and curves of every variant, and what happened in its layers."""
+"""Charts of a sweep: results and curves of every variant, and what happened in its layers."""
 
 import io
 import itertools
@@ -10,24 +10,16 @@ from typing import Any
 
 import numpy as np
 from compute_tables import Scratch, power_of_ten
-from matplotlib import colormaps
+from fields import Field, Measure
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 from questions import Question, Variant
 from rows import Record, at_best_lr, finished
 
 from tokenformer_vit.files import write_whole
 
-# Figure of the layers: title and scale of its axis.
-FIGURES = {
-    "key_grad_norm": ("gradient of keys", "log"),
-    "value_grad_norm": ("gradient of values", "log"),
-    "entropy": ("entropy of |Θ| / ln P", "linear"),
-    "kurtosis": ("kurtosis of scores", "linear"),
-    "tau": ("τ", "linear"),
-}
 # Colours of variants, in turn: whether they are there for comparison, and whether they grow.
 COLOURS = {
     (False, False): ["#9ecae1", "#4292c6", "#08306b", "#6a51a3"],
@@ -35,49 +27,50 @@ COLOURS = {
     (True, False): ["#006d2c"],
     (True, True): ["#41ab5d", "#a1a118"],
 }
-# Part of a block: its line and name.
-PARTS = {"attn": ("-", "attention, mean of q, k, v, o"), "mlp": ("--", "feed-forward")}
 
 
 def draw_results(question: Question, records: Sequence[Record], path: Path) -> None:
-    """Draw top-1 with its deviation, training loss and validation top-1 into a PNG file.
+    """Draw the results with their deviation, training loss and validation into a PNG file.
 
     Curves are the mean over seeds, with a band of one standard deviation; the loss of a run that
     failed is dotted up to its end. Every variant is shown at its best learning rate.
     """
+    field, measure = question.field, question.field.measure
     figure = Figure(figsize=(13, 3.8), layout="constrained")
-    top1, loss, validation = figure.subplots(1, 3)
+    result, loss, validation = figure.subplots(1, 3)
     for index, (variant, own) in enumerate(at_best_lr(question, records).items()):
-        style = {"color": f"C{index}", "label": _label(variant, own, records)}
-        values = [record["final"]["top1"] for record in finished(own)]
+        style = {"color": f"C{index}", "label": label(variant, own, records)}
+        values = [record["final"][measure.name] for record in finished(own)]
         if values:
             deviation = stdev(values) if len(values) > 1 else None
-            top1.errorbar(index, mean(values), deviation, fmt="o", capsize=4, **style)
-            top1.plot([index] * len(values), values, "_", color="0.4")
-            _band(loss, finished(own), "loss", "iteration", "loss", style)
-            _band(validation, finished(own), "validation", "epoch", "top1", style)
+            result.errorbar(index, mean(values), deviation, fmt="o", capsize=4, **style)
+            result.plot([index] * len(values), values, "_", color="0.4")
+            band(loss, finished(own), "loss", "iteration", "loss", style)
+            band(validation, finished(own), "validation", field.unit, measure.name, style)
         for record in own:
             points = record["loss"]["iteration"]
             if "failed" in record and points:
                 loss.plot(points, _known(record["loss"]["loss"]), ":", color=f"C{index}")
                 loss.plot(points[-1], _known(record["loss"]["loss"])[-1], "x", color=f"C{index}")
     labels = [variant.label for variant in question.variants]
-    top1.set_xticks(range(len(labels)), labels, rotation=20, ha="right")
-    top1.set(title="top-1 (%), mean ± standard deviation", xlim=(-0.5, len(labels) - 0.5))
+    result.set_xticks(range(len(labels)), labels, rotation=20, ha="right")
+    result.set(title=f"{measure.axis}, mean ± standard deviation", xlim=(-0.5, len(labels) - 0.5))
     loss.set(title="training loss", xlabel="iteration")
-    validation.set(title="validation top-1 (%)", xlabel="epoch")
+    validation.set(title=f"validation {measure.axis}", xlabel=field.unit)
+    scale(validation, measure)
     if loss.get_legend_handles_labels()[0]:
         loss.legend(fontsize="small")
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_costs(question: Question, records: Sequence[Record], path: Path) -> None:
-    """Draw top-1 over training FLOPs, in the course of training and at its end, into a PNG file.
+    """Draw results over training FLOPs, in the course of training and at its end, into a PNG file.
 
     Curves are the mean over seeds, with a band of one standard deviation; a triangle is where a
     model grew. Every variant is shown at its best learning rate. In the end, points of the same
     FLOPs are set side by side.
     """
+    measure = question.field.measure
     figure = Figure(figsize=(13, 4.6), layout="constrained")
     curves, ends = figure.subplots(1, 2)
     rows = at_best_lr(question, records)
@@ -88,12 +81,18 @@ def draw_costs(question: Question, records: Sequence[Record], path: Path) -> Non
         line, marker = ("--", "s") if variant.reference else ("-", "o")
         style = {
             "color": next(colours[variant.reference, variant.grown]),
-            "label": _label(variant, own, records),
+            "label": label(variant, own, records),
         }
-        _band(curves, own, "validation", "flops", "top1", {**style, "linestyle": line})
+        band(curves, own, "validation", "flops", measure.name, {**style, "linestyle": line})
         if variant.grown:
-            curves.plot(*_growths(own), "^", color=style["color"], markeredgecolor="0.2", zorder=4)
-        flops, values = own[0]["flops"], [record["final"]["top1"] for record in own]
+            curves.plot(
+                *_growths(question.field, own),
+                "^",
+                color=style["color"],
+                markeredgecolor="0.2",
+                zorder=4,
+            )
+        flops, values = own[0]["flops"], [record["final"][measure.name] for record in own]
         error = {"fmt": marker, "capsize": 4, "zorder": 5, **style}
         if len(values) > 1:
             error["yerr"] = stdev(values)
@@ -107,15 +106,17 @@ def draw_costs(question: Question, records: Sequence[Record], path: Path) -> Non
         handles.append(Line2D([], [], linestyle="", marker="^", **style))
     scratch = Scratch(question, rows, reference=False)
     if scratch.seeds():
-        flops, top1 = zip(*scratch.envelope(scratch.seeds()), strict=True)
+        flops, scores = zip(*scratch.envelope(scratch.seeds()), strict=True)
         style = {"color": "0.5", "linestyle": ":", "label": "envelope of TokenFormers from scratch"}
-        ends.plot(flops, top1, zorder=1, **style)
+        ends.plot(flops, list(map(measure.value, scores)), zorder=1, **style)
         handles.append(Line2D([], [], **style))
-    curves.set(title="validation top-1 (%) in the course of training")
-    ends.set(title="final top-1 (%), mean ± standard deviation", xscale="log")
+    curves.set(title=f"validation {measure.axis} in the course of training")
+    ends.set(title=f"final {measure.axis}, mean ± standard deviation", xscale="log")
+    scale(curves, measure)
+    scale(ends, measure)
     _name_flops((curves, ends), max((own[0]["flops"] for own in done.values()), default=1))
     figure.legend(handles=handles, loc="outside right upper", fontsize="small")
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_tuning(question: Question, records: Sequence[Record], path: Path) -> None:
@@ -138,7 +139,7 @@ def draw_tuning(question: Question, records: Sequence[Record], path: Path) -> No
         style = {"fmt": "s" if variant.reference else "o", "capsize": 4, "zorder": 3}
         if len(values) > 1:
             style["yerr"] = stdev(values)
-        axes.errorbar(count, mean(values), label=_label(variant, own, records), **style)
+        axes.errorbar(count, mean(values), label=label(variant, own, records), **style)
         axes.plot([count] * len(values), values, "_", color="0.4")
     for start, points in starts.items():
         if start is not None:
@@ -149,7 +150,7 @@ def draw_tuning(question: Question, records: Sequence[Record], path: Path) -> No
         xscale="log",
     )
     figure.legend(loc="outside right upper", fontsize="small")
-    _save(figure, path)
+    save(figure, path)
 
 
 def _aside(variant: Variant, done: Mapping[Variant, Sequence[Record]]) -> float:
@@ -164,15 +165,17 @@ def _aside(variant: Variant, done: Mapping[Variant, Sequence[Record]]) -> float:
     return 1.015 ** (same.index(variant) - (len(same) - 1) / 2)
 
 
-def _growths(records: Sequence[Record]) -> tuple[list[float], list[float]]:
-    """Return the FLOPs before each growth, and the mean top-1 by then."""
-    epochs, flops = ([0, *records[0]["validation"][key]] for key in ("epoch", "flops"))
-    top1 = [
-        mean(values) for values in zip(*(r["validation"]["top1"] for r in records), strict=True)
+def _growths(field: Field, records: Sequence[Record]) -> tuple[list[float], list[float]]:
+    """Return the FLOPs before each growth, and the mean result by then."""
+    measured = records[0]["validation"]
+    units, flops = ([0, *measured[key]] for key in (field.unit, "flops"))
+    results = [
+        mean(values)
+        for values in zip(*(r["validation"][field.measure.name] for r in records), strict=True)
     ]
-    per_epoch = records[0]["iterations"] / records[0]["epochs"]
-    times = [growth["iteration"] / per_epoch for growth in records[0]["growth"]]
-    return list(np.interp(times, epochs, flops)), list(np.interp(times, epochs[1:], top1))
+    per_unit = records[0]["iterations"] / records[0][field.length]
+    times = [growth["iteration"] / per_unit for growth in records[0]["growth"]]
+    return list(np.interp(times, units, flops)), list(np.interp(times, units[1:], results))
 
 
 def _name_flops(panels: Iterable[Axes], largest: float) -> None:
@@ -187,7 +190,17 @@ def _name_flops(panels: Iterable[Axes], largest: float) -> None:
         axes.set_xlabel(f"training FLOPs / {power_of_ten(exponent)}")
 
 
-def _label(variant: Variant, own: Sequence[Record], records: Sequence[Record]) -> str:
+def scale(axes: Axes, measure: Measure) -> None:
+    """Give an axis the scale of a measure, with numbers written out."""
+    if measure.logarithmic:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def label(variant: Variant, own: Sequence[Record], records: Sequence[Record]) -> str:
+    """Name a variant in a chart, with its learning rate where there are several."""
     swept = len({record["lr"] for record in records}) > 1
     return f"{variant.label}, lr {own[0]['lr']:g}" if swept and own else variant.label
 
@@ -196,12 +209,34 @@ def _known(values: Sequence[float | None]) -> list[float]:
     return [math.nan if value is None else value for value in values]
 
 
-def _band(
-    axes: Axes, records: Sequence[Record], curve: str, along: str, what: str, style: dict[str, Any]
+def band(
+    axes: Axes,
+    records: Sequence[Record],
+    curve: str,
+    along: str,
+    what: str,
+    style: dict[str, Any],
+    after: float = 0,
 ) -> None:
-    """Draw the mean of a curve over runs, and its deviation where there are several."""
+    """Draw the mean of a curve over runs, and its deviation where there are several.
+
+    Args:
+        axes: Where.
+        records: Of the runs.
+        curve: Which of their curves.
+        along: Its horizontal axis.
+        what: Its vertical axis.
+        style: Of the line; ``color`` is that of the band, too.
+        after: Where on the horizontal axis the runs begin.
+    """
     curves = [
-        dict(zip(record[curve][along], _known(record[curve][what]), strict=True))
+        dict(
+            zip(
+                (after + point for point in record[curve][along]),
+                _known(record[curve][what]),
+                strict=True,
+            )
+        )
         for record in records
     ]
     points = sorted(set(curves[0]).intersection(*curves[1:]))
@@ -214,87 +249,8 @@ def _band(
         axes.fill_between(points, low, high, color=style["color"], alpha=0.2, linewidth=0)
 
 
-def draw_diagnostics(question: Question, records: Sequence[Record], path: Path) -> None:
-    """Draw the figures of every block over the epochs into a PNG file.
-
-    A row for each figure, a column for each variant; the colour of a line is the depth of its
-    block. Means over seeds, and in attention over q, k, v and o.
-    """
-    rows = {}
-    for variant, own in at_best_lr(question, records).items():
-        # Those of a failed run are drawn only where there are no others.
-        own = finished(own) or own
-        measured = [record["diagnostics"] for record in own if "diagnostics" in record]
-        if measured:
-            rows[variant] = _mean_diagnostics(measured)
-    names = [name for name in FIGURES if any(name in lines for lines in rows.values())]
-    figure = Figure(figsize=(1.2 + 3 * len(rows), 1 + 2.1 * len(names)), layout="constrained")
-    panels = figure.subplots(len(names), len(rows), squeeze=False, sharex=True, sharey="row")
-    depth = 1 + max(
-        block for lines in rows.values() for keys in lines.values() for block, _ in keys
-    )
-    for column, (variant, lines) in enumerate(rows.items()):
-        panels[0, column].set_title(variant.label)
-        panels[-1, column].set_xlabel("epoch")
-        for row, name in enumerate(names):
-            axes = panels[row, column]
-            scale = _scale(name, rows.values())
-            # Behind a head of zeros nothing has a gradient at the start.
-            axes.set_yscale(scale, **({"nonpositive": "mask"} if scale == "log" else {}))
-            if column == 0:
-                axes.set_ylabel(FIGURES[name][0])
-            for (block, part), values in lines.get(name, {}).items():
-                colour = _colour(block, depth)
-                line, _ = PARTS[part]
-                axes.plot(list(values), list(values.values()), line, color=colour, linewidth=1)
-    handles = [
-        Line2D([], [], color="0.3", linestyle=line, label=text) for line, text in PARTS.values()
-    ]
-    for block, text in ((0, "first block"), (depth - 1, "last block")):
-        handles.append(Line2D([], [], color=_colour(block, depth), label=text))
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize="small")
-    _save(figure, path)
-
-
-def _mean_diagnostics(
-    measured: Sequence[dict[str, Any]],
-) -> dict[str, dict[tuple[int, str], dict[int, float]]]:
-    """Average over runs and over the layers of a part: by figure, block and part, and epoch."""
-    seen: dict[str, dict[tuple[int, str], dict[int, list[float]]]] = {}
-    for one in measured:
-        for name in FIGURES.keys() & one.keys():
-            for epoch, values in zip(one["epoch"], one[name], strict=True):
-                for layer, value in zip(one["layers"], values, strict=True):
-                    if value is None:
-                        continue
-                    _, block, part, *_ = layer.split(".")
-                    line = seen.setdefault(name, {}).setdefault((int(block), part), {})
-                    line.setdefault(epoch, []).append(value)
-    return {
-        name: {
-            key: {epoch: mean(values) for epoch, values in sorted(line.items())}
-            for key, line in lines.items()
-        }
-        for name, lines in seen.items()
-    }
-
-
-def _scale(name: str, variants: Iterable[dict[str, dict[Any, dict[int, float]]]]) -> str:
-    """Choose the scale of a figure; a kurtosis can be small, of either sign, or huge."""
-    values = [
-        abs(value)
-        for figures in variants
-        for line in figures.get(name, {}).values()
-        for value in line.values()
-    ]
-    return "symlog" if name == "kurtosis" and max(values) > 20 else FIGURES[name][1]
-
-
-def _colour(block: int, depth: int) -> Any:
-    return colormaps["viridis"](0.9 * block / max(depth - 1, 1))
-
-
-def _save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure into a PNG file, at once."""
     picture = io.BytesIO()
     figure.savefig(picture, dpi=100, format="png", metadata={"Software": None})
     write_whole(path, picture.getvalue())

@@ -1,4 +1,4 @@
-"""What an ablation asks: its variants, as changes to the backbone of a config.
+"""What an ablation asks: its variants, as changes to the model of a config.
 
 Plain values alone, so that the tables are rendered without OpenMMLab.
 """
@@ -7,36 +7,38 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from fields import VISION, Field
+
 from tokenformer_vit.errors import InputError
 
 Backbone = dict[str, Any]
 
+PAIRS = ("num_qkv_param_tokens", "num_proj_param_tokens", "num_ffn_param_tokens")
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The sizes of a config's TokenFormer, whether the config or timm's registry gives them.
+    """The sizes of a config's TokenFormer, whether the config gives them or a registry.
 
     Args:
         embed_dim: Width C.
         depth: Number of blocks.
         num_heads: Number of attention heads.
-        img_size: Height and width of the images.
-        patch_size: Height and width of a patch.
         num_qkv_param_tokens: Pairs of each query, key and value projection.
         num_proj_param_tokens: Pairs of each output projection.
         num_ffn_param_tokens: Pairs of each feed-forward layer.
-        own_arguments: Names of the arguments that a TokenFormer takes and timm's ViT does not.
     """
 
     embed_dim: int
     depth: int
     num_heads: int
-    img_size: int
-    patch_size: int
     num_qkv_param_tokens: int
     num_proj_param_tokens: int
     num_ffn_param_tokens: int
-    own_arguments: frozenset[str] = frozenset()
+
+    def pairs(self, share: float) -> dict[str, int]:
+        """Return a share of all pairs, at least one a layer, as a model or a growth takes them."""
+        return {key: max(1, round(share * getattr(self, key))) for key in PAIRS}
 
     @property
     def num_param_tokens(self) -> int:
@@ -46,8 +48,40 @@ class Shape:
         )
 
 
-Change = Callable[[Backbone, Shape], Backbone]
-Outside = Callable[[Shape, int], dict[str, Any]]
+@dataclass(frozen=True, kw_only=True)
+class ImageShape(Shape):
+    """The sizes of a TokenFormer for images.
+
+    Args:
+        img_size: Height and width of the images.
+        patch_size: Height and width of a patch.
+        own_arguments: Names of the arguments that a TokenFormer takes and timm's ViT does not.
+    """
+
+    img_size: int
+    patch_size: int
+    own_arguments: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextShape(Shape):
+    """The sizes of a TokenFormer for language.
+
+    Args:
+        vocab_size: Entries of the embedding.
+        context_length: Most tokens of a sequence.
+        tie_embeddings: Whether the embedding is the head, too.
+    """
+
+    vocab_size: int
+    context_length: int
+    tie_embeddings: bool = True
+
+
+# Of the part of a config that variants change, and of the sizes of the config's own model.
+Change = Callable[[Backbone, Any], Backbone]
+# Of those sizes, and of the length of the config's run in epochs or iterations.
+Outside = Callable[[Any, int], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -57,12 +91,14 @@ class Variant:
     Args:
         name: For files and the command line.
         label: For tables and charts.
-        change: Makes the variant's backbone out of the config's.
-        outside: Says what the variant changes of the config besides, of the sizes and epochs that
-            the config has.
+        change: Makes the variant's backbone, or language model, out of the config's.
+        outside: Says what the variant changes of the config besides, of the sizes and the length
+            that the config has.
         paper: Top-1 in % that the paper reports for it on ImageNet-1K at base size.
         reference: It is there for comparison, and no step from the row above.
         grown: It gets larger while it trains.
+        start: The variant from whose end it starts, one that comes before it, of the same seed.
+        text: Folder of the text that it trains on, of those of its question.
     """
 
     name: str
@@ -72,6 +108,8 @@ class Variant:
     reference: bool = False
     outside: Outside | None = None
     grown: bool = False
+    start: str | None = None
+    text: str | None = None
 
 
 @dataclass(frozen=True)
@@ -83,20 +121,33 @@ class Question:
         title: For the heading.
         text: What is asked, what the paper says, in a sentence or two of Markdown.
         variants: The rows, in order.
+        field: Of images or of language.
         compute: The variant whose training cost is the measure of the others'; that is what the
             question is about, so that its variants differ in size. None where all have as many
             parameters.
         pretraining: The command that makes the weights from which the config starts; the question
             is then what to train of them, and how many parameters that are. None where every
             variant trains from scratch.
+        baseline: The variant beside which all others are set, in size, cost and measure. None
+            where rows are steps from one to the next.
+        texts: Folders of the texts on which every run is measured; a variant says on which of them
+            it trains, and may start from the end of another.
     """
 
     name: str
     title: str
     text: str
     variants: tuple[Variant, ...]
+    field: Field = VISION
     compute: str | None = None
     pretraining: str | None = None
+    baseline: str | None = None
+    texts: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        """Tell whether all variants should have as many parameters."""
+        return not (self.compute or self.pretraining or self.baseline or self.texts)
 
 
 def arguments(**new: Any) -> Change:
@@ -138,7 +189,7 @@ def attention_share(pairs_per_channel: float) -> Change:
     return change
 
 
-def matched_vit(backbone: Backbone, shape: Shape) -> Backbone:
+def matched_vit(backbone: Backbone, shape: ImageShape) -> Backbone:
     """Replace the TokenFormer by timm's ViT of its width and depth with as many weights.
 
     A block has 2C(3·P_qkv + P_proj + P_ffn) weights as a TokenFormer and 4C² + 2C·hidden as a ViT.

@@ -14,6 +14,8 @@ from typing import Any
 
 import compute_tables
 import tables
+from comparable import read_groups
+from fields import LANGUAGE, VISION, Field
 from rows import at_best_lr
 
 from tokenformer_vit.command_line import run_tool
@@ -56,7 +58,7 @@ SPEED_HEAD = (
     "|---|---|---|---|---|---|---|---|\n"
 )
 GROWTH_HEAD = (
-    "| | parameters, start → end | FLOPs, × the largest | top-1 % | n |\n|---|---|---|---|---|\n"
+    "| | parameters, start → end | FLOPs, × the largest | {} | n |\n|---|---|---|---|---|\n"
 )
 
 
@@ -120,11 +122,11 @@ def speed_row(link: str, group: dict[str, Any]) -> str:
     )
 
 
-def growth_rows() -> str:
-    """Render the rows of all sweeps of training cost, each variant at its best learning rate."""
+def growth_rows(field: Field) -> str:
+    """Render the rows of a field's sweeps of training cost, each variant at its best rate."""
     text = ""
-    for (question, folder), records in tables.read_groups(RESULTS).items():
-        if question.compute is not None:
+    for (question, folder), records in read_groups(tables.QUESTIONS, RESULTS).items():
+        if question.compute is not None and question.field is field:
             hardware = ", ".join(sorted({record["hardware"] for record in records}))
             link = f"[`{Path(records[0]['config']).stem}`](ablations/results/{folder})"
             text += f"| **{link}**, {hardware} | | | | |\n"
@@ -132,12 +134,18 @@ def growth_rows() -> str:
     return text or "| not run | | | | |\n"
 
 
+def growth_table(field: Field) -> str:
+    """Render the table of a field's sweeps of training cost."""
+    return GROWTH_HEAD.format(field.measure.heading) + growth_rows(field)
+
+
 def render(text: str) -> str:
     """Replace the tables between the markers of a text; one without markers is left out."""
     rendered = {
         "runs": HEAD + "".join(map(run_row, RUNS)),
         "speed": SPEED_HEAD + speed_rows(),
-        "growth": GROWTH_HEAD + growth_rows(),
+        "growth": growth_table(VISION),
+        "language-growth": growth_table(LANGUAGE),
     }
     for name, table in rendered.items():
         text = re.sub(

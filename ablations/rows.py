@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean, stdev
 from typing import Any
 
+from fields import Measure
 from questions import Question, Variant
 
 LONGEST_ERROR = 90
@@ -26,25 +27,25 @@ def by_variant(question: Question, records: Iterable[Record]) -> dict[Variant, l
     return rows
 
 
-def best_lr(records: Iterable[Record]) -> float | None:
-    """Return the learning rate of the highest mean top-1, if any run came to its end.
+def best_lr(measure: Measure, records: Iterable[Record]) -> float | None:
+    """Return the learning rate of the best mean, if any run came to its end.
 
     Only rates at which the most runs came to their end are candidates: where some diverged, the
     mean of the others is no measure.
     """
     rates: dict[float, list[float]] = {}
     for record in finished(records):
-        rates.setdefault(record["lr"], []).append(record["final"]["top1"])
+        rates.setdefault(record["lr"], []).append(record["final"][measure.name])
     most = max(map(len, rates.values()), default=0)
     candidates = [lr for lr in sorted(rates) if len(rates[lr]) == most]
-    return max(candidates, key=lambda lr: mean(rates[lr]), default=None)
+    return max(candidates, key=lambda lr: measure.score(mean(rates[lr])), default=None)
 
 
 def at_best_lr(question: Question, records: Iterable[Record]) -> dict[Variant, list[Record]]:
     """Leave of each variant the runs of its best learning rate; all, if it never came to an end."""
     chosen = {}
     for variant, own in by_variant(question, records).items():
-        best = best_lr(own)
+        best = best_lr(question.field.measure, own)
         chosen[variant] = [record for record in own if best in (None, record["lr"])]
     return chosen
 
@@ -55,34 +56,51 @@ class Row:
     Args:
         variant: The variant.
         records: Its runs, those that failed included.
+        measure: What is told of them.
     """
 
-    def __init__(self, variant: Variant, records: Sequence[Record]) -> None:
+    def __init__(self, variant: Variant, records: Sequence[Record], measure: Measure) -> None:
         self.variant = variant
+        self.records = records
         self.done = finished(records)
         self.failed = [record for record in records if "failed" in record]
-        self.by_seed = {record["seed"]: record["final"]["top1"] for record in self.done}
+        self.by_seed = {record["seed"]: record["final"][measure.name] for record in self.done}
 
-    def top1(self) -> str:
+    def result(self) -> str:
         """Give mean, deviation and n."""
-        return f"{self.mean_top1()} (n = {len(self.by_seed)})" if self.by_seed else "–"
+        return f"{self.mean_result()} (n = {len(self.by_seed)})" if self.by_seed else "–"
 
-    def mean_top1(self) -> str:
+    def mean_result(self) -> str:
         """Give mean and deviation."""
         values = list(self.by_seed.values())
         return with_deviation(values, ".2f") if values else "–"
 
-    def step_from(self, above: "Row") -> tuple[str, str]:
-        """Give the difference of top-1 over the seeds that both rows have, and the paper's."""
-        seeds = sorted(self.by_seed.keys() & above.by_seed.keys())
-        own = [self.by_seed[seed] - above.by_seed[seed] for seed in seeds]
-        papers = (self.variant.paper, above.variant.paper)
+    def difference(self, other: "Row") -> str:
+        """Give the difference of the means over the seeds that both rows have."""
+        seeds = sorted(self.by_seed.keys() & other.by_seed.keys())
+        own = [self.by_seed[seed] - other.by_seed[seed] for seed in seeds]
         step = with_deviation(own, "+.2f") if own else "–"
-        if own and len(own) < max(len(self.by_seed), len(above.by_seed)):
+        if own and len(own) < max(len(self.by_seed), len(other.by_seed)):
             step += f" (n = {len(own)})"
-        return (
-            step,
-            "–" if None in papers else minus(f"{papers[0] - papers[1]:+.1f}"),
+        return step
+
+    def papers_difference(self, other: "Row") -> str:
+        """Give the difference that the paper reports."""
+        papers = (self.variant.paper, other.variant.paper)
+        return "–" if None in papers else minus(f"{papers[0] - papers[1]:+.1f}")
+
+    def lr(self) -> str:
+        """Give the learning rate."""
+        return ", ".join(f"{lr:g}" for lr in sorted({run["lr"] for run in self.records}))
+
+    def parameters(self) -> str:
+        """Give their number at the start and, where it is another, at the end."""
+        sizes = {
+            (record["parameters"], (record.get("growth") or [record])[-1]["parameters"])
+            for record in self.done or self.failed
+        }
+        return ", ".join(
+            f"{start:,}" if start == end else f"{start:,} → {end:,}" for start, end in sorted(sizes)
         )
 
     def minutes(self) -> str:

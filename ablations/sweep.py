@@ -8,19 +8,22 @@ A record, ``OUT/<variant>_seed<k>.json``, holds that of the training (``record.j
 
     question, variant, label
     paper                 the paper's top-1 on ImageNet-1K at base size, or null
+                          (of language runs always null)
     config, seed, lr
     parameters
     trainable             how many of them; and start, the file of the weights and its digest: where
                           trained weights are tuned
     options               what the variant changes of the config
-    base                  the config's content, and that of the weights, as a short digest
+    base                  the config's content, and that of the weights or of the run from whose
+                          end it starts, as a short digest
     settings              all that the run differs in from it
     command               of the sweep; training_command is that of the run
     taken_from            the record of another question, which trained the same before
     failed                the error, where the training came to no end
-    final, best           {top1, top5} in %, of the last epoch and of the best
+    final, best           {top1, top5} in %, of the last epoch and of the best; of language
+                          {perplexity, and perplexity/<text> where there are several}
     validation            {epoch, top1}: lists; and flops, what training has cost by then, where
-                          that is asked about
+                          that is asked about; of language {iteration, perplexity, ..., flops}
     loss                  {iteration, loss}: lists of at most 100 points
     diagnostics           {epoch, layers: lists}, and of each figure of DiagnosticsHook a list of
                           lists: by epoch, 0 being the start, and by layer; tau where it is learned
@@ -50,37 +53,40 @@ def sweep(question: Question, argv: Sequence[str] | None = None) -> None:
     """Train what is not trained yet, and record what is."""
     from tokenformer_vit.integrations import config  # isort: skip  # says why, if mmengine fails
     import execution
-    import runs
+    from plans import plan
+    from recording import adopt, collect, read_record
+    from runs import prepare, shown
 
     args = parse(question, config, argv)
-    planned = runs.plan(question, args)
+    planned = plan(question, args)
+    needed = [run.start for run in planned]  # with their weights, which no record has
     waiting = []
     for run in planned:
-        record = runs.read_record(run)
+        record = read_record(run)
         if record is not None and "failed" not in record:
             continue
-        if runs.is_finished(run):  # one that had failed, too, may be by now
-            runs.prepare(run)  # sees that it is of these settings
-            runs.collect(run)
+        if run.is_finished:  # one that had failed, too, may be by now
+            prepare(run)  # sees that it is of these settings
+            collect(run)
         elif record is not None and not args.retry_failed:
             continue
-        elif source := runs.adopt(run, args.nproc_per_node or 1):
+        elif run not in needed and (source := adopt(run, args.nproc_per_node or 1)):
             print(f"{run.name}: the same as {source}", file=sys.stderr)
         else:
             waiting.append(run)
     for run in waiting:
-        runs.prepare(run)
+        prepare(run)
     if args.print_commands:
         for run in waiting:
             print(shlex.join(["python", *execution.arguments(run, args)]))
     else:
         execution.train(waiting, args)
 
-    records = {run.name: runs.read_record(run) for run in planned}
+    records = {run.name: read_record(run) for run in planned}
     failed = [name for name, record in records.items() if record and "failed" in record]
     finished = len([record for record in records.values() if record]) - len(failed)
     print(
-        f"{finished} of {len(planned)} runs are recorded in {runs.shown(planned[0].out)}"
+        f"{finished} of {len(planned)} runs are recorded in {shown(planned[0].out)}"
         + (f", and failed: {', '.join(failed)} (--retry-failed tries again)" if failed else "")
         + ("" if args.out else "; `python ablations/tables.py` renders them"),
         file=sys.stderr,

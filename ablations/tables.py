@@ -5,22 +5,24 @@ python ablations/tables.py --check   fails if TABLES.md is not what the records 
 """
 
 import argparse
-import copy
 import itertools
-import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
+import baseline_tables
 import compute_tables
+import text_tables
 import tuning_tables
+from comparable import read_groups
+from fields import LANGUAGE, VISION
 from questions import Question, Variant
 from rows import Record, Row, Rows, at_best_lr, best_lr, by_variant, line
 
 from tokenformer_vit.command_line import run_tool
-from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
 
 HERE = Path(__file__).resolve().parent
@@ -38,9 +40,6 @@ PAPERS_ARGUMENTS = (
     "--cfg-options optim_wrapper.accumulative_counts=4"
 )
 
-# Without these in common, runs are no comparison.
-COMMON = ("config", "epochs", "train_images", "images_per_step", "dtype")
-
 TITLE = """# Ablations
 
 Rendered by `python ablations/tables.py` from the records in `ablations/results/`, one for each run.
@@ -53,7 +52,16 @@ Runs that failed are named and count in no mean. Where several learning rates we
 is that of the highest mean on the same validation images. The paper's figures are those of its base
 model on ImageNet-1K, of unstated seeds. Minutes are the mean over runs that were not interrupted.
 """
-HEAD = (  # with as many columns as that of compute_tables
+LANGUAGE_TITLE = """# Ablations of language models
+
+Perplexity is that of the last iteration on held-out text, mean ± standard deviation over n seeds.
+Runs of one seed share the order of the data and, where their models begin with the same sizes, the
+weights they begin with; other models draw other weights. Parameters are all of a model, embedding
+included; training FLOPs are those of all forward and backward passes, head included.
+Failures, learning rates and minutes are told as above.
+"""
+TITLES = {VISION: TITLE, LANGUAGE: LANGUAGE_TITLE}
+HEAD = (
     "| | lr | parameters | top-1 % | paper | Δ | Δ, paper | minutes | failed |\n"
     "|---|---|---|---|---|---|---|---|---|\n"
 )
@@ -65,158 +73,102 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--check", action="store_true", help="change nothing, fail if out of date")
     args = parser.parse_args(argv)
     path, results = HERE / "TABLES.md", HERE / "results"
-    groups = read_groups(results)
+    groups = read_groups(QUESTIONS, results)
     text = render(groups)
     if args.check:
         if not path.is_file() or path.read_text(encoding="utf-8") != text:
             sys.exit(f"error: {path.name} is not what the records say; run `ablations/tables.py`")
         return
-    import plots  # matplotlib is slow to import
-
     for (question, folder), records in groups.items():
-        draw = plots.draw_results
-        if question.compute is not None:
-            draw = plots.draw_costs
-        elif question.pretraining is not None:
-            draw = plots.draw_tuning
-        draw(question, records, results / f"{folder}.png")
+        form = _form(question)
+        plots = import_module(form.plots)  # late: matplotlib is slow to import
+        getattr(plots, form.draw)(question, records, results / f"{folder}.png")
         if with_diagnostics(records):
+            plots = import_module("diagnostics_plots")
             plots.draw_diagnostics(question, records, results / f"{folder}_diagnostics.png")
     write_whole(path, text.encode())
 
 
-def read_groups(results: Path) -> dict[tuple[Question, str], list[Record]]:
-    """Read the records, by question and folder.
+class Form(NamedTuple):
+    """What a question's tables look like.
 
     Args:
-        results: Holds a folder for each sweep.
-
-    Raises:
-        InputError: If a record is of an unknown variant, or those of a folder differ in more than
-            their question asks.
+        head: The head of each.
+        rows: Renders its rows out of records; without any, all are said not to have been run.
+        note: How to read them.
+        draw: The function that draws the chart.
+        chart: What the chart shows.
+        plots: The module that has the function.
     """
-    groups = {}
-    for question in QUESTIONS:
-        for folder in sorted(results.glob("*/")):
-            records = {path: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
-            records = {
-                path: record
-                for path, record in records.items()
-                if record.get("question") == question.name
-            }
-            for path, record in records.items():
-                if record["variant"] not in {variant.name for variant in question.variants}:
-                    raise InputError(
-                        f"{path} is of {record['variant']}, which ablations/{question.name}.py "
-                        "does not know; correct either"
-                    )
-            if records:
-                _check_common(records)
-                groups[question, folder.name] = list(records.values())
-    return groups
+
+    head: str
+    rows: Callable[[Question, Sequence[Record]], str]
+    note: str
+    draw: str
+    chart: str
+    plots: str = "plots"
 
 
-def _check_common(records: Mapping[Path, Record]) -> None:
-    told = {path: _told(record) for path, record in records.items()}
-    for key in (*COMMON, "max_epochs", "settings", "backbone"):
-        _check_one_value(key, {path: each[key] for path, each in told.items() if key in each})
-    for name in {record["variant"] for record in records.values()}:
-        own = {path: record for path, record in records.items() if record["variant"] == name}
-        # What a variant is does not change between its runs.
-        _check_one_value("options", {path: _pruned(run["options"]) for path, run in own.items()})
-        _check_one_value(
-            "start", {path: run["start"] for path, run in own.items() if "start" in run}
+def _form(question: Question) -> Form:
+    if question.compute is not None:
+        head, note = (each[question.field] for each in (compute_tables.HEADS, compute_tables.NOTES))
+        chart = f"{question.field.measure.title} against training FLOPs"
+        return Form(head, partial(_rates, compute_tables.group), note, "draw_costs", chart)
+    if question.pretraining is not None:
+        chart = "Top-1 against trained parameters"
+        return Form(tuning_tables.HEAD, tuning_tables.rows, "", "draw_tuning", chart)
+    if question.texts:
+        head, chart = text_tables.head(question), "Perplexity of each text"
+        return Form(
+            head,
+            partial(_rates, text_tables.group),
+            text_tables.NOTE,
+            "draw_texts",
+            chart,
+            "text_plots",
         )
-
-
-def _check_one_value(key: str, values: Mapping[Path, Any]) -> None:
-    different = {str(value): path for path, value in values.items()}
-    if len(different) > 1:
-        (one, first), (other, second) = list(different.items())[:2]
-        raise InputError(
-            f"{key} is {one} in {first} and {other} in {second.name}: they cannot be compared; "
-            "give one of the sweeps another --out"
-        )
-
-
-def _told(record: Record) -> Record:
-    """Return what a run should have in common with the others of its table.
-
-    Of its settings that is all but seeds, learning rate and what the variant changes; of a variant
-    that replaces the whole backbone, all that is outside it.
-    """
-    settings, options = copy.deepcopy(record["settings"]), record["options"]
-    told = {key: record[key] for key in COMMON if key in record}
-    settings.get("randomness", {}).pop("seed", None)
-    settings.get("optim_wrapper", {}).get("optimizer", {}).pop("lr", None)
-    backbone = settings.get("model", {}).pop("backbone", {})
-    changed = options.get("model", {}).get("backbone", {})
-    if "_delete_" not in backbone:
-        own = {"stem_seed", "checkpoint_path"}  # the weights that are tuned are checked apart
-        kept = {key: backbone[key] for key in backbone.keys() - changed.keys() - own}
-        told["backbone"] = dict(sorted(kept.items()))
-    epochs = settings.get("train_cfg", {}).pop("max_epochs", "the config's")
-    if "max_epochs" in options.get("train_cfg", {}):
-        told.pop("epochs", None)
-    else:
-        told["max_epochs"] = epochs
-    if hooks := options.get("custom_hooks"):
-        present = settings.get("custom_hooks", ())
-        settings["custom_hooks"] = [hook for hook in present if hook not in hooks]
-    return {**told, "settings": _pruned(settings)}
-
-
-def _pruned(tree: Any) -> Any:
-    """Leave out empty dicts, and sort."""
-    if not isinstance(tree, dict):
-        return tree
-    branches = {key: _pruned(tree[key]) for key in sorted(tree)}
-    return {key: branch for key, branch in branches.items() if branch != {}}
+    chart = f"{question.field.measure.title} and curves"
+    if question.baseline is not None:
+        head = baseline_tables.head(question)
+        return Form(head, partial(_rates, baseline_tables.group), "", "draw_results", chart)
+    return Form(HEAD, partial(_rates, _group), "", "draw_results", chart)
 
 
 def render(groups: Mapping[tuple[Question, str], Sequence[Record]]) -> str:
     """Render the whole text."""
-    parts = [TITLE]
+    parts, fields = [], []
     for question in QUESTIONS:
+        if question.field not in fields:
+            fields.append(question.field)
+            parts.append(TITLES[question.field])
+        form = _form(question)
         parts.append(f"## {question.title}\n\n{question.text}\n")
-        head, setting, chart = HEAD, "the paper's setting", "Top-1 and curves"
-        if question.compute is not None:
-            head, chart = compute_tables.HEAD, "Top-1 against training FLOPs"
-            setting += ", in which it grew no model"
-            parts.append(f"{compute_tables.NOTE}\n")
+        if form.note:
+            parts.append(f"{form.note}\n")
         own = {folder: records for (asked, folder), records in groups.items() if asked is question}
-        if question.pretraining is not None:
-            parts += _tuning(question, own)
-            continue
-        if not any(map(_is_papers, itertools.chain(*own.values()))):
-            command = f"python ablations/{question.name}.py {PAPERS_ARGUMENTS}"
-            rows = _renderer(question)(question, by_variant(question, []))
-            parts.append(f"`{PAPERS_CONFIG}`, {setting} (`{command}`):\n\n{head}{rows}")
+        parts += _not_run(question, form, own)
         for folder, records in own.items():
-            parts.append(
-                f"{_heading(question, folder, records)}\n\n{head}{_rows(question, records)}"
-            )
-            charts = f"![{chart}, {folder}](results/{folder}.png)\n"
+            rows = form.rows(question, records)
+            parts.append(f"{_heading(question, form, folder, records)}\n\n{form.head}{rows}")
+            charts = f"![{form.chart}, {folder}](results/{folder}.png)\n"
             if with_diagnostics(records):
                 charts += f"![Diagnostics, {folder}](results/{folder}_diagnostics.png)\n"
             parts.append(charts)
     return "\n".join(parts)
 
 
-def _tuning(question: Question, folders: Mapping[str, Sequence[Record]]) -> Iterable[str]:
-    """Render the tables of a question about trained weights, of which the paper has none."""
-    head = tuning_tables.HEAD
-    if not folders:
-        yield f"Not run:\n\n{head}{tuning_tables.rows(question, [])}"
-    for folder, records in folders.items():
-        rows = tuning_tables.rows(question, records)
-        yield f"{_heading(question, folder, records)}\n\n{head}{rows}"
-        yield f"![Top-1 against trained parameters, {folder}](results/{folder}.png)\n"
-
-
-def _renderer(question: Question) -> Callable[..., str]:
-    """Return what renders a group of rows."""
-    return _group if question.compute is None else compute_tables.group
+def _not_run(question: Question, form: Form, own: Mapping[str, Sequence[Record]]) -> Iterable[str]:
+    """Render the table of what was never run: where the paper has one, in its setting."""
+    rows = form.rows(question, [])
+    if question.pretraining is not None or question.field is not VISION:
+        if not own:
+            yield f"Not run:\n\n{form.head}{rows}"
+    elif not any(map(_is_papers, itertools.chain(*own.values()))):
+        setting = "the paper's setting"
+        if question.compute is not None:
+            setting += ", in which it grew no model"
+        command = f"python ablations/{question.name}.py {PAPERS_ARGUMENTS}"
+        yield f"`{PAPERS_CONFIG}`, {setting} (`{command}`):\n\n{form.head}{rows}"
 
 
 def _is_papers(record: Record) -> bool:
@@ -224,8 +176,10 @@ def _is_papers(record: Record) -> bool:
     return all(record.get(key) == value for key, value in PAPERS.items())
 
 
-def _heading(question: Question, folder: str, records: Sequence[Record]) -> str:
+def _heading(question: Question, form: Form, folder: str, records: Sequence[Record]) -> str:
     """Say of what the runs of a table are."""
+    field = question.field
+    examples, words = field.examples
 
     def every(key: str) -> str:
         values = dict.fromkeys(record[key] for record in records if key in record)
@@ -236,10 +190,11 @@ def _heading(question: Question, folder: str, records: Sequence[Record]) -> str:
     if all("failed" in record for record in records):
         return f"{told}:"
     return (
-        f"{told}, {every('dtype')}, {every('train_images')} training images, "
-        f"{every('images_per_step')} a step, {every('epochs')} epochs"
+        f"{told}, {every('dtype')}, {every(examples)} {words}, "
+        f"{every(field.per_step)} a step, {every(field.length)} {field.length}"
         # Elsewhere it is a column.
-        + (f", lr {every('lr')}:" if question.compute is not None else ":")
+        + ("" if "| lr |" in form.head else f", lr {every('lr')}")
+        + ":"
     )
 
 
@@ -248,19 +203,22 @@ def with_diagnostics(records: Iterable[Record]) -> bool:
     return any("diagnostics" in record for record in records)
 
 
-def _rows(question: Question, records: Sequence[Record]) -> str:
+def _rates(group: Callable[..., str], question: Question, records: Sequence[Record]) -> str:
     """Render the rows of a folder, a group for each learning rate."""
-    group = _renderer(question)
     rates = sorted({record["lr"] for record in records})
-    if len(rates) == 1:
+    if len(rates) < 2:
         return group(question, by_variant(question, records))
-    best = {variant: best_lr(own) for variant, own in by_variant(question, records).items()}
+    measure = question.field.measure
+    best = {
+        variant: best_lr(measure, own) for variant, own in by_variant(question, records).items()
+    }
+    blank = " |" * _form(question).head.split("\n")[0].count("| ")
     text = ""
     for lr in rates:
         rows = by_variant(question, [record for record in records if record["lr"] == lr])
-        text += f"| **lr {lr:g}** | | | | | | | | |\n"
+        text += f"| **lr {lr:g}**{blank}\n"
         text += group(question, rows, {variant for variant in rows if best[variant] == lr})
-    text += "| **each at its best lr** | | | | | | | | |\n"
+    text += f"| **each at its best lr**{blank}\n"
     return text + group(question, at_best_lr(question, records))
 
 
@@ -274,14 +232,14 @@ def _group(
             text += line(variant.label, "", "", "not run", _papers(variant), "", "", "", "")
             above = None
             continue
-        row = Row(variant, records)
-        step = row.step_from(above) if above and not variant.reference else ("", "")
-        top1 = f"**{row.top1()}**" if variant in marked else row.top1()
+        row, step = Row(variant, records, question.field.measure), ("", "")
+        if above and not variant.reference:
+            step = (row.difference(above), row.papers_difference(above))
         text += line(
             variant.label,
-            ", ".join(f"{lr:g}" for lr in sorted({record["lr"] for record in records})),
-            ", ".join(f"{count:,}" for count in sorted({r["parameters"] for r in records})),
-            top1,
+            row.lr(),
+            row.parameters(),
+            f"**{row.result()}**" if variant in marked else row.result(),
             _papers(variant),
             *step,
             row.minutes(),

@@ -18,14 +18,14 @@ def rows(question: Question, records: Iterable[Record]) -> str:
         question: One with ``pretraining``.
         records: Of a folder; without any, every variant is said not to have been run.
     """
-    text = ""
+    text, measure = "", question.field.measure
     for variant, runs in by_variant(question, records).items():
         if not runs:
             text += line(variant.label, "", "", "", "not run", "", "")
         rates = sorted({run["lr"] for run in runs})
         for lr in rates:
-            row = Row(variant, own := [run for run in runs if run["lr"] == lr])
-            best = len(rates) > 1 and lr == best_lr(runs)
+            row = Row(variant, own := [run for run in runs if run["lr"] == lr], measure)
+            best = len(rates) > 1 and lr == best_lr(measure, runs)
             trained, parameters = (
                 ", ".join(f"{count:,}" for count in sorted({run[key] for run in own}))
                 for key in ("trainable", "parameters")
@@ -35,7 +35,7 @@ def rows(question: Question, records: Iterable[Record]) -> str:
                 trained,
                 parameters,
                 f"{lr:g}",
-                f"**{row.top1()}**" if best else row.top1(),
+                f"**{row.result()}**" if best else row.result(),
                 row.minutes(),
                 row.failures(),
             )

@@ -12,7 +12,10 @@ import time
 from pathlib import Path
 
 import execution
+import image_models
+import plans
 import pytest
+import recording
 import runs
 import torch
 from layernorm import QUESTION as LAYERNORM
@@ -264,7 +267,7 @@ def test_the_configs_own_model_is_trained_once_for_all_questions(
     tmp_path, words, trainer, monkeypatch, capfd
 ):
     # The first sweep's records have made the tree dirty.
-    monkeypatch.setattr(runs, "environment", lambda: {"commit": "abc-dirty"})
+    monkeypatch.setattr(recording, "environment", lambda: {"commit": "abc-dirty"})
     sweep(SOFTMAX, [*words, "--variants", "gelu_l2"])
     words[words.index("--out") + 1] = str(tmp_path / "results" / "layernorm_small")
     sweep(LAYERNORM, [*words, "--variants", "none", "bias"])
@@ -282,11 +285,11 @@ def test_what_other_code_or_more_processes_trained_is_not_taken_over(
     tmp_path, words, trainer, monkeypatch, commit, more
 ):
     sweep(SOFTMAX, [*words, "--variants", "gelu_l2"])
-    monkeypatch.setattr(runs, "environment", lambda: {"commit": commit})
+    monkeypatch.setattr(recording, "environment", lambda: {"commit": commit})
     words[words.index("--out") + 1] = str(tmp_path / "results" / "layernorm_small")
     args = parse(LAYERNORM, run_config, [*words, "--variants", "none", *more])
-    (run,) = runs.plan(LAYERNORM, args)
-    assert runs.adopt(run, args.nproc_per_node or 1) is None
+    (run,) = plans.plan(LAYERNORM, args)
+    assert recording.adopt(run, args.nproc_per_node or 1) is None
 
 
 def test_an_edited_base_config_is_noticed(tmp_path, config, words, trainer):
@@ -304,7 +307,7 @@ def test_a_run_of_another_process_is_left_to_it(tmp_path, words, trainer, monkey
     words += ["--variants", "gelu_l2"]
     monkeypatch.setenv("SLEEP", "60")
     args = parse(SOFTMAX, run_config, words)
-    (run,) = runs.plan(SOFTMAX, args)
+    (run,) = plans.plan(SOFTMAX, args)
     runs.prepare(run)
     other = execution.start(run, 0, args)
     try:
@@ -349,16 +352,17 @@ def test_mistakes_end_before_any_training(words, trainer, extra, message):
 
 
 def test_how_a_training_ended():
-    assert runs.error_line("", -9) == "killed by SIGKILL"
-    assert runs.error_line("a\nerror: no good\nb", 1) == "no good"
+    error_line = recording.error_line
+    assert error_line("", -9) == "killed by SIGKILL"
+    assert error_line("a\nerror: no good\nb", 1) == "no good"
     torchrun = """
     [rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB
     torch.distributed.elastic.multiprocessing.errors.ChildFailedError: x
     Root Cause (first observed failure):
     """
-    assert runs.error_line(torchrun, 1).startswith("[rank1]: torch.OutOfMemoryError: CUDA out of")
-    assert runs.error_line("Segmentation fault\n", 139) == "Segmentation fault"
-    assert runs.error_line("", 3) == "exit status 3, and no output"
+    assert error_line(torchrun, 1).startswith("[rank1]: torch.OutOfMemoryError: CUDA out of")
+    assert error_line("Segmentation fault\n", 139) == "Segmentation fault"
+    assert error_line("", 3) == "exit status 3, and no output"
 
 
 def test_a_derived_config_says_just_what_differs(tmp_path):
@@ -387,7 +391,7 @@ def test_diagnostics_are_thinned(tmp_path):
                 measured[layers[3]] = {**figures, "entropy": None}
                 line = {"epoch": epoch, "iteration": 9 * epoch, "layers": measured}
                 file.write(json.dumps(line) + "\n")
-        return runs._diagnostics(path)["diagnostics"]
+        return recording._diagnostics(path)["diagnostics"]
 
     diagnostics = write(learned=False)
     assert list(diagnostics) == ["epoch", "layers", *names]
@@ -396,7 +400,7 @@ def test_diagnostics_are_thinned(tmp_path):
     assert diagnostics["kurtosis"][0][7] == 1.235e-5
     assert diagnostics["kurtosis"][-1][7] == pytest.approx(1.235e-5 * 301, rel=1e-3)
     assert {row[3] for row in diagnostics["entropy"]} == {None}
-    runs.write_record(tmp_path / "record.json", diagnostics)
+    recording.write_record(tmp_path / "record.json", diagnostics)
     assert (tmp_path / "record.json").stat().st_size < 50_000
     assert write(learned=True)["tau"][0][0] == 27.7
 
@@ -404,12 +408,12 @@ def test_diagnostics_are_thinned(tmp_path):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_vit_has_as_many_weights(name, monkeypatch):
     cfg = load_config(ROOT / "configs" / f"{name}.py").to_dict()
-    shape, parameters = runs._shape(cfg)
-    ours = runs._build(cfg)
+    shape, parameters = image_models.shape_of(cfg)
+    ours = image_models.build(cfg)
     vit = SOFTMAX.variants[-1]
     assert vit.name == "vit"
     cfg["model"]["backbone"] = vit.change(cfg["model"]["backbone"], shape)
-    matched = runs._build(cfg)
+    matched = image_models.build(cfg)
 
     def weights(model):
         blocks = model.backbone.model.blocks
@@ -425,6 +429,6 @@ def test_the_vit_has_as_many_weights(name, monkeypatch):
     assert weights(ours) == weights(matched)
     assert outside(ours) == outside(matched)
     count = sum(parameter.numel() for parameter in matched.parameters())
-    assert count == pytest.approx(parameters, rel=runs.LARGEST_GAP)
+    assert count == pytest.approx(parameters, rel=plans.LARGEST_GAP)
     if name == "imagenet_base_matched":
         assert count == 86_567_656  # ViT-B/16

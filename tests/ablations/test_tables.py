@@ -3,18 +3,24 @@
 import json
 from pathlib import Path
 
+import diagnostics_plots
+import image_models
 import numpy as np
-import plots
+import plans
 import pytest
 import runs
 import tables
+from comparable import read_groups
+from fields import VISION
 from PIL import Image
 from questions import Question
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.integrations.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
-SOFTMAX = tables.QUESTIONS[0]
+IMAGES = [question for question in tables.QUESTIONS if question.field is VISION]
+SOFTMAX = IMAGES[0]
 SMALLER = ("small", "medium", "small_long")  # than the largest from start to end
 LAYERS = [f"blocks.{block}.{part}" for block in (0, 1) for part in ("attn.query", "mlp")]
 
@@ -47,7 +53,7 @@ def write(root, variant, seed, top1, lr=1e-3, folder="softmax_small", **changes)
         record["loss"]["loss"] = [2.5, 2.0, 1.5 + seed]
         if variant != "vit":
             record["diagnostics"] = {"epoch": [0, 1, 2], "layers": LAYERS} | {
-                name: [[0.1, 0.2, None, 0.4]] * 3 for name in plots.FIGURES
+                name: [[0.1, 0.2, None, 0.4]] * 3 for name in diagnostics_plots.FIGURES
             }
     if variant == "vit":
         backbone = {"_delete_": True, "model_name": "vit_base_patch16_224", "mlp_ratio": 6.0}
@@ -66,7 +72,8 @@ def root(tmp_path, monkeypatch) -> Path:
 
 
 def rendered(root):
-    return tables.render(tables.read_groups(root / "results"))
+    text = tables.render(read_groups(tables.QUESTIONS, root / "results"))
+    return text.partition(tables.LANGUAGE_TITLE)[0]
 
 
 def cells(text, label):
@@ -150,7 +157,7 @@ def test_learning_rates_are_groups_and_the_best_is_marked(root):
 
 def test_what_was_never_run_is_said(root):
     text = rendered(root)
-    for question in tables.QUESTIONS:
+    for question in IMAGES:
         for variant in question.variants:
             assert any("not run" in row[3:5] for row in cells(text, variant.label)), variant
     assert "[records]" not in text
@@ -209,20 +216,20 @@ def test_diagnostics_are_averaged_over_runs_and_layers():
     layers = ["blocks.0.attn.query", "blocks.0.attn.key", "blocks.0.mlp"]
     one = {"epoch": [0, 5], "layers": layers, "entropy": [[0.1, 0.3, 0.5], [0.2, None, 0.4]]}
     two = {"epoch": [0, 5], "layers": layers, "entropy": [[0.3, 0.5, 0.7], [0.4, 0.6, 0.8]]}
-    averaged = plots._mean_diagnostics([one, two])["entropy"]
+    averaged = diagnostics_plots._mean_diagnostics([one, two])["entropy"]
     assert averaged[0, "attn"] == pytest.approx({0: 0.3, 5: 0.4})
     assert averaged[0, "mlp"] == pytest.approx({0: 0.6, 5: 0.6})
 
 
 @pytest.mark.parametrize(
     "question",
-    [question for question in tables.QUESTIONS if question.pretraining is None],
+    [question for question in IMAGES if question.pretraining is None],
     ids=lambda question: question.name,
 )
 def test_every_question_can_be_asked_of_the_paper_s_model(question: Question):
     """Each variant builds, and has the parameters of the others unless its size is the question."""
-    cfg = runs.load_config(ROOT / tables.PAPERS_CONFIG).to_dict()
-    shape, parameters = runs._shape(cfg)
+    cfg = load_config(ROOT / tables.PAPERS_CONFIG).to_dict()
+    shape, parameters = image_models.shape_of(cfg)
     assert (ROOT / "ablations" / f"{question.name}.py").is_file()
     backbone, settings = cfg["model"]["backbone"], []
     for variant in question.variants:
@@ -231,10 +238,10 @@ def test_every_question_can_be_asked_of_the_paper_s_model(question: Question):
         settings.append(json.dumps([runs.difference(backbone, changed), outside]))
         hooks = [hook["type"] for hook in outside.get("custom_hooks", ())]
         assert variant.grown == ("GrowthHook" in hooks)
-        model = runs._build({**cfg, "model": {**cfg["model"], "backbone": changed}})
+        model = image_models.build({**cfg, "model": {**cfg["model"], "backbone": changed}})
         count = sum(parameter.numel() for parameter in model.parameters())
         if question.compute is None:
-            assert count == pytest.approx(parameters, rel=runs.LARGEST_GAP)
+            assert count == pytest.approx(parameters, rel=plans.LARGEST_GAP)
         else:
             assert (count < 0.7 * parameters) == (variant.grown or variant.name in SMALLER)
         if variant.name == question.compute:

@@ -2,7 +2,10 @@
 
 import hashlib
 
+import image_models
+import plans
 import pytest
+import recording
 import runs
 import timm
 from mmengine.registry import DefaultScope
@@ -48,7 +51,7 @@ def words(tmp_path, config, digits, weights):
 
 
 def plan(words, *more, question=TUNING):
-    return runs.plan(question, parse(question, run_config, [*words, *more]))
+    return plans.plan(question, parse(question, run_config, [*words, *more]))
 
 
 def test_the_methods_train_what_they_are_compared_for(words, weights):
@@ -65,7 +68,7 @@ def test_the_methods_train_what_they_are_compared_for(words, weights):
     for name in ("full", "scratch", "vit_full"):
         assert trainable[name] == parameters[name]
     assert parameters["full"] == parameters["probe"] == parameters["scratch"]
-    assert parameters["full"] == pytest.approx(parameters["vit_full"], rel=runs.LARGEST_GAP)
+    assert parameters["full"] == pytest.approx(parameters["vit_full"], rel=plans.LARGEST_GAP)
 
     for name, run in planned.items():
         runs.prepare(run)
@@ -74,7 +77,7 @@ def test_the_methods_train_what_they_are_compared_for(words, weights):
         digest = hashlib.sha256(start.read_bytes()).hexdigest()
         said = None if name == "scratch" else {"file": str(start), "sha256": digest}
         assert run.about["start"] == said
-        backbone = runs._timms(cfg.model.backbone)
+        backbone = image_models.timms(cfg.model.backbone)
         assert backbone.checkpoint_path == ("" if said is None else str(start))
         assert backbone.get("stem_seed") is None
         assert not cfg.get("custom_hooks")
@@ -87,13 +90,13 @@ def test_the_methods_train_what_they_are_compared_for(words, weights):
 
 def test_records_of_other_weights_are_not_taken_for_these(words, weights):
     (run,) = plan(words, "--variants", "probe")
-    runs._write(run, run.about)
-    assert runs.read_record(run) == run.about
+    recording._write(run, run.about)
+    assert recording.read_record(run) == run.about
     other = timm.create_model("tokenformer_tiny", **SIZES, num_classes=10).state_dict()
     save_file(other, weights["large_seed0"])
     (again,) = plan(words, "--variants", "probe")
     with pytest.raises(InputError, match=r"other settings, such as base: "):
-        runs.read_record(again)
+        recording.read_record(again)
     runs.prepare(run)
     with pytest.raises(InputError, match=r"other settings, such as base: "):
         runs.prepare(again)

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tables
+from comparable import read_groups
 from PIL import Image
 from tuning import QUESTION
 
@@ -64,7 +65,7 @@ def root(tmp_path, monkeypatch) -> Path:
 
 
 def rendered(root):
-    return tables.render(tables.read_groups(root / "results"))
+    return tables.render(read_groups(tables.QUESTIONS, root / "results"))
 
 
 def cells(text, variant):
