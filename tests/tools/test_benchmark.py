@@ -17,6 +17,7 @@ from PIL import Image
 from torch import nn
 
 from tokenformer_vit.benchmarking import measures, variants
+from tokenformer_vit.benchmarking.images import Images
 from tokenformer_vit.benchmarking.variants import Group, Setting, Variant
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
@@ -27,7 +28,8 @@ TOOL = ROOT / "tools" / "benchmark.py"
 CPU = torch.device("cpu")
 TINY = ["--model", "tokenformer_tiny", "--baseline", "vit_tiny_patch16_224"]
 TINY += ["--depth", "1", "--img-size", "32", "--device", "cpu"]
-SETTING = Setting("tokenformer_tiny", "vit_tiny_patch16_224", 32, 1, CPU, 0, 3)
+IMAGES = Images("tokenformer_tiny", "vit_tiny_patch16_224", 32, 1)
+SETTING = Setting(IMAGES, CPU, 0, 3)
 # What a machine that only measures may lack.
 ABSENT = ("matplotlib", "mmcv", "mmengine", "mmpretrain", "rich", "transformers")
 
@@ -46,30 +48,31 @@ def run_without(absent, *arguments):
     return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
 
 
-def check_arithmetic(record):
+def check_arithmetic(record, unit="image"):
     """Work the figures of a record out again, by NumPy and from the raw seconds."""
     for group in record["groups"]:
-        batch_size, rows = group["batch_size"], {row["variant"]: row for row in group["variants"]}
+        items, rows = group["items"], {row["variant"]: row for row in group["variants"]}
         ceiling = record["ceilings"][group["precision"]]
-        flops = record["flops_per_image"]["model"][group["mode"]]
+        flops = record[f"flops_per_{unit}"]["model"][group["mode"]]
         seconds = {
-            "matmul": batch_size * flops / ceiling["matmul_tflops"] / 1e12,
+            "matmul": items * flops / ceiling["matmul_tflops"] / 1e12,
             "copy": group["minimal_bytes"] / ceiling["copy_gb_per_s"] / 1e9,
         }
         assert group["bound_by"] == max(seconds, key=seconds.get)
-        bound = group["bound_images_per_s"]
-        assert bound == pytest.approx(batch_size / max(seconds.values()), rel=1e-4)
+        bound = group[f"bound_{unit}s_per_s"]
+        assert bound == pytest.approx(items / max(seconds.values()), rel=1e-4)
+        against = "baseline eager" if group["mode"] == "decode" else "baseline compiled"
         for row in rows.values():
             assert len(row["seconds"]) == record["n"]
             points = np.percentile(row["seconds"], (20, 50, 80))
             assert [row[f"seconds_p{p}"] for p in (20, 50, 80)] == pytest.approx(points, rel=1e-4)
-            assert row["images_per_s"] == pytest.approx(batch_size / points[1], rel=1e-4)
+            assert row[f"{unit}s_per_s"] == pytest.approx(items / points[1], rel=1e-4)
             ours = "baseline" if row["implementation"] == "baseline" else "model"
-            rate = record["flops_per_image"][ours][group["mode"]] * batch_size / points[1]
+            rate = record[f"flops_per_{unit}"][ours][group["mode"]] * items / points[1]
             assert row["mfu"] == pytest.approx(rate / ceiling["matmul_tflops"] / 1e12, rel=1e-4)
-            assert ("ratio_p50" in row) == ("baseline compiled" in rows)
-            if "baseline compiled" in rows:
-                ratios = np.divide(rows["baseline compiled"]["seconds"], row["seconds"])
+            assert ("ratio_p50" in row) == (against in rows)
+            if against in rows:
+                ratios = np.divide(rows[against]["seconds"], row["seconds"])
                 points = np.percentile(ratios, (20, 50, 80))
                 assert [row[f"ratio_p{p}"] for p in (20, 50, 80)] == pytest.approx(points, rel=1e-4)
 
@@ -129,14 +132,15 @@ def measured(monkeypatch):
         return {
             **group._asdict(),
             "dtype": group.precision,
-            "input_shape": [group.batch_size, 3, setting.img_size, setting.img_size],
+            "input_shape": setting.subject.shape(group),
+            "items": setting.subject.items(group),
             "variants": [
                 {
                     "variant": variant.name,
                     "implementation": variant.implementation,
                     "compiled": variant.compiled,
                     "seconds": (0.1 + torch.rand(setting.rounds)).tolist(),
-                    "saved_mb_per_image": 1.0 if group.mode == "train" else None,
+                    f"saved_mb_per_{setting.subject.unit}": 1.0 if group.mode == "train" else None,
                     "peak_mib": 9.0,
                 }
                 for variant in variants
@@ -215,6 +219,52 @@ def test_quick_and_chart(measured, tmp_path, capsys):
         assert len(picture.convert("RGB").getcolors(1_000_000)) > 10
 
 
+def test_language_models(measured, tmp_path, capsys):
+    pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
+    path = tmp_path / "speed.json"
+    words = ["--lm", "tiny", "--depth", "2", "--num-tokens", "96", "--batch-sizes", "3"]
+    words += ["--precisions", "bfloat16", "--rounds", "4", "--device", "cpu", "--out", str(path)]
+    benchmark.main(words)
+    record = json.loads(path.read_text())
+    modes = {group["mode"]: group for group in record["groups"]}
+    assert list(modes) == ["train", "prefill", "decode"]
+    assert [group["items"] for group in modes.values()] == [3 * 96, 3 * 96, 3 * 32]
+    assert {group["input_shape"][1] for group in modes.values()} == {96}
+    names = [row["variant"] for row in modes["train"]["variants"]]
+    assert [row["variant"] for row in modes["decode"]["variants"]] == names[::2]
+    assert (record["unit"], record["model"], record["baseline"]) == ("token", "tiny", "transformer")
+    assert (record["num_tokens"], record["depth"], record["config"]["depth"]) == (96, 2, 2)
+    assert record["hidden_features"] == 6 * 128
+    assert "transformers" in record["versions"]
+    check_arithmetic(record, "token")
+    model = 2 * record["parameters"]["model"]
+    tokens = 8 * 3 * 96
+    assert modes["prefill"]["minimal_bytes"] == tokens + model
+    assert modes["decode"]["minimal_bytes"] == tokens + 32 * model
+    assert modes["train"]["minimal_bytes"] == tokens + 10 * model + 2 * 3 * 96 * 1e6
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert "tokens/s" in capsys.readouterr().out
+    # All are there: nothing is measured again.
+    measured.clear()
+    benchmark.main([*words, "--resume"])
+    assert not measured
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--lm", "150m", "--img-size", "32"], "--img-size is of images, and --lm is not"),
+        (["--lm", "150m", "--num-tokens", "4096"], "4096: 150m takes at most 2048"),
+        (["--lm", "150m", "--modes", "infer"], "--modes infer: choose from train, prefill, dec"),
+        (["--num-tokens", "64"], "--num-tokens needs --lm"),
+        (["--modes", "decode"], "--modes decode: choose from train, infer"),
+    ],
+)
+def test_options_of_the_other_field(words, message):
+    with pytest.raises(InputError, match=message):
+        benchmark.main(["--device", "cpu", *words])
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -277,8 +327,8 @@ def test_what_does_not_fit_drops_out(monkeypatch, tmp_path):
 
 
 def test_released_computes_what_the_reference_does():
-    setting = SETTING._replace(depth=2)
-    reference, released = (variants.create(setting, name) for name in ("reference", "released"))
+    images = IMAGES._replace(depth=2)
+    reference, released = (images.create(name, 0) for name in ("reference", "released"))
     for layer in reference.modules():
         if isinstance(layer, Pattention):
             layer.eps = 0.0
@@ -366,7 +416,7 @@ def test_environment_leaves_out_what_is_not_installed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", variants.MODES)
+@pytest.mark.parametrize("mode", Images.modes)
 @pytest.mark.parametrize("precision", variants.PRECISIONS)
 def test_all_variants_compiled(mode, precision):
     compared = [

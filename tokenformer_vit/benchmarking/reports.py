@@ -14,8 +14,11 @@ from tokenformer_vit.files import write_whole
 from .measures import percentiles
 from .variants import BACKENDS, PRECISIONS, short
 
-__all__ = ["draw", "figures", "table"]
+__all__ = ["draw", "figures", "table", "unit_of"]
 
+_TOKEN_BYTES = 8
+# How a table prints what is kept: a token has less than an image, which has hundreds.
+_SAVED = {"image": "16.1f", "token": "16.4f"}
 COLOURS = {"baseline": "0.6", "released": "C1", "reference": "C9", "fused": "C0", "triton": "C2"}
 
 
@@ -29,39 +32,42 @@ def figures(group: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, An
     Returns:
         The entry with all of its keys.
     """
-    batch_size, rate = group["batch_size"], record["ceilings"][group["precision"]]
+    items, unit, rate = items_of(group), unit_of(record), record["ceilings"][group["precision"]]
     matmul, copy = rate["matmul_tflops"] * 1e12, rate["copy_gb_per_s"] * 1e9
     flops = {
-        name: counts[group["mode"]] * batch_size
-        for name, counts in record["flops_per_image"].items()
+        name: counts[group["mode"]] * items for name, counts in record[f"flops_per_{unit}"].items()
     }
 
     rows = group["variants"]
     saved = [
-        row["saved_mb_per_image"] * 1e6 * batch_size
+        row[f"saved_mb_per_{unit}"] * 1e6 * items
         for row in rows
-        if row["implementation"] in BACKENDS and row.get("saved_mb_per_image")
+        if row["implementation"] in BACKENDS and row.get(f"saved_mb_per_{unit}")
     ]
     item = PRECISIONS[group["precision"]].weights.itemsize
     parameters = record["parameters"]["model"] * item
-    images = math.prod(group["input_shape"]) * item
-    least = images + parameters
+    inputs = math.prod(group["input_shape"]) * (item if unit == "image" else _TOKEN_BYTES)
+    least = inputs + parameters
     if group["mode"] == "train":
-        least = images + 10 * parameters + 2 * min(saved, default=0)
+        least = inputs + 10 * parameters + 2 * min(saved, default=0)
+    elif group["mode"] == "decode":  # token by token
+        least = inputs + items // group["batch_size"] * parameters
     bound = {"matmul": flops["model"] / matmul, "copy": least / copy}
     by = max(bound, key=lambda name: bound[name])
 
-    baseline = next((row for row in rows if row["variant"] == "baseline compiled"), {})
+    # Decoding is compiled by none.
+    against = "baseline eager" if group["mode"] == "decode" else "baseline compiled"
+    baseline = next((row for row in rows if row["variant"] == against), {})
     return {
         **{key: value for key, value in group.items() if key != "variants"},
         "minimal_bytes": round(least),
-        "bound_images_per_s": short(batch_size / bound[by]),
+        f"bound_{unit}s_per_s": short(items / bound[by]),
         "bound_by": by,
         "variants": [
             _row_figures(
                 row,
                 baseline.get("seconds"),
-                batch_size,
+                {f"{unit}s_per_s": items},
                 flops["baseline" if row["implementation"] == "baseline" else "model"] / matmul,
             )
             for row in rows
@@ -69,15 +75,32 @@ def figures(group: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, An
     }
 
 
+def unit_of(record: Mapping[str, Any]) -> str:
+    """Return what a record counts speed in; one of before there was a choice does not say."""
+    return record.get("unit", "image")
+
+
+def items_of(group: Mapping[str, Any]) -> int:
+    """Return how many images or tokens a step of a group is about."""
+    return group.get("items", group["batch_size"])
+
+
 def _row_figures(
-    row: Mapping[str, Any], baseline: Sequence[float] | None, batch_size: int, ideal: float
+    row: Mapping[str, Any],
+    baseline: Sequence[float] | None,
+    per_step: Mapping[str, int],
+    ideal: float,
 ) -> dict[str, Any]:
-    """Work out the figures of a variant; ``ideal`` are the seconds at the matmul ceiling."""
+    """Work out the figures of a variant.
+
+    ``per_step`` names a speed and says what a step counts for it; ``ideal`` are the seconds at the
+    matmul ceiling.
+    """
     if "failed" in row:
         return dict(row)
     seconds = row["seconds"]
     figures = _named("seconds", seconds)
-    figures["images_per_s"] = short(batch_size / figures["seconds_p50"])
+    figures |= {name: short(each / figures["seconds_p50"]) for name, each in per_step.items()}
     if baseline:
         ratios = [theirs / own for theirs, own in zip(baseline, seconds, strict=True)]
         figures |= _named("ratio", ratios)
@@ -97,22 +120,23 @@ def title(group: Mapping[str, Any]) -> str:
     return f"{group['mode']}, {group['dtype']}, batch {group['batch_size']}"
 
 
-def table(group: Mapping[str, Any]) -> str:
-    """Lay out a group of a record as text."""
+def table(group: Mapping[str, Any], unit: str) -> str:
+    """Lay out a group of a record, whose speed is counted in ``unit``, as text."""
     lines = [
-        f"{title(group)}: at most {group['bound_images_per_s']:.1f} images/s "
+        f"{title(group)}: at most {group[f'bound_{unit}s_per_s']:.1f} {unit}s/s "
         f"(by the {group['bound_by']} ceiling)",
-        f"{'variant':20}{'images/s':>10}{'ratio p20':>12}{'p50':>8}{'p80':>8}"
-        f"{'saved MB/image':>16}{'peak MiB':>10}{'MFU %':>7}",
+        f"{'variant':20}{f'{unit}s/s':>10}{'ratio p20':>12}{'p50':>8}{'p80':>8}"
+        f"{f'saved MB/{unit}':>16}{'peak MiB':>10}{'MFU %':>7}",
     ]
     for row in group["variants"]:
         if "failed" in row:
             lines.append(f"{row['variant']:20}  {row['failed']}")
             continue
         lines.append(
-            f"{row['variant']:20}{row['images_per_s']:10.2f}{_cell(row.get('ratio_p20'), '12.3f')}"
+            f"{row['variant']:20}{row[f'{unit}s_per_s']:10.2f}"
+            f"{_cell(row.get('ratio_p20'), '12.3f')}"
             f"{_cell(row.get('ratio_p50'), '8.3f')}{_cell(row.get('ratio_p80'), '8.3f')}"
-            f"{_cell(row['saved_mb_per_image'], '16.1f')}{_cell(row['peak_mib'], '10.0f')}"
+            f"{_cell(row[f'saved_mb_per_{unit}'], _SAVED[unit])}{_cell(row['peak_mib'], '10.0f')}"
             f"{100 * row['mfu']:7.1f}"
         )
     return "\n".join(lines)
@@ -124,7 +148,7 @@ def _cell(value: float | None, form: str) -> str:
 
 
 def draw(record: Mapping[str, Any], path: Path) -> None:
-    """Draw the images per second of every variant, a bar each, into a PNG file.
+    """Draw the images or tokens per second of every variant, a bar each, into a PNG file.
 
     Raises:
         ImportError: If matplotlib is not installed.
@@ -132,7 +156,7 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
     """
     from matplotlib.figure import Figure  # what measures does without it
 
-    groups = record["groups"]
+    groups, speed = record["groups"], f"{unit_of(record)}s/s"
     heights = [len(group["variants"]) + 2 for group in groups]
     figure = Figure(figsize=(9, 0.28 * sum(heights) + 0.6), layout="constrained")
     blocks = f" ({record['depth']} blocks)" if record["depth"] else ""
@@ -142,18 +166,18 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
         rows = [row for row in group["variants"] if "failed" not in row]
         names = [row["variant"] for row in rows]
         low, middle, high = (
-            [group["batch_size"] / row[f"seconds_{point}"] for row in rows]
+            [items_of(group) / row[f"seconds_{point}"] for row in rows]
             for point in ("p80", "p50", "p20")
         )
         bars = axis.barh(names, middle, color=[COLOURS[row["implementation"]] for row in rows])
         axis.hlines(names, low, high, color="0.3")
         for bar, row in zip(bars, rows, strict=True):
             bar.set_alpha(1.0 if row["compiled"] else 0.5)
-        bound = group["bound_images_per_s"]
+        bound = group[f"bound_{unit_of(record)}s_per_s"]
         axis.axvline(bound, color="k", linestyle="--")
         axis.invert_yaxis()
         axis.set(title=f"{title(group)}; dashed: the bound, {bound:.4g} ({group['bound_by']})")
-    axes[-1].set_xlabel("images/s: median, and from the 20th to the 80th percentile")
+    axes[-1].set_xlabel(f"{speed}: median, and from the 20th to the 80th percentile")
     picture = io.BytesIO()
     figure.savefig(picture, dpi=120, format="png")
     write_whole(path, picture.getvalue())

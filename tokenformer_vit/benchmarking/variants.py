@@ -1,13 +1,11 @@
 """The ways to compute a model that are measured against each other, and the measuring."""
 
 import gc
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-import timm
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,21 +17,18 @@ from . import measures
 
 __all__ = [
     "BACKENDS",
-    "MODES",
     "PRECISIONS",
     "Group",
     "Released",
     "Setting",
+    "Subject",
     "Variant",
     "as_released",
-    "create",
     "measure_group",
     "short",
 ]
 
 BACKENDS = ("reference", "fused", "triton")
-MODES = ("train", "infer")
-CLASSES = 1000
 
 
 class Precision(NamedTuple):
@@ -51,24 +46,64 @@ PRECISIONS = {
 }
 
 
-class Setting(NamedTuple):
-    """What all groups have in common; ``depth`` is None for as many blocks as a model has."""
-
-    model: str
-    baseline: str
-    img_size: int
-    depth: int | None
-    device: torch.device
-    seed: int
-    rounds: int
-
-
 class Group(NamedTuple):
     """What variants have in common that are measured against each other."""
 
     mode: str
     precision: str
     batch_size: int
+
+
+class Subject(Protocol):
+    """What is measured: a model of ours, and the baseline that it is compared with."""
+
+    @property
+    def unit(self) -> str:
+        """What speed is counted in: ``image`` or ``token``."""
+        ...
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """Ways in which the models can run; ``train`` is one of them."""
+        ...
+
+    def create(self, implementation: str, seed: int) -> Any:
+        """Build the baseline, or our model with one of its backends, always of the same weights.
+
+        Its blocks are in ``blocks``.
+        """
+        ...
+
+    def costs(self, implementation: str) -> tuple[int, dict[str, int]]:
+        """Count a model's parameters, and the FLOPs of an image or a token in each mode."""
+        ...
+
+    def shape(self, group: Group) -> list[int]:
+        """Return that of a step's inputs."""
+        ...
+
+    def items(self, group: Group) -> int:
+        """Return how many images or tokens a step is about."""
+        ...
+
+    def draw(self, group: Group, random: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Draw inputs and targets."""
+        ...
+
+    def bind(
+        self, model: nn.Module, group: Group, batches: Sequence[tuple[Tensor, Tensor]]
+    ) -> Callable[[], Tensor]:
+        """Return what computes the loss in mode ``train``, and what is timed in another."""
+        ...
+
+
+class Setting(NamedTuple):
+    """What all groups have in common."""
+
+    subject: Subject
+    device: torch.device
+    seed: int
+    rounds: int
 
 
 class Variant(NamedTuple):
@@ -118,21 +153,6 @@ def as_released(model: Any) -> Any:
     return model
 
 
-def create(setting: Setting, implementation: str) -> Any:
-    """Build the baseline, or the model with one of its backends, always with the same weights."""
-    sizes: dict[str, Any] = {"img_size": setting.img_size, "num_classes": CLASSES}
-    if setting.depth is not None:
-        sizes["depth"] = setting.depth
-    torch.manual_seed(setting.seed)
-    if implementation == "baseline":
-        return timm.create_model(setting.baseline, **sizes)
-    model: Any = timm.create_model(setting.model, **sizes)
-    if implementation == "released":
-        return as_released(model)
-    model.set_backend(implementation)
-    return model
-
-
 class Run:
     """A variant, ready to be run in a group over and over."""
 
@@ -141,28 +161,25 @@ class Run:
         setting: Setting,
         group: Group,
         variant: Variant,
-        inputs: Sequence[tuple[Tensor, Tensor]],
+        batches: Sequence[tuple[Tensor, Tensor]],
     ) -> None:
         self.training = group.mode == "train"
         weights, products, _ = PRECISIONS[group.precision]
         self.precision = (
             nullcontext() if weights == products else torch.autocast(setting.device.type, products)
         )
-        self.model = (
-            create(setting, variant.implementation).to(setting.device, weights).train(self.training)
-        )
+        model = setting.subject.create(variant.implementation, setting.seed)
+        self.model = model.to(setting.device, weights).train(self.training)
         if variant.compiled:
             # A graph break is an error; and as in a process of its own, no shape is seen to vary.
             compile_blocks(self.model, fullgraph=True, dynamic=False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
-        self.inputs = itertools.cycle(inputs)
+        self._compute = setting.subject.bind(self.model, group, batches)
 
     def forward(self) -> Tensor:
-        """Compute the loss in training, the scores of the classes otherwise."""
-        images, labels = next(self.inputs)
+        """Compute the loss in training, and what is timed otherwise."""
         with self.precision:
-            scores = self.model(images)
-            return F.cross_entropy(scores, labels) if self.training else scores
+            return self._compute()
 
     def step(self) -> None:
         """Do what is timed."""
@@ -203,15 +220,13 @@ def measure_group(
         RuntimeError: If a variant that is to be compiled is not, or not as a whole.
     """
     precision = PRECISIONS[group.precision]
-    shape = (group.batch_size, 3, setting.img_size, setting.img_size)
+    subject, device = setting.subject, setting.device
     random = torch.Generator().manual_seed(setting.seed)
-    inputs = [
-        (
-            torch.randn(shape, generator=random).to(setting.device, precision.weights),
-            torch.randint(CLASSES, shape[:1], generator=random).to(setting.device),
-        )
-        for _ in range(3)
-    ]
+    batches = []
+    for _ in range(3):
+        inputs, targets = subject.draw(group, random)
+        dtype = precision.weights if inputs.is_floating_point() else inputs.dtype
+        batches.append((inputs.to(device, dtype), targets.to(device)))
     runs: dict[str, Run] = {}
     rows: dict[str, dict[str, Any]] = {
         v.name: {"variant": v.name, "implementation": v.implementation, "compiled": v.compiled}
@@ -219,7 +234,7 @@ def measure_group(
     }
 
     def build(variant: Variant) -> None:
-        runs[variant.name] = Run(setting, group, variant, inputs)
+        runs[variant.name] = Run(setting, group, variant, batches)
 
     def warm_up(variant: Variant) -> None:
         graphs = measures.compiled_graphs()
@@ -232,8 +247,9 @@ def measure_group(
     def weigh(variant: Variant) -> None:
         run, row = runs[variant.name], rows[variant.name]
         saved = measures.saved_bytes(run.forward, run.model) if run.training else None
-        rise = measures.peak_bytes(run.step, setting.device)
-        row["saved_mb_per_image"] = None if saved is None else short(saved / group.batch_size / 1e6)
+        rise = measures.peak_bytes(run.step, device)
+        kept = None if saved is None else short(saved / subject.items(group) / 1e6)
+        row[f"saved_mb_per_{subject.unit}"] = kept
         row["peak_mib"] = None if rise is None else short((rise + run.own_bytes()) / 2**20)
 
     def for_each(do: Callable[[Variant], None]) -> None:
@@ -256,12 +272,13 @@ def measure_group(
         with measures.frozen_compilations():
             for_each(weigh)
             steps = {name: run.step for name, run in runs.items()}
-            seconds = measures.measure_rounds(steps, setting.rounds, setting.device, tick)
+            seconds = measures.measure_rounds(steps, setting.rounds, device, tick)
     for name, values in seconds.items():
         rows[name]["seconds"] = [short(value) for value in values]
     return {
         **group._asdict(),
         "dtype": precision.words,
-        "input_shape": list(shape),
+        "input_shape": subject.shape(group),
+        "items": subject.items(group),
         "variants": list(rows.values()),
     }

@@ -1,0 +1,106 @@
+"""What is measured of language models does what it says, and costs what is counted."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
+
+from tokenformer_vit.benchmarking.costs import model_costs
+from tokenformer_vit.benchmarking.language import Language
+from tokenformer_vit.benchmarking.variants import PRECISIONS, Group, Setting, Variant, measure_group
+from tokenformer_vit.language import TokenFormerConfig, TokenFormerForCausalLM, matched_transformer
+from tokenformer_vit.models import LMConfig
+
+SHAPE = {"vocab_size": 61, "context_length": 40, "embed_dim": 32, "depth": 2, "num_heads": 2}
+CONFIG = LMConfig(**SHAPE, rotary_share=0.5)
+SUBJECT = Language(
+    lambda: TokenFormerForCausalLM(TokenFormerConfig(**SHAPE, rotary_share=0.5)),
+    lambda: matched_transformer(CONFIG),
+    vocab_size=61,
+    num_tokens=12,
+)
+IMPLEMENTATIONS = ("baseline", "released", "reference", "fused")
+
+
+def bound(implementation, mode, seed=0):
+    """Return a model, the tokens and targets of its first step, and what is timed."""
+    group = Group(mode, "float32", 3)
+    model = SUBJECT.create(implementation, 0).train(mode == "train")
+    batches = [SUBJECT.draw(group, torch.Generator().manual_seed(seed))]
+    return model, *batches[0], SUBJECT.bind(model, group, batches)
+
+
+@pytest.mark.parametrize("implementation", ["baseline", "reference"])
+@pytest.mark.parametrize("mode", SUBJECT.modes)
+def test_flops_are_what_pytorch_counts(implementation, mode):
+    model, tokens, _, call = bound(implementation, mode)
+    if mode == "decode":
+        call()  # makes the cache
+    with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(mode == "train"):
+        out = call()
+        if mode == "train":
+            out.backward()
+    counted = counter.get_total_flops()
+    if mode == "train":  # backward the fused attention computes the scores again
+        counted -= tokens.shape[0] * model_costs(model, 12)["token_token"].forward_flops // 2
+    parameters, flops = SUBJECT.costs(implementation)
+    # To a whole number for each token.
+    assert flops[mode] == pytest.approx(counted / SUBJECT.items(Group(mode, "float32", 3)), abs=1)
+    assert parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@torch.no_grad()
+def test_what_is_timed_is_the_model(implementation):
+    model, tokens, targets, train = bound(implementation, "train")
+    logits = model(tokens, use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets)
+    torch.testing.assert_close(train(), loss)
+    model, tokens, _, prefill = bound(implementation, "prefill")
+    last = model(tokens, use_cache=False).logits[:, -1:]
+    torch.testing.assert_close(prefill(), last)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@torch.no_grad()
+def test_decoding_goes_on_from_the_same_tokens_each_time(implementation):
+    model, tokens, _, decode = bound(implementation, "decode")
+    assert SUBJECT.decoded == 6
+    row = tokens[:, :7]  # half of the sequence, and the token that follows
+    for _ in range(6):
+        logits = model(row, use_cache=False).logits[:, -1:]
+        row = torch.cat((row, logits.argmax(dim=-1)), dim=1)
+    first, again = decode(), decode()
+    torch.testing.assert_close(first, logits, rtol=1e-4, atol=1e-5)
+    assert torch.equal(first, again)
+
+
+def test_all_start_with_the_same_weights():
+    reference, released, fused = (SUBJECT.create(name, 7) for name in IMPLEMENTATIONS[1:])
+    weights = [list(model.parameters()) for model in (reference, released, fused)]
+    for one, other, third in zip(*weights, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one, third)
+    assert {m.backend for m in fused.modules() if hasattr(m, "backend")} == {"fused"}
+
+
+@pytest.mark.parametrize(("mode", "precision"), zip(SUBJECT.modes, PRECISIONS, strict=True))
+def test_a_group(mode, precision):
+    setting = Setting(SUBJECT, torch.device("cpu"), 0, rounds=2)
+    variants = [Variant(name, False) for name in IMPLEMENTATIONS]
+    entry = measure_group(setting, Group(mode, precision, 3), variants)
+    assert entry["input_shape"] == [3, 12]
+    assert entry["items"] == (3 * 6 if mode == "decode" else 3 * 12)
+    for row in entry["variants"]:
+        assert len(row["seconds"]) == 2
+        assert (row["saved_mb_per_token"] is None) == (mode != "train")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["train", "prefill"])
+def test_a_group_that_is_compiled(mode):
+    setting = Setting(SUBJECT, torch.device("cpu"), 0, rounds=1)
+    variants = [Variant(name, True) for name in IMPLEMENTATIONS]
+    entry = measure_group(setting, Group(mode, "float32", 3), variants)
+    assert [row["variant"] for row in entry["variants"]] == [v.name for v in variants]

@@ -1,0 +1,82 @@
+"""A TokenFormer for images and the timm model that it is measured against."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import measures
+from .variants import Group, as_released
+
+__all__ = ["CLASSES", "Images"]
+
+CLASSES = 1000
+
+
+class Images(NamedTuple):
+    """What is measured on images; ``depth`` is None for as many blocks as a model has."""
+
+    model: str
+    baseline: str
+    img_size: int
+    depth: int | None
+
+    unit = "image"
+    modes = ("train", "infer")
+
+    def create(self, implementation: str, seed: int) -> Any:
+        """Build the baseline, or the model with one of its backends; see ``Subject``."""
+        sizes: dict[str, Any] = {"img_size": self.img_size, "num_classes": CLASSES}
+        if self.depth is not None:
+            sizes["depth"] = self.depth
+        torch.manual_seed(seed)
+        if implementation == "baseline":
+            return timm.create_model(self.baseline, **sizes)
+        model: Any = timm.create_model(self.model, **sizes)
+        if implementation == "released":
+            return as_released(model)
+        model.set_backend(implementation)
+        return model
+
+    def costs(self, implementation: str) -> tuple[int, dict[str, int]]:
+        """Count the parameters, and the FLOPs of an image in each mode.
+
+        Raises:
+            TypeError: If it has no blocks.
+        """
+        with torch.device("meta"):
+            model = self.create(implementation, 0)
+        if not hasattr(model, "blocks"):
+            raise TypeError("it has no blocks to be compiled; choose one of timm's ViTs")
+        flops = measures.count_flops(model, (3, self.img_size, self.img_size))
+        return sum(parameter.numel() for parameter in model.parameters()), flops
+
+    def shape(self, group: Group) -> list[int]:
+        """Return (B, 3, size, size)."""
+        return [group.batch_size, 3, self.img_size, self.img_size]
+
+    def items(self, group: Group) -> int:
+        """Return the number of images of a step."""
+        return group.batch_size
+
+    def draw(self, group: Group, random: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Draw images and labels."""
+        images = torch.randn(self.shape(group), generator=random)
+        return images, torch.randint(CLASSES, (group.batch_size,), generator=random)
+
+    def bind(
+        self, model: nn.Module, group: Group, batches: Sequence[tuple[Tensor, Tensor]]
+    ) -> Callable[[], Tensor]:
+        """Return what computes the loss in training, the scores of the classes otherwise."""
+        turn = itertools.cycle(batches)
+
+        def forward() -> Tensor:
+            images, labels = next(turn)
+            scores = model(images)
+            return F.cross_entropy(scores, labels) if group.mode == "train" else scores
+
+        return forward

@@ -1,0 +1,141 @@
+"""A TokenFormer for language and the Transformer that it is measured against.
+
+Both are models of transformers, which is not needed here: what builds them is handed in.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tokenformer_vit.layers import BlockLayerNorm, Pattention
+
+from .costs import model_costs, total
+from .variants import Group, as_released
+
+__all__ = ["Language"]
+
+# Most tokens of a sequence that a step of decoding adds, one by one.
+_DECODED = 32
+
+
+class Decoder(nn.Module):
+    """A causal language model of transformers, with its blocks where they are looked for."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.blocks = model.transformer.h if hasattr(model, "transformer") else model.model.blocks
+
+    def forward(self, tokens: Tensor, **kwargs: Any) -> Any:
+        """Return what the model does, of (B, N) tokens."""
+        return self.model(input_ids=tokens, **kwargs)
+
+
+class Language(NamedTuple):
+    """What is measured on text.
+
+    Args:
+        model: Builds the TokenFormer, as a causal language model of transformers.
+        baseline: Builds the Transformer in GPT-2's form.
+        vocab_size: Entries of both embeddings.
+        num_tokens: N, length of a sequence.
+    """
+
+    model: Callable[[], nn.Module]
+    baseline: Callable[[], nn.Module]
+    vocab_size: int
+    num_tokens: int
+
+    unit = "token"
+    modes = ("train", "prefill", "decode")
+
+    @property
+    def decoded(self) -> int:
+        """Tokens of a sequence that a step of decoding adds to those before them."""
+        return min(_DECODED, self.num_tokens // 2)
+
+    def create(self, implementation: str, seed: int) -> Decoder:
+        """Build the baseline, or the model with one of its backends; see ``Subject``."""
+        torch.manual_seed(seed)
+        if implementation == "baseline":
+            return Decoder(self.baseline())
+        decoder = Decoder(self.model())
+        if implementation == "released":
+            return as_released(decoder)
+        for module in decoder.blocks.modules():
+            if isinstance(module, BlockLayerNorm | Pattention):
+                module.backend = implementation
+        return decoder
+
+    def costs(self, implementation: str) -> tuple[int, dict[str, int]]:
+        """Count the parameters, and the FLOPs of a token in each mode.
+
+        Of a prompt the last token alone is given to the head; a token that is decoded attends to
+        those before it and itself.
+        """
+        with torch.device("meta"):
+            model = self.create(implementation, 0)
+        whole, single = (model_costs(model, tokens) for tokens in (self.num_tokens, 1))
+        forward, attention = total(whole).forward_flops, single["token_token"].forward_flops
+        prompt = forward - whole["head"].forward_flops + single["head"].forward_flops
+        others = self.num_tokens - (self.decoded + 1) / 2  # on the average; the single one is there
+        return total(whole).parameters, {
+            "train": 3 * forward // self.num_tokens,
+            "prefill": prompt // self.num_tokens,
+            "decode": round(total(single).forward_flops + attention * others),
+        }
+
+    def shape(self, group: Group) -> list[int]:
+        """Return (B, N)."""
+        return [group.batch_size, self.num_tokens]
+
+    def items(self, group: Group) -> int:
+        """Return the number of tokens that a step learns from, reads or adds."""
+        return group.batch_size * (self.decoded if group.mode == "decode" else self.num_tokens)
+
+    def draw(self, group: Group, random: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Draw tokens, and for each the one to be predicted."""
+        shape = (group.batch_size, self.num_tokens + 1)
+        rows = torch.randint(self.vocab_size, shape, generator=random)
+        return rows[:, :-1], rows[:, 1:]
+
+    def bind(
+        self, model: nn.Module, group: Group, batches: Sequence[tuple[Tensor, Tensor]]
+    ) -> Callable[[], Tensor]:
+        """Return what computes the loss in training, the logits of the last token otherwise."""
+        if group.mode == "decode":
+            return self._decoding(model, batches[0][0])
+        turn = itertools.cycle(batches)
+
+        def train() -> Tensor:
+            tokens, targets = next(turn)
+            logits = model(tokens, use_cache=False).logits
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+        def prefill() -> Tensor:
+            return model(next(turn)[0], use_cache=False, logits_to_keep=1).logits
+
+        return train if group.mode == "train" else prefill
+
+    def _decoding(self, model: nn.Module, tokens: Tensor) -> Callable[[], Tensor]:
+        """Return what goes on from the sequences' beginnings, always the likeliest token."""
+        known = self.num_tokens - self.decoded
+        cache: Any = None
+
+        def decode() -> Tensor:
+            nonlocal cache
+            if cache is None:  # in the warm-up, which is of the precision that the rest is of
+                start = model(tokens[:, :known], use_cache=True, logits_to_keep=1)
+                cache = start.past_key_values
+            token = tokens[:, known : known + 1]
+            for _ in range(self.decoded):
+                logits = model(token, past_key_values=cache, use_cache=True).logits
+                token = logits[:, -1].argmax(dim=-1, keepdim=True)
+            cache.crop(-self.decoded)
+            return logits  # type: ignore[possibly-unbound]
+
+        return decode
