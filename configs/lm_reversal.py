@@ -1,8 +1,8 @@
-# A TokenFormer of 0.1 M parameters that learns to write 16 digits backwards: the smallest check of
+# A TokenFormer of 0.15 M parameters that learns to write 16 digits backwards: the smallest check of
 # language training from one end to the other.
 #
 # Paper:     has no such run
-# Data:      python tools/prepare_text.py data/reversal --reversal 20000 --context-length 34
+# Data:      python tools/prepare_text.py --reversal 20000 --val-share 0.05 data/reversal
 # Batch:     64
 # Hardware:  not yet
 # Command:   python tools/train.py configs/lm_reversal.py
@@ -30,4 +30,5 @@ val_evaluator = [
     dict(type="AnswerAccuracy", start=ord(">"), end=ord("\n")),
 ]
 test_evaluator = val_evaluator
+train_cfg = dict(max_iters=1500, val_interval=250)
 auto_scale_lr = dict(base_batch_size=64)

@@ -13,8 +13,8 @@ model = dict(
     architecture="tokenformer",
     config=dict(preset="150m", vocab_size=50_304, context_length=2048),
     checkpoint="",  # folder of a trained model to start from; config is empty then
-    growth=None,
-    masks=None,
+    growth=dict(),
+    masks=dict(),
     frozen_stem=False,
     compile=False,
 )
@@ -51,6 +51,7 @@ optim_wrapper = dict(
         norm_decay_mult=0.0,
         bias_decay_mult=0.0,
         flat_decay_mult=0.0,
+        bypass_duplicate=True,  # the tied head of the Transformer
         custom_keys={".tau": dict(decay_mult=0.0)},  # if learned
     ),
 )

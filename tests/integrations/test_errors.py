@@ -174,7 +174,9 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     model = torch.nn.Linear(2, 2)
     hub = SimpleNamespace(runtime_info={"last_ckpt": "epoch_1.pth"}, update_info=None)
     wrapper = SimpleNamespace(get_lr=lambda: {"lr": [0.1]})
-    runner = SimpleNamespace(model=model, message_hub=hub, optim_wrapper=wrapper, iter=3, epoch=1)
+    runner = SimpleNamespace(
+        model=model, message_hub=hub, optim_wrapper=wrapper, train_loop=None, iter=3, epoch=1
+    )
     torch.nn.init.constant_(model.weight, torch.inf)
     hook = ExactCheckpointHook(max_keep_ckpts=1)
     with pytest.raises(InputError, match=r"not finite at iteration 4.*is kept: epoch_1\.pth"):

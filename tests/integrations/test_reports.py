@@ -58,7 +58,12 @@ def test_the_bar_shows_progress_and_eta_in_a_terminal(monkeypatch):
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     runner = SimpleNamespace(
-        max_iters=10, iter=4, epoch=1, max_epochs=3, logger=logging.getLogger("test")
+        max_iters=10,
+        iter=4,
+        epoch=1,
+        max_epochs=3,
+        train_loop=None,
+        logger=logging.getLogger("test"),
     )
     hook = ProgressHook()
     hook.before_train(runner)

@@ -74,8 +74,14 @@ def configure_test(cfg: Config, checkpoint: str | Path, out: str | Path) -> None
         out: Folder for the results; it is made.
 
     Raises:
-        InputError: If there is no such checkpoint, or the folder cannot be made.
+        InputError: If the config is of no classifier, there is no such checkpoint, or the folder
+            cannot be made.
     """
+    if "head" not in cfg.model:
+        raise InputError(
+            f"{cfg.filename} is of no image classifier; a language model is evaluated by "
+            "tools/evaluate_lm.py"
+        )
     if not Path(checkpoint).is_file():
         raise InputError(f"there is no checkpoint {checkpoint}")
     try:

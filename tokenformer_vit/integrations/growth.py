@@ -317,7 +317,7 @@ class CostHook(Hook):
             if hasattr(model, "backbone"):
                 self._flops = training_flops(model.backbone.model)
             else:  # of a row of tokens the last is only predicted
-                self._flops = model.training_flops(data_batch["inputs"].shape[1] - 1)
+                self._flops = model.training_flops(data_batch[0]["inputs"].shape[1] - 1)
 
     def after_train_iter(
         self,
@@ -327,7 +327,8 @@ class CostHook(Hook):
         outputs: dict[str, Any] | None = None,
     ) -> None:
         """Add this iteration's cost."""
-        samples = len(data_batch["inputs"]) * runner.world_size
+        batches = data_batch if isinstance(data_batch, list) else [data_batch]
+        samples = sum(len(batch["inputs"]) for batch in batches) * runner.world_size
         hub = runner.message_hub
         spent = (hub.runtime_info.get("flops") or 0) + samples * self._flops
         hub.update_info("flops", spent)

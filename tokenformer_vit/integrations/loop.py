@@ -1,6 +1,6 @@
 """The loops and the sampler of mmengine, able to start in the middle of an epoch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from typing import Any
 
@@ -63,9 +63,11 @@ class ResumableEpochLoop(EpochBasedTrainLoop):
 
 @LOOPS.register_module()
 class ResumableIterLoop(IterBasedTrainLoop):
-    """mmengine's loop by iterations; a checkpoint goes on where it was taken, without reading data.
+    """mmengine's loop by iterations, each an optimiser step.
 
-    It needs an :class:`EndlessSampler`.
+    Under gradient accumulation an iteration takes as many batches as a step does, so that schedules
+    and intervals mean steps, however many batches these are made of. A checkpoint goes on where it
+    was taken, without reading the data before. The loop needs an :class:`EndlessSampler`.
     """
 
     def run(self) -> None:
@@ -73,11 +75,15 @@ class ResumableIterLoop(IterBasedTrainLoop):
         self.runner.call_hook("before_train")
         self.runner.call_hook("before_train_epoch")
         loader: Any = self.dataloader
-        loader.sampler.start = self._iter * loader.batch_size
+        optim: Any = self.runner.optim_wrapper
+        each = optim._accumulative_counts
+        # It counts batches, but was told of iterations.
+        optim.initialize_count_status(self.runner.model, self._iter * each, self._max_iters * each)
+        loader.sampler.start = self._iter * each * loader.batch_size
         batches = iter(loader)
         while self._iter < self._max_iters and not self.stop_training:
             self.runner.model.train()
-            self.run_iter(next(batches))
+            self.run_iter(list(islice(batches, each)))
             self._decide_current_val_interval()
             if (
                 self.runner.val_loop is not None
@@ -87,3 +93,20 @@ class ResumableIterLoop(IterBasedTrainLoop):
                 self.runner.val_loop.run()
         self.runner.call_hook("after_train_epoch")
         self.runner.call_hook("after_train")
+
+    def run_iter(self, data_batch: Sequence[dict[str, Any]]) -> None:
+        """Make one optimiser step.
+
+        Args:
+            data_batch: The batches of which it consists; what is logged is their mean.
+        """
+        self.runner.call_hook("before_train_iter", batch_idx=self._iter, data_batch=data_batch)
+        parts = [
+            self.runner.model.train_step(batch, optim_wrapper=self.runner.optim_wrapper)
+            for batch in data_batch
+        ]
+        outputs = {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
+        self.runner.call_hook(
+            "after_train_iter", batch_idx=self._iter, data_batch=data_batch, outputs=outputs
+        )
+        self._iter += 1

@@ -62,10 +62,11 @@ class ProgressHook(Hook):
         """Advance the bar."""
         self._bar.update()
         if outputs and not self._bar.disable:
-            shown = {"loss": f"{float(outputs['loss']):.4f}"}
-            if not isinstance(runner.train_loop, IterBasedTrainLoop):
-                shown["epoch"] = f"{runner.epoch + 1}/{runner.max_epochs}"
-            self._bar.set_postfix(shown, refresh=False)
+            epoch = {"epoch": f"{runner.epoch + 1}/{runner.max_epochs}"}
+            if isinstance(runner.train_loop, IterBasedTrainLoop):
+                epoch = {}
+            loss = f"{float(outputs['loss']):.4f}"
+            self._bar.set_postfix({**epoch, "loss": loss}, refresh=False)
 
     def after_train(self, runner) -> None:
         """Close the bar."""

@@ -19,7 +19,7 @@ from tokenformer_vit.language import (
     load_language_model,
     transformer_lm,
 )
-from tokenformer_vit.models import compile_blocks, lm_config
+from tokenformer_vit.models import LMConfig, compile_blocks, lm_config
 
 MASKS = "masks.safetensors"
 
@@ -156,9 +156,8 @@ def _build(architecture: str, config: dict[str, Any], checkpoint: str) -> Any:
         return load_language_model(Path(checkpoint), kinds=("tokenformer", "gpt2")).train()
     try:
         if architecture == "tokenformer":
-            own = lm_config(config.pop("preset"), **config) if "preset" in config else None
-            sizes = vars(own) if own is not None else config
-            return TokenFormerForCausalLM(TokenFormerConfig(**sizes))
+            sizes = lm_config(**config) if "preset" in config else LMConfig(**config)
+            return TokenFormerForCausalLM(TokenFormerConfig(**vars(sizes)))
         if architecture == "transformer":
             return transformer_lm(**config)
     except TypeError as error:  # a name that neither has

@@ -1,0 +1,25 @@
+# The smallest of the growth series, 12 × 768 with 576 / 2304 pairs, on OpenWebText: 300 billion
+# tokens, as the Transformer that it is compared with.
+#
+# Paper:     perplexity 16.41 on OpenWebText (arXiv:2410.23168, Figure 3)
+# Data:      python tools/prepare_text.py --hub Skylion007/openwebtext data/openwebtext \
+#                --tokenizer gpt2 --context-length 1024
+# Batch:     480 = 8 GPUs x 12 with 5 steps
+# Hardware:  not run
+# Command:   torchrun --nproc_per_node=8 tools/train.py configs/lm_openwebtext_124m.py \
+#                --launcher pytorch --amp --batch-size 12 \
+#                --cfg-options optim_wrapper.accumulative_counts=5
+# Expected:  not run
+_base_ = "_base_/language.py"
+
+model = dict(config=dict(preset="grown_124m", context_length=1024))
+train_dataloader = dict(dataset=dict(data_root="data/openwebtext"))
+val_dataloader = dict(dataset=dict(data_root="data/openwebtext"))
+test_dataloader = val_dataloader
+# 480 x 1024 tokens a step, 600,000 steps: nanoGPT's GPT-2, https://github.com/karpathy/nanoGPT
+param_scheduler = [
+    dict(type="LinearLR", start_factor=1e-3, by_epoch=False, end=2000),
+    dict(type="CosineAnnealingLR", eta_min=6e-5, by_epoch=False, begin=2000),
+]
+train_cfg = dict(max_iters=600_000, val_interval=2000)
+auto_scale_lr = dict(base_batch_size=480)

@@ -1,0 +1,30 @@
+# The next of the growth series: lm_openwebtext_124m, grown to 2140 / 8560 pairs, for 30 billion
+# tokens more with a warm-up and a cosine of its own.
+#
+# Paper:     perplexity 14.02 on OpenWebText (arXiv:2410.23168, Figure 3), with random new pairs
+# Data:      as for lm_openwebtext_124m, whose run comes first
+# Batch:     480 = 8 GPUs x 12 with 5 steps
+# Hardware:  not run
+# Command:   torchrun --nproc_per_node=8 tools/train.py configs/lm_openwebtext_354m.py \
+#                --launcher pytorch --amp --batch-size 12 \
+#                --cfg-options optim_wrapper.accumulative_counts=5
+#            (and on: model.checkpoint=work_dirs/lm_openwebtext_354m, 4850 and 19400 pairs, then
+#            8620 and 34480)
+# Expected:  not run
+_base_ = "lm_openwebtext_124m.py"
+
+model = dict(
+    config=dict(_delete_=True),
+    checkpoint="work_dirs/lm_openwebtext_124m",
+    growth=dict(
+        num_qkv_param_tokens=2140,
+        num_proj_param_tokens=2140,
+        num_ffn_param_tokens=8560,
+        init="random",  # as in the paper; zero_key goes on where the smaller model ended
+    ),
+)
+param_scheduler = [
+    dict(type="LinearLR", start_factor=1e-3, by_epoch=False, end=600),
+    dict(type="CosineAnnealingLR", eta_min=6e-5, by_epoch=False, begin=600),
+]
+train_cfg = dict(max_iters=60_000)

@@ -1,0 +1,17 @@
+# TokenFormer LM of 151,881,216 parameters on the Pile: the smallest of the released models.
+#
+# Paper:     perplexity 10.45 on the Pile; zero-shot average of six tasks 44.7
+# Data:      python tools/prepare_text.py --hub monology/pile-uncopyrighted data/pile \
+#                --tokenizer EleutherAI/gpt-neox-20b --context-length 2048
+#            (a copy without the parts that were withdrawn; the authors had all of it)
+# Batch:     1024 = 8 GPUs x 16 with 8 steps
+# Hardware:  not run
+# Command:   torchrun --nproc_per_node=8 tools/train.py configs/lm_pile_150m.py \
+#                --launcher pytorch --amp --batch-size 16 \
+#                --cfg-options optim_wrapper.accumulative_counts=8
+# Expected:  not run
+_base_ = "_base_/language.py"
+
+train_dataloader = dict(dataset=dict(data_root="data/pile"))
+val_dataloader = dict(dataset=dict(data_root="data/pile"))
+test_dataloader = val_dataloader
