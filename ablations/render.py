@@ -46,6 +46,7 @@ SPEED = {
     "depth": None,
 }
 SPEED_VARIANTS = ("fused compiled", "baseline compiled", "released eager")
+DECODING_VARIANTS = ("fused eager", "baseline eager", "released eager")  # which none compiles
 # What a benchmark on a GPU would show, until there is a record of one.
 GPU_GROUPS = [
     f"{mode}, bfloat16 autocast, batch {batch}"
@@ -55,6 +56,12 @@ GPU_GROUPS = [
 SPEED_HEAD = (
     "| | ViT-B/16, images/s | TokenFormer, images/s | × ViT (p20–p80) | × released formula, eager "
     "| kept for backward, MB an image | peak memory, × ViT | MFU % |\n"
+    "|---|---|---|---|---|---|---|---|\n"
+)
+LANGUAGE_SPEED_HEAD = (
+    "| | Transformer, tokens/s | TokenFormer, tokens/s | × Transformer (p20–p80) "
+    "| × released formula, eager | kept for backward, kB a token | peak memory, × Transformer "
+    "| MFU % |\n"
     "|---|---|---|---|---|---|---|---|\n"
 )
 GROWTH_HEAD = (
@@ -96,30 +103,56 @@ def speed_rows() -> str:
     return "".join(rows)
 
 
-def speed_row(link: str, group: dict[str, Any]) -> str:
-    """Render one group of a benchmark."""
+def language_speed_rows() -> str:
+    """Render the rows of all benchmarks of language models."""
+    rows = ""
+    for path in sorted(RESULTS.glob("speed_lm_*.json")):
+        record = json.loads(path.read_text())
+        link = (
+            f"[`{record['model']}`, {record['num_tokens']} tokens, {record['hardware']}]"
+            f"(ablations/results/{path.name})"
+        )
+        rows += "".join(
+            speed_row(link, group, "token")
+            for group in record["groups"]
+            if {row["variant"] for row in group["variants"]} >= set(rendered_variants(group))
+        )
+    return rows or f"| not run |{' |' * 7}\n"
+
+
+def speed_row(link: str, group: dict[str, Any], unit: str = "image") -> str:
+    """Render one group of a benchmark whose speed is counted in ``unit``."""
     rows = {row["variant"]: row for row in group["variants"]}
     name = f"{link}, {group['mode']}, {group['dtype']}, batch {group['batch_size']}"
-    ours, vit, released = (rows[name] for name in SPEED_VARIANTS)
-    if failed := [row["variant"] for row in (ours, vit, released) if "failed" in row]:
+    ours, theirs, released = (rows[name] for name in rendered_variants(group))
+    if failed := [row["variant"] for row in (ours, theirs, released) if "failed" in row]:
         return f"| {name} | {', '.join(failed)} failed |{' |' * 6}\n"
     times_released = median(
         other / own for other, own in zip(released["seconds"], ours["seconds"], strict=True)
     )
     kept = peak = "–"
-    if ours["saved_mb_per_image"] is not None:
-        kept = (
-            f"{ours['saved_mb_per_image']:.1f} / {vit['saved_mb_per_image']:.1f} = "
-            f"{ours['saved_mb_per_image'] / vit['saved_mb_per_image']:.2f}"
-        )
+    saved = [row[f"saved_mb_per_{unit}"] for row in (ours, theirs)]
+    if None not in saved:
+        own, other = (each if unit == "image" else 1e3 * each for each in saved)
+        kept = f"{own:.1f} / {other:.1f} = {own / other:.2f}"
     if ours["peak_mib"] is not None:
-        peak = f"{ours['peak_mib'] / vit['peak_mib']:.2f}"
+        peak = f"{ours['peak_mib'] / theirs['peak_mib']:.2f}"
     return (
-        f"| {name} | {vit['images_per_s']:.3g} | {ours['images_per_s']:.3g} "
+        f"| {name} | {rate(theirs[f'{unit}s_per_s'])} | {rate(ours[f'{unit}s_per_s'])} "
         f"| **{ours['ratio_p50']:.2f}** ({ours['ratio_p20']:.2f}–{ours['ratio_p80']:.2f}) "
         f"| {times_released:.2f} | {kept} | {peak} "
         f"| {100 * ours['mfu']:.0f} |\n"
     )
+
+
+def rendered_variants(group: dict[str, Any]) -> tuple[str, str, str]:
+    """Name ours, the baseline and the released formula as they stand in a group's row."""
+    return DECODING_VARIANTS if group["mode"] == "decode" else SPEED_VARIANTS
+
+
+def rate(per_second: float) -> str:
+    """Write out a speed to three digits, or whole."""
+    return f"{per_second:.3g}" if per_second < 1000 else f"{per_second:,.0f}"
 
 
 def growth_rows(field: Field) -> str:
@@ -144,6 +177,7 @@ def render(text: str) -> str:
     rendered = {
         "runs": HEAD + "".join(map(run_row, RUNS)),
         "speed": SPEED_HEAD + speed_rows(),
+        "language-speed": LANGUAGE_SPEED_HEAD + language_speed_rows(),
         "growth": growth_table(VISION),
         "language-growth": growth_table(LANGUAGE),
     }
