@@ -9,13 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mmengine.config import Config
 from mmengine.registry import DefaultScope
 from mmpretrain.registry import MODELS
 from questions import ImageShape
 from timm.models import VisionTransformer
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.integrations.config import check_data_folders
 from tokenformer_vit.models import TokenFormerViT
+
+
+def check_data(cfg: Mapping[str, Any]) -> None:
+    """Check that the images of a config can be trained on; see :func:`check_data_folders`."""
+    check_data_folders(Config(cfg), ("train_dataloader", "val_dataloader"))
 
 
 def build(cfg: Mapping[str, Any], loaded: bool = False) -> Any:

@@ -18,7 +18,6 @@ from runs import MOST_DIAGNOSES, ROOT, Run, difference, shown
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.integrations.config import (
     LOADERS,
-    check_data_folders,
     check_schedule,
     load_config,
 )
@@ -55,7 +54,7 @@ def plan(question: Question, args: argparse.Namespace) -> list[Run]:
         field.replace(own, changed)
         outside = _outside(question, variant, shape, chosen, args)
         own = merged(own, outside)
-        check_data_folders(Config(own), ("train_dataloader", "val_dataloader"))
+        builder.check_data(own)
         facts: dict[str, Any] = {}
         if question.pretraining is not None:
             facts["start"] = builder.start_of(changed, question.pretraining)

@@ -31,6 +31,7 @@ QUESTIONS: tuple[Question, ...] = tuple(
     for name in (
         *("softmax", "layernorm", "gelu", "tau", "key_scale", "eps", "pairs"),
         *("growth", "tuning"),
+        *("lm_transformer", "lm_growth", "lm_schedules", "lm_continue", "lm_languages"),
     )
 )
 PAPERS_CONFIG = "configs/imagenet_base.py"
