@@ -27,7 +27,10 @@ def appended(stage: int, text: str, masked: bool, **new: Any) -> Change:
 
     def change(model: Backbone, shape: TextShape) -> Backbone:
         masks = {"new": text} if masked else None
-        return {**model, "growth": shape.pairs(stage + 1), "masks": masks, **new}
+        # By themselves, pairs of zero keys would begin with scores of zero everywhere.
+        init = "random" if masked else "zero_key"
+        growth = {**shape.pairs(stage + 1), "init": init}
+        return {**model, "growth": growth, "masks": masks, **new}
 
     return change
 
@@ -64,8 +67,9 @@ QUESTION = Question(
         "*Masked*: a language is trained and read with its own pairs alone, and those of the "
         "others stay as they are; embedding, positions and final norm go on training. *Masked, "
         "the rest frozen*: these stay as they are after English, too. *Unmasked*: all pairs are "
-        "active and train. New pairs start with zero keys. A text whose language was not trained "
-        "yet is read with the newest pairs. All have the same English stage."
+        "active and train, and new ones start with zero keys, so that what the model computes "
+        "stays; those of a mask start at random. A text whose language was not trained yet is read "
+        "with the newest pairs. All have the same English stage."
     ),
     variants=(
         Variant("first", "English", first, text=next(iter(TEXTS))),

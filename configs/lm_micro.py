@@ -24,4 +24,4 @@ model = dict(
 train_dataloader = dict(dataset=dict(data_root="data/tinyshakespeare_64"))
 val_dataloader = dict(dataset=dict(data_root="data/tinyshakespeare_64"))
 test_dataloader = val_dataloader
-train_cfg = dict(max_iters=1500, val_interval=125)
+train_cfg = dict(max_iters=1000, val_interval=100)
