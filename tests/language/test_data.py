@@ -1,6 +1,9 @@
-"""Rows of tokens on the disk: each token is predicted once, and damage is found."""
+"""From text to rows of tokens: nothing is lost, held-out text stays apart, damage is found."""
 
+import gzip
+import itertools
 import json
+import random
 import re
 
 import numpy as np
@@ -9,11 +12,31 @@ import pytest
 pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
 pytest.importorskip("datasets", reason="pip install tokenformer-vit[language]")
 
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.language import read_text_meta, read_tokens
+from tokenformer_vit.language import (
+    byte_tokenizer,
+    file_source,
+    hub_source,
+    load_tokenizer,
+    read_text_meta,
+    read_tokens,
+    reversal_source,
+    train_tokenizer,
+)
+from tokenformer_vit.language.corpora import Piece, TextReader
 from tokenformer_vit.language.data import PROGRESS, SplitWriter, partial_folder
 
 CONTEXT = 8
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    """Else it tells the hub of each file that it opens."""
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
 
 
 def write(folder, sizes, vocab_size=1000, split="train", shard_rows=3):
@@ -124,3 +147,194 @@ def test_a_full_disk_names_its_file(tmp_path):
     with pytest.raises(OSError, match="No space left") as caught:
         writer.add([np.zeros(100_000)])
     assert caught.value.filename == str(path)
+
+
+ODD = "é<|endoftext|>\u2028x 😀\t\r\n\n  a\x00b"
+
+
+def test_byte_tokens_are_the_bytes(tmp_path):
+    byte_tokenizer().save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    how = {"add_special_tokens": False, "split_special_tokens": True}
+    text = ODD + "".join(map(chr, [*range(0x300), *range(0x4E00, 0x4E80)]))
+    assert tokenizer(text, **how)["input_ids"] == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+    assert len(tokenizer) == 257
+    assert tokenizer.eos_token_id == 256
+
+
+def test_a_trained_tokenizer_loses_nothing():
+    tokenizer = train_tokenizer(["to be or not to be"] * 5, 270)
+    found = tokenizer(ODD + "to be", split_special_tokens=True)["input_ids"]
+    assert tokenizer.decode(found) == ODD + "to be"
+    assert len(tokenizer) <= 270
+    assert len(tokenizer("to be or not to be")["input_ids"]) < 10
+    with pytest.raises(InputError, match="bpe:256 is too small"):
+        train_tokenizer([], 256)
+
+
+def pieces(source):
+    return list(TextReader([source]))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_long_file_in_pieces_has_the_tokens_of_the_whole(tmp_path, seed):
+    tokenizer = train_tokenizer(["the cat  sat\n\non the mat\n  and more"] * 9, 280)
+    rng = random.Random(seed)
+    parts = [
+        "the",
+        "cat",
+        " ",
+        "  ",
+        "\n",
+        "\n\n",
+        "\r\n",
+        "\t",
+        "é",
+        "😀",
+        "。",
+        "1",
+        "-",
+        "\u3000",
+    ]
+    text = "".join(rng.choices(parts, k=30_000))
+    file = tmp_path / "a.txt"
+    file.write_bytes(text.encode())
+    got = pieces(file_source(file, "file", "text", 0))
+    assert len(got) > 3
+    assert [piece.ends for piece in got] == [False] * (len(got) - 1) + [True]
+    assert "".join(piece.text for piece in got) == text
+    in_pieces = [token for piece in got for token in tokenizer(piece.text)["input_ids"]]
+    assert in_pieces == tokenizer(text)["input_ids"]
+
+
+def test_text_without_a_space_is_cut_anywhere(tmp_path):
+    text = "文" * 20_000
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    got = pieces(file_source(tmp_path / "a.txt", "file", "text", 0))
+    assert "".join(piece.text for piece in got) == text
+    assert max(len(piece.text) for piece in got) <= 2**13
+
+
+@pytest.mark.parametrize("share", [0.01, 0.3])
+def test_the_end_of_a_file_is_held_out(tmp_path, share):
+    text = "".join(f"line {number} é\n" for number in range(20_000))
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    got = pieces(file_source(tmp_path / "a.txt", "file", "text", share))
+    parts = {
+        split: "".join(piece.text for piece in got if piece.split == split)
+        for split in ("train", "val")
+    }
+    assert parts["train"] + parts["val"] == text
+    assert parts["val"].startswith("line")
+    assert 0 <= share * len(text.encode()) - len(parts["val"].encode()) < 20
+    assert [piece.split for piece in got if piece.ends] == ["val", "train"]
+
+
+def test_equal_documents_are_on_one_side(tmp_path):
+    lines = [f"line {number % 500}" for number in range(2000)]
+    (tmp_path / "a.txt").write_text("\n".join(lines))
+    (tmp_path / "b.json").write_text(json.dumps([{"text": line} for line in lines]))
+    small = [tmp_path / f"{number}.txt" for number in range(100)]
+    for number, file in enumerate(small):
+        file.write_text(lines[number])
+    got = [
+        (piece.text, piece.split)
+        for file in (tmp_path / "a.txt", tmp_path / "b.json", *small)
+        for piece in pieces(file_source(file, "line" if file.stem == "a" else "file", "text", 0.2))
+    ]
+    assert len(got) == 4100
+    held_out = {text for text, split in got if split == "val"}
+    assert not held_out & {text for text, split in got if split == "train"}
+    assert 60 < len(held_out) < 140  # 100 of 500 expected
+
+
+@pytest.mark.parametrize("documents", ["file", "line"])
+@pytest.mark.parametrize("good", [0, 8190, 8191, 8192, 50_001])
+def test_the_byte_that_is_not_utf8_is_named(tmp_path, documents, good):
+    line = "é" * 40 + "\n"
+    content = (line * 1000).encode()[: good // 81 * 81] + b"a" * (good % 81) + b"\xe9b\n"
+    (tmp_path / "a.txt").write_bytes(content)
+    assert content.index(b"\xe9b") == good
+    with pytest.raises(InputError, match=rf"a\.txt is not UTF-8 text: byte {good} "):
+        pieces(file_source(tmp_path / "a.txt", documents, "text", 0))
+
+
+def test_a_character_that_is_cut_off_is_named(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"ab\n" + "😀".encode()[:3])
+    with pytest.raises(InputError, match="byte 3 "):
+        pieces(file_source(tmp_path / "a.txt", "file", "text", 0))
+
+
+@pytest.mark.parametrize(
+    ("name", "documents"),
+    [
+        ("a.txt", "file"),
+        ("a.txt", "line"),
+        ("a.jsonl", "file"),
+        ("a.jsonl.gz", "file"),
+        ("a.parquet", "file"),
+        ("[1] *.json", "file"),
+    ],
+)
+def test_a_reader_goes_on_where_another_stopped(tmp_path, name, documents):
+    lines = [f"document {number} " + "x" * 90 for number in range(300)]
+    file = tmp_path / name
+    if name == "a.txt":
+        file.write_text("\n".join(lines))
+    elif name == "a.parquet":
+        pq.write_table(pa.table({"text": lines}), file, row_group_size=70)
+    else:
+        content = "".join(json.dumps({"text": line}) + "\n" for line in lines).encode()
+        file.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    sources = [file_source(file, documents, "text", share) for share in (0, 0.1)]
+    whole = list(TextReader(sources))
+    assert len(whole) >= 8
+    for stop in range(0, len(whole) + 1, 1 if len(whole) < 20 else 71):
+        reader = TextReader(sources)
+        before = list(itertools.islice(reader, stop))
+        position = json.loads(json.dumps(reader.position()))
+        assert before + list(TextReader(sources, position)) == whole
+
+
+def test_a_row_without_text_is_passed_over(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "a"}, {"text": ""}, {"text": None}]))
+    assert pieces(file_source(tmp_path / "a.json", "file", "text", 0)) == [Piece("a", "train")]
+
+
+def test_the_hub_is_streamed(monkeypatch):
+    asked = {}
+
+    def load_dataset(**options):
+        asked.update(options)
+        return datasets.Dataset.from_dict({"words": ["a", "b"]}).to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert pieces(hub_source("me/data", "fr", "test", "words", 0)) == [
+        Piece("a", "train"),
+        Piece("b", "train"),
+    ]
+    assert asked == {"path": "me/data", "name": "fr", "split": "test", "streaming": True}
+
+    def offline(**options):
+        raise ConnectionError("Couldn't reach the hub\nat all")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(InputError, match="me/data of the Hugging Face hub cannot be read: Could"):
+        pieces(hub_source("me/data", "fr", "test", "words", 0))
+
+
+def test_no_line_of_digits_occurs_twice():
+    got = pieces(reversal_source(1000, 3, 0.3, seed=1))
+    lines = {
+        split: "".join(piece.text for piece in got if piece.split == split).splitlines()
+        for split in ("train", "val")
+    }
+    assert (len(lines["train"]), len(lines["val"])) == (700, 300)
+    assert sorted(lines["train"] + lines["val"]) == [
+        f"{number:03d}>{f'{number:03d}'[::-1]}" for number in range(1000)
+    ]
+    assert pieces(reversal_source(1000, 3, 0.3, seed=1)) == got
+    assert pieces(reversal_source(1000, 3, 0.3, seed=2)) != got
+    with pytest.raises(InputError, match="10 sequences of 1 digits, too few for 11"):
+        reversal_source(11, 1, 0.3, seed=0)

@@ -14,6 +14,7 @@ except ImportError as error:
         "language models need Hugging Face's transformers: `pip install -e '.[language]'`"
     ) from error
 
+from .corpora import Source, file_source, find_files, hub_source, reversal_source
 from .data import read_text_meta, read_tokens
 from .generation import (
     generate_text,
@@ -22,23 +23,35 @@ from .generation import (
     save_language_model,
 )
 from .modeling import TokenFormerConfig, TokenFormerForCausalLM
+from .preparation import prepare_text, training_texts
 from .released import from_released, read_released, released_config, to_released
+from .tokenizers import byte_tokenizer, find_tokenizer, train_tokenizer
 from .transformer import matched_transformer, transformer_lm
 
 __all__ = [
+    "Source",
     "TokenFormerConfig",
     "TokenFormerForCausalLM",
+    "byte_tokenizer",
+    "file_source",
+    "find_files",
+    "find_tokenizer",
     "from_released",
     "generate_text",
+    "hub_source",
     "load_language_model",
     "load_tokenizer",
     "matched_transformer",
+    "prepare_text",
     "read_released",
     "read_text_meta",
     "read_tokens",
     "released_config",
+    "reversal_source",
     "save_language_model",
     "to_released",
+    "train_tokenizer",
+    "training_texts",
     "transformer_lm",
 ]
 

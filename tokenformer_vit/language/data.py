@@ -19,11 +19,11 @@ from tokenformer_vit.errors import InputError
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["PROGRESS", "SplitWriter", "partial_folder", "read_text_meta", "read_tokens"]
+__all__ = ["META", "PROGRESS", "SplitWriter", "partial_folder", "read_text_meta", "read_tokens"]
 
 # Present while a folder is being written: what is done, and where to go on.
 PROGRESS = "progress.json"
-_META = "meta.json"
+META = "meta.json"
 
 
 def read_text_meta(folder: Path) -> dict[str, Any]:
@@ -41,13 +41,13 @@ def read_text_meta(folder: Path) -> dict[str, Any]:
     Raises:
         InputError: If there is no such folder, it is unfinished, or it is none of tokens.
     """
-    file = folder / _META
+    file = folder / META
     if not file.is_file():
         if (partial_folder(folder) / PROGRESS).is_file():
             raise InputError(
                 f"{folder} is not finished: run its tools/prepare_text.py again, which goes on"
             )
-        missing = f"{folder} has no {_META}" if folder.is_dir() else f"there is no folder {folder}"
+        missing = f"{folder} has no {META}" if folder.is_dir() else f"there is no folder {folder}"
         raise InputError(f"{missing}; make a folder of tokens with tools/prepare_text.py")
     try:
         meta = json.loads(file.read_text(encoding="utf-8"))
@@ -94,14 +94,14 @@ def read_tokens(folder: Path, split: str) -> "Dataset":
             raise InputError(f"{path} is damaged ({error}); prepare the text again") from error
         if getattr(shard.features.get("input_ids"), "length", None) != length:
             raise InputError(
-                f"{path} does not hold rows of {length} tokens, as {folder / _META} says; prepare "
+                f"{path} does not hold rows of {length} tokens, as {folder / META} says; prepare "
                 "the text again"
             )
         shards.append(shard)
     rows = sum(map(len, shards))
     if rows != expected:
         raise InputError(
-            f"the {split} files in {folder} hold {rows} rows, and its {_META} says {expected}: a "
+            f"the {split} files in {folder} hold {rows} rows, and its {META} says {expected}: a "
             "file is missing or damaged; copy or prepare them again"
         )
     if not rows:

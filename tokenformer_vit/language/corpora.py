@@ -1,0 +1,332 @@
+"""Text from files and from the Hugging Face hub, as one stream that can go on where it stopped."""
+
+import codecs
+import glob
+import hashlib
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenformer_vit.errors import InputError
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
+__all__ = [
+    "Piece",
+    "Source",
+    "TextReader",
+    "file_source",
+    "find_files",
+    "hub_source",
+    "reversal_source",
+]
+
+_JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+_SUFFIXES = (".txt", *_JSON, ".parquet")
+_PIECE = 8192  # characters of a file that are tokenised at once
+# A held-out part below so many bytes is less than a paragraph: short files are held out whole.
+_LEAST_HELD_OUT = 1024
+# The last place where byte-level tokenizers begin a new word in any case, so that a text cut there
+# has the same tokens as in one: before a single space, or behind a single line end.
+_WORDS = re.compile(r"(?s:.*)\S(?:\n(?=\S)|(?= \S))")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text of a document, or a part of it.
+
+    Attributes:
+        text: Not empty.
+        split: ``train`` or ``val``.
+        ends: The document ends behind it.
+    """
+
+    text: str
+    split: str
+    ends: bool = True
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where text comes from.
+
+    Attributes:
+        name: For people.
+        open: Makes the stream of rows.
+        piece: Makes a piece of a row; None if it holds no text.
+        size: UTF-8 bytes of its text, if known before it is read.
+    """
+
+    name: str
+    open: Callable[[], "IterableDataset"]
+    piece: Callable[[dict[str, Any]], Piece | None]
+    size: int | None = None
+
+
+class TextReader:
+    """Iterates over the pieces of several sources, one after the other.
+
+    Args:
+        sources: The same as before, if it is to go on.
+        position: What :meth:`position` gave; None begins.
+
+    Raises:
+        InputError: While it iterates, if a source cannot be read; it names the source.
+    """
+
+    def __init__(self, sources: Sequence[Source], position: dict[str, Any] | None = None) -> None:
+        self._sources = sources
+        self._number, self._state = (position or {"source": 0, "state": None}).values()
+        self._stream: Any = None
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Go through the pieces that follow the position."""
+        while self._number < len(self._sources):
+            source = self._sources[self._number]
+            try:
+                self._stream = source.open()
+                if self._state is not None:
+                    self._stream.load_state_dict(self._state)
+                for row in self._stream:
+                    piece = source.piece(row)
+                    if piece:
+                        yield piece
+            except InputError:
+                raise
+            except Exception as error:  # each of the libraries below has errors of its own
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                raise InputError(f"{source.name} cannot be read: {reason}") from error
+            self._number, self._state, self._stream = self._number + 1, None, None
+
+    def position(self) -> dict[str, Any]:
+        """Tell where to go on behind the last piece; it can be written as JSON."""
+        state = self._stream.state_dict() if self._stream else self._state
+        return {"source": self._number, "state": state}
+
+
+def find_files(path: Path) -> list[Path]:
+    """List the files of text that a path stands for: the file itself, or those below a folder.
+
+    Raises:
+        InputError: If there is nothing, or the folder has no file of a known kind.
+    """
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise InputError(f"there is no file or folder {path} (--hub NAME reads from the hub)")
+    files = sorted(
+        file
+        for file in path.rglob("*")
+        if file.is_file() and file.name.endswith(_SUFFIXES) and not file.name.startswith(".")
+    )
+    if not files:
+        raise InputError(f"{path} holds no file of text: none ends in {', '.join(_SUFFIXES)}")
+    return files
+
+
+def file_source(
+    path: Path, documents: str, column: str, val_share: float, split: str | None = None
+) -> Source:
+    """Read a file: rows of ``.parquet`` or ``.json(l)(.gz)``, of other names UTF-8 text.
+
+    Args:
+        path: The file.
+        documents: ``file`` takes a file of text as one document, ``line`` each of its lines,
+            without the line end.
+        column: Holds the text of a row.
+        val_share: Part of the text that is held out, 0 to 1. Of documents those whose content's
+            hash is below it: equal ones stay together. Of a file that is one document its end,
+            from the beginning of a line on; it comes first in the stream.
+        split: Where all of it goes, instead of a part being held out.
+
+    Returns:
+        The source.
+
+    Raises:
+        InputError: If it is empty, or a Parquet file that is damaged or without that column.
+    """
+    if not path.stat().st_size:
+        raise InputError(f"{path} is empty; leave it out")
+    if path.suffix == ".parquet":
+        _check_column(path, column)
+        options = {"path": "parquet", "columns": [column]}
+    elif path.name.endswith(_JSON):
+        options = {"path": "json"}
+    else:
+        read = _lines if documents == "line" else _parts
+        arguments = {"path": str(path), "val_share": val_share, "split": split}
+        return Source(
+            str(path), _generated(read, arguments), lambda row: Piece(**row), path.stat().st_size
+        )
+    return Source(
+        str(path),
+        _streamed(data_files=[glob.escape(str(path))], split="train", **options),
+        _of_column(str(path), column, val_share, split),
+    )
+
+
+def hub_source(
+    name: str, config: str | None, hub_split: str, column: str, val_share: float
+) -> Source:
+    """Stream a data set of the Hugging Face hub; arguments as in ``load_dataset`` and above."""
+    where = f"the data set {name} of the Hugging Face hub"
+    return Source(
+        where,
+        _streamed(path=name, name=config, split=hub_split),
+        _of_column(where, column, val_share, None),
+    )
+
+
+def reversal_source(lines: int, digits: int, val_share: float, seed: int) -> Source:
+    """Draw lines of digits and their reversal, such as ``8307>7038``; no line occurs twice.
+
+    Args:
+        lines: How many, those that are held out among them.
+        digits: On each side of ``>``, at most 18.
+        val_share: Part of the lines that is held out.
+        seed: Of what is drawn.
+
+    Returns:
+        The source; each split is one document.
+
+    Raises:
+        InputError: If there are fewer sequences of digits than lines.
+    """
+    if lines > 10**digits:
+        raise InputError(
+            f"there are {10**digits} sequences of {digits} digits, too few for {lines} different "
+            "lines: give more --digits, or fewer lines"
+        )
+    arguments = {"lines": lines, "digits": digits, "val_share": val_share, "seed": seed}
+    size = lines * (2 * digits + 2)
+    return Source("digits", _generated(_reversed_digits, arguments), lambda row: Piece(**row), size)
+
+
+def _streamed(**options: Any) -> Callable[[], "IterableDataset"]:
+    def open_stream() -> Any:
+        from datasets import load_dataset
+
+        return load_dataset(**options, streaming=True)
+
+    return open_stream
+
+
+def _generated(read: Callable[..., Any], arguments: dict[str, Any]) -> Callable[[], Any]:
+    def open_stream() -> Any:
+        from datasets import IterableDataset
+
+        return IterableDataset.from_generator(read, gen_kwargs=arguments)
+
+    return open_stream
+
+
+def _check_column(path: Path, column: str) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        names = pq.read_schema(path).names
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(f"{path} is not a readable parquet file: {error}") from error
+    if column not in names:
+        raise InputError(_no_column(str(path), column, names))
+
+
+def _no_column(where: str, column: str, names: Sequence[str]) -> str:
+    return f"{where} has no column {column!r}; name that of the text with --column: " + ", ".join(
+        names
+    )
+
+
+def _of_column(
+    where: str, column: str, val_share: float, split: str | None
+) -> Callable[[dict[str, Any]], Piece | None]:
+    def piece(row: dict[str, Any]) -> Piece | None:
+        if column not in row:
+            raise InputError(_no_column(where, column, list(row)))
+        text = row[column]
+        if not isinstance(text, str | None):
+            raise InputError(
+                f"{where}: the column {column!r} holds {type(text).__name__}, not text; name "
+                f"another with --column: {', '.join(row)}"
+            )
+        return Piece(text, split or _split_of(text.encode(), val_share)) if text else None
+
+    return piece
+
+
+def _split_of(content: bytes, val_share: float) -> str:
+    number = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
+    return "val" if number < val_share * 2**64 else "train"
+
+
+def _lines(path: str, val_share: float, split: str | None) -> Iterator[dict[str, Any]]:
+    position = 0
+    with open(path, "rb") as file:
+        for line in file:
+            content = line.rstrip(b"\r\n")
+            if content:
+                try:
+                    text = content.decode()
+                except UnicodeDecodeError as error:
+                    raise _not_utf8(path, position + error.start) from error
+                yield {"text": text, "split": split or _split_of(content, val_share), "ends": True}
+            position += len(line)
+
+
+def _parts(path: str, val_share: float, split: str | None) -> Iterator[dict[str, Any]]:
+    with open(path, "rb") as file:
+        for name, start, stop in _cut(file, val_share, split):
+            text, decoder, done = "", codecs.getincrementaldecoder("utf-8")(), False
+            file.seek(start)
+            while not done:
+                position = file.tell()
+                data = file.read(min(_PIECE, stop - position))
+                pending = len(decoder.getstate()[0])
+                done = position + len(data) >= stop or not data
+                try:
+                    text += decoder.decode(data, final=done)
+                except UnicodeDecodeError as error:
+                    raise _not_utf8(path, position - pending + error.start) from error
+                cut = None if done else _WORDS.match(text)
+                end = cut.end() if cut else len(text)
+                if end:
+                    yield {"text": text[:end], "split": name, "ends": done}
+                text = text[end:]
+
+
+def _cut(file: Any, val_share: float, split: str | None) -> list[tuple[str, int, int]]:
+    """Say which bytes of a file go where."""
+    size = file.seek(0, 2)
+    if split or not val_share:
+        return [(split or "train", 0, size)]
+    if size * val_share < _LEAST_HELD_OUT:
+        file.seek(0)
+        return [(_split_of(file.read(), val_share), 0, size)]
+    file.seek(int(size * (1 - val_share)))
+    file.readline()
+    start = file.tell()
+    return [(name, a, b) for name, a, b in (("val", start, size), ("train", 0, start)) if a < b]
+
+
+def _not_utf8(path: str, position: int) -> InputError:
+    return InputError(
+        f"{path} is not UTF-8 text: byte {position} (counted from 0) does not belong there; "
+        "convert it, for example with iconv"
+    )
+
+
+def _reversed_digits(
+    lines: int, digits: int, val_share: float, seed: int
+) -> Iterator[dict[str, Any]]:
+    numbers = random.Random(seed).sample(range(10**digits), lines)
+    held_out = round(lines * val_share)
+    for split, chosen in (("val", numbers[:held_out]), ("train", numbers[held_out:])):
+        for number in range(0, len(chosen), 256):
+            block = [f"{drawn:0{digits}d}" for drawn in chosen[number : number + 256]]
+            text = "".join(f"{word}>{word[::-1]}\n" for word in block)
+            yield {"text": text, "split": split, "ends": number + 256 >= len(chosen)}

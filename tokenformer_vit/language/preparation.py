@@ -1,0 +1,224 @@
+"""Text to tokens on the disk, in a stream: any amount of it, and what is interrupted goes on."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.files import write_whole
+
+from .corpora import Piece, Source, TextReader
+from .data import META, PROGRESS, SplitWriter, partial_folder, read_text_meta
+from .generation import load_tokenizer
+
+__all__ = ["prepare_text", "training_texts"]
+
+_BATCH = 2**21  # characters that are tokenised at once
+_TOKENIZER_BYTES = 2**30  # of text are enough to train a tokenizer on
+
+
+def prepare_text(
+    sources: Sequence[Source],
+    target: Path,
+    make_tokenizer: Callable[[], PreTrainedTokenizerBase],
+    context_length: int,
+    settings: dict[str, Any],
+    *,
+    held_out: bool = True,
+    limit_tokens: int | None = None,
+    shard_tokens: int = 100_000_000,
+) -> dict[str, Any]:
+    """Write the tokens of text as :mod:`tokenformer_vit.language.data` describes them.
+
+    All is written in ``<target>.partial``, which is renamed when it is whole. Called again after an
+    interruption, it goes on behind the last finished file, to the same result; where the target is
+    there already, it does nothing.
+
+    Args:
+        sources: Read in their order. Each document is followed by the token that ends a text, if
+            the tokenizer has one; rows run over it.
+        target: The folder.
+        make_tokenizer: Called once, at the beginning.
+        context_length: Rows have one token more.
+        settings: All that the result follows from, for JSON; a call with others is refused.
+            ``tokenizer`` and ``sources`` of it are told in ``meta.json``.
+        held_out: A split ``val`` is to be there.
+        limit_tokens: Stop after the piece of text in which training has so many tokens.
+        shard_tokens: A file is finished after the batch in which it has so many tokens.
+
+    Returns:
+        As :func:`read_text_meta`.
+
+    Raises:
+        InputError: If the target or an unfinished one was made with other settings, a source
+            cannot be read, or a split does not fill a row.
+        OSError: If something cannot be written; it names the file.
+    """
+    partial = partial_folder(target)
+    if (target / META).is_file():
+        meta = read_text_meta(target)
+        _check_settings(target, meta.get("settings", {}), settings)
+        return meta
+    if target.exists():
+        raise InputError(f"{target} is there already, and no folder of tokens; name another place")
+    progress = _begin(partial, make_tokenizer, settings)
+    tokenizer = load_tokenizer(partial)
+    vocab_size = max(tokenizer.get_vocab().values()) + 1
+    writers = {
+        split: SplitWriter(
+            partial, split, context_length, vocab_size, progress["splits"].get(split)
+        )
+        for split in ("train", *(["val"] if held_out else []))
+    }
+    reader = TextReader(sources, progress["position"])
+    for _ in _write(reader, writers, tokenizer, limit_tokens, _size(sources)):
+        if any(writer.shard_tokens >= shard_tokens for writer in writers.values()):
+            for writer in writers.values():
+                writer.close_shard()
+            progress["splits"] = {split: writer.state() for split, writer in writers.items()}
+            progress["position"] = reader.position()
+            write_whole(partial / PROGRESS, json.dumps(progress).encode())
+    for writer in writers.values():
+        writer.close_shard()
+    _check_rows(writers, context_length, partial)
+    meta = {
+        "context_length": context_length,
+        "vocab_size": vocab_size,
+        "end": tokenizer.eos_token_id,
+        "tokenizer": settings["tokenizer"],
+        "sources": settings["sources"],
+        "splits": {
+            split: {**writer.counts, "left_over": writer.left_over}
+            for split, writer in writers.items()
+        },
+        "settings": settings,
+    }
+    write_whole(partial / META, json.dumps(meta, indent=2, ensure_ascii=False).encode())
+    partial.rename(target)
+    (target / PROGRESS).unlink()
+    return meta
+
+
+def training_texts(sources: Iterable[Source], limit_tokens: int | None) -> Iterator[str]:
+    """Iterate over what a tokenizer may be trained on: nothing held out, and no more than is used.
+
+    Args:
+        sources: As in :func:`prepare_text`.
+        limit_tokens: As there; a token is at least a byte.
+
+    Yields:
+        Texts.
+    """
+    room = min(_TOKENIZER_BYTES, limit_tokens or _TOKENIZER_BYTES)
+    for piece in TextReader(list(sources)):
+        if piece.split == "train":
+            yield piece.text
+            room -= len(piece.text.encode())
+            if room <= 0:
+                return
+
+
+def _begin(
+    partial: Path, make_tokenizer: Callable[[], PreTrainedTokenizerBase], settings: dict[str, Any]
+) -> dict[str, Any]:
+    file = partial / PROGRESS
+    if file.is_file():
+        progress = json.loads(file.read_text(encoding="utf-8"))
+        if progress["position"] is not None:
+            _check_settings(partial, progress["settings"], settings)
+            return progress
+        shutil.rmtree(partial)  # nothing is finished yet
+    tokenizer = make_tokenizer()
+    partial.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(partial)
+    progress = {"settings": settings, "position": None, "splits": {}}
+    write_whole(file, json.dumps(progress).encode())
+    return progress
+
+
+def _check_settings(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
+    names = [name for name in here | there if here.get(name) != there.get(name)]
+    if names:
+        told = "; ".join(
+            f"{name}: {str(there.get(name))[:60]}, now {str(here.get(name))[:60]}" for name in names
+        )
+        raise InputError(
+            f"{folder} was made from something else ({told}): give the same again, remove that "
+            "folder, or name another place"
+        )
+
+
+def _size(sources: Sequence[Source]) -> int | None:
+    sizes = [source.size for source in sources]
+    return None if None in sizes else sum(size for size in sizes if size)
+
+
+def _write(
+    reader: TextReader,
+    writers: dict[str, SplitWriter],
+    tokenizer: Any,
+    limit_tokens: int | None,
+    size: int | None,
+) -> Iterator[None]:
+    """Tokenise and write; comes back after each batch, when nothing read is unwritten."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    train = writers["train"].counts
+    limit = limit_tokens or float("inf")
+
+    def done() -> int:
+        if limit_tokens:
+            return train["tokens"]
+        return sum(writer.counts["bytes"] for writer in writers.values())
+
+    pieces = iter(reader)
+    unit = {"unit": "token", "total": limit_tokens} if limit_tokens else {"unit": "B"}
+    with tqdm(**{"total": size, **unit}, initial=done(), unit_scale=True) as bar:
+        while train["tokens"] < limit and (batch := _batch(pieces)):
+            numbers = tokenizer(
+                [piece.text for piece in batch],
+                add_special_tokens=False,
+                split_special_tokens=True,  # "<|endoftext|>" written in a text does not end it
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )["input_ids"]
+            tokens: dict[str, list[np.ndarray]] = {split: [] for split in writers}
+            room = limit - train["tokens"]
+            for piece, found in zip(batch, numbers, strict=True):
+                ids = np.array(found + end if piece.ends else found, np.int64)
+                tokens[piece.split].append(ids)
+                counts = writers[piece.split].counts
+                counts["bytes"] += len(piece.text.encode())
+                counts["documents"] += piece.ends
+                room -= len(ids) if piece.split == "train" else 0
+                if room <= 0:
+                    break
+            for split, writer in writers.items():
+                writer.add(tokens[split])
+            bar.update(done() - bar.n)
+            yield
+
+
+def _batch(pieces: Iterator[Piece]) -> list[Piece]:
+    batch, room = [], _BATCH
+    while room > 0 and (piece := next(pieces, None)):
+        batch.append(piece)
+        room -= len(piece.text)
+    return batch
+
+
+def _check_rows(writers: dict[str, SplitWriter], context_length: int, partial: Path) -> None:
+    for split, writer in writers.items():
+        if not writer.counts["rows"]:
+            shutil.rmtree(partial)  # the same again would end here again
+            raise InputError(
+                f"the {split} part has {writer.counts['tokens']} tokens, too few for one row of "
+                f"{context_length + 1}: give more text, a shorter --context-length"
+                + (", or a larger --val-share (0 for no val part)" if split == "val" else "")
+            )
