@@ -40,7 +40,7 @@ setup(
         "data": ["pyarrow"],
         "demo": ["scikit-learn"],
         "language": ["transformers>=5.0", "tokenizers", "safetensors", "datasets>=3.0", "pyarrow"],
-        "evaluation": ["lm_eval>=0.4.9"],
+        "evaluation": ["lm_eval>=0.4.13", "accelerate"],
         "tensorboard": ["tensorboard"],
         "dev": [
             "pytest>=8",
@@ -54,8 +54,8 @@ setup(
             "transformers>=5.0",
             "tokenizers",
             "datasets>=3.0",
-            "lm_eval>=0.4.9",
-            "accelerate",  # transformers' Trainer needs it
+            "lm_eval>=0.4.13",
+            "accelerate",  # transformers' Trainer and the harness need it
         ],
     },
     classifiers=[
