@@ -126,7 +126,9 @@ class CausalLM(BaseModel):
             chosen = (source == number).nonzero()[:, 0]
             logits = self._masked_logits(inputs[chosen], int(number)).float()
             targets = inputs[chosen, 1:]
-            losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+            losses = F.cross_entropy(
+                logits.flatten(0, 1), targets.flatten(), reduction="none"
+            ).view_as(targets)
             right = logits.argmax(dim=-1) == targets
             for index, *values in zip(
                 chosen.tolist(), losses.cpu(), right.cpu(), targets.cpu(), strict=True
