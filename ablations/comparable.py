@@ -99,9 +99,11 @@ def _told(question: Question, record: Record) -> Record:
         told.pop(field.length, None)
     else:
         told[field.limit] = length
-    if hooks := options.get("custom_hooks"):
-        present = settings.get("custom_hooks", ())
-        settings["custom_hooks"] = [hook for hook in present if hook not in hooks]
+    # That of cost is in all runs of a table, but said only where it is not the config's own.
+    ignored = [{"type": "CostHook"}, *options.get("custom_hooks", ())]
+    present = settings.pop("custom_hooks", ())
+    if hooks := [hook for hook in present if hook not in ignored]:
+        settings["custom_hooks"] = hooks
     others = {key: options[key] for key in options.keys() - {"train_cfg", "custom_hooks"}}
     return {**told, "settings": _pruned(_without(settings, others))}
 

@@ -32,13 +32,13 @@ QUESTION = Question(
         Variant("matched", "TokenFormer, matched", pairs_by_width(3 / 4, 3)),
         Variant(
             "matched_learned",
-            "TokenFormer, matched, learned positions",
+            "matched, learned positions",
             pairs_by_width(3 / 4, 3, positions="learned"),
         ),
-        Variant("width", "TokenFormer, pairs = width (larger)", pairs_by_width(1, 4)),
+        Variant("width", "pairs = width (larger)", pairs_by_width(1, 4)),
         Variant(
             "report",
-            "TokenFormer, halved feed-forward (smaller)",
+            "halved feed-forward (smaller)",
             pairs_by_width(1 / 2, 2),
         ),
     ),

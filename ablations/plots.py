@@ -14,7 +14,7 @@ from fields import Field, Measure
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 from questions import Question, Variant
 from rows import Record, at_best_lr, finished
 
@@ -191,10 +191,12 @@ def _name_flops(panels: Iterable[Axes], largest: float) -> None:
 
 
 def scale(axes: Axes, measure: Measure) -> None:
-    """Give an axis the scale of a measure, with numbers written out."""
+    """Give a vertical axis with something on it the scale of a measure, numbers written out."""
     if measure.logarithmic:
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        low, high = axes.get_ylim()
+        wide = high > 4 * low
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)) if wide else MaxNLocator(7))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
 
