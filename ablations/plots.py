@@ -22,7 +22,7 @@ from tokenformer_vit.files import write_whole
 
 # Colours of variants, in turn: whether they are there for comparison, and whether they grow.
 COLOURS = {
-    (False, False): ["#9ecae1", "#4292c6", "#08306b", "#6a51a3"],
+    (False, False): ["#9ecae1", "#4292c6", "#08306b", "#6a51a3", "#737373", "#c7a252"],
     (False, True): ["#d7301f", "#fd8d3c", "#ce1256"],
     (True, False): ["#006d2c"],
     (True, True): ["#41ab5d", "#a1a118"],

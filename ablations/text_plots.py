@@ -23,7 +23,7 @@ def draw_texts(question: Question, records: Sequence[Record], path: Path) -> Non
     rows = {variant: finished(own) for variant, own in at_best_lr(question, records).items()}
     begun = {variant.start for variant in question.variants}
     last = [variant for variant in question.variants if variant.name not in begun]
-    colours, handles, drawn, boundaries = {}, [], set(), {}
+    colours, handles, drawn, spans = {}, [], set(), {}
     for index, variant in enumerate(last):
         colours |= dict.fromkeys(chain(question, variant), f"C{index}")
     shared = [
@@ -49,21 +49,19 @@ def draw_texts(question: Question, records: Sequence[Record], path: Path) -> Non
                     band(axes, rows[stage], "validation", "iteration", name, style, after)
                 if stage in (variant, *shared):
                     handles.append(Line2D([], [], **style))
-            boundaries.setdefault(after, stage.text)
-            after += rows[stage][0]["iterations"]
+            end = after + rows[stage][0]["iterations"]
+            spans.setdefault(after, (end, stage.text))
+            after = end
+    begins, ends = list(spans), [end for end, _ in spans.values()]
+    middles = [(begin + end) / 2 for begin, end in zip(begins, ends, strict=True)]
+    names = [f"on {text}" for _, text in spans.values()]
     for axes, text in zip(panels, question.texts, strict=True):
-        axes.set(title=f"perplexity of {text}", xlabel="iteration")
+        axes.set(title=f"perplexity of {text}, in training", xlabel="iteration")
         scale(axes, question.field.measure)
-        for begin in boundaries:
+        for begin in begins[1:]:
             axes.axvline(begin, color="0.6", linestyle=":", linewidth=1)
-    for begin, text in boundaries.items():
-        panels[0].annotate(
-            f" trains on {text}",
-            (begin, 1),
-            xycoords=("data", "axes fraction"),
-            va="top",
-            fontsize="small",
-            color="0.4",
-        )
+        above = axes.secondary_xaxis("top")
+        above.set_xticks(middles, names, fontsize="small")
+        above.tick_params(length=0)
     figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize="small")
     save(figure, path)
