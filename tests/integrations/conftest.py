@@ -1,16 +1,28 @@
 """A small image data set and a config that trains on it in seconds."""
 
+import importlib.util
+import io
+import itertools
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
+from mmengine.runner import Runner
 from PIL import Image
 
+from tokenformer_vit.command_line import run_tool
+
 ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools" / "train.py"
+NUMBERS = itertools.count()
 CLASSES = ("bright", "dark", "split")
 
 CONFIG = f"""
@@ -64,35 +76,77 @@ def config(tmp_path_factory) -> Path:
 
 
 class Train:
-    """Runs of tools/train.py as a user starts them."""
+    """Runs of tools/train.py: each a process as a user starts it, or, sooner, within this one."""
 
     def __init__(self, config: Path, data_root: Path) -> None:
         self.arguments = [str(config), "--data-root", str(data_root)]
-        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        # What a process gets besides the present environment.
+        self.environment: dict[str, str] = {}
 
     def start(self, work_dir: Path, *extra: str, launcher: tuple[str, ...] = ()):
-        command = [sys.executable, *launcher, str(ROOT / "tools" / "train.py"), *self.arguments]
+        own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **self.environment}
         return subprocess.Popen(
-            [*command, "--work-dir", str(work_dir), *extra],
-            env=self.environment,
+            [sys.executable, *launcher, str(TOOL), *self._words(work_dir, extra)],
+            env={**os.environ, **own},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
 
     def __call__(self, work_dir: Path, *extra: str, launcher: tuple[str, ...] = ()) -> str:
-        process = self.start(work_dir, *extra, launcher=launcher)
-        output, _ = process.communicate(timeout=240)
-        assert process.returncode == 0, output
+        status, output = self._run(work_dir, extra, launcher)
+        assert status == 0, output
         return output
 
     def fails(self, work_dir: Path, *extra: str) -> str:
         """Run and return the one line in which it ends."""
-        process = self.start(work_dir, *extra)
-        output, _ = process.communicate(timeout=240)
-        assert process.returncode == 1, output
+        status, output = self._run(work_dir, extra)
+        assert status == 1, output
         assert "Traceback" not in output.replace("Original Traceback", "")
         return re.findall(r"^error: .*", output, re.MULTILINE)[-1]
+
+    def _words(self, work_dir: Path, extra: Sequence[str]) -> list[str]:
+        return [*self.arguments, "--work-dir", str(work_dir), *extra]
+
+    def _run(
+        self, work_dir: Path, extra: Sequence[str], launcher: tuple[str, ...] = ()
+    ) -> tuple[int, str]:
+        if launcher or self.environment or torch.cuda.is_available():
+            process = self.start(work_dir, *extra, launcher=launcher)
+            output, _ = process.communicate(timeout=240)
+            return process.returncode, output
+        return run_here(self._words(work_dir, extra))
+
+
+def run_here(words: Sequence[str]) -> tuple[int, str]:
+    """Run tools/train.py within this process, and return its status and what it printed."""
+    spec = importlib.util.spec_from_file_location("train_tool", TOOL)
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    printed, status, threads = io.StringIO(), 0, torch.get_num_threads()
+    from_cfg = Runner.from_cfg
+
+    def named(cfg):
+        # mmengine keeps what it logs by this name, for the whole process; by itself it takes the
+        # second in which a run began.
+        cfg.experiment_name = f"run_{next(NUMBERS)}"
+        return from_cfg(cfg)
+
+    with (
+        redirect_stdout(printed),
+        redirect_stderr(printed),
+        patch.object(sys, "argv", [str(TOOL), *words]),
+        patch.object(Runner, "from_cfg", named),
+    ):
+        torch.set_num_threads(1)  # as many as a process has: sums in the same order
+        try:
+            run_tool(tool.main)
+        except SystemExit as error:
+            status = error.code
+        finally:
+            torch.set_num_threads(threads)
+            torch.use_deterministic_algorithms(False)
+    return status, printed.getvalue()
 
 
 @pytest.fixture(scope="session")

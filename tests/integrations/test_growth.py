@@ -254,7 +254,7 @@ class SameHook(Hook):
         more="custom_imports = dict(imports=['tokenformer_vit.integrations', 'same_hook'], "
         "allow_failed_imports=False)\ncustom_hooks.append(dict(type='SameHook'))"
     )
-    train.environment = {**train.environment, "PYTHONPATH": str(tmp_path)}
+    train.environment = {"PYTHONPATH": str(tmp_path)}
     train(tmp_path / "run", "--batch-size", "4", "--launcher", "pytorch", launcher=launcher)
 
 
