@@ -37,6 +37,16 @@ HEAD = (
     "| minutes |\n"
     "|---|---|---|---|---|---|---|\n"
 )
+LANGUAGE_RUNS = {
+    "lm_reversal": "`lm_reversal`: 16 digits backwards, 0.15 M parameters",
+    "lm_shakespeare": "`lm_shakespeare`: tiny Shakespeare by bytes, 0.6 M parameters",
+    "lm_pile_150m": "`lm_pile_150m`, the full recipe",
+}
+LANGUAGE_HEAD = (
+    "| run | hardware | steps | loss, first → mean of the last 20 | perplexity, held out "
+    "| answers right, % | minutes |\n"
+    "|---|---|---|---|---|---|---|\n"
+)
 
 # The benchmarks and, of each, the variants that are rendered.
 SPEED = {
@@ -71,19 +81,20 @@ GROWTH_HEAD = (
 
 def run_row(name: str) -> str:
     """Render one row of the table of runs."""
+    what, keys = RUNS.get(name), ("accuracy/top1", "accuracy/top5")
+    if what is None:
+        what, keys = LANGUAGE_RUNS[name], ("perplexity", "answers/accuracy")
     path = RESULTS / f"{name}.json"
     if not path.is_file():
-        return f"| {RUNS[name]} | not run | | | | | |\n"
+        return f"| {what} | not run | | | | | |\n"
     record = json.loads(path.read_text())
-    accuracy = [
-        f"{record[key]:.2f}" if key in record else "–" for key in ("accuracy/top1", "accuracy/top5")
-    ]
+    values = [f"{record[key]:.2f}" if key in record else "–" for key in keys]
     # The record of a resumed run knows the time of its last part alone.
     minutes = "–" if record["resumed_at_iteration"] else f"{record['seconds'] / 60:.1f}"
     return (
-        f"| [{RUNS[name]}](ablations/results/{name}.json) | {record['hardware']}, "
-        f"{record['dtype']} | {record['epochs']} | {record['loss_first']:.2f} → "
-        f"{record['loss_last_20_mean']:.2f} | {' | '.join(accuracy)} | "
+        f"| [{what}](ablations/results/{name}.json) | {record['hardware']}, "
+        f"{record['dtype']} | {record['epochs' if name in RUNS else 'iterations']:,} | "
+        f"{record['loss_first']:.2f} → {record['loss_last_20_mean']:.2f} | {' | '.join(values)} | "
         f"{minutes} |\n"
     )
 
@@ -176,6 +187,7 @@ def render(text: str) -> str:
     """Replace the tables between the markers of a text; one without markers is left out."""
     rendered = {
         "runs": HEAD + "".join(map(run_row, RUNS)),
+        "language-runs": LANGUAGE_HEAD + "".join(map(run_row, LANGUAGE_RUNS)),
         "speed": SPEED_HEAD + speed_rows(),
         "language-speed": LANGUAGE_SPEED_HEAD + language_speed_rows(),
         "growth": growth_table(VISION),
