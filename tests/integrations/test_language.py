@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,12 @@ from tokenformer_vit.integrations.language import (
     TokenDataset,
 )
 from tokenformer_vit.integrations.reports import read_scalars
-from tokenformer_vit.language import byte_tokenizer, load_language_model, load_tokenizer
+from tokenformer_vit.language import (
+    byte_tokenizer,
+    load_language_model,
+    load_tokenizer,
+    save_language_model,
+)
 from tokenformer_vit.language.data import SplitWriter
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -272,6 +278,46 @@ def test_a_transformer_trains_and_widens(run, tmp_path):
     with torch.no_grad():
         expected = runner.model.eval().model(input_ids=inputs).logits
         torch.testing.assert_close(again(input_ids=inputs).logits, expected)
+
+
+def test_training_goes_on_in_float32_from_weights_of_16_bits(tmp_path):
+    model = CausalLM("tokenformer", {**SIZES, **PAIRS, "rotary_share": 0.5}).model
+    save_language_model(model.bfloat16(), tmp_path / "half")
+    started = CausalLM(checkpoint=str(tmp_path / "half"), growth={"num_ffn_param_tokens": 40})
+    assert {parameter.dtype for parameter in started.parameters()} == {torch.float32}
+
+
+def test_the_averaged_weights_are_exported_where_there_are_any(run, tmp_path):
+    average = {"type": "AccumulationEMAHook", "ema_type": "ExponentialMovingAverage"}
+    runner = run(tmp_path / "run", **{"custom_hooks": [{**average, "momentum": 0.5}]})
+    hook = next(hook for hook in runner.hooks if type(hook).__name__ == average["type"])
+    saved = load_language_model(tmp_path / "run").state_dict()
+    averaged = hook.ema_model.module.model.state_dict()
+    assert all(torch.equal(saved[name], averaged[name]) for name in saved)
+    trained = runner.model.model.state_dict()
+    assert not torch.equal(saved["model.embedding.weight"], trained["model.embedding.weight"])
+
+
+@pytest.mark.parametrize("place", ["among val", "train and val", "the checkpoint"])
+def test_tokenizers_of_one_name_and_size_that_differ_are_refused(run, texts, tmp_path, place):
+    """As two that are trained on different text."""
+    folder = shutil.copytree(texts["xyz"], tmp_path / "odd")
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    entries = content["model"]["vocab"]
+    entries["a"], entries["b"] = entries["b"], entries["a"]
+    file.write_text(json.dumps(content))
+    val = [texts["abc"], str(folder)] if place == "among val" else str(folder)
+    options = {"val_dataloader.dataset.data_root": val}
+    if place == "the checkpoint":
+        save_language_model(
+            CausalLM("tokenformer", {**SIZES, **PAIRS, "rotary_share": 0.5}).model,
+            folder,
+            load_tokenizer(folder),
+        )
+        options = {"model.config": {"_delete_": True}, "model.checkpoint": str(folder)}
+    with pytest.raises(InputError, match=r"the tokenizers in .* differ: 97 is '[ab]' there"):
+        run(tmp_path / "run", **options)
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ import torch
 from matplotlib.figure import Figure
 from mmengine.dist import is_main_process, master_only
 from mmengine.hooks import EMAHook, Hook
-from mmengine.model import is_model_wrapper
 from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop
 from tqdm import tqdm
@@ -26,6 +25,7 @@ from tokenformer_vit.prediction import save_model
 from tokenformer_vit.records import TRAINING_PACKAGES, environment, write_record
 
 from .backbone import as_timm_model
+from .guard import unwrap
 from .optim import AutocastOptimWrapper
 
 
@@ -261,11 +261,16 @@ class ExportHook(Hook):
     @master_only
     def after_train(self, runner) -> None:
         """Write the two files."""
-        classifier: Any = runner.model.module if is_model_wrapper(runner.model) else runner.model
-        for hook in runner.hooks:
-            if isinstance(hook, EMAHook):
-                classifier = hook.ema_model.module
-        export(classifier, runner.cfg, runner.train_dataloader.dataset.metainfo, runner.work_dir)
+        metainfo = runner.train_dataloader.dataset.metainfo
+        export(validated_model(runner), runner.cfg, metainfo, runner.work_dir)
+
+
+def validated_model(runner) -> Any:
+    """Return the averaged model, or without an ``EMAHook`` the one in training."""
+    for hook in runner.hooks:
+        if isinstance(hook, EMAHook):
+            return hook.ema_model.module
+    return unwrap(runner.model)
 
 
 def export(classifier: Any, cfg: Any, metainfo: dict[str, Any], folder: str | Path) -> None:

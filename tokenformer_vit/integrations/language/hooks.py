@@ -9,7 +9,8 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.language import load_tokenizer, save_language_model
 
 from ..guard import GuardHook, unwrap
-from ..reports import ExportHook
+from ..reports import ExportHook, validated_model
+from .data import check_tokens_agree
 from .model import MASKS, CausalLM
 
 
@@ -42,6 +43,13 @@ class LanguageGuardHook(GuardHook):
                     f"is {model.vocab_size}: set `--cfg-options model.config.vocab_size={entries}` "
                     "or more, or prepare the text with the model's tokenizer"
                 )
+        first, *others = (loader.dataset.folders[0] for loader in loaders.values())
+        start = runner.cfg.model.get("checkpoint")
+        if start and Path(start, "tokenizer_config.json").is_file():
+            check_tokens_agree(Path(start), first)
+        for folder in others:
+            if folder != first:
+                check_tokens_agree(first, folder)
 
     def check_testing(self, runner) -> None:
         """Refuse to test: there are no classes."""
@@ -58,11 +66,16 @@ class LanguageExportHook(ExportHook):
 
     purpose = "for transformers, tools/generate.py and tools/evaluate_lm.py"
 
+    def before_train(self, runner) -> None:
+        """Read the tokenizer, while nothing is lost if it cannot be read."""
+        text = runner.train_dataloader.dataset.folders[0]
+        self._tokenizer = load_tokenizer(text, unwrap(runner.model).vocab_size)
+
     @master_only
     def after_train(self, runner) -> None:
         """Write the files."""
-        model: CausalLM = unwrap(runner.model)
-        folder, text = Path(runner.work_dir), runner.train_dataloader.dataset.folders[0]
-        save_language_model(model.model, folder, load_tokenizer(text, model.vocab_size))
+        model: CausalLM = validated_model(runner)
+        folder = Path(runner.work_dir)
+        save_language_model(model.model, folder, self._tokenizer)
         if model.masks is not None:
             model.masks.save(folder / MASKS)

@@ -33,8 +33,8 @@ class CausalLM(BaseModel):
         config: Sizes of a new model. Of a TokenFormer a ``preset`` and what differs from it, or the
             fields of :class:`~tokenformer_vit.models.LMConfig`; of a Transformer the arguments of
             :func:`~tokenformer_vit.language.transformer_lm`.
-        checkpoint: Folder of a trained model to start from, as a run leaves it; the sizes are its
-            own then, and ``config`` is empty.
+        checkpoint: Folder of a trained model to start from, as a run leaves it, taken as float32;
+            the sizes are its own then, and ``config`` is empty.
         growth: Arguments of :func:`tokenformer_vit.growth.grow`, to append pairs to what was built
             or loaded. Without a ``seed`` of their own they are drawn from that of the run.
         masks: Give each text pairs of its own. ``new`` names the mask of the pairs that ``growth``
@@ -155,7 +155,8 @@ def _build(architecture: str, config: dict[str, Any], checkpoint: str) -> Any:
                 f"model.config is {config}, but the model starts from {checkpoint} and has its "
                 "sizes: set `config=dict(_delete_=True)`, or leave the checkpoint out"
             )
-        return load_language_model(Path(checkpoint), kinds=("tokenformer", "gpt2")).train()
+        # Steps of an optimiser are lost in weights of 16 bits, which published models may have.
+        return load_language_model(Path(checkpoint), kinds=("tokenformer", "gpt2")).float().train()
     try:
         if architecture == "tokenformer":
             sizes = lm_config(**config) if "preset" in config else LMConfig(**config)
