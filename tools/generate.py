@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     prompts = args.prompts or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not prompts:
         raise InputError("there is no prompt: give one behind the model, or one a line on stdin")
-    model = language.load_language_model(args.model).to(device)
+    model = language.load_language_model(args.model, kinds=("tokenformer", "gpt2")).to(device)
     tokenizer = language.load_tokenizer(args.tokenizer or args.model, model.config.vocab_size)
     torch.manual_seed(args.seed)
     try:

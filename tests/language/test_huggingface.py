@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -244,6 +245,28 @@ def test_a_grown_model_is_saved_as_grown(kind, tmp_path):
     torch.testing.assert_close(loaded(tokens).logits, before, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=0, atol=0)
     assert counts.items() <= json.loads((tmp_path / "config.json").read_text()).items()
+
+
+def test_a_full_disk_is_said_of_the_folder_and_leaves_what_was_there(tmp_path):
+    code = f"""
+import resource
+from pathlib import Path
+from tokenformer_vit.command_line import run_tool
+from tokenformer_vit.language import *
+model = TokenFormerForCausalLM(TokenFormerConfig(**{SHAPE | KINDS["rotary"]}))
+folder = Path({str(tmp_path / "run")!r})
+save_language_model(model, folder)
+before = {{file.name: file.read_bytes() for file in folder.iterdir()}}
+resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+try:
+    run_tool(lambda: save_language_model(model, folder))
+finally:
+    assert before == {{file.name: file.read_bytes() for file in folder.iterdir()}}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: .*/run: .*File too large.*\n", done.stderr), done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_new_pairs_in_parameters_of_their_own_are_joined_when_saved(tmp_path):

@@ -15,7 +15,13 @@ pytest.importorskip("transformers", reason="pip install tokenformer-vit[language
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.language import TokenFormerConfig, TokenFormerForCausalLM, load_tokenizer
+from tokenformer_vit.language import (
+    TokenFormerConfig,
+    TokenFormerForCausalLM,
+    load_tokenizer,
+    save_language_model,
+    transformer_lm,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = ["<|endoftext|>", "?", *(f"w{number}" for number in range(31))]
@@ -121,7 +127,7 @@ def deeper(folder):
         (drop("model.safetensors"), ("w1",), "holds no readable model: .*model.safetensors"),
         (drop("config.json"), ("w1",), "there is no .*config.json"),
         (break_file("config.json", b'{"a"'), ("w1",), "is not a readable configuration"),
-        (break_file("config.json", b'{"model_type": "gpt2"}'), ("w1",), "of type 'gpt2'"),
+        (break_file("config.json", b'{"model_type": "bert"}'), ("w1",), "of type 'bert'"),
         (truncate, ("w1",), "holds no readable model"),
         (other_shape, ("w1",), "holds no readable model"),
         (
@@ -138,6 +144,13 @@ def test_what_cannot_be_is_said_in_one_line(folder, monkeypatch, change, argumen
     with pytest.raises(InputError, match=message) as caught:
         run(folder, *arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_the_plain_transformer_continues_prompts_too(folder, capsys):
+    model = transformer_lm(32, 20, 16, 1, 2)
+    save_language_model(model, folder)
+    run(folder, "w1 w2", "--greedy", "--max-new-tokens", 3)
+    assert capsys.readouterr().out.startswith("w1 w2 ")
 
 
 def test_a_tokenizer_of_another_model_is_refused(folder, tmp_path):

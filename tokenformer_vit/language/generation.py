@@ -1,5 +1,6 @@
 """Read and write a language model and its tokenizer, and let it continue a text."""
 
+import errno
 import json
 import os
 import tempfile
@@ -90,9 +91,18 @@ def save_language_model(
         tokenizer: The model's tokenizer.
 
     Raises:
-        OSError: If it cannot be written.
+        OSError: If it cannot be written; ``filename`` is ``folder``, and what was there stays.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        _save(model, folder, tokenizer)
+    except (OSError, SafetensorError) as error:  # of a full disk safetensors says so in its own way
+        number = getattr(error, "errno", None) or errno.EIO
+        reason = getattr(error, "strerror", None) or _one_line(error)
+        raise OSError(number, reason, str(folder)) from error
+
+
+def _save(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
     had_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # one of its own for each file, of which there is one
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".partial-") as parent:
