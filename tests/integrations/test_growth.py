@@ -72,11 +72,12 @@ def test_a_run_grows_and_leaves_the_grown_model(growing, tmp_path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kill_at", "options"),
     [
         pytest.param(8, (), id="before_the_second_growth"),
-        pytest.param(14, ("new_lr_scale",), id="after_the_second_growth", marks=pytest.mark.slow),
+        pytest.param(14, ("new_lr_scale",), id="after_the_second_growth"),
     ],
 )
 def test_a_killed_run_goes_on_exactly(growing, tmp_path, kill_at, options):

@@ -130,6 +130,7 @@ def test_a_full_disk_stops_the_run_and_leaves_the_previous_checkpoint(train, tmp
     assert not list(tmp_path.glob(".*.partial"))
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_no_state_to_resume_from(train, run):
     (best,) = run.glob("best_*.pth")
     line = train.fails(run, "--resume", str(best), *OPTIONS)

@@ -98,7 +98,7 @@ def test_a_few_steps_learn_a_batch(small, opt):
     optimizer = optimizer_of(model, opt)
     images, labels = torch.randn(CLASSES, 3, 64, 64), torch.arange(CLASSES)
     losses = []
-    for _ in range(12):
+    for _ in range(24):
         loss = torch.nn.functional.cross_entropy(model(images), labels)
         optimizer.zero_grad()
         loss.backward()
