@@ -23,7 +23,7 @@ Beside what every record says (command, commit, date, hardware, versions) result
     model, parameters          folder; how many
     dtype                      float32, or "autocast bfloat16"
     n                          texts and tasks
-    seed, settings             context, stride, batch_size, limit, device
+    seed, settings             mask, context, stride, batch_size, limit, device
     texts                      {name: tokens, bytes, words, loss in nats a token, perplexity,
                                bits_per_byte, word_perplexity}; null where not known
     tasks                      {name: n, version, and every metric with its standard error}
@@ -64,7 +64,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     device, items = choose_device(args.device), read_tasks(args)
-    model = language.load_language_model(args.model, kinds=None).float().to(device)
+    if not args.mask and (args.model / language.MASKS).is_file():
+        print("the model has masks, and all its pairs are read; --mask chooses", file=sys.stderr)
+    model = language.load_language_model(args.model, None, args.mask).float().to(device)
     float32_head(model)
     context = context_of(model, args.context)
     stride = args.stride or context
@@ -78,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     same = {
         "model": fingerprint([args.model / "config.json", *args.model.glob("*.safetensors")]),
         "tokenizer": vocabulary(tokenizer),
+        "mask": args.mask,
         "context": context,
         "amp": args.amp,
         "device": device.type,
@@ -109,6 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "n": len(texts) + len(tasks),
             "seed": args.seed,
             "settings": {
+                "mask": args.mask,
                 "context": context,
                 "stride": stride,
                 "batch_size": args.batch_size,
@@ -138,6 +142,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add, positive = parser.add_argument, whole_number(1)
     add("model", type=Path, help="folder with config.json and model.safetensors")
     add("--tokenizer", type=Path, metavar="PATH", help="folder or file (default: in the model's)")
+    add("--mask", metavar="NAME", help="of a model with masks: read the pairs of this one alone")
     add("--text", type=Path, nargs="+", default=[], metavar="FILE", help="UTF-8 texts")
     add("--data", type=Path, metavar="FOLDER", help="tokens that tools/prepare_text.py made")
     add("--split", default="val", help="of --data (default: %(default)s)")
@@ -207,6 +212,8 @@ def measure_texts(
             return TextLoss(predicted, nats, size).values()
 
         language.read_text_meta(args.data)  # says why, if it is no such folder
+        if all((path / "tokenizer_config.json").is_file() for path in (args.model, args.data)):
+            language.check_tokens_agree(args.model, args.data)
         files = [args.data / "meta.json", *args.data.glob(f"{args.split}-*.arrow")]
         settings = {**same, "stride": stride, "text": fingerprint(files)}
         results[title] = once(part(out, "text", title), settings, measure_split)

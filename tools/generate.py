@@ -36,9 +36,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.disable_progress_bar()
     device = choose_device(args.device)
     prompts = args.prompts or [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    if not args.mask and (args.model / language.MASKS).is_file():
+        print("the model has masks, and all its pairs are read; --mask chooses", file=sys.stderr)
     if not prompts:
         raise InputError("there is no prompt: give one behind the model, or one a line on stdin")
-    model = language.load_language_model(args.model, kinds=("tokenformer", "gpt2")).to(device)
+    kinds = ("tokenformer", "gpt2")
+    model = language.load_language_model(args.model, kinds, args.mask).to(device)
     tokenizer = language.load_tokenizer(args.tokenizer or args.model, model.config.vocab_size)
     torch.manual_seed(args.seed)
     try:
@@ -70,6 +73,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="default: the lines of stdin")
     parser.add_argument(
         "--tokenizer", type=Path, metavar="PATH", help="folder or file (default: in the model's)"
+    )
+    parser.add_argument(
+        "--mask", metavar="NAME", help="of a model with masks: read the pairs of this one alone"
     )
     parser.add_argument(
         "--max-new-tokens", type=whole_number(1), default=64, metavar="N", help="default: 64"

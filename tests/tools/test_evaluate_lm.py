@@ -16,8 +16,15 @@ pytest.importorskip("transformers", reason="pip install tokenformer-vit[language
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from tokenformer_vit import language
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.language import TokenFormerConfig, TokenFormerForCausalLM, load_tokenizer
+from tokenformer_vit.growth import TokenMasks
+from tokenformer_vit.language import (
+    TokenFormerConfig,
+    TokenFormerForCausalLM,
+    load_language_model,
+    load_tokenizer,
+)
 from tokenformer_vit.language import evaluation as measures
 from tokenformer_vit.language.data import SplitWriter
 from tokenformer_vit.language.published import TITLES
@@ -135,6 +142,40 @@ def test_prepared_tokens_give_what_the_text_gives(folder, text, tmp_path):
     (folder / "tokenizer_config.json").unlink()
     run(folder, "--data", tmp_path, "--out", out)  # tokens need no tokenizer
     assert record(out)["texts"].keys() == {f"{tmp_path} val"}
+
+
+def test_tokens_of_another_tokenizer_are_refused(folder, text, tmp_path):
+    language.prepare_text(
+        [language.file_source(text, "file", "text", 0.0)],
+        tmp_path / "data",
+        language.byte_tokenizer,
+        8,
+        {"tokenizer": "bytes", "sources": []},
+        held_out=False,
+    )
+    with pytest.raises(InputError, match=r"the tokenizers in .* differ: 0 is"):
+        run(folder, "--data", tmp_path / "data", "--split", "train")
+
+
+def test_a_mask_is_chosen_by_its_name(folder, text, capsys):
+    model = load_language_model(folder)
+    masks = TokenMasks(model)
+    masks.add("half", lambda _, layer: slice(layer.num_param_tokens // 2))
+    masks.save(folder / "masks.safetensors")
+    run(folder, "--text", text)
+    assert "all its pairs are read; --mask chooses" in capsys.readouterr().err
+    every = record(folder / "evaluation")["texts"][str(text)]["loss"]
+    run(folder, "--text", text, "--mask", "half")
+    assert "--mask chooses" not in capsys.readouterr().err
+    found = record(folder / "evaluation")
+    assert found["settings"]["mask"] == "half"
+    masks.activate("half")
+    tokens = np.array(load_tokenizer(folder)(text.read_text())["input_ids"])
+    predicted, nats = measures.measure_text(model, tokens, 32)
+    assert found["texts"][str(text)]["loss"] == pytest.approx(nats / predicted)
+    assert found["texts"][str(text)]["loss"] != pytest.approx(every, rel=1e-5)
+    with pytest.raises(InputError, match="there is no mask 'third'; there are half"):
+        run(folder, "--text", text, "--mask", "third")
 
 
 def test_other_models_and_bfloat16(folder, text, tmp_path):

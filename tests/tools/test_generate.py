@@ -15,9 +15,12 @@ pytest.importorskip("transformers", reason="pip install tokenformer-vit[language
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.growth import TokenMasks
 from tokenformer_vit.language import (
     TokenFormerConfig,
     TokenFormerForCausalLM,
+    generate_text,
+    load_language_model,
     load_tokenizer,
     save_language_model,
     transformer_lm,
@@ -144,6 +147,24 @@ def test_what_cannot_be_is_said_in_one_line(folder, monkeypatch, change, argumen
     with pytest.raises(InputError, match=message) as caught:
         run(folder, *arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_a_mask_is_chosen_by_its_name(folder, capsys):
+    model = load_language_model(folder)
+    masks = TokenMasks(model)
+    masks.add("half", lambda _, layer: slice(layer.num_param_tokens // 2))
+    masks.save(folder / "masks.safetensors")
+    run(folder, "w1 w2", "--greedy", "--max-new-tokens", 6)
+    assert "all its pairs are read; --mask chooses" in capsys.readouterr().err
+    run(folder, "w1 w2", "--greedy", "--max-new-tokens", 6, "--mask", "half")
+    printed = capsys.readouterr()
+    assert not printed.err
+    masks.activate("half")
+    words = generate_text(model, load_tokenizer(folder), "w1 w2", 6, greedy=True)
+    assert printed.out.split() == ["w1", "w2", *words.split()]
+    (folder / "masks.safetensors").unlink()
+    with pytest.raises(InputError, match=r"there is no file .*masks\.safetensors"):
+        run(folder, "w1", "--mask", "half")
 
 
 def test_the_plain_transformer_continues_prompts_too(folder, capsys):

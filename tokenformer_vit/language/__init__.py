@@ -17,6 +17,8 @@ except ImportError as error:
 from .corpora import Source, file_source, find_files, hub_source, reversal_source
 from .data import read_text_meta, read_tokens
 from .generation import (
+    MASKS,
+    check_tokens_agree,
     generate_text,
     load_language_model,
     load_tokenizer,
@@ -29,10 +31,12 @@ from .tokenizers import byte_tokenizer, find_tokenizer, train_tokenizer
 from .transformer import matched_transformer, transformer_lm
 
 __all__ = [
+    "MASKS",
     "Source",
     "TokenFormerConfig",
     "TokenFormerForCausalLM",
     "byte_tokenizer",
+    "check_tokens_agree",
     "file_source",
     "find_files",
     "find_tokenizer",

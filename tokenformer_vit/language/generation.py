@@ -22,30 +22,44 @@ from transformers import (
 from transformers.utils import logging
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.growth import TokenMasks
 
 from .modeling import TokenFormerConfig
 
-__all__ = ["generate_text", "load_language_model", "load_tokenizer", "save_language_model"]
+__all__ = [
+    "MASKS",
+    "check_tokens_agree",
+    "generate_text",
+    "load_language_model",
+    "load_tokenizer",
+    "save_language_model",
+]
 
+# Beside a model whose texts have pairs of their own.
+MASKS = "masks.safetensors"
 # Ends a text for GPT-2's tokenizer and GPT-NeoX's, whose bare files do not say so.
 _END = "<|endoftext|>"
 
 
 def load_language_model(
-    folder: Path, kinds: Sequence[str] | None = (TokenFormerConfig.model_type,)
+    folder: Path,
+    kinds: Sequence[str] | None = (TokenFormerConfig.model_type,),
+    mask: str | None = None,
 ) -> Any:
     """Read a model that ``save_pretrained`` wrote, whole or not at all.
 
     Args:
         folder: Holds ``config.json`` and ``model.safetensors``.
         kinds: Model types of transformers, of which it may be; None for any causal language model.
+        mask: Name of the mask in ``masks.safetensors`` whose pairs alone take part; None for all.
 
     Returns:
         The model on the CPU, in evaluation mode, of the type its weights were saved in.
 
     Raises:
-        InputError: If there is no such folder, its files are damaged, or the weights are not
-            exactly those that the configuration calls for. (transformers would draw missing ones.)
+        InputError: If there is no such folder, its files are damaged, there is no such mask, or the
+            weights are not exactly those that the configuration calls for. (transformers would draw
+            missing ones.)
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -77,6 +91,8 @@ def load_language_model(
         raise InputError(
             f"the weights in {folder} do not fit its config.json: {'; '.join(faults[:3])}{more}"
         )
+    if mask is not None:
+        TokenMasks.load(folder / MASKS, model).activate(mask)
     return model.eval()
 
 
@@ -164,6 +180,32 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> PreTrainedToken
             f"{vocab_size} (vocab_size): give the tokenizer that the model was trained with"
         )
     return tokenizer
+
+
+def check_tokens_agree(one: Path, other: Path) -> None:
+    """Check that a number stands for the same token in two folders.
+
+    That they call their tokenizers alike does not say so: two that are trained on different text
+    may both be ``bpe:4096``.
+
+    Args:
+        one: Folder with a tokenizer.
+        other: Another.
+
+    Raises:
+        InputError: If a number means different tokens; the message names the first. Or if there is
+            no tokenizer.
+    """
+    known, found = (
+        {number: token for token, number in load_tokenizer(folder).get_vocab().items()}
+        for folder in (one, other)
+    )
+    for number in sorted(known.keys() & found.keys()):
+        if known[number] != found[number]:
+            raise InputError(
+                f"the tokenizers in {one} and {other} differ: {number} is {known[number]!r} there "
+                f"and {found[number]!r} here; prepare the second text with --tokenizer {one}"
+            )
 
 
 def generate_text(

@@ -1,6 +1,6 @@
 """Rows of tokens that tools/prepare_text.py has packed."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from mmpretrain.registry import DATASETS
 from torch.utils.data import ConcatDataset, Dataset
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.language import load_tokenizer, read_text_meta, read_tokens
+from tokenformer_vit.language import check_tokens_agree, read_text_meta, read_tokens
 
 
 @DATASETS.register_module()
@@ -70,30 +70,3 @@ class TokenDataset(Dataset):
         row = np.asarray(self._rows[index]["input_ids"], dtype=np.int64)
         source = np.searchsorted(self._rows.cumulative_sizes, index, side="right")
         return {"inputs": torch.from_numpy(row), "source": int(source)}
-
-
-def check_tokens_agree(one: Path, other: Path) -> None:
-    """Check that a number stands for the same token in two folders.
-
-    That they call their tokenizers alike does not say so: two that are trained on different text
-    may both be ``bpe:4096``.
-
-    Args:
-        one: Folder with a tokenizer.
-        other: Another.
-
-    Raises:
-        InputError: If a number means different tokens; the message names the first. Or if there is
-            no tokenizer.
-    """
-    known, found = ({n: token for token, n in _entries(folder)} for folder in (one, other))
-    for number in sorted(known.keys() & found.keys()):
-        if known[number] != found[number]:
-            raise InputError(
-                f"the tokenizers in {one} and {other} differ: {number} is {known[number]!r} there "
-                f"and {found[number]!r} here; prepare the second text with --tokenizer {one}"
-            )
-
-
-def _entries(folder: Path) -> Iterable[tuple[str, int]]:
-    return load_tokenizer(folder).get_vocab().items()

@@ -6,12 +6,16 @@ from mmengine.dist import master_only
 from mmengine.registry import HOOKS
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.language import load_tokenizer, save_language_model
+from tokenformer_vit.language import (
+    MASKS,
+    check_tokens_agree,
+    load_tokenizer,
+    save_language_model,
+)
 
 from ..guard import GuardHook, unwrap
 from ..reports import ExportHook, validated_model
-from .data import check_tokens_agree
-from .model import MASKS, CausalLM
+from .model import CausalLM
 
 
 @HOOKS.register_module()

@@ -14,14 +14,13 @@ from tokenformer_vit.benchmarking.costs import training_flops
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import TokenMasks, count_pairs, grow
 from tokenformer_vit.language import (
+    MASKS,
     TokenFormerConfig,
     TokenFormerForCausalLM,
     load_language_model,
     transformer_lm,
 )
 from tokenformer_vit.models import LMConfig, compile_blocks, lm_config
-
-MASKS = "masks.safetensors"
 
 
 @MODELS.register_module()
