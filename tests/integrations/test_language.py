@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("transformers", reason="language models need the extra [language]")
 pytest.importorskip("datasets", reason="language models need the extra [language]")
 
+from mmengine.dataset import DefaultSampler
 from mmengine.hooks import Hook
 from mmengine.runner import Runner
 
@@ -228,6 +229,21 @@ def test_the_order_of_the_data_has_no_end_and_starts_anywhere():
         sampler.start = start
         assert list(itertools.islice(sampler, 35 - start)) == first[start:]
     assert list(itertools.islice(sampler, 35)) == first  # it holds for one pass
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_several_processes_share_an_epoch_as_mmengine_deals_it(shuffle):
+    for rank in range(3):
+        samplers = [kind(range(10), shuffle, seed=7) for kind in (EndlessSampler, DefaultSampler)]
+        for sampler in samplers:
+            sampler.rank, sampler.world_size = rank, 3
+            sampler.num_samples, sampler.total_size = 4, 12
+        ours, theirs = samplers
+        found = list(itertools.islice(ours, 8))
+        for epoch in (0, 1):
+            theirs.set_epoch(epoch)
+            assert found[4 * epoch : 4 * epoch + 4] == list(theirs)
+        assert all(type(number) is int for number in found)
 
 
 def test_perplexity_of_several_texts_is_that_of_their_tokens():

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from typing import Any
 
+import numpy as np
+import torch
 from mmengine.dataset import DefaultSampler
 from mmengine.registry import DATA_SAMPLERS, LOOPS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
@@ -39,8 +41,21 @@ class EndlessSampler(ResumableSampler):
         self.start = 0
         for epoch in count(first):
             self.set_epoch(epoch)
-            yield from islice(DefaultSampler.__iter__(self), skip, None)
+            yield from map(int, self._order()[skip:])
             skip = 0
+
+    def _order(self) -> np.ndarray:
+        """Return what mmengine's sampler would iterate over, in a fifth of the memory.
+
+        A corpus has more rows than are to be held as Python's numbers, in each process.
+        """
+        rows = len(self.dataset)
+        order = torch.arange(rows)
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(rows, generator=generator)
+        whole = np.resize(order.numpy(), self.total_size)  # from its beginning again
+        return whole[self.rank :: self.world_size]
 
 
 @LOOPS.register_module()
