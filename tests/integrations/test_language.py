@@ -420,6 +420,21 @@ def test_what_does_not_fit_is_said(run, tmp_path, options, message):
         run(tmp_path / "run", **options)
 
 
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        ({"epoch": 1, "num_ffn_param_tokens": 48}, r"by `epoch`, but this run counts iterations"),
+        (
+            {"iteration": 12, "num_ffn_param_tokens": 48},
+            r"at iteration 12, but the run ends at iteration 12: .* train_cfg\.max_iters",
+        ),
+    ],
+)
+def test_growth_that_would_not_come_to_pass_is_said(run, tmp_path, event, message):
+    with pytest.raises(InputError, match=message):
+        run(tmp_path / "run", custom_hooks=[{"type": "GrowthHook", "schedule": [event]}])
+
+
 def test_image_classification_is_tested_by_another_tool(config, tmp_path):
     with pytest.raises(InputError, match=r"tools/evaluate_lm\.py"):
         configure_test(load_config(config), tmp_path / "x.pth", tmp_path)

@@ -7,6 +7,7 @@ import torch
 from mmengine.hooks import EMAHook, Hook
 from mmengine.model import is_model_wrapper
 from mmengine.registry import HOOKS
+from mmengine.runner import IterBasedTrainLoop
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -101,12 +102,20 @@ class GrowthHook(Hook):
 
     def before_train(self, runner) -> None:
         """See that all of the schedule comes to pass."""
+        ends, length = f"at iteration {runner.max_iters} (epoch {runner.max_epochs})", "max_epochs"
+        if isinstance(runner.train_loop, IterBasedTrainLoop):
+            ends, length = f"at iteration {runner.max_iters}", "max_iters"
+            if self._unit == "epoch":
+                raise InputError(
+                    "the schedule of GrowthHook is by `epoch`, but this run counts iterations: say "
+                    "by `iteration` when each growth is due"
+                )
         last, end = self._start(runner, self.schedule[-1]), runner.max_iters
         if last >= end:
             raise InputError(
                 f"GrowthHook would grow the model at {self._unit} "
-                f"{self.schedule[-1][self._unit]}, but the run ends at iteration {end} (epoch "
-                f"{runner.max_epochs}): shorten its schedule, or set train_cfg.max_epochs"
+                f"{self.schedule[-1][self._unit]}, but the run ends {ends}: shorten its schedule, "
+                f"or set train_cfg.{length}"
             )
         starts = [self._start(runner, event) for event in self.schedule]
         room = min(after - before for before, after in zip(starts, [*starts[1:], end], strict=True))
