@@ -93,9 +93,8 @@ def _sources(args: argparse.Namespace, language: ModuleType) -> tuple[list[Any],
     sources = [language.file_source(file, *how, split="val") for file in held_out]
     sources += [language.file_source(file, *how) for file in files]
     if args.hub:
-        sources.append(
-            language.hub_source(args.hub, args.hub_config, args.split, args.column, args.val_share)
-        )
+        place = (args.hub, args.hub_config, args.split)
+        sources.append(language.hub_source(*place, args.column, args.val_share, args.hub_revision))
     return sources, held_out + files
 
 
@@ -128,6 +127,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--hub", metavar="NAME", help="data set of the Hugging Face hub")
     parser.add_argument("--hub-config", metavar="NAME", help="its configuration, if it has several")
+    parser.add_argument("--hub-revision", metavar="NAME", help="its branch, tag or commit")
     parser.add_argument("--split", default="train", help="split of --hub (default: train)")
     parser.add_argument(
         "--reversal", type=whole_number(2), metavar="LINES", help="draw so many lines of digits"

@@ -314,13 +314,27 @@ def test_the_hub_is_streamed(monkeypatch):
         Piece("a", "train"),
         Piece("b", "train"),
     ]
-    assert asked == {"path": "me/data", "name": "fr", "split": "test", "streaming": True}
+    how = {"path": "me/data", "name": "fr", "split": "test", "streaming": True}
+    assert asked == {**how, "revision": None}
+    pieces(hub_source("me/data", "fr", "test", "words", 0, "refs/convert/parquet"))
+    assert asked == {**how, "revision": "refs/convert/parquet"}
 
-    def offline(**options):
-        raise ConnectionError("Couldn't reach the hub\nat all")
 
-    monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(InputError, match="me/data of the Hugging Face hub cannot be read: Could"):
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [
+        ("Couldn't reach the hub\nat all", r"Couldn't reach the hub$"),
+        ("Dataset scripts are no longer supported, but found d.py", r"--hub-revision refs/"),
+        ("Compression type zstd not supported", r"supported; `pip install zstandard`$"),
+    ],
+)
+def test_what_the_hub_does_not_give_is_said_with_the_way_out(monkeypatch, reason, told):
+    def fail(**options):
+        raise RuntimeError(reason)
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    where = r"me/data of the Hugging Face hub cannot be read: "
+    with pytest.raises(InputError, match=f"{where}.*{told}"):
         pieces(hub_source("me/data", "fr", "test", "words", 0))
 
 

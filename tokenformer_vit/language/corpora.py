@@ -33,6 +33,12 @@ _LEAST_HELD_OUT = 1024
 # The last place where byte-level tokenizers begin a new word in any case, so that a text cut there
 # has the same tokens as in one: before a single space, or behind a single line end.
 _WORDS = re.compile(r"(?s:.*)\S(?:\n(?=\S)|(?= \S))")
+# What errors of the libraries below do not say.
+_WAYS_OUT = {
+    "scripts are no longer supported": "the hub may have made a copy of it that can be read: "
+    "--hub-revision refs/convert/parquet",
+    "type zstd not supported": "`pip install zstandard`",
+}
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,9 @@ class TextReader:
                 raise
             except Exception as error:  # each of the libraries below has errors of its own
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                for sign, way_out in _WAYS_OUT.items():
+                    if sign in reason:
+                        reason += f"; {way_out}"
                 raise InputError(f"{source.name} cannot be read: {reason}") from error
             self._number, self._state, self._stream = self._number + 1, None, None
 
@@ -170,13 +179,18 @@ def file_source(
 
 
 def hub_source(
-    name: str, config: str | None, hub_split: str, column: str, val_share: float
+    name: str,
+    config: str | None,
+    hub_split: str,
+    column: str,
+    val_share: float,
+    revision: str | None = None,
 ) -> Source:
     """Stream a data set of the Hugging Face hub; arguments as in ``load_dataset`` and above."""
     where = f"the data set {name} of the Hugging Face hub"
     return Source(
         where,
-        _streamed(path=name, name=config, split=hub_split),
+        _streamed(path=name, name=config, split=hub_split, revision=revision),
         _of_column(where, column, val_share, None),
     )
 
