@@ -231,6 +231,19 @@ def test_the_end_of_a_file_is_held_out(tmp_path, share):
     assert [piece.split for piece in got if piece.ends] == ["val", "train"]
 
 
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_a_file_of_one_line_is_cut_between_words(tmp_path, end):
+    text = "ein Wort für sich " * 2000 + end
+    (tmp_path / "text8").write_text(text)
+    got = pieces(file_source(tmp_path / "text8", "file", "text", 0.1))
+    train, val = (
+        "".join(piece.text for piece in got if piece.split == split) for split in ("train", "val")
+    )
+    assert train + val == text
+    assert train.endswith(" ")
+    assert 0 <= 0.1 * len(text.encode()) - len(val.encode()) < 20
+
+
 def test_equal_documents_are_on_one_side(tmp_path):
     lines = [f"line {number % 500}" for number in range(2000)]
     (tmp_path / "a.txt").write_text("\n".join(lines))

@@ -149,7 +149,7 @@ def file_source(
         column: Holds the text of a row.
         val_share: Part of the text that is held out, 0 to 1. Of documents those whose content's
             hash is below it: equal ones stay together. Of a file that is one document its end,
-            from the beginning of a line on; it comes first in the stream.
+            from the beginning of a line on, or of a word; it comes first in the stream.
         split: Where all of it goes, instead of a part being held out.
 
     Returns:
@@ -321,9 +321,11 @@ def _cut(file: Any, val_share: float, split: str | None) -> list[tuple[str, int,
     if size * val_share < _LEAST_HELD_OUT:
         file.seek(0)
         return [(_split_of(file.read(), val_share), 0, size)]
-    file.seek(int(size * (1 - val_share)))
-    file.readline()
+    position = file.seek(int(size * (1 - val_share)))
+    line = file.readline()
     start = file.tell()
+    if start == size and b" " in line:  # no other line begins there, as in text8, which is one
+        start = position + line.index(b" ") + 1
     return [(name, a, b) for name, a, b in (("val", start, size), ("train", 0, start)) if a < b]
 
 
