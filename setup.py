@@ -39,7 +39,14 @@ setup(
     extras_require={
         "data": ["pyarrow"],
         "demo": ["scikit-learn"],
-        "language": ["transformers>=5.0", "tokenizers", "safetensors", "datasets>=3.0", "pyarrow"],
+        "language": [
+            "transformers>=5.0",
+            "tokenizers",
+            "safetensors",
+            "datasets>=3.0",
+            "pyarrow",
+            "zstandard",  # the Pile is compressed by it
+        ],
         "evaluation": ["lm_eval>=0.4.13", "accelerate"],
         "tensorboard": ["tensorboard"],
         "dev": [
@@ -54,6 +61,7 @@ setup(
             "transformers>=5.0",
             "tokenizers",
             "datasets>=3.0",
+            "zstandard",
             "lm_eval>=0.4.13",
             "accelerate",  # transformers' Trainer and the harness need it
         ],
