@@ -185,6 +185,7 @@ def measure_texts(
 ) -> dict[str, dict[str, Any]]:
     """Return the losses of all texts, by their names."""
     from tokenformer_vit import language
+    from tokenformer_vit.language.data import stored_rows
     from tokenformer_vit.language.evaluation import TextLoss, flatten_rows, measure_text, read_text
 
     how = {"batch_size": args.batch_size, "amp": args.amp}
@@ -203,9 +204,9 @@ def measure_texts(
         title = f"{args.data} {args.split}"
 
         def measure_split() -> dict[str, Any]:
-            rows = language.read_tokens(args.data, args.split)[:]["input_ids"]
+            rows = stored_rows(language.read_tokens(args.data, args.split))
             counts = language.read_text_meta(args.data)["splits"][args.split]
-            tokens = flatten_rows(np.asarray(rows))
+            tokens = flatten_rows(rows)
             predicted, nats = measure_text(model, tokens, context, stride, title=title, **how)
             # Rows leave out the last few tokens of the text, whose bytes are not known alone.
             size = predicted * counts["bytes"] / counts["tokens"]

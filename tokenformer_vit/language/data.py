@@ -19,7 +19,15 @@ from tokenformer_vit.errors import InputError
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["META", "PROGRESS", "SplitWriter", "partial_folder", "read_text_meta", "read_tokens"]
+__all__ = [
+    "META",
+    "PROGRESS",
+    "SplitWriter",
+    "partial_folder",
+    "read_text_meta",
+    "read_tokens",
+    "stored_rows",
+]
 
 # Present while a folder is being written: what is done, and where to go on.
 PROGRESS = "progress.json"
@@ -107,6 +115,19 @@ def read_tokens(folder: Path, split: str) -> "Dataset":
     if not rows:
         raise InputError(f"the split {split!r} in {folder} has no rows; prepare more text")
     return concatenate_datasets(shards).with_format("numpy")
+
+
+def stored_rows(dataset: "Dataset") -> np.ndarray:
+    """Read all rows of what :func:`read_tokens` opened, in the type they are stored in.
+
+    Args:
+        dataset: As it was opened.
+
+    Returns:
+        (R, context_length + 1) uint16 or uint32, an eighth or a half of what numpy's format takes.
+    """
+    chunks = dataset.data.column("input_ids").chunks
+    return np.concatenate([chunk.flatten().to_numpy().reshape(len(chunk), -1) for chunk in chunks])
 
 
 def partial_folder(folder: Path) -> Path:

@@ -55,6 +55,16 @@ class LanguageGuardHook(GuardHook):
             if folder != first:
                 check_tokens_agree(first, folder)
 
+    def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
+        """Refuse weights of another model, and say how a run starts from those of a folder."""
+        try:
+            super().after_load_checkpoint(runner, checkpoint)
+        except InputError as error:
+            raise InputError(
+                f"{error}; load_from takes the *.pth of a run, and model.checkpoint a folder with "
+                "config.json and model.safetensors"
+            ) from error
+
     def check_testing(self, runner) -> None:
         """Refuse to test: there are no classes."""
         raise InputError("a language model is evaluated by tools/evaluate_lm.py")
