@@ -4,9 +4,9 @@
 # Paper:     has no such run
 # Data:      python tools/prepare_text.py --reversal 20000 --val-share 0.05 data/reversal
 # Batch:     64
-# Hardware:  not yet
+# Hardware:  one CPU core beside other work, float32, 5 minutes
 # Command:   python tools/train.py configs/lm_reversal.py
-# Expected:  not yet
+# Expected:  100 % of 1,000 unseen sequences right (ablations/results/lm_reversal.json)
 _base_ = "_base_/language_small.py"
 
 model = dict(

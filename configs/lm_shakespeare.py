@@ -4,9 +4,9 @@
 # Data:      python tools/prepare_text.py input.txt data/tinyshakespeare --context-length 128 \
 #                --val-share 0.1
 # Batch:     32
-# Hardware:  not yet
+# Hardware:  one CPU core beside other work, float32
 # Command:   python tools/train.py configs/lm_shakespeare.py
-# Expected:  not yet
+# Expected:  perplexity 4.7 a byte on the held-out tenth (ablations/results/lm_shakespeare.json)
 _base_ = "_base_/language_small.py"
 
 train_dataloader = dict(dataset=dict(data_root="data/tinyshakespeare"))

@@ -233,6 +233,8 @@ def draw_curves(
             validation.legend()
     if texts:
         validation.set(yscale="log")
+        validation.yaxis.set_major_formatter("{x:g}")
+        validation.yaxis.set_minor_formatter("{x:g}")
     validation.set(title=title, xlabel="epoch" if iters_per_epoch else "iteration")
     for axes, scale in ((loss, 1), (rate, 1), (validation, iters_per_epoch or 1)):
         for iteration in growth:
