@@ -303,6 +303,7 @@ def test_an_edited_base_config_is_noticed(tmp_path, config, words, trainer):
         sweep(SOFTMAX, words)
 
 
+@pytest.mark.slow
 def test_a_run_of_another_process_is_left_to_it(tmp_path, words, trainer, monkeypatch, capfd):
     words += ["--variants", "gelu_l2"]
     monkeypatch.setenv("SLEEP", "60")

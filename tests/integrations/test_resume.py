@@ -137,6 +137,7 @@ def test_the_best_checkpoint_is_no_state_to_resume_from(train, run):
     assert "holds weights alone, not the state of a run" in line
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_schedule(train, run):
     line = train.fails(run, "--resume", *OPTIONS, "train_cfg.max_epochs=5")
     assert "train_cfg.max_epochs was 3 in the run of the checkpoint and is 5 here" in line
