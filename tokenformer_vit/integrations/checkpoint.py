@@ -15,6 +15,7 @@ from mmengine.runner import IterBasedTrainLoop
 from tokenformer_vit.errors import InputError
 
 from .guard import diverged, unwrap
+from .loop import validation_is_due
 from .transforms import seeded_transforms
 
 
@@ -68,7 +69,7 @@ class ExactCheckpointHook(CheckpointHook):
         parameters = dict(unwrap(runner.model).named_parameters())
         for name, gradient in self._resumed["gradients"].items():
             parameters[name].grad = gradient.to(parameters[name])
-        if runner.val_loop is not None and _validation_is_due(runner.train_loop):
+        if runner.val_loop is not None and validation_is_due(runner.train_loop):
             runner.val_loop.run()
 
     def before_train_epoch(self, runner) -> None:
@@ -174,16 +175,6 @@ class ExactCheckpointHook(CheckpointHook):
             "schedule": _schedule(runner),
             "gradients": {name: gradient.cpu() for name, gradient in gradients.items()},
         }
-
-
-def _validation_is_due(loop: Any) -> bool:
-    """Tell whether a loop validates where it stands."""
-    done, end = loop.epoch, loop.max_epochs
-    if isinstance(loop, IterBasedTrainLoop):
-        done, end = loop.iter, loop.max_iters
-    elif loop.iter != loop.epoch * len(loop.dataloader):
-        return False
-    return bool(done) and done >= loop.val_begin and (done % loop.val_interval == 0 or done == end)
 
 
 def _schedule(runner) -> dict[str, Any]:

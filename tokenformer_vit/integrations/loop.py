@@ -95,16 +95,13 @@ class ResumableIterLoop(IterBasedTrainLoop):
         # It counts batches, but was told of iterations.
         optim.initialize_count_status(self.runner.model, self._iter * each, self._max_iters * each)
         loader.sampler.start = self._iter * each * loader.batch_size
+        del self.dataloader_iterator  # of the base class: its workers would live on beside ours
         batches = iter(loader)
         while self._iter < self._max_iters and not self.stop_training:
             self.runner.model.train()
             self.run_iter(list(islice(batches, each)))
             self._decide_current_val_interval()
-            if (
-                self.runner.val_loop is not None
-                and self._iter >= self.val_begin
-                and (self._iter % self.val_interval == 0 or self._iter == self._max_iters)
-            ):
+            if self.runner.val_loop is not None and validation_is_due(self):
                 self.runner.val_loop.run()
         self.runner.call_hook("after_train_epoch")
         self.runner.call_hook("after_train")
@@ -125,3 +122,13 @@ class ResumableIterLoop(IterBasedTrainLoop):
             "after_train_iter", batch_idx=self._iter, data_batch=data_batch, outputs=outputs
         )
         self._iter += 1
+
+
+def validation_is_due(loop: Any) -> bool:
+    """Tell whether a training loop, which stands between two iterations, validates there."""
+    done, end = loop.epoch, loop.max_epochs
+    if isinstance(loop, IterBasedTrainLoop):
+        done, end = loop.iter, loop.max_iters
+    elif loop.iter != loop.epoch * len(loop.dataloader):
+        return False
+    return done > 0 and done >= loop.val_begin and (done % loop.val_interval == 0 or done == end)

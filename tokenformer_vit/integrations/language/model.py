@@ -51,9 +51,14 @@ class CausalLM(BaseModel):
     Shape:
         Rows of (B, N + 1) tokens: N are read and the last N predicted.
 
+    Attributes:
+        sources: Names of the texts that are validated on, by their number; the guard sets it.
+
     Note:
         The loss is the mean over tokens of the cross-entropy in nats, computed in float32.
     """
+
+    sources: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -142,9 +147,6 @@ class CausalLM(BaseModel):
         name = self.sources[source] if source < len(self.sources) else ""
         with self.masks.use(name if name in self.masks.names else self.masks.names[-1]):
             return self._logits(inputs)
-
-    # Names of the texts that are validated on, by their number; the guard sets it.
-    sources: tuple[str, ...] = ()
 
 
 def _build(architecture: str, config: dict[str, Any], checkpoint: str) -> Any:
