@@ -1,6 +1,5 @@
 """Files and folders that appear whole under their name or not at all, and locks on folders."""
 
-import contextlib
 import errno
 import hashlib
 import os
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from .errors import InputError
 
-__all__ = ["lock_folder", "new_folder", "remove_leftovers", "temporary_name", "write_whole"]
+__all__ = ["locked_folder", "new_folder", "remove_leftovers", "temporary_name", "write_whole"]
 
 # host, process and a random part: nobody can guess the name, and a later run can tell whether its
 # writer still lives.
@@ -147,39 +146,35 @@ def _is_left(entry: os.DirEntry, host: str, process: int) -> bool:
         return False
 
 
-def lock_folder(folder: Path) -> contextlib.ExitStack:
-    """Keep other processes from writing into a folder until this one ends, however it ends.
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Keep other processes from writing into a folder while a ``with`` block runs.
 
     Args:
-        folder: Gets a file ``.lock`` that says who holds the lock. The file stays; the lock does
-            not, even after a kill.
-
-    Returns:
-        Its ``close()`` gives the lock back before the process ends.
+        folder: Gets a file ``.lock`` that says who holds the lock. The file stays; the lock ends
+            with the process, even if it is killed.
 
     Raises:
         InputError: If another process holds the lock; the message names it.
         OSError: If the file cannot be written.
     """
-    path = folder / ".lock"
-    file = path.open("a+b")
-    stack = contextlib.ExitStack()
-    stack.callback(file.close)
-    try:
-        _lock(file.fileno())
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
-            return stack  # a file system without locks: better to go on than to refuse every run
-        file.seek(0)
-        holder = file.read(200).decode(errors="replace").strip() or "another process"
-        stack.close()
-        raise InputError(
-            f"{folder} is in use by {holder}: wait for it, stop it, or choose another --work-dir"
-        ) from error
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-    file.flush()
-    return stack
+    with (folder / ".lock").open("a+b") as file:
+        try:
+            _lock(file.fileno())
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
+                file.seek(0)
+                holder = file.read(200).decode(errors="replace").strip() or "another process"
+                raise InputError(
+                    f"{folder} is in use by {holder}: wait for it, stop it, or choose another "
+                    "--work-dir"
+                ) from error
+            # Else the file system knows no locks. Refusing every run there would help nobody.
+        else:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            file.flush()
+        yield
 
 
 def _lock(file: int) -> None:
