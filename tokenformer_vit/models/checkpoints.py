@@ -29,6 +29,7 @@ __all__ = [
     "class_names",
     "data_config",
     "describe_model",
+    "find_description",
     "load_model",
     "model_faults",
     "read_state_dict",
@@ -121,7 +122,11 @@ def load_model(
 
     content = read_checkpoint(checkpoint) if checkpoint else {}
     state_dict = state_dict_in(content, checkpoint) if checkpoint else None
-    description = _describe(name, checkpoint, content)
+    description = None
+    if name is not None and name.startswith(_LOCAL):
+        description = _read_config(Path(name.removeprefix(_LOCAL)) / _CONFIG)
+    elif checkpoint is not None:
+        description = find_description(checkpoint, content)
     if name is None and description is None:
         raise InputError(
             f"no model given, and {checkpoint or 'no checkpoint'} does not say which one it is of: "
@@ -248,14 +253,19 @@ def _weights_in(folder: Path) -> Path:
     raise InputError(f"there is none of {', '.join(_WEIGHT_FILES)} in the folder {folder}")
 
 
-def _describe(
-    name: str | None, checkpoint: Path | None, content: Mapping[str, Any]
-) -> dict[str, Any] | None:
-    """Find and check the description of a model: in a folder, in the checkpoint, or beside it."""
-    if name is not None and name.startswith(_LOCAL):
-        return _read_config(Path(name.removeprefix(_LOCAL)) / _CONFIG)
-    if checkpoint is None:
-        return None
+def find_description(checkpoint: Path, content: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Find and check what describes the model of a checkpoint: in it, or beside it.
+
+    Args:
+        checkpoint: The file.
+        content: What it holds.
+
+    Returns:
+        The content of ``config.json``; None if nothing describes the model.
+
+    Raises:
+        InputError: If the description holds something that cannot be.
+    """
     if DESCRIPTION in content:
         return _check_description(content[DESCRIPTION], checkpoint)
     # Beside a file of tensors alone; a training checkpoint there may be of another epoch's size.
