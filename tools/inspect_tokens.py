@@ -35,12 +35,11 @@ from tokenformer_vit.inspection import (
 )
 from tokenformer_vit.prediction import (
     choose_device,
-    find_images,
     load_model,
     model_arguments,
-    say_skipped,
 )
 from tokenformer_vit.records import write_record
+from tokenformer_vit.vision.images import find_images, say_skipped
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -196,13 +196,13 @@ def test_another_number_of_classes(data, tmp_path):
 
 
 def test_missing_folders(exported, data, tmp_path):
-    assert f"there is no folder {tmp_path / 'val'}" in failure(exported, tmp_path)
+    assert f"there is no folder {tmp_path / 'val'} that holds" in failure(exported, tmp_path)
     (tmp_path / "val").symlink_to(data / "val")
     assert str(tmp_path / "train") in failure(exported, tmp_path)
     (tmp_path / "val").unlink()
     for name in FOLDERS:
         (tmp_path / "val" / name).mkdir(parents=True)
-    assert "Found no valid file" in failure(exported, tmp_path)
+    assert "no images in 3 class folders" in failure(exported, tmp_path)
 
 
 def test_missing_checkpoint_and_model(exported, data, tmp_path):
@@ -226,7 +226,7 @@ def test_an_image_that_cannot_be_read(split, exported, data, tmp_path):
                 (tmp_path / each / name / path.name).symlink_to(path)
     cut = tmp_path / split / "cat" / "cut.png"
     cut.write_bytes((data / "val" / "cat" / "0.png").read_bytes()[:900])
-    assert f"{cut} cannot be read" in failure(exported, tmp_path, "--out", tmp_path / "out")
+    assert f"cannot read image {cut}: " in failure(exported, tmp_path, "--out", tmp_path / "out")
     assert not (tmp_path / "out" / "compression.json").exists()
 
 

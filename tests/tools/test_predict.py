@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ from timm.data import ImageNetInfo, create_transform
 from timm.models import save_for_hf
 
 import tokenformer_vit  # noqa: F401
+from tokenformer_vit.command_line import run_tool
+from tokenformer_vit.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "predict.py"
@@ -71,13 +74,14 @@ def run_json(capsys, *arguments):
 def failure(capsys, *arguments):
     """Run, and return the one line on stderr that it must end with."""
     with pytest.raises(SystemExit) as exit_:
-        run(*arguments)
+        run_tool(lambda: run(*arguments), status=2)
     assert exit_.value.code == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("error: ")
-    assert captured.err.count("\n") == 1
-    return captured.err
+    *before, line = captured.err.splitlines()
+    assert all(each.startswith("left out: ") for each in before)
+    assert line.startswith("error: ")
+    return line
 
 
 def by_hand(model, path):
@@ -170,10 +174,8 @@ def test_unreadable_images_are_named_and_skipped(exported, photos, tmp_path, cap
     assert json.loads(captured.out)["file"] == str(photos / "a.jpg")
     assert f"skipped: {cut}: " in captured.err
     assert f"skipped: {photos / 'notes.txt'}: " in captured.err
-    with pytest.raises(SystemExit) as exit_:
+    with pytest.raises(InputError, match="none of the images"):
         run(cut, *arguments)
-    assert exit_.value.code == 2
-    assert "none of the images" in capsys.readouterr().err
 
 
 def test_missing_image(exported, capsys):
@@ -316,8 +318,19 @@ def test_real_command_has_clean_stdout_and_status(exported, photos):
     )
     assert done.returncode == 1, done.stderr
     assert len([json.loads(line) for line in done.stdout.splitlines()]) == 5
-    assert done.stderr.count("\n") == 1
-    assert "notes.txt" in done.stderr
+    skipped = f"skipped: {photos / 'notes.txt'}: it is no readable image"
+    assert [line.split(" (")[0] for line in done.stderr.splitlines()] == [
+        f"left out: 1 .txt in {photos}",
+        skipped,
+    ]
+
+
+def test_the_command_ends_with_status_2(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(TOOL), "nowhere.jpg", "--model", "tokenformer_tiny"])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(TOOL), run_name="__main__")
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err == "error: there is no file or folder nowhere.jpg\n"
 
 
 @pytest.mark.skipif(not SAMPLES.is_dir(), reason=f"{SAMPLES} is not here")
