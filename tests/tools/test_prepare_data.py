@@ -318,6 +318,118 @@ def test_bad_image_is_named(data, tmp_path, capsys):
     assert len(tree(tmp_path / "out")) == 5
 
 
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ("{broken", "metadata cannot be read"),
+        ("[" * 100_000, "metadata cannot be read"),
+        ("[1]", "metadata cannot be read"),
+        ('{"info": null}', "metadata cannot be read"),
+        ('{"info": {"features": {"label": "int64"}}}', "metadata cannot be read"),
+        ('{"info": {"features": {"label": {"names": 3}}}}', "must be a list of texts, but are 3"),
+        ('{"info": {"features": {"label": {"names": ["a", 1]}}}}', "but are ['a', 1]"),
+    ],
+    ids=range(7),
+)
+def test_metadata_that_is_broken_is_named(metadata, said, tmp_path, capsys):
+    path = tmp_path / "in" / "train-0.parquet"
+    write_shard(path, [0, 1])
+    pq.write_table(pq.read_table(path).replace_schema_metadata({"huggingface": metadata}), path)
+    message = failure(capsys, tmp_path / "in", tmp_path / "out")
+    assert message.startswith(f"{path}: ")
+    assert said in message
+
+
+def test_metadata_without_names_is_as_none(tmp_path):
+    path = tmp_path / "in" / "train-0.parquet"
+    write_shard(path, [0, 1])
+    metadata = {"huggingface": json.dumps({"info": {"features": {"image": {}}}})}
+    pq.write_table(pq.read_table(path).replace_schema_metadata(metadata), path)
+    run(tmp_path / "in", tmp_path / "out")
+    assert sorted(os.listdir(tmp_path / "out/train")) == ["0", "1"]
+
+
+def test_files_that_name_classes_differently_are_refused(tmp_path, capsys):
+    write_shard(tmp_path / "in" / "train-0.parquet", [0, 1], names=("ant", "bee"))
+    write_shard(tmp_path / "in" / "val-0.parquet", [0, 1], names=("bee", "ant"))
+    message = failure(capsys, tmp_path / "in", tmp_path / "out")
+    assert "val-0.parquet names its classes bee, ant, but other files ant, bee" in message
+
+
+def test_labels_of_a_split_before_the_one_that_names_them(tmp_path, capsys):
+    write_shard(tmp_path / "in" / "train-0.parquet", [0, 5], names=None)
+    write_shard(tmp_path / "in" / "val-0.parquet", [0, 1], names=("ant", "bee"))
+    message = failure(capsys, tmp_path / "in", tmp_path / "out")
+    assert "train-0.parquet, row 1: label is 5, but must be 0 to 1" in message
+
+
+def test_a_label_that_would_make_endless_folders(tmp_path, capsys):
+    write_shard(tmp_path / "in" / "train-0.parquet", [0, 10**8], names=None)
+    message = failure(capsys, tmp_path / "in", tmp_path / "out")
+    assert "row 1: label is 100000000, but must be 0 to 99999 where classes have no n" in message
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "said"),
+    [
+        ("label", pa.array([[0], [1]]), "holds list<"),
+        ("label", pa.array([{"a": 0}, {"a": 1}]), "holds struct<"),
+        ("label", pa.array(["0", "1"]), "holds string"),
+        ("label", pa.array([0.0, 1.0]), "holds double"),
+        ("image", pa.array([[{"bytes": b"x"}]] * 2), "not an image of {bytes, path}"),
+        ("image", pa.array([{"bytes": [1]}] * 2), "not an image of {bytes, path}"),
+        ("image", pa.array([{"path": "x"}] * 2), "not an image of {bytes, path}"),
+    ],
+)
+def test_columns_of_other_types(column, values, said, tmp_path, capsys):
+    path = tmp_path / "in" / "train-0.parquet"
+    write_shard(path, [0, 1])
+    table = pq.read_table(path)
+    pq.write_table(table.set_column(table.schema.get_field_index(column), column, values), path)
+    message = failure(capsys, tmp_path / "in", tmp_path / "out")
+    assert message.startswith(str(path))
+    assert said in message
+
+
+def test_pages_that_are_damaged_are_named(tmp_path, capsys):
+    path = tmp_path / "in" / "train-0.parquet"
+    write_shard(path, [0] * 8)
+    data = bytearray(path.read_bytes())
+    data[4:400] = b"\xff" * 396  # the first pages; the footer with the schema stays
+    path.write_bytes(data)
+    assert str(path) in failure(capsys, tmp_path / "in", tmp_path / "out")
+
+
+def test_a_shard_that_is_a_named_pipe_is_refused(tmp_path, capsys):
+    write_shard(tmp_path / "in" / "train-0.parquet", [0, 1])
+    os.mkfifo(tmp_path / "in" / "train-1.parquet")
+    message = failure(capsys, tmp_path / "in", tmp_path / "out")
+    assert f"{tmp_path / 'in' / 'train-1.parquet'} is not a readable parquet file" in message
+
+
+def test_names_of_classes_make_plain_folders(tmp_path, capsys):
+    names = ["a\x1b[31m", "b\u202e", "c\ud800", "d$"]
+    write_shard(tmp_path / "in" / "train-0.parquet", [0, 1, 2, 3], names=names)
+    run(tmp_path / "in", tmp_path / "out")
+    assert sorted(os.listdir(tmp_path / "out/train")) == ["a_[31m", "b_", "c_", "d$"]
+    assert "\x1b" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_partial_files_of_others_are_kept(linked, source, tmp_path):
+    target = tmp_path / "out"
+    run(source, target)
+    folder = target / "train" / "ant"
+    if linked:
+        folder.rename(tmp_path / "elsewhere")
+        folder.symlink_to(tmp_path / "elsewhere")
+    (folder / "download.partial").write_text("mine")
+    (folder / ".x.jpg.partial").write_text("mine")
+    run(source, target)
+    assert (folder / "download.partial").read_text() == "mine"
+    assert (folder / ".x.jpg.partial").read_text() == "mine"
+
+
 def test_damaged_parquet_is_named(tmp_path, capsys):
     path = tmp_path / "in" / "train-0.parquet"
     write_shard(path, [0, 1, 2])

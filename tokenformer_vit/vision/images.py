@@ -99,8 +99,8 @@ def _upright_rgb(image: Image.Image) -> Image.Image:
 def _reason(error: Exception, path: str | Path) -> str:
     """Say in one line why an image cannot be read."""
     if isinstance(error, Image.DecompressionBombError):
-        limit = 2 * (Image.MAX_IMAGE_PIXELS or 0) // 10**6
-        return f"it has more than the {limit} megapixels that are read; make it smaller"
+        limit = 2 * (Image.MAX_IMAGE_PIXELS or 0) / 1e6
+        return f"it has more than the {limit:.0f} megapixels that are read; make it smaller"
     if isinstance(error, UnidentifiedImageError):
         return f"it is no readable image ({', '.join(FORMATS)})"
     if isinstance(error, FileNotFoundError) and os.path.islink(path):
