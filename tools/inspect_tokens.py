@@ -33,9 +33,9 @@ from tokenformer_vit.inspection import (
     find_exemplars,
     map_tokens,
 )
+from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.prediction import (
     choose_device,
-    load_model,
     model_arguments,
 )
 from tokenformer_vit.records import write_record

@@ -14,7 +14,6 @@ was classified, 1 if some were skipped, 2 if none could be, 130 after Ctrl-C.
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -29,9 +28,9 @@ from tqdm import tqdm
 from tokenformer_vit.command_line import printable, run_tool, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import compile_blocks
+from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.prediction import (
     choose_device,
-    load_model,
     model_arguments,
     predict,
 )
@@ -61,10 +60,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise InputError(
             f"not enough GPU memory for --batch-size {args.batch_size}; make it smaller"
         ) from error
-    except BrokenPipeError:
-        # The reader, such as `head`, has seen enough; Python must not complain when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
     if done == 0:
         raise InputError("none of the images could be read")
     if done < len(paths):
