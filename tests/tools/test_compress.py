@@ -277,6 +277,16 @@ def test_ctrl_c_ends_it_in_one_line(exported, data, tmp_path):
     assert not list((tmp_path / "out").iterdir())
 
 
+def test_the_name_of_the_data_is_no_markup(exported, data, tmp_path, capsys):
+    root = tmp_path / "[red]a\x1b[/nothing]"
+    root.parent.mkdir()
+    root.symlink_to(data)
+    run(exported, root, "--method", "top-k", "--keep", 0.5, "--out", tmp_path / "out")
+    out = "".join(capsys.readouterr().out.split())
+    assert r"[red]a\x1b[/nothing]/val" in out
+    assert json.loads((tmp_path / "out/compression.json").read_text())["data"] == f"{root}/val"
+
+
 @pytest.mark.skipif(not SAMPLES.is_dir(), reason=f"{SAMPLES} is not here")
 def test_real_images(tmp_path):
     classes = sorted(SAMPLES.iterdir())[:24]

@@ -124,6 +124,47 @@ def test_table(exported, photos, capsys):
     assert out.count("%") == 6
 
 
+def test_names_do_nothing_to_a_terminal(model, photos, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    labels = ["\x1b[31mcat", "dog\u202e", "eel\nerror: no"]
+    save_for_hf(model, tmp_path, model_config={"label_names": labels}, safe_serialization=True)
+    odd = Path("a\n\x9b31m.jpg")
+    odd.write_bytes((photos / "a.jpg").read_bytes())
+    run(odd, "--model", f"local-dir:{tmp_path}")
+    out = "".join(capsys.readouterr().out.split())
+    for shown in (r"\x1b[31mcat", r"dog\u202e", r"eel\nerror:no", r"a\n\x9b31m.jpg"):
+        assert shown in out
+    assert not {"\x1b", "\x9b", "\u202e"} & set(out)
+    answers = run_json(capsys, odd, "--model", f"local-dir:{tmp_path}")
+    assert answers[0]["file"] == str(odd)
+    assert {guess["label"] for guess in answers[0]["top"]} == set(labels)
+    odd.write_bytes(b"no image")
+    with pytest.raises(InputError):
+        run(odd, "--model", f"local-dir:{tmp_path}")
+    assert capsys.readouterr().err.startswith(r"skipped: a\n\x9b31m.jpg: it is no read")
+
+
+def test_images_on_their_side_are_turned(exported, photos, tmp_path, capsys):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    with Image.open(photos / "b.png") as image:
+        image.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "b.png", exif=exif)
+    answers = run_json(
+        capsys, photos / "b.png", tmp_path / "b.png", "--model", f"local-dir:{exported}"
+    )
+    assert answers[0]["top"] == answers[1]["top"]
+
+
+def test_preprocessing_that_would_never_end_is_refused(model, photos, tmp_path, capsys):
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["pretrained_cfg"]["crop_pct"] = 1e-6  # images of 32 million pixels a side
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    message = failure(capsys, photos, "--model", f"local-dir:{tmp_path}")
+    assert "crop_pct" in message
+    assert "1e-06" in message
+
+
 @pytest.mark.parametrize("wrapped", ["plain", "timm"])
 def test_checkpoints_of_every_trainer(wrapped, model, exported, photos, tmp_path, capsys):
     state = model.state_dict()
