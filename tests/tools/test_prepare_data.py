@@ -455,6 +455,13 @@ def test_check_lists_what_cannot_be_decoded(source, tmp_path, capsys):
     assert "2 of 17 images are unreadable" in out
 
 
+def test_a_killed_process_of_a_check_is_one_line(source, tmp_path, monkeypatch, capsys):
+    run(source, tmp_path / "out")
+    monkeypatch.setattr("tokenformer_vit.preparation.folders.read_image", lambda _: os._exit(9))
+    message = failure(capsys, "--check", tmp_path / "out", "--workers", 1)
+    assert "was killed, perhaps for lack of memory; give a smaller number of --workers" in message
+
+
 def test_check_of_nothing(tmp_path, capsys):
     assert "no image" in failure(capsys, "--check", tmp_path)
     assert str(tmp_path / "no") in failure(capsys, "--check", tmp_path / "no")

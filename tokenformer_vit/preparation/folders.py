@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
@@ -199,7 +200,7 @@ def check(target: Path, workers: int) -> list[Path]:
         The unreadable files.
 
     Raises:
-        InputError: If there is no such folder, or no image in it.
+        InputError: If there is no such folder, no image in it, or one of the processes is killed.
     """
     if not target.is_dir():
         raise InputError(f"there is no folder {target}; --check takes a folder of images")
@@ -221,6 +222,11 @@ def check(target: Path, workers: int) -> list[Path]:
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+        except BrokenProcessPool as error:
+            raise InputError(
+                f"a process that decodes images of {target} was killed, perhaps for lack of "
+                "memory; give a smaller number of --workers"
+            ) from error
     if bad:
         print(f"{len(bad)} of {len(paths)} images are unreadable: replace or delete them")
     else:
