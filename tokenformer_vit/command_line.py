@@ -72,9 +72,8 @@ _PROCESS = os.getpid()
 def _explain(error: Exception) -> str:
     """Say in one line what went wrong and what to do."""
     if isinstance(error, InputError):
-        # A data loader's worker puts its traceback before the message; the last line is ours.
-        lines = str(error).splitlines() or [""]
-        return lines[-1].removeprefix(f"{InputError.__module__}.InputError: ")
+        # A data loader's worker puts its traceback before the message.
+        return str(error).rpartition(f"{InputError.__module__}.InputError: ")[2].rstrip()
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     what = " ".join(str(error).split())[:300]

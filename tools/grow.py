@@ -16,6 +16,9 @@ Numbers are those of pairs in each layer from now on; the paper's growth series 
 qkv = proj = ffn / 4. OUT appears whole or not at all.
 """
 
+import tokenformer_vit  # noqa: F401  # first: from here on, Ctrl-C is one line
+
+# isort: split
 import argparse
 import copy
 import tempfile

@@ -16,6 +16,9 @@ Files that are no readable images are named on stderr and skipped. Exit status: 
 was read, 1 if some were skipped or after an error, 130 after Ctrl-C.
 """
 
+import tokenformer_vit  # noqa: F401  # first: from here on, Ctrl-C is one line
+
+# isort: split
 import argparse
 import os
 import sys

@@ -12,6 +12,9 @@ Files that are no readable images are named on stderr and skipped. Exit status: 
 was classified, 1 if some were skipped, 2 if none could be, 130 after Ctrl-C.
 """
 
+import tokenformer_vit  # noqa: F401  # first: from here on, Ctrl-C is one line
+
+# isort: split
 import argparse
 import json
 import sys

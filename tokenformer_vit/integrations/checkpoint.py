@@ -57,12 +57,12 @@ class ExactCheckpointHook(CheckpointHook):
         self._identity = run_identity(runner)
         self._termination = Termination()
         self._termination.begin()
-        loader.worker_init_fn = PatientWorker(loader.worker_init_fn, self._termination.running)
         # Iterators draw a seed for their workers; drawn from the global generator it would shift
         # every later random number at each start of an epoch, a validation, or a resume.
-        loader.generator = torch.Generator()
-        if runner.val_loop is not None:
-            runner.val_dataloader.generator = torch.Generator()
+        loaders = [loader] if runner.val_loop is None else [loader, runner.val_dataloader]
+        for each in loaders:
+            each.generator = torch.Generator()
+            each.worker_init_fn = PatientWorker(each.worker_init_fn, self._termination.running)
         images = "classes" in loader.dataset.metainfo  # text is not augmented
         if images and not any(seeded_transforms(loader.dataset)):
             runner.logger.warning(

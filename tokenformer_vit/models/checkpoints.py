@@ -44,6 +44,11 @@ _CONFIG = "config.json"
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 # What images need, and what answers mean: this part of a description serves any model arguments.
 _PREPROCESSING = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
+# Where weights came from, and what stands in a description by itself.
+_NOT_DESCRIBED = (
+    *("url", "file", "hf_hub_id", "hf_hub_filename", "state_dict", "source", "tag"),
+    *("architecture", "num_classes", "label_names", "label_descriptions"),
+)
 
 _log = logging.getLogger("tokenformer_vit")
 
@@ -194,13 +199,18 @@ def describe_model(
         data_config: Preprocessing, in timm's words; default: what the model says of it.
     """
     own: Any = model
+    architecture = own.pretrained_cfg["architecture"]
+    known = {key: value for key, value in own.pretrained_cfg.items() if key not in _NOT_DESCRIBED}
     args = {name: value for name, value in get_model_args(own).items() if name != "num_classes"}
     description = {
-        "architecture": own.pretrained_cfg["architecture"],
+        "architecture": architecture,
         "num_classes": num_classes,
         "label_names": list(label_names) if label_names else None,
         "model_args": args,
-        "pretrained_cfg": resolve_model_data_config(model, dict(data_config or {})),
+        "pretrained_cfg": {
+            **{key: value for key, value in known.items() if value is not None},
+            **resolve_model_data_config(model, dict(data_config or {})),
+        },
     }
     return json.loads(json.dumps(description))
 
