@@ -76,10 +76,12 @@ def test_all_readers_find_the_same_images(root, capsys):
 
 
 def test_suffixes_that_a_config_names_stay(root, capsys):
-    cfg = config(root, extensions=[".webp"])
+    cfg = config(root, extensions=[".WEBP"])
     check_data_folders(cfg, ("train_dataloader",))
-    assert cfg.train_dataloader.dataset.extensions == [".webp"]
-    assert "3 .png" in capsys.readouterr().err
+    assert cfg.train_dataloader.dataset.extensions == [".WEBP"]
+    said = capsys.readouterr().err
+    assert "3 .png" in said
+    assert ".webp" not in said
 
 
 def test_one_folder_of_two_loaders_is_said_once(root, capsys):

@@ -197,8 +197,9 @@ def check_data_folders(cfg: Config, loaders: tuple[str, ...] = LOADERS) -> None:
                 f"`--cfg-options model.head.num_classes={classes} "
                 f"data_preprocessor.num_classes={classes}`, or give another data root"
             )
+        suffixes = [suffix.lower() for suffix in dataset.extensions]
         for each in folders:
-            for entry in scan_images(each, left_out, dataset.extensions):
+            for entry in scan_images(each, left_out, suffixes):
                 if not entry.is_file():
                     raise InputError(
                         f"{entry.path} is a broken link or no regular file; replace or delete it"

@@ -63,8 +63,8 @@ def read_image(path: str | Path) -> Image.Image:
 
     Raises:
         InputError: If the file cannot be decoded, has more than Pillow's limit of 179 megapixels,
-            is more than 200 times as long as wide, or has 32-bit values, whose range nothing tells.
-            The message is one line that begins with the path.
+            has a side more than 200 times the other, or has signed, 32-bit or float values, whose
+            range nothing says. The message is one line that begins with the path.
     """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a named pipe would be waited for
@@ -90,7 +90,8 @@ def _upright_rgb(image: Image.Image) -> Image.Image:
         return Image.fromarray((np.asarray(image) >> (bits - 8)).astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
         raise InputError(
-            "its values have 32 bits, and nothing tells which is white; save it with 8 or 16 bits"
+            f"nothing says which of its values is white (Pillow's mode {image.mode}); save it with "
+            "8 bits, or 16 without a sign"
         )
     image.info.pop("transparency", None)  # of a palette; the conversion would warn of it
     return image.convert("RGB")
