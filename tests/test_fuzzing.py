@@ -1,6 +1,6 @@
 """Damaged files and hostile values: a right answer, or one line; never a traceback or a hang.
 
-Each test draws a few examples; ``make fuzz`` draws thousands. ``--hypothesis-seed=N`` repeats a run.
+Each test draws a few examples; ``make fuzz`` draws thousands. ``--hypothesis-seed=N`` repeats them.
 """
 
 import copy

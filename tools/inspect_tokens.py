@@ -39,11 +39,10 @@ from tokenformer_vit.inspection import (
 from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.prediction import (
     choose_device,
-    find_images,
     model_arguments,
-    say_skipped,
 )
 from tokenformer_vit.records import write_record
+from tokenformer_vit.vision.images import find_images, say_skipped
 
 
 def main(argv: Sequence[str] | None = None) -> None:

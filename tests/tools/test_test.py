@@ -2,6 +2,7 @@
 
 import csv
 import importlib.util
+import io
 import json
 import os
 import subprocess
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 import timm
 import torch
+from matplotlib.backends.backend_agg import RendererAgg
+from matplotlib.mathtext import MathTextParser
 from PIL import Image
 from rich.console import Console
 from timm.data import create_transform, resolve_model_data_config
@@ -24,6 +27,7 @@ from tokenformer_vit.integrations.evaluation import (
     configure_test,
     draw_confusion,
     print_evaluation,
+    write_evaluation,
 )
 from tokenformer_vit.integrations.reports import read_scalars
 from tokenformer_vit.models.checkpoints import DESCRIPTION, class_names, data_config, load_model
@@ -324,3 +328,38 @@ def test_an_export_does_not_overwrite(run, tmp_path):
     (tmp_path / "mine").mkdir()
     with pytest.raises(InputError, match="is there already"):
         export.main([str(run.work_dir / "epoch_2.pth"), str(tmp_path / "mine")])
+
+
+def test_names_of_classes_are_shown_as_they_are_and_do_nothing(tmp_path):
+    names = [r"$\frac$", "a$b$c", r"back\$lash", "line\nbreak", "\x1b[31mred\u202e", "\udcff"]
+    classes = [
+        {"index": i, "class": name, **dict.fromkeys(("precision", "recall", "f1-score"), 50.0)}
+        | {"support": 5}
+        for i, name in enumerate(names)
+    ]
+    confusion = torch.eye(len(names), dtype=torch.int64) * 5
+    evaluation = Evaluation("c.py", "x.pth", None, None, 30, {"top1": 1.0}, classes, confusion)
+    console = Console(width=120, record=True, file=io.StringIO())
+    print_evaluation(evaluation, console)
+    shown = console.export_text()
+    for name in (r"$\frac$", "a$b$c", r"line\nbreak", r"\x1b[31mred\u202e", r"\udcff"):
+        assert name in shown
+    write_evaluation(evaluation, tmp_path)
+    written = json.loads((tmp_path / "metrics.json").read_bytes())
+    assert [row["class"] for row in written["classes"]] == names
+    with (tmp_path / "per_class.csv").open(encoding="utf-8", newline="") as file:
+        assert [row["class"] for row in csv.DictReader(file)] == [*names[:-1], r"\udcff"]
+
+
+def test_dollars_are_drawn_not_computed(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(MathTextParser, "parse", lambda *_, **__: pytest.fail("a formula"))
+    draw_text = RendererAgg.draw_text
+
+    def draw(renderer, gc, x, y, text, *arguments, **options):
+        drawn.append(text)
+        return draw_text(renderer, gc, x, y, text, *arguments, **options)
+
+    monkeypatch.setattr(RendererAgg, "draw_text", draw)
+    draw_confusion(torch.eye(2, dtype=torch.int64), ["$a$", "b\nc"])
+    assert {"$a$", r"b\nc"} <= set(drawn)
