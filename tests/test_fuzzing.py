@@ -68,7 +68,7 @@ class Command:
         lines = err.getvalue().splitlines()
         said = [line for line in lines if not line.startswith(("skipped: ", "warning: "))]
         assert "Traceback" not in err.getvalue(), err.getvalue()
-        assert "unexpected" not in err.getvalue(), err.getvalue()
+        assert "(unexpected; " not in err.getvalue(), err.getvalue()
         if status == 2 and said and said[0].startswith("usage:"):
             assert "error: " in said[-1]
         elif status:

@@ -132,7 +132,7 @@ def test_no_code_runs(tmp_path, name):
         ({"head.bias": torch.full((10,), torch.inf)}, "head.bias holds NaN or infinity"),
         ({"head.weight": torch.ones(10, 48, dtype=torch.int64)}, "head.weight is of type int64"),
         ({"pos_embed": torch.ones(1, 17, 48, dtype=torch.bool)}, "pos_embed is of type bool"),
-        ({"head.weight": torch.ones(10, 48).to_sparse()}, "sparse or quantised"),
+        ({"head.weight": torch.ones(10, 48).to_sparse()}, "is sparse, quantised or without values"),
         ({"head.weight": torch.ones(10, 48, dtype=torch.complex64)}, "of type complex64"),
     ],
 )
