@@ -6,7 +6,16 @@ from collections.abc import Callable
 
 from .errors import InputError
 
-__all__ = ["run_tool", "whole_number"]
+__all__ = ["printable", "run_tool", "whole_number"]
+
+
+def printable(text: str) -> str:
+    r"""Escape what a terminal would act on rather than show, such as ``\x1b`` or a line break.
+
+    Names of files, classes and columns come from others. Control characters in them could move the
+    cursor, bidirectional ones swap letters, and undecodable bytes cannot be printed at all.
+    """
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def run_tool(main: Callable[[], None]) -> None:
@@ -22,26 +31,30 @@ def run_tool(main: Callable[[], None]) -> None:
     try:
         main()
     except InputError as error:
-        # A data loader's worker puts its traceback before the message; the last line is ours.
-        line = str(error).splitlines()[-1].removeprefix(f"{InputError.__module__}.InputError: ")
-        print(f"error: {line}", file=sys.stderr)
+        # A data loader's worker puts its traceback before the message.
+        line = str(error).rpartition(f"{InputError.__module__}.InputError: ")[2].strip()
+        print(f"error: {printable(line)}", file=sys.stderr)
         sys.exit(1)
     except OSError as error:
         if error.filename is None:
             raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"error: {printable(f'{error.filename}: {error.strerror}')}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted; what was finished is kept", file=sys.stderr)
         sys.exit(130)
 
 
-def whole_number(least: int) -> Callable[[str], int]:
-    """Make an argparse type for whole numbers of at least ``least``."""
+def whole_number(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:
+    """Make an argparse type for whole numbers from ``least`` to ``most``."""
 
     def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
+        # int() of more digits raises an error of its own.
+        number = int(text) if text.isdecimal() and len(text) < 1000 else least - 1
+        if number < least:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
-        return int(text)
+        if number > most:
+            raise argparse.ArgumentTypeError(f"{text!r} is more than {most}, the largest possible")
+        return number
 
     return parse

@@ -31,6 +31,10 @@ from tokenformer_vit.language.corpora import Piece, TextReader
 from tokenformer_vit.language.data import PROGRESS, SplitWriter, partial_folder
 
 CONTEXT = 8
+META = (
+    '{"context_length": 8, "vocab_size": 9, "splits": {"train": '
+    '{"rows": 1, "tokens": 9, "documents": 1, "bytes": 9}}}'
+)
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +99,7 @@ def meta_is(text):
 
 def other_length(folder):
     meta = json.loads((folder / "meta.json").read_text())
-    (folder / "meta.json").write_text(json.dumps({**meta, "context_length": 9}))
+    (folder / "meta.json").write_text(json.dumps({**meta, "context_length": 7}))
 
 
 def cut(file, size):
@@ -115,8 +119,8 @@ def cut(file, size):
         (meta_is("[1"), "is not a description of tokens"),
         (meta_is("[]"), "is not a description of tokens"),
         (meta_is('{"context_length": 8, "splits": {}}'), "is not a description of tokens"),
-        (meta_is('{"context_length": 8, "splits": {"val": {"rows": 1}}}'), "no split 'train'.*val"),
-        (other_length, r"train-00000\.arrow does not hold rows of 10 tokens"),
+        (meta_is(META.replace("train", "val")), "no split 'train'.*val"),
+        (other_length, r"train-00000\.arrow does not hold rows of 8 tokens"),
         (lambda folder: (folder / "train-00001.arrow").unlink(), "hold 9 rows, and .* says 12"),
         (cut("train-00000.arrow", 0), r"train-00000\.arrow is damaged"),
         (cut("train-00000.arrow", 100), r"train-00000\.arrow is damaged"),
@@ -328,6 +332,7 @@ def test_the_hub_is_streamed(monkeypatch):
         Piece("b", "train"),
     ]
     how = {"path": "me/data", "name": "fr", "split": "test", "streaming": True}
+    how["trust_remote_code"] = False
     assert asked == {**how, "revision": None}
     pieces(hub_source("me/data", "fr", "test", "words", 0, "refs/convert/parquet"))
     assert asked == {**how, "revision": "refs/convert/parquet"}

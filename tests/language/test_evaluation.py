@@ -145,7 +145,7 @@ def test_rows_are_joined_to_the_text_they_were_cut_from(tmp_path):
     writer = SplitWriter(tmp_path, "val", 8, VOCAB)
     writer.add([tokens])
     writer.close_shard()
-    meta = {"context_length": 8, "splits": {"val": writer.counts}}
+    meta = {"context_length": 8, "vocab_size": VOCAB, "splits": {"val": writer.counts}}
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     dataset = read_tokens(tmp_path, "val")
     rows = stored_rows(dataset)

@@ -179,7 +179,7 @@ def test_rows_of_digits_begin_with_a_line(tmp_path):
         (("empty.txt", "out"), "empty.txt is empty"),
         (("blank.txt", "out", "--documents", "line"), "the train part has 0 tokens, too few"),
         (("damaged.parquet", "out"), "damaged.parquet is not a readable parquet file"),
-        (("damaged.jsonl", "out"), "damaged.jsonl cannot be read: JSON parse error"),
+        (("damaged.jsonl", "out"), "damaged.jsonl cannot be read: line 2 is not JSON"),
         (("texts/c.jsonl", "out", "--column", "body"), "no column 'body'; .*--column: text, id"),
         (("texts/c.jsonl", "out", "--column", "id"), "the column 'id' holds int, not text"),
         (("texts", "out", "--context-length", "9999"), "val part has .* tokens, too few .*10000"),

@@ -80,7 +80,7 @@ def find_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if Path(name).exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         return load_tokenizer(Path(name))
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # of many types: no network, no such name, no tokenizer there
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(
