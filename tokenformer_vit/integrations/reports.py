@@ -21,7 +21,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from tokenformer_vit.files import write_whole
-from tokenformer_vit.prediction import save_model
+from tokenformer_vit.models.checkpoints import save_model
 from tokenformer_vit.records import TRAINING_PACKAGES, environment, write_record
 
 from .backbone import as_timm_model
