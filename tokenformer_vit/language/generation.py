@@ -4,7 +4,7 @@ import errno
 import math
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import new_folder
 from tokenformer_vit.growth import TokenMasks
-from tokenformer_vit.prediction import read_state_dict
+from tokenformer_vit.models.weights import one_line, read_state_dict, seal_tensors
 
 from .modeling import TokenFormerConfig
 from .schemas import ConfigFile, ShardIndex, read_json
@@ -53,6 +53,7 @@ _END = "<|endoftext|>"
 # No code in a folder runs, and transformers does not ask whether it may.
 # Logits below the first, divided by the second, are finite in float32.
 _MOST_LOGIT, _LEAST_TEMPERATURE = 1e32, 1e-6
+_LONGEST_TOKEN = 256  # characters; only for text that a tokenizer does not know, it may be more
 _NEW_FOLDER = "give a folder that save_pretrained wrote"
 _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
@@ -86,8 +87,11 @@ def load_language_model(
         tensors = _read_weights(folder)
         if (depth := config.num_hidden_layers) > len(tensors):  # which would take long to build
             raise InputError(f"config.json has {depth} layers, the file {len(tensors)} tensors")
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        with torch.device("meta"):
+            _check_shapes(kind(config).state_dict(), tensors)
         # transformers gets the tensors that were checked, and opens no file of its own choice.
-        model, found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+        model, found = kind.from_pretrained(
             None, config=config, state_dict=tensors, output_loading_info=True
         )
         if (folder / "generation_config.json").is_file():
@@ -154,6 +158,16 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def _check_shapes(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    """Compare shapes; transformers would draw such tensors in full before it refuses them."""
+    for name, tensor in wanted.items():
+        if name in found and found[name].shape != tensor.shape:
+            raise InputError(
+                f"{name} is {tuple(found[name].shape)} in the file, and config.json calls for "
+                f"{tuple(tensor.shape)}"
+            )
+
+
 def save_language_model(
     model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
@@ -184,6 +198,8 @@ def _save(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBa
         finally:
             if had_bars:
                 logging.enable_progress_bar()
+        for file in partial.glob("*.safetensors"):
+            seal_tensors(file)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
 
@@ -302,8 +318,15 @@ def generate_text(
         prompt.encode()
     except UnicodeEncodeError as error:  # what Python makes of other bytes on a command line
         raise InputError(f"a prompt is not UTF-8 text: {prompt[:40]!r}") from error
+    context = model.config.max_position_embeddings
+    longest = max(_LONGEST_TOKEN, *map(len, tokenizer.get_vocab()))
+    if len(prompt) > context * longest:  # some tokenizers take minutes for megabytes
+        raise InputError(
+            f"a prompt has {len(prompt)} characters, which leaves no room in the model's context "
+            f"of {context} tokens: shorten it ({prompt[:40]!r}...)"
+        )
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
-    tokens, context = inputs["input_ids"].shape[1], model.config.max_position_embeddings
+    tokens = inputs["input_ids"].shape[1]
     if tokens == 0:
         raise InputError("a prompt is empty: the model continues a text of at least one token")
     if tokens >= context:
@@ -364,8 +387,7 @@ def _only(model: Any, config: GenerationConfig) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reason = lines[0][:200] if lines else type(error).__name__
+    reason = str(error) if isinstance(error, InputError) else one_line(error)
     if "custom code" in reason:
         reason += "; code of a folder is not run: save it as a type that transformers has"
     return reason

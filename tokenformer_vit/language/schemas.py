@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import NotRequired, TypedDict  # pydantic needs this one below Python 3.12
@@ -84,6 +84,9 @@ class ConfigFile(TypedDict):
     """``config.json`` of any model of transformers, as far as it is read before transformers."""
 
     model_type: NotRequired[str]
+    is_encoder_decoder: NotRequired[Literal[False]]
+    return_dict: NotRequired[Literal[True]]
+    num_labels: NotRequired[Annotated[int, Field(ge=0, le=10**6)]]  # a name is made for each
 
 
 class ShardIndex(TypedDict):
@@ -93,6 +96,18 @@ class ShardIndex(TypedDict):
 
 
 Size = Annotated[int, Field(ge=1, lt=2**31)]
+
+
+class PattentionArgs(TypedDict, total=False):
+    """What the layer itself would not refuse, or not in one line."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)  # type: ignore[misc]
+
+    tau: Annotated[float, Field(gt=0)] | None
+    learn_tau: bool
+    eps: Annotated[float, Field(ge=0)]
+    key_init_scale: Annotated[float, Field(gt=0)]
+    gate: str
 
 
 class LMShape(TypedDict, total=False):
@@ -115,7 +130,7 @@ class LMShape(TypedDict, total=False):
     theta: str
     norm: str
     norm_eps: Annotated[float, Field(ge=0)]
-    pattention_args: dict[str, Any] | None
+    pattention_args: PattentionArgs | None
 
 
 def read_json(path: Path, schema: type[T], what: str, way_out: str) -> T:
