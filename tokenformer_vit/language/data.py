@@ -135,7 +135,7 @@ def stored_rows(dataset: "Dataset") -> np.ndarray:
 
 def partial_folder(folder: Path) -> Path:
     """Name the place where a folder of tokens is written until it is whole."""
-    return folder.with_name(f"{folder.name}.partial")
+    return folder.parent / f"{folder.name}.partial"
 
 
 class SplitWriter:

@@ -183,7 +183,8 @@ def save_language_model(
     """
     try:
         _save(model, folder, tokenizer)
-    except (OSError, SafetensorError) as error:  # of a full disk safetensors says so in its own way
+    except (OSError, SafetensorError, UnicodeError) as error:
+        # safetensors has its own error of a full disk, and takes no path that is not UTF-8.
         number = getattr(error, "errno", None) or errno.EIO
         reason = getattr(error, "strerror", None) or _reason(error)
         raise OSError(number, reason, str(folder)) from error
@@ -231,6 +232,7 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> PreTrainedToken
             raise InputError(
                 f"there is no tokenizer in {path}: give its folder or file (--tokenizer)"
             )
+        used: Any = tokenizer("a")["input_ids"]  # also shows settings that it cannot work with
     except InputError:
         raise
     except Exception as error:  # tokenizers raises bare Exceptions
@@ -240,7 +242,7 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> PreTrainedToken
         tokenizer.eos_token = _END
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    entries = max(numbers.values(), default=-1) + 1
+    entries = max((*numbers.values(), *used), default=-1) + 1
     if vocab_size is not None and entries > vocab_size:
         raise InputError(
             f"the tokenizer {path} has {entries} entries, and the model's embedding has "

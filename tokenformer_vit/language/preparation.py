@@ -24,7 +24,7 @@ __all__ = ["prepare_text", "training_texts"]
 _BATCH = 2**21  # characters that are tokenised at once
 _TOKENIZER_BYTES = 2**30  # of text are enough to train a tokenizer on
 _SHARD = re.compile(r"(train|val)-\d{5,}\.arrow")
-_NO_PROGRESS = ("the progress of tools/prepare_text.py", "remove its folder and run it again")
+_NO_PROGRESS = ("the progress of tools/prepare_text.py", "move its folder away")
 
 
 def prepare_text(

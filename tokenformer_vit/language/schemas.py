@@ -13,6 +13,7 @@ __all__ = [
     "MOST_CONTEXT",
     "ConfigFile",
     "LMShape",
+    "Part",
     "Progress",
     "ShardIndex",
     "TextMeta",
@@ -78,6 +79,13 @@ class Progress(TypedDict):
     position: Position | None
     splits: dict[SplitName, WriterState]
     files: list[FileName]
+
+
+class Part(TypedDict):
+    """What tools/evaluate_lm.py keeps of each text and task."""
+
+    settings: dict[str, Any]
+    values: dict[str, int | float | None]
 
 
 class ConfigFile(TypedDict):
