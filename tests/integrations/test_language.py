@@ -406,6 +406,8 @@ def test_what_texts_share_trains_unless_it_is_frozen(masked, tmp_path):
         ({"model.config.context_length": 8}, r"rows of 16 tokens.* context_length is 8"),
         ({"model.architecture": "lstm"}, r"unknown architecture 'lstm'"),
         ({"model.config.dept": 2}, r"model\.config of the tokenformer.*dept"),
+        ({"model.config.num_heads": 0}, r"model\.config of the tokenformer: num_heads is 0"),
+        ({"model.config.norm_eps": -1.0}, r"model\.config of the tokenformer: norm_eps is -1"),
         ({"model.checkpoint": "nowhere"}, r"starts from nowhere and has its sizes"),
         ({"model.masks": {"old": "x"}}, r"it takes `new`"),
         ({"train_dataloader.dataset.data_root": "nowhere"}, r"there is no folder nowhere"),

@@ -425,6 +425,10 @@ def test_hellaswag_begins_sentences_as_the_harness_does(tasks, tmp_path):
         ("winogrande", '{"sentence": "a", "option1": "b", "option2": "c", "answer": "1"}', "fit"),
         ("hellaswag", '{"query": "a: b", "endings": ["c"], "label": 1}', "answer does not fit"),
         ("lambada", '{"text": "word"}', "answer does not fit"),
+        ("lambada", '{"text": ' + "[" * 30_000, "Invalid JSON: recursion limit"),
+        ("piqa", '{"goal": "a", "sol1": "", "sol2": "c", "label": 0}', 'sol1 is "": '),
+        ("hellaswag", '{"query": "a: b", "endings": ["c"], "label": true}', "label is true: "),
+        ("hellaswag", '{"query": "a: b", "endings": [5], "label": 0}', r"endings\.0 is 5: "),
         (
             "arc_challenge",
             '{"question": "a", "choices": {"text": ["b"]}, "answerKey": "A"}',
