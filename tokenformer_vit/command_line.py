@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 from .errors import InputError
 from .interrupts import INTERRUPTED, leave_on_interrupt
@@ -23,7 +22,7 @@ _DEBUG = "--debug"
 _BIDI = set(map(chr, (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))))
 
 
-def run_tool(main: Callable[[], None]) -> None:
+def run_tool(main: Callable[[], None], status: int = 1) -> None:
     """Run a command's ``main`` and end it in one line, whatever happens.
 
     An error of what the user gave says what to do. Any other error is a defect: its line names the
@@ -32,9 +31,10 @@ def run_tool(main: Callable[[], None]) -> None:
 
     Args:
         main: Takes its arguments from ``sys.argv``.
+        status: Exit status after an error.
 
     Raises:
-        SystemExit: With status 1 after an error, 130 after Ctrl-C, else as ``main`` does.
+        SystemExit: With ``status`` after an error, 130 after Ctrl-C, else as ``main`` does.
     """
     debug = _DEBUG in sys.argv
     sys.argv = [word for word in sys.argv if word != _DEBUG]
@@ -56,7 +56,8 @@ def run_tool(main: Callable[[], None]) -> None:
     except Exception as error:
         if debug:
             raise
-        _fail(_explain(error))
+        _say(f"error: {_explain(error)}")
+        sys.exit(status)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -71,9 +72,8 @@ _PROCESS = os.getpid()
 def _explain(error: Exception) -> str:
     """Say in one line what went wrong and what to do."""
     if isinstance(error, InputError):
-        # A data loader's worker puts its traceback before the message, in which a name of a file
-        # may have line breaks.
-        return str(error).rpartition(f"{InputError.__module__}.InputError: ")[2].strip()
+        # A data loader's worker puts its traceback before the message.
+        return str(error).rpartition(f"{InputError.__module__}.InputError: ")[2].rstrip()
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     what = " ".join(str(error).split())[:300]
@@ -92,11 +92,6 @@ def _keep_traceback(error: Exception) -> Path:
     with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(f"{sys.argv}\n\n{''.join(traceback.format_exception(error))}")
     return Path(name)
-
-
-def _fail(line: str) -> NoReturn:
-    _say(f"error: {line}")
-    sys.exit(1)
 
 
 def _say(line: str) -> None:

@@ -12,8 +12,10 @@ Without prompts each line on stdin is one. The text appears on stdout as it is m
 --seed draws the same text for the same prompts.
 """
 
+import tokenformer_vit  # noqa: F401  # first: from here on, Ctrl-C is one line
+
+# isort: split
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,25 +46,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer = language.load_tokenizer(args.tokenizer or args.model, model.config.vocab_size)
     streamer = language.TerminalStreamer(tokenizer, skip_special_tokens=True)
     torch.manual_seed(args.seed)
-    try:
-        for number, prompt in enumerate(prompts):
-            if number:
-                print()
-            language.generate_text(
-                model,
-                tokenizer,
-                prompt,
-                args.max_new_tokens,
-                greedy=args.greedy,
-                temperature=args.temperature,
-                top_k=args.top_k,
-                top_p=args.top_p,
-                streamer=streamer,
-            )
-    except BrokenPipeError:
-        # The reader, such as `head`, has seen enough; Python must not complain when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+    for number, prompt in enumerate(prompts):
+        if number:
+            print()
+        language.generate_text(
+            model,
+            tokenizer,
+            prompt,
+            args.max_new_tokens,
+            greedy=args.greedy,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            streamer=streamer,
+        )
 
 
 def _read_prompts() -> list[str]:

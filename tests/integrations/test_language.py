@@ -94,6 +94,17 @@ def texts(tmp_path_factory):
     }
 
 
+def test_a_token_outside_the_vocabulary_is_told_with_its_folder(tmp_path):
+    folder = write_text(tmp_path / "abc", "ab", 0)
+    assert TokenDataset(str(folder), "val")[0]["inputs"].max() == ord("b")
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps({**meta, "vocab_size": ord("b")}))
+    with pytest.raises(
+        InputError, match=r"row 0 of .*abc has the token 98, but a vocabulary of 98"
+    ):
+        TokenDataset(str(folder), "val")[0]
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     path = tmp_path_factory.mktemp("configs") / "small_lm.py"

@@ -15,6 +15,8 @@ from pydantic_core import from_json
 
 from tokenformer_vit.errors import InputError
 
+from .schemas import Position
+
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
@@ -88,9 +90,10 @@ class TextReader:
         InputError: While it iterates, if a source cannot be read; it names the source.
     """
 
-    def __init__(self, sources: Sequence[Source], position: dict[str, Any] | None = None) -> None:
+    def __init__(self, sources: Sequence[Source], position: Position | None = None) -> None:
         self._sources = sources
-        self._number, self._state = (position or {"source": 0, "state": None}).values()
+        position = position or {"source": 0, "state": None}
+        self._number, self._state = position["source"], position["state"]
         self._stream: Any = None
 
     def __iter__(self) -> Iterator[Piece]:
@@ -115,7 +118,7 @@ class TextReader:
                 raise InputError(f"{source.name} cannot be read: {reason}") from error
             self._number, self._state, self._stream = self._number + 1, None, None
 
-    def position(self) -> dict[str, Any]:
+    def position(self) -> Position:
         """Tell where to go on behind the last piece; it can be written as JSON."""
         state = self._stream.state_dict() if self._stream else self._state
         return {"source": self._number, "state": state}

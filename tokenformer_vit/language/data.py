@@ -165,13 +165,13 @@ class SplitWriter:
         import pyarrow as pa
 
         none = {"rows": 0, "tokens": 0, "documents": 0, "bytes": 0}
-        state = state or {"counts": none, "shards": 0, "rest": []}  # type: ignore[assignment]
-        self.counts: dict[str, int] = {**state["counts"]}  # type: ignore[dict-item]
+        begun: Any = state or {"counts": none, "shards": 0, "rest": []}
+        self.counts: dict[str, int] = {**begun["counts"]}
         self.shard_tokens = 0
-        self._shards: int = state["shards"]
+        self._shards: int = begun["shards"]
         self._folder, self._split, self._length = folder, split, context_length
         self._dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
-        self._rest = np.array(state["rest"], self._dtype)
+        self._rest = np.array(begun["rest"], self._dtype)
         self._file: Any = None
         self._stream: Any = None
         self._pa = pa

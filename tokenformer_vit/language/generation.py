@@ -87,7 +87,7 @@ def load_language_model(
         tensors = _read_weights(folder)
         if (depth := config.num_hidden_layers) > len(tensors):  # which would take long to build
             raise InputError(f"config.json has {depth} layers, the file {len(tensors)} tensors")
-        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         with torch.device("meta"):
             _check_shapes(kind(config).state_dict(), tensors)
         # transformers gets the tensors that were checked, and opens no file of its own choice.

@@ -50,7 +50,8 @@ class TokenFormerConfig(PretrainedConfig):
     def __init__(self, **kwargs: Any) -> None:
         names = {self.attribute_map.get(name, name): value for name, value in kwargs.items()}
         shape = {each.name: names.pop(each.name) for each in fields(LMConfig) if each.name in names}
-        self.take(LMConfig(**check(LMShape, shape)))
+        checked: Any = check(LMShape, shape)
+        self.take(LMConfig(**checked))
         super().__init__(**names)
 
     def __eq__(self, other: object) -> bool:

@@ -14,6 +14,7 @@ __all__ = [
     "ConfigFile",
     "LMShape",
     "Part",
+    "Position",
     "Progress",
     "ShardIndex",
     "TextMeta",

@@ -66,7 +66,7 @@ class Task:
     split: str
     metric: str
     file: str
-    fields: type
+    fields: Any
     valid: Callable[[dict[str, Any]], bool] = bool
     item: Callable[[dict[str, Any]], dict[str, Any]] = dict
 
@@ -207,7 +207,8 @@ def read_items(task: Task, folder: Path) -> list[dict[str, Any]]:
     path = folder / task.file
     if not path.is_file():
         raise InputError(f"there is no {path}, which the items of {task.name} are read from")
-    items, adapter = [], TypeAdapter(task.fields)
+    items: list[dict[str, Any]] = []
+    adapter: Any = TypeAdapter(task.fields)
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:

@@ -6,6 +6,7 @@ archives with a checksum of every member. ``torch.load`` does not look at it, so
 """
 
 import hashlib
+import json
 import pickle
 import re
 import zipfile
@@ -200,8 +201,15 @@ def write_tensors(
         OSError: If it cannot be written; ``filename`` is ``path``.
     """
     plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    header = {"format": "pt", **(metadata or {}), _SHA256: tensors_digest(plain)}
-    write_whole(path, save(plain, header))
+    data = save(plain)
+    # The library writes several entries of metadata in a random order. Here, equal tensors make
+    # equal files: 8 bytes of length, the header in JSON, then the numbers.
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    header["__metadata__"] = {"format": "pt", **(metadata or {}), _SHA256: tensors_digest(plain)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # numbers begin at a multiple of 8 bytes
+    write_whole(path, len(text).to_bytes(8, "little") + text + data[start:])
 
 
 def seal_tensors(path: Path) -> None:
