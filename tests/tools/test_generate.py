@@ -339,6 +339,13 @@ def test_the_plain_transformer_continues_prompts_too(folder, capsys):
     assert capsys.readouterr().out.startswith("w1 w2 ")
 
 
+def test_the_masks_in_old_files_of_gpt2_are_no_damage(folder):
+    save_language_model(transformer_lm(32, 20, 16, 1, 2), folder)
+    mask = torch.ones(1, 1, 20, 20, dtype=torch.uint8)
+    weights_are(lambda tensors: tensors.update({"transformer.h.0.attn.bias": mask}))(folder)
+    run(folder, "w1 w2", "--greedy", "--max-new-tokens", 3)
+
+
 def test_a_tokenizer_of_another_model_is_refused(folder, tmp_path):
     words(33).save(str(tmp_path / "other.json"))
     with pytest.raises(InputError, match=r"has 33 entries, and the model's embedding has 32"):

@@ -50,11 +50,11 @@ __all__ = [
 MASKS = "masks.safetensors"
 # Ends a text for GPT-2's tokenizer and GPT-NeoX's, whose bare files do not say so.
 _END = "<|endoftext|>"
-# No code in a folder runs, and transformers does not ask whether it may.
 # Logits below the first, divided by the second, are finite in float32.
 _MOST_LOGIT, _LEAST_TEMPERATURE = 1e32, 1e-6
 _LONGEST_TOKEN = 256  # characters; only for text that a tokenizer does not know, it may be more
 _NEW_FOLDER = "give a folder that save_pretrained wrote"
+# No code in a folder runs, and transformers does not ask whether it may.
 _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
@@ -98,10 +98,6 @@ def load_language_model(
             model.generation_config = GenerationConfig.from_pretrained(
                 folder, local_files_only=True
             )
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        raise InputError(f"{folder} holds no readable model: {_reason(error)}") from error
     except Exception as error:  # a configuration can make the libraries raise nearly anything
         raise InputError(f"{folder} holds no readable model: {_reason(error)}") from error
     model.name_or_path = model.config.name_or_path = str(folder)
@@ -292,7 +288,7 @@ def generate_text(
     """Continue a text until it ends, or so far.
 
     Args:
-        model: Language model of transformers.
+        model: Language model of transformers. Its ``generation_config`` does not count.
         tokenizer: Its tokenizer.
         prompt: Text of at least one token.
         max_new_tokens: Most tokens to add; no more than the context has room for.

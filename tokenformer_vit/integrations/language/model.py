@@ -162,7 +162,7 @@ def _build(architecture: str, config: dict[str, Any], checkpoint: str) -> Any:
     try:
         if architecture == "tokenformer":
             preset = config.pop("preset", None)
-            shape = check(LMShape, config)
+            shape: Any = check(LMShape, config)
             sizes = lm_config(preset, **shape) if preset else LMConfig(**shape)
             return TokenFormerForCausalLM(TokenFormerConfig(**vars(sizes)))
         if architecture == "transformer":
