@@ -37,6 +37,7 @@ import argparse
 import hashlib
 import json
 import math
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,7 +49,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tokenformer_vit.command_line import run_tool, whole_number
+from tokenformer_vit.command_line import printable, run_tool, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
 from tokenformer_vit.prediction import choose_device
@@ -132,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     report = "\n\n".join(tables)
     write_whole(out / "results.md", f"{report}\n".encode())
-    print(f"{report}\n\nDone. In {out}: results.json, results.md, parts")
+    print(f"{report}\n\nDone. In {printable(str(out))}: results.json, results.md, parts")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -307,7 +308,7 @@ def once(
         found = [kept["values"].get(name) for name in needed]
         whole = all(value is not None and math.isfinite(value) for value in found)
         if whole and kept["settings"] == settings:
-            print(f"from {file}, which an earlier run left", file=sys.stderr)
+            print(f"from {printable(str(file))}, which an earlier run left", file=sys.stderr)
             return kept["values"]
     values = compute()
     write_record(file, {"settings": settings, "values": values})
@@ -318,7 +319,7 @@ def part(out: Path, kind: str, name: str) -> Path:
     """Name the file of a part's results; texts of one name can lie in several folders."""
     short = name
     if kind == "text":
-        short = f"{Path(name).stem}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+        short = f"{Path(name).stem}_{hashlib.sha256(os.fsencode(name)).hexdigest()[:8]}"
     return out / "parts" / f"{kind}_{short}.json"
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tokenformer_vit.command_line import run_tool, whole_number
+from tokenformer_vit.command_line import printable, run_tool, whole_number
 from tokenformer_vit.errors import InputError
 
 
@@ -73,11 +73,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(
             f"{split}: {counts['rows']:,} rows of {meta['context_length'] + 1} tokens from "
             f"{counts['documents']:,} documents, {counts['bytes']:,} bytes, {counts['tokens']:,} "
-            f"tokens ({counts['left_over']:,} at the end fill no row)"
+            f"tokens ({counts.get('left_over', 0):,} at the end fill no row)"
         )
     print(
-        f"{'There already' if there else 'Done'}. In {args.target}: a vocabulary of "
-        f"{meta['vocab_size']:,} ({args.tokenizer})"
+        f"{'There already' if there else 'Done'}. In {printable(str(args.target))}: a vocabulary "
+        f"of {meta['vocab_size']:,} ({printable(args.tokenizer)})"
     )
 
 

@@ -155,6 +155,13 @@ def test_rows_are_joined_to_the_text_they_were_cut_from(tmp_path):
     np.testing.assert_array_equal(flatten_rows(rows), tokens)
 
 
+def test_a_name_does_not_break_a_table():
+    values = TextLoss(9, 9.0).values()
+    table = loss_table({"a|b\n\x1b[2Jc\udce9": values})
+    assert table.splitlines()[2].startswith(r"| a\|b\n\x1b[2Jc\udce9 | ")
+    assert len(table.splitlines()) == 3
+
+
 @pytest.mark.parametrize(
     ("tokens", "stride", "message"),
     [
