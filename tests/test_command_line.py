@@ -1,5 +1,6 @@
 """Every command ends in one line: after an error, a defect, and Ctrl-C at any moment."""
 
+import errno
 import os
 import re
 import signal
@@ -36,6 +37,14 @@ def test_a_defect_is_one_line_that_names_the_file_of_its_traceback(capsys):
     assert "Traceback" in file.read_text()
     assert "several\nlines" in file.read_text()
     file.unlink()
+
+
+def test_a_full_disk_is_one_line_although_nobody_names_the_file(capsys):
+    def main():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    line = "error: No space left on device: free some space, then run the same command again\n"
+    assert ends(main, capsys) == (1, line)
 
 
 def test_debug_prints_the_traceback(monkeypatch):

@@ -2,6 +2,8 @@
 
 import argparse
 import datetime
+import errno
+import logging
 import os
 import signal
 import sys
@@ -18,6 +20,8 @@ from .interrupts import INTERRUPTED, leave_on_interrupt
 __all__ = ["printable", "run_tool", "whole_number"]
 
 _DEBUG = "--debug"
+# Reported without the file's name where a library writes it.
+_NO_SPACE = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 # Characters that change the direction of the text after them; Python calls some printable.
 _BIDI = set(map(chr, (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))))
 
@@ -36,6 +40,7 @@ def run_tool(main: Callable[[], None], status: int = 1) -> None:
     Raises:
         SystemExit: With ``status`` after an error, 130 after Ctrl-C, else as ``main`` does.
     """
+    logging.raiseExceptions = False  # a log on a full disk would print a traceback for each line
     debug = _DEBUG in sys.argv
     sys.argv = [word for word in sys.argv if word != _DEBUG]
     try:
@@ -76,6 +81,8 @@ def _explain(error: Exception) -> str:
         return str(error).rpartition(f"{InputError.__module__}.InputError: ")[2].rstrip()
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno in _NO_SPACE:
+        return f"{error.strerror}: free some space, then run the same command again"
     what = " ".join(str(error).split())[:300]
     if isinstance(error, MemoryError):
         what = "not enough memory; use a smaller batch or fewer workers"

@@ -29,6 +29,7 @@ from .weights import one_line, read_checkpoint, read_state_dict, seal_tensors, s
 
 __all__ = [
     "DESCRIPTION",
+    "check_data_config",
     "class_names",
     "data_config",
     "describe_model",
@@ -55,39 +56,39 @@ _NOT_DESCRIBED = (
 
 _log = logging.getLogger("tokenformer_vit")
 
-_Positive = Annotated[float, Field(gt=0, lt=1e4)]
-_Value = Annotated[float, Field(gt=-1e4, lt=1e4)]  # of a normalised pixel
+_Side = Annotated[int, Field(strict=True, ge=1, le=4096)]
+_Mean = Annotated[float, Field(strict=True, ge=0, le=1)]
+_Std = Annotated[float, Field(strict=True, gt=0, le=10)]
 
 
-class _Preprocessing(BaseModel):
-    """The values of ``pretrained_cfg`` that decide what a model sees."""
+class _DataConfig(BaseModel):
+    """Arguments of timm's ``create_transform``, within what timm's own models use, and some room.
 
-    model_config = ConfigDict(extra="allow")
+    Their crop_pct is 0.875 to 1.15, their sides 106 to 1024, their means 0 to 0.5, and their
+    deviations 0.143 to 1, of values from 0 to 1.
+    """
 
-    input_size: (
-        Annotated[list[Annotated[int, Field(ge=1, le=16384)]], Field(min_length=3, max_length=3)]
-        | None
-    ) = None
-    mean: Annotated[list[_Value], Field(min_length=1)] | None = None
-    std: Annotated[list[_Positive], Field(min_length=1)] | None = None
-    crop_pct: Annotated[float, Field(ge=0.1, le=2)] | None = None
-    crop_mode: Literal["center", "squash", "border"] | None = None
-    interpolation: (
-        Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos", "random"] | None
-    ) = None
+    input_size: tuple[Literal[3], _Side, _Side]
+    interpolation: Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
+    mean: tuple[_Mean, _Mean, _Mean]
+    std: tuple[_Std, _Std, _Std]
+    crop_pct: Annotated[float, Field(strict=True, ge=0.1, le=2)]
+    crop_mode: Literal["center", "squash", "border"]
 
 
-class _Description(_Preprocessing):
+class _Description(BaseModel):
     """The content of ``config.json``; what is not named here is timm's own business.
 
     Old files have no ``pretrained_cfg``: its values stand beside the others.
     """
 
+    model_config = ConfigDict(extra="allow")
+
     architecture: str
     num_classes: Annotated[int, Field(ge=0, le=10_000_000)] | None = None
     label_names: list[str] | dict[str, str] | None = None
     model_args: dict[str, Any] | None = None
-    pretrained_cfg: _Preprocessing | None = None
+    pretrained_cfg: dict[str, Any] | None = None
 
 
 def load_model(
@@ -244,13 +245,45 @@ def data_config(model: nn.Module) -> dict[str, Any]:
         ``input_size`` (3, H, W), ``mean``, ``std``, and how to resize and crop.
 
     Raises:
-        InputError: If the model takes no RGB images.
+        InputError: If the model takes no RGB images, or one of the values makes no sense.
     """
     if model.in_chans != 3:
         raise InputError(f"the model takes images of {model.in_chans} channels; only RGB is read")
     # The size that the model was built for; its configuration may still say timm's default.
     size = getattr(getattr(model, "patch_embed", None), "img_size", None)
-    return resolve_model_data_config(model, {"input_size": (3, *size)} if size else None)
+    try:
+        config = resolve_model_data_config(model, {"input_size": (3, *size)} if size else None)
+    except Exception as error:  # it counts and compares what a description may say in any type
+        raise InputError(
+            f"the preprocessing of the model is unusable: {one_line(error)}"
+        ) from error
+    check_data_config(config)
+    return config
+
+
+def check_data_config(config: dict[str, Any]) -> None:
+    """Check how images are prepared for a model, before an image is.
+
+    Args:
+        config: What timm's ``resolve_model_data_config`` returns: ``input_size`` (3, H, W),
+            ``mean`` and ``std`` of values from 0 to 1, ``interpolation``, ``crop_pct`` and
+            ``crop_mode``.
+
+    Raises:
+        InputError: If one of them is missing, or no value that makes sense; the message gives it.
+    """
+    try:
+        _DataConfig.model_validate(config)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        reason = first["msg"][:1].lower() + first["msg"][1:]
+        if first["type"] == "missing":
+            reason = "it must have three values" if name in config else "it must be given"
+        raise InputError(
+            f"the preprocessing of the model has {name} = {config.get(name)!r:.100}, but {reason}; "
+            "correct it in the config.json beside the weights"
+        ) from error
 
 
 def _check_name(name: str) -> None:

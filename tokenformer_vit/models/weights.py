@@ -145,14 +145,12 @@ def check_tensors(tensors: Mapping[str, Any], where: str | Path) -> None:
 
 def _fault(name: str, tensor: Tensor) -> str | None:
     kind = str(tensor.dtype).removeprefix("torch.")
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        return "is sparse or quantised; save it as an ordinary tensor"
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        return "is sparse, quantised or without values; save it as an ordinary tensor"
     if not tensor.is_floating_point():
         mask = tensor.dtype in (torch.bool, torch.uint8) and _MASK.fullmatch(name)
         if _LEARNED.fullmatch(name) and not mask:
             return f"is of type {kind}, but weights are of a floating type; the file is no model's"
-        return None
-    if tensor.is_meta:
         return None
     values = tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no isfinite
     if not values.isfinite().all():

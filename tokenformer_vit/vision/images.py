@@ -8,11 +8,10 @@ from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
-from pydantic import BaseModel, Field, ValidationError
 from timm.data import create_transform
 from torch import Tensor
 from tqdm import tqdm
@@ -23,7 +22,6 @@ from tokenformer_vit.errors import InputError
 __all__ = [
     "FORMATS",
     "IMAGE_SUFFIXES",
-    "check_data_config",
     "class_folders",
     "find_images",
     "read_image",
@@ -224,17 +222,14 @@ def read_images(
 
     Args:
         paths: Image files.
-        config: How to prepare them; see :func:`check_data_config`.
+        config: How to prepare them, as :func:`~tokenformer_vit.models.checkpoints.data_config`
+            says.
         batch_size: Images at a time.
 
     Yields:
         The paths of a batch in order, each with its (3, H, W) image or with the error of
         :func:`read_image`.
-
-    Raises:
-        InputError: If the config cannot be used.
     """
-    check_data_config(config)
     transform: Any = create_transform(**config, is_training=False)
 
     def read(path: Path) -> tuple[Path, Tensor | InputError]:
@@ -264,48 +259,3 @@ def say_skipped(path: Path, error: Exception) -> None:
         error: Of :func:`read_images`; its message names the path.
     """
     tqdm.write(f"skipped: {error}", file=sys.stderr)
-
-
-_Side = Annotated[int, Field(strict=True, ge=1, le=4096)]
-_Mean = Annotated[float, Field(strict=True, ge=0, le=1)]
-_Std = Annotated[float, Field(strict=True, gt=0, le=10)]
-
-
-class _DataConfig(BaseModel):
-    """Arguments of timm's ``create_transform``, within what timm's own models use, and some room.
-
-    Their crop_pct is 0.875 to 1.15, their sides 106 to 1024, their means 0 to 0.5, and their
-    deviations 0.143 to 1, of values from 0 to 1.
-    """
-
-    input_size: tuple[Literal[3], _Side, _Side]
-    interpolation: Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
-    mean: tuple[_Mean, _Mean, _Mean]
-    std: tuple[_Std, _Std, _Std]
-    crop_pct: Annotated[float, Field(strict=True, ge=0.1, le=2)]
-    crop_mode: Literal["center", "squash", "border"]
-
-
-def check_data_config(config: dict[str, Any]) -> None:
-    """Check how images are prepared for a model, before an image is.
-
-    Args:
-        config: What timm's ``resolve_model_data_config`` returns: ``input_size`` (3, H, W),
-            ``mean`` and ``std`` of values from 0 to 1, ``interpolation``, ``crop_pct`` and
-            ``crop_mode``.
-
-    Raises:
-        InputError: If one of them is missing, or no value that makes sense; the message gives it.
-    """
-    try:
-        _DataConfig.model_validate(config)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0])
-        reason = first["msg"][:1].lower() + first["msg"][1:]
-        if first["type"] == "missing":
-            reason = "it must have three values" if name in config else "it must be given"
-        raise InputError(
-            f"the preprocessing of the model has {name} = {config.get(name)!r:.100}, but {reason}; "
-            "correct it in the config.json beside the weights"
-        ) from error
