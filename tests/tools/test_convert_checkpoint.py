@@ -78,6 +78,10 @@ def test_damaged_weights_are_not_converted(source, tmp_path):
     torch.save(tensors, source)
     with pytest.raises(InputError, match=r"mlp\.key_param_tokens holds NaN"):
         run(source, tmp_path / "out", "--num-heads", 2)
+    tensors["sequential.2.mlp.key_param_tokens"] = torch.zeros(1, 1).expand(10**12, 16)
+    torch.save(tensors, source)
+    with pytest.raises(InputError, match=r"repeats few values as \(1000000000000, 16\)"):
+        run(source, tmp_path / "out", "--num-heads", 2)
 
 
 def test_a_converted_folder_carries_the_hash_of_its_weights(source, tmp_path):

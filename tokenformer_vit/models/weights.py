@@ -147,6 +147,8 @@ def _fault(name: str, tensor: Tensor) -> str | None:
     kind = str(tensor.dtype).removeprefix("torch.")
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         return "is sparse, quantised or without values; save it as an ordinary tensor"
+    if tensor.untyped_storage().nbytes() < tensor.nbytes:  # looking at it would exhaust the memory
+        return f"repeats few values as {tuple(tensor.shape)}; save it as an ordinary tensor"
     if not tensor.is_floating_point():
         mask = tensor.dtype in (torch.bool, torch.uint8) and _MASK.fullmatch(name)
         if _LEARNED.fullmatch(name) and not mask:
