@@ -94,6 +94,17 @@ def texts(tmp_path_factory):
     }
 
 
+def test_a_token_outside_the_vocabulary_is_told_with_its_folder(tmp_path):
+    folder = write_text(tmp_path / "abc", "ab", 0)
+    assert TokenDataset(str(folder), "val")[0]["inputs"].max() == ord("b")
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps({**meta, "vocab_size": ord("b")}))
+    with pytest.raises(
+        InputError, match=r"row 0 of .*abc has the token 98, but a vocabulary of 98"
+    ):
+        TokenDataset(str(folder), "val")[0]
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     path = tmp_path_factory.mktemp("configs") / "small_lm.py"
@@ -406,6 +417,8 @@ def test_what_texts_share_trains_unless_it_is_frozen(masked, tmp_path):
         ({"model.config.context_length": 8}, r"rows of 16 tokens.* context_length is 8"),
         ({"model.architecture": "lstm"}, r"unknown architecture 'lstm'"),
         ({"model.config.dept": 2}, r"model\.config of the tokenformer.*dept"),
+        ({"model.config.num_heads": 0}, r"model\.config of the tokenformer: num_heads is 0"),
+        ({"model.config.norm_eps": -1.0}, r"model\.config of the tokenformer: norm_eps is -1"),
         ({"model.checkpoint": "nowhere"}, r"starts from nowhere and has its sizes"),
         ({"model.masks": {"old": "x"}}, r"it takes `new`"),
         ({"train_dataloader.dataset.data_root": "nowhere"}, r"there is no folder nowhere"),
