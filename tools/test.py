@@ -41,13 +41,18 @@ def main(argv: list[str] | None = None) -> None:
 
     options = {"log_level": "WARNING", **(args.cfg_options or {})}  # a test has little to log
     cfg = config.load_config(
-        args.config, options, args.data_root, args.batch_size, compile=args.compile
+        args.config,
+        options,
+        args.data_root,
+        args.batch_size,
+        compile=args.compile,
+        batched="test_dataloader",
     )
     config.check_data_folders(cfg, ("test_dataloader",))
     out = args.out or args.checkpoint.parent / "test"
     configure_test(cfg, args.checkpoint, out)
     cfg.launcher = args.launcher
-    config.use_cpu_processes(cfg)
+    config.start_processes(cfg)
 
     evaluation = run_test(cfg)
     if is_main_process():

@@ -41,9 +41,12 @@ def main(argv: list[str] | None = None) -> None:
     )
     args = config.parse_run_arguments(parser, argv)
 
+    options = dict(args.cfg_options or {})
+    if args.seed is not None:
+        options["randomness.seed"] = args.seed
     cfg = config.load_config(
         args.config,
-        args.cfg_options,
+        options,
         args.data_root,
         args.batch_size,
         args.work_dir,
@@ -56,8 +59,6 @@ def main(argv: list[str] | None = None) -> None:
         cfg.optim_wrapper.type = "AutocastOptimWrapper"
     if args.auto_scale_lr:
         cfg.auto_scale_lr.enable = True
-    if args.seed is not None:
-        cfg.randomness.seed = args.seed
     if args.deterministic:
         cfg.randomness.deterministic = True
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
@@ -65,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
         cfg.visualizer.vis_backends.append({"type": "TensorboardVisBackend"})
     config.scale_for_accumulation(cfg)
     config.choose_checkpoint(cfg, args.resume)
-    config.use_cpu_processes(cfg)
+    config.start_processes(cfg)
 
     runner = Runner.from_cfg(cfg)
     runner.train()

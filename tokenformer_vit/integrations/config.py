@@ -3,15 +3,21 @@
 import argparse
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from mmengine.config import Config, DictAction
+from mmengine.dist import init_dist
+from mmengine.fileio import YamlHandler, register_handler
+from mmengine.utils.dl_utils import set_multi_processing
 
 from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError
+
+from .schema import check_values
 
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
 _KEYS = (
@@ -22,7 +28,34 @@ _KEYS = (
     "optim_wrapper",
     "param_scheduler",
     "train_cfg",
+    "auto_scale_lr",
+    "randomness",
 )
+# What a launcher tells each of its processes.
+_LAUNCHED = {
+    "pytorch": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NODELIST"),
+    "mpi": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "MASTER_ADDR",
+    ),
+}
+_STARTS = {
+    "pytorch": "torchrun --nproc_per_node=N tools/train.py ...",
+    "slurm": "srun --ntasks=N python tools/train.py ...",
+    "mpi": "mpirun -np N -x MASTER_ADDR=HOST python tools/train.py ...",
+}
+
+
+@register_handler(["yaml", "yml"])
+class SafeYamlHandler(YamlHandler):
+    """Read YAML as plain values; mmengine's own loader makes any object that a file names."""
+
+    def load_from_fileobj(self, file, **kwargs: Any) -> Any:
+        """Read a file."""
+        return super().load_from_fileobj(file, Loader=yaml.SafeLoader)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +64,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-size",
         type=whole_number(1),
-        help="images, or sequences of tokens, per process and iteration",
+        help="images, or sequences of tokens, per process and iteration of training; of the test "
+        "in tools/test.py. Validation keeps the batch size of its config",
     )
     parser.add_argument(
         "--cfg-options",
@@ -65,35 +99,30 @@ def parse_run_arguments(
 
 def load_config(
     path: str | Path,
-    options: dict[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
     data_root: str | None = None,
     batch_size: int | None = None,
     work_dir: str | None = None,
     compile: bool = False,
+    batched: str = "train_dataloader",
 ) -> Config:
-    """Read a config file and override parts of it.
+    """Read a config file, override parts of it, and check the values.
 
     Args:
         path: Python config, with classic ``_base_`` inheritance.
         options: Dotted keys and values, as from ``--cfg-options``; every key must exist.
         data_root: Root of the data, for all three loaders.
-        batch_size: Images or sequences per process and iteration, for all three loaders.
+        batch_size: Images or sequences per process and iteration, for the loader ``batched``.
         work_dir: Where the run goes; ``work_dirs/<name of the config>`` where neither this nor
             the config says.
         compile: Compile the backbone's blocks, whatever the config says.
+        batched: The loader that ``batch_size`` is for; the others keep the config's.
 
     Raises:
-        InputError: If the file is missing or no config, or an option names a key it has not.
+        InputError: If the file is missing or no Python config, an option names a key it has not,
+            or a value is not allowed.
     """
-    if not Path(path).is_file():
-        raise InputError(f"there is no config {path}; `ls configs` shows those that come along")
-    try:
-        cfg = Config.fromfile(path)
-    except Exception as error:  # a config is Python: it may fail in any way
-        reason = " ".join(str(error).split())
-        raise InputError(
-            f"{path} is no usable config ({type(error).__name__}: {reason})"
-        ) from error
+    cfg = _read(Path(path))
     missing = [key for key in _KEYS if key not in cfg]
     if missing:
         raise InputError(
@@ -102,15 +131,20 @@ def load_config(
         )
     for key in options or {}:
         _check_option(cfg, key)
-    cfg.merge_from_dict(options or {})
+    try:
+        cfg.merge_from_dict(dict(options or {}))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise InputError(
+            f"--cfg-options {' '.join(options or {})}: {path} has no place for a value there "
+            f"({error}); give a list as a whole, as in key=[1,5]"
+        ) from error
+    check_values(cfg.to_dict(), str(path))
     for name in ("val_evaluator", "test_evaluator"):
         if isinstance(cfg[name], dict) and "topk" in cfg[name]:
-            cfg[name].topk = tuple(k for k in cfg[name].topk if k <= cfg.model.head.num_classes)
-    for name in LOADERS:
-        if data_root is not None:
-            cfg[name].dataset.data_root = data_root
-        if batch_size is not None:
-            cfg[name].batch_size = batch_size
+            topk = cfg[name].topk
+            topk = [topk] if isinstance(topk, int) else topk
+            classes = cfg.model.head.num_classes
+            cfg[name].topk = tuple(k for k in topk if k <= classes)
     if compile:
         compiled = cfg.model.get("backbone", cfg.model)
         if compiled.type not in ("TimmClassificationBackbone", "CausalLM"):
@@ -120,14 +154,67 @@ def load_config(
             )
         compiled.compile = True
     cfg.work_dir = work_dir or cfg.get("work_dir") or f"work_dirs/{Path(path).stem}"
+    if batch_size is not None and cfg[batched] is not None:
+        cfg[batched].batch_size = batch_size
     for name in LOADERS:
-        # PyTorch refuses to keep workers where there are none, and warns of pinning without a GPU.
         loader = cfg[name]
+        if loader is None:
+            continue  # a run without validation or test
+        if data_root is not None:
+            loader.dataset.data_root = data_root
+        # PyTorch refuses to keep workers where there are none, and warns of pinning without a GPU.
         loader.persistent_workers = (
-            loader.get("persistent_workers", True) and loader.num_workers > 0
+            loader.get("persistent_workers", True) and loader.setdefault("num_workers", 0) > 0
         )
         loader.pin_memory = loader.get("pin_memory", True) and torch.cuda.is_available()
+        _shorten(loader, name)
     return cfg
+
+
+def _read(path: Path) -> Config:
+    """Read a config, and nothing but Python."""
+    if not path.is_file():
+        raise InputError(f"there is no config {path}; `ls configs` shows those that come along")
+    try:
+        _check_is_python(path)
+        return Config.fromfile(path)
+    except InputError:
+        raise
+    except Exception as error:  # a config is Python: it may fail in any way
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"{path} is no usable config ({type(error).__name__}: {reason})"
+        ) from error
+
+
+def _check_is_python(path: Path) -> None:
+    """Refuse configs in another language, with all that they inherit from."""
+    if path.suffix != ".py":
+        raise InputError(
+            f"{path} is no Python config: write it as a .py file, as those in configs/ are"
+        )
+    for base in Config._get_base_files(str(path)):
+        inherited = path.parent / base
+        if "::" in base:  # of another package, where mmengine finds it
+            inherited = Path(base.rpartition("::")[2])
+        if inherited.is_file() or inherited.suffix != ".py":
+            _check_is_python(inherited)
+
+
+def _shorten(loader: Any, name: str) -> None:
+    """Let the sampler choose the images of a shortened epoch; mmengine would take the first."""
+    batches = loader.pop("num_batch_per_epoch", None)
+    if batches is None:
+        return
+    kinds = {"DefaultSampler": "ResumableSampler"}
+    kind = loader.sampler.type
+    loader.sampler.type = kinds.get(kind, kind)
+    if loader.sampler.type not in ("ResumableSampler", "EndlessSampler"):
+        raise InputError(
+            f"{name}.num_batch_per_epoch is {batches}, which {kind} cannot keep to: use "
+            "ResumableSampler, or num_batch_per_epoch=None"
+        )
+    loader.sampler.num_samples = batches * loader.batch_size
 
 
 def _check_option(cfg: Config, key: str) -> None:
@@ -181,8 +268,8 @@ def check_data_folders(cfg: Config, loaders: tuple[str, ...] = LOADERS) -> None:
 
 def scale_for_accumulation(cfg: Config) -> None:
     """Make ``auto_scale_lr`` count the images of an optimiser step, not those of an iteration."""
-    if cfg.auto_scale_lr.enable:
-        cfg.optim_wrapper.optimizer.lr *= cfg.optim_wrapper.accumulative_counts
+    if cfg.auto_scale_lr.get("enable"):
+        cfg.optim_wrapper.optimizer.lr *= cfg.optim_wrapper.get("accumulative_counts", 1)
 
 
 def choose_checkpoint(cfg: Config, resume: str | None) -> None:
@@ -221,42 +308,121 @@ def check_schedule(cfg: Config) -> None:
     """Check that the learning rate schedule has room in the epochs, or iterations, of the run.
 
     Raises:
-        InputError: If ``train_cfg.max_epochs`` or ``max_iters``, which of them it has, is no whole
-            number, or a part of the schedule would begin or end beyond it.
+        InputError: If a part of the schedule would begin or end beyond ``train_cfg.max_epochs`` or
+            ``max_iters``, which of them it has, or would never step; the message gives the options
+            that fit.
     """
     length = "max_iters" if "max_iters" in cfg.train_cfg else "max_epochs"
     number = cfg.train_cfg[length]
-    if not isinstance(number, int) or number < 1:
-        raise InputError(f"train_cfg.{length} is {number!r}, not a whole number of at least 1")
-    for index, part in enumerate(cfg.param_scheduler):
-        for key, value, room in (
-            ("begin", part.get("begin", 0), number - 1),
-            ("end", part.get("end", 0), number),
-        ):
-            counts_epochs = part.get("by_epoch", True)
-            if counts_epochs == (length == "max_epochs") and value > room:
+    parts = {}
+    for index, part in enumerate(_parts(cfg)):
+        by_epoch, begin = part.get("by_epoch", True), part.get("begin", 0)
+        if by_epoch and length == "max_iters" and not part.get("convert_to_iter_based"):
+            raise InputError(
+                f"param_scheduler.{index} counts epochs, but the run counts iterations: set "
+                f"`--cfg-options param_scheduler.{index}.by_epoch=False`, and its begin and end in "
+                "iterations"
+            )
+        if part.get("end", begin + 1) <= begin:
+            raise InputError(
+                f"param_scheduler.{index} has end={part['end']}, but it begins at {begin}: give an "
+                "end after that"
+            )
+        if by_epoch == (length == "max_epochs"):
+            parts[index] = part
+    for index, part in parts.items():
+        for key, room in (("begin", number - 1), ("end", number)):
+            if part.get(key, 0) > room:
                 raise InputError(
-                    f"param_scheduler.{index} has {key}={value}, but train_cfg.{length} is "
-                    f"{number}: shorten the warm-up too, as in `--cfg-options "
-                    "param_scheduler.0.end=1 param_scheduler.1.begin=1`"
+                    f"param_scheduler.{index} has {key}={part[key]}, but train_cfg.{length} is "
+                    f"{number}: {_shorter(parts, number)}"
                 )
 
 
-def use_cpu_processes(cfg: Config) -> None:
-    """Let several processes train without a GPU; mmengine alone would look for one in each.
+def _parts(cfg: Config) -> Sequence[Any]:
+    """List the parts of the schedule; a single one need not be in a list."""
+    parts = cfg.param_scheduler or ()
+    return [parts] if isinstance(parts, dict) else parts
+
+
+def _shorter(parts: Mapping[int, Any], number: int) -> str:
+    """Say with which options a schedule fits into ``number`` epochs or iterations.
+
+    Args:
+        parts: Its parts, by their place in the config's list.
+        number: Length of the run.
+    """
+    begins = sorted({part.get("begin", 0) for part in parts.values()} - {0})
+    # Each part needs room of its own before the next.
+    moved = {begin: min(begin, number - len(begins) + n) for n, begin in enumerate(begins)}
+    if all(moved.values()):
+        said = "shorten the schedule, too"
+        fitting = {
+            index: {
+                key: moved.get(part[key], min(part[key], number))
+                for key in ("begin", "end")
+                if key in part
+            }
+            for index, part in parts.items()
+        }
+    else:
+        first, *others = parts.values()
+        if len(others) != 1 or not {"start_factor", "end"} <= first.keys():
+            return "keep the rate constant by `--cfg-options param_scheduler=[]`"
+        said = "there is no room for a warm-up, leave it out"
+        fitting = dict(zip(parts, ({"start_factor": 1, "end": number}, {"begin": 0}), strict=True))
+    options = " ".join(
+        f"param_scheduler.{index}.{key}={value}"
+        for index, new in fitting.items()
+        for key, value in new.items()
+        if parts[index][key] != value
+    )
+    return f"{said} by `--cfg-options {options}`"
+
+
+def start_processes(cfg: Config) -> None:
+    """Join the processes of a launcher, on GPUs or, which mmengine alone cannot, without.
 
     Raises:
-        InputError: If the launcher is pytorch's, but it was not torchrun that started us.
+        InputError: If the launcher did not start us, there is no GPU for this process, or the
+            processes do not find each other.
     """
-    if cfg.launcher != "pytorch":
+    if cfg.launcher == "none":
         return
-    if "RANK" not in os.environ:
+    absent = [name for name in _LAUNCHED[cfg.launcher] if name not in os.environ]
+    if absent:
         raise InputError(
-            "--launcher pytorch needs torchrun: `torchrun --nproc_per_node=N tools/train.py ...`"
+            f"--launcher {cfg.launcher} needs {_STARTS[cfg.launcher].split()[0]}: "
+            f"{', '.join(absent)} are not in the environment; start by `{_STARTS[cfg.launcher]}`"
         )
-    if torch.cuda.is_available():
-        return
-    torch.distributed.init_process_group("gloo")
+    gpus = torch.cuda.device_count()
+    if not gpus and cfg.launcher != "pytorch":
+        raise InputError(
+            f"--launcher {cfg.launcher} needs GPUs, and this machine has none: start by "
+            f"`{_STARTS['pytorch']}` with --launcher pytorch"
+        )
+    local = {"slurm": "SLURM_LOCALID", "mpi": "OMPI_COMM_WORLD_LOCAL_RANK"}
+    rank = int(os.environ.get(local.get(cfg.launcher, "LOCAL_RANK"), 0))
+    if 0 < gpus <= rank:
+        raise InputError(
+            f"there is no GPU for process {rank} of this machine, which has {gpus}: start at most "
+            f"{gpus} processes on it"
+        )
+    environment = cfg.get("env_cfg") or {}
+    try:
+        if gpus:
+            # In mmengine's order; its runner finds both done.
+            set_multi_processing(**environment.get("mp_cfg", {}), distributed=True)
+            init_dist(cfg.launcher, **environment.get("dist_cfg", {}))
+            return
+        torch.distributed.init_process_group("gloo")
+    except (RuntimeError, ValueError) as error:  # DistNetworkError, a port that is no number
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"the processes cannot meet at {where} ({reason}): choose a free port, as by "
+            "MASTER_PORT=29501 or `torchrun --master_port=29501`"
+        ) from error
     cfg.model_wrapper_cfg = {
         "type": "MMDistributedDataParallel",
         "device_ids": None,

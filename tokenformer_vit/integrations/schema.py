@@ -1,0 +1,434 @@
+"""What a user sets in a config: the type and range of each value, and the sizes that must agree.
+
+Keys that are not listed stay free: other optimisers, schedules, data sets and models have their
+own.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic_core import PydanticCustomError
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.prediction import load_model
+
+from .backbone import TimmClassificationBackbone
+
+__all__ = ["check_values"]
+
+# NumPy takes seeds below 2**32, and each process and each worker adds its number to the seed.
+MOST_SEED = 2**32 - 2**20
+
+
+def _must_be(text: str) -> WrapValidator:
+    """Say of a refused value what is allowed, instead of which rule it broke."""
+
+    def check(value: Any, rules: Callable[[Any], Any]) -> Any:
+        try:
+            return rules(value)
+        except ValidationError as error:
+            raise PydanticCustomError("not_allowed", "{text}", {"text": text}) from error
+
+    return WrapValidator(check)
+
+
+def _listed(value: Any) -> Any:
+    """Read a tuple as a list, and one dict as a list of one, as mmengine does."""
+    if isinstance(value, dict):
+        return [value]
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _float(value: Any) -> Any:
+    """Refuse a whole number where mmpretrain asserts that a value is of type float."""
+    return value if isinstance(value, float) else str(value)
+
+
+Count = Annotated[int, Field(ge=1), _must_be("a whole number of at least 1")]
+Whole = Annotated[int, Field(ge=0), _must_be("a whole number of at least 0")]
+Seed = Annotated[int, Field(ge=0, le=MOST_SEED), _must_be(f"a whole number from 0 to {MOST_SEED}")]
+Interval = Annotated[
+    Literal[-1] | Annotated[int, Field(ge=1)],
+    _must_be("a whole number of at least 1, or -1 for never"),
+]
+Positive = Annotated[float, Field(gt=0), _must_be("a finite number above 0")]
+NotNegative = Annotated[float, Field(ge=0), _must_be("a finite number of at least 0")]
+Share = Annotated[float, Field(ge=0, le=1), _must_be("a number from 0 to 1")]
+BelowOne = Annotated[float, Field(ge=0, lt=1), _must_be("a number of at least 0 and below 1")]
+Between = Annotated[float, Field(gt=0, lt=1), _must_be("a number above 0 and below 1")]
+Factor = Annotated[float, Field(gt=0, le=1), _must_be("a number above 0 and at most 1")]
+Smoothing = Annotated[
+    float,
+    Field(ge=0, lt=1),
+    BeforeValidator(_float),
+    _must_be("a number with a decimal point, at least 0.0 and below 1.0"),
+]
+Alpha = Annotated[
+    float,
+    Field(gt=0),
+    BeforeValidator(_float),
+    _must_be("a number with a decimal point, above 0.0"),
+]
+Size = Annotated[
+    Annotated[int, Field(ge=1)] | tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]],
+    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+    _must_be("a whole number of at least 1, or two of them"),
+]
+Betas = Annotated[
+    tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
+    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+    _must_be("two numbers of at least 0 and below 1"),
+]
+Folders = Annotated[
+    str | Annotated[list[str], BeforeValidator(_listed)],
+    _must_be("the name of a folder, or a list of names"),
+]
+Level = Annotated[
+    Literal["CRITICAL", "FATAL", "ERROR", "WARNING", "WARN", "INFO", "DEBUG", "NOTSET"] | int,
+    _must_be("one of CRITICAL, ERROR, WARNING, INFO, DEBUG, NOTSET"),
+]
+TopK = Annotated[
+    Annotated[int, Field(ge=1)]
+    | Annotated[list[Annotated[int, Field(ge=1)]], BeforeValidator(_listed)],
+    _must_be("a whole number of at least 1, or a list of them"),
+]
+
+
+class _Section(BaseModel):
+    """A dict of a config. A value that it does not have is not checked, whatever its default."""
+
+    model_config = ConfigDict(
+        extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class _Augment(_Section):
+    alpha: Alpha | None = None
+
+
+class _Augments(_Section):
+    augments: Annotated[list[_Augment], BeforeValidator(_listed)] | None = None
+
+
+class _Loss(_Section):
+    label_smooth_val: Smoothing = 0.0
+
+
+class _Head(_Section):
+    num_classes: Count = 1
+    in_channels: Count = 1
+    loss: _Loss | None = None
+
+
+class _Preprocessor(_Section):
+    num_classes: Count | None = None
+    mean: Annotated[list[float], BeforeValidator(_listed)] | None = None
+    std: Annotated[list[Positive], BeforeValidator(_listed)] | None = None
+    to_rgb: bool = False
+
+
+class _Backbone(_Section):
+    drop_path_rate: BelowOne = 0
+    drop_rate: BelowOne = 0
+
+
+class _TimmBackbone(_Backbone):
+    model_name: str
+    pretrained: bool = False
+    checkpoint_path: str = ""
+    compile: bool = False
+    frozen: bool = False
+    stem_seed: Seed | None = None
+    growth: dict[str, Any] | None = None
+    img_size: Size = 1
+    patch_size: Size = 1
+    embed_dim: Count = 1
+    depth: Count = 1
+    num_heads: Count = 1
+    mlp_ratio: Positive = 1
+    num_qkv_param_tokens: Count | None = None
+    num_proj_param_tokens: Count | None = None
+    num_ffn_param_tokens: Count | None = None
+    pos_drop_rate: BelowOne = 0
+    proj_drop_rate: BelowOne = 0
+    attn_drop_rate: BelowOne = 0
+    patch_drop_rate: BelowOne = 0
+
+
+class _Model(_Section):
+    backbone: _Backbone | None = None
+    head: _Head | None = None
+    data_preprocessor: _Preprocessor | None = None
+    train_cfg: _Augments | None = None
+
+
+class _Dataset(_Section):
+    data_root: Folders | None = None
+    pipeline: Annotated[list[dict[str, Any]], BeforeValidator(_listed)] = []
+
+
+class _Loader(_Section):
+    dataset: _Dataset
+    sampler: dict[str, Any] | None = None
+    batch_size: Count = 1
+    num_workers: Whole = 0
+    num_batch_per_epoch: Count | None = None
+    persistent_workers: bool = False
+    pin_memory: bool = False
+    drop_last: bool = False
+    prefetch_factor: Count | None = None
+    timeout: NotNegative = 0
+
+
+class _Clipping(_Section):
+    max_norm: Positive = 1
+    clip_value: Positive = 1
+
+
+class _Optimizer(_Section):
+    lr: Positive | None = None
+    weight_decay: NotNegative = 0
+
+
+class _Adam(_Optimizer):
+    lr: Positive = 1
+    betas: Betas = (0, 0)
+    eps: Positive = 1
+
+
+class _OptimWrapper(_Section):
+    optimizer: _Optimizer | None = None
+    accumulative_counts: Count = 1
+    clip_grad: _Clipping | None = None
+
+
+class _Scheduler(_Section):
+    by_epoch: bool = True
+    convert_to_iter_based: bool = False
+    begin: Whole = 0
+    end: Count = 1
+    start_factor: Factor = 1
+    end_factor: Share = 1
+    eta_min: NotNegative | None = None
+    T_max: Count | None = None
+
+
+class _TrainLoop(_Section):
+    max_epochs: Count = 1
+    max_iters: Count = 1
+    val_begin: Count = 1
+    val_interval: Count = 1
+
+
+class _Hook(_Section):
+    interval: Interval = 1
+    max_keep_ckpts: Interval = 1
+    momentum: Between = 0.5
+
+
+class _Evaluator(_Section):
+    topk: TopK = 1
+
+
+class _Randomness(_Section):
+    seed: Seed | None = None
+    deterministic: bool = False
+    diff_rank_seed: bool = False
+
+
+class _ScaleLR(_Section):
+    base_batch_size: Count = 1
+    enable: bool = False
+
+
+class _Processes(_Section):
+    mp_start_method: Literal["fork", "spawn", "forkserver"] = "fork"
+    opencv_num_threads: Whole = 0
+
+
+class _Environment(_Section):
+    cudnn_benchmark: bool = False
+    mp_cfg: _Processes = _Processes()
+    dist_cfg: dict[str, Any] = {}
+
+
+class _LogProcessor(_Section):
+    window_size: Count = 1
+    by_epoch: bool = True
+
+
+class _Run(_Section):
+    model: _Model
+    data_preprocessor: _Preprocessor | None = None
+    train_dataloader: _Loader
+    val_dataloader: _Loader | None
+    test_dataloader: _Loader | None
+    val_evaluator: Annotated[list[_Evaluator], BeforeValidator(_listed)] | None
+    test_evaluator: Annotated[list[_Evaluator], BeforeValidator(_listed)] | None
+    optim_wrapper: _OptimWrapper
+    param_scheduler: Annotated[list[_Scheduler], BeforeValidator(_listed)] | None
+    train_cfg: _TrainLoop
+    val_cfg: dict[str, Any] | None = None
+    test_cfg: dict[str, Any] | None = None
+    default_hooks: dict[str, _Hook | None] | None = None
+    custom_hooks: Annotated[list[_Hook], BeforeValidator(_listed)] | None = None
+    auto_scale_lr: _ScaleLR
+    randomness: _Randomness
+    env_cfg: _Environment = _Environment()
+    log_processor: _LogProcessor = _LogProcessor()
+    log_level: Level = "INFO"
+    load_from: str | None = None
+    resume: bool = False
+    work_dir: str | None = None
+
+
+# What pydantic calls a type, in words.
+_TYPES = {
+    "bool_type": "True or False",
+    "dict_type": "a dict",
+    "float_type": "a number",
+    "list_type": "a list",
+    "model_type": "a dict",
+    "string_type": "a text",
+}
+_ADAMS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam")
+
+
+def check_values(cfg: Mapping[str, Any], path: str) -> None:
+    """Check what a run is told, before anything of it starts.
+
+    Args:
+        cfg: The config, with all options merged.
+        path: Its file, to be named.
+
+    Raises:
+        InputError: If a value is of another type or out of its range, or two sizes that must agree
+            do not; the message names the key, the value and what is allowed.
+    """
+    _check(_Run, cfg, path)
+    loop, optimizer = cfg["train_cfg"], cfg["optim_wrapper"].get("optimizer") or {}
+    if not loop.keys() & {"max_epochs", "max_iters"}:
+        raise InputError(f"{path}: train_cfg needs max_epochs or max_iters, the length of the run")
+    if optimizer.get("type") in _ADAMS:
+        _check(_Adam, optimizer, path, "optim_wrapper.optimizer")
+    _check_classes(cfg, path)
+    backbone, key = cfg["model"].get("backbone") or {}, "model.backbone"
+    if backbone.get("type") == "LoRABackbone":
+        backbone, key = backbone.get("module") or {}, "model.backbone.module"
+    if backbone.get("type") == "TimmClassificationBackbone":
+        _check(_TimmBackbone, backbone, path, key)
+        _check_sizes(cfg, backbone, key, path)
+
+
+def _check(schema: type[_Section], values: Mapping[str, Any], path: str, above: str = "") -> None:
+    """Check the values of a dict, which stands under the key ``above`` of a config."""
+    try:
+        schema.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, (*([above] if above else []), *first["loc"])))
+        if first["type"] == "missing":
+            raise InputError(f"{path}: {key} is missing") from error
+        allowed = _TYPES.get(first["type"], first["msg"].removeprefix("Input should be "))
+        value = repr(first["input"])
+        value = value if len(value) < 80 else f"{value[:80]}..."
+        raise InputError(f"{path}: {key} is {value}, but must be {allowed}") from error
+
+
+def _check_classes(cfg: Mapping[str, Any], path: str) -> None:
+    """Check that head, batch augmentation and metrics count the same classes."""
+    classes = (cfg["model"].get("head") or {}).get("num_classes")
+    if classes is None:
+        return
+    preprocessor, key = cfg.get("data_preprocessor"), "data_preprocessor.num_classes"
+    if own := cfg["model"].get("data_preprocessor"):
+        preprocessor, key = own, f"model.{key}"
+    number = (preprocessor or {}).get("num_classes")
+    if number not in (None, classes):
+        raise InputError(
+            f"{path}: model.head.num_classes is {classes}, but {key} is {number}: give both the "
+            f"number of classes, as in `--cfg-options model.head.num_classes={classes} "
+            f"{key}={classes}`"
+        )
+    for name in ("val_evaluator", "test_evaluator"):
+        for evaluator in _listed(cfg[name]) or ():
+            ranks = evaluator.get("topk", 1)
+            ranks = [ranks] if isinstance(ranks, int) else ranks
+            if min(ranks, default=classes + 1) > classes:
+                raise InputError(
+                    f"{path}: {name}.topk is {list(ranks)}, but there are {classes} classes: give "
+                    f"ranks from 1 to {classes}"
+                )
+
+
+def _check_sizes(cfg: Mapping[str, Any], backbone: Mapping[str, Any], key: str, path: str) -> None:
+    """Check that the images fit the backbone, and the backbone the head."""
+    own = inspect.signature(TimmClassificationBackbone).parameters
+    arguments = {
+        name: value
+        for name, value in backbone.items()
+        if name not in own and name not in ("type", "_scope_")
+    }
+    try:
+        with torch.device("meta"):
+            model: Any = load_model(backbone["model_name"], None, 0, **arguments)
+    except InputError as error:
+        raise InputError(f"{path}: {key}: {error}") from error
+    width = getattr(model, "head_hidden_size", None) or model.num_features
+    head = (cfg["model"].get("head") or {}).get("in_channels", width)
+    if head != width and not cfg["model"].get("neck"):
+        raise InputError(
+            f"{path}: model.head.in_channels is {head}, but {backbone['model_name']} is {width} "
+            f"wide here: set model.head.in_channels={width}, or another {key}.embed_dim"
+        )
+    stem = getattr(model, "patch_embed", None)
+    size = getattr(stem, "img_size", None)
+    if not size or getattr(model, "dynamic_img_size", False):
+        return  # it takes images of any size
+    patch = stem.patch_size
+    if any(side % part for side, part in zip(size, patch, strict=True)):
+        raise InputError(
+            f"{path}: {key}.img_size is {_product(size)}, which is no multiple of the patch size "
+            f"{_product(patch)}: change either"
+        )
+    for name in ("train_dataloader", "val_dataloader", "test_dataloader"):
+        loader = cfg[name] or {"dataset": {}}
+        step, crop = _last_size(loader["dataset"].get("pipeline", ()))
+        if crop and sorted(crop) != sorted(size):
+            raise InputError(
+                f"{path}: {key}.img_size is {_product(size)}, but {step} of the {name} makes "
+                f"images of {_product(crop)}: give both the same size"
+            )
+
+
+# The argument of a transform that is the size of what it makes.
+_SIZES = {
+    "CenterCrop": "crop_size",
+    "EfficientNetCenterCrop": "crop_size",
+    "EfficientNetRandomCrop": "scale",
+    "RandomCrop": "crop_size",
+    "RandomResizedCrop": "scale",
+}
+
+
+def _last_size(pipeline: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[int, ...]]:
+    """Return which transform decides the size of an image, and the size; empty if unknown."""
+    step, size = "", ()
+    for transform in pipeline:
+        kind = str(transform.get("type"))
+        if kind in _SIZES:
+            found = transform.get(_SIZES[kind], ())
+            step, size = kind, (found, found) if isinstance(found, int) else tuple(found)
+        elif "Resize" in kind or "Crop" in kind or "Pad" in kind:
+            step, size = "", ()
+        elif within := transform.get("transforms"):
+            inner, sides = _last_size(within)
+            step, size = (inner, sides) if sides else (step, size)
+    return step, size
+
+
+def _product(size: Sequence[int]) -> str:
+    return " x ".join(map(str, size))
