@@ -370,7 +370,8 @@ def _shorter(parts: Mapping[int, Any], number: int) -> str:
         if len(others) != 1 or not {"start_factor", "end"} <= first.keys():
             return "keep the rate constant by `--cfg-options param_scheduler=[]`"
         said = "there is no room for a warm-up, leave it out"
-        fitting = dict(zip(parts, ({"start_factor": 1, "end": number}, {"begin": 0}), strict=True))
+        last = {"begin": 0, "end": number} if "end" in others[0] else {"begin": 0}
+        fitting = dict(zip(parts, ({"start_factor": 1, "end": number}, last), strict=True))
     options = " ".join(
         f"param_scheduler.{index}.{key}={value}"
         for index, new in fitting.items()

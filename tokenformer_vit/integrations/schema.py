@@ -329,13 +329,20 @@ def _check(schema: type[_Section], values: Mapping[str, Any], path: str, above: 
         schema.model_validate(values)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        key = ".".join(map(str, (*([above] if above else []), *first["loc"])))
+        key: list[str] = [above] if above else []
+        node: Any = values
+        for part in first["loc"]:
+            if isinstance(part, int) and isinstance(node, Mapping):
+                continue  # it was read as a list of one
+            key.append(str(part))
+            node = node.get(part) if isinstance(node, Mapping) else node[part]
+        name = ".".join(key)
         if first["type"] == "missing":
-            raise InputError(f"{path}: {key} is missing") from error
+            raise InputError(f"{path}: {name} is missing") from error
         allowed = _TYPES.get(first["type"], first["msg"].removeprefix("Input should be "))
         value = repr(first["input"])
         value = value if len(value) < 80 else f"{value[:80]}..."
-        raise InputError(f"{path}: {key} is {value}, but must be {allowed}") from error
+        raise InputError(f"{path}: {name} is {value}, but must be {allowed}") from error
 
 
 def _check_classes(cfg: Mapping[str, Any], path: str) -> None:
