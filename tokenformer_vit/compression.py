@@ -23,7 +23,8 @@ from tokenformer_vit.growth.masks import count_pairs
 from tokenformer_vit.growth.prune import Usage, prune
 from tokenformer_vit.growth.sparse import top_k
 from tokenformer_vit.growth.tokens import kind_of
-from tokenformer_vit.prediction import data_config, read_images
+from tokenformer_vit.models.checkpoints import data_config
+from tokenformer_vit.prediction import read_images
 
 __all__ = [
     "KINDS",

@@ -35,7 +35,7 @@ def write_whole(path: Path, data: bytes, sync: bool = True) -> None:
     """Write a file beside its place, then rename it.
 
     Two writers of the same file do not disturb each other: the last one wins. The file gets the
-    mode that the umask allows. If ``path`` is a symbolic link, the link is replaced, not its target.
+    mode that the umask allows. A symbolic link at ``path`` is replaced; its target stays.
 
     Args:
         path: The file; what stands there before stays until the new one is complete.

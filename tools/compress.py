@@ -41,7 +41,8 @@ from tokenformer_vit.compression import (
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import pattention_layers
 from tokenformer_vit.growth.prune import measure_usage
-from tokenformer_vit.prediction import choose_device, load_model, model_arguments, save_model
+from tokenformer_vit.models.checkpoints import load_model, save_model
+from tokenformer_vit.prediction import choose_device, model_arguments
 from tokenformer_vit.records import environment, write_record
 
 

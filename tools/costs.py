@@ -39,7 +39,8 @@ from tokenformer_vit.benchmarking.lengths import draw_lengths
 from tokenformer_vit.command_line import run_tool, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import LM_PRESETS, TokenFormerLM, lm_config
-from tokenformer_vit.prediction import KeyValues, load_model
+from tokenformer_vit.models.checkpoints import load_model
+from tokenformer_vit.prediction import KeyValues
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -30,8 +30,9 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
 from tokenformer_vit.growth import INITS, grow, grow_state_dict
 from tokenformer_vit.models import TokenFormerViT
+from tokenformer_vit.models.checkpoints import load_model, read_state_dict, save_model
 from tokenformer_vit.ops import THETAS
-from tokenformer_vit.prediction import KeyValues, load_model, read_state_dict, save_model
+from tokenformer_vit.prediction import KeyValues
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -33,10 +33,10 @@ from tokenformer_vit.inspection import (
     find_exemplars,
     map_tokens,
 )
+from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.prediction import (
     choose_device,
     find_images,
-    load_model,
     model_arguments,
     say_skipped,
 )

@@ -29,10 +29,10 @@ from tqdm import tqdm
 from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import compile_blocks
+from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.prediction import (
     choose_device,
     find_images,
-    load_model,
     model_arguments,
     predict,
     say_skipped,

@@ -17,7 +17,8 @@ from torch import nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
-from tokenformer_vit.prediction import data_config, read_images
+from tokenformer_vit.models.checkpoints import data_config
+from tokenformer_vit.prediction import read_images
 
 from .tokens import MOST
 

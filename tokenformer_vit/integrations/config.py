@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from mmengine.config import Config, DictAction
 from mmengine.dist import init_dist
-from mmengine.fileio import YamlHandler, register_handler
 from mmengine.utils.dl_utils import set_multi_processing
 
 from tokenformer_vit.command_line import whole_number
@@ -47,15 +45,6 @@ _STARTS = {
     "slurm": "srun --ntasks=N python tools/train.py ...",
     "mpi": "mpirun -np N -x MASTER_ADDR=HOST python tools/train.py ...",
 }
-
-
-@register_handler(["yaml", "yml"])
-class SafeYamlHandler(YamlHandler):
-    """Read YAML as plain values; mmengine's own loader makes any object that a file names."""
-
-    def load_from_fileobj(self, file, **kwargs: Any) -> Any:
-        """Read a file."""
-        return super().load_from_fileobj(file, Loader=yaml.SafeLoader)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -272,6 +261,27 @@ def scale_for_accumulation(cfg: Config) -> None:
         cfg.optim_wrapper.optimizer.lr *= cfg.optim_wrapper.get("accumulative_counts", 1)
 
 
+def make_work_dir(cfg: Config) -> Path:
+    """Make the folder that a run goes into.
+
+    Raises:
+        InputError: If it cannot be made or written into.
+    """
+    work_dir = Path(cfg.work_dir)
+    if work_dir.exists() and not work_dir.is_dir():
+        raise InputError(f"--work-dir {work_dir} is a file; name a folder")
+    try:
+        work_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"cannot make the folder {error.filename or work_dir} ({error.strerror}): choose "
+            "another --work-dir"
+        ) from error
+    if not os.access(work_dir, os.W_OK):
+        raise InputError(f"{work_dir} cannot be written into; choose another --work-dir")
+    return work_dir
+
+
 def choose_checkpoint(cfg: Config, resume: str | None) -> None:
     """Decide from what a run starts, and see that it does not overwrite another.
 
@@ -284,11 +294,12 @@ def choose_checkpoint(cfg: Config, resume: str | None) -> None:
         InputError: If a new run would overwrite one, or the checkpoint does not exist.
     """
     work_dir = Path(cfg.work_dir)
-    if work_dir.exists() and not work_dir.is_dir():
-        raise InputError(f"--work-dir {work_dir} is a file; name a folder")
     pointer = work_dir / "last_checkpoint"
+    # Newest first. Weights alone, as those of the best epoch, are no state to resume from.
+    written = [path for path in work_dir.glob("*.pth") if not path.name.startswith("best_")]
+    written.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     if resume is None:
-        if pointer.is_file():
+        if pointer.is_file() or written:
             raise InputError(
                 f"{cfg.work_dir} holds a run already: add --resume to go on with it, or choose "
                 "another --work-dir"
@@ -296,6 +307,12 @@ def choose_checkpoint(cfg: Config, resume: str | None) -> None:
         return
     if resume == "auto":
         if not pointer.is_file():
+            if written:
+                raise InputError(
+                    f"{cfg.work_dir} has no last_checkpoint, which names the checkpoint to resume "
+                    f"from, but holds {', '.join(path.name for path in written[:3])}: give one of "
+                    f"them, as in --resume {written[0]}"
+                )
             return
         # By name, so that a run goes on after its folder was moved.
         resume = str(pointer.parent / Path(pointer.read_text().strip()).name)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.prediction import load_model
+from tokenformer_vit.models.checkpoints import load_model
 
 from .backbone import TimmClassificationBackbone
 
