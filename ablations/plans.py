@@ -97,8 +97,8 @@ def _chosen(question: Question, args: argparse.Namespace) -> dict[str, Any]:
     for loader in (chosen[name] for name in LOADERS):
         if args.data_root is not None and not question.texts:
             loader["dataset"]["data_root"] = args.data_root
-        if args.batch_size is not None:
-            loader["batch_size"] = args.batch_size
+    if args.batch_size is not None:
+        chosen["train_dataloader"]["batch_size"] = args.batch_size
     if question.texts:
         texts = [str(Path(args.data_root or TEXTS, text)) for text in question.texts]
         for name in ("val_dataloader", "test_dataloader"):

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import mmengine
@@ -23,6 +24,7 @@ from tokenformer_vit.integrations.config import (
 )
 from tokenformer_vit.integrations.schema import MOST_SEED, check_values
 
+LANGUAGE = Path(__file__).resolve().parents[2] / "configs" / "lm_micro.py"
 WHOLE = "a whole number of at least 1"
 
 
@@ -75,6 +77,7 @@ def refused(cfg, options):
         ("train_dataloader.pin_memory", "yes", "True or False"),
         ("train_dataloader.dataset", "data", "a dict"),
         ("train_dataloader", None, "a dict"),
+        ("val_dataloader", None, "a dict"),
         ("train_cfg.max_epochs", 0, WHOLE),
         ("train_cfg.val_interval", 0, WHOLE),
         ("train_cfg", [], "a dict"),
@@ -114,6 +117,24 @@ def test_a_value_out_of_range_is_named_with_what_is_allowed(plain, key, value, a
     assert re.match(rf"{re.escape(key)}(\.0)? is ", named)
     assert repr(value[0] if "std" in key else value) in named
     assert allowed in must
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("model.config.num_heads", 0, WHOLE),
+        ("model.config.vocab_size", "x", WHOLE),
+        ("model.config.rotary_share", 3, "a number above 0 and at most 1"),
+        ("model.config", 1, "a dict"),
+        ("model.checkpoint", None, "a text"),
+        ("train_cfg.max_iters", 0, WHOLE),
+        ("val_dataloader.dataset.data_root", 3, "the name of a folder, or a list of names"),
+    ],
+)
+def test_values_of_language_models(key, value, allowed):
+    pytest.importorskip("tokenformer_vit.language", exc_type=InputError)
+    line = refused(Config.fromfile(LANGUAGE), {key: value})
+    assert line == f"x.py: {key} is {value!r}, but must be {allowed}"
 
 
 @pytest.mark.parametrize(
@@ -169,7 +190,6 @@ def test_other_optimisers_schedules_data_and_models_stay_free(tmp_path, config):
         "    optimizer=dict(_delete_=True, type='Adafactor', lr=None, eps=(None, 1e-3)))\n"
         "param_scheduler = dict(_delete_=True, type='MultiStepLR', milestones=[1, 2], gamma=0.1)\n"
         "train_dataloader = dict(dataset=dict(type='RepeatDataset', times=2, dataset=dict()))\n"
-        "val_dataloader = None\nval_cfg = None\nval_evaluator = None\n"
         "custom_hooks = [dict(type='EarlyStoppingHook', monitor='accuracy/top1', patience=3)]\n"
         "default_hooks = dict(timer=None, checkpoint=dict(interval=-1))\n"
         "log_level = 20\nmy_own_key = dict(lr='anything')\n"
@@ -277,6 +297,7 @@ def test_following_the_advice_for_a_short_run_works(epochs, warmup, ends):
     ]
     for _ in range(epochs * length):
         rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
         for scheduler in schedulers:
             scheduler.step()
     assert max(rates) == pytest.approx(1)
@@ -342,6 +363,37 @@ def test_more_processes_than_gpus(monkeypatch, launcher):
         monkeypatch.setenv(name, "2")
     with pytest.raises(InputError, match="no GPU for process 2 of this machine, which has 2"):
         start_processes(SimpleNamespace(launcher=launcher))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_processes_on_gpus_meet_as_mmengine_lets_them(monkeypatch, plain, fails):
+    called = []
+
+    def init_dist(launcher, **kwargs):
+        called.append((launcher, kwargs))
+        if fails:
+            raise RuntimeError("NCCL error:\nunhandled system error")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("tokenformer_vit.integrations.config.init_dist", init_dist)
+    for name, value in {
+        **LAUNCHED["pytorch"],
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(
+        "tokenformer_vit.integrations.config.set_multi_processing", lambda **kwargs: None
+    )
+    cfg = copy.deepcopy(plain)
+    cfg.launcher = "pytorch"
+    if fails:
+        with pytest.raises(InputError, match=r"cannot meet at 127\.0\.0\.1:29500 \(NCCL error: un"):
+            start_processes(cfg)
+    else:
+        start_processes(cfg)
+    assert called == [("pytorch", {"backend": "nccl"})]
+    assert "model_wrapper_cfg" not in cfg
 
 
 @pytest.mark.parametrize("launcher", ["slurm", "mpi"])

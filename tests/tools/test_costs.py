@@ -144,7 +144,7 @@ def test_every_tool_takes_the_number_of_classes_from_either_place():
     for given in ((7,), (None,)):  # of --num-classes; else of --model-kwargs
         more = {} if given[0] else {"num_classes": 7}
         assert load_model("tokenformer_tiny", None, *given, **SMALL, **more).num_classes == 7
-    with pytest.raises(InputError, match="num_classes is 7 among .* and 3 elsewhere"):
+    with pytest.raises(InputError, match=r"num_classes is 7 among .* and 3 elsewhere"):
         load_model("tokenformer_tiny", None, 3, **SMALL, num_classes=7)
 
 

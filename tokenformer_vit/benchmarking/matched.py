@@ -1,6 +1,7 @@
 """The ViT that a TokenFormer is compared with: of its width and depth, with as many weights."""
 
 import inspect
+from typing import Any
 
 import timm
 import torch
@@ -28,7 +29,8 @@ def matched_vit(model: TokenFormerViT) -> tuple[VisionTransformer, int]:
     Raises:
         InputError: If its attention alone has more weights.
     """
-    block, width = model.blocks[0], model.embed_dim
+    block: Any = model.blocks[0]
+    width = model.embed_dim
     pairs = (
         3 * block.attn.query.num_param_tokens
         + block.attn.proj.num_param_tokens
@@ -52,5 +54,5 @@ def matched_vit(model: TokenFormerViT) -> tuple[VisionTransformer, int]:
         "mlp_ratio": (hidden + 0.5) / width,  # timm rounds down
     }
     with torch.device("meta"):
-        vit = timm.create_model("vit_base_patch16_224", **{**arguments, **sizes})
+        vit: Any = timm.create_model("vit_base_patch16_224", **{**arguments, **sizes})
     return vit, hidden

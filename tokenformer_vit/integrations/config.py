@@ -129,11 +129,9 @@ def load_config(
         ) from error
     check_values(cfg.to_dict(), str(path))
     for name in ("val_evaluator", "test_evaluator"):
-        if isinstance(cfg[name], dict) and "topk" in cfg[name]:
-            topk = cfg[name].topk
-            topk = [topk] if isinstance(topk, int) else topk
-            classes = cfg.model.head.num_classes
-            cfg[name].topk = tuple(k for k in topk if k <= classes)
+        if isinstance(cfg[name], dict) and "topk" in cfg[name] and "head" in cfg.model:
+            topk = [cfg[name].topk] if isinstance(cfg[name].topk, int) else cfg[name].topk
+            cfg[name].topk = tuple(k for k in topk if k <= cfg.model.head.num_classes)
     if compile:
         compiled = cfg.model.get("backbone", cfg.model)
         if compiled.type not in ("TimmClassificationBackbone", "CausalLM"):
@@ -143,12 +141,10 @@ def load_config(
             )
         compiled.compile = True
     cfg.work_dir = work_dir or cfg.get("work_dir") or f"work_dirs/{Path(path).stem}"
-    if batch_size is not None and cfg[batched] is not None:
+    if batch_size is not None:
         cfg[batched].batch_size = batch_size
     for name in LOADERS:
         loader = cfg[name]
-        if loader is None:
-            continue  # a run without validation or test
         if data_root is not None:
             loader.dataset.data_root = data_root
         # PyTorch refuses to keep workers where there are none, and warns of pinning without a GPU.

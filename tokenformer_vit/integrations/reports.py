@@ -6,7 +6,7 @@ import resource
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class _Bar(tqdm):
     validated = validations_left = 0
 
     @property
-    def format_dict(self) -> dict[str, Any]:
+    def format_dict(self) -> MutableMapping[str, Any]:
         """Add ``eta`` to what a bar can show; tqdm's clock stands still in validations."""
         state = super().format_dict
         if self.disable:

@@ -165,6 +165,30 @@ class _Model(_Section):
     train_cfg: _Augments | None = None
 
 
+class _LanguageConfig(_Section):
+    vocab_size: Count = 1
+    context_length: Count = 1
+    embed_dim: Count = 1
+    depth: Count = 1
+    num_heads: Count = 1
+    hidden_features: Count | None = None
+    num_qkv_param_tokens: Count | None = None
+    num_proj_param_tokens: Count | None = None
+    num_ffn_param_tokens: Count | None = None
+    rotary_share: Factor = 1
+    rotary_base: Positive = 1
+    tie_embeddings: bool = True
+
+
+class _LanguageModel(_Section):
+    config: _LanguageConfig = _LanguageConfig()
+    checkpoint: str = ""
+    growth: dict[str, Any] | None = None
+    masks: dict[str, Any] | None = None
+    frozen_stem: bool = False
+    compile: bool = False
+
+
 class _Dataset(_Section):
     data_root: Folders | None = None
     pipeline: Annotated[list[dict[str, Any]], BeforeValidator(_listed)] = []
@@ -193,7 +217,7 @@ class _Optimizer(_Section):
     weight_decay: NotNegative = 0
 
 
-class _Adam(_Optimizer):
+class _Adam(_Section):
     lr: Positive = 1
     betas: Betas = (0, 0)
     eps: Positive = 1
@@ -264,10 +288,10 @@ class _Run(_Section):
     model: _Model
     data_preprocessor: _Preprocessor | None = None
     train_dataloader: _Loader
-    val_dataloader: _Loader | None
-    test_dataloader: _Loader | None
-    val_evaluator: Annotated[list[_Evaluator], BeforeValidator(_listed)] | None
-    test_evaluator: Annotated[list[_Evaluator], BeforeValidator(_listed)] | None
+    val_dataloader: _Loader
+    test_dataloader: _Loader
+    val_evaluator: Annotated[list[_Evaluator], BeforeValidator(_listed)]
+    test_evaluator: Annotated[list[_Evaluator], BeforeValidator(_listed)]
     optim_wrapper: _OptimWrapper
     param_scheduler: Annotated[list[_Scheduler], BeforeValidator(_listed)] | None
     train_cfg: _TrainLoop
@@ -314,6 +338,8 @@ def check_values(cfg: Mapping[str, Any], path: str) -> None:
         raise InputError(f"{path}: train_cfg needs max_epochs or max_iters, the length of the run")
     if optimizer.get("type") in _ADAMS:
         _check(_Adam, optimizer, path, "optim_wrapper.optimizer")
+    if cfg["model"].get("type") == "CausalLM":
+        _check(_LanguageModel, cfg["model"], path, "model")
     _check_classes(cfg, path)
     backbone, key = cfg["model"].get("backbone") or {}, "model.backbone"
     if backbone.get("type") == "LoRABackbone":
@@ -361,7 +387,7 @@ def _check_classes(cfg: Mapping[str, Any], path: str) -> None:
             f"{key}={classes}`"
         )
     for name in ("val_evaluator", "test_evaluator"):
-        for evaluator in _listed(cfg[name]) or ():
+        for evaluator in _listed(cfg[name]):
             ranks = evaluator.get("topk", 1)
             ranks = [ranks] if isinstance(ranks, int) else ranks
             if min(ranks, default=classes + 1) > classes:
@@ -391,7 +417,7 @@ def _check_sizes(cfg: Mapping[str, Any], backbone: Mapping[str, Any], key: str, 
             f"{path}: model.head.in_channels is {head}, but {backbone['model_name']} is {width} "
             f"wide here: set model.head.in_channels={width}, or another {key}.embed_dim"
         )
-    stem = getattr(model, "patch_embed", None)
+    stem: Any = getattr(model, "patch_embed", None)
     size = getattr(stem, "img_size", None)
     if not size or getattr(model, "dynamic_img_size", False):
         return  # it takes images of any size
@@ -402,8 +428,7 @@ def _check_sizes(cfg: Mapping[str, Any], backbone: Mapping[str, Any], key: str, 
             f"{_product(patch)}: change either"
         )
     for name in ("train_dataloader", "val_dataloader", "test_dataloader"):
-        loader = cfg[name] or {"dataset": {}}
-        step, crop = _last_size(loader["dataset"].get("pipeline", ()))
+        step, crop = _last_size(cfg[name]["dataset"].get("pipeline", ()))
         if crop and sorted(crop) != sorted(size):
             raise InputError(
                 f"{path}: {key}.img_size is {_product(size)}, but {step} of the {name} makes "
