@@ -18,9 +18,9 @@ from runs import MOST_DIAGNOSES, ROOT, Run, difference, shown
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.integrations.config import (
     LOADERS,
-    check_schedule,
     load_config,
 )
+from tokenformer_vit.integrations.schedule import check_schedule
 
 LARGEST_GAP = 0.01  # of the parameter counts of two variants
 TEXTS = "data"  # the folder that holds those of a question, where the command line names none

@@ -24,6 +24,7 @@ def main(argv: list[str] | None = None) -> None:
         run_test,
         write_evaluation,
     )
+    from tokenformer_vit.integrations.launch import start_processes
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", help="config file that the model was trained with")
@@ -52,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
     out = args.out or args.checkpoint.parent / "test"
     configure_test(cfg, args.checkpoint, out)
     cfg.launcher = args.launcher
-    config.start_processes(cfg)
+    start_processes(cfg)
 
     evaluation = run_test(cfg)
     if is_main_process():

@@ -19,7 +19,9 @@ def main(argv: list[str] | None = None) -> None:
     from mmengine.runner import Runner
 
     from tokenformer_vit.files import locked_folder, remove_leftovers
+    from tokenformer_vit.integrations.launch import start_processes
     from tokenformer_vit.integrations.reports import ExportHook
+    from tokenformer_vit.integrations.schedule import check_schedule
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", help="config file, such as configs/imagenet_base.py")
@@ -54,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
         args.work_dir,
         compile=args.compile,
     )
-    config.check_schedule(cfg)
+    check_schedule(cfg)
     config.check_data_folders(cfg, ("train_dataloader", "val_dataloader"))
     cfg.launcher = args.launcher
     if args.amp:
@@ -74,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
         if first:
             remove_leftovers(work_dir)
         config.choose_checkpoint(cfg, args.resume)
-        config.start_processes(cfg)
+        start_processes(cfg)
         runner = Runner.from_cfg(cfg)
         runner.train()
     if runner.rank == 0:

@@ -351,7 +351,7 @@ def test_jobs_run_side_by_side_and_share_the_gpus_out(words, trainer, monkeypatc
     [
         (["--data-root", "absent"], "there is no folder absent/train"),
         (["--cfg-options", "model.backbone.thetta=softmax"], "has no 'thetta'; it has theta"),
-        (["--cfg-options", "train_cfg.max_epochs=1"], "shorten the warm-up too"),
+        (["--cfg-options", "train_cfg.max_epochs=1"], "no room for a warm-up, leave it out by"),
         (["--cfg-options", "model.backbone.checkpoint_path=x.pth"], "trains from scratch"),
         (
             ["--cfg-options", "model.backbone.embed_dim=24", "model.head.in_channels=24"],

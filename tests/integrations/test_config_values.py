@@ -17,11 +17,11 @@ from mmengine.registry import PARAM_SCHEDULERS
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.integrations.config import (
     _check_option,
-    check_schedule,
     load_config,
     scale_for_accumulation,
-    start_processes,
 )
+from tokenformer_vit.integrations.launch import start_processes
+from tokenformer_vit.integrations.schedule import check_schedule
 from tokenformer_vit.integrations.schema import MOST_SEED, check_values
 
 LANGUAGE = Path(__file__).resolve().parents[2] / "configs" / "lm_micro.py"
@@ -375,7 +375,7 @@ def test_processes_on_gpus_meet_as_mmengine_lets_them(monkeypatch, plain, fails)
             raise RuntimeError("NCCL error:\nunhandled system error")
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr("tokenformer_vit.integrations.config.init_dist", init_dist)
+    monkeypatch.setattr("tokenformer_vit.integrations.launch.init_dist", init_dist)
     for name, value in {
         **LAUNCHED["pytorch"],
         "MASTER_ADDR": "127.0.0.1",
@@ -383,7 +383,7 @@ def test_processes_on_gpus_meet_as_mmengine_lets_them(monkeypatch, plain, fails)
     }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(
-        "tokenformer_vit.integrations.config.set_multi_processing", lambda **kwargs: None
+        "tokenformer_vit.integrations.launch.set_multi_processing", lambda **kwargs: None
     )
     cfg = copy.deepcopy(plain)
     cfg.launcher = "pytorch"

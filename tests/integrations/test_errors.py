@@ -25,14 +25,14 @@ from tokenformer_vit.integrations import (
 from tokenformer_vit.integrations.config import (
     add_run_arguments,
     check_data_folders,
-    check_schedule,
     choose_checkpoint,
     load_config,
     parse_run_arguments,
     scale_for_accumulation,
-    start_processes,
 )
 from tokenformer_vit.integrations.guard import check_weights
+from tokenformer_vit.integrations.launch import start_processes
+from tokenformer_vit.integrations.schedule import check_schedule
 
 
 @pytest.mark.parametrize(

@@ -412,7 +412,6 @@ def test_what_texts_share_trains_unless_it_is_frozen(masked, tmp_path):
         ({"train_dataloader.dataset.split": "dev"}, r"has no split 'dev'"),
         ({"val_dataloader.dataset.data_root": []}, r"data_root of TokenDataset is an empty list"),
         ({"param_scheduler.0.end": 99}, r"end=99, but train_cfg\.max_iters is 12"),
-        ({"train_cfg.max_iters": 0}, r"train_cfg\.max_iters is 0"),
     ],
 )
 def test_what_does_not_fit_is_said(run, tmp_path, options, message):

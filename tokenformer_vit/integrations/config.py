@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from mmengine.config import Config, DictAction
-from mmengine.dist import init_dist
-from mmengine.utils.dl_utils import set_multi_processing
 
 from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError
@@ -29,22 +27,6 @@ _KEYS = (
     "auto_scale_lr",
     "randomness",
 )
-# What a launcher tells each of its processes.
-_LAUNCHED = {
-    "pytorch": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NODELIST"),
-    "mpi": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "MASTER_ADDR",
-    ),
-}
-_STARTS = {
-    "pytorch": "torchrun --nproc_per_node=N tools/train.py ...",
-    "slurm": "srun --ntasks=N python tools/train.py ...",
-    "mpi": "mpirun -np N -x MASTER_ADDR=HOST python tools/train.py ...",
-}
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -315,130 +297,3 @@ def choose_checkpoint(cfg: Config, resume: str | None) -> None:
     if not Path(resume).is_file():
         raise InputError(f"there is no checkpoint {resume} to resume from")
     cfg.resume, cfg.load_from = True, resume
-
-
-def check_schedule(cfg: Config) -> None:
-    """Check that the learning rate schedule has room in the epochs, or iterations, of the run.
-
-    Raises:
-        InputError: If a part of the schedule would begin or end beyond ``train_cfg.max_epochs`` or
-            ``max_iters``, which of them it has, or would never step; the message gives the options
-            that fit.
-    """
-    length = "max_iters" if "max_iters" in cfg.train_cfg else "max_epochs"
-    number = cfg.train_cfg[length]
-    parts = {}
-    for index, part in enumerate(_parts(cfg)):
-        by_epoch, begin = part.get("by_epoch", True), part.get("begin", 0)
-        if by_epoch and length == "max_iters" and not part.get("convert_to_iter_based"):
-            raise InputError(
-                f"param_scheduler.{index} counts epochs, but the run counts iterations: set "
-                f"`--cfg-options param_scheduler.{index}.by_epoch=False`, and its begin and end in "
-                "iterations"
-            )
-        if part.get("end", begin + 1) <= begin:
-            raise InputError(
-                f"param_scheduler.{index} has end={part['end']}, but it begins at {begin}: give an "
-                "end after that"
-            )
-        if by_epoch == (length == "max_epochs"):
-            parts[index] = part
-    for index, part in parts.items():
-        for key, room in (("begin", number - 1), ("end", number)):
-            if part.get(key, 0) > room:
-                raise InputError(
-                    f"param_scheduler.{index} has {key}={part[key]}, but train_cfg.{length} is "
-                    f"{number}: {_shorter(parts, number)}"
-                )
-
-
-def _parts(cfg: Config) -> Sequence[Any]:
-    """List the parts of the schedule; a single one need not be in a list."""
-    parts = cfg.param_scheduler or ()
-    return [parts] if isinstance(parts, dict) else parts
-
-
-def _shorter(parts: Mapping[int, Any], number: int) -> str:
-    """Say with which options a schedule fits into ``number`` epochs or iterations.
-
-    Args:
-        parts: Its parts, by their place in the config's list.
-        number: Length of the run.
-    """
-    begins = sorted({part.get("begin", 0) for part in parts.values()} - {0})
-    # Each part needs room of its own before the next.
-    moved = {begin: min(begin, number - len(begins) + n) for n, begin in enumerate(begins)}
-    if all(moved.values()):
-        said = "shorten the schedule, too"
-        fitting = {
-            index: {
-                key: moved.get(part[key], min(part[key], number))
-                for key in ("begin", "end")
-                if key in part
-            }
-            for index, part in parts.items()
-        }
-    else:
-        first, *others = parts.values()
-        if len(others) != 1 or not {"start_factor", "end"} <= first.keys():
-            return "keep the rate constant by `--cfg-options param_scheduler=[]`"
-        said = "there is no room for a warm-up, leave it out"
-        last = {"begin": 0, "end": number} if "end" in others[0] else {"begin": 0}
-        fitting = dict(zip(parts, ({"start_factor": 1, "end": number}, last), strict=True))
-    options = " ".join(
-        f"param_scheduler.{index}.{key}={value}"
-        for index, new in fitting.items()
-        for key, value in new.items()
-        if parts[index][key] != value
-    )
-    return f"{said} by `--cfg-options {options}`"
-
-
-def start_processes(cfg: Config) -> None:
-    """Join the processes of a launcher, on GPUs or, which mmengine alone cannot, without.
-
-    Raises:
-        InputError: If the launcher did not start us, there is no GPU for this process, or the
-            processes do not find each other.
-    """
-    if cfg.launcher == "none":
-        return
-    absent = [name for name in _LAUNCHED[cfg.launcher] if name not in os.environ]
-    if absent:
-        raise InputError(
-            f"--launcher {cfg.launcher} needs {_STARTS[cfg.launcher].split()[0]}: "
-            f"{', '.join(absent)} are not in the environment; start by `{_STARTS[cfg.launcher]}`"
-        )
-    gpus = torch.cuda.device_count()
-    if not gpus and cfg.launcher != "pytorch":
-        raise InputError(
-            f"--launcher {cfg.launcher} needs GPUs, and this machine has none: start by "
-            f"`{_STARTS['pytorch']}` with --launcher pytorch"
-        )
-    local = {"slurm": "SLURM_LOCALID", "mpi": "OMPI_COMM_WORLD_LOCAL_RANK"}
-    rank = int(os.environ.get(local.get(cfg.launcher, "LOCAL_RANK"), 0))
-    if 0 < gpus <= rank:
-        raise InputError(
-            f"there is no GPU for process {rank} of this machine, which has {gpus}: start at most "
-            f"{gpus} processes on it"
-        )
-    environment = cfg.get("env_cfg") or {}
-    try:
-        if gpus:
-            # In mmengine's order; its runner finds both done.
-            set_multi_processing(**environment.get("mp_cfg", {}), distributed=True)
-            init_dist(cfg.launcher, **environment.get("dist_cfg", {}))
-            return
-        torch.distributed.init_process_group("gloo")
-    except (RuntimeError, ValueError) as error:  # DistNetworkError, a port that is no number
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(
-            f"the processes cannot meet at {where} ({reason}): choose a free port, as by "
-            "MASTER_PORT=29501 or `torchrun --master_port=29501`"
-        ) from error
-    cfg.model_wrapper_cfg = {
-        "type": "MMDistributedDataParallel",
-        "device_ids": None,
-        "broadcast_buffers": False,
-    }

@@ -1,21 +1,18 @@
-"""What a user sets in a config: the type and range of each value, and the sizes that must agree.
+"""What a user sets in a config: the type and range of each value.
 
 Keys that are not listed stay free: other optimisers, schedules, data sets and models have their
 own.
 """
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator
 from pydantic_core import PydanticCustomError
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models.checkpoints import load_model
 
-from .backbone import TimmClassificationBackbone
+from .sizes import check_classes, check_sizes
 
 __all__ = ["check_values"]
 
@@ -340,13 +337,13 @@ def check_values(cfg: Mapping[str, Any], path: str) -> None:
         _check(_Adam, optimizer, path, "optim_wrapper.optimizer")
     if cfg["model"].get("type") == "CausalLM":
         _check(_LanguageModel, cfg["model"], path, "model")
-    _check_classes(cfg, path)
+    check_classes(cfg, path)
     backbone, key = cfg["model"].get("backbone") or {}, "model.backbone"
     if backbone.get("type") == "LoRABackbone":
         backbone, key = backbone.get("module") or {}, "model.backbone.module"
     if backbone.get("type") == "TimmClassificationBackbone":
         _check(_TimmBackbone, backbone, path, key)
-        _check_sizes(cfg, backbone, key, path)
+        check_sizes(cfg, backbone, key, path)
 
 
 def _check(schema: type[_Section], values: Mapping[str, Any], path: str, above: str = "") -> None:
@@ -369,98 +366,3 @@ def _check(schema: type[_Section], values: Mapping[str, Any], path: str, above: 
         value = repr(first["input"])
         value = value if len(value) < 80 else f"{value[:80]}..."
         raise InputError(f"{path}: {name} is {value}, but must be {allowed}") from error
-
-
-def _check_classes(cfg: Mapping[str, Any], path: str) -> None:
-    """Check that head, batch augmentation and metrics count the same classes."""
-    classes = (cfg["model"].get("head") or {}).get("num_classes")
-    if classes is None:
-        return
-    preprocessor, key = cfg.get("data_preprocessor"), "data_preprocessor.num_classes"
-    if own := cfg["model"].get("data_preprocessor"):
-        preprocessor, key = own, f"model.{key}"
-    number = (preprocessor or {}).get("num_classes")
-    if number not in (None, classes):
-        raise InputError(
-            f"{path}: model.head.num_classes is {classes}, but {key} is {number}: give both the "
-            f"number of classes, as in `--cfg-options model.head.num_classes={classes} "
-            f"{key}={classes}`"
-        )
-    for name in ("val_evaluator", "test_evaluator"):
-        for evaluator in _listed(cfg[name]):
-            ranks = evaluator.get("topk", 1)
-            ranks = [ranks] if isinstance(ranks, int) else ranks
-            if min(ranks, default=classes + 1) > classes:
-                raise InputError(
-                    f"{path}: {name}.topk is {list(ranks)}, but there are {classes} classes: give "
-                    f"ranks from 1 to {classes}"
-                )
-
-
-def _check_sizes(cfg: Mapping[str, Any], backbone: Mapping[str, Any], key: str, path: str) -> None:
-    """Check that the images fit the backbone, and the backbone the head."""
-    own = inspect.signature(TimmClassificationBackbone).parameters
-    arguments = {
-        name: value
-        for name, value in backbone.items()
-        if name not in own and name not in ("type", "_scope_")
-    }
-    try:
-        with torch.device("meta"):
-            model: Any = load_model(backbone["model_name"], None, 0, **arguments)
-    except InputError as error:
-        raise InputError(f"{path}: {key}: {error}") from error
-    width = getattr(model, "head_hidden_size", None) or model.num_features
-    head = (cfg["model"].get("head") or {}).get("in_channels", width)
-    if head != width and not cfg["model"].get("neck"):
-        raise InputError(
-            f"{path}: model.head.in_channels is {head}, but {backbone['model_name']} is {width} "
-            f"wide here: set model.head.in_channels={width}, or another {key}.embed_dim"
-        )
-    stem: Any = getattr(model, "patch_embed", None)
-    size = getattr(stem, "img_size", None)
-    if not size or getattr(model, "dynamic_img_size", False):
-        return  # it takes images of any size
-    patch = stem.patch_size
-    if any(side % part for side, part in zip(size, patch, strict=True)):
-        raise InputError(
-            f"{path}: {key}.img_size is {_product(size)}, which is no multiple of the patch size "
-            f"{_product(patch)}: change either"
-        )
-    for name in ("train_dataloader", "val_dataloader", "test_dataloader"):
-        step, crop = _last_size(cfg[name]["dataset"].get("pipeline", ()))
-        if crop and sorted(crop) != sorted(size):
-            raise InputError(
-                f"{path}: {key}.img_size is {_product(size)}, but {step} of the {name} makes "
-                f"images of {_product(crop)}: give both the same size"
-            )
-
-
-# The argument of a transform that is the size of what it makes.
-_SIZES = {
-    "CenterCrop": "crop_size",
-    "EfficientNetCenterCrop": "crop_size",
-    "EfficientNetRandomCrop": "scale",
-    "RandomCrop": "crop_size",
-    "RandomResizedCrop": "scale",
-}
-
-
-def _last_size(pipeline: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[int, ...]]:
-    """Return which transform decides the size of an image, and the size; empty if unknown."""
-    step, size = "", ()
-    for transform in pipeline:
-        kind = str(transform.get("type"))
-        if kind in _SIZES:
-            found = transform.get(_SIZES[kind], ())
-            step, size = kind, (found, found) if isinstance(found, int) else tuple(found)
-        elif "Resize" in kind or "Crop" in kind or "Pad" in kind:
-            step, size = "", ()
-        elif within := transform.get("transforms"):
-            inner, sides = _last_size(within)
-            step, size = (inner, sides) if sides else (step, size)
-    return step, size
-
-
-def _product(size: Sequence[int]) -> str:
-    return " x ".join(map(str, size))
