@@ -16,10 +16,7 @@ from questions import Question, Variant
 from runs import MOST_DIAGNOSES, ROOT, Run, difference, shown
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.integrations.config import (
-    LOADERS,
-    load_config,
-)
+from tokenformer_vit.integrations.config import LOADERS, load_config
 from tokenformer_vit.integrations.schedule import check_schedule
 
 LARGEST_GAP = 0.01  # of the parameter counts of two variants

@@ -199,6 +199,12 @@ def test_other_optimisers_schedules_data_and_models_stay_free(tmp_path, config):
     assert cfg.my_own_key.lr == "anything"
 
 
+def test_a_model_of_a_hub_is_left_to_timm(plain):
+    cfg = copy.deepcopy(plain)
+    cfg.model.backbone.model_name = "hf-hub:timm/vit_tiny_patch16_224"
+    check_values(cfg.to_dict(), "x.py")
+
+
 def test_a_config_without_a_length_or_a_part_is_refused(tmp_path, config):
     path = tmp_path / "own.py"
     path.write_text(f"_base_ = {str(config)!r}\ntrain_cfg = dict(_delete_=True, by_epoch=True)\n")

@@ -27,8 +27,10 @@ def matched_vit(model: TokenFormerViT) -> tuple[VisionTransformer, int]:
         The ViT, on the device ``meta``, and the number of its hidden neurons.
 
     Raises:
-        InputError: If its attention alone has more weights.
+        InputError: If its attention alone has more weights, or there are no blocks.
     """
+    if not len(model.blocks):
+        raise InputError("a model without blocks has no match; name another model with --against")
     block: Any = model.blocks[0]
     width = model.embed_dim
     pairs = (

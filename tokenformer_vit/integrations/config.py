@@ -173,15 +173,16 @@ def _shorten(loader: Any, name: str) -> None:
     batches = loader.pop("num_batch_per_epoch", None)
     if batches is None:
         return
-    kinds = {"DefaultSampler": "ResumableSampler"}
-    kind = loader.sampler.type
-    loader.sampler.type = kinds.get(kind, kind)
-    if loader.sampler.type not in ("ResumableSampler", "EndlessSampler"):
+    sampler = loader.get("sampler") or {}
+    kind = sampler.get("type")
+    if kind not in ("DefaultSampler", "ResumableSampler", "EndlessSampler"):
         raise InputError(
             f"{name}.num_batch_per_epoch is {batches}, which {kind} cannot keep to: use "
             "ResumableSampler, or num_batch_per_epoch=None"
         )
-    loader.sampler.num_samples = batches * loader.batch_size
+    if kind == "DefaultSampler":
+        sampler.type = "ResumableSampler"  # which does the same
+    sampler.num_samples = batches * loader.get("batch_size", 1)
 
 
 def _check_option(cfg: Config, key: str) -> None:

@@ -105,7 +105,8 @@ def loading_explained() -> Iterator[None]:
         yield
     except RuntimeError as error:
         # A worker's own error begins with "Caught RuntimeError in DataLoader worker process".
-        signs = ("DataLoader worker (pid", "shared memory", "</torch_", "Pin memory thread exited")
+        # A file called torch_... is one in shared memory.
+        signs = ("DataLoader worker (pid", "</torch_", "Pin memory thread exited")
         if not any(sign in str(error) for sign in signs):
             raise
         reason = str(error).strip().splitlines()[-1]

@@ -70,6 +70,8 @@ def check_sizes(cfg: Mapping[str, Any], backbone: Mapping[str, Any], key: str, p
     Raises:
         InputError: If the model cannot be built, or a size is another than it should be.
     """
+    if ":" in backbone["model_name"]:
+        return  # of a folder or a hub, where another file says what it is
     own = inspect.signature(TimmClassificationBackbone).parameters
     arguments = {
         name: value
