@@ -2,6 +2,8 @@
 
 import argparse
 import datetime
+import errno
+import logging
 import math
 import os
 import signal
@@ -12,7 +14,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 from .errors import InputError
 from .interrupts import INTERRUPTED, leave_on_interrupt
@@ -20,11 +21,13 @@ from .interrupts import INTERRUPTED, leave_on_interrupt
 __all__ = ["positive_number", "printable", "run_tool", "whole_number"]
 
 _DEBUG = "--debug"
+# Reported without the file's name where a library writes it.
+_NO_SPACE = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 # Characters that change the direction of the text after them; Python calls some printable.
 _BIDI = set(map(chr, (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))))
 
 
-def run_tool(main: Callable[[], None]) -> None:
+def run_tool(main: Callable[[], None], status: int = 1) -> None:
     """Run a command's ``main`` and end it in one line, whatever happens.
 
     An error of what the user gave says what to do. Any other error is a defect: its line names the
@@ -33,10 +36,12 @@ def run_tool(main: Callable[[], None]) -> None:
 
     Args:
         main: Takes its arguments from ``sys.argv``.
+        status: Exit status after an error.
 
     Raises:
-        SystemExit: With status 1 after an error, 130 after Ctrl-C, else as ``main`` does.
+        SystemExit: With ``status`` after an error, 130 after Ctrl-C, else as ``main`` does.
     """
+    logging.raiseExceptions = False  # a log on a full disk would print a traceback for each line
     debug = _DEBUG in sys.argv
     sys.argv = [word for word in sys.argv if word != _DEBUG]
     try:
@@ -57,7 +62,8 @@ def run_tool(main: Callable[[], None]) -> None:
     except Exception as error:
         if debug:
             raise
-        _fail(_explain(error))
+        _say(f"error: {_explain(error)}")
+        sys.exit(status)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -72,11 +78,12 @@ _PROCESS = os.getpid()
 def _explain(error: Exception) -> str:
     """Say in one line what went wrong and what to do."""
     if isinstance(error, InputError):
-        # A data loader's worker puts its traceback before the message; the last line is ours.
-        lines = str(error).splitlines() or [""]
-        return lines[-1].removeprefix(f"{InputError.__module__}.InputError: ")
+        # A data loader's worker puts its traceback before the message.
+        return str(error).rpartition(f"{InputError.__module__}.InputError: ")[2].rstrip()
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno in _NO_SPACE:
+        return f"{error.strerror}: free some space, then run the same command again"
     what = " ".join(str(error).split())[:300]
     if isinstance(error, MemoryError):
         what = "not enough memory; use a smaller batch or fewer workers"
@@ -93,11 +100,6 @@ def _keep_traceback(error: Exception) -> Path:
     with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(f"{sys.argv}\n\n{''.join(traceback.format_exception(error))}")
     return Path(name)
-
-
-def _fail(line: str) -> NoReturn:
-    _say(f"error: {line}")
-    sys.exit(1)
 
 
 def _say(line: str) -> None:

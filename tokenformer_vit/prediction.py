@@ -1,33 +1,25 @@
 """Classify image files with a timm model and a checkpoint that is read without running its code."""
 
 import argparse
-import sys
-from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
-from timm.data import create_transform
 from timm.utils import ParseKwargs
 from torch import Tensor, nn
-from torchvision.datasets.folder import IMG_EXTENSIONS
-from tqdm import tqdm
 
 from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import class_names, data_config
+from tokenformer_vit.vision.images import read_images
 
 __all__ = [
     "KeyValues",
     "choose_device",
-    "find_images",
     "model_arguments",
     "predict",
-    "read_images",
-    "say_skipped",
 ]
 
 
@@ -81,74 +73,6 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def find_images(paths: Sequence[Path]) -> list[Path]:
-    """List the files among ``paths`` and the images in folders among them, at any depth.
-
-    Args:
-        paths: Files, taken whatever their suffix, and folders.
-
-    Returns:
-        Files in the order given, those of a folder sorted.
-
-    Raises:
-        InputError: If a path does not exist or a folder has no image.
-    """
-    images = []
-    for path in paths:
-        if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMG_EXTENSIONS)
-            if not found:
-                raise InputError(
-                    f"there is no image in the folder {path} ({' '.join(IMG_EXTENSIONS)})"
-                )
-            images += found
-        elif path.exists():
-            images.append(path)
-        else:
-            raise InputError(f"there is no file or folder {path}")
-    return images
-
-
-def read_images(
-    paths: Sequence[Path], config: dict[str, Any], batch_size: int
-) -> Generator[list[tuple[Path, Tensor | Exception]], None, None]:
-    """Read images as a model's evaluation does, with a bar if there is more than one batch.
-
-    Args:
-        paths: Image files.
-        config: What :func:`data_config` returns.
-        batch_size: Images at a time.
-
-    Yields:
-        The paths of a batch in order, each with its (3, H, W) image or with the exception that
-        reading it raised.
-    """
-    transform: Any = create_transform(**config, is_training=False)
-
-    def read(path: Path) -> tuple[Path, Tensor | Exception]:
-        try:
-            with Image.open(path) as image:
-                return path, transform(image.convert("RGB"))
-        except Exception as error:  # Pillow's decoders raise nearly anything on damaged data
-            return path, error
-
-    quiet = len(paths) <= batch_size  # tqdm's None: a bar if stderr is a terminal
-    with (
-        ThreadPoolExecutor() as pool,
-        tqdm(total=len(paths), unit="image", leave=False, disable=quiet or None) as bar,
-    ):
-        for start in range(0, len(paths), batch_size):
-            batch = list(pool.map(read, paths[start : start + batch_size]))
-            yield batch
-            bar.update(len(batch))
-
-
-def say_skipped(path: Path, error: Exception) -> None:
-    """Name on stderr, above any bar, an image that could not be read, and why."""
-    reason = " ".join(str(error).split()) or type(error).__name__
-    tqdm.write(f"skipped: {path}: {reason}", file=sys.stderr)
-
-
 def predict(
     model: nn.Module,
     paths: Sequence[Path],
@@ -167,7 +91,7 @@ def predict(
 
     Yields:
         Every path in order, with the likeliest classes as {label, index, probability}, likeliest
-        first, or with the exception that reading the image raised.
+        first, or with the error of reading the image.
 
     Raises:
         InputError: If the model takes no RGB images, has no classifier, or yields NaN.

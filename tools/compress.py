@@ -15,6 +15,9 @@ Writes compression.json and compression.png into ``--out``; with ``--save`` also
 as a folder that timm and the other tools load.
 """
 
+import tokenformer_vit  # noqa: F401  # first: from here on, Ctrl-C is one line
+
+# isort: split
 import argparse
 import os
 import shlex

@@ -17,6 +17,9 @@ out, as in Table 3 of the paper (arXiv:2410.23168); tokenformer_vit/benchmarking
 formulas.
 """
 
+import tokenformer_vit  # noqa: F401  # first: from here on, Ctrl-C is one line
+
+# isort: split
 import argparse
 import json
 import sys

@@ -57,12 +57,12 @@ class ExactCheckpointHook(CheckpointHook):
         self._identity = run_identity(runner)
         self._termination = Termination()
         self._termination.begin()
-        loader.worker_init_fn = PatientWorker(loader.worker_init_fn, self._termination.running)
         # Iterators draw a seed for their workers; drawn from the global generator it would shift
         # every later random number at each start of an epoch, a validation, or a resume.
-        loader.generator = torch.Generator()
-        if runner.val_loop is not None:
-            runner.val_dataloader.generator = torch.Generator()
+        loaders = [loader] if runner.val_loop is None else [loader, runner.val_dataloader]
+        for each in loaders:
+            each.generator = torch.Generator()
+            each.worker_init_fn = PatientWorker(each.worker_init_fn, self._termination.running)
         images = "classes" in loader.dataset.metainfo  # text is not augmented
         if images and not any(seeded_transforms(loader.dataset)):
             runner.logger.warning(
@@ -121,6 +121,7 @@ class ExactCheckpointHook(CheckpointHook):
 
     def _stop(self, runner) -> None:
         """Write a checkpoint and end the process."""
+        check_finite(runner)
         path = self.file_backend.join_path(self.out_dir, STOPPED)
         self._save(runner, STOPPED, {"epoch": runner.epoch, "iter": runner.iter + 1})
         if is_main_process():
@@ -179,6 +180,7 @@ class ExactCheckpointHook(CheckpointHook):
         def path(step: int) -> str:
             return self.file_backend.join_path(self.out_dir, self.filename_tmpl.format(step))
 
+        check_finite(runner)
         expired = None
         if self.max_keep_ckpts > 0 and step not in self.keep_ckpt_ids:
             if len(self.keep_ckpt_ids) == self.max_keep_ckpts:
@@ -196,9 +198,6 @@ class ExactCheckpointHook(CheckpointHook):
                     self.file_backend.remove(name)
 
     def _save(self, runner, name: str, meta: dict) -> None:
-        # A finite loss can have a gradient that is not, and be followed by such weights.
-        if not all(tensor.isfinite().all() for tensor in runner.model.parameters()):
-            raise diverged(runner, "the weights are not finite")
         self._progress = self._collect(runner)
         runner.save_checkpoint(
             self.out_dir,
@@ -233,6 +232,17 @@ class ExactCheckpointHook(CheckpointHook):
             "run": self._identity,
             "gradients": {name: gradient.cpu() for name, gradient in gradients.items()},
         }
+
+
+def check_finite(runner) -> None:
+    """Keep weights that are of no use from taking the place of good ones.
+
+    Raises:
+        InputError: If a weight is not finite.
+    """
+    # A finite loss can have a gradient that is not, and be followed by such weights.
+    if not all(tensor.isfinite().all() for tensor in runner.model.parameters()):
+        raise diverged(runner, "the weights are not finite")
 
 
 def _schedule(runner) -> dict[str, Any]:

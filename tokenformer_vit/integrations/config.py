@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,12 @@ from mmengine.config import Config, DictAction
 
 from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.vision.images import (
+    IMAGE_SUFFIXES,
+    class_folders,
+    say_left_out,
+    scan_images,
+)
 
 from .schema import check_values
 
@@ -205,15 +212,27 @@ def _check_option(cfg: Config, key: str) -> None:
 
 
 def check_data_folders(cfg: Config, loaders: tuple[str, ...] = LOADERS) -> None:
-    """Check that the image folders a config names exist and have as many classes as the head.
+    """Check the image folders that a config names, and let all images in them be read.
+
+    mmpretrain looks for fewer suffixes than the project's other readers, and skips broken links.
+    ``extensions`` is set where the config does not set it; other files are counted on stderr.
+
+    Args:
+        cfg: The config; ``extensions`` of its data sets are set in it.
+        loaders: Which of its loaders will be used.
 
     Raises:
-        InputError: If a folder is missing or holds another number of class folders.
+        InputError: If a folder is missing, holds another number of class folders than the head has
+            classes, or an image in it is a broken link or no regular file.
+        OSError: If a folder cannot be read; ``filename`` names it.
     """
+    said = set()
     for name in loaders:
         dataset = cfg[name].dataset
         if dataset.type not in ("ImageNet", "CustomDataset"):
             continue  # another data set checks its own files
+        if "extensions" not in dataset:
+            dataset.extensions = list(IMAGE_SUFFIXES)
         root = Path(dataset.data_root)
         split = dataset.get("split") or dataset.data_prefix
         if (root / "meta" / f"{split}.txt").is_file():
@@ -224,14 +243,25 @@ def check_data_folders(cfg: Config, loaders: tuple[str, ...] = LOADERS) -> None:
                 f"there is no folder {folder}: give `--data-root` a folder that holds train/ and "
                 "val/ with a folder for each class (`tools/prepare_data.py` makes one)"
             )
-        classes = sum(entry.is_dir() for entry in folder.iterdir())
-        expected = cfg.model.head.num_classes
+        left_out: Counter[str] = Counter()
+        folders = class_folders(folder, left_out)
+        classes, expected = len(folders), cfg.model.head.num_classes
         if classes != expected:
             raise InputError(
                 f"{folder} holds {classes} class folders, but the head has {expected} classes: set "
                 f"`--cfg-options model.head.num_classes={classes} "
                 f"data_preprocessor.num_classes={classes}`, or give another data root"
             )
+        suffixes = [suffix.lower() for suffix in dataset.extensions]
+        for each in folders:
+            for entry in scan_images(each, left_out, suffixes):
+                if not entry.is_file():
+                    raise InputError(
+                        f"{entry.path} is a broken link or no regular file; replace or delete it"
+                    )
+        if folder not in said:
+            say_left_out(left_out, folder)
+        said.add(folder)
 
 
 def scale_for_accumulation(cfg: Config) -> None:

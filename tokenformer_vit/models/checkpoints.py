@@ -4,6 +4,7 @@ A checkpoint is described by what timm writes into ``config.json``. An exported 
 file; a training checkpoint of this package has the same content under :data:`DESCRIPTION`.
 """
 
+import errno
 import json
 import logging
 import tempfile
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import timm
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
 from timm.data import ImageNetInfo, resolve_model_data_config
 from timm.models import get_model_args, save_for_hf
 from torch import Tensor, nn
@@ -44,6 +47,11 @@ _CONFIG = "config.json"
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 # What images need, and what answers mean: this part of a description serves any model arguments.
 _PREPROCESSING = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
+# Where weights came from, and what stands in a description by itself.
+_NOT_DESCRIBED = (
+    *("url", "file", "hf_hub_id", "hf_hub_filename", "state_dict", "source", "tag"),
+    *("architecture", "num_classes", "label_names", "label_descriptions"),
+)
 
 _log = logging.getLogger("tokenformer_vit")
 
@@ -147,6 +155,8 @@ def load_model(
         _say_preprocessing(name, checkpoint, state_dict)
     if num_classes is None and state_dict is not None:
         num_classes = _head_rows(state_dict, checkpoint)
+    if description is not None and state_dict is not None:
+        _check_size(name, description, num_classes, kwargs, state_dict, checkpoint)
     model = _build(name, description, num_classes, kwargs)
     if state_dict is not None:
         _load(
@@ -179,13 +189,16 @@ def save_model(
     own: Any = model
     names = label_names or own.pretrained_cfg.get("label_names")
     with new_folder(folder) as partial:
-        save_for_hf(
-            own,
-            str(partial),
-            model_config={"label_names": list(names)} if names else None,
-            safe_serialization=True,
-            data_config=data_config,
-        )
+        try:
+            save_for_hf(
+                own,
+                str(partial),
+                model_config={"label_names": list(names)} if names else None,
+                safe_serialization=True,
+                data_config=data_config,
+            )
+        except SafetensorError as error:  # so it reports a full disk
+            raise OSError(errno.EIO, one_line(error)) from error
         seal_tensors(partial / _WEIGHT_FILES[0])
 
 
@@ -204,13 +217,18 @@ def describe_model(
         data_config: Preprocessing, in timm's words; default: what the model says of it.
     """
     own: Any = model
+    architecture = own.pretrained_cfg["architecture"]
+    known = {key: value for key, value in own.pretrained_cfg.items() if key not in _NOT_DESCRIBED}
     args = {name: value for name, value in get_model_args(own).items() if name != "num_classes"}
     description = {
-        "architecture": own.pretrained_cfg["architecture"],
+        "architecture": architecture,
         "num_classes": num_classes,
         "label_names": list(label_names) if label_names else None,
         "model_args": args,
-        "pretrained_cfg": resolve_model_data_config(model, dict(data_config or {})),
+        "pretrained_cfg": {
+            **{key: value for key, value in known.items() if value is not None},
+            **resolve_model_data_config(model, dict(data_config or {})),
+        },
     }
     return json.loads(json.dumps(description))
 
@@ -330,6 +348,28 @@ def _build(
     except Exception as error:  # what foreign arguments lead to is anything
         what = name or description["architecture"]  # type: ignore[index]
         raise InputError(f"the model {what} cannot be built: {one_line(error)}") from error
+
+
+def _check_size(
+    name: str | None,
+    description: Mapping[str, Any],
+    num_classes: int | None,
+    kwargs: Mapping[str, Any],
+    state_dict: Mapping[str, Tensor],
+    checkpoint: Path | None,
+) -> None:
+    """Refuse a description of a model far larger than its weights, before it takes all memory."""
+    with torch.device("meta"):
+        model = _build(name, description, num_classes, kwargs)
+    wanted, found = (
+        sum(tensor.numel() for tensor in tensors)
+        for tensors in (model.parameters(), state_dict.values())
+    )
+    if wanted > 2 * found + 1_000_000:
+        raise InputError(
+            f"{checkpoint} holds {found:,} numbers, but its description is of a model with "
+            f"{wanted:,} parameters; export the model again"
+        )
 
 
 def _head_rows(state_dict: Mapping[str, Tensor], checkpoint: Path | None) -> int | None:

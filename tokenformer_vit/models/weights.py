@@ -6,6 +6,7 @@ archives with a checksum of every member. ``torch.load`` does not look at it, so
 """
 
 import hashlib
+import json
 import pickle
 import re
 import zipfile
@@ -142,13 +143,11 @@ def check_tensors(tensors: Mapping[str, Any], where: str | Path) -> None:
 
 def _fault(name: str, tensor: Tensor) -> str | None:
     kind = str(tensor.dtype).removeprefix("torch.")
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        return "is sparse or quantised; save it as an ordinary tensor"
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        return "is sparse, quantised or without values; save it as an ordinary tensor"
     if not tensor.is_floating_point():
         if _LEARNED.fullmatch(name):
             return f"is of type {kind}, but weights are of a floating type; the file is no model's"
-        return None
-    if tensor.is_meta:
         return None
     values = tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no isfinite
     if not values.isfinite().all():
@@ -200,8 +199,15 @@ def write_tensors(
         OSError: If it cannot be written; ``filename`` is ``path``.
     """
     plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    header = {"format": "pt", **(metadata or {}), _SHA256: tensors_digest(plain)}
-    write_whole(path, save(plain, header))
+    data = save(plain)
+    # The library writes several entries of metadata in a random order. Here, equal tensors make
+    # equal files: 8 bytes of length, the header in JSON, then the numbers.
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    header["__metadata__"] = {"format": "pt", **(metadata or {}), _SHA256: tensors_digest(plain)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # numbers begin at a multiple of 8 bytes
+    write_whole(path, len(text).to_bytes(8, "little") + text + data[start:])
 
 
 def seal_tensors(path: Path) -> None:
