@@ -180,7 +180,7 @@ def _shorten(loader: Any, name: str) -> None:
     batches = loader.pop("num_batch_per_epoch", None)
     if batches is None:
         return
-    sampler = loader.get("sampler") or {}
+    sampler: Any = loader.get("sampler") or {}
     kind = sampler.get("type")
     if kind not in ("DefaultSampler", "ResumableSampler", "EndlessSampler"):
         raise InputError(
