@@ -20,11 +20,7 @@ from mmengine.runner import Runner
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import pattention_layers
 from tokenformer_vit.integrations import EndlessSampler
-from tokenformer_vit.integrations.config import (
-    check_schedule,
-    choose_checkpoint,
-    load_config,
-)
+from tokenformer_vit.integrations.config import choose_checkpoint, load_config
 from tokenformer_vit.integrations.evaluation import configure_test
 from tokenformer_vit.integrations.language import (
     AnswerAccuracy,
@@ -33,6 +29,7 @@ from tokenformer_vit.integrations.language import (
     TokenDataset,
 )
 from tokenformer_vit.integrations.reports import read_scalars
+from tokenformer_vit.integrations.schedule import check_schedule
 from tokenformer_vit.language import (
     byte_tokenizer,
     load_language_model,
