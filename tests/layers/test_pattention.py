@@ -7,8 +7,7 @@ import timm.optim
 import torch
 
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.layers.pattention import _SECOND_MOMENT
-from tokenformer_vit.ops import THETAS, default_tau, pattention
+from tokenformer_vit.ops import THETAS, default_tau, pattention, second_moment
 
 
 def reload(state):
@@ -187,7 +186,7 @@ def test_second_moment_is_that_of_normal_scores(theta):
         "gelu_l2_post": mean(activation**2) / mean(activation**2),
         "gelu_tanh_l2": mean(torch.nn.functional.gelu(scores, approximate="tanh") ** 2),
     }
-    assert _SECOND_MOMENT[theta] == pytest.approx(expected[theta].item(), rel=2e-5)
+    assert second_moment(theta) == pytest.approx(expected[theta].item(), rel=2e-5)
 
 
 @pytest.mark.parametrize("theta", THETAS)
