@@ -57,9 +57,9 @@ def test_a_run_grows_and_leaves_the_grown_model(growing, tmp_path):
     assert model.blocks[1].attn.proj.num_param_tokens == 32
     assert model.blocks[1].mlp.num_param_tokens == 120
     final = checkpoint(work_dir)
-    keys = "backbone.model.blocks.0.attn.query.parametrizations.key_param_tokens.original1"
-    assert final["state_dict"][keys].shape == (12, 24)
-    assert final["ema_state_dict"][f"module.{keys}"].shape == (12, 24)
+    keys = "backbone.model.blocks.0.attn.query.key_param_tokens"  # of all pairs, though split
+    assert final["state_dict"][keys].shape == (48, 24)
+    assert final["ema_state_dict"][f"module.{keys}"].shape == (48, 24)
     # What it cost: that of each size for its 48 images of an epoch.
     train, val = read_scalars(work_dir.glob("*/vis_data/scalars.json"))
     flops = [record["flops"] for record in val.values()]

@@ -21,7 +21,7 @@ from tokenformer_vit.growth import (
     stack_blocks,
     widen_mlp,
 )
-from tokenformer_vit.layers.segments import fuse_state_dict
+from tokenformer_vit.layers.segments import fuse_state_dict, part_name
 
 from .checkpoint import check_schedule_is_kept
 from .guard import unwrap
@@ -170,7 +170,12 @@ class GrowthHook(Hook):
         """Grow to the size that the checkpoint's model had, before its weights are loaded."""
         if runner._resume and "exact_resume" in checkpoint:
             # Before its tensors are found to be of another shape.
-            check_schedule_is_kept(runner, checkpoint["exact_resume"])
+            progress = checkpoint["exact_resume"]
+            check_schedule_is_kept(runner, progress)
+            # Gradients that were accumulating are found by the names of parameters.
+            progress["gradients"] = {
+                part_name(name): gradient for name, gradient in progress["gradients"].items()
+            }
         loaded = fuse_state_dict(checkpoint.get("state_dict", checkpoint))
         loaded = {name.removeprefix("module."): tensor for name, tensor in loaded.items()}
         optimizer = getattr(runner.optim_wrapper, "optimizer", None)

@@ -25,8 +25,8 @@ torch.fx.wrap("pattention")
 
 GATES = ("none", "learned", "fixed")
 TOKENS = ("key_param_tokens", "value_param_tokens")
-# How the two parts of a split layer were saved once; see segments.py.
-_SEGMENT = re.compile(rf"(.*\.|)parametrizations\.({'|'.join(TOKENS)})\.original([01])")
+# How earlier versions named the two parts of a split layer; see segments.py.
+SEGMENT = re.compile(rf"(.*\.|)parametrizations\.({'|'.join(TOKENS)})\.original([01])")
 
 # What a model hands on to all of its layers alike.
 _SHARED_ARGS = ("tau", "learn_tau", "eps", "key_init_scale", "gate")
@@ -50,7 +50,7 @@ def fuse_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     fused = {}
     for key, tensor in state_dict.items():
-        part = _SEGMENT.fullmatch(key)
+        part = SEGMENT.fullmatch(key)
         if part is None:
             fused[key] = tensor
         elif part[3] == "0":

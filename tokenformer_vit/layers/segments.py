@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 
-from .pattention import TOKENS, Pattention, fuse_state_dict
+from .pattention import SEGMENT, TOKENS, Pattention, fuse_state_dict
 
 __all__ = [
     "TOKENS",
@@ -24,12 +24,24 @@ __all__ = [
     "fuse_state_dict",
     "fuse_tokens",
     "is_split",
+    "part_name",
     "split_tokens",
     "token_segments",
 ]
 
 # Names of the parameters, in the order of TOKENS.
 _PARTS = {name: (f"old_{name}", f"new_{name}") for name in TOKENS}
+
+
+def part_name(name: str) -> str:
+    """Return the present name of a parameter, given the one that an earlier version had for it.
+
+    Args:
+        name: Full name of any parameter, such as ``mlp.parametrizations.key_param_tokens.original0``
+            for what is ``mlp.old_key_param_tokens`` now.
+    """
+    part = SEGMENT.fullmatch(name)
+    return name if part is None else part[1] + _PARTS[part[2]][int(part[3])]
 
 
 class SplitPattention(Pattention):
