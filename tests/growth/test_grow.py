@@ -10,7 +10,14 @@ from torch import nn
 
 import tokenformer_vit  # noqa: F401
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import INITS, grow, grow_state_dict, open_gates, pattention_layers, prune
+from tokenformer_vit.growth import (
+    INITS,
+    grow,
+    grow_state_dict,
+    open_gates,
+    pattention_layers,
+    prune,
+)
 from tokenformer_vit.layers import Attention, Pattention
 from tokenformer_vit.models import LMConfig, TokenFormerLM
 from tokenformer_vit.ops import THETAS, default_tau
@@ -286,7 +293,7 @@ def test_what_cannot_be_grown_is_said_and_left_as_it_is(arguments, message):
 )
 def test_a_model_on_the_meta_device_is_refused(build_meta):
     model = build_meta()
-    with pytest.raises(InputError, match="on the meta device .* after its weights are loaded"):
+    with pytest.raises(InputError, match=r"on the meta device .* after its weights are loaded"):
         grow(model, num_ffn_param_tokens=512)
     assert model.blocks[0].mlp.num_param_tokens == 128
     with pytest.raises(InputError, match="on the meta device"):

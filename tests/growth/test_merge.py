@@ -253,7 +253,10 @@ def test_all_pairs_of_a_merged_model_are_trained_and_a_selection_is_given_up():
         ({"num_classes": 7}, r"head.weight is \(10, 32\) in model_a and \(7, 32\) .* classes"),
         ({"num_heads": 4}, "blocks.0.attn.num_heads is 2 in model_a and 4 in model_b"),
         ({"qk_norm": True}, "type of blocks.0.attn.q_norm is absent in model_a and BlockLayerNorm"),
-        ({"global_pool": "avg", "fc_norm": False}, "global_pool is token in model_a and avg in model_b"),
+        (
+            {"global_pool": "avg", "fc_norm": False},
+            "global_pool is token in model_a and avg in model_b",
+        ),
         ({"norm": "bias"}, r"blocks.0.norm1.bias is absent in model_a and \(32,\) in model_b"),
     ],
 )

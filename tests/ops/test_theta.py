@@ -5,7 +5,14 @@ import operator
 import pytest
 import torch
 
-from tokenformer_vit.ops import THETAS, check_theta, default_tau, norm_order, norm_shares, triton_theta
+from tokenformer_vit.ops import (
+    THETAS,
+    check_theta,
+    default_tau,
+    norm_order,
+    norm_shares,
+    triton_theta,
+)
 from tokenformer_vit.ops.fused import PLAIN
 from tokenformer_vit.ops.theta import VARIANTS, theta_weights
 
@@ -148,7 +155,6 @@ def test_every_table_of_variants_has_all_of_them():
 
 @pytest.mark.parametrize("theta", THETAS)
 def test_what_is_normed_is_what_the_weights_depend_on(theta):
-    """Pairs of equal shares may be swapped for one another without a change of the other weights."""
     scores = torch.randn(5, 60, dtype=torch.float64)
     tau = double(default_tau(theta, 60))
     weights = theta_weights(scores, theta, tau, 0.0)

@@ -91,7 +91,8 @@ def merge(model_a: Model, model_b: nn.Module, ancestor: nn.Module | None = None)
         model_a: TokenFormer, or a module that holds its blocks. It stays as it is, as do the
             others; the merged model is a copy of it, trained where it is trained.
         model_b: Another, of the same depth, widths, heads, Θ, eps, classes and other settings. Its
-            number of pairs may be another one. Where one of both has a gate, those of the other count as 1.
+            number of pairs may be another one. Where one of both has a gate, those of the other
+            count as 1.
         ancestor: The model that both grew from while its pairs were frozen.
 
     Returns:
@@ -117,8 +118,9 @@ def merge(model_a: Model, model_b: nn.Module, ancestor: nn.Module | None = None)
     others_a, others_b = _others(model_a, layers_a), _others(model_b, layers_b)
     _check_others(others_a, others_b)
     _check_settings(model_a, model_b, "model_b")
-    layers_0 = None if ancestor is None else pattention_layers(ancestor)
-    if layers_0 is not None:
+    layers_0 = None
+    if ancestor is not None:
+        layers_0 = pattention_layers(ancestor)
         _check_layers(layers_a, layers_0, "the ancestor")
         _check_settings(model_a, ancestor, "the ancestor")
 
@@ -239,8 +241,8 @@ def _check_settings(a: nn.Module, b: nn.Module, model: str) -> None:
         mine, other = ours.get(name, "absent"), theirs.get(name, "absent")
         if mine != other:
             raise InputError(
-                f"{name} is {mine} in model_a and {other} in {model}; models are merged that differ "
-                "in nothing but their pairs and weights"
+                f"{name} is {mine} in model_a and {other} in {model}; models are merged that "
+                "differ in nothing but their pairs and weights"
             )
 
 

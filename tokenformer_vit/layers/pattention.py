@@ -71,8 +71,8 @@ def _check_argument(name: str, value: Any) -> None:
     if value is None and name in ("tau", *_INIT_ARGS):
         return
     zero = name in _MAY_BE_ZERO
-    number = isinstance(value, Real) and not isinstance(value, bool)
-    if not number or not ((zero and value == 0) or _SMALLEST <= value <= _LARGEST):
+    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    if not (_SMALLEST <= number <= _LARGEST or (zero and number == 0)):
         need = "0 or positive" if zero else "positive"
         raise InputError(
             f"{name} must be {need}, but it is {value!r}; give a number from "

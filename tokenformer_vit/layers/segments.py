@@ -37,8 +37,8 @@ def part_name(name: str) -> str:
     """Return the present name of a parameter, given the one that an earlier version had for it.
 
     Args:
-        name: Full name of any parameter, such as ``mlp.parametrizations.key_param_tokens.original0``
-            for what is ``mlp.old_key_param_tokens`` now.
+        name: Full name of any parameter. ``parametrizations.key_param_tokens.original0`` is
+            ``old_key_param_tokens`` now.
     """
     part = SEGMENT.fullmatch(name)
     return name if part is None else part[1] + _PARTS[part[2]][int(part[3])]
