@@ -249,6 +249,25 @@ def test_data_parallel_training_moves_both_parts(tmp_path):
             assert (moved > 0).all(), (name, token)
 
 
+def test_a_sharded_model_is_saved_joined(tmp_path):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    if not hasattr(fsdp, "fully_shard"):
+        pytest.skip("this PyTorch has no fully_shard")
+    model, plain = pair()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        fsdp.fully_shard(model)
+        saved = {
+            name: tensor.full_tensor()
+            for name, tensor in model.state_dict().items()
+            if hasattr(tensor, "full_tensor")
+        }
+    finally:
+        dist.destroy_process_group()
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(saved[name], parameter), name
+
+
 def test_joining_keeps_what_is_computed_and_the_state_of_the_optimizer():
     model, plain = pair()
     x = images()

@@ -56,7 +56,8 @@ class GrowthHook(Hook):
             (numbers that are finished by then, the same one throughout) and any of
             ``num_qkv_param_tokens``, ``num_proj_param_tokens``, ``num_ffn_param_tokens``. For an
             ordinary ViT of timm's it is ``hidden_features`` (Net2Net) or ``depth`` (stacking).
-        init: How new pairs start; see :func:`tokenformer_vit.growth.grow`.
+        init: How new pairs start, one of ``tokenformer_vit.growth.INITS``; see
+            :func:`tokenformer_vit.growth.grow`.
         gate: Of new pairs of softmax; as there.
         open_iters: Iterations in which ``fixed`` gates open, at an even pace, after each growth.
         moments: ``keep`` what the optimiser knows of old pairs, or ``reset`` it.

@@ -79,8 +79,13 @@ class SplitPattention(Pattention):
 
         Args:
             name: ``key_param_tokens`` or ``value_param_tokens``.
+
+        Returns:
+            (P, C). Of parameters that are sharded (FSDP2) it is a copy.
         """
         old, new = token_segments(self, name)
+        if type(old.detach()) is not Tensor:
+            return torch.cat((old.detach(), new.detach()))
         end = old.storage_offset() + old.numel()
         one = old.untyped_storage() is new.untyped_storage() and new.storage_offset() == end
         if not (one and old.is_contiguous() and new.is_contiguous()):
