@@ -19,7 +19,7 @@ from timm.models import save_for_hf
 from timm.utils import CheckpointSaver, ModelEmaV2, ModelEmaV3
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import freeze_old, grow, join_tokens, pattention_layers
+from tokenformer_vit.growth import freeze_old, grow, join_tokens, pattention_layers, widen_mlp
 from tokenformer_vit.layers.segments import TOKENS, is_split, token_segments
 
 SHAPE = {
@@ -304,6 +304,11 @@ def test_an_optimizer_of_replaced_parameters_is_refused():
     for stale in (optimizer, timms):
         with pytest.raises(InputError, match=r"replaced .* grow\(..., optimizer=optimizer\)"):
             stale.step()
+    vit = timm.create_model("vit_tiny_patch16_224", **SHAPE)
+    optimizer = torch.optim.SGD(vit.parameters(), lr=0.1)
+    widen_mlp(vit, 80)
+    with pytest.raises(InputError, match="this SGD holds parameters that were replaced"):
+        optimizer.step()
     fresh = torch.optim.AdamW(model.parameters())
     fresh.step()
     F.cross_entropy(other(x), torch.tensor([0, 1])).backward()

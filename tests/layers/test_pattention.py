@@ -8,7 +8,7 @@ import torch
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.layers.pattention import check_pattention_args, model_pattention_args
+from tokenformer_vit.layers.arguments import check_pattention_args, model_pattention_args
 from tokenformer_vit.ops import THETAS, default_tau, pattention, second_moment
 
 

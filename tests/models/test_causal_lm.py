@@ -192,6 +192,8 @@ def test_what_does_not_fit_is_said():
         model(torch.zeros(1, 1, dtype=torch.long), cache=cache)
     with pytest.raises(InputError, match="unknown positions 'alibi'"):
         LMConfig(positions="alibi")
+    with pytest.raises(InputError, match="num_heads must be at least 1, but it is 0"):
+        LMConfig(num_heads=0)
     with pytest.raises(InputError, match="vocab_size must be at least 1"):
         LMConfig(vocab_size=0)
     with pytest.raises(InputError, match="makes 1 of a head's 4 dimensions"):

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.layers.pattention import released_stds
+from tokenformer_vit.layers.arguments import released_stds
 from tokenformer_vit.layers.segments import TOKENS, fuse_state_dict, is_split, token_segments
 from tokenformer_vit.ops import check_theta, default_tau
 
@@ -85,12 +85,11 @@ def grow(
             Those of an earlier growth are joined to the old ones, in every layer.
         freeze: ``old`` trains the new pairs alone: every other parameter of ``model``, its head
             included, needs no gradient any more. It implies ``split``.
-        optimizer: Of the model's parameters; it goes on with the new ones. A schedule of its
-            learning rates that was made before (PyTorch's, timm's) does not know of groups that
-            this adds, for gates and for ``new_lr_scale``: make a new one.
-            Without it, build a new optimizer: the next step of one that holds the replaced
-            parameters raises InputError. An average of the weights (timm's ``ModelEmaV3``) that
-            was made before growth has tensors of the old shapes; make a new one, too.
+        optimizer: Of the model's parameters; it goes on with the new ones. Any other optimizer of
+            them raises InputError at its next step: build a new one. A schedule of learning rates
+            that was made before (PyTorch's, timm's) does not know of groups that this adds, for
+            gates and for ``new_lr_scale``: make a new one. So it is with an average of the weights
+            (timm's ``ModelEmaV3``), whose tensors are of the old shapes.
         moments: What becomes of its state; see :func:`carry_over`.
         new_lr_scale: Factor on the learning rate of the new pairs in ``optimizer``. Other than 1
             implies ``split``.

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Mapping
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -20,23 +20,14 @@ from tokenformer_vit.ops import (
     theta_weights,
 )
 
+from .arguments import check_argument
+
 # A path of pattention() may branch on its inputs or run custom kernels, so fx keeps it whole.
 torch.fx.wrap("pattention")
 
-GATES = ("none", "learned", "fixed")
 TOKENS = ("key_param_tokens", "value_param_tokens")
 # How earlier versions named the two parts of a split layer; see segments.py.
 SEGMENT = re.compile(rf"(.*\.|)parametrizations\.({'|'.join(TOKENS)})\.original([01])")
-
-# What a model hands on to all of its layers alike.
-_SHARED_ARGS = ("tau", "learn_tau", "eps", "key_init_scale", "gate")
-# What a model makes of its ``init``, for its layers.
-_INIT_ARGS = ("key_init_std", "value_init_std")
-INITIALIZATIONS = ("scaled", "released")
-
-# A square of these must be a float32, too. The other numbers must be positive.
-_LARGEST, _SMALLEST = 1e18, 1e-18
-_MAY_BE_ZERO = ("eps", "init_gain")
 
 
 def fuse_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -56,96 +47,6 @@ def fuse_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         elif part[3] == "0":
             fused[part[1] + part[2]] = torch.cat((tensor, state_dict[f"{key[:-1]}1"]))
     return fused
-
-
-def _check_argument(name: str, value: Any) -> None:
-    """Raise InputError if an argument of a layer is not a value that it can compute with."""
-    if name == "gate":
-        if value not in GATES:
-            raise InputError(f"unknown gate {value!r}; choose one of {', '.join(GATES)}")
-        return
-    if name == "learn_tau":
-        if not isinstance(value, bool):
-            raise InputError(f"learn_tau must be True or False, but it is {value!r}")
-        return
-    if value is None and name in ("tau", *_INIT_ARGS):
-        return
-    zero = name in _MAY_BE_ZERO
-    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
-    if not (_SMALLEST <= number <= _LARGEST or (zero and number == 0)):
-        need = "0 or positive" if zero else "positive"
-        raise InputError(
-            f"{name} must be {need}, but it is {value!r}; give a number from "
-            f"{'0' if zero else _SMALLEST} to {_LARGEST}"
-        )
-
-
-def check_pattention_args(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments that all Pattention layers of a model share, as a plain dict.
-
-    Args:
-        arguments: ``tau``, ``learn_tau``, ``eps``, ``key_init_scale`` and ``gate`` of
-            :class:`Pattention`, any of them, and what :func:`model_pattention_args` adds; ``None``
-            for none.
-
-    Raises:
-        InputError: If there is another among them, a value is out of range, or no mapping was
-            given.
-    """
-    return _check_arguments(arguments, _SHARED_ARGS, _INIT_ARGS)
-
-
-def model_pattention_args(
-    arguments: Mapping[str, Any] | None, width: int, depth: int
-) -> dict[str, Any]:
-    """Turn the ``pattention_args`` of a model into those of its blocks.
-
-    Args:
-        arguments: As :func:`check_pattention_args` takes them, and ``init``: ``scaled`` (the
-            default), or ``released`` for keys N(0, 0.02²) and values N(0, (2 / (depth · √width))²),
-            as the authors' language code draws them.
-        width: Width C of the model.
-        depth: Number of blocks of the model.
-
-    Raises:
-        InputError: As :func:`check_pattention_args`, or if ``init`` is unknown.
-    """
-    shared = _check_arguments(arguments, (*_SHARED_ARGS, "init"))
-    init = shared.pop("init", "scaled")
-    if init not in INITIALIZATIONS:
-        raise InputError(f"unknown init {init!r}; choose one of {', '.join(INITIALIZATIONS)}")
-    if init == "released":
-        keys, values = released_stds(width, depth)
-        shared |= {"key_init_std": keys, "value_init_std": values}
-    return shared
-
-
-def released_stds(width: int, depth: int) -> tuple[float, float]:
-    """Return the standard deviations of keys and values in the authors' language code.
-
-    Args:
-        width: Width C of the model.
-        depth: Number of blocks of the model.
-    """
-    return 0.02, 2 / (depth * math.sqrt(width))
-
-
-def _check_arguments(
-    arguments: Mapping[str, Any] | None, names: tuple[str, ...], more: tuple[str, ...] = ()
-) -> dict[str, Any]:
-    if not isinstance(arguments, Mapping | None):
-        raise InputError(
-            f"pattention_args must be a dict with keys of {', '.join(names)}, but it is "
-            f"{arguments!r}"
-        )
-    for name, value in (arguments or {}).items():
-        if name not in (*names, *more):
-            raise InputError(
-                f"unknown key {name!r} in pattention_args; choose among {', '.join(names)}"
-            )
-        if name != "init":
-            _check_argument(name, value)
-    return dict(arguments or {})
 
 
 class Pattention(nn.Module):
@@ -259,7 +160,7 @@ class Pattention(nn.Module):
             ("key_init_std", key_init_std),
             ("value_init_std", value_init_std),
         ):
-            _check_argument(name, value)
+            check_argument(name, value)
         if gate != "none" and theta != "softmax":
             raise InputError(
                 f"gate is {gate!r}, but Θ is {theta!r}: only softmax has a gate, under GELU a zero "
@@ -298,14 +199,15 @@ class Pattention(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw the parameter tokens anew, as the class describes, and set τ to its start value."""
-        value_std, key_std = self.value_init_std, self.key_init_std
+        if self.key_init_std is None:
+            key_std = self.key_init_scale / math.sqrt(self.in_features)
+        else:
+            key_std = self.key_init_scale * self.key_init_std
+        value_std = self.value_init_std
         if value_std is None:
-            value_std = self.init_gain / math.sqrt(
-                self.num_param_tokens * second_moment(self.theta)
-            )
-        if key_std is None:
-            key_std = 1 / math.sqrt(self.in_features)
-        nn.init.normal_(self.whole_tokens("key_param_tokens"), std=self.key_init_scale * key_std)
+            square = self.num_param_tokens * second_moment(self.theta)
+            value_std = self.init_gain / math.sqrt(square)
+        nn.init.normal_(self.whole_tokens("key_param_tokens"), std=key_std)
         nn.init.normal_(self.whole_tokens("value_param_tokens"), std=value_std)
         nn.init.constant_(self.tau, self.init_tau)
         if self.gate is not None:

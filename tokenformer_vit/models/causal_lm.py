@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Attention, Pattention, TokenFormerBlock
-from tokenformer_vit.layers.pattention import model_pattention_args
+from tokenformer_vit.layers.arguments import model_pattention_args
 
 __all__ = ["LM_PRESETS", "KVCache", "LMConfig", "TokenFormerLM", "lm_config"]
 
@@ -45,7 +45,7 @@ class LMConfig:
         norm_eps: What all LayerNorms add to the variance.
         pattention_args: What all Pattention layers have in common, and ``init``; see
             :class:`~tokenformer_vit.layers.Pattention` and
-            :func:`~tokenformer_vit.layers.pattention.model_pattention_args`.
+            :func:`~tokenformer_vit.layers.arguments.model_pattention_args`.
 
     Raises:
         InputError: If ``positions`` is none of those that exist, or a size does not fit.
@@ -78,7 +78,7 @@ class LMConfig:
             raise InputError(
                 f"unknown positions {self.positions!r}; choose one of {', '.join(POSITIONS)}"
             )
-        for name in ("vocab_size", "context_length", "depth"):
+        for name in ("vocab_size", "context_length", "embed_dim", "depth", "num_heads"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, but it is {getattr(self, name)}")
         if self.positions == "rotary" and (self.rotary_dims < 2 or self.rotary_dims % 2):

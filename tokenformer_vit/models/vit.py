@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import BlockLayerNorm, Pattention, TokenFormerBlock
+from tokenformer_vit.layers.arguments import model_pattention_args
 from tokenformer_vit.layers.block import TIMM_ONLY
-from tokenformer_vit.layers.pattention import model_pattention_args
 from tokenformer_vit.layers.segments import fuse_state_dict
 from tokenformer_vit.ops import check_backend
 
@@ -50,7 +50,7 @@ class TokenFormerViT(VisionTransformer):
             number of pairs), ``learn_tau`` (make it a parameter), ``eps``, ``key_init_scale``,
             ``gate`` and ``init`` (``released``: parameter tokens start as in the authors' code);
             see :class:`~tokenformer_vit.layers.Pattention` and
-            :func:`~tokenformer_vit.layers.pattention.model_pattention_args`.
+            :func:`~tokenformer_vit.layers.arguments.model_pattention_args`.
         embed_dim: Width C.
         depth: Number of blocks.
         weight_init: As in timm; it concerns the stem and the head, parameter tokens are always
