@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -475,6 +475,7 @@ def test_options_of_training(tmp_path, few_images):
     long = ("max_epochs", "depth", "dim", "tokens", "num_workers", "mlp_ratio", "img_size", "scale")
     keys = [key for key in keys if not key.endswith(("type", "work_dir", *long))]
 
+    @settings(max_examples=settings.default.max_examples // 5)  # each is a training
     @given(st.sampled_from(keys), st.sampled_from(VALUES))
     def check(key, value):
         work_dir = tmp_path / f"run_{next(number)}"
@@ -485,6 +486,7 @@ def test_options_of_training(tmp_path, few_images):
         assert status or (work_dir / "record.json").is_file() or "record" in key
         shutil.rmtree(work_dir, ignore_errors=True)
 
+    load_config(config)  # what is imported for the first time takes its time
     check()
 
 
