@@ -20,7 +20,6 @@ import tokenformer_vit  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "predict.py"
-SAMPLES = ROOT / "../shared/data/imagenet_samples"
 KWARGS = {"depth": 2, "img_size": 32, "patch_size": 8, "embed_dim": 48, "num_heads": 3}
 KWARGS_WORDS = ["--model-kwargs", *(f"{key}={value}" for key, value in KWARGS.items())]
 LABELS = ["cat", "[bold]dog", "eel"]
@@ -320,9 +319,8 @@ def test_real_command_has_clean_stdout_and_status(exported, photos):
     assert "notes.txt" in done.stderr
 
 
-@pytest.mark.skipif(not SAMPLES.is_dir(), reason=f"{SAMPLES} is not here")
-def test_real_images(exported, capsys):
-    folders = sorted((SAMPLES / "val").iterdir())[:12]
+def test_real_images(exported, shared_data, capsys):
+    folders = sorted(shared_data("imagenet_samples/val").iterdir())[:12]
     answers = run_json(capsys, *folders, "--model", f"local-dir:{exported}")
     assert len(answers) == 12
     for answer in answers:
