@@ -23,7 +23,7 @@ LANGUAGE = [
     "datasets>=3.0",
     "zstandard>=0.23",  # the Pile is compressed by it
 ]
-EVALUATION = ["lm_eval>=0.4.13", "accelerate>=1.1"]  # transformers' Trainer needs accelerate, too
+EVALUATION = ["lm_eval>=0.4.13", "accelerate>=1.2"]  # transformers needs accelerate
 
 setup(
     name="tokenformer-vit",
