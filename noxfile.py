@@ -8,7 +8,6 @@ import nox
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "uv"
 nox.options.sessions = ["newest", "floor", "lint"]
-nox.options.error_on_missing_interpreters = False
 
 PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 # PyTorch before its newest minor release; raise it with each.

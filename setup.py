@@ -18,12 +18,12 @@ PYARROW = "pyarrow>=23.0.1"
 SCIKIT_LEARN = "scikit-learn>=1.6"
 TENSORBOARD = "tensorboard>=2.18"
 LANGUAGE = [
-    "transformers>=5.0",
+    "transformers>=5.15",  # before, GPT-2 starts without its smaller residual weights
     "tokenizers>=0.22",
     "datasets>=3.0",
     "zstandard>=0.23",  # the Pile is compressed by it
 ]
-EVALUATION = ["lm_eval>=0.4.13", "accelerate>=1.2"]  # transformers needs accelerate
+EVALUATION = ["lm_eval>=0.4.13", "accelerate>=1.3"]  # transformers.Trainer needs accelerate
 
 setup(
     name="tokenformer-vit",
@@ -68,7 +68,7 @@ setup(
         "evaluation": EVALUATION,
         "tensorboard": [TENSORBOARD],
         "dev": [
-            "pytest>=8",
+            "pytest>=8.2",
             "pytest-xdist>=3.6",
             "hypothesis>=6.120",
             "nox[uv]>=2025.2.9",
