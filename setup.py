@@ -36,8 +36,8 @@ setup(
     packages=find_packages(include=["tokenformer_vit", "tokenformer_vit.*"]),
     package_data={"tokenformer_vit": ["py.typed"]},
     python_requires=">=3.10",
-    # `nox -s floor` runs the tests with exactly the lower bounds. Those without a comment are from
-    # about the time of Python 3.13, the newest that is tested.
+    # `nox -s floor` runs the tests with the lowest versions that fit. The bounds without a comment
+    # are from about the time of Python 3.13, the newest that is tested.
     install_requires=[
         # torch.load(weights_only=True) ran code before 2.6 (CVE-2025-32434) and corrupted memory
         # before 2.10 (CVE-2026-24747). torchvision 0.25 is the release for torch 2.10.
