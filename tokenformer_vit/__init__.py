@@ -1,5 +1,6 @@
 """TokenFormer vision transformers; importing the package registers its models with timm."""
 
+from . import interrupts as interrupts  # isort: split  # first: the next import takes seconds
 from . import models as models
 
 __version__ = "0.1.0"

@@ -1,47 +1,137 @@
-"""What the command lines in tools/ share."""
+"""What the commands share: how they end, what they print, and types of arguments."""
 
 import argparse
+import datetime
+import errno
+import logging
+import os
+import signal
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
 
 from .errors import InputError
+from .interrupts import INTERRUPTED, leave_on_interrupt
 
-__all__ = ["run_tool", "whole_number"]
+__all__ = ["printable", "run_tool", "whole_number"]
+
+_DEBUG = "--debug"
+# Reported without the file's name where a library writes it.
+_NO_SPACE = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
+# Characters that change the direction of the text after them; Python calls some printable.
+_BIDI = set(map(chr, (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))))
 
 
-def run_tool(main: Callable[[], None]) -> None:
-    """Run a tool's ``main``; what the user can put right, and Ctrl-C, end it in one line.
+def run_tool(main: Callable[[], None], status: int = 1) -> None:
+    """Run a command's ``main`` and end it in one line, whatever happens.
+
+    An error of what the user gave says what to do. Any other error is a defect: its line names the
+    file that the traceback went to, or the traceback is printed if the command line has
+    ``--debug``. A first Ctrl-C ends the command in one line, a second one at once.
 
     Args:
         main: Takes its arguments from ``sys.argv``.
+        status: Exit status after an error.
 
     Raises:
-        SystemExit: With status 1 after an InputError or an error of the file system that names
-            its file, 130 after Ctrl-C.
+        SystemExit: With ``status`` after an error, 130 after Ctrl-C, else as ``main`` does.
     """
+    logging.raiseExceptions = False  # a log on a full disk would print a traceback for each line
+    debug = _DEBUG in sys.argv
+    sys.argv = [word for word in sys.argv if word != _DEBUG]
     try:
+        # Only in the main thread can a signal have a handler; other threads never see one.
+        with suppress(ValueError):
+            signal.signal(signal.SIGINT, _interrupt)
         main()
-    except InputError as error:
-        # A data loader's worker puts its traceback before the message; the last line is ours.
-        line = str(error).splitlines()[-1].removeprefix(f"{InputError.__module__}.InputError: ")
-        print(f"error: {line}", file=sys.stderr)
-        sys.exit(1)
-    except OSError as error:
-        if error.filename is None:
-            raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
-        sys.exit(1)
     except KeyboardInterrupt:
-        print("interrupted; what was finished is kept", file=sys.stderr)
+        with suppress(ValueError):
+            signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
+        _say(INTERRUPTED)
         sys.exit(130)
+    except BrokenPipeError:
+        # The reader, such as `head`, has seen enough; Python must not complain when it exits.
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        if debug:
+            raise
+        _say(f"error: {_explain(error)}")
+        sys.exit(status)
 
 
-def whole_number(least: int) -> Callable[[str], int]:
-    """Make an argparse type for whole numbers of at least ``least``."""
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    if os.getpid() == _PROCESS:  # else a worker of ours, which its parent ends
+        leave_on_interrupt()
+    raise KeyboardInterrupt
+
+
+_PROCESS = os.getpid()
+
+
+def _explain(error: Exception) -> str:
+    """Say in one line what went wrong and what to do."""
+    if isinstance(error, InputError):
+        # A data loader's worker puts its traceback before the message.
+        return str(error).rpartition(f"{InputError.__module__}.InputError: ")[2].rstrip()
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno in _NO_SPACE:
+        return f"{error.strerror}: free some space, then run the same command again"
+    what = " ".join(str(error).split())[:300]
+    if isinstance(error, MemoryError):
+        what = "not enough memory; use a smaller batch or fewer workers"
+    line = f"{type(error).__name__}: {what}" if what else type(error).__name__
+    try:
+        return f"{line} (unexpected; the traceback is in {_keep_traceback(error)})"
+    except OSError:
+        return f"{line} (unexpected; {_DEBUG} prints the traceback)"
+
+
+def _keep_traceback(error: Exception) -> Path:
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    descriptor, name = tempfile.mkstemp(".txt", f"tokenformer-vit-{now}-")
+    with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(f"{sys.argv}\n\n{''.join(traceback.format_exception(error))}")
+    return Path(name)
+
+
+def _say(line: str) -> None:
+    # A full disk behind stderr, or a closed one, must not hide the status.
+    with suppress(OSError, ValueError):
+        print(printable(line), file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    r"""Escape what would do something to a terminal instead of being shown, such as ``\x1b``.
+
+    Args:
+        text: A name or a message that may come from a file.
+
+    Returns:
+        The text in one line. Letters of every script stay.
+    """
+    return "".join(
+        char if char.isprintable() and char not in _BIDI else char.encode("unicode_escape").decode()
+        for char in text
+    )
+
+
+def whole_number(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:
+    """Make an argparse type for whole numbers from ``least`` to ``most``."""
 
     def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        # Python refuses to read numbers of thousands of digits.
+        if not text.isdecimal() or len(text) > 20 or not least <= int(text) <= most:
+            room = f" and at most {most}" if most < 2**63 - 1 else ""
+            raise argparse.ArgumentTypeError(
+                f"{text[:40]!r} is not a whole number of at least {least}{room}"
+            )
         return int(text)
 
     return parse

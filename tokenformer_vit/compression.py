@@ -3,6 +3,7 @@
 import copy
 import io
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -13,17 +14,19 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor, nn
-from torchvision.datasets import ImageFolder
 
 from tokenformer_vit.benchmarking.costs import model_costs, total
+from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
 from tokenformer_vit.growth.masks import count_pairs
 from tokenformer_vit.growth.prune import Usage, prune
 from tokenformer_vit.growth.sparse import top_k
 from tokenformer_vit.growth.tokens import kind_of
-from tokenformer_vit.prediction import data_config, read_images
+from tokenformer_vit.models.checkpoints import data_config
+from tokenformer_vit.vision.images import class_folders, read_images, say_left_out, scan_images
 
 __all__ = [
     "KINDS",
@@ -151,22 +154,31 @@ def labelled_images(folder: Path, num_classes: int) -> list[tuple[Path, int]]:
     Raises:
         InputError: If there is no such folder, a class has no image, or there are not as many.
     """
-    dataset = _class_folders(folder)
-    if len(dataset.classes) != num_classes:
+    classes = _images_by_class(folder)
+    if len(classes) != num_classes:
         raise InputError(
-            f"{folder} has {len(dataset.classes)} class folders, but the model tells "
+            f"{folder} has {len(classes)} class folders, but the model tells "
             f"{num_classes} classes apart: give the data that it was trained on"
         )
-    return [(Path(path), label) for path, label in dataset.samples]
+    return [(path, label) for label, images in enumerate(classes) for path in images]
 
 
-def _class_folders(folder: Path) -> ImageFolder:
-    if not folder.is_dir():
-        raise InputError(f"there is no folder {folder}; it should hold a folder for each class")
-    try:
-        return ImageFolder(str(folder))
-    except FileNotFoundError as error:
-        raise InputError(f"{folder}: {str(error).splitlines()[0]}") from error
+def _images_by_class(folder: Path) -> list[list[Path]]:
+    left_out: Counter[str] = Counter()
+    folders = class_folders(folder, left_out) if folder.is_dir() else []
+    if not folders:
+        raise InputError(f"there is no folder {folder} that holds a folder for each class")
+    classes = {
+        path.name: [Path(entry.path) for entry in scan_images(path, left_out)] for path in folders
+    }
+    say_left_out(left_out, folder)
+    empty = [name for name, images in classes.items() if not images]
+    if empty:
+        raise InputError(
+            f"there are no images in {len(empty)} class folders of {folder}: "
+            f"{', '.join(empty[:5])}{', ...' if len(empty) > 5 else ''}; fill or remove them"
+        )
+    return list(classes.values())
 
 
 def sample_images(folder: Path, number: int, seed: int, apart: Path) -> list[Path]:
@@ -188,8 +200,8 @@ def sample_images(folder: Path, number: int, seed: int, apart: Path) -> list[Pat
             f"usage must not be measured on images whose accuracy is reported: {folder} and "
             f"{apart} overlap; give training images with --measure-on"
         )
-    images = _class_folders(folder).samples
-    return [Path(path) for path, _ in random.Random(seed).sample(images, min(number, len(images)))]
+    images = [path for paths in _images_by_class(folder) for path in paths]
+    return random.Random(seed).sample(images, min(number, len(images)))
 
 
 def tensor_batches(
@@ -211,10 +223,9 @@ def tensor_batches(
     """
     with closing(read_images(paths, data_config(model), batch_size)) as batches:
         for batch in batches:
-            for path, image in batch:
-                if isinstance(image, Exception):
-                    reason = " ".join(str(image).split()) or type(image).__name__
-                    raise InputError(f"{path} cannot be read ({reason}); repair or remove it")
+            for _, image in batch:
+                if isinstance(image, InputError):
+                    raise InputError(f"cannot read image {image}; repair or remove it")
             images = [image for _, image in batch if isinstance(image, Tensor)]
             yield torch.stack(images).to(device)
 
@@ -255,7 +266,9 @@ def measure_top1(
 
 def table(record: Mapping[str, Any]) -> Table:
     """Lay out the points of a record."""
-    rows = Table(title=f"top-1 accuracy on {record['images']} images of {record['data']}")
+    data = printable(record["data"])
+    # Text: the name of a folder may look like rich's markup
+    rows = Table(title=Text(f"top-1 accuracy on {record['images']} images of {data}"))
     for name in ("method", "keep", "q, k, v", "output", "FFN", "parameters", "GFLOPs", "top-1 %"):
         rows.add_column(name, justify="left" if name == "method" else "right")
     for point in record["points"]:

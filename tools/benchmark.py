@@ -65,6 +65,9 @@ our most frugal variant of the group keeps. The bound is the larger of these byt
 ceiling and the FLOPs over the matmul ceiling.
 """
 
+import tokenformer_vit  # noqa: F401  # first: from here on, Ctrl-C is one line
+
+# isort: split
 import argparse
 import itertools
 import json

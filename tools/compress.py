@@ -15,6 +15,9 @@ Writes compression.json and compression.png into ``--out``; with ``--save`` also
 as a folder that timm and the other tools load.
 """
 
+import tokenformer_vit  # noqa: F401  # first: from here on, Ctrl-C is one line
+
+# isort: split
 import argparse
 import os
 import shlex
@@ -41,7 +44,8 @@ from tokenformer_vit.compression import (
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import pattention_layers
 from tokenformer_vit.growth.prune import measure_usage
-from tokenformer_vit.prediction import choose_device, load_model, model_arguments, save_model
+from tokenformer_vit.models.checkpoints import load_model, save_model
+from tokenformer_vit.prediction import choose_device, model_arguments
 from tokenformer_vit.records import environment, write_record
 
 

@@ -13,6 +13,9 @@ reads::
 OUT appears whole or not at all.
 """
 
+import tokenformer_vit  # noqa: F401  # first: from here on, Ctrl-C is one line
+
+# isort: split
 import argparse
 import io
 from collections.abc import Sequence

@@ -17,6 +17,9 @@ out, as in Table 3 of the paper (arXiv:2410.23168); tokenformer_vit/benchmarking
 formulas.
 """
 
+import tokenformer_vit  # noqa: F401  # first: from here on, Ctrl-C is one line
+
+# isort: split
 import argparse
 import json
 import sys
@@ -39,7 +42,8 @@ from tokenformer_vit.benchmarking.lengths import draw_lengths
 from tokenformer_vit.command_line import run_tool, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import LM_PRESETS, TokenFormerLM, lm_config
-from tokenformer_vit.prediction import KeyValues, load_model
+from tokenformer_vit.models.checkpoints import load_model
+from tokenformer_vit.prediction import KeyValues
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -30,6 +30,9 @@ Beside what every record says (command, commit, date, hardware, versions) result
     average, average_stderr    mean accuracy of the six tasks, if all were asked
 """
 
+import tokenformer_vit  # noqa: F401  # first: from here on, Ctrl-C is one line
+
+# isort: split
 import argparse
 import hashlib
 import json

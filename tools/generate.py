@@ -12,6 +12,9 @@ Without prompts each line on stdin is one. The text appears on stdout as it is m
 --seed draws the same text for the same prompts.
 """
 
+import tokenformer_vit  # noqa: F401  # first: from here on, Ctrl-C is one line
+
+# isort: split
 import argparse
 import os
 import sys

@@ -16,22 +16,24 @@ Numbers are those of pairs in each layer from now on; the paper's growth series 
 qkv = proj = ffn / 4. OUT appears whole or not at all.
 """
 
+import tokenformer_vit  # noqa: F401  # first: from here on, Ctrl-C is one line
+
+# isort: split
 import argparse
 import copy
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save
 
 from tokenformer_vit.command_line import run_tool, whole_number
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import write_whole
 from tokenformer_vit.growth import INITS, grow, grow_state_dict
 from tokenformer_vit.models import TokenFormerViT
+from tokenformer_vit.models.checkpoints import load_model, read_state_dict, save_model
+from tokenformer_vit.models.weights import write_tensors
 from tokenformer_vit.ops import THETAS
-from tokenformer_vit.prediction import KeyValues, load_model, read_state_dict, save_model
+from tokenformer_vit.prediction import KeyValues
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -66,7 +68,7 @@ def _grow_file(args: argparse.Namespace, how: dict) -> None:
     before = read_state_dict(args.source)
     after = grow_state_dict(before, **how, theta=args.theta, missing_tau=args.missing_tau)
     args.target.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(args.target, save({name: t.contiguous() for name, t in after.items()}))
+    write_tensors(args.target, after)
     counts = [sum(t.numel() for t in each.values()) for each in (before, after)]
     print(f"{counts[0]:,} -> {counts[1]:,} entries\nDone. In {args.target}: the grown state dict")
 
@@ -80,10 +82,7 @@ def _grow_model(args: argparse.Namespace, how: dict) -> None:
         raise InputError(f"{args.source} is a {type(model).__name__}; TokenFormers alone grow")
     before = copy.deepcopy(model)
     grow(model, **how)
-    args.target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=args.target.parent, prefix=".grow-") as partial:
-        save_model(model, Path(partial, "grown"))
-        Path(partial, "grown").rename(args.target)
+    save_model(model, args.target)
     counts = [sum(p.numel() for p in each.parameters()) for each in (before, model)]
     gated = any(name.endswith(".gate") for name in model.state_dict())
     print(

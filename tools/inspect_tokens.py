@@ -16,6 +16,9 @@ Files that are no readable images are named on stderr and skipped. Exit status: 
 was read, 1 if some were skipped or after an error, 130 after Ctrl-C.
 """
 
+import tokenformer_vit  # noqa: F401  # first: from here on, Ctrl-C is one line
+
+# isort: split
 import argparse
 import os
 import sys
@@ -33,14 +36,13 @@ from tokenformer_vit.inspection import (
     find_exemplars,
     map_tokens,
 )
+from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.prediction import (
     choose_device,
-    find_images,
-    load_model,
     model_arguments,
-    say_skipped,
 )
 from tokenformer_vit.records import write_record
+from tokenformer_vit.vision.images import find_images, say_skipped
 
 
 def main(argv: Sequence[str] | None = None) -> None:

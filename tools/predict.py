@@ -9,16 +9,18 @@ With any timm model and a checkpoint of it::
     python tools/predict.py cat.jpg --model tokenformer_base --checkpoint weights.safetensors
 
 Files that are no readable images are named on stderr and skipped. Exit status: 0 if every image
-was classified, 1 if some were skipped, 2 if none could be.
+was classified, 1 if some were skipped, 2 if none could be, 130 after Ctrl-C.
 """
 
+import tokenformer_vit  # noqa: F401  # first: from here on, Ctrl-C is one line
+
+# isort: split
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -26,25 +28,24 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
-from tokenformer_vit.command_line import whole_number
+from tokenformer_vit.command_line import printable, run_tool, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import compile_blocks
+from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.prediction import (
     choose_device,
-    find_images,
-    load_model,
     model_arguments,
     predict,
-    say_skipped,
 )
+from tokenformer_vit.vision.images import find_images, say_skipped
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line.
 
     Raises:
-        SystemExit: With 1 if images were skipped, with 2 after one line on stderr if nothing
-            could be classified.
+        InputError: If nothing can be classified; the message says why.
+        SystemExit: With 1 if images were skipped.
     """
     args = _parse(argv)
     try:
@@ -54,23 +55,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.compile:
             compile_blocks(model)
         if args.checkpoint is None and not args.model.startswith("local-dir:"):
-            _say(
-                f"warning: no --checkpoint: {args.model} has random weights, so its answers are too"
-            )
+            warning = f"{args.model} has random weights, so its answers are too"
+            tqdm.write(f"warning: no --checkpoint: {warning}", file=sys.stderr)
         results = predict(model, paths, args.topk, args.batch_size, device)
         done = _print_json(results) if args.json else _print_table(results)
-    except InputError as error:
-        _stop(f"error: {error}")
-    except torch.OutOfMemoryError:
-        _stop(f"error: not enough GPU memory for --batch-size {args.batch_size}; make it smaller")
-    except KeyboardInterrupt:
-        _stop("interrupted")
-    except BrokenPipeError:
-        # The reader, such as `head`, has seen enough; Python must not complain when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+    except torch.OutOfMemoryError as error:
+        raise InputError(
+            f"not enough GPU memory for --batch-size {args.batch_size}; make it smaller"
+        ) from error
     if done == 0:
-        _stop("error: none of the images could be read")
+        raise InputError("none of the images could be read")
     if done < len(paths):
         sys.exit(1)
 
@@ -119,8 +113,9 @@ def _print_table(results: Iterable[tuple[Path, Any]]) -> int:
             continue
         for rank, guess in enumerate(top):
             table.add_row(
-                Text(str(path) if rank == 0 else ""),  # Text: names may look like rich's markup
-                Text(guess["label"]),
+                # Text: names may look like rich's markup.
+                Text(printable(str(path)) if rank == 0 else ""),
+                Text(printable(guess["label"])),
                 str(guess["index"]),
                 f"{guess['probability']:.2%}",
                 end_section=rank == len(top) - 1,
@@ -131,14 +126,5 @@ def _print_table(results: Iterable[tuple[Path, Any]]) -> int:
     return done
 
 
-def _say(line: str) -> None:
-    tqdm.write(line, file=sys.stderr)
-
-
-def _stop(line: str) -> NoReturn:
-    _say(line)
-    sys.exit(2)
-
-
 if __name__ == "__main__":
-    main()
+    run_tool(main, status=2)

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenformer_vit.command_line import whole_number
+from tokenformer_vit.command_line import run_tool, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.preparation import (
     check,
@@ -37,10 +37,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line.
 
     Raises:
-        SystemExit: With one line for people on stderr, if something cannot be done.
+        InputError: If something cannot be done; the message says what.
+        SystemExit: With 1 if ``--check`` found images that cannot be read.
     """
     args = _parse(argv)
-    resume = "" if args.check else "; nothing is half-written, the same command continues from here"
     try:
         if args.check:
             if check(args.target, args.workers):
@@ -56,12 +56,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             if limit is not None and name in splits:
                 splits[name].labels = splits[name].labels[:limit]
         unpack(splits, class_folders(names), args.target)
-    except InputError as error:
-        sys.exit(f"error: {error}")
     except OSError as error:
-        sys.exit(f"error: {error.filename or args.target}: {error.strerror or error}{resume}")
-    except KeyboardInterrupt:
-        sys.exit(f"interrupted{resume}")
+        resume = "" if args.check else "; nothing is half-written, the same command continues"
+        raise InputError(
+            f"{error.filename or args.target}: {error.strerror or error}{resume}"
+        ) from error
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -112,4 +111,4 @@ def _assignment(text: str) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main)

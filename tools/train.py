@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,6 +18,7 @@ def main(argv: list[str] | None = None) -> None:
     from tokenformer_vit.integrations import config  # isort: skip  # says why, if mmengine fails
     from mmengine.runner import Runner
 
+    from tokenformer_vit.files import locked_folder, remove_leftovers
     from tokenformer_vit.integrations.reports import ExportHook
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -64,11 +66,16 @@ def main(argv: list[str] | None = None) -> None:
     if find_spec("tensorboard"):
         cfg.visualizer.vis_backends.append({"type": "TensorboardVisBackend"})
     config.scale_for_accumulation(cfg)
-    config.choose_checkpoint(cfg, args.resume)
-    config.use_cpu_processes(cfg)
-
-    runner = Runner.from_cfg(cfg)
-    runner.train()
+    work_dir = config.make_work_dir(cfg)
+    # One process of a run holds the lock for all of them.
+    first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    with locked_folder(work_dir) if first else nullcontext():
+        if first:
+            remove_leftovers(work_dir)
+        config.choose_checkpoint(cfg, args.resume)
+        config.use_cpu_processes(cfg)
+        runner = Runner.from_cfg(cfg)
+        runner.train()
     if runner.rank == 0:
         export = next((hook for hook in runner.hooks if isinstance(hook, ExportHook)), None)
         model = f"model.safetensors and config.json ({export.purpose}), " if export else ""

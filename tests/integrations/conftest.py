@@ -83,7 +83,7 @@ class Train:
         # What a process gets besides the present environment.
         self.environment: dict[str, str] = {}
 
-    def start(self, work_dir: Path, *extra: str, launcher: tuple[str, ...] = ()):
+    def start(self, work_dir: Path, *extra: str, launcher: tuple[str, ...] = (), **how):
         own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **self.environment}
         return subprocess.Popen(
             [sys.executable, *launcher, str(TOOL), *self._words(work_dir, extra)],
@@ -91,6 +91,7 @@ class Train:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            **how,
         )
 
     def __call__(self, work_dir: Path, *extra: str, launcher: tuple[str, ...] = ()) -> str:

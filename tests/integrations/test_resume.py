@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import resource
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tokenformer_vit.files import temporary_name
 from tokenformer_vit.integrations.reports import read_scalars
 
 # Two workers, mixup, drop path, EMA, a warm-up by iteration and a decay by epoch: everything that
@@ -33,17 +35,20 @@ def losses(work_dir):
     return {step: record["loss"] for step, record in train.items()}, val
 
 
+def wait_for(process, work_dir, iteration):
+    """Return as soon as the log shows ``iteration``."""
+    deadline = time.monotonic() + 200
+    while max(losses(work_dir)[0], default=0) < iteration:
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def kill_after(process, work_dir, iteration):
     """Send SIGKILL as soon as the log shows ``iteration``."""
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline:
-        if max(losses(work_dir)[0], default=0) >= iteration:
-            process.send_signal(signal.SIGKILL)
-            process.communicate()
-            return
-        assert process.poll() is None, process.stdout.read()
-        time.sleep(0.01)
-    raise TimeoutError
+    wait_for(process, work_dir, iteration)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
 
 
 @pytest.mark.parametrize(
@@ -128,6 +133,87 @@ def test_a_full_disk_stops_the_run_and_leaves_the_previous_checkpoint(train, tmp
     assert re.search(r"^error: cannot write .*epoch_\d+\.pth \(File too large\)", output, re.M)
     assert torch.load(pointer.read_text(), weights_only=True)["meta"]["epoch"] >= 1
     assert not list(tmp_path.glob(".*.partial"))
+    assert not (tmp_path / "record.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoints", [BY_EPOCH, BY_ITERATION])
+def test_a_run_that_is_told_to_stop_goes_on_exactly(train, tmp_path, checkpoints):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    train(whole, *OPTIONS, *checkpoints)
+    process = train.start(stopped, *OPTIONS, *checkpoints, start_new_session=True)
+    wait_for(process, stopped, 8)
+    os.killpg(process.pid, signal.SIGTERM)  # Slurm's reaches data loading workers, too
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, output
+    iteration = int(re.search(r"Stopped by SIGTERM after iteration (\d+)\.", output)[1])
+    assert 8 <= iteration < 18
+    assert (stopped / "last_checkpoint").read_text() == str(stopped / "stopped.pth")
+    assert torch.load(stopped / "stopped.pth", weights_only=True)["meta"]["iter"] == iteration
+    train(stopped, "--resume", *OPTIONS, *checkpoints)
+    assert losses(stopped)[0] == losses(whole)[0]
+    for name in ("model.safetensors", "config.json"):
+        assert (whole / name).read_bytes() == (stopped / name).read_bytes()
+    assert not (stopped / "stopped.pth").exists()  # the next regular checkpoint took its place
+
+
+@pytest.mark.slow
+def test_another_batch_size_or_other_data_are_refused(train, run, data_root, tmp_path):
+    root = shutil.copytree(data_root, tmp_path / "images")
+    train(run, "--resume", *OPTIONS, "train_cfg.max_epochs=3", "--data-root", str(root))  # moved
+    for index in range(3):
+        (root / "train" / "dark" / f"{index}.png").unlink()  # as many iterations as before
+    line = train.fails(run, "--resume", *OPTIONS, "--data-root", str(root))
+    assert "training samples: 48 then, 45 now" in line
+    shutil.copytree(data_root, root, dirs_exist_ok=True)
+    (root / "train" / "dark" / "0.png").rename(root / "train" / "dark" / "x.png")
+    line = train.fails(run, "--resume", *OPTIONS, "--data-root", str(root))
+    assert "hash of the list of training files and labels" in line
+    line = train.fails(run, "--resume", "--batch-size", "9", *OPTIONS)
+    assert "samples in an iteration (batch size times processes): 8 then, 9 now" in line
+
+
+@pytest.mark.slow
+def test_checkpoints_without_a_pointer_are_not_overwritten(train, run):
+    (run / "last_checkpoint").unlink()
+    line = train.fails(run, *OPTIONS)
+    assert "holds a run already: add --resume" in line
+    line = train.fails(run, "--resume", *OPTIONS)
+    assert "has no last_checkpoint" in line
+    assert f"--resume {run}/epoch_3.pth" in line
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_names_the_earlier_ones(train, run):
+    data = bytearray((run / "epoch_3.pth").read_bytes())
+    data[len(data) // 2] ^= 1
+    (run / "epoch_3.pth").write_bytes(data)
+    line = train.fails(run, "--resume", *OPTIONS)
+    assert "epoch_3.pth is damaged: the checksum" in line
+    assert "epoch_2.pth" in line
+
+
+@pytest.mark.slow
+def test_two_runs_do_not_share_a_work_directory(train, tmp_path):
+    process = train.start(tmp_path, *OPTIONS, "train_cfg.max_epochs=200")
+    wait_for(process, tmp_path, 1)
+    left = tmp_path / temporary_name(tmp_path / "epoch_1.pth").name.replace(
+        f"-{os.getpid()}-", "-4194300-"
+    )
+    left.write_text("of a killed run")
+    first = train.environment
+    train.environment = {**first, "ALONE": "1"}  # in a process of its own, as a user starts it
+    try:
+        line = train.fails(tmp_path, "--resume", *OPTIONS)
+    finally:
+        train.environment = first
+    assert f"{tmp_path} is in use by process {process.pid}" in line
+    assert left.exists()  # only the one that holds the lock tidies up
+    process.kill()
+    process.communicate()
+    line = train.fails(tmp_path, *OPTIONS)
+    assert "holds a run already" in line
+    assert not left.exists()
 
 
 @pytest.mark.slow

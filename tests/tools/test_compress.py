@@ -20,7 +20,7 @@ import tokenformer_vit  # noqa: F401
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth.prune import measure_usage, prune
 from tokenformer_vit.growth.sparse import top_k
-from tokenformer_vit.prediction import save_model
+from tokenformer_vit.models.checkpoints import save_model
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "compress.py"
@@ -195,13 +195,13 @@ def test_another_number_of_classes(data, tmp_path):
 
 
 def test_missing_folders(exported, data, tmp_path):
-    assert f"there is no folder {tmp_path / 'val'}" in failure(exported, tmp_path)
+    assert f"there is no folder {tmp_path / 'val'} that holds" in failure(exported, tmp_path)
     (tmp_path / "val").symlink_to(data / "val")
     assert str(tmp_path / "train") in failure(exported, tmp_path)
     (tmp_path / "val").unlink()
     for name in FOLDERS:
         (tmp_path / "val" / name).mkdir(parents=True)
-    assert "Found no valid file" in failure(exported, tmp_path)
+    assert "no images in 3 class folders" in failure(exported, tmp_path)
 
 
 def test_missing_checkpoint_and_model(exported, data, tmp_path):
@@ -225,7 +225,7 @@ def test_an_image_that_cannot_be_read(split, exported, data, tmp_path):
                 (tmp_path / each / name / path.name).symlink_to(path)
     cut = tmp_path / split / "cat" / "cut.png"
     cut.write_bytes((data / "val" / "cat" / "0.png").read_bytes()[:900])
-    assert f"{cut} cannot be read" in failure(exported, tmp_path, "--out", tmp_path / "out")
+    assert f"cannot read image {cut}: " in failure(exported, tmp_path, "--out", tmp_path / "out")
     assert not (tmp_path / "out" / "compression.json").exists()
 
 
@@ -234,9 +234,9 @@ def test_diverged_weights_are_not_given_an_accuracy(methods, model, data, tmp_pa
     diverged = build()
     diverged.load_state_dict(model.state_dict())
     with torch.no_grad():
-        diverged.head.bias[0] = torch.nan
+        diverged.head.weight[0] = torch.finfo().max  # finite, as the reader of weights demands
     save_model(diverged, tmp_path / "run")
-    assert "not finite" in failure(tmp_path / "run", data, "--method", *methods)
+    assert "output is not finite" in failure(tmp_path / "run", data, "--method", *methods)
 
 
 @pytest.mark.parametrize("keep", ["0", "1.5", "half", "nan"])
@@ -274,6 +274,16 @@ def test_ctrl_c_ends_it_in_one_line(exported, data, tmp_path):
     assert "Traceback" not in err
     assert err.splitlines()[-1].startswith("interrupted")
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_the_name_of_the_data_is_no_markup(exported, data, tmp_path, capsys):
+    root = tmp_path / "[red]a\x1b[/nothing]"
+    root.parent.mkdir()
+    root.symlink_to(data)
+    run(exported, root, "--method", "top-k", "--keep", 0.5, "--out", tmp_path / "out")
+    out = "".join(capsys.readouterr().out.split())
+    assert r"[red]a\x1b[/nothing]/val" in out
+    assert json.loads((tmp_path / "out/compression.json").read_text())["data"] == f"{root}/val"
 
 
 def test_real_images(shared_data, tmp_path):

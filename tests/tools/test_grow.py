@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import tokenformer_vit  # noqa: F401
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.prediction import save_model
+from tokenformer_vit.models.checkpoints import save_model
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from matplotlib.axes import Axes
 from PIL import Image
 from timm.data import create_transform
 from timm.models import save_for_hf
@@ -329,6 +330,22 @@ def test_diverged_weights(photos):
     torch.nn.init.constant_(model.blocks[1].mlp.key_param_tokens, float("nan"))
     with pytest.raises(InputError, match=r"blocks\.1\.mlp are not finite"):
         inspection.find_exemplars(model, [photos / "0.png"])
+
+
+def test_names_of_images_are_drawn_as_they_are(model, photos, tmp_path, monkeypatch):
+    drawn = []
+    set_ylabel = Axes.set_ylabel
+    monkeypatch.setattr(
+        Axes,
+        "set_ylabel",
+        lambda axes, text, **more: drawn.append(text) or set_ylabel(axes, text, **more),
+    )
+    names = [r"$\frac$.png", "a\nb\x1b.png", os.fsdecode(b"\xff.png")]
+    for name in names:
+        shutil.copy(photos / "0.png", tmp_path / name)
+    found = inspection.map_tokens(model, [tmp_path / name for name in names])
+    inspection.draw_maps(found, model, tmp_path / "tokens.png")
+    assert drawn == [r"$\frac$.png", r"a\nb\x1b.png", r"\udcff.png"]
 
 
 def test_an_image_that_went_away_meanwhile(model, photos, tmp_path):

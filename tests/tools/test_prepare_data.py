@@ -15,6 +15,9 @@ import pytest
 from PIL import Image
 from timm.data.readers.reader_image_folder import find_images_and_targets
 
+from tokenformer_vit import files
+from tokenformer_vit.errors import InputError
+
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
@@ -78,11 +81,9 @@ def run(*arguments):
 
 def failure(capsys, *arguments):
     """Run, and return the one line that it must end with."""
-    with pytest.raises(SystemExit) as exit_:
+    with pytest.raises(InputError) as error:
         run(*arguments)
-    message = exit_.value.code
-    assert isinstance(message, str), f"ended with {message!r}, {capsys.readouterr().err}"
-    assert message.startswith("error: ")
+    message = str(error.value)
     assert "\n" not in message
     return message
 
@@ -130,12 +131,13 @@ def test_same_tree_after_an_interruption_anywhere(source, tmp_path, monkeypatch)
             replace(partial, path)
 
         monkeypatch.setattr(os, "replace", die)
-        with pytest.raises(SystemExit, match="same command continues"):
+        with pytest.raises(KeyboardInterrupt):
             run(source, target)
         monkeypatch.setattr(os, "replace", replace)
         assert len(tree(target)) == stop
         # What SIGKILL would leave behind, which no handler can remove:
-        (target / "train/ant/train-00000-of-00002_0000000.jpg.partial").write_bytes(b"half")
+        partial = f".tokenformer-{files._HOST}-{2**31 - 1}-{stop:016x}.partial"
+        (target / "train/ant" / partial).write_bytes(b"half")
         run(source, target)
         assert tree(target) == whole
 
@@ -315,6 +317,29 @@ def test_bad_image_is_named(data, tmp_path, capsys):
     assert len(tree(tmp_path / "out")) == 5
 
 
+def test_names_of_classes_make_plain_folders(tmp_path, capsys):
+    names = ["a\x1b[31m", "b\u202e", "c\ud800", "d$"]
+    write_shard(tmp_path / "in" / "train-0.parquet", [0, 1, 2, 3], names=names)
+    run(tmp_path / "in", tmp_path / "out")
+    assert sorted(os.listdir(tmp_path / "out/train")) == ["a_[31m", "b_", "c_", "d$"]
+    assert "\x1b" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_partial_files_of_others_are_kept(linked, source, tmp_path):
+    target = tmp_path / "out"
+    run(source, target)
+    folder = target / "train" / "ant"
+    if linked:
+        folder.rename(tmp_path / "elsewhere")
+        folder.symlink_to(tmp_path / "elsewhere")
+    (folder / "download.partial").write_text("mine")
+    (folder / ".x.jpg.partial").write_text("mine")
+    run(source, target)
+    assert (folder / "download.partial").read_text() == "mine"
+    assert (folder / ".x.jpg.partial").read_text() == "mine"
+
+
 def test_damaged_parquet_is_named(tmp_path, capsys):
     path = tmp_path / "in" / "train-0.parquet"
     write_shard(path, [0, 1, 2])
@@ -323,15 +348,14 @@ def test_damaged_parquet_is_named(tmp_path, capsys):
 
 
 def test_full_disk_leaves_no_half_file_and_can_be_continued(source, tmp_path, monkeypatch, capsys):
-    write_bytes = Path.write_bytes
+    replace = os.replace
 
-    def full(path, data):
+    def full(partial, path):
         if "00001-of-00002_0000002" in path.name:
-            write_bytes(path, data[: len(data) // 2])
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write_bytes(path, data)
+        replace(partial, path)
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(os, "replace", full)
     message = failure(capsys, source, tmp_path / "out")
     assert "No space left on device" in message
     assert str(tmp_path / "out/train/bee/train-00001-of-00002_0000002") in message
@@ -428,6 +452,13 @@ def test_check_lists_what_cannot_be_decoded(source, tmp_path, capsys):
     assert f"unreadable: {empty}: " in out
     assert len([line for line in out.splitlines() if line.startswith("unreadable: ")]) == 2
     assert "2 of 17 images are unreadable" in out
+
+
+def test_a_killed_process_of_a_check_is_one_line(source, tmp_path, monkeypatch, capsys):
+    run(source, tmp_path / "out")
+    monkeypatch.setattr("tokenformer_vit.preparation.folders.read_image", lambda _: os._exit(9))
+    message = failure(capsys, "--check", tmp_path / "out", "--workers", 1)
+    assert "was killed, perhaps for lack of memory; give a smaller number of --workers" in message
 
 
 def test_check_of_nothing(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import csv
 import importlib.util
+import io
 import json
 import os
 import subprocess
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 import timm
 import torch
+from matplotlib.backends.backend_agg import RendererAgg
+from matplotlib.mathtext import MathTextParser
 from PIL import Image
 from rich.console import Console
 from timm.data import create_transform, resolve_model_data_config
@@ -24,8 +27,11 @@ from tokenformer_vit.integrations.evaluation import (
     configure_test,
     draw_confusion,
     print_evaluation,
+    write_evaluation,
 )
 from tokenformer_vit.integrations.reports import read_scalars
+from tokenformer_vit.models.checkpoints import DESCRIPTION, class_names, data_config, load_model
+from tokenformer_vit.prediction import predict
 
 ROOT = Path(__file__).resolve().parents[2]
 VAL_IMAGES = {"bright": 10, "dark": 7, "[bold]split": 12}  # 29: an odd number, unequally shared
@@ -46,9 +52,15 @@ param_scheduler = [dict(type="ConstantLR", factor=1.0)]
 train_cfg = dict(max_epochs=2, val_interval=1)
 """
 
-spec = importlib.util.spec_from_file_location("test_tool", ROOT / "tools" / "test.py")
-tool = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tool)
+
+def load_tool(name):
+    spec = importlib.util.spec_from_file_location(f"{name}_tool", ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tool, export = load_tool("test"), load_tool("export")
 
 
 def command(name, *arguments, launcher=()):
@@ -247,10 +259,11 @@ def test_checkpoint_that_would_run_code_ends_the_command_in_one_line(run, tmp_pa
 
 def test_diverged_weights_are_not_given_an_accuracy(run, tmp_path):
     def diverge(checkpoint):
-        checkpoint["state_dict"]["head.fc.bias"][0] = float("nan")
+        # Finite, as the reader of weights demands, but what they compute is not.
+        checkpoint["state_dict"]["head.fc.weight"][0] = torch.finfo().max
 
     path = changed_checkpoint(run, tmp_path / "x.pth", diverge)
-    assert "not finite" in failure(run, path, tmp_path / "out")
+    assert "output is not finite" in failure(run, path, tmp_path / "out")
 
 
 def test_folder_that_cannot_be_made(run, tmp_path):
@@ -284,3 +297,69 @@ def test_of_many_classes_the_best_and_the_worst_are_shown(tmp_path):
     with Image.open(tmp_path / "x.png") as image:
         image.load()
         assert min(image.size) > 1000
+
+
+@pytest.mark.parametrize("source", ["epoch_2.pth", "exported", "old"])
+def test_a_checkpoint_answers_images_as_the_test_does(run, tmp_path, source):
+    """A training checkpoint says by itself what predict and compress need to know of it."""
+    checkpoint = run.work_dir / "epoch_2.pth"
+    if source != "epoch_2.pth":
+        extra = []
+        if source == "old":  # as versions before wrote them
+            checkpoint = changed_checkpoint(run, tmp_path / "old.pth", lambda c: c.pop(DESCRIPTION))
+            with pytest.raises(InputError, match=r"tools/export\.py .*old\.pth FOLDER --config"):
+                load_model("tokenformer_tiny", checkpoint)
+            extra = ["--config", str(run.config)]
+        export.main([str(checkpoint), str(tmp_path / "folder"), *extra])
+        checkpoint = tmp_path / "folder"
+    model = load_model(None, checkpoint)
+    assert class_names(model) == sorted(VAL_IMAGES)
+    paths = sorted((run.data / "val").rglob("*.png"))
+    answers = [top[0]["label"] for _, top in predict(model, paths, topk=1)]
+    right = sum(answer == path.parent.name for path, answer in zip(paths, answers, strict=True))
+    assert 100 * right / len(paths) == pytest.approx(validated(run)[2], abs=1e-4)
+    exported = load_model(None, run.work_dir)
+    images = torch.randn(2, 3, 8, 8)
+    assert torch.equal(model(images), exported(images))
+    assert data_config(model) == data_config(exported)
+
+
+def test_an_export_does_not_overwrite(run, tmp_path):
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(InputError, match="is there already"):
+        export.main([str(run.work_dir / "epoch_2.pth"), str(tmp_path / "mine")])
+
+
+def test_names_of_classes_are_shown_as_they_are_and_do_nothing(tmp_path):
+    names = [r"$\frac$", "a$b$c", r"back\$lash", "line\nbreak", "\x1b[31mred\u202e", "\udcff"]
+    classes = [
+        {"index": i, "class": name, **dict.fromkeys(("precision", "recall", "f1-score"), 50.0)}
+        | {"support": 5}
+        for i, name in enumerate(names)
+    ]
+    confusion = torch.eye(len(names), dtype=torch.int64) * 5
+    evaluation = Evaluation("c.py", "x.pth", None, None, 30, {"top1": 1.0}, classes, confusion)
+    console = Console(width=120, record=True, file=io.StringIO())
+    print_evaluation(evaluation, console)
+    shown = console.export_text()
+    for name in (r"$\frac$", "a$b$c", r"line\nbreak", r"\x1b[31mred\u202e", r"\udcff"):
+        assert name in shown
+    write_evaluation(evaluation, tmp_path)
+    written = json.loads((tmp_path / "metrics.json").read_bytes())
+    assert [row["class"] for row in written["classes"]] == names
+    with (tmp_path / "per_class.csv").open(encoding="utf-8", newline="") as file:
+        assert [row["class"] for row in csv.DictReader(file)] == [*names[:-1], r"\udcff"]
+
+
+def test_dollars_are_drawn_not_computed(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(MathTextParser, "parse", lambda *_, **__: pytest.fail("a formula"))
+    draw_text = RendererAgg.draw_text
+
+    def draw(renderer, gc, x, y, text, *arguments, **options):
+        drawn.append(text)
+        return draw_text(renderer, gc, x, y, text, *arguments, **options)
+
+    monkeypatch.setattr(RendererAgg, "draw_text", draw)
+    draw_confusion(torch.eye(2, dtype=torch.int64), ["$a$", "b\nc"])
+    assert {"$a$", r"b\nc"} <= set(drawn)

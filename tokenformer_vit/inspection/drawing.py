@@ -15,9 +15,11 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Rectangle
 from torch import nn
 
+from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
-from tokenformer_vit.prediction import data_config, read_images
+from tokenformer_vit.models.checkpoints import data_config
+from tokenformer_vit.vision.images import read_images
 
 from .tokens import MOST
 
@@ -108,7 +110,7 @@ def _pictures(names: Iterable[str], model: nn.Module) -> dict[str, Any]:
     with closing(read_images([Path(name) for name in names], config, MOST)) as batches:
         for path, image in (pair for batch in batches for pair in batch):
             if isinstance(image, Exception):
-                raise InputError(f"{path} could be read before, and now cannot: {image}")
+                raise InputError(f"{image}; it could be read before")
             pixels = ((image * std + mean) * 255).round().clamp(0, 255).byte()
             pictures[str(path)] = pixels.permute(1, 2, 0).numpy()
     return pictures
@@ -130,7 +132,7 @@ def _label(axis: Any, text: str) -> None:
 
 
 def _shorten(name: str, most: int = 22) -> str:
-    name = name.encode(errors="replace").decode()  # no font has what is no character
+    name = printable(name)
     return name if len(name) <= most else f"…{name[1 - most :]}"
 
 

@@ -14,7 +14,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow
 from tokenformer_vit.layers.segments import fuse_state_dict
 from tokenformer_vit.models import compile_blocks, timm_state_dict
-from tokenformer_vit.prediction import load_model
+from tokenformer_vit.models.checkpoints import load_model
 
 from .lora import merge_lora
 
@@ -81,7 +81,9 @@ class TimmClassificationBackbone(BaseModule):
                     f"there is no file {checkpoint_path} to start from: set "
                     "model.backbone.checkpoint_path, or make it as the head of the config says"
                 )
-            self.model = load_model(model_name, Path(checkpoint_path), **kwargs).train()
+            self.model = load_model(
+                model_name, Path(checkpoint_path), for_images=False, **kwargs
+            ).train()
             self.model.reset_classifier(0)
         else:
             self.model = timm.create_model(

@@ -13,22 +13,31 @@ from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.models.checkpoints import DESCRIPTION
 
+from .export import describe_classifier
 from .guard import diverged, unwrap
+from .identity import check_identity, run_identity
 from .loop import validation_is_due
+from .termination import STATUS, PatientWorker, Termination
 from .transforms import seeded_transforms
+
+# What a run that is told to stop leaves behind, until its next regular checkpoint.
+STOPPED = "stopped.pth"
 
 
 @HOOKS.register_module()
 class ExactCheckpointHook(CheckpointHook):
     """mmengine's ``CheckpointHook`` with what an exact resume needs besides.
 
-    A checkpoint also holds the random state of every process, the seed of the sampler and the
-    gradients that are still being accumulated. It consists of tensors and plain values alone, so
-    that it loads with ``torch.load(..., weights_only=True)``. Of the regular checkpoints, one that
-    has had its time is deleted after the next is safely on the disk, not before.
+    A checkpoint also holds the random state of every process, the seed of the sampler, the
+    gradients that are still being accumulated, what the run trains on, and how its model is built
+    and its images are prepared. It consists of tensors and plain values alone, so that it loads
+    with ``torch.load(..., weights_only=True)``. Of the regular checkpoints, one that has had its
+    time is deleted after the next is safely on the disk, not before.
 
     On resume, the validation that was due at the checkpoint runs again: it may have been cut off.
+    A SIGTERM writes ``stopped.pth`` after the iteration that is running, and ends the run.
 
     Note:
         The loss sequence after a resume is that of an uninterrupted run, bit for bit, on the same
@@ -39,16 +48,21 @@ class ExactCheckpointHook(CheckpointHook):
 
     _progress: dict[str, Any] | None = None
     _resumed: dict[str, Any] | None = None
+    _identity: dict[str, Any] | None = None
 
     def before_train(self, runner) -> None:
         """Take up the state of the checkpoint, if the run was resumed from one."""
         super().before_train(runner)
         loader = runner.train_dataloader
+        self._identity = run_identity(runner)
+        self._termination = Termination()
+        self._termination.begin()
         # Iterators draw a seed for their workers; drawn from the global generator it would shift
         # every later random number at each start of an epoch, a validation, or a resume.
-        loader.generator = torch.Generator()
-        if runner.val_loop is not None:
-            runner.val_dataloader.generator = torch.Generator()
+        loaders = [loader] if runner.val_loop is None else [loader, runner.val_dataloader]
+        for each in loaders:
+            each.generator = torch.Generator()
+            each.worker_init_fn = PatientWorker(each.worker_init_fn, self._termination.running)
         images = "classes" in loader.dataset.metainfo  # text is not augmented
         if images and not any(seeded_transforms(loader.dataset)):
             runner.logger.warning(
@@ -65,6 +79,7 @@ class ExactCheckpointHook(CheckpointHook):
                 "`--cfg-options load_from=CHECKPOINT`"
             )
         check_schedule_is_kept(runner, self._resumed)
+        check_identity(self._resumed.get("run"), self._identity, runner.logger)
         loader.sampler.seed = self._resumed["sampler_seed"]
         parameters = dict(unwrap(runner.model).named_parameters())
         for name, gradient in self._resumed["gradients"].items():
@@ -91,6 +106,36 @@ class ExactCheckpointHook(CheckpointHook):
                 f"The checkpoint is of {len(states)} processes, this run has {get_world_size()}: "
                 "its random numbers will be others."
             )
+
+    def after_train_iter(
+        self,
+        runner,
+        batch_idx: int,
+        data_batch: Any = None,
+        outputs: dict[str, Any] | None = None,
+    ) -> None:
+        """Save, if it is time to, or if the run was told to stop."""
+        super().after_train_iter(runner, batch_idx, data_batch, outputs)  # type: ignore[arg-type]
+        if self._termination.requested():
+            self._stop(runner)
+
+    def _stop(self, runner) -> None:
+        """Write a checkpoint and end the process."""
+        check_finite(runner)
+        path = self.file_backend.join_path(self.out_dir, STOPPED)
+        self._save(runner, STOPPED, {"epoch": runner.epoch, "iter": runner.iter + 1})
+        if is_main_process():
+            self._point_to(runner, path)
+            runner.logger.info(
+                f"Stopped by SIGTERM after iteration {runner.iter + 1}. {path} is complete: run "
+                "the same command with --resume to go on from there."
+            )
+        raise SystemExit(STATUS)
+
+    def after_train(self, runner) -> None:
+        """Let a SIGTERM end the process again as it usually does."""
+        super().after_train(runner)
+        self._termination.end()
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Read our part of a checkpoint and turn the rest into what mmengine expects."""
@@ -125,14 +170,17 @@ class ExactCheckpointHook(CheckpointHook):
         checkpoint["meta"] = _plain(checkpoint["meta"])
         if self._progress is not None:
             checkpoint["exact_resume"] = self._progress
+        description = describe_classifier(
+            unwrap(runner.model), runner.cfg, runner.train_dataloader.dataset.metainfo
+        )
+        if description is not None:
+            checkpoint[DESCRIPTION] = description
 
     def _save_checkpoint_with_step(self, runner, step: int, meta: dict) -> None:
         def path(step: int) -> str:
             return self.file_backend.join_path(self.out_dir, self.filename_tmpl.format(step))
 
-        # A finite loss can have a gradient that is not, and be followed by such weights.
-        if not all(tensor.isfinite().all() for tensor in runner.model.parameters()):
-            raise diverged(runner, "the weights are not finite")
+        check_finite(runner)
         expired = None
         if self.max_keep_ckpts > 0 and step not in self.keep_ckpt_ids:
             if len(self.keep_ckpt_ids) == self.max_keep_ckpts:
@@ -141,11 +189,19 @@ class ExactCheckpointHook(CheckpointHook):
             runner.message_hub.update_info("keep_ckpt_ids", list(self.keep_ckpt_ids))
         self.last_ckpt = path(step)
         runner.message_hub.update_info("last_ckpt", self.last_ckpt)
+        self._save(runner, self.filename_tmpl.format(step), meta)
+        if is_main_process():
+            self._point_to(runner, self.last_ckpt)
+            stopped = self.file_backend.join_path(self.out_dir, STOPPED)
+            for name in (expired, stopped):
+                if name is not None and self.file_backend.isfile(name):
+                    self.file_backend.remove(name)
 
+    def _save(self, runner, name: str, meta: dict) -> None:
         self._progress = self._collect(runner)
         runner.save_checkpoint(
             self.out_dir,
-            self.filename_tmpl.format(step),
+            name,
             save_optimizer=self.save_optimizer,
             save_param_scheduler=self.save_param_scheduler,
             meta=meta,
@@ -154,11 +210,11 @@ class ExactCheckpointHook(CheckpointHook):
             **self.args,
         )
         self._progress = None
-        if is_main_process():
-            last = self.file_backend.join_path(runner.work_dir, "last_checkpoint")
-            self.file_backend.put_text(self.last_ckpt, last)
-            if expired is not None and self.file_backend.isfile(expired):
-                self.file_backend.remove(expired)
+
+    def _point_to(self, runner, path: str) -> None:
+        """Name the checkpoint from which the run goes on."""
+        last = self.file_backend.join_path(runner.work_dir, "last_checkpoint")
+        self.file_backend.put_text(path, last)
 
     def _collect(self, runner) -> dict[str, Any]:
         """Gather, on every process, what an exact resume needs of all of them."""
@@ -173,8 +229,20 @@ class ExactCheckpointHook(CheckpointHook):
             "sampler_seed": runner.train_dataloader.sampler.seed,
             "iters_per_epoch": len(runner.train_dataloader),
             "schedule": _schedule(runner),
+            "run": self._identity,
             "gradients": {name: gradient.cpu() for name, gradient in gradients.items()},
         }
+
+
+def check_finite(runner) -> None:
+    """Keep weights that are of no use from taking the place of good ones.
+
+    Raises:
+        InputError: If a weight is not finite.
+    """
+    # A finite loss can have a gradient that is not, and be followed by such weights.
+    if not all(tensor.isfinite().all() for tensor in runner.model.parameters()):
+        raise diverged(runner, "the weights are not finite")
 
 
 def _schedule(runner) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,12 @@ from mmengine.config import Config, DictAction
 
 from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.vision.images import (
+    IMAGE_SUFFIXES,
+    class_folders,
+    say_left_out,
+    scan_images,
+)
 
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
 _KEYS = (
@@ -150,15 +157,27 @@ def _check_option(cfg: Config, key: str) -> None:
 
 
 def check_data_folders(cfg: Config, loaders: tuple[str, ...] = LOADERS) -> None:
-    """Check that the image folders a config names exist and have as many classes as the head.
+    """Check the image folders that a config names, and let all images in them be read.
+
+    mmpretrain looks for fewer suffixes than the project's other readers, and skips broken links.
+    ``extensions`` is set where the config does not set it; other files are counted on stderr.
+
+    Args:
+        cfg: The config; ``extensions`` of its data sets are set in it.
+        loaders: Which of its loaders will be used.
 
     Raises:
-        InputError: If a folder is missing or holds another number of class folders.
+        InputError: If a folder is missing, holds another number of class folders than the head has
+            classes, or an image in it is a broken link or no regular file.
+        OSError: If a folder cannot be read; ``filename`` names it.
     """
+    said = set()
     for name in loaders:
         dataset = cfg[name].dataset
         if dataset.type not in ("ImageNet", "CustomDataset"):
             continue  # another data set checks its own files
+        if "extensions" not in dataset:
+            dataset.extensions = list(IMAGE_SUFFIXES)
         root = Path(dataset.data_root)
         split = dataset.get("split") or dataset.data_prefix
         if (root / "meta" / f"{split}.txt").is_file():
@@ -169,20 +188,52 @@ def check_data_folders(cfg: Config, loaders: tuple[str, ...] = LOADERS) -> None:
                 f"there is no folder {folder}: give `--data-root` a folder that holds train/ and "
                 "val/ with a folder for each class (`tools/prepare_data.py` makes one)"
             )
-        classes = sum(entry.is_dir() for entry in folder.iterdir())
-        expected = cfg.model.head.num_classes
+        left_out: Counter[str] = Counter()
+        folders = class_folders(folder, left_out)
+        classes, expected = len(folders), cfg.model.head.num_classes
         if classes != expected:
             raise InputError(
                 f"{folder} holds {classes} class folders, but the head has {expected} classes: set "
                 f"`--cfg-options model.head.num_classes={classes} "
                 f"data_preprocessor.num_classes={classes}`, or give another data root"
             )
+        suffixes = [suffix.lower() for suffix in dataset.extensions]
+        for each in folders:
+            for entry in scan_images(each, left_out, suffixes):
+                if not entry.is_file():
+                    raise InputError(
+                        f"{entry.path} is a broken link or no regular file; replace or delete it"
+                    )
+        if folder not in said:
+            say_left_out(left_out, folder)
+        said.add(folder)
 
 
 def scale_for_accumulation(cfg: Config) -> None:
     """Make ``auto_scale_lr`` count the images of an optimiser step, not those of an iteration."""
     if cfg.auto_scale_lr.enable:
         cfg.optim_wrapper.optimizer.lr *= cfg.optim_wrapper.accumulative_counts
+
+
+def make_work_dir(cfg: Config) -> Path:
+    """Make the folder that a run goes into.
+
+    Raises:
+        InputError: If it cannot be made or written into.
+    """
+    work_dir = Path(cfg.work_dir)
+    if work_dir.exists() and not work_dir.is_dir():
+        raise InputError(f"--work-dir {work_dir} is a file; name a folder")
+    try:
+        work_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"cannot make the folder {error.filename or work_dir} ({error.strerror}): choose "
+            "another --work-dir"
+        ) from error
+    if not os.access(work_dir, os.W_OK):
+        raise InputError(f"{work_dir} cannot be written into; choose another --work-dir")
+    return work_dir
 
 
 def choose_checkpoint(cfg: Config, resume: str | None) -> None:
@@ -197,11 +248,12 @@ def choose_checkpoint(cfg: Config, resume: str | None) -> None:
         InputError: If a new run would overwrite one, or the checkpoint does not exist.
     """
     work_dir = Path(cfg.work_dir)
-    if work_dir.exists() and not work_dir.is_dir():
-        raise InputError(f"--work-dir {work_dir} is a file; name a folder")
     pointer = work_dir / "last_checkpoint"
+    # Newest first. Weights alone, as those of the best epoch, are no state to resume from.
+    written = [path for path in work_dir.glob("*.pth") if not path.name.startswith("best_")]
+    written.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     if resume is None:
-        if pointer.is_file():
+        if pointer.is_file() or written:
             raise InputError(
                 f"{cfg.work_dir} holds a run already: add --resume to go on with it, or choose "
                 "another --work-dir"
@@ -209,6 +261,12 @@ def choose_checkpoint(cfg: Config, resume: str | None) -> None:
         return
     if resume == "auto":
         if not pointer.is_file():
+            if written:
+                raise InputError(
+                    f"{cfg.work_dir} has no last_checkpoint, which names the checkpoint to resume "
+                    f"from, but holds {', '.join(path.name for path in written[:3])}: give one of "
+                    f"them, as in --resume {written[0]}"
+                )
             return
         # By name, so that a run goes on after its folder was moved.
         resume = str(pointer.parent / Path(pointer.read_text().strip()).name)

@@ -22,6 +22,7 @@ from rich.text import Text
 from torch import Tensor
 from tqdm import tqdm
 
+from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
 
@@ -197,7 +198,7 @@ def print_evaluation(evaluation: Evaluation, console: Console) -> None:
     for place, row in enumerate(rows):
         table.add_row(
             str(row["index"]),
-            Text(row["class"]),  # Text: a name may look like rich's markup
+            Text(printable(row["class"])),  # Text: a name may look like rich's markup
             *(f"{row[name]:.2f}" for name in _COLUMNS[:-1]),
             str(row["support"]),
             end_section=place in ends,
@@ -242,8 +243,9 @@ def write_evaluation(evaluation: Evaluation, folder: str | Path) -> None:
 
     names = [row["class"] for row in evaluation.classes]
     contents = (
-        text.encode(),
-        lines.getvalue().encode(),
+        # What a folder's name has of undecodable bytes becomes an escape that JSON knows.
+        text.encode(errors="backslashreplace"),
+        lines.getvalue().encode(errors="backslashreplace"),
         draw_confusion(evaluation.confusion, names),
     )
     for name, content in zip(FILES, contents, strict=True):
@@ -270,7 +272,8 @@ def draw_confusion(confusion: Tensor, names: Sequence[str]) -> bytes:
     figure = ConfusionMatrix.plot(
         confusion,
         include_values=not many,
-        classes=None if many else list(names),
+        # Escaped: matplotlib reads what stands between two $ as a formula.
+        classes=None if many else [printable(name).replace("$", r"\$") for name in names],
         show=False,
     )
     axes = figure.axes[0]

@@ -15,6 +15,7 @@ from torch import nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers.segments import fuse_state_dict
+from tokenformer_vit.models.checkpoints import model_faults
 
 
 @HOOKS.register_module()
@@ -178,19 +179,10 @@ def check_weights(model: nn.Module, checkpoint: dict) -> None:
         raise InputError("the checkpoint holds no state dict: save `model.state_dict()`")
     loaded = {name.removeprefix("module."): tensor for name, tensor in state_dict.items()}
     own, loaded = fuse_state_dict(model.state_dict()), fuse_state_dict(loaded)
-    missing, unknown = own.keys() - loaded.keys(), loaded.keys() - own.keys()
-    reshaped = [
-        f"{name} is {tuple(loaded[name].shape)} there and {tuple(tensor.shape)} here"
-        for name, tensor in own.items()
-        if name in loaded and loaded[name].shape != tensor.shape
-    ]
-    faults = [
-        f"{len(names)} tensors {what}, such as {min(names)}"
-        for what, names in (("are missing", missing), ("are unknown here", unknown))
-        if names
-    ] + reshaped[:1]
+    faults = model_faults(own, loaded)
     if faults:
+        more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise InputError(
-            f"the checkpoint is of another model: {'; '.join(faults)}. Use the config it was "
-            "trained with"
+            f"the checkpoint is of another model: {'; '.join(faults[:3])}{more}. Use the config it "
+            "was trained with"
         )

@@ -20,12 +20,13 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from tokenformer_vit.files import write_whole
-from tokenformer_vit.prediction import save_model
 from tokenformer_vit.records import TRAINING_PACKAGES, environment, write_record
 
-from .backbone import as_timm_model
+from .export import export_classifier, preprocessing
 from .guard import unwrap
 from .optim import AutocastOptimWrapper
+
+BEFORE_RECORD = 99  # RecordHook has 100, mmengine's lowest priority
 
 
 @HOOKS.register_module()
@@ -76,8 +77,8 @@ class ProgressHook(Hook):
 class RecordHook(Hook):
     """Record what was run, on what, and what came out, in ``record.json`` of the work directory.
 
-    Times count from the start of the process that ends the run: a resumed run says from which
-    iteration that was.
+    It is written after everything else: a run that has a record is finished. Times count from the
+    start of the process that ends the run: a resumed run says from which iteration that was.
 
     Args:
         unit: Of what a batch consists.
@@ -163,7 +164,7 @@ def _peak_mib() -> int | None:
 class CurvesHook(Hook):
     """Draw loss, learning rate and validation of the whole run, resumed parts included."""
 
-    priority = "LOWEST"
+    priority = BEFORE_RECORD
 
     @master_only
     def after_train(self, runner) -> None:
@@ -263,14 +264,18 @@ class ExportHook(Hook):
         purpose: What the files are for.
     """
 
-    priority = "LOWEST"
+    priority = BEFORE_RECORD
     purpose = "averaged weights, for timm and tools/predict.py"
+
+    def before_train(self, runner) -> None:
+        """See that the export will be able to say how images are prepared."""
+        preprocessing(runner.cfg)
 
     @master_only
     def after_train(self, runner) -> None:
         """Write the two files."""
         metainfo = runner.train_dataloader.dataset.metainfo
-        export(validated_model(runner), runner.cfg, metainfo, runner.work_dir)
+        export_classifier(validated_model(runner), runner.cfg, metainfo, runner.work_dir)
 
 
 def validated_model(runner) -> Any:
@@ -279,34 +284,3 @@ def validated_model(runner) -> Any:
         if isinstance(hook, EMAHook):
             return hook.ema_model.module
     return unwrap(runner.model)
-
-
-def export(classifier: Any, cfg: Any, metainfo: dict[str, Any], folder: str | Path) -> None:
-    """Write an mmpretrain classifier as a timm folder, ``model.safetensors`` and ``config.json``.
-
-    Args:
-        classifier: ``ImageClassifier`` over a ``TimmClassificationBackbone``.
-        cfg: Its config; the preprocessing that is written is that of its test pipeline.
-        metainfo: Of the data set; ``classes`` names the labels.
-        folder: Where the files go; those that exist are replaced, each at once.
-    """
-    model = as_timm_model(classifier)
-    save_model(model, Path(folder), metainfo["classes"], _data_config(cfg))
-
-
-def _data_config(cfg: Any) -> dict[str, Any]:
-    """Say in timm's words how the test pipeline of ``cfg`` prepares an image."""
-    preprocessor = cfg.model.get("data_preprocessor") or cfg.data_preprocessor
-    steps = {step["type"]: step for step in cfg.test_dataloader.dataset.pipeline}
-    config = {
-        "mean": [value / 255 for value in preprocessor["mean"]],
-        "std": [value / 255 for value in preprocessor["std"]],
-    }
-    if "CenterCrop" in steps and "ResizeEdge" in steps:
-        crop, resize = steps["CenterCrop"]["crop_size"], steps["ResizeEdge"]
-        config |= {
-            "input_size": (len(preprocessor["mean"]), crop, crop),
-            "crop_pct": crop / resize["scale"],
-            "interpolation": resize.get("interpolation", "bilinear"),
-        }
-    return config  # of another pipeline timm's defaults are recorded

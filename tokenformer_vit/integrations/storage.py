@@ -1,19 +1,17 @@
-"""Files that are never half-written, and checkpoints that are loaded without running their code."""
+"""What mmengine reads and writes: files that appear whole, checkpoints that run no code."""
 
-import json
-import pickle
+import re
 from pathlib import Path
 from typing import Any
 
-import torch
 from mmengine.fileio import LocalBackend, register_backend
 from mmengine.runner import CheckpointLoader
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
 from tokenformer_vit.models import classifier_state_dict
+from tokenformer_vit.models.checkpoints import find_description
+from tokenformer_vit.models.weights import read_checkpoint
 
 
 class AtomicLocalBackend(LocalBackend):
@@ -26,8 +24,8 @@ class AtomicLocalBackend(LocalBackend):
             InputError: If the disk is full or cannot be written; what was there before stays.
         """
         path = Path(filepath)
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, obj)
         except OSError as error:
             raise InputError(
@@ -41,7 +39,7 @@ class AtomicLocalBackend(LocalBackend):
 
 
 def load_plain_checkpoint(filename: str, map_location: Any = None) -> dict[str, Any]:
-    """Load a checkpoint of tensors and plain values; mmengine's loader for local files.
+    """Load a checkpoint of tensors and plain values; the one loader that mmengine is left with.
 
     Args:
         filename: ``.pth`` file, or ``.safetensors`` file of a timm model.
@@ -52,30 +50,29 @@ def load_plain_checkpoint(filename: str, map_location: Any = None) -> dict[str, 
         ``meta`` with the class names that its export wrote down.
 
     Raises:
-        InputError: If the file is missing, damaged, or would have to run code to be read.
+        InputError: As :func:`~tokenformer_vit.models.weights.read_checkpoint`; or if ``filename``
+            is no local file, but a URL or a name from a model zoo.
     """
     path = Path(filename).expanduser()
-    if not path.is_file():
-        raise InputError(f"there is no checkpoint {path}")
-    try:
-        if path.suffix == ".safetensors":
-            tensors = load_file(path, device=str(map_location or "cpu"))
-            checkpoint: dict[str, Any] = {"state_dict": classifier_state_dict(tensors)}
-            config = path.with_name("config.json")  # timm's, beside an exported file
-            names = json.loads(config.read_text()).get("label_names") if config.is_file() else None
-            if names:
-                checkpoint["meta"] = {"dataset_meta": {"classes": names}}
-            return checkpoint
-        return torch.load(path, map_location=map_location, weights_only=True)
-    except pickle.UnpicklingError as error:
+    if not path.exists() and re.match(r"[A-Za-z][\w+.-]+:", filename):
         raise InputError(
-            f"{path} is damaged or holds more than tensors and plain values; it was not loaded, "
-            "since it could run code"
-        ) from error
-    except (SafetensorError, RuntimeError, EOFError, OSError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"{path} is not a readable checkpoint ({reason})") from error
+            f"{filename} is no local file: download it first, and give its path (files from "
+            "elsewhere are read like any other, without running their code)"
+        )
+    checkpoint = read_checkpoint(path, map_location or "cpu")
+    if path.suffix == ".safetensors":
+        description = find_description(path, checkpoint) or {}
+        checkpoint["state_dict"] = classifier_state_dict(checkpoint["state_dict"])
+        if names := description.get("label_names"):
+            checkpoint["meta"] = {"dataset_meta": {"classes": names}}
+    meta = checkpoint.get("meta")
+    if isinstance(meta, dict):
+        # mmengine's resume would run this text as Python. Its own checkpoints have it under `cfg`.
+        meta.pop("config", None)
+    return checkpoint
 
 
 register_backend("local", AtomicLocalBackend, force=True, prefixes="")
-CheckpointLoader.register_scheme(prefixes="", loader=load_plain_checkpoint, force=True)
+# For every scheme that mmengine knows: its own loaders would run the code of what they download.
+for _prefix in ("", *CheckpointLoader._schemes):
+    CheckpointLoader.register_scheme(prefixes=_prefix, loader=load_plain_checkpoint, force=True)

@@ -7,39 +7,40 @@ from typing import Any
 
 import numpy as np
 import torch
-from mmcv.transforms import BaseTransform, LoadImageFromFile
+from mmcv.transforms import BaseTransform
 from mmpretrain.registry import TRANSFORMS
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.vision.images import read_image
 
 
 @TRANSFORMS.register_module()
-class LoadImage(LoadImageFromFile):
-    """Decode an image with Pillow; a file that is corrupt, truncated or missing stops the run.
+class LoadImage(BaseTransform):
+    """Decode an image file as prediction does; one that cannot be decoded stops the run.
 
     A broken image is not skipped: training on less than the data set would go unnoticed, and a
-    random replacement could not be repeated on resume. OpenCV, the default decoder of mmcv, fills
-    what a truncated JPEG lacks with grey and says nothing.
+    random replacement could not be repeated on resume. What mmcv decodes otherwise: OpenCV, its
+    default, fills what a truncated JPEG lacks with grey and says nothing; through Pillow, it clips
+    16-bit values to white and lays only some transparent images on a grey ground.
 
     Raises:
         InputError: If the file cannot be decoded; the message names it.
     """
-
-    def __init__(self) -> None:
-        super().__init__(imdecode_backend="pillow")
 
     def transform(self, results: dict) -> dict | None:
         """Add ``img`` (H, W, 3) uint8 BGR and its shape to ``results``, from ``img_path``."""
         if "img" in results:  # mmpretrain's inferencers decode their inputs themselves
             return results
         try:
-            return super().transform(results)
-        except (OSError, SyntaxError, ValueError) as error:
-            # Pillow reports a broken PNG chunk as a SyntaxError.
+            image = read_image(results["img_path"])
+        except InputError as error:
             raise InputError(
-                f"cannot read image {results['img_path']} ({error}); replace or delete it "
+                f"cannot read image {error}; replace or delete it "
                 "(`python tools/prepare_data.py --check DATA_ROOT` lists all such files)"
             ) from error
+        results["img"] = np.array(image)[:, :, ::-1]
+        results["img_shape"] = results["ori_shape"] = results["img"].shape[:2]
+        return results
 
 
 @contextmanager

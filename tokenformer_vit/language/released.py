@@ -15,8 +15,8 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import pattention_layers
 from tokenformer_vit.layers.segments import TOKENS, fuse_state_dict
 from tokenformer_vit.models import LMConfig, TokenFormerLM, lm_config
+from tokenformer_vit.models.weights import read_state_dict
 from tokenformer_vit.ops import default_tau
-from tokenformer_vit.prediction import read_state_dict
 
 __all__ = ["from_released", "read_released", "released_config", "to_released"]
 

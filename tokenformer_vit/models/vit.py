@@ -7,6 +7,7 @@ timm's. What is ours is the block, the block's norm, and the counts of parameter
 import math
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +24,13 @@ from tokenformer_vit.layers.block import TIMM_ONLY
 from tokenformer_vit.layers.segments import fuse_state_dict
 from tokenformer_vit.ops import check_backend
 
+from .weights import check_digest, check_tensors
+
 __all__ = [
     "TokenFormerViT",
     "checkpoint_filter_fn",
     "classifier_state_dict",
+    "fit_state_dict",
     "timm_state_dict",
 ]
 
@@ -186,7 +190,7 @@ def classifier_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TokenFormerViT) -> dict[str, Tensor]:
-    """Fit a checkpoint to ``model``: unwrap it, resample positions and patches.
+    """Check a checkpoint that timm has read, and fit it to ``model``.
 
     Args:
         state_dict: Of a timm model, or of an mmpretrain classifier trained by this package, where
@@ -194,12 +198,35 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TokenFormerViT) -
         model: The model it is for.
 
     Returns:
+        As :func:`fit_state_dict`.
+
+    Raises:
+        InputError: If a tensor is not what a model can use, or the file from a local folder is
+            damaged.
+    """
+    state_dict = state_dict.get("state_dict", state_dict)  # type: ignore[assignment]
+    source: Any = model.pretrained_cfg
+    where: Any = source.get("file") or source.get("hf_hub_id") or "the checkpoint"
+    check_tensors(state_dict, where)
+    file = Path(where) / "model.safetensors"
+    if source.get("source") == "local-dir" and file.is_file():
+        check_digest(state_dict, file)
+    return fit_state_dict(state_dict, model)
+
+
+def fit_state_dict(state_dict: Mapping[str, Tensor], model: TokenFormerViT) -> dict[str, Tensor]:
+    """Bring a state dict to timm's names and to a model's image and patch size.
+
+    Args:
+        state_dict: As for :func:`checkpoint_filter_fn`.
+        model: The model it is for.
+
+    Returns:
         A state dict with timm's names, and positions and patches of the model's size; the old and
         the new pairs of a layer that was trained in two parts are joined.
     """
-    state_dict = state_dict.get("state_dict", state_dict)  # type: ignore[assignment]
-    state_dict = fuse_state_dict(timm_state_dict(state_dict) or state_dict)
-    return vit_checkpoint_filter_fn(state_dict, model)
+    fused = fuse_state_dict(timm_state_dict(state_dict) or state_dict)
+    return vit_checkpoint_filter_fn(fused, model)
 
 
 def _cfg(**kwargs: Any) -> dict[str, Any]:

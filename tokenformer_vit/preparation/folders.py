@@ -9,15 +9,24 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from timm.utils.misc import natural_key
 from tqdm import tqdm
 
+from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import write_whole
+from tokenformer_vit.files import remove_leftovers, write_whole
+from tokenformer_vit.vision.images import (
+    FORMATS,
+    IMAGE_SUFFIXES,
+    read_image,
+    say_left_out,
+    scan_images,
+)
 
 from .sources import Split
 
@@ -26,15 +35,15 @@ _SUFFIXES = {
     "BMP": ".bmp",
     "GIF": ".gif",
     "JPEG": ".jpg",
+    "JPEG2000": ".jp2",
     "MPO": ".jpg",  # a JPEG with a second picture behind it; readers see the first
     "PNG": ".png",
     "PPM": ".ppm",
     "TIFF": ".tif",
     "WEBP": ".webp",
 }
-# The readers skip other suffixes in silence (mmpretrain: CustomDataset, timm: ImageDataset).
+# Training here reads all; on their own, timm and mmpretrain skip other suffixes in silence.
 _READ_BY_ALL = {".jpg", ".png"}
-_IMAGE_SUFFIXES = {*_SUFFIXES.values(), ".jpeg", ".tiff"}
 
 
 def class_folders(names: Sequence[str]) -> list[str]:
@@ -50,7 +59,8 @@ def class_folders(names: Sequence[str]) -> list[str]:
     Returns:
         One folder name a class.
     """
-    safe = [re.sub(r'[/\\:*?"<>|\x00-\x1f]', "_", name).strip(" .") for name in names]
+    shown = ["".join(c if c.isprintable() else "_" for c in name) for name in names]
+    safe = [re.sub(r'[/\\:*?"<>|]', "_", name).strip(" .") for name in shown]
     plain = (
         sorted(safe) == safe
         and sorted(safe, key=_natural_key) == safe
@@ -114,11 +124,10 @@ def _missing(split: Split, folders: Sequence[str], root: Path) -> list[int]:
                     f"{root} holds another data set already (class {folder.name!r}); "
                     "choose an empty TARGET"
                 )
+            remove_leftovers(Path(folder.path))  # of a run that was killed
             for file in os.scandir(folder.path):
                 stem, suffix = os.path.splitext(file.name)
-                if suffix == ".partial":
-                    os.unlink(file.path)  # left by a run that was killed while writing it
-                elif suffix.lower() in _IMAGE_SUFFIXES:
+                if suffix.lower() in IMAGE_SUFFIXES:
                     present[folder.name].add(stem)
     rows = []
     for row, label in enumerate(split.labels):
@@ -139,15 +148,19 @@ def _suffix(data: bytes | None, where: str) -> str:
     if data is None:
         raise InputError(f"{where}: the row names an image file but does not contain it")
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             return _SUFFIXES[image.format or ""]
-    except (OSError, SyntaxError) as error:
+    except Image.DecompressionBombError as error:
+        raise InputError(f"{where}: the image is too large: {error}; leave the row out") from error
+    except UnidentifiedImageError as error:
         raise InputError(
-            f"{where}: {len(data)} bytes that are no readable image; download the shard again"
+            f"{where}: {len(data)} bytes that are no readable image ({', '.join(FORMATS)}); "
+            "download the shard again, or leave the row out"
         ) from error
-    except KeyError as error:
+    except Exception as error:  # Pillow's decoders raise nearly anything on damaged data
         raise InputError(
-            f"{where}: an image in the format {error}; known are {', '.join(_SUFFIXES)}"
+            f"{where}: {len(data)} bytes that are no readable image ({error}); download the shard "
+            "again"
         ) from error
 
 
@@ -167,11 +180,11 @@ def _report(
             )
     for suffix in sorted(set(suffixes) - _READ_BY_ALL):
         print(
-            f"warning: {suffixes[suffix]} files are {suffix}, which a reader skips unless it is "
-            "told of it (mmpretrain: extensions=..., timm: add_img_extensions)",
+            f"warning: {suffixes[suffix]} files are {suffix}; tools/train.py reads them, but other "
+            "programs skip them unless told (mmpretrain: extensions=..., timm: add_img_extensions)",
             file=sys.stderr,
         )
-    print(f"classes: {len(folders)} ({folders[0]} ... {folders[-1]})")
+    print(f"classes: {len(folders)} ({printable(folders[0])} ... {printable(folders[-1])})")
     if complete:
         print(f"next: python tools/train.py CONFIG --data-root {shlex.quote(str(target))}")
 
@@ -187,11 +200,13 @@ def check(target: Path, workers: int) -> list[Path]:
         The unreadable files.
 
     Raises:
-        InputError: If there is no such folder, or no image in it.
+        InputError: If there is no such folder, no image in it, or one of the processes is killed.
     """
     if not target.is_dir():
         raise InputError(f"there is no folder {target}; --check takes a folder of images")
-    paths = sorted(path for path in target.rglob("*") if path.suffix.lower() in _IMAGE_SUFFIXES)
+    left_out: Counter[str] = Counter()
+    paths = [Path(entry.path) for entry in scan_images(target, left_out)]
+    say_left_out(left_out, target)
     if not paths:
         raise InputError(f"there is no image in {target} or below")
     bad = []
@@ -203,10 +218,15 @@ def check(target: Path, workers: int) -> list[Path]:
             for path, reason in zip(tqdm(paths, desc="check", unit="image"), reasons, strict=True):
                 if reason:
                     bad.append(path)
-                    tqdm.write(f"unreadable: {path}: {reason}")
+                    tqdm.write(f"unreadable: {reason}")
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+        except BrokenProcessPool as error:
+            raise InputError(
+                f"a process that decodes images of {target} was killed, perhaps for lack of "
+                "memory; give a smaller number of --workers"
+            ) from error
     if bad:
         print(f"{len(bad)} of {len(paths)} images are unreadable: replace or delete them")
     else:
@@ -216,8 +236,7 @@ def check(target: Path, workers: int) -> list[Path]:
 
 def _why_unreadable(path: Path) -> str | None:
     try:
-        with Image.open(path) as image:
-            image.convert("RGB")  # as training does; it decodes every pixel
-    except Exception as error:  # Pillow's decoders raise nearly anything on damaged data
-        return " ".join(str(error).split()) or type(error).__name__
+        read_image(path)  # as training does; it decodes every pixel
+    except InputError as error:
+        return str(error)
     return None

@@ -3,6 +3,7 @@
 import io
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from tokenformer_vit.errors import InputError
 
 _VALIDATION_SPLITS = ("validation", "valid", "val", "dev", "test")  # best first
 _BATCH_ROWS = 64  # images in memory at a time
+# Of a data set that does not name them. Each is a folder, and a single wrong label would make many.
+_MOST_CLASSES = 100_000
 
 
 @dataclass
@@ -51,7 +54,6 @@ def parquet_splits(
     """
     try:
         import pyarrow.parquet as parquet
-        from pyarrow import ArrowException
     except ImportError as error:
         raise InputError(
             "reading parquet files needs pyarrow: pip install 'tokenformer-vit[data]'"
@@ -68,22 +70,24 @@ def parquet_splits(
 
     splits: dict[str, Split] = {}
     names: list[str] | None = None
+    found: dict[Path, np.ndarray] = {}
     for folder, split in chosen.items():
-        files, labels = [], []
+        files = []
         for path in shards[split]:
-            try:
-                file = parquet.ParquetFile(path)
+            with _opened(parquet, path) as file:
                 image = _image_column(file.schema_arrow, image_column, path)
-                labels.append(_labels(file, label_column, path))
-            except (ArrowException, OSError) as error:
-                raise InputError(f"{path} is not a readable parquet file: {error}") from error
-            names = names or _class_names(file.schema_arrow, label_column)
-            files.append((path, image, file.metadata.num_rows))
-            file.close()
-        splits[folder] = Split(
-            np.concatenate(labels), *_parquet_rows(parquet, ArrowException, split, files)
-        )
-        _check_labels(labels, names, label_column, shards[split])
+                found[path] = _labels(file, label_column, path)
+                own = _class_names(file.schema_arrow, label_column, path)
+            if names and own and names != own:
+                raise InputError(
+                    f"{path} names its classes {_few(own)}, but other files {_few(names)}: they "
+                    "are of different data sets"
+                )
+            names = names or own
+            files.append((path, image, len(found[path])))
+        labels = np.concatenate([found[path] for path, _, _ in files])
+        splits[folder] = Split(labels, *_parquet_rows(parquet, split, files))
+    _check_labels(found, names, label_column)
     count = max(int(split.labels.max(initial=-1)) for split in splits.values()) + 1
     if count == 0:
         raise InputError(f"the parquet files in {source} have no rows")
@@ -126,11 +130,15 @@ def _choose_splits(
 
 
 def _image_column(schema: Any, name: str | None, path: Path) -> str:
+    from pyarrow import types
+
     for candidate in [name] if name else ["image", "img"]:
         if candidate in schema.names:
             kind = schema.field(candidate).type
-            fields = [kind.field(i).name for i in range(kind.num_fields)]
-            if "bytes" not in fields:
+            at = kind.get_field_index("bytes") if types.is_struct(kind) else -1
+            if at < 0 or not (
+                types.is_binary(kind.field(at).type) or types.is_large_binary(kind.field(at).type)
+            ):
                 raise InputError(
                     f"{path}: column {candidate!r} is {kind}, not an image of {{bytes, path}}; "
                     f"name the right one with --image-column: {', '.join(schema.names)}"
@@ -155,33 +163,75 @@ def _labels(file: Any, column: str, path: Path) -> np.ndarray:
     labels = values.to_numpy()
     if labels.size and labels.dtype.kind not in "iu":
         raise InputError(f"{path}: column {column!r} holds {values.type}, not class indices")
+    if len(labels) != file.metadata.num_rows:
+        raise InputError(
+            f"{path} is damaged: it should have {file.metadata.num_rows} rows, but column "
+            f"{column!r} has {len(labels)}; download it again"
+        )
     return labels.astype(np.int64)
 
 
-def _check_labels(
-    labels: list[np.ndarray], names: list[str] | None, column: str, paths: list[Path]
-) -> None:
-    for shard, path in zip(labels, paths, strict=True):
-        bad = (shard < 0) | (shard >= len(names) if names else False)
+def _check_labels(labels: dict[Path, np.ndarray], names: list[str] | None, column: str) -> None:
+    count = len(names) if names else _MOST_CLASSES
+    for path, shard in labels.items():
+        bad = (shard < 0) | (shard >= count)
         if bad.any():
             row = int(bad.argmax())
-            allowed = f"0 to {len(names) - 1}" if names else "0 or more"
             raise InputError(
-                f"{path}, row {row}: {column} is {shard[row]}, but must be {allowed}; a split "
-                "whose labels are withheld cannot be used"
+                f"{path}, row {row}: {column} is {shard[row]}, but must be 0 to {count - 1}"
+                f"{'' if names else ' where classes have no names'}; a split whose labels are "
+                "withheld cannot be used"
             )
 
 
-def _class_names(schema: Any, column: str) -> list[str] | None:
+def _class_names(schema: Any, column: str, path: Path) -> list[str] | None:
+    """Read the names that the library datasets writes beside a column of labels, if any."""
     metadata = (schema.metadata or {}).get(b"huggingface")
     if metadata is None:
         return None
-    feature = json.loads(metadata).get("info", {}).get("features", {}).get(column, {})
-    return feature.get("names") or None
+    try:
+        feature = json.loads(metadata)["info"]["features"][column]
+        names = feature.get("names")
+    except KeyError:
+        return None
+    except (AttributeError, RecursionError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{path}: its `huggingface` metadata cannot be read ({error}); write the file again "
+            "with the library datasets, or without metadata"
+        ) from error
+    if names is not None and not (
+        isinstance(names, list) and all(isinstance(name, str) for name in names)
+    ):
+        raise InputError(
+            f"{path}: the class names in its `huggingface` metadata must be a list of texts, but "
+            f"are {names!r:.100}"
+        )
+    return names or None
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f", ... ({len(names)})" if len(names) > 3 else "")
+
+
+@contextmanager
+def _opened(parquet: Any, path: Path) -> Iterator[Any]:
+    """Open a parquet file; what pyarrow raises in the ``with`` block becomes one line."""
+    try:
+        if not path.is_file():  # a named pipe would be waited for
+            raise OSError("it is no regular file")
+        with parquet.ParquetFile(path) as file:
+            yield file
+    except InputError:
+        raise
+    except Exception as error:  # on damaged data, pyarrow raises more than its own errors
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(
+            f"{path} is not a readable parquet file: {reason:.300}; download it again"
+        ) from error
 
 
 def _parquet_rows(
-    parquet: Any, arrow_exception: type[Exception], split: str, files: list[tuple[Path, str, int]]
+    parquet: Any, split: str, files: list[tuple[Path, str, int]]
 ) -> tuple[Callable[[int], str], Callable[[Sequence[int]], Iterator[tuple[int, bytes, str]]]]:
     """Make a split's ``stem`` and ``read``; files are (path, image column, rows), in order."""
     starts = np.cumsum([0, *(rows for _, _, rows in files)])
@@ -196,25 +246,23 @@ def _parquet_rows(
         rows = np.asarray(wanted)
         for start, (path, column, _) in zip(starts, files, strict=False):
             first = int(start)
-            try:
-                with parquet.ParquetFile(path) as file:
-                    for group in range(file.num_row_groups):
-                        last = first + file.metadata.row_group(group).num_rows
-                        here = set(rows[(rows >= first) & (rows < last)].tolist())
-                        if here:
-                            batches = file.iter_batches(
-                                _BATCH_ROWS, row_groups=[group], columns=[f"{column}.bytes"]
-                            )
-                            row = first
-                            for batch in batches:
-                                for image in batch.column(0).field("bytes"):
-                                    if row in here:
-                                        where = f"{path}, row {row - start}"
-                                        yield row, image.as_py(), where
-                                    row += 1
-                        first = last
-            except (arrow_exception, OSError) as error:
-                raise InputError(f"{path} is damaged ({error}); download it again") from error
+            with _opened(parquet, path) as file:
+                for group in range(file.num_row_groups):
+                    last = first + file.metadata.row_group(group).num_rows
+                    here = set(rows[(rows >= first) & (rows < last)].tolist())
+                    if here:
+                        batches = file.iter_batches(
+                            _BATCH_ROWS, row_groups=[group], columns=[f"{column}.bytes"]
+                        )
+                        row = first
+                        for batch in batches:
+                            for image in batch.column(0).field("bytes"):
+                                if row in here:
+                                    yield row, image.as_py(), f"{path}, row {row - start}"
+                                row += 1
+                        if row != last:
+                            raise OSError(f"row group {group} lacks {last - row} images")
+                    first = last
 
     return stem, read
 

@@ -1,0 +1,123 @@
+"""mmengine reads checkpoints by our loader alone, whatever they are called."""
+
+import os
+import signal
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from mmengine.runner import CheckpointLoader
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.integrations.identity import check_identity, run_identity
+from tokenformer_vit.integrations.storage import load_plain_checkpoint
+from tokenformer_vit.integrations.termination import PatientWorker, Termination
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "http://localhost/x.pth",
+        "https://localhost/x.pth",
+        "open-mmlab://resnet50",
+        "openmmlab://resnet50",
+        "mmcls://resnet50",
+        "torchvision://resnet50",
+        "modelzoo://resnet50",
+        "pavi://x",
+        "s3://bucket/x.pth",
+        "openmmlab:s3://bucket/x.pth",
+        "unheard-of://x",
+    ],
+)
+def test_what_lies_elsewhere_is_not_loaded(name):
+    with pytest.raises(InputError, match="is no local file: download it first"):
+        CheckpointLoader.load_checkpoint(name, "cpu", logger="silent")
+
+
+def test_every_scheme_of_mmengine_has_our_loader():
+    assert set(CheckpointLoader._schemes.values()) == {load_plain_checkpoint}
+
+
+def test_a_file_may_have_a_name_like_a_scheme(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": {"w": torch.ones(1)}}, tmp_path / "run:1.pth")
+    assert "w" in load_plain_checkpoint("run:1.pth")["state_dict"]
+
+
+def test_text_that_mmengine_would_run_as_a_config_is_dropped(tmp_path):
+    """Runner.resume() gives the text under meta.config to Config.fromstring, which runs it."""
+    content = {"meta": {"config": "import os; os.abort()", "cfg": "x = 1"}, "state_dict": {}}
+    torch.save(content, tmp_path / "x.pth")
+    assert load_plain_checkpoint(str(tmp_path / "x.pth"))["meta"] == {"cfg": "x = 1"}
+
+
+class Images:
+    def __init__(self, root, names):
+        self.names = [(f"{root}/train/{name}", index % 2) for index, name in enumerate(names)]
+
+    def __len__(self):
+        return len(self.names)
+
+    def get_data_info(self, index):
+        path, label = self.names[index]
+        return {"img_path": path, "gt_label": label}
+
+
+def identity(dataset, batch_size=8, world_size=2):
+    loader = SimpleNamespace(batch_size=batch_size, dataset=dataset)
+    return run_identity(SimpleNamespace(train_dataloader=loader, world_size=world_size))
+
+
+def test_data_may_move_but_not_change():
+    here = identity(Images("/data", ["a/1.png", "b/1.png"]))
+    assert here["samples_per_iteration"] == 16
+    check_identity(here, identity(Images("/elsewhere/d", ["a/1.png", "b/1.png"]), 16, 1), None)
+    for other in (["a/1.png", "b/2.png"], ["b/1.png", "a/1.png"], ["a/1.png", "c/1.png"]):
+        with pytest.raises(InputError, match="hash of the list of training files"):
+            check_identity(here, identity(Images("/data", other)), None)
+    with pytest.raises(InputError, match="training samples: 2 then, 3 now"):
+        check_identity(here, identity(Images("/data", ["a/1.png", "b/1.png", "b/2.png"])), None)
+    with pytest.raises(InputError, match=r"samples in an iteration .*: 16 then, 18 now"):
+        check_identity(here, identity(Images("/data", ["a/1.png", "b/1.png"]), 9), None)
+
+
+posix = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+
+
+@posix
+def test_a_sigterm_is_noted_and_later_has_its_former_effect():
+    before = signal.getsignal(signal.SIGTERM)
+    termination = Termination()
+    termination.begin()
+    assert not termination.requested()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert termination.requested()
+    assert termination.running[0] == 1
+    termination.end()
+    assert termination.running[0] == 0
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@posix
+@pytest.mark.parametrize("running", [True, False])
+def test_a_worker_outlives_a_sigterm_only_while_its_run_goes_on(running):
+    termination = Termination()
+    termination.running[0] = running
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        PatientWorker(None, termination.running)(0)
+        os.write(write, b"up")
+        for _ in range(10):
+            time.sleep(0.05)
+        os.write(write, b"alive")
+        os._exit(7)
+    os.close(write)
+    assert os.read(read, 2) == b"up"
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (7 if running else 0)
+    assert os.read(read, 5) == (b"alive" if running else b"")
+    os.close(read)

@@ -1,0 +1,142 @@
+"""Every command ends in one line: after an error, a defect, and Ctrl-C at any moment."""
+
+import errno
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tokenformer_vit.command_line import printable, run_tool, whole_number
+from tokenformer_vit.errors import InputError
+
+ROOT = Path(__file__).resolve().parents[1]
+posix = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+
+
+def ends(main, capsys):
+    with pytest.raises(SystemExit) as raised:
+        run_tool(main)
+    return raised.value.code, capsys.readouterr().err
+
+
+def test_a_defect_is_one_line_that_names_the_file_of_its_traceback(capsys):
+    def main():
+        raise RuntimeError("several\nlines")
+
+    status, err = ends(main, capsys)
+    assert status == 1
+    line = re.fullmatch(
+        r"error: RuntimeError: several lines \(unexpected; the traceback is in (.+)\)\n", err
+    )
+    file = Path(line[1])
+    assert "Traceback" in file.read_text()
+    assert "several\nlines" in file.read_text()
+    file.unlink()
+
+
+def test_a_full_disk_is_one_line_although_nobody_names_the_file(capsys):
+    def main():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    line = "error: No space left on device: free some space, then run the same command again\n"
+    assert ends(main, capsys) == (1, line)
+
+
+def test_debug_prints_the_traceback(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["tool", "--debug", "word"])
+
+    def main():
+        assert sys.argv == ["tool", "word"]
+        raise RuntimeError("what")
+
+    with pytest.raises(RuntimeError, match="what"):
+        run_tool(main)
+
+
+def test_names_from_files_do_nothing_to_a_terminal(capsys):
+    def main():
+        raise InputError("there is no \x1b[31mfile\x07\nof \u202eeman")
+
+    assert ends(main, capsys) == (1, "error: there is no \\x1b[31mfile\\x07\\nof \\u202eeman\n")
+    assert printable("Ünïcode 漢字 Θ\t") == "Ünïcode 漢字 Θ\\t"
+
+
+def test_an_error_in_a_worker_is_its_own_message(capsys):
+    def main():
+        raise InputError(
+            "Caught InputError in DataLoader worker process 0.\nOriginal Traceback (most recent "
+            "call last):\n  File ...\ntokenformer_vit.errors.InputError: cannot read image a.png\n"
+        )
+
+    assert ends(main, capsys) == (1, "error: cannot read image a.png\n")
+
+
+@pytest.mark.parametrize("text", ["-1", "1.5", "", "９" * 30, "9" * 5000, "x\x1b"])
+def test_what_is_no_whole_number(text):
+    with pytest.raises(Exception, match="is not a whole number of at least 1 and at most 7"):
+        whole_number(1, 7)(text)
+    assert whole_number(1, 7)("7") == 7
+
+
+INTERRUPTIBLE = """
+import os, signal, sys, time
+from tokenformer_vit.command_line import run_tool
+def main():
+    try:
+        print("ready", flush=True)
+        time.sleep(30)
+    finally:
+        print("tidying", flush=True)
+        time.sleep({seconds})
+run_tool(main)
+"""
+
+
+@posix
+@pytest.mark.parametrize("second", [False, True])
+def test_ctrl_c_once_and_twice(second):
+    code = INTERRUPTIBLE.format(seconds=30 if second else 0)
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "tidying\n"
+        if second:
+            process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (130, "interrupted; what was finished is kept\n")
+
+
+@posix
+@pytest.mark.parametrize("tool", ["predict.py", "train.py", "grow.py"])
+def test_ctrl_c_while_a_command_imports(tool, tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-X", "importtime", str(ROOT / "tools" / tool), "--help"],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        # Python reports each module on stderr; this is one of the first that PyTorch imports.
+        for line in process.stderr:
+            if "torch" in line:
+                break
+        time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    words = [line for line in err.splitlines() if not line.startswith("import time:")]
+    assert (process.returncode, words) == (130, ["interrupted; what was finished is kept"])
+
+
+def test_importing_the_package_leaves_the_handler_of_others_alone():
+    code = (
+        "import signal; before = signal.getsignal(signal.SIGINT)\n"
+        "import tokenformer_vit; assert signal.getsignal(signal.SIGINT) is before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,148 @@
+"""All readers find the same images in a folder, and say what they leave out."""
+
+import os
+import shutil
+from collections import Counter
+
+import pytest
+from mmengine.config import Config
+from mmpretrain.datasets import CustomDataset
+from PIL import Image
+
+from tokenformer_vit.compression import labelled_images, sample_images
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.integrations.config import check_data_folders
+from tokenformer_vit.preparation import check
+from tokenformer_vit.vision.images import IMAGE_SUFFIXES, find_images, scan_images
+
+NAMES = [f"{index:02}{suffix}" for index, suffix in enumerate(IMAGE_SUFFIXES)]
+
+
+@pytest.fixture
+def root(tmp_path):
+    """An image of every suffix in two classes, one of them a link, and what is no image."""
+    Image.new("1", (4, 4)).save(tmp_path / "x.png")
+    for folder in (tmp_path / "data/train/ant/deep", tmp_path / "elsewhere"):
+        folder.mkdir(parents=True)
+        for name in NAMES:
+            shutil.copy(tmp_path / "x.png", folder / name)
+    (tmp_path / "data/train/bee").symlink_to(tmp_path / "elsewhere")
+    ant = tmp_path / "data/train/ant"
+    shutil.copy(tmp_path / "x.png", ant / "upper.PNG")
+    for name in ("a.txt", "b.TXT", "nothing", ".hidden", "._ghost.png"):
+        (ant / name).touch()
+    (ant / "lost").symlink_to(tmp_path / "nowhere")
+    return tmp_path / "data"
+
+
+def config(root, **more):
+    dataset = {"type": "CustomDataset", "data_root": str(root), "data_prefix": "train", **more}
+    return Config({"model": {"head": {"num_classes": 2}}, "train_dataloader": {"dataset": dataset}})
+
+
+LEFT_OUT = "left out: 2 .txt, 1 broken link, 1 without a suffix in {}\n"
+
+
+def test_all_readers_find_the_same_images(root, capsys):
+    train = root / "train"
+    expected = [str(train / "ant/deep" / name) for name in NAMES]
+    expected += [str(train / "ant/upper.PNG"), *(str(train / "bee" / name) for name in NAMES)]
+
+    assert [str(path) for path in find_images([train])] == expected
+    assert capsys.readouterr().err == LEFT_OUT.format(train)
+
+    samples = labelled_images(train, num_classes=2)
+    assert [str(path) for path, _ in samples] == expected
+    assert [label for _, label in samples] == [0] * (len(NAMES) + 1) + [1] * len(NAMES)
+    assert capsys.readouterr().err == LEFT_OUT.format(train)
+    assert sorted(map(str, sample_images(train, 1000, 0, root / "val"))) == sorted(expected)
+    capsys.readouterr()
+
+    cfg = config(root)
+    check_data_folders(cfg, ("train_dataloader",))
+    assert capsys.readouterr().err == LEFT_OUT.format(train)
+    dataset = cfg.train_dataloader.dataset.to_dict()
+    assert dataset.pop("type") == "CustomDataset"
+    trained = CustomDataset(**dataset).load_data_list()
+    assert sorted(each["img_path"] for each in trained) == sorted(expected)
+    assert {each["img_path"]: each["gt_label"] for each in trained} == {
+        str(path): label for path, label in samples
+    }
+
+    assert check(train, workers=1) == []
+    captured = capsys.readouterr()
+    assert f"all {len(expected)} images" in captured.out
+    assert captured.err.startswith(LEFT_OUT.format(train)[:-1])
+
+
+def test_suffixes_that_a_config_names_stay(root, capsys):
+    cfg = config(root, extensions=[".WEBP"])
+    check_data_folders(cfg, ("train_dataloader",))
+    assert cfg.train_dataloader.dataset.extensions == [".WEBP"]
+    said = capsys.readouterr().err
+    assert "3 .png" in said
+    assert ".webp" not in said
+
+
+def test_one_folder_of_two_loaders_is_said_once(root, capsys):
+    cfg = config(root)
+    cfg.val_dataloader = cfg.train_dataloader
+    check_data_folders(cfg, ("train_dataloader", "val_dataloader"))
+    assert capsys.readouterr().err.count("left out") == 1
+
+
+def test_other_processes_do_not_say_it_again(root, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    check_data_folders(config(root), ("train_dataloader",))
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_training_does_not_pass_over_an_image_that_is_no_file(kind, root):
+    path = root / "train/ant/deep/lost.jpg"
+    if kind == "link":
+        path.symlink_to(root / "nowhere")
+    else:
+        os.mkfifo(path)
+    with pytest.raises(InputError, match=f"{path} is a broken link or no regular file"):
+        check_data_folders(config(root), ("train_dataloader",))
+    assert path in find_images([root / "train"])  # the reader says what is wrong with it
+
+
+def test_images_beside_the_class_folders_are_counted(root, capsys):
+    shutil.copy(root / "train/ant/upper.PNG", root / "train/loose.png")
+    (root / "train/README").touch()
+    check_data_folders(config(root), ("train_dataloader",))
+    assert "1 in no class folder" in capsys.readouterr().err
+
+
+def test_of_many_kinds_of_files_the_commonest_are_named(root, capsys):
+    for index in range(20):
+        (root / "train/bee" / f"shard.{index:04}").touch()
+    find_images([root / "train"])
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    assert line.startswith("left out: 2 .txt, ")
+    assert f" and 15 more in {root / 'train'}" in line
+
+
+def test_suffixes_reach_the_terminal_escaped(root, capsys):
+    (root / "train/bee" / "x.\x1b[31mred").touch()
+    find_images([root / "train"])
+    assert r"1 .\x1b[31mred" in capsys.readouterr().err
+
+
+def test_a_folder_that_contains_itself_ends(root):
+    (root / "train/ant/again").symlink_to(root / "train")
+    (root / "train/ant/once_more").symlink_to(root / "train")
+    with pytest.raises(OSError, match="symbolic links") as raised:
+        list(scan_images(root / "train", Counter()))
+    assert raised.value.filename.startswith(str(root / "train/ant/again"))
+
+
+def test_a_folder_without_images_says_what_it_has(tmp_path):
+    (tmp_path / "x.txt").touch()
+    with pytest.raises(
+        InputError, match=rf"no image in the folder {tmp_path}, but 1 \.txt \(\.jpg"
+    ):
+        find_images([tmp_path])

@@ -1,0 +1,128 @@
+"""From a training to what timm loads: weights, arguments, preprocessing and class names."""
+
+from pathlib import Path
+from typing import Any
+
+from mmengine.config import Config
+from mmpretrain.registry import MODELS
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.layers.segments import fuse_state_dict
+from tokenformer_vit.models.checkpoints import describe_model, save_model
+from tokenformer_vit.models.weights import read_checkpoint
+
+from .backbone import TimmClassificationBackbone, as_timm_model
+from .guard import check_weights
+
+# Before and after these a picture is the same for timm.
+_NEUTRAL = ("LoadImage", "LoadImageFromFile", "PackInputs")
+
+
+def preprocessing(cfg: Any) -> dict[str, Any]:
+    """Say in timm's words how the test pipeline of a config prepares an image.
+
+    Args:
+        cfg: Config of an image classifier.
+
+    Returns:
+        ``mean``, ``std``, ``input_size``, ``crop_pct``, ``interpolation`` and ``crop_mode``.
+
+    Raises:
+        InputError: If timm has no words for the pipeline.
+    """
+    preprocessor = cfg.model.get("data_preprocessor") or cfg.data_preprocessor
+    steps = [step for step in cfg.test_dataloader.dataset.pipeline if step["type"] not in _NEUTRAL]
+    kinds = [step["type"] for step in steps]
+    config = {
+        "mean": [value / 255 for value in preprocessor["mean"]],
+        "std": [value / 255 for value in preprocessor["std"]],
+    }
+    channels = len(preprocessor["mean"])
+    if kinds == ["ResizeEdge", "CenterCrop"] and steps[0].get("edge", "short") == "short":
+        crop, resize = steps[1]["crop_size"], steps[0]
+        if isinstance(crop, int):
+            return config | {
+                "input_size": (channels, crop, crop),
+                "crop_pct": crop / resize["scale"],
+                "interpolation": resize.get("interpolation", "bilinear"),
+                "crop_mode": "center",
+            }
+    raise InputError(
+        f"the test pipeline of {cfg.filename} ({', '.join(kinds) or 'nothing'}) cannot be "
+        "exported: give ResizeEdge (edge 'short') and CenterCrop (one number), or set "
+        "`default_hooks.export=None` to train without an export"
+    )
+
+
+def describe_classifier(
+    classifier: Any, cfg: Any, metainfo: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Describe an mmpretrain classifier as ``config.json`` of its export would.
+
+    Args:
+        classifier: The classifier.
+        cfg: Its config.
+        metainfo: Of the data set; ``classes`` names the labels.
+
+    Returns:
+        The description in plain values; None of a model that is no timm model with a linear head
+        (a language model, LoRA), or whose preprocessing timm has no words for.
+    """
+    backbone = getattr(classifier, "backbone", None)
+    if not isinstance(backbone, TimmClassificationBackbone):
+        return None
+    try:
+        images = preprocessing(cfg)
+    except InputError:
+        return None
+    return describe_model(backbone.model, classifier.head.num_classes, metainfo["classes"], images)
+
+
+def export_classifier(
+    classifier: Any, cfg: Any, metainfo: dict[str, Any], folder: str | Path
+) -> None:
+    """Write an mmpretrain classifier as a timm folder, ``model.safetensors`` and ``config.json``.
+
+    Args:
+        classifier: ``ImageClassifier`` over a ``TimmClassificationBackbone``.
+        cfg: Its config; the preprocessing that is written is that of its test pipeline.
+        metainfo: Of the data set; ``classes`` names the labels.
+        folder: Where the files go; those that exist are replaced, each at once.
+
+    Raises:
+        InputError: If timm has no words for the preprocessing.
+        OSError: If the files cannot be written.
+    """
+    model = as_timm_model(classifier)
+    save_model(model, Path(folder), metainfo["classes"], preprocessing(cfg))
+
+
+def export_checkpoint(cfg: Config, checkpoint: Path, folder: Path) -> None:
+    """Write the averaged weights of a training checkpoint as a timm folder.
+
+    It serves checkpoints that do not describe themselves: those of older versions and of LoRA.
+
+    Args:
+        cfg: Config that the checkpoint was trained with.
+        checkpoint: The file.
+        folder: Where the files go.
+
+    Raises:
+        InputError: If the checkpoint cannot be read, is of another model, or does not name its
+            classes.
+    """
+    content = read_checkpoint(checkpoint)
+    metainfo = content.get("meta", {}).get("dataset_meta") or {}
+    if not metainfo.get("classes"):
+        raise InputError(
+            f"{checkpoint} does not name its classes; export the run's last checkpoint"
+        )
+    preprocessor = cfg.model.get("data_preprocessor") or cfg.data_preprocessor
+    with_start = cfg.model.backbone.get("module", cfg.model.backbone)
+    for start in ("checkpoint_path", "pretrained"):
+        if with_start.get(start):  # replaced by the checkpoint, and may be gone by now
+            with_start[start] = type(with_start[start])()
+    classifier = MODELS.build({**cfg.model, "data_preprocessor": preprocessor})
+    check_weights(classifier, content)
+    classifier.load_state_dict(fuse_state_dict(content["state_dict"]))
+    export_classifier(classifier, cfg, metainfo, folder)

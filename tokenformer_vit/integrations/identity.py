@@ -1,0 +1,74 @@
+"""What a run trains on, to be compared when it is resumed."""
+
+import hashlib
+from pathlib import PurePath
+from typing import Any
+
+from tokenformer_vit.errors import InputError
+
+# What each entry is called in messages.
+_WORDS = {
+    "samples_per_iteration": "samples in an iteration (batch size times processes)",
+    "samples": "training samples",
+    "files": "hash of the list of training files and labels",
+}
+
+
+def run_identity(runner) -> dict[str, Any]:
+    """Return what must stay the same for a run to go on exactly.
+
+    Returns:
+        ``samples_per_iteration``, the batch size times the number of processes; ``samples``, the
+        size of the training data; ``files``, a SHA-256 of their names and labels, None where the
+        data set names no files. The folder in which the data lie may change.
+    """
+    loader = runner.train_dataloader
+    return {
+        "samples_per_iteration": loader.batch_size * runner.world_size,
+        "samples": len(loader.dataset),
+        "files": _hash_files(loader.dataset),
+    }
+
+
+def check_identity(before: dict[str, Any] | None, now: dict[str, Any], logger: Any) -> None:
+    """Compare the data of a checkpoint with those of the run that resumes from it.
+
+    Args:
+        before: What :func:`run_identity` returned then; None of an older checkpoint.
+        now: What it returns.
+        logger: Told if there is nothing to compare with.
+
+    Raises:
+        InputError: If something differs; the message names it with both values.
+    """
+    if before is None:
+        logger.warning(
+            "The checkpoint does not say which data it was trained on (an older version wrote it), "
+            "so they are not compared with those of this run."
+        )
+        return
+    for key, words in _WORDS.items():
+        if before.get(key) != now[key]:
+            raise InputError(
+                f"the checkpoint is of a run with other data or another batch size: {words}: "
+                f"{_short(before.get(key))} then, {_short(now[key])} now. Resume with the same, or "
+                "start anew from its weights with `--cfg-options load_from=CHECKPOINT` in another "
+                "--work-dir"
+            )
+
+
+def _short(value: Any) -> str:
+    return value[:12] if isinstance(value, str) else str(value)
+
+
+def _hash_files(dataset: Any) -> str | None:
+    if hasattr(dataset, "fingerprint"):
+        return dataset.fingerprint()
+    if not hasattr(dataset, "get_data_info"):
+        return None
+    digest = hashlib.sha256()
+    for index in range(len(dataset)):
+        info = dataset.get_data_info(index)
+        name = "/".join(PurePath(str(info.get("img_path"))).parts[-2:])  # class folder and file
+        digest.update(f"{name}\t{info.get('gt_label')}\n".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()

@@ -1,0 +1,102 @@
+"""SIGTERM, with which Slurm and others end a job: a checkpoint first, then the end."""
+
+import atexit
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from mmengine.device import get_device
+from mmengine.dist import all_reduce, get_world_size
+
+__all__ = ["STATUS", "PatientWorker", "Termination"]
+
+# Of a process that SIGTERM ended, as shells count.
+STATUS = 128 + 15
+# In which data loading workers go on after a SIGTERM, for the main process to finish its step.
+_PATIENCE_SECONDS = 120
+
+
+class Termination:
+    """Note a SIGTERM instead of dying of it.
+
+    ::
+
+        termination = Termination()
+        termination.begin()
+        ...
+        if termination.requested():
+            save_and_leave()
+        termination.end()
+
+    Attributes:
+        running: 1 while a run must not lose its workers, in memory that these share.
+    """
+
+    def __init__(self) -> None:
+        self.running = torch.zeros(1, dtype=torch.uint8).share_memory_()
+        self._noted = False
+        self._before: Any = None
+
+    def begin(self) -> None:
+        """From now on, a SIGTERM is noted. Outside the main thread this changes nothing."""
+        if threading.current_thread() is threading.main_thread():
+            self.running[0] = 1
+            self._before = signal.signal(signal.SIGTERM, self._note)
+            # Before Python ends its workers by the same signal, also after an error.
+            atexit.register(self.end)
+
+    def end(self) -> None:
+        """A SIGTERM has its former effect again."""
+        if self._before is not None:
+            self.running[0] = 0
+            signal.signal(signal.SIGTERM, self._before)
+            self._before = None
+            atexit.unregister(self.end)
+
+    def requested(self) -> bool:
+        """Tell whether this process or another one of the run got a SIGTERM.
+
+        All processes must ask at the same iteration, and then get the same answer.
+        """
+        if get_world_size() == 1:
+            return self._noted
+        flag = torch.tensor(int(self._noted), device=get_device())
+        all_reduce(flag, op="max")
+        return bool(flag)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._noted = True
+
+
+class PatientWorker:
+    """Start a data loading worker that outlives a SIGTERM while its run goes on.
+
+    A job's SIGTERM reaches the workers too. PyTorch would stop the run as soon as one of them is
+    gone, before the checkpoint.
+
+    Args:
+        start: Called first with the worker's number, as the loader's own ``worker_init_fn``.
+        running: As in :class:`Termination`.
+    """
+
+    def __init__(self, start: Callable[[int], None] | None, running: torch.Tensor) -> None:
+        self._start = start
+        self._running = running
+
+    def __call__(self, worker_id: int) -> None:
+        """Set the worker up."""
+        if self._start is not None:
+            self._start(worker_id)
+        if sys.platform != "win32":
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, self._wait)
+
+    def _wait(self, number: int, frame: FrameType | None) -> None:
+        if not self._running[0]:
+            os._exit(0)
+        signal.alarm(_PATIENCE_SECONDS)

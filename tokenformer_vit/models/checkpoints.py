@@ -1,0 +1,474 @@
+"""Models from files and to files: architecture, arguments, preprocessing and class names included.
+
+A checkpoint is described by what timm writes into ``config.json``. An exported folder has that
+file; a training checkpoint of this package has the same content under :data:`DESCRIPTION`.
+"""
+
+import errno
+import json
+import logging
+import tempfile
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import timm
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
+from timm.data import ImageNetInfo, resolve_model_data_config
+from timm.models import get_model_args, save_for_hf
+from torch import Tensor, nn
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.files import new_folder
+
+from .vit import TokenFormerViT, fit_state_dict
+from .weights import one_line, read_checkpoint, read_state_dict, seal_tensors, state_dict_in
+
+__all__ = [
+    "DESCRIPTION",
+    "check_data_config",
+    "class_names",
+    "data_config",
+    "describe_model",
+    "find_description",
+    "load_model",
+    "model_faults",
+    "read_state_dict",
+    "save_model",
+]
+
+# Key of a training checkpoint under which its model is described.
+DESCRIPTION = "timm_config"
+_LOCAL = "local-dir:"
+_CONFIG = "config.json"
+# What timm's save_for_hf writes beside config.json, the safe format first.
+_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+# What images need, and what answers mean: this part of a description serves any model arguments.
+_PREPROCESSING = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
+# Where weights came from, and what stands in a description by itself.
+_NOT_DESCRIBED = (
+    *("url", "file", "hf_hub_id", "hf_hub_filename", "state_dict", "source", "tag"),
+    *("architecture", "num_classes", "label_names", "label_descriptions"),
+)
+
+_log = logging.getLogger("tokenformer_vit")
+
+_Side = Annotated[int, Field(strict=True, ge=1, le=4096)]
+_Mean = Annotated[float, Field(strict=True, ge=0, le=1)]
+_Std = Annotated[float, Field(strict=True, gt=0, le=10)]
+
+
+class _DataConfig(BaseModel):
+    """Arguments of timm's ``create_transform``, within what timm's own models use, and some room.
+
+    Their crop_pct is 0.875 to 1.15, their sides 106 to 1024, their means 0 to 0.5, and their
+    deviations 0.143 to 1, of values from 0 to 1.
+    """
+
+    input_size: tuple[Literal[3], _Side, _Side]
+    interpolation: Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
+    mean: tuple[_Mean, _Mean, _Mean]
+    std: tuple[_Std, _Std, _Std]
+    crop_pct: Annotated[float, Field(strict=True, ge=0.1, le=2)]
+    crop_mode: Literal["center", "squash", "border"]
+
+
+class _Description(BaseModel):
+    """The content of ``config.json``; what is not named here is timm's own business.
+
+    Old files have no ``pretrained_cfg``: its values stand beside the others.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    architecture: str
+    num_classes: Annotated[int, Field(ge=0, le=10_000_000)] | None = None
+    label_names: list[str] | dict[str, str] | None = None
+    model_args: dict[str, Any] | None = None
+    pretrained_cfg: dict[str, Any] | None = None
+
+
+def load_model(
+    name: str | None,
+    checkpoint: Path | None,
+    num_classes: int | None = None,
+    *,
+    for_images: bool = True,
+    **kwargs: Any,
+) -> nn.Module:
+    """Build a timm model and load its weights strictly.
+
+    Args:
+        name: timm model name, or ``local-dir:FOLDER`` of a model that timm's ``save_for_hf``
+            wrote; None where the checkpoint says what it is of.
+        checkpoint: ``.safetensors`` file, PyTorch checkpoint (of timm, of a training by this
+            package), or exported folder; None for the weights in a local folder, otherwise random
+            ones.
+        num_classes: Default: as many as the checkpoint's ``head.weight`` has rows.
+        for_images: The model is to answer for images, so its preprocessing matters: it is taken
+            from the checkpoint's description, and if there is none, this is said or refused.
+        **kwargs: Arguments of the model.
+
+    Returns:
+        The model, on the CPU, in evaluation mode.
+
+    Raises:
+        InputError: If there is no such model or file, the two do not fit, or a training checkpoint
+            of this package does not say how images are prepared.
+    """
+    if checkpoint is not None and checkpoint.is_dir() and name is None:
+        name, checkpoint = f"{_LOCAL}{checkpoint}", None
+    if checkpoint is not None and not checkpoint.is_file():
+        hint = f"; a folder is given as --model {_LOCAL}FOLDER" if checkpoint.is_dir() else ""
+        raise InputError(f"there is no checkpoint file {checkpoint}{hint}")
+    if name is not None:
+        _check_name(name)
+        if name.startswith(_LOCAL) and checkpoint is None:
+            checkpoint = _weights_in(Path(name.removeprefix(_LOCAL)))
+
+    content = read_checkpoint(checkpoint) if checkpoint else {}
+    state_dict = state_dict_in(content, checkpoint) if checkpoint else None
+    description = None
+    if name is not None and name.startswith(_LOCAL):
+        description = _read_config(Path(name.removeprefix(_LOCAL)) / _CONFIG)
+    elif checkpoint is not None:
+        description = find_description(checkpoint, content)
+    if name is None and description is None:
+        raise InputError(
+            f"no model given, and {checkpoint or 'no checkpoint'} does not say which one it is of: "
+            "name it with --model, or give an exported folder with config.json; ours are "
+            f"{', '.join(timm.list_models('tokenformer*'))}"
+        )
+    if description is None and state_dict is not None and for_images:
+        _say_preprocessing(name, checkpoint, state_dict)
+    if num_classes is None and state_dict is not None:
+        num_classes = _head_rows(state_dict, checkpoint)
+    if description is not None and state_dict is not None:
+        _check_size(name, description, num_classes, kwargs, state_dict, checkpoint)
+    model = _build(name, description, num_classes, kwargs)
+    if state_dict is not None:
+        _load(
+            model,
+            state_dict,
+            f"{checkpoint} does not fit {name or 'its own description'}",
+            "img_size" in kwargs,
+        )
+    return model.eval()
+
+
+def save_model(
+    model: nn.Module,
+    folder: Path,
+    label_names: Sequence[str] | None = None,
+    data_config: dict[str, Any] | None = None,
+) -> None:
+    """Write a folder that ``timm.create_model("local-dir:FOLDER", pretrained=True)`` reads.
+
+    Args:
+        model: timm model.
+        folder: Gets ``model.safetensors``, with the SHA-256 of its tensors, and ``config.json``. It
+            appears whole, or each file replaces that of its name.
+        label_names: Of the classes, in order; default: those that the model's export had, if any.
+        data_config: What timm is to know of the preprocessing; default: what the model says of it.
+
+    Raises:
+        OSError: If it cannot be written; what was there stays.
+    """
+    own: Any = model
+    names = label_names or own.pretrained_cfg.get("label_names")
+    with new_folder(folder) as partial:
+        try:
+            save_for_hf(
+                own,
+                str(partial),
+                model_config={"label_names": list(names)} if names else None,
+                safe_serialization=True,
+                data_config=data_config,
+            )
+        except SafetensorError as error:  # so it reports a full disk
+            raise OSError(errno.EIO, one_line(error)) from error
+        seal_tensors(partial / _WEIGHT_FILES[0])
+
+
+def describe_model(
+    model: nn.Module,
+    num_classes: int,
+    label_names: Sequence[str] | None,
+    data_config: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Return what ``config.json`` says of a model, as plain values.
+
+    Args:
+        model: timm model, with or without its head.
+        num_classes: Of the head.
+        label_names: Of the classes, in order.
+        data_config: Preprocessing, in timm's words; default: what the model says of it.
+    """
+    own: Any = model
+    architecture = own.pretrained_cfg["architecture"]
+    known = {key: value for key, value in own.pretrained_cfg.items() if key not in _NOT_DESCRIBED}
+    args = {name: value for name, value in get_model_args(own).items() if name != "num_classes"}
+    description = {
+        "architecture": architecture,
+        "num_classes": num_classes,
+        "label_names": list(label_names) if label_names else None,
+        "model_args": args,
+        "pretrained_cfg": {
+            **{key: value for key, value in known.items() if value is not None},
+            **resolve_model_data_config(model, dict(data_config or {})),
+        },
+    }
+    return json.loads(json.dumps(description))
+
+
+def class_names(model: nn.Module) -> list[str]:
+    """Name a model's classes: as its export says, else ImageNet-1K's if 1000, else by number."""
+    own: Any = model
+    names = own.pretrained_cfg.get("label_names")
+    if names and len(names) == own.num_classes:
+        return [str(name) for name in names]
+    if own.num_classes == 1000:
+        return ImageNetInfo().label_descriptions()  # type: ignore[return-value]
+    return [f"class {index}" for index in range(own.num_classes)]
+
+
+def data_config(model: nn.Module) -> dict[str, Any]:
+    """Return how images are prepared for a model, as arguments of timm's ``create_transform``.
+
+    Args:
+        model: timm model of RGB images.
+
+    Returns:
+        ``input_size`` (3, H, W), ``mean``, ``std``, and how to resize and crop.
+
+    Raises:
+        InputError: If the model takes no RGB images, or one of the values makes no sense.
+    """
+    if model.in_chans != 3:
+        raise InputError(f"the model takes images of {model.in_chans} channels; only RGB is read")
+    # The size that the model was built for; its configuration may still say timm's default.
+    size = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    try:
+        config = resolve_model_data_config(model, {"input_size": (3, *size)} if size else None)
+    except Exception as error:  # it counts and compares what a description may say in any type
+        raise InputError(
+            f"the preprocessing of the model is unusable: {one_line(error)}"
+        ) from error
+    check_data_config(config)
+    return config
+
+
+def check_data_config(config: dict[str, Any]) -> None:
+    """Check how images are prepared for a model, before an image is.
+
+    Args:
+        config: What timm's ``resolve_model_data_config`` returns: ``input_size`` (3, H, W),
+            ``mean`` and ``std`` of values from 0 to 1, ``interpolation``, ``crop_pct`` and
+            ``crop_mode``.
+
+    Raises:
+        InputError: If one of them is missing, or no value that makes sense; the message gives it.
+    """
+    try:
+        _DataConfig.model_validate(config)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        reason = first["msg"][:1].lower() + first["msg"][1:]
+        if first["type"] == "missing":
+            reason = "it must have three values" if name in config else "it must be given"
+        raise InputError(
+            f"the preprocessing of the model has {name} = {config.get(name)!r:.100}, but {reason}; "
+            "correct it in the config.json beside the weights"
+        ) from error
+
+
+def _check_name(name: str) -> None:
+    if name.startswith(_LOCAL):
+        config = Path(name.removeprefix(_LOCAL)) / _CONFIG
+        if not config.is_file():
+            raise InputError(f"there is no {config}; {_LOCAL} takes a folder that timm exported")
+    elif not timm.is_model(name):
+        ours = timm.list_models("tokenformer*")
+        close = get_close_matches(name, ours, n=3) or ours
+        raise InputError(f"there is no model {name!r}; did you mean {', '.join(close)}?")
+
+
+def _weights_in(folder: Path) -> Path:
+    for file in _WEIGHT_FILES:
+        if (folder / file).is_file():
+            return folder / file
+    raise InputError(f"there is none of {', '.join(_WEIGHT_FILES)} in the folder {folder}")
+
+
+def find_description(checkpoint: Path, content: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Find and check what describes the model of a checkpoint: in it, or beside it.
+
+    Args:
+        checkpoint: The file.
+        content: What it holds.
+
+    Returns:
+        The content of ``config.json``; None if nothing describes the model.
+
+    Raises:
+        InputError: If the description holds something that cannot be.
+    """
+    if DESCRIPTION in content:
+        return _check_description(content[DESCRIPTION], checkpoint)
+    # Beside a file of tensors alone; a training checkpoint there may be of another epoch's size.
+    config = checkpoint.with_name(_CONFIG)
+    if checkpoint.name in _WEIGHT_FILES and config.is_file():
+        return _read_config(config)
+    return None
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not readable JSON ({one_line(error)})") from error
+    return _check_description(content, path)
+
+
+def _check_description(content: Any, path: Path) -> dict[str, Any]:
+    try:
+        _Description.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"])) or "its content"
+        raise InputError(
+            f"{path}: {key} is {str(first['input'])[:80]!r}, but: {first['msg']}; export the model "
+            "again"
+        ) from error
+    return content
+
+
+def _build(
+    name: str | None,
+    description: Mapping[str, Any] | None,
+    num_classes: int | None,
+    kwargs: Mapping[str, Any],
+) -> nn.Module:
+    own = dict(kwargs)
+    try:
+        if name is not None and (description is None or not name.startswith(_LOCAL)):
+            if description is not None:  # the caller says of which shape, the file what it sees
+                known = description.get("pretrained_cfg") or description
+                overlay = {key: known[key] for key in _PREPROCESSING if known.get(key) is not None}
+                names = description.get("label_names")
+                own["pretrained_cfg_overlay"] = {
+                    **overlay,
+                    **({"label_names": names} if names else {}),
+                }
+            return timm.create_model(name, num_classes=num_classes, **own)
+        with tempfile.TemporaryDirectory() as folder:  # timm reads a description from a file alone
+            Path(folder, _CONFIG).write_text(json.dumps(description), encoding="utf-8")
+            return timm.create_model(f"{_LOCAL}{folder}", num_classes=num_classes, **own)
+    except Exception as error:  # what foreign arguments lead to is anything
+        what = name or description["architecture"]  # type: ignore[index]
+        raise InputError(f"the model {what} cannot be built: {one_line(error)}") from error
+
+
+def _check_size(
+    name: str | None,
+    description: Mapping[str, Any],
+    num_classes: int | None,
+    kwargs: Mapping[str, Any],
+    state_dict: Mapping[str, Tensor],
+    checkpoint: Path | None,
+) -> None:
+    """Refuse a description of a model far larger than its weights, before it takes all memory."""
+    with torch.device("meta"):
+        model = _build(name, description, num_classes, kwargs)
+    wanted, found = (
+        sum(tensor.numel() for tensor in tensors)
+        for tensors in (model.parameters(), state_dict.values())
+    )
+    if wanted > 2 * found + 1_000_000:
+        raise InputError(
+            f"{checkpoint} holds {found:,} numbers, but its description is of a model with "
+            f"{wanted:,} parameters; export the model again"
+        )
+
+
+def _head_rows(state_dict: Mapping[str, Tensor], checkpoint: Path | None) -> int | None:
+    for name in ("head.weight", "head.fc.weight"):
+        if name in state_dict:
+            if state_dict[name].dim() != 2:
+                raise InputError(
+                    f"{checkpoint}: {name} has the shape {tuple(state_dict[name].shape)}, but a "
+                    "head is a matrix of (classes, width)"
+                )
+            return len(state_dict[name])
+    return None
+
+
+def _say_preprocessing(
+    name: str | None, checkpoint: Path | None, state_dict: Mapping[str, Tensor]
+) -> None:
+    if any(key.startswith("backbone.") for key in state_dict):
+        raise InputError(
+            f"{checkpoint} is a training checkpoint that does not say how images are prepared nor "
+            "what its classes are: write a folder that does by `tools/export.py "
+            f"{checkpoint} FOLDER --config CONFIG`, with the config that it was trained with"
+        )
+    _log.warning(
+        "%s does not say how images are prepared or what its classes are called: taking those of "
+        "%s. An exported folder says both.",
+        checkpoint,
+        name,
+    )
+
+
+def _load(model: nn.Module, state_dict: dict[str, Tensor], what: str, resample: bool) -> None:
+    """Load strictly; ``resample`` allows positions of another image size."""
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
+    # The filter would resample these two to any size without a word, and so predict with a model
+    # that nobody has trained.
+    stem = ["patch_embed.proj.weight"] if resample else ["patch_embed.proj.weight", "pos_embed"]
+    faults = []
+    for name in stem:
+        for shape in (found[key] for key in found if f".{key}".endswith(f".{name}")):
+            if name in wanted and shape != wanted[name]:
+                faults.append(f"{name} is {shape} in the file and {wanted[name]} in the model")
+    if not faults:
+        if isinstance(model, TokenFormerViT):
+            state_dict = fit_state_dict(state_dict, model)
+        faults = model_faults(model.state_dict(), state_dict)
+    if faults:
+        more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
+        raise InputError(
+            f"{what}: {'; '.join(faults[:3])}{more}. Give the --model it was trained as, "
+            "with its --model-kwargs"
+        )
+    model.load_state_dict(state_dict)
+
+
+def model_faults(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
+    """List by what two state dicts differ in names, shapes and kinds of numbers.
+
+    Args:
+        wanted: Of the model.
+        found: Of the file.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
+    faults = [
+        f"{name} is {shapes[name]} in the file and {tuple(tensor.shape)} in the model"
+        for name, tensor in wanted.items()
+        if name in found and shapes[name] != tuple(tensor.shape)
+    ]
+    faults += [
+        f"{name} is of {found[name].dtype} in the file and of {tensor.dtype} in the model"
+        for name, tensor in wanted.items()
+        if name in found and found[name].is_floating_point() != tensor.is_floating_point()
+    ]
+    faults += [
+        f"{n} {tuple(t.shape)} is not in the file" for n, t in wanted.items() if n not in found
+    ]
+    faults += [f"{n} {shapes[n]} is not in the model" for n in found if n not in wanted]
+    return faults

@@ -1,0 +1,260 @@
+"""The one reader of weight files: no code runs, damage is found, nonsense is refused.
+
+Every tensor that enters the package from a file passes :func:`check_tensors`. Files of our own
+carry a SHA-256 of their tensors, which :func:`read_checkpoint` verifies. PyTorch's files are zip
+archives with a checksum of every member. ``torch.load`` does not look at it, so this module does.
+"""
+
+import hashlib
+import json
+import pickle
+import re
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
+from timm.models import clean_state_dict
+from torch import Tensor
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.files import write_whole
+
+__all__ = [
+    "check_digest",
+    "check_tensors",
+    "one_line",
+    "read_checkpoint",
+    "read_state_dict",
+    "seal_tensors",
+    "state_dict_in",
+    "tensors_digest",
+    "write_tensors",
+]
+
+# Where training scripts keep weights, averaged ones first: timm's, then mmengine's, whose
+# `state_dict` is the averaged model.
+_STATE_DICTS = ("state_dict_ema", "model_ema", "state_dict", "model")
+# What learns is of a floating type, whatever the model is.
+_LEARNED = re.compile(r"(.*[._])?(weight|bias|gamma|tokens?|pos_embed|tau|gate|original[01])")
+_SHA256 = "sha256"
+
+
+def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
+    """Read a weight file or a training checkpoint without running code from it.
+
+    Args:
+        path: ``.safetensors`` file, or a file that ``torch.save`` wrote.
+        map_location: Where tensors go, as in ``torch.load``.
+
+    Returns:
+        What the file holds; of a ``.safetensors`` file ``{"state_dict": tensors}``.
+
+    Raises:
+        InputError: If there is no such file, it is damaged, it holds more than tensors and plain
+            values, or a tensor is not what a model can use (see :func:`check_tensors`).
+    """
+    path = Path(path).expanduser()
+    if not path.is_file():  # a named pipe or a device is none either
+        raise InputError(f"there is no checkpoint file {path}")
+    try:
+        if path.suffix == ".safetensors":
+            checkpoint: Any = {"state_dict": _read_safetensors(path, map_location)}
+        else:
+            _check_archive(path)
+            checkpoint = torch.load(path, map_location=map_location, weights_only=True)
+    except InputError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise InputError(
+            f"{path} is damaged or holds more than tensors and plain values; it was not loaded, "
+            "since that could run code: save the state dict alone, best as .safetensors "
+            f"({one_line(error)}){_others(path)}"
+        ) from error
+    except SafetensorError as error:
+        raise InputError(
+            f"{path} is not a readable safetensors file: {one_line(error)}{_others(path)}"
+        ) from error
+    except Exception as error:  # torch.load answers foreign bytes with nearly any exception
+        raise InputError(
+            f"{path} is not a readable checkpoint ({one_line(error)}){_others(path)}"
+        ) from error
+    if not isinstance(checkpoint, dict):
+        raise InputError(
+            f"{path} holds a {type(checkpoint).__name__}, not a state dict: save model.state_dict()"
+        )
+    parts = [checkpoint.get(name) for name in (*_STATE_DICTS, "ema_state_dict")]
+    for part in (checkpoint, *parts):
+        if isinstance(part, Mapping):
+            check_tensors(part, path)
+    return checkpoint
+
+
+def read_state_dict(path: str | Path) -> dict[str, Tensor]:
+    """Read the tensors of a model; of a training checkpoint the averaged ones, if it has any.
+
+    Args:
+        path: As for :func:`read_checkpoint`; of timm, mmengine or a plain ``torch.save``.
+
+    Returns:
+        The tensors by name, on the CPU, without the prefix of a data-parallel wrapper.
+
+    Raises:
+        InputError: As :func:`read_checkpoint`; or if there is no state dict.
+    """
+    return state_dict_in(read_checkpoint(path), path)
+
+
+def state_dict_in(checkpoint: Mapping[str, Any], path: str | Path) -> dict[str, Tensor]:
+    """Return the tensors of a model in what :func:`read_checkpoint` returned."""
+    found = next(
+        (checkpoint[name] for name in _STATE_DICTS if isinstance(checkpoint.get(name), Mapping)),
+        checkpoint,
+    )
+    if not found or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in found.items()):
+        names = ", ".join(map(str, list(found)[:5]))
+        raise InputError(
+            f"{path} holds no state dict (found: {names or 'nothing'}); save model.state_dict()"
+        )
+    return clean_state_dict(dict(found))
+
+
+def check_tensors(tensors: Mapping[str, Any], where: str | Path) -> None:
+    """Refuse tensors that no trained model has.
+
+    Args:
+        tensors: By name. What is no tensor is passed over.
+        where: The file they are from, for the message.
+
+    Raises:
+        InputError: If a floating-point tensor holds NaN or infinity, a learned one is not of a
+            floating type, a τ is not one positive number, or one is sparse or quantised.
+    """
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        fault = _fault(str(name), tensor)
+        if fault:
+            raise InputError(f"{where}: {name} {fault}")
+
+
+def _fault(name: str, tensor: Tensor) -> str | None:
+    kind = str(tensor.dtype).removeprefix("torch.")
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        return "is sparse, quantised or without values; save it as an ordinary tensor"
+    if not tensor.is_floating_point():
+        if _LEARNED.fullmatch(name):
+            return f"is of type {kind}, but weights are of a floating type; the file is no model's"
+        return None
+    values = tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no isfinite
+    if not values.isfinite().all():
+        return (
+            "holds NaN or infinity: the file is damaged or of a training that diverged; take an "
+            "earlier checkpoint"
+        )
+    if name.rpartition(".")[2] == "tau" and not (tensor.numel() == 1 and tensor.item() > 0):
+        return f"is {tensor.tolist()}, but τ is one positive number; the file is damaged"
+    return None
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of tensors, their names, types and shapes, in hexadecimal."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def check_digest(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Compare tensors with the SHA-256 that their ``.safetensors`` file carries, if it does.
+
+    Raises:
+        InputError: If they differ.
+    """
+    with safe_open(path, "pt") as file:
+        expected = (file.metadata() or {}).get(_SHA256)
+    if expected is not None and expected != tensors_digest(tensors):
+        raise InputError(
+            f"{path} is damaged: its tensors do not have the SHA-256 that it carries; copy or "
+            f"export it again{_others(path)}"
+        )
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a ``.safetensors`` file that carries the SHA-256 of its tensors, whole or not at all.
+
+    Args:
+        path: The file.
+        tensors: By name, none sharing memory with another.
+        metadata: Further text for its header.
+
+    Raises:
+        OSError: If it cannot be written; ``filename`` is ``path``.
+    """
+    plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    data = save(plain)
+    # The library writes several entries of metadata in a random order. Here, equal tensors make
+    # equal files: 8 bytes of length, the header in JSON, then the numbers.
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    header["__metadata__"] = {"format": "pt", **(metadata or {}), _SHA256: tensors_digest(plain)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # numbers begin at a multiple of 8 bytes
+    write_whole(path, len(text).to_bytes(8, "little") + text + data[start:])
+
+
+def seal_tensors(path: Path) -> None:
+    """Add the SHA-256 to a ``.safetensors`` file that another library wrote.
+
+    Raises:
+        OSError: If it cannot be written; ``filename`` is ``path``.
+    """
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    write_tensors(path, load_file(path), metadata)
+
+
+def _read_safetensors(path: Path, map_location: Any) -> dict[str, Tensor]:
+    tensors = load_file(path, device=str(map_location or "cpu"))
+    check_digest(tensors, path)
+    return tensors
+
+
+def _check_archive(path: Path) -> None:
+    """Verify the checksums of a zip archive, which is what ``torch.save`` writes."""
+    if not zipfile.is_zipfile(path):
+        return  # the format of before 2020, which has no checksums
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+        packed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
+        if packed or sum(member.file_size for member in members) > path.stat().st_size:
+            raise InputError(
+                f"{path} is a compressed archive, which torch.save does not write: unpack it"
+            )
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise InputError(
+            f"{path} is damaged: the checksum of {damaged} in it is wrong{_others(path)}"
+        )
+
+
+def _others(path: Path) -> str:
+    """Name the other checkpoints of a run, newest first, where one of them cannot be read."""
+    if path.suffix != ".pth":
+        return ""
+    others = [file for file in path.parent.glob("*.pth") if file != path and file.is_file()]
+    others.sort(key=lambda file: file.stat().st_mtime, reverse=True)
+    return f"; others there are {', '.join(file.name for file in others[:3])}" if others else ""
+
+
+def one_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its type."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:200] if lines else type(error).__name__
