@@ -56,7 +56,7 @@ setup(
         "filelock>=3.20.3",  # follows a symbolic link in place of a lock before (CVE-2026-22701)
         "matplotlib>=3.10",
         "numpy>=2.1",
-        "pydantic>=2.9",
+        "pydantic>=2.10",
         "rich>=13.9",
         "safetensors>=0.5",
         "tqdm>=4.67",

@@ -16,11 +16,8 @@ from questions import Question, Variant
 from runs import MOST_DIAGNOSES, ROOT, Run, difference, shown
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.integrations.config import (
-    LOADERS,
-    check_schedule,
-    load_config,
-)
+from tokenformer_vit.integrations.config import LOADERS, load_config
+from tokenformer_vit.integrations.schedule import check_schedule
 
 LARGEST_GAP = 0.01  # of the parameter counts of two variants
 TEXTS = "data"  # the folder that holds those of a question, where the command line names none
@@ -97,8 +94,8 @@ def _chosen(question: Question, args: argparse.Namespace) -> dict[str, Any]:
     for loader in (chosen[name] for name in LOADERS):
         if args.data_root is not None and not question.texts:
             loader["dataset"]["data_root"] = args.data_root
-        if args.batch_size is not None:
-            loader["batch_size"] = args.batch_size
+    if args.batch_size is not None:
+        chosen["train_dataloader"]["batch_size"] = args.batch_size
     if question.texts:
         texts = [str(Path(args.data_root or TEXTS, text)) for text in question.texts]
         for name in ("val_dataloader", "test_dataloader"):

@@ -41,7 +41,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from questions import Question
 
-from tokenformer_vit.command_line import run_tool, whole_number
+from tokenformer_vit.command_line import positive_number, run_tool, whole_number
 
 
 def main(question: Question, argv: Sequence[str] | None = None) -> None:
@@ -109,7 +109,7 @@ def parse(question: Question, config: Any, argv: Sequence[str] | None) -> argpar
         "--seeds", type=whole_number(1), default=1, metavar="N", help="seeds 0 to N - 1"
     )
     parser.add_argument(
-        "--lr", type=float, nargs="+", help="learning rates, each for every variant"
+        "--lr", type=positive_number, nargs="+", help="learning rates, each for every variant"
     )
     parser.add_argument(
         "--variants", nargs="+", choices=[variant.name for variant in question.variants]

@@ -35,7 +35,13 @@ test_dataloader = val_dataloader
 
 param_scheduler = [
     dict(type="LinearLR", start_factor=1e-3, by_epoch=True, end=1, convert_to_iter_based=True),
-    dict(type="CosineAnnealingLR", eta_min=1e-5, by_epoch=True, begin=1),
+    dict(
+        type="CosineAnnealingLR",
+        eta_min=1e-5,
+        by_epoch=True,
+        begin=1,
+        convert_to_iter_based=True,
+    ),
 ]
 train_cfg = dict(max_epochs=4)
 default_hooks = dict(ema=dict(momentum=1e-2), logger=dict(interval=20))

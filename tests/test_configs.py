@@ -328,14 +328,12 @@ class Rates(Hook):
         self.seen.append(rate)
 
 
-@pytest.mark.parametrize("name", ["imagenet_base", "imagenet_large"])
-def test_learning_rate_that_is_reached(name, tmp_path):
-    cfg = load(name)
-    iterations = 3  # an epoch
+def learning_rates(name, cfg, iterations, folder):
+    """Train a toy by the schedule of a config, and return the rate of each iteration."""
     rates = Rates()
     runner = Runner(
         model=Toy(),
-        work_dir=str(tmp_path),
+        work_dir=str(folder),
         train_dataloader=DataLoader([{"inputs": torch.ones(1)}] * iterations),
         train_cfg={"by_epoch": True, "max_epochs": cfg.train_cfg.max_epochs},
         optim_wrapper=cfg.optim_wrapper,
@@ -343,11 +341,27 @@ def test_learning_rate_that_is_reached(name, tmp_path):
         default_hooks=dict.fromkeys(("timer", "sampler_seed", "logger", "checkpoint")),
         custom_hooks=[rates],
         log_level="ERROR",
-        experiment_name=f"{name}_rates",
+        experiment_name=name,
     )
     runner.train()
+    return rates.seen
+
+
+@pytest.mark.parametrize("name", ["digits_demo", "cifar10_micro", "imagenette_tiny"])
+def test_a_short_cosine_ends_at_its_floor(name, tmp_path):
+    cfg = load_config(CONFIGS / f"{name}.py", {"train_cfg.max_epochs": 6})
+    seen = learning_rates(f"{name}_short", cfg, 20, tmp_path)
+    peak = cfg.optim_wrapper.optimizer.lr
+    assert max(seen) == pytest.approx(peak, rel=0.01)
+    assert FLOOR <= seen[-1] < FLOOR + 0.01 * peak
+
+
+@pytest.mark.parametrize("name", ["imagenet_base", "imagenet_large"])
+def test_learning_rate_that_is_reached(name, tmp_path):
+    cfg = load(name)
+    iterations = 3  # an epoch
+    seen = learning_rates(f"{name}_rates", cfg, iterations, tmp_path)
     epochs, warmup = cfg.train_cfg.max_epochs, 20 * iterations
-    seen = rates.seen
     assert len(seen) == epochs * iterations
     assert seen[0] == pytest.approx(1e-3 * PEAK)
     assert seen[warmup // 2] == pytest.approx(PEAK / 2, rel=0.02)

@@ -6,6 +6,7 @@ Each test draws a few examples; ``make fuzz`` draws thousands. ``--hypothesis-se
 import copy
 import importlib.util
 import io
+import itertools
 import json
 import math
 import shutil
@@ -31,6 +32,22 @@ from tokenformer_vit.models.weights import read_state_dict
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 10
+
+SMALL = f"""
+_base_ = "{ROOT}/configs/digits_demo.py"
+model = dict(
+    backbone=dict(embed_dim=24, depth=1, num_heads=2),
+    head=dict(num_classes=2, in_channels=24),
+)
+data_preprocessor = dict(num_classes=2)
+train_dataloader = dict(batch_size=2, num_workers=0)
+val_dataloader = dict(batch_size=2, num_workers=0)
+test_dataloader = dict(batch_size=2, num_workers=0)
+val_evaluator = dict(topk=(1,))
+test_evaluator = dict(topk=(1,))
+param_scheduler = [dict(type="ConstantLR", factor=1.0)]
+train_cfg = dict(max_epochs=1)
+"""
 
 
 class Command:
@@ -410,3 +427,67 @@ def test_text(tmp_path):
         assert {path.name for path in tmp_path.iterdir()} <= {"source", "target", "target.partial"}
 
     check()
+
+
+# Hostile, but no request for more memory or time than there is.
+VALUES = [
+    "None",
+    "True",
+    "-1",
+    "0",
+    "1",
+    "2",
+    "0.5",
+    "1.5",
+    "nan",
+    "inf",
+    "-inf",
+    "1e-300",
+    "x",
+    "''",
+]
+VALUES += ["[]", "[1,2]", "[None]", "()", "\x1b[31m", "a=b", "100000", "4294967296"]
+
+
+@pytest.fixture(scope="session")
+def few_images(tmp_path_factory):
+    """Two images of two classes, to train and to validate."""
+    root = tmp_path_factory.mktemp("few")
+    for split in ("train", "val"):
+        for name in ("cat", "dog"):
+            (root / split / name).mkdir(parents=True)
+            Image.new("RGB", (8, 8)).save(root / split / name / "0.png")
+    return root
+
+
+def test_options_of_training(tmp_path, few_images):
+    """What passes the checks trains an epoch of four images; the rest is one line, and no run."""
+    from tokenformer_vit.integrations.config import load_config
+
+    config = tmp_path / "small.py"
+    config.write_text(SMALL)
+    train, number = Command("train"), itertools.count()
+    cfg = load_config(config).to_dict()
+    keys = [".".join(map(str, path)) for path in leaves(_listed(cfg))]
+    # These are no settings: names of types and files, and what decides how long a run takes.
+    long = ("max_epochs", "depth", "dim", "tokens", "num_workers", "mlp_ratio", "img_size", "scale")
+    keys = [key for key in keys if not key.endswith(("type", "work_dir", *long))]
+
+    @given(st.sampled_from(keys), st.sampled_from(VALUES))
+    def check(key, value):
+        work_dir = tmp_path / f"run_{next(number)}"
+        name = f"experiment_name = 'fuzz_{work_dir.name}_{time.time_ns()}'\n"
+        config.write_text(SMALL + name)
+        words = [config, "--data-root", few_images, "--work-dir", work_dir]
+        status, _, _ = train(*words, "--cfg-options", f"{key}={value}")
+        assert status or (work_dir / "record.json").is_file() or "record" in key
+        shutil.rmtree(work_dir, ignore_errors=True)
+
+    check()
+
+
+def _listed(value):
+    """Turn tuples within a config into lists."""
+    if isinstance(value, dict):
+        return {key: _listed(item) for key, item in value.items()}
+    return [_listed(item) for item in value] if isinstance(value, list | tuple) else value

@@ -13,7 +13,8 @@ from mmengine.optim import build_optim_wrapper
 from mmengine.registry import HOOKS, LOOPS, DefaultScope
 from mmpretrain.registry import DATA_SAMPLERS, DATASETS, METRICS, MODELS
 
-from tokenformer_vit.integrations.config import check_schedule, load_config
+from tokenformer_vit.integrations.config import load_config
+from tokenformer_vit.integrations.schedule import check_schedule
 from tokenformer_vit.models import lm_config
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"

@@ -4,6 +4,7 @@ import argparse
 import datetime
 import errno
 import logging
+import math
 import os
 import signal
 import sys
@@ -17,7 +18,7 @@ from types import FrameType
 from .errors import InputError
 from .interrupts import INTERRUPTED, leave_on_interrupt
 
-__all__ = ["printable", "run_tool", "whole_number"]
+__all__ = ["positive_number", "printable", "run_tool", "whole_number"]
 
 _DEBUG = "--debug"
 # Reported without the file's name where a library writes it.
@@ -120,6 +121,17 @@ def printable(text: str) -> str:
         char if char.isprintable() and char not in _BIDI else char.encode("unicode_escape").decode()
         for char in text
     )
+
+
+def positive_number(text: str) -> float:
+    """Read a finite number above 0; an argparse type."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a finite number above 0")
+    return number
 
 
 def whole_number(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:

@@ -24,7 +24,7 @@ from types import ModuleType
 
 import torch
 
-from tokenformer_vit.command_line import run_tool, whole_number
+from tokenformer_vit.command_line import printable, run_tool, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
 
@@ -58,7 +58,7 @@ def _from_released(args: argparse.Namespace, language: ModuleType) -> None:
         f"{config.depth} blocks, width {config.embed_dim}, {config.num_heads} heads, "
         f"{config.num_qkv_param_tokens} / {config.num_ffn_param_tokens} pairs: "
         f"{model.num_parameters():,} parameters of {str(model.dtype).removeprefix('torch.')}\n"
-        f"Done. In {args.target}: a model for transformers"
+        f"Done. In {printable(str(args.target))}: a model for transformers"
         + (" and its tokenizer" if tokenizer else "; no tokenizer (--tokenizer)")
     )
 
@@ -69,7 +69,8 @@ def _to_released(args: argparse.Namespace, language: ModuleType) -> None:
     torch.save({name: tensor.detach().clone() for name, tensor in state_dict.items()}, data)
     args.target.parent.mkdir(parents=True, exist_ok=True)
     write_whole(args.target, data.getvalue())
-    print(f"Done. In {args.target}: {len(state_dict)} tensors under the released names")
+    target = printable(str(args.target))
+    print(f"Done. In {target}: {len(state_dict)} tensors under the released names")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -8,8 +8,8 @@ Nothing is computed with the models, so that their size does not matter::
     python tools/costs.py --model local-dir:work_dirs/grown --plot lengths.png
     python tools/costs.py --lm 150m --tokens 1024
 
-With ``--lm`` they are language models, and the Transformer is that of the same width, depth and
-vocabulary with as many weights in its blocks.
+Without ``--against`` the Transformer is that of the same width and depth (and vocabulary) with as
+many weights in its blocks. With ``--lm`` they are language models.
 
 FLOPs are those of one image or sequence, a multiplication and an addition being two; training takes
 three times the forward. Those of Θ and other activations, softmax, norms, biases and sums are left
@@ -39,28 +39,31 @@ from torch import nn
 
 from tokenformer_vit.benchmarking.costs import PARTS, Cost, model_costs, total
 from tokenformer_vit.benchmarking.lengths import draw_lengths
+from tokenformer_vit.benchmarking.matched import matched_vit
 from tokenformer_vit.command_line import run_tool, whole_number
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models import LM_PRESETS, TokenFormerLM, lm_config
+from tokenformer_vit.models import LM_PRESETS, TokenFormerLM, TokenFormerViT, lm_config
 from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.prediction import KeyValues
+
+MODEL = "tokenformer_base"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
     args = parse(argv)
-    if args.lm:
-        names, models = build_language(args.lm)
-    else:
-        names = [args.model, args.against]
-        models = [build(args.model, args.model_kwargs), build(args.against, args.against_kwargs)]
+    names, models = build_language(args.lm) if args.lm else build_vision(args)
     costs = [model_costs(model, args.tokens) for model in models]
     if args.plot:
+        asked = args.lm or args.model or args.against
+        lengths = range(1024, 32 * 1024 + 1, 1024) if args.lm or not asked else range(64, 4097, 64)
+        drawn = dict(zip(names, models, strict=True)) if asked else None
         try:
-            draw_lengths(args.plot)
+            draw_lengths(args.plot, drawn, lengths)
         except ImportError as error:
             raise InputError("--plot needs matplotlib: pip install matplotlib") from error
-        print(f"chart: {args.plot}", file=sys.stderr)
+        what = ", ".join(names) if asked else "the paper's growing language models"
+        print(f"chart: {args.plot}, of {what}", file=sys.stderr)
     if args.json:
         print(json.dumps([as_json(name, each) for name, each in zip(names, costs, strict=True)]))
     else:
@@ -73,12 +76,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for option, default in (("model", "tokenformer_base"), ("against", "vit_base_patch16_224")):
+    for option, default in (
+        ("model", MODEL),
+        ("against", "the ViT of the same width and depth with as many weights"),
+    ):
         parser.add_argument(
             f"--{option}",
-            default=default,
             metavar="NAME",
-            help="timm model name, or local-dir:FOLDER; default: %(default)s",
+            help=f"timm model name, or local-dir:FOLDER; default: {default}",
         )
         parser.add_argument(
             f"--{option}-kwargs",
@@ -105,9 +110,31 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--plot",
         type=Path,
         metavar="FILE.png",
-        help="also draw cost against sequence length, for the paper's growing language models",
+        help="also draw cost against sequence length, of the models that are named; without any, "
+        "of the paper's growing language models",
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.lm and (args.model or args.against):
+        parser.error("--lm is instead of --model and --against")
+    if args.against_kwargs and not args.against:
+        parser.error("--against-kwargs needs --against NAME")
+    return args
+
+
+def build_vision(args: argparse.Namespace) -> tuple[list[str], list[nn.Module]]:
+    """Build the model that was named and the one that it is compared with, with their names.
+
+    Raises:
+        InputError: If there is no such model, or none to compare it with.
+    """
+    name = args.model or MODEL
+    model = build(name, args.model_kwargs)
+    if args.against:
+        return [name, args.against], [model, build(args.against, args.against_kwargs)]
+    if not isinstance(model, TokenFormerViT):
+        raise InputError(f"{name} is no TokenFormer: name what it is compared with by --against")
+    vit, hidden = matched_vit(model)
+    return [name, f"ViT, {hidden} hidden"], [model, vit]
 
 
 def build(name: str, kwargs: dict[str, Any]) -> nn.Module:

@@ -36,9 +36,12 @@ import tokenformer_vit  # noqa: F401  # first: from here on, Ctrl-C is one line
 import argparse
 import hashlib
 import json
+import math
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -46,7 +49,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tokenformer_vit.command_line import run_tool, whole_number
+from tokenformer_vit.command_line import printable, run_tool, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
 from tokenformer_vit.prediction import choose_device
@@ -130,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     report = "\n\n".join(tables)
     write_whole(out / "results.md", f"{report}\n".encode())
-    print(f"{report}\n\nDone. In {out}: results.json, results.md, parts")
+    print(f"{report}\n\nDone. In {printable(str(out))}: results.json, results.md, parts")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -162,7 +165,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--context", type=positive, metavar="N", help="tokens read at once (default: the model's)")
     add("--batch-size", type=positive, default=8, metavar="B", help="default: %(default)s")
     add("--amp", action="store_true", help="bfloat16 by autocast; logits and losses stay float32")
-    add("--seed", type=whole_number(0), default=0, metavar="N", help="default: %(default)s")
+    add(
+        "--seed",
+        type=whole_number(0, 2**32 - 1),
+        default=0,
+        metavar="N",
+        help="default: %(default)s",
+    )
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add("--out", type=Path, metavar="FOLDER", help="default: evaluation in MODEL")
     args = parser.parse_args(argv)
@@ -192,6 +201,7 @@ def measure_texts(
     from tokenformer_vit.language.evaluation import TextLoss, flatten_rows, measure_text, read_text
 
     how = {"batch_size": args.batch_size, "amp": args.amp}
+    needed = ("tokens", "loss", "perplexity")
     results = {}
     for file in args.text:
 
@@ -202,7 +212,7 @@ def measure_texts(
             return TextLoss(*found, len(text.encode()), len(text.split())).values()
 
         settings = {**same, "stride": stride, "text": fingerprint([file])}
-        results[str(file)] = once(part(out, "text", str(file)), settings, measure)
+        results[str(file)] = once(part(out, "text", str(file)), settings, needed, measure)
     if args.data:
         title = f"{args.data} {args.split}"
 
@@ -220,7 +230,7 @@ def measure_texts(
             language.check_tokens_agree(args.model, args.data)
         files = [args.data / "meta.json", *args.data.glob(f"{args.split}-*.arrow")]
         settings = {**same, "stride": stride, "text": fingerprint(files)}
-        results[title] = once(part(out, "text", title), settings, measure_split)
+        results[title] = once(part(out, "text", title), settings, needed, measure_split)
     return results
 
 
@@ -263,6 +273,8 @@ def ask_tasks(
             "lm_eval": version("lm_eval"),
         }
 
+        needed = ("n", task.metric)
+
         def ask(name: str = name) -> dict[str, Any]:
             print(f"{name}:", file=sys.stderr)
             try:
@@ -270,21 +282,34 @@ def ask_tasks(
             except InputError as error:
                 raise InputError(f"{name}: {error}") from error
 
-        results[name] = (task.metric, once(part(out, "task", name), settings, ask))
+        results[name] = (task.metric, once(part(out, "task", name), settings, needed, ask))
     return results
 
 
 def once(
-    file: Path, settings: Mapping[str, Any], compute: Callable[[], dict[str, Any]]
+    file: Path,
+    settings: Mapping[str, Any],
+    needed: Iterable[str],
+    compute: Callable[[], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return what a file holds, if that was found with the same settings; else find and keep it."""
-    try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        if kept["settings"] == settings:
-            print(f"from {file}, which an earlier run left", file=sys.stderr)
+    """Return what a file holds, if that was found with the same settings; else find and keep it.
+
+    Args:
+        file: Of the part.
+        settings: All that the values follow from.
+        needed: Names of the values that have to be numbers.
+        compute: Finds the values.
+    """
+    from tokenformer_vit.language.schemas import Part, read_json
+
+    # If there is none, or none of ours, it is made anew.
+    with suppress(OSError, InputError):
+        kept = read_json(file, Part, "a part of the results", "")
+        found = [kept["values"].get(name) for name in needed]
+        whole = all(value is not None and math.isfinite(value) for value in found)
+        if whole and kept["settings"] == settings:
+            print(f"from {printable(str(file))}, which an earlier run left", file=sys.stderr)
             return kept["values"]
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # there is none, or none of ours: it is made anew
     values = compute()
     write_record(file, {"settings": settings, "values": values})
     return values
@@ -294,7 +319,7 @@ def part(out: Path, kind: str, name: str) -> Path:
     """Name the file of a part's results; texts of one name can lie in several folders."""
     short = name
     if kind == "text":
-        short = f"{Path(name).stem}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+        short = f"{Path(name).stem}_{hashlib.sha256(os.fsencode(name)).hexdigest()[:8]}"
     return out / "parts" / f"{kind}_{short}.json"
 
 

@@ -16,7 +16,6 @@ import tokenformer_vit  # noqa: F401  # first: from here on, Ctrl-C is one line
 
 # isort: split
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,13 +31,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     args = _parse(argv)
     from tokenformer_vit import language  # isort: skip  # says why, if transformers is missing
-    from transformers import TextStreamer
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     device = choose_device(args.device)
-    prompts = args.prompts or [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    prompts = args.prompts or _read_prompts()
     if not args.mask and (args.model / language.MASKS).is_file():
         print("the model has masks, and all its pairs are read; --mask chooses", file=sys.stderr)
     if not prompts:
@@ -46,26 +44,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     kinds = ("tokenformer", "gpt2")
     model = language.load_language_model(args.model, kinds, args.mask).to(device)
     tokenizer = language.load_tokenizer(args.tokenizer or args.model, model.config.vocab_size)
+    streamer = language.TerminalStreamer(tokenizer, skip_special_tokens=True)
     torch.manual_seed(args.seed)
+    for number, prompt in enumerate(prompts):
+        if number:
+            print()
+        language.generate_text(
+            model,
+            tokenizer,
+            prompt,
+            args.max_new_tokens,
+            greedy=args.greedy,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            streamer=streamer,
+        )
+
+
+def _read_prompts() -> list[str]:
     try:
-        for number, prompt in enumerate(prompts):
-            if number:
-                print()
-            language.generate_text(
-                model,
-                tokenizer,
-                prompt,
-                args.max_new_tokens,
-                greedy=args.greedy,
-                temperature=args.temperature,
-                top_k=args.top_k,
-                top_p=args.top_p,
-                streamer=TextStreamer(tokenizer, skip_special_tokens=True),
-            )
-    except BrokenPipeError:
-        # The reader, such as `head`, has seen enough; Python must not complain when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        return [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"stdin is not {error.encoding} text ({error.reason}); convert it, for example with "
+            "iconv"
+        ) from error
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -98,7 +102,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="draw among the likeliest that make up P of the probability (default: 1)",
     )
     parser.add_argument(
-        "--seed", type=whole_number(0), default=0, help="of what is drawn (default: 0)"
+        "--seed", type=whole_number(0, 2**64 - 1), default=0, help="of what is drawn (default: 0)"
     )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     return parser.parse_args(argv)

@@ -18,6 +18,7 @@ whole: after an interruption the same command continues, and ends with the same 
 
 import argparse
 import hashlib
+import os
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -25,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tokenformer_vit.command_line import run_tool, whole_number
+from tokenformer_vit.command_line import printable, run_tool, whole_number
 from tokenformer_vit.errors import InputError
 
 
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         make_tokenizer = partial(
             language.train_tokenizer,
             language.training_texts(sources, args.limit_tokens),
-            whole_number(1)(args.tokenizer.removeprefix("bpe:")),
+            int(args.tokenizer.removeprefix("bpe:")),
         )
     else:
         make_tokenizer = partial(language.find_tokenizer, args.tokenizer)
@@ -72,11 +73,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(
             f"{split}: {counts['rows']:,} rows of {meta['context_length'] + 1} tokens from "
             f"{counts['documents']:,} documents, {counts['bytes']:,} bytes, {counts['tokens']:,} "
-            f"tokens ({counts['left_over']:,} at the end fill no row)"
+            f"tokens ({counts.get('left_over', 0):,} at the end fill no row)"
         )
     print(
-        f"{'There already' if there else 'Done'}. In {args.target}: a vocabulary of "
-        f"{meta['vocab_size']:,} ({args.tokenizer})"
+        f"{'There already' if there else 'Done'}. In {printable(str(args.target))}: a vocabulary "
+        f"of {meta['vocab_size']:,} ({printable(args.tokenizer)})"
     )
 
 
@@ -101,11 +102,18 @@ def _sources(args: argparse.Namespace, language: ModuleType) -> tuple[list[Any],
 def _settings(args: argparse.Namespace, files: Sequence[Path]) -> dict[str, Any]:
     """All that the result follows from."""
     settings = {name: value for name, value in vars(args).items() if name != "target"}
-    settings["sources"] = list(map(str, args.sources)) or [args.hub or "reversal"]
-    settings["val"] = list(map(str, args.val))
+    settings["sources"] = [str(path) for path in args.sources] or [args.hub or "reversal"]
+    settings["val"] = [str(path) for path in args.val]
     sizes = "\n".join(f"{file} {file.stat().st_size}" for file in files)
-    settings["files"] = hashlib.blake2b(sizes.encode(), digest_size=8).hexdigest()
-    return settings
+    settings["files"] = hashlib.blake2b(os.fsencode(sizes), digest_size=8).hexdigest()
+    return {name: _plain(value) for name, value in settings.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Escape what is no UTF-8 in names of files, since JSON must be."""
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -130,7 +138,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hub-revision", metavar="NAME", help="its branch, tag or commit")
     parser.add_argument("--split", default="train", help="split of --hub (default: train)")
     parser.add_argument(
-        "--reversal", type=whole_number(2), metavar="LINES", help="draw so many lines of digits"
+        "--reversal",
+        type=whole_number(2, 10**7),
+        metavar="LINES",
+        help="draw so many lines of digits",
     )
     parser.add_argument(
         "--digits", type=whole_number(1), default=16, help="a side of --reversal (default: 16)"
@@ -147,7 +158,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--context-length",
-        type=whole_number(1),
+        type=whole_number(1, 2**31 - 2),  # Arrow counts the entries of a row, one more, by 32 bits
         metavar="N",
         help="rows have N + 1 tokens (default: 1024; of --reversal, one line)",
     )
@@ -188,8 +199,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--val and --val-share both say what is held out; give one of them")
     if args.val_share is None:
         args.val_share = 0.0 if args.val else 0.005
-    if re.fullmatch(r"bpe:(?!\d+$).*", args.tokenizer):
-        parser.error(f"--tokenizer {args.tokenizer}: N of bpe:N is a whole number")
+    if re.fullmatch(r"bpe:(?!\d{1,9}$).*", args.tokenizer, re.DOTALL):
+        parser.error(f"--tokenizer {args.tokenizer}: N of bpe:N is a whole number below 10⁹")
     if args.reversal:
         _check_reversal(parser, args)
     args.context_length = args.context_length or 1024

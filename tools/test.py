@@ -24,6 +24,7 @@ def main(argv: list[str] | None = None) -> None:
         run_test,
         write_evaluation,
     )
+    from tokenformer_vit.integrations.launch import start_processes
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", help="config file that the model was trained with")
@@ -41,13 +42,18 @@ def main(argv: list[str] | None = None) -> None:
 
     options = {"log_level": "WARNING", **(args.cfg_options or {})}  # a test has little to log
     cfg = config.load_config(
-        args.config, options, args.data_root, args.batch_size, compile=args.compile
+        args.config,
+        options,
+        args.data_root,
+        args.batch_size,
+        compile=args.compile,
+        batched="test_dataloader",
     )
     config.check_data_folders(cfg, ("test_dataloader",))
     out = args.out or args.checkpoint.parent / "test"
     configure_test(cfg, args.checkpoint, out)
     cfg.launcher = args.launcher
-    config.use_cpu_processes(cfg)
+    start_processes(cfg)
 
     evaluation = run_test(cfg)
     if is_main_process():

@@ -19,7 +19,9 @@ def main(argv: list[str] | None = None) -> None:
     from mmengine.runner import Runner
 
     from tokenformer_vit.files import locked_folder, remove_leftovers
+    from tokenformer_vit.integrations.launch import start_processes
     from tokenformer_vit.integrations.reports import ExportHook
+    from tokenformer_vit.integrations.schedule import check_schedule
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", help="config file, such as configs/imagenet_base.py")
@@ -43,23 +45,24 @@ def main(argv: list[str] | None = None) -> None:
     )
     args = config.parse_run_arguments(parser, argv)
 
+    options = dict(args.cfg_options or {})
+    if args.seed is not None:
+        options["randomness.seed"] = args.seed
     cfg = config.load_config(
         args.config,
-        args.cfg_options,
+        options,
         args.data_root,
         args.batch_size,
         args.work_dir,
         compile=args.compile,
     )
-    config.check_schedule(cfg)
+    check_schedule(cfg)
     config.check_data_folders(cfg, ("train_dataloader", "val_dataloader"))
     cfg.launcher = args.launcher
     if args.amp:
         cfg.optim_wrapper.type = "AutocastOptimWrapper"
     if args.auto_scale_lr:
         cfg.auto_scale_lr.enable = True
-    if args.seed is not None:
-        cfg.randomness.seed = args.seed
     if args.deterministic:
         cfg.randomness.deterministic = True
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
@@ -73,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
         if first:
             remove_leftovers(work_dir)
         config.choose_checkpoint(cfg, args.resume)
-        config.use_cpu_processes(cfg)
+        start_processes(cfg)
         runner = Runner.from_cfg(cfg)
         runner.train()
     if runner.rank == 0:

@@ -46,7 +46,7 @@ test_pipeline = [
 
 train_dataloader = dict(
     batch_size=128,
-    num_batch_per_epoch=None,  # a number shortens the epochs, to try a run out
+    num_batch_per_epoch=None,  # a number shortens the epochs, each to a random subset
     num_workers=8,
     persistent_workers=True,
     pin_memory=True,
@@ -58,6 +58,7 @@ train_dataloader = dict(
 )
 val_dataloader = dict(
     batch_size=128,
+    num_batch_per_epoch=None,  # a number takes images at even distances, the same each time
     num_workers=8,
     persistent_workers=True,
     pin_memory=True,

@@ -308,7 +308,7 @@ def test_what_others_start_from_is_trained_here(tmp_path, words, texts, trainer,
     [
         (["--data-root", "absent"], r"there is no folder absent; make a folder of tokens with"),
         (["--cfg-options", "model.checkpoint=x"], r"checkpoint is x, but an ablation trains from"),
-        (["--cfg-options", "train_cfg.max_iters=1"], r"shorten the warm-up too"),
+        (["--cfg-options", "train_cfg.max_iters=1"], r"no room for a warm-up, leave it out by"),
         (["--cfg-options", "model.config.depht=1"], r"has no 'depht'; it has depth"),
         (
             ["--cfg-options", *(f"model.config.{key}=1" for key in PAIRS)],

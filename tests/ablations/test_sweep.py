@@ -292,6 +292,19 @@ def test_what_other_code_or_more_processes_trained_is_not_taken_over(
     assert recording.adopt(run, args.nproc_per_node or 1) is None
 
 
+@pytest.mark.parametrize("rate", ["nan", "inf", "0", "-0.1", "x"])
+def test_a_learning_rate_that_is_none(words, capsys, rate):
+    with pytest.raises(SystemExit):
+        parse(SOFTMAX, run_config, [*words, "--lr", "1e-3", rate])
+    assert f"{rate!r} is not a finite number above 0" in capsys.readouterr().err
+
+
+def test_the_batch_size_is_that_of_training(words):
+    (run, *_) = plans.plan(SOFTMAX, parse(SOFTMAX, run_config, [*words, "--batch-size", "5"]))
+    assert run.settings["train_dataloader"]["batch_size"] == 5
+    assert "batch_size" not in run.settings.get("val_dataloader", {})
+
+
 def test_an_edited_base_config_is_noticed(tmp_path, config, words, trainer):
     words += ["--variants", "gelu_l2"]
     own = tmp_path / "own.py"
@@ -338,7 +351,7 @@ def test_jobs_run_side_by_side_and_share_the_gpus_out(words, trainer, monkeypatc
     [
         (["--data-root", "absent"], "there is no folder absent/train"),
         (["--cfg-options", "model.backbone.thetta=softmax"], "has no 'thetta'; it has theta"),
-        (["--cfg-options", "train_cfg.max_epochs=1"], "shorten the warm-up too"),
+        (["--cfg-options", "train_cfg.max_epochs=1"], "no room for a warm-up, leave it out by"),
         (["--cfg-options", "model.backbone.checkpoint_path=x.pth"], "trains from scratch"),
         (
             ["--cfg-options", "model.backbone.embed_dim=24", "model.head.in_channels=24"],

@@ -25,14 +25,14 @@ from tokenformer_vit.integrations import (
 from tokenformer_vit.integrations.config import (
     add_run_arguments,
     check_data_folders,
-    check_schedule,
     choose_checkpoint,
     load_config,
     parse_run_arguments,
     scale_for_accumulation,
-    use_cpu_processes,
 )
 from tokenformer_vit.integrations.guard import check_weights
+from tokenformer_vit.integrations.launch import start_processes
+from tokenformer_vit.integrations.schedule import check_schedule
 
 
 @pytest.mark.parametrize(
@@ -52,11 +52,10 @@ def test_a_misspelt_option_is_refused(config, key, message):
 
 
 def test_options_reach_into_lists_and_every_loader(config):
-    cfg = load_config(config, {"param_scheduler.1.eta_min": 0.5}, data_root="d", batch_size=3)
+    cfg = load_config(config, {"param_scheduler.1.eta_min": 0.5}, data_root="d")
     assert cfg.param_scheduler[1].eta_min == 0.5
     for name in ("train_dataloader", "val_dataloader", "test_dataloader"):
         assert cfg[name].dataset.data_root == "d"
-        assert cfg[name].batch_size == 3
     assert cfg.work_dir == "work_dirs/small"
 
 
@@ -95,7 +94,8 @@ def test_missing_config_and_data_root(config, tmp_path):
 
 
 def test_class_folders_unlike_the_head(config, data_root):
-    cfg = load_config(config, {"model.head.num_classes": 7}, str(data_root))
+    options = {"model.head.num_classes": 7, "data_preprocessor.num_classes": 7}
+    cfg = load_config(config, options, str(data_root))
     with pytest.raises(InputError, match="holds 3 class folders, but the head has 7 classes"):
         check_data_folders(cfg)
 
@@ -188,7 +188,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     [
         ({"train_cfg.max_epochs": 1}, "param_scheduler.1 has begin=1, but train_cfg.max_epochs is"),
         ({"param_scheduler.0.end": 9}, "param_scheduler.0 has end=9"),
-        ({"train_cfg.max_epochs": "abc"}, "'abc', not a whole number"),
+        ({"train_cfg.max_epochs": "abc"}, "'abc', but must be a whole number of at least 1"),
     ],
 )
 def test_a_schedule_longer_than_the_run_is_refused(config, options, message):
@@ -263,7 +263,7 @@ def test_processes_without_torchrun(config, monkeypatch):
     cfg = load_config(config)
     cfg.launcher = "pytorch"
     with pytest.raises(InputError, match="--launcher pytorch needs torchrun"):
-        use_cpu_processes(cfg)
+        start_processes(cfg)
 
 
 @pytest.mark.slow

@@ -20,11 +20,7 @@ from mmengine.runner import Runner
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import pattention_layers
 from tokenformer_vit.integrations import EndlessSampler
-from tokenformer_vit.integrations.config import (
-    check_schedule,
-    choose_checkpoint,
-    load_config,
-)
+from tokenformer_vit.integrations.config import choose_checkpoint, load_config
 from tokenformer_vit.integrations.evaluation import configure_test
 from tokenformer_vit.integrations.language import (
     AnswerAccuracy,
@@ -33,6 +29,7 @@ from tokenformer_vit.integrations.language import (
     TokenDataset,
 )
 from tokenformer_vit.integrations.reports import read_scalars
+from tokenformer_vit.integrations.schedule import check_schedule
 from tokenformer_vit.language import (
     byte_tokenizer,
     load_language_model,
@@ -92,6 +89,17 @@ def texts(tmp_path_factory):
         name: str(write_text(root / name, letters, seed))
         for seed, (name, letters) in enumerate({"abc": "aab c", "xyz": "xyyz!"}.items())
     }
+
+
+def test_a_token_outside_the_vocabulary_is_told_with_its_folder(tmp_path):
+    folder = write_text(tmp_path / "abc", "ab", 0)
+    assert TokenDataset(str(folder), "val")[0]["inputs"].max() == ord("b")
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps({**meta, "vocab_size": ord("b")}))
+    with pytest.raises(
+        InputError, match=r"row 0 of .*abc has the token 98, but a vocabulary of 98"
+    ):
+        TokenDataset(str(folder), "val")[0]
 
 
 @pytest.fixture(scope="module")
@@ -406,13 +414,14 @@ def test_what_texts_share_trains_unless_it_is_frozen(masked, tmp_path):
         ({"model.config.context_length": 8}, r"rows of 16 tokens.* context_length is 8"),
         ({"model.architecture": "lstm"}, r"unknown architecture 'lstm'"),
         ({"model.config.dept": 2}, r"model\.config of the tokenformer.*dept"),
+        ({"model.config.num_heads": 0}, r"model\.config of the tokenformer: num_heads is 0"),
+        ({"model.config.norm_eps": -1.0}, r"model\.config of the tokenformer: norm_eps is -1"),
         ({"model.checkpoint": "nowhere"}, r"starts from nowhere and has its sizes"),
         ({"model.masks": {"old": "x"}}, r"it takes `new`"),
         ({"train_dataloader.dataset.data_root": "nowhere"}, r"there is no folder nowhere"),
         ({"train_dataloader.dataset.split": "dev"}, r"has no split 'dev'"),
         ({"val_dataloader.dataset.data_root": []}, r"data_root of TokenDataset is an empty list"),
         ({"param_scheduler.0.end": 99}, r"end=99, but train_cfg\.max_iters is 12"),
-        ({"train_cfg.max_iters": 0}, r"train_cfg\.max_iters is 0"),
     ],
 )
 def test_what_does_not_fit_is_said(run, tmp_path, options, message):

@@ -14,7 +14,7 @@ from mmengine.device import get_device
 from mmengine.optim import OptimWrapper
 from PIL import Image
 
-from tokenformer_vit.integrations import AutocastOptimWrapper, ProgressHook
+from tokenformer_vit.integrations import AutocastOptimWrapper, ProgressHook, reports
 from tokenformer_vit.integrations.reports import (
     _peak_mib,
     draw_curves,
@@ -79,6 +79,41 @@ def test_the_bar_shows_progress_and_eta_in_a_terminal(monkeypatch):
     text = stream.getvalue()
     assert "7/10" in text
     assert "epoch=2/3, loss=1.2500" in text
+
+
+def test_the_eta_counts_the_validations_to_come(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    now = 0.0
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr("tqdm.std.time", lambda: now)
+    monkeypatch.setattr(reports.time, "monotonic", lambda: now)
+    loop = SimpleNamespace(epoch=0, max_epochs=4, val_begin=1, val_interval=1)
+    runner = SimpleNamespace(
+        max_iters=20, iter=0, epoch=0, max_epochs=4, train_loop=loop, logger=logging.getLogger("x")
+    )
+    hook = ProgressHook()
+    hook.before_train(runner)
+    etas = []
+    for epoch, seconds in enumerate((20, 40), start=1):
+        for _ in range(5):
+            now += 1.0
+            hook.after_train_iter(runner, 0, None, {"loss": torch.tensor(1.25)})
+        loop.epoch = epoch
+        hook.before_val(runner)
+        now += seconds
+        hook.after_val(runner)
+        state = hook._bar.format_dict
+        assert state["rate"] == pytest.approx(1)  # of training alone
+        assert state["elapsed"] == now
+        etas.append(state["eta"])
+    hook._bar.refresh()
+    hook.after_train(runner)
+    # 15 iterations and 3 validations like the first; then 10 and 2 of what both took on average.
+    assert etas == ["01:15", "01:10"]
+    assert "10/20 [01:10<01:10" in sys.stderr.getvalue()
 
 
 def test_bfloat16_training_needs_no_gpu():

@@ -31,6 +31,10 @@ from tokenformer_vit.language.corpora import Piece, TextReader
 from tokenformer_vit.language.data import PROGRESS, SplitWriter, partial_folder
 
 CONTEXT = 8
+META = (
+    '{"context_length": 8, "vocab_size": 9, "splits": {"train": '
+    '{"rows": 1, "tokens": 9, "documents": 1, "bytes": 9}}}'
+)
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +99,17 @@ def meta_is(text):
 
 def other_length(folder):
     meta = json.loads((folder / "meta.json").read_text())
-    (folder / "meta.json").write_text(json.dumps({**meta, "context_length": 9}))
+    (folder / "meta.json").write_text(json.dumps({**meta, "context_length": 7}))
+
+
+def floats(folder):
+    column = pa.array([[0.5] * 9], pa.list_(pa.float32(), 9))
+    schema = pa.schema([("input_ids", column.type)])
+    with (
+        pa.OSFile(f"{folder}/train-00000.arrow", "wb") as file,
+        pa.ipc.new_stream(file, schema) as to,
+    ):
+        to.write_batch(pa.record_batch([column], names=["input_ids"]))
 
 
 def cut(file, size):
@@ -115,9 +129,18 @@ def cut(file, size):
         (meta_is("[1"), "is not a description of tokens"),
         (meta_is("[]"), "is not a description of tokens"),
         (meta_is('{"context_length": 8, "splits": {}}'), "is not a description of tokens"),
-        (meta_is('{"context_length": 8, "splits": {"val": {"rows": 1}}}'), "no split 'train'.*val"),
-        (other_length, r"train-00000\.arrow does not hold rows of 10 tokens"),
+        (meta_is(META.replace("train", "val")), "no split 'train'.*val"),
+        (other_length, r"train-00000\.arrow does not hold rows of 8 tokens"),
         (lambda folder: (folder / "train-00001.arrow").unlink(), "hold 9 rows, and .* says 12"),
+        (meta_is(META.replace('h": 8', 'h": 0')), "context_length is 0"),
+        (meta_is(META.replace('h": 8', 'h": 1e999')), "context_length is Infinity"),
+        (meta_is(META.replace('h": 8', f'h": {2**31}')), "context_length is 2147483648"),
+        (meta_is(META.replace('"rows": 1', '"rows": -1')), r"splits\.train\.rows is -1"),
+        (meta_is(META.replace('"rows": 1', '"rows": "x"')), r'splits\.train\.rows is "x"'),
+        (meta_is(META.replace('"tokens": 9', '"tokens": 0')), "1 rows of 0 tokens"),
+        (meta_is(META.replace('"train"', '"../x"')), "is not a description of tokens"),
+        (meta_is("[" * 30_000), "is not a description of tokens"),
+        (floats, r"train-00000\.arrow does not hold rows of 9 tokens"),
         (cut("train-00000.arrow", 0), r"train-00000\.arrow is damaged"),
         (cut("train-00000.arrow", 100), r"train-00000\.arrow is damaged"),
         (cut("train-00002.arrow", -40), "train-00002.arrow is damaged|rows, and .* says 12"),
@@ -315,6 +338,63 @@ def test_a_row_without_text_is_passed_over(tmp_path):
     assert pieces(file_source(tmp_path / "a.json", "file", "text", 0)) == [Piece("a", "train")]
 
 
+DEEP = "[" * 20_000 + "]" * 20_000
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "a.jsonl",
+            f'{{"text": "a"}}\n{{"text": "b", "x": {DEEP}}}\n',
+            "line 2 is not JSON .recursion",
+        ),
+        ("a.json", DEEP, "line 1 is not JSON .recursion"),
+        ("a.jsonl", '{"text": "a"}\n{"text": "b"', "line 2 is not JSON .EOF while"),
+        ("a.jsonl", '{\n"text": "a"\n}', "line 1 is not JSON .* one object a line"),
+        ("a.jsonl", '{"text": "\\ud800"}', "line 1 is not JSON"),
+        ("a.jsonl", b'{"text": "caf\xe9"}', "line 1 is not JSON .invalid unicode"),
+        ("a.jsonl", "5\n", "row 0, counted from 0, is int, not an object whose 'text' is a text"),
+        ("a.jsonl", '{"x": 1, "y": 2}\n', "no column 'text'; .*: x, y"),
+        ("a.jsonl", '{"x": 1}\n' * 10_002, "no column 'text'"),
+        ("a.jsonl", "\n \n", "holds no rows"),
+        ("a.json", "[]", "holds no rows"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"text": "a"}\n' * 99)[:-9],
+            "cannot be read: Compressed file",
+        ),
+        ("a.jsonl.gz", b'{"text": "a"}', "cannot be read: Not a gzipped file"),
+    ],
+)
+def test_json_that_cannot_be_read_is_said_in_one_line(tmp_path, name, content, message):
+    file = tmp_path / name
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(InputError, match=rf"{name}.*{message}") as caught:
+        pieces(file_source(file, "file", "text", 0))
+    assert "\n" not in str(caught.value)
+
+
+def test_json_is_one_object_a_line_or_a_list(tmp_path):
+    for content in (
+        b'\xef\xbb\xbf{"text": "a", "x": 1}\r\n\n{"x": [{}]}\n{"text": "b", "x": "2"}',
+        b'\n [{"text": "a", "x": 1},\n {"x": 2}, {"text": "b"}]\n',
+        b'["a",\n"b"]',
+    ):
+        (tmp_path / "a.json").write_bytes(content)
+        got = pieces(file_source(tmp_path / "a.json", "file", "text", 0))
+        assert [piece.text for piece in got] == ["a", "b"]
+
+
+@pytest.mark.parametrize("features", ["{broken", '{"info": {"features": 5}}'])
+def test_foreign_parquet_metadata_is_said_in_one_line(tmp_path, features):
+    table = pa.table({"text": ["a", "b"]}).replace_schema_metadata({"huggingface": features})
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"a\.parquet cannot be read: ") as caught:
+        pieces(file_source(tmp_path / "a.parquet", "file", "text", 0))
+    assert "\n" not in str(caught.value)
+
+
 def test_the_hub_is_streamed(monkeypatch):
     asked = {}
 
@@ -328,6 +408,7 @@ def test_the_hub_is_streamed(monkeypatch):
         Piece("b", "train"),
     ]
     how = {"path": "me/data", "name": "fr", "split": "test", "streaming": True}
+    how["trust_remote_code"] = False
     assert asked == {**how, "revision": None}
     pieces(hub_source("me/data", "fr", "test", "words", 0, "refs/convert/parquet"))
     assert asked == {**how, "revision": "refs/convert/parquet"}

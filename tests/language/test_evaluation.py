@@ -145,7 +145,7 @@ def test_rows_are_joined_to_the_text_they_were_cut_from(tmp_path):
     writer = SplitWriter(tmp_path, "val", 8, VOCAB)
     writer.add([tokens])
     writer.close_shard()
-    meta = {"context_length": 8, "splits": {"val": writer.counts}}
+    meta = {"context_length": 8, "vocab_size": VOCAB, "splits": {"val": writer.counts}}
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     dataset = read_tokens(tmp_path, "val")
     rows = stored_rows(dataset)
@@ -153,6 +153,13 @@ def test_rows_are_joined_to_the_text_they_were_cut_from(tmp_path):
     assert np.array_equal(rows, np.asarray(dataset[:]["input_ids"]))
     assert rows.shape == (5, 9)
     np.testing.assert_array_equal(flatten_rows(rows), tokens)
+
+
+def test_a_name_does_not_break_a_table():
+    values = TextLoss(9, 9.0).values()
+    table = loss_table({"a|b\n\x1b[2Jc\udce9": values})
+    assert table.splitlines()[2].startswith(r"| a\|b\n\x1b[2Jc\udce9 | ")
+    assert len(table.splitlines()) == 3
 
 
 @pytest.mark.parametrize(
@@ -416,19 +423,23 @@ def test_hellaswag_begins_sentences_as_the_harness_does(tasks, tmp_path):
         (
             "piqa",
             '{"goal": "a", "sol1": "b", "label": 0}',
-            "'sol2' must be of the type str, but is",
+            "sol2: Field required",
         ),
-        ("piqa", '{"goal": "a", "sol1": "b", "sol2": 3, "label": 0}', "'sol2' .* but is 3"),
-        ("piqa", '{"goal": "a", "sol1": "b", "sol2": "c", "label": 2}', "answer does not fit"),
-        ("arc_easy", '{"question": "a"', "not JSON"),
-        ("arc_easy", "[1]", "'question' must be of the type str"),
+        ("piqa", '{"goal": "a", "sol1": "b", "sol2": 3, "label": 0}', "sol2 is 3: "),
+        ("piqa", '{"goal": "a", "sol1": "b", "sol2": "c", "label": 2}', "label is 2: "),
+        ("arc_easy", '{"question": "a"', "Invalid JSON"),
+        ("arc_easy", "[1]", r"it is \[1\]: "),
         ("winogrande", '{"sentence": "a", "option1": "b", "option2": "c", "answer": "1"}', "fit"),
         ("hellaswag", '{"query": "a: b", "endings": ["c"], "label": 1}', "answer does not fit"),
         ("lambada", '{"text": "word"}', "answer does not fit"),
+        ("lambada", '{"text": ' + "[" * 30_000, "Invalid JSON: recursion limit"),
+        ("piqa", '{"goal": "a", "sol1": "", "sol2": "c", "label": 0}', 'sol1 is "": '),
+        ("hellaswag", '{"query": "a: b", "endings": ["c"], "label": true}', "label is true: "),
+        ("hellaswag", '{"query": "a: b", "endings": [5], "label": 0}', r"endings\.0 is 5: "),
         (
             "arc_challenge",
             '{"question": "a", "choices": {"text": ["b"]}, "answerKey": "A"}',
-            "answer does not fit",
+            r"choices\.label: Field required",
         ),
     ],
 )

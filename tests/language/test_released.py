@@ -186,5 +186,5 @@ def test_what_is_no_released_checkpoint_is_refused(tmp_path):
     with pytest.raises(InputError, match="could run code"):
         read_released(path)
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(InputError, match="is damaged"):
+    with pytest.raises(InputError, match="is not a readable checkpoint"):
         read_released(path)

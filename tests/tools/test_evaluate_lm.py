@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
 
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -177,6 +178,38 @@ def test_a_mask_is_chosen_by_its_name(folder, text, capsys):
         run(folder, "--text", text, "--mask", "third")
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda part: {},
+        lambda part: {**part, "values": 5},
+        lambda part: {**part, "values": {}},
+        lambda part: {**part, "values": {**part["values"], "loss": "x"}},
+        lambda part: {**part, "values": {**part["values"], "loss": None}},
+        lambda part: {**part, "values": {**part["values"], "perplexity": math.nan}},
+        lambda part: "[" * 9999,
+    ],
+)
+def test_a_damaged_part_is_measured_anew(folder, text, damage):
+    run(folder, "--text", text)
+    before = record(folder / "evaluation")["texts"]
+    (file,) = (folder / "evaluation" / "parts").iterdir()
+    damaged = damage(json.loads(file.read_text()))
+    file.write_text(damaged if isinstance(damaged, str) else json.dumps(damaged))
+    run(folder, "--text", text)
+    assert record(folder / "evaluation")["texts"] == before
+    assert json.loads(file.read_text())["values"] == before[str(text)]
+
+
+def test_weights_that_are_not_finite_are_refused(folder, text):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.bias"][3] = math.nan
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=r"model\.norm\.bias holds NaN"):
+        run(folder, "--text", text)
+    assert not (folder / "evaluation").exists()
+
+
 def test_other_models_and_bfloat16(folder, text, tmp_path):
     gpt2 = tmp_path / "gpt2"
     config = GPT2Config(vocab_size=257, n_positions=24, n_embd=32, n_layer=1, n_head=2)
@@ -262,6 +295,9 @@ def test_all_six_tasks_on_their_real_items(folder, shared_data, capsys):
         (("--text", "good.txt", "--tokenizer", "nowhere"), "there is no tokenizer in nowhere"),
         (("--text", "good.txt", "--tokenizer", "larger"), "has 300 entries, and the model's"),
         (("--tasks", "piqa", "--task-data", "nowhere"), "there is no nowhere/piqa_val.jsonl"),
+        (("--tasks", "lambada", "--task-data", "."), r"lambada_.*, line 1: .*recursion"),
+        (("--tasks", "hellaswag", "--task-data", "."), "hellaswag_.*, line 1: .*unicode"),
+        (("--data", "."), r"\. has no meta\.json"),
         (
             ("--tasks", "piqa", "--task-data", ".", "--tokenizer", "endless"),
             "the tokenizer has no token that begins or ends a text",
@@ -278,6 +314,8 @@ def test_what_cannot_be_is_said_in_one_line(folder, tmp_path, monkeypatch, argum
     save_tokenizer(Path("larger"), [str(number) * 2 for number in range(10, 54)])
     save_tokenizer(Path("endless"), [])
     Path("piqa_val.jsonl").write_text('{"goal": "a", "sol1": "b", "sol2": "c", "label": 1}')
+    Path("lambada_openai_test.jsonl").write_text('{"text": ' + "[" * 30_000)
+    Path("hellaswag_val.jsonl").write_bytes(b'{"query": "\xff"}')
     with pytest.raises(InputError, match=message) as caught:
         run(folder, *arguments)
     assert "\n" not in str(caught.value)

@@ -1,6 +1,7 @@
 """tools/prepare_text.py as a user starts it: from text to a folder of tokens, however often cut."""
 
 import importlib.util
+import io
 import json
 import shutil
 import sys
@@ -124,6 +125,76 @@ def test_nothing_finished_binds_to_nothing(texts, tmp_path):
     assert list(read_text_meta(tmp_path / "out")["splits"]) == ["train"]
 
 
+def files_below(folder):
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def write_progress(folder, **changes):
+    begun = {"settings": {}, "position": None, "splits": {}, "files": []}
+    (folder / "progress.json").write_text(json.dumps({**begun, **changes}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: None,
+        write_progress,  # begun, and then used by somebody for something else
+        lambda folder: write_progress(folder, files=["../texts/a.txt"]),
+        lambda folder: write_progress(folder, position={"source": 9, "state": None}),
+        lambda folder: write_progress(folder, position={"source": 10**30, "state": None}),
+        lambda folder: write_progress(folder, splits={"train": {}}),
+        lambda folder: (folder / "progress.json").write_text("[" * 9999),
+        lambda folder: (folder / "progress.json").write_text("{}"),
+    ],
+)
+def test_a_folder_of_somebody_else_is_left_alone(texts, tmp_path, change):
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    (partial / "thesis.txt").write_text("mine")
+    change(partial)
+    with pytest.raises(InputError) as caught:
+        run(texts, tmp_path / "out", "--context-length", 16)
+    assert "out.partial" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert (partial / "thesis.txt").read_text() == "mine"
+    assert (texts / "a.txt").is_file()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_link_in_the_way_is_not_followed(texts, tmp_path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "thesis.txt").write_text("mine")
+    (tmp_path / "out.partial").symlink_to("theirs")
+    with pytest.raises(InputError, match=r"out\.partial is in the way"):
+        run(texts, tmp_path / "out", "--context-length", 16)
+    assert files_below(tmp_path / "theirs") == {"thesis.txt": b"mine"}
+
+
+def test_what_a_killed_run_left_is_replaced(texts, tmp_path, monkeypatch):
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(preparation, "_write", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(texts, tmp_path / "out", "--context-length", 16, "--tokenizer", "bpe:300")
+    left = tmp_path / "out.partial"
+    (left / "train-00000.arrow").write_bytes(b"half")
+    assert json.loads((left / "progress.json").read_text())["position"] is None
+    monkeypatch.undo()
+    run(texts, tmp_path / "out", "--context-length", 16, "--val-share", 0.1)
+    assert {path.name for path in tmp_path.iterdir()} == {"texts", "out"}
+    assert read_text_meta(tmp_path / "out")["vocab_size"] == 257
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have UTF-8 names alone")
+def test_a_name_that_is_not_utf8_is_read(texts, tmp_path):
+    name = tmp_path / "caf\udce9.txt"
+    name.write_bytes((texts / "a.txt").read_bytes())
+    for _ in range(2):
+        run(name, tmp_path / "out", "--context-length", 16, "--val-share", 0.1)
+    assert read_text_meta(tmp_path / "out")["sources"] == [rf"{tmp_path}/caf\udce9.txt"]
+
+
 def test_held_out_files_are_given(texts, tmp_path):
     how = (
         "--documents",
@@ -177,12 +248,16 @@ def test_rows_of_digits_begin_with_a_line(tmp_path):
         (("empty.txt", "out"), "empty.txt is empty"),
         (("blank.txt", "out", "--documents", "line"), "the train part has 0 tokens, too few"),
         (("damaged.parquet", "out"), "damaged.parquet is not a readable parquet file"),
-        (("damaged.jsonl", "out"), "damaged.jsonl cannot be read: JSON parse error"),
+        (("damaged.jsonl", "out"), "damaged.jsonl cannot be read: line 2 is not JSON"),
         (("texts/c.jsonl", "out", "--column", "body"), "no column 'body'; .*--column: text, id"),
         (("texts/c.jsonl", "out", "--column", "id"), "the column 'id' holds int, not text"),
         (("texts", "out", "--context-length", "9999"), "val part has .* tokens, too few .*10000"),
         (("texts", "out", "--tokenizer", "no/such/path"), "there is no tokenizer in no/such/path"),
         (("texts", "out", "--tokenizer", "bpe:9"), "bpe:9 is too small"),
+        (("texts", "out", "--tokenizer", "bpe:0"), "bpe:0 is too small"),
+        (("texts", "out", "--tokenizer", "bpe:999999999"), "bpe:999999999 is too large"),
+        (("texts", "."), r"\. is there already"),
+        (("texts", "out", "--tokenizer", "evil"), "custom code .* is not run"),
         (("texts", "empty"), "empty is there already, and no folder of tokens"),
         (("texts", "out", "--val", "texts/a.txt"), "a.txt cannot be trained on and held out"),
     ],
@@ -193,11 +268,17 @@ def test_what_cannot_be_is_said_in_one_line(texts, tmp_path, monkeypatch, argume
     Path("empty.txt").touch()
     Path("blank.txt").write_text("\n\n")
     Path("damaged.parquet").write_text("no")
+    Path("evil").mkdir()
+    Path("evil/evil.py").write_text("open('code_ran', 'w').close()")
+    code = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
+    Path("evil/tokenizer_config.json").write_text(json.dumps(code))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
     Path("damaged.jsonl").write_text('{"text": "a"}\n{"text": \n')
     with pytest.raises(InputError, match=message) as caught:
         run(*arguments)
     assert "\n" not in str(caught.value)
     assert not Path("out").exists()
+    assert not Path("code_ran").exists()
 
 
 @pytest.mark.parametrize(
@@ -209,6 +290,10 @@ def test_what_cannot_be_is_said_in_one_line(texts, tmp_path, monkeypatch, argume
         (("a", "out", "--val-share", "1"), "'1' is not a share"),
         (("a", "out", "--val-share", "0.1", "--val", "b"), "give one of them"),
         (("a", "out", "--tokenizer", "bpe:many"), "N of bpe:N is a whole number"),
+        (("a", "out", "--tokenizer", f"bpe:{'9' * 5000}"), "N of bpe:N is a whole number"),
+        (("a", "out", "--context-length", str(2**31)), "at most 2147483646"),
+        (("a", "out", "--limit-tokens", "9" * 400), "not a whole number"),
+        (("out", "--reversal", "9" * 12), "at most 10000000"),
         (("out", "--reversal", "9", "--context-length", "33"), "give a multiple of 34"),
         (("out", "--reversal", "9", "--tokenizer", "gpt2"), "--reversal is of bytes"),
     ],

@@ -232,7 +232,8 @@ def test_checkpoint_of_another_model(name, run, tmp_path):
 
 def test_other_number_of_classes(run, tmp_path):
     checkpoint = run.work_dir / "epoch_2.pth"
-    message = failure(run, checkpoint, tmp_path, "model.head.num_classes=4")
+    words = ("model.head.num_classes=4", "data_preprocessor.num_classes=4")
+    message = failure(run, checkpoint, tmp_path, *words)
     assert "3 class folders" in message
     assert "4 classes" in message
 
@@ -273,7 +274,8 @@ def test_folder_that_cannot_be_made(run, tmp_path):
 
 @pytest.mark.parametrize(("num_classes", "topk"), [(3, (1,)), (5, (1, 5)), (10, (1, 5))])
 def test_configured_for_the_classes_and_the_folder(num_classes, topk, run, tmp_path):
-    cfg = load_config(run.config, {"model.head.num_classes": num_classes})
+    keys = ("model.head.num_classes", "data_preprocessor.num_classes")
+    cfg = load_config(run.config, dict.fromkeys(keys, num_classes))
     configure_test(cfg, run.work_dir / "epoch_2.pth", tmp_path)
     assert cfg.test_evaluator[0].topk == topk
     assert cfg.work_dir == str(tmp_path)  # a run's own would get this test's logs and config

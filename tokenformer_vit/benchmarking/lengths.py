@@ -1,16 +1,20 @@
-"""What language models cost by their sizes alone, and how that grows with the sequence.
+"""What language models cost by their sizes alone, and how costs grow with the sequence.
 
 The counting is that of :mod:`~tokenformer_vit.benchmarking.costs`.
 """
 
 import io
 import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from torch import nn
+
 from tokenformer_vit.files import write_whole
 
-from .costs import PARTS, Cost, attention_flops, product_flops, total
+from .costs import PARTS, Cost, attention_flops, model_costs, product_flops, total
 
 __all__ = ["Pairs", "draw_lengths", "equal_width", "language_costs"]
 
@@ -79,14 +83,24 @@ def equal_width(depth: int, vocabulary: int, parameters: int) -> int:
     return round((root - vocabulary) / (2 * square))
 
 
-def draw_lengths(path: Path) -> None:
+def draw_lengths(
+    path: Path,
+    models: Mapping[str, nn.Module] | None = None,
+    lengths: Sequence[int] = range(1024, 32 * 1024 + 1, 1024),
+) -> None:
     """Draw what a token costs against the length of its sequence into a PNG file.
 
-    TokenFormers that grow by pairs, at one width, stand against Transformers of the same depth and
-    as many parameters, which grow by width.
+    Args:
+        path: The file.
+        models: What to draw, by name: models of
+            :func:`~tokenformer_vit.benchmarking.costs.model_costs`. None for the paper's
+            figure: TokenFormers that grow by pairs, at one width, stand against Transformers of the
+            same depth and as many parameters, which grow by width.
+        lengths: Numbers of tokens.
 
     Raises:
         ImportError: If matplotlib is not installed.
+        InputError: If the costs of a model are not known.
         OSError: If the file cannot be written; ``filename`` is ``path``.
 
     Source:
@@ -94,9 +108,31 @@ def draw_lengths(path: Path) -> None:
     """
     from matplotlib.figure import Figure  # what counts does without it
 
-    lengths = range(1024, 32 * 1024 + 1, 1024)
+    curves = _growing() if models is None else _asked(models)
     figure = Figure(figsize=(11, 4), layout="constrained")
     whole, between = figure.subplots(1, 2)
+    for label, line, color, costs_of in curves:
+        flops = {whole: [], between: []}
+        for length in lengths:
+            costs = costs_of(length)
+            flops[whole].append(total(costs).training_flops / length / 1e9)
+            flops[between].append(costs["token_token"].training_flops / length / 1e9)
+        for axes, values in flops.items():
+            axes.plot(lengths, values, line, color=color, label=label)
+    whole.set(title="training GFLOPs a token", xlabel="tokens in a sequence", ylim=0)
+    between.set(title="of these, token-token attention", xlabel="tokens in a sequence", ylim=0)
+    between.legend(loc="upper left", fontsize="small")
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120, format="png")
+    write_whole(path, picture.getvalue())
+
+
+# Label, line style, colour, and the costs at a number of tokens.
+_Curve = tuple[str, str, str, Callable[[int], dict[str, Cost]]]
+
+
+def _growing() -> Iterator[_Curve]:
+    """List the curves of the paper's figure."""
     for index, pairs in enumerate(GROWN_PAIRS):
         grown = language_costs(GROWN_DEPTH, GROWN_WIDTH, GROWN_VOCABULARY, 1, pairs)
         parameters = total(grown).parameters
@@ -105,17 +141,14 @@ def draw_lengths(path: Path) -> None:
             ("TokenFormer", "-", GROWN_WIDTH, pairs),
             ("Transformer", "--", wider, None),
         ):
-            flops = {whole: [], between: []}
-            for length in lengths:
-                costs = language_costs(GROWN_DEPTH, width, GROWN_VOCABULARY, length, own)
-                flops[whole].append(total(costs).training_flops / length / 1e9)
-                flops[between].append(costs["token_token"].training_flops / length / 1e9)
             label = f"{kind}, {parameters / 1e6:,.0f}M, width {width}"
-            for axes, values in flops.items():
-                axes.plot(lengths, values, line, color=f"C{index}", label=label)
-    whole.set(title="training GFLOPs a token", xlabel="tokens in a sequence", ylim=0)
-    between.set(title="of these, token-token attention", xlabel="tokens in a sequence", ylim=0)
-    between.legend(loc="upper left", fontsize="small")
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=120, format="png")
-    write_whole(path, picture.getvalue())
+            costs_of = partial(language_costs, GROWN_DEPTH, width, GROWN_VOCABULARY, pairs=own)
+            yield label, line, f"C{index}", costs_of
+
+
+def _asked(models: Mapping[str, nn.Module]) -> Iterator[_Curve]:
+    """List the curves of models, each with its number of parameters."""
+    for index, (name, model) in enumerate(models.items()):
+        parameters = total(model_costs(model)).parameters
+        label = f"{name}, {parameters / 1e6:,.1f}M"
+        yield label, ("-", "--")[index % 2], f"C{index}", partial(model_costs, model)

@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import write_whole
 from tokenformer_vit.layers import Pattention
+from tokenformer_vit.models.weights import read_checkpoint, write_tensors
 
 from .tokens import kind_of, pattention_layers
 
@@ -202,7 +200,7 @@ class TokenMasks:
             for name, masks in self._masks.items()
             for layer, mask in masks.items()
         }
-        write_whole(Path(path), save(tensors))
+        write_tensors(Path(path), tensors)
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module) -> "TokenMasks":
@@ -216,12 +214,9 @@ class TokenMasks:
             InputError: If the file is missing or damaged, or is of another model.
         """
         path, masks = Path(path), cls(model)
-        try:
-            tensors = load(path.read_bytes())
-        except FileNotFoundError as error:
-            raise InputError(f"there is no file {path}") from error
-        except SafetensorError as error:
-            raise InputError(f"{path} is not a readable safetensors file ({error})") from error
+        if not path.is_file():
+            raise InputError(f"there is no file {path}")
+        tensors = read_checkpoint(path)["state_dict"]
         for key, mask in sorted(tensors.items()):  # a file has no order of its own
             name, _, layer_name = key.rpartition(":")
             layer = masks._layers.get(layer_name)

@@ -4,7 +4,7 @@ import argparse
 import difflib
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from tokenformer_vit.vision.images import (
     scan_images,
 )
 
+from .schema import check_values
+
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
 _KEYS = (
     "model",
@@ -29,6 +31,8 @@ _KEYS = (
     "optim_wrapper",
     "param_scheduler",
     "train_cfg",
+    "auto_scale_lr",
+    "randomness",
 )
 
 
@@ -38,7 +42,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-size",
         type=whole_number(1),
-        help="images, or sequences of tokens, per process and iteration",
+        help="images, or sequences of tokens, per process and iteration of training; of the test "
+        "in tools/test.py. Validation keeps the batch size of its config",
     )
     parser.add_argument(
         "--cfg-options",
@@ -72,35 +77,30 @@ def parse_run_arguments(
 
 def load_config(
     path: str | Path,
-    options: dict[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
     data_root: str | None = None,
     batch_size: int | None = None,
     work_dir: str | None = None,
     compile: bool = False,
+    batched: str = "train_dataloader",
 ) -> Config:
-    """Read a config file and override parts of it.
+    """Read a config file, override parts of it, and check the values.
 
     Args:
         path: Python config, with classic ``_base_`` inheritance.
         options: Dotted keys and values, as from ``--cfg-options``; every key must exist.
         data_root: Root of the data, for all three loaders.
-        batch_size: Images or sequences per process and iteration, for all three loaders.
+        batch_size: Images or sequences per process and iteration, for the loader ``batched``.
         work_dir: Where the run goes; ``work_dirs/<name of the config>`` where neither this nor
             the config says.
         compile: Compile the backbone's blocks, whatever the config says.
+        batched: The loader that ``batch_size`` is for; the others keep the config's.
 
     Raises:
-        InputError: If the file is missing or no config, or an option names a key it has not.
+        InputError: If the file is missing or no Python config, an option names a key it has not,
+            or a value is not allowed.
     """
-    if not Path(path).is_file():
-        raise InputError(f"there is no config {path}; `ls configs` shows those that come along")
-    try:
-        cfg = Config.fromfile(path)
-    except Exception as error:  # a config is Python: it may fail in any way
-        reason = " ".join(str(error).split())
-        raise InputError(
-            f"{path} is no usable config ({type(error).__name__}: {reason})"
-        ) from error
+    cfg = _read(Path(path))
     missing = [key for key in _KEYS if key not in cfg]
     if missing:
         raise InputError(
@@ -109,15 +109,18 @@ def load_config(
         )
     for key in options or {}:
         _check_option(cfg, key)
-    cfg.merge_from_dict(options or {})
+    try:
+        cfg.merge_from_dict(dict(options or {}))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise InputError(
+            f"--cfg-options {' '.join(options or {})}: {path} has no place for a value there "
+            f"({error}); give a list as a whole, as in key=[1,5]"
+        ) from error
+    check_values(cfg.to_dict(), str(path))
     for name in ("val_evaluator", "test_evaluator"):
-        if isinstance(cfg[name], dict) and "topk" in cfg[name]:
-            cfg[name].topk = tuple(k for k in cfg[name].topk if k <= cfg.model.head.num_classes)
-    for name in LOADERS:
-        if data_root is not None:
-            cfg[name].dataset.data_root = data_root
-        if batch_size is not None:
-            cfg[name].batch_size = batch_size
+        if isinstance(cfg[name], dict) and "topk" in cfg[name] and "head" in cfg.model:
+            topk = [cfg[name].topk] if isinstance(cfg[name].topk, int) else cfg[name].topk
+            cfg[name].topk = tuple(k for k in topk if k <= cfg.model.head.num_classes)
     if compile:
         compiled = cfg.model.get("backbone", cfg.model)
         if compiled.type not in ("TimmClassificationBackbone", "CausalLM"):
@@ -127,14 +130,66 @@ def load_config(
             )
         compiled.compile = True
     cfg.work_dir = work_dir or cfg.get("work_dir") or f"work_dirs/{Path(path).stem}"
+    if batch_size is not None:
+        cfg[batched].batch_size = batch_size
     for name in LOADERS:
-        # PyTorch refuses to keep workers where there are none, and warns of pinning without a GPU.
         loader = cfg[name]
+        if data_root is not None:
+            loader.dataset.data_root = data_root
+        # PyTorch refuses to keep workers where there are none, and warns of pinning without a GPU.
         loader.persistent_workers = (
-            loader.get("persistent_workers", True) and loader.num_workers > 0
+            loader.get("persistent_workers", True) and loader.setdefault("num_workers", 0) > 0
         )
         loader.pin_memory = loader.get("pin_memory", True) and torch.cuda.is_available()
+        _shorten(loader, name)
     return cfg
+
+
+def _read(path: Path) -> Config:
+    """Read a config, and nothing but Python."""
+    if not path.is_file():
+        raise InputError(f"there is no config {path}; `ls configs` shows those that come along")
+    try:
+        _check_is_python(path)
+        return Config.fromfile(path)
+    except InputError:
+        raise
+    except Exception as error:  # a config is Python: it may fail in any way
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"{path} is no usable config ({type(error).__name__}: {reason})"
+        ) from error
+
+
+def _check_is_python(path: Path) -> None:
+    """Refuse configs in another language, with all that they inherit from."""
+    if path.suffix != ".py":
+        raise InputError(
+            f"{path} is no Python config: write it as a .py file, as those in configs/ are"
+        )
+    for base in Config._get_base_files(str(path)):
+        inherited = path.parent / base
+        if "::" in base:  # of another package, where mmengine finds it
+            inherited = Path(base.rpartition("::")[2])
+        if inherited.is_file() or inherited.suffix != ".py":
+            _check_is_python(inherited)
+
+
+def _shorten(loader: Any, name: str) -> None:
+    """Let the sampler choose the images of a shortened epoch; mmengine would take the first."""
+    batches = loader.pop("num_batch_per_epoch", None)
+    if batches is None:
+        return
+    sampler: Any = loader.get("sampler") or {}
+    kind = sampler.get("type")
+    if kind not in ("DefaultSampler", "ResumableSampler", "EndlessSampler"):
+        raise InputError(
+            f"{name}.num_batch_per_epoch is {batches}, which {kind} cannot keep to: use "
+            "ResumableSampler, or num_batch_per_epoch=None"
+        )
+    if kind == "DefaultSampler":
+        sampler.type = "ResumableSampler"  # which does the same
+    sampler.num_samples = batches * loader.get("batch_size", 1)
 
 
 def _check_option(cfg: Config, key: str) -> None:
@@ -211,8 +266,8 @@ def check_data_folders(cfg: Config, loaders: tuple[str, ...] = LOADERS) -> None:
 
 def scale_for_accumulation(cfg: Config) -> None:
     """Make ``auto_scale_lr`` count the images of an optimiser step, not those of an iteration."""
-    if cfg.auto_scale_lr.enable:
-        cfg.optim_wrapper.optimizer.lr *= cfg.optim_wrapper.accumulative_counts
+    if cfg.auto_scale_lr.get("enable"):
+        cfg.optim_wrapper.optimizer.lr *= cfg.optim_wrapper.get("accumulative_counts", 1)
 
 
 def make_work_dir(cfg: Config) -> Path:
@@ -273,50 +328,3 @@ def choose_checkpoint(cfg: Config, resume: str | None) -> None:
     if not Path(resume).is_file():
         raise InputError(f"there is no checkpoint {resume} to resume from")
     cfg.resume, cfg.load_from = True, resume
-
-
-def check_schedule(cfg: Config) -> None:
-    """Check that the learning rate schedule has room in the epochs, or iterations, of the run.
-
-    Raises:
-        InputError: If ``train_cfg.max_epochs`` or ``max_iters``, which of them it has, is no whole
-            number, or a part of the schedule would begin or end beyond it.
-    """
-    length = "max_iters" if "max_iters" in cfg.train_cfg else "max_epochs"
-    number = cfg.train_cfg[length]
-    if not isinstance(number, int) or number < 1:
-        raise InputError(f"train_cfg.{length} is {number!r}, not a whole number of at least 1")
-    for index, part in enumerate(cfg.param_scheduler):
-        for key, value, room in (
-            ("begin", part.get("begin", 0), number - 1),
-            ("end", part.get("end", 0), number),
-        ):
-            counts_epochs = part.get("by_epoch", True)
-            if counts_epochs == (length == "max_epochs") and value > room:
-                raise InputError(
-                    f"param_scheduler.{index} has {key}={value}, but train_cfg.{length} is "
-                    f"{number}: shorten the warm-up too, as in `--cfg-options "
-                    "param_scheduler.0.end=1 param_scheduler.1.begin=1`"
-                )
-
-
-def use_cpu_processes(cfg: Config) -> None:
-    """Let several processes train without a GPU; mmengine alone would look for one in each.
-
-    Raises:
-        InputError: If the launcher is pytorch's, but it was not torchrun that started us.
-    """
-    if cfg.launcher != "pytorch":
-        return
-    if "RANK" not in os.environ:
-        raise InputError(
-            "--launcher pytorch needs torchrun: `torchrun --nproc_per_node=N tools/train.py ...`"
-        )
-    if torch.cuda.is_available():
-        return
-    torch.distributed.init_process_group("gloo")
-    cfg.model_wrapper_cfg = {
-        "type": "MMDistributedDataParallel",
-        "device_ids": None,
-        "broadcast_buffers": False,
-    }

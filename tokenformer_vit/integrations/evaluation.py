@@ -27,6 +27,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
 
 from .checkpoint import growth_hooks
+from .loop import loading_explained
 from .reports import environment
 
 FILES = ("metrics.json", "per_class.csv", "confusion_matrix.png")
@@ -159,7 +160,8 @@ def run_test(cfg: Config) -> Evaluation:
     runner = Runner.from_cfg(cfg)
     hook = _TestHook()
     runner.register_hook(hook)
-    metrics = runner.test()
+    with loading_explained():
+        metrics = runner.test()
     dataset: Any = runner.test_dataloader.dataset
     columns = [metrics[f"single-label/{name}_classwise"] for name in _COLUMNS]
     return Evaluation(
@@ -167,7 +169,7 @@ def run_test(cfg: Config) -> Evaluation:
         checkpoint=str(cfg.load_from),
         epoch=hook.epoch,
         averaged=hook.averaged,
-        images=len(dataset),
+        images=int(metrics["confusion_matrix/result"].sum()),  # fewer, of a shortened test
         accuracy={
             name.removeprefix("accuracy/"): value
             for name, value in metrics.items()

@@ -5,7 +5,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,50 @@ from tokenformer_vit.records import TRAINING_PACKAGES, environment, write_record
 
 from .export import export_classifier, preprocessing
 from .guard import unwrap
+from .loop import validations_left
 from .optim import AutocastOptimWrapper
 
 BEFORE_RECORD = 99  # RecordHook has 100, mmengine's lowest priority
 
 
+class _Bar(tqdm):
+    """A bar whose ETA counts the validations to come.
+
+    Attributes:
+        validating: Seconds that all validations so far took.
+        validated: Number of these.
+        validations_left: Number of those to come.
+    """
+
+    validating = 0.0
+    validated = validations_left = 0
+
+    @property
+    def format_dict(self) -> MutableMapping[str, Any]:
+        """Add ``eta`` to what a bar can show; tqdm's clock stands still in validations."""
+        state = super().format_dict
+        if self.disable:
+            return state
+        done = state["n"] - state["initial"]
+        state["rate"] = state["rate"] or (done / state["elapsed"] if state["elapsed"] else None)
+        seconds = (state["total"] - state["n"]) / state["rate"] if state["rate"] else None
+        state["elapsed"] += self.validating
+        state["eta"] = "?"
+        if seconds is not None:
+            each = self.validating / self.validated if self.validated else 0
+            state["eta"] = self.format_interval(seconds + self.validations_left * each)
+        return state
+
+
 @HOOKS.register_module()
 class ProgressHook(Hook):
-    """A progress bar over the whole run, with rate and ETA, where standard error is a terminal."""
+    """A progress bar over the whole run, with rate and ETA, where standard error is a terminal.
+
+    The ETA counts the validations to come, each as long as those so far took on average; before the
+    first it counts training alone.
+    """
+
+    _bar: _Bar | None = None
 
     def before_train(self, runner) -> None:
         """Open the bar at the iteration from which the run goes on."""
@@ -39,13 +75,15 @@ class ProgressHook(Hook):
         if not is_main_process():
             return
         self._bar = self._open.enter_context(
-            tqdm(
+            _Bar(
                 total=runner.max_iters,
                 initial=runner.iter,
                 disable=None,
                 unit="it",
                 dynamic_ncols=True,
                 desc="training",
+                bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} "
+                "[{elapsed}<{eta}, {rate_fmt}{postfix}]",
             )
         )
         if not self._bar.disable:
@@ -60,13 +98,32 @@ class ProgressHook(Hook):
         outputs: dict[str, Any] | None = None,
     ) -> None:
         """Advance the bar."""
-        self._bar.update()
-        if outputs and not self._bar.disable:
+        bar = self._bar
+        if bar is None:
+            return
+        bar.update()
+        if outputs and not bar.disable:
             epoch = {"epoch": f"{runner.epoch + 1}/{runner.max_epochs}"}
             if isinstance(runner.train_loop, IterBasedTrainLoop):
                 epoch = {}
             loss = f"{float(outputs['loss']):.4f}"
-            self._bar.set_postfix({**epoch, "loss": loss}, refresh=False)
+            bar.set_postfix({**epoch, "loss": loss}, refresh=False)
+
+    def before_val(self, runner) -> None:
+        """Note when a validation begins."""
+        self._since = time.monotonic()
+
+    def after_val(self, runner) -> None:
+        """Note how long it took, and leave it out of the rate of training."""
+        bar = self._bar
+        if bar is None or bar.disable:
+            return
+        seconds = time.monotonic() - self._since
+        bar.start_t += seconds
+        bar.last_print_t += seconds
+        bar.validating += seconds
+        bar.validated += 1
+        bar.validations_left = validations_left(runner.train_loop)
 
     def after_train(self, runner) -> None:
         """Close the bar."""

@@ -1,10 +1,11 @@
-"""What mmengine reads and writes: files that appear whole, checkpoints that run no code."""
+"""What mmengine reads and writes: files that appear whole, and run no code."""
 
 import re
 from pathlib import Path
 from typing import Any
 
-from mmengine.fileio import LocalBackend, register_backend
+import yaml
+from mmengine.fileio import LocalBackend, YamlHandler, register_backend, register_handler
 from mmengine.runner import CheckpointLoader
 
 from tokenformer_vit.errors import InputError
@@ -70,6 +71,15 @@ def load_plain_checkpoint(filename: str, map_location: Any = None) -> dict[str, 
         # mmengine's resume would run this text as Python. Its own checkpoints have it under `cfg`.
         meta.pop("config", None)
     return checkpoint
+
+
+@register_handler(["yaml", "yml"])
+class SafeYamlHandler(YamlHandler):
+    """Read YAML as plain values; mmengine's own loader makes any object that a file names."""
+
+    def load_from_fileobj(self, file, **kwargs: Any) -> Any:
+        """Read a file."""
+        return super().load_from_fileobj(file, Loader=yaml.SafeLoader)
 
 
 register_backend("local", AtomicLocalBackend, force=True, prefixes="")

@@ -18,6 +18,7 @@ from .corpora import Source, file_source, find_files, hub_source, reversal_sourc
 from .data import read_text_meta, read_tokens
 from .generation import (
     MASKS,
+    TerminalStreamer,
     check_tokens_agree,
     generate_text,
     load_language_model,
@@ -33,6 +34,7 @@ from .transformer import matched_transformer, transformer_lm
 __all__ = [
     "MASKS",
     "Source",
+    "TerminalStreamer",
     "TokenFormerConfig",
     "TokenFormerForCausalLM",
     "byte_tokenizer",

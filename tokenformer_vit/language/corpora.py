@@ -2,6 +2,7 @@
 
 import codecs
 import glob
+import gzip
 import hashlib
 import random
 import re
@@ -10,7 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic_core import from_json
+
 from tokenformer_vit.errors import InputError
+
+from .schemas import Position
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -27,6 +32,7 @@ __all__ = [
 
 _JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 _SUFFIXES = (".txt", *_JSON, ".parquet")
+_KNOWN_ROWS = 10_000  # after so many rows without the column of the text, it is not there
 _PIECE = 8192  # characters of a file that are tokenised at once
 # A held-out part below so many bytes is less than a paragraph: short files are held out whole.
 _LEAST_HELD_OUT = 1024
@@ -84,9 +90,10 @@ class TextReader:
         InputError: While it iterates, if a source cannot be read; it names the source.
     """
 
-    def __init__(self, sources: Sequence[Source], position: dict[str, Any] | None = None) -> None:
+    def __init__(self, sources: Sequence[Source], position: Position | None = None) -> None:
         self._sources = sources
-        self._number, self._state = (position or {"source": 0, "state": None}).values()
+        position = position or {"source": 0, "state": None}
+        self._number, self._state = position["source"], position["state"]
         self._stream: Any = None
 
     def __iter__(self) -> Iterator[Piece]:
@@ -111,7 +118,7 @@ class TextReader:
                 raise InputError(f"{source.name} cannot be read: {reason}") from error
             self._number, self._state, self._stream = self._number + 1, None, None
 
-    def position(self) -> dict[str, Any]:
+    def position(self) -> Position:
         """Tell where to go on behind the last piece; it can be written as JSON."""
         state = self._stream.state_dict() if self._stream else self._state
         return {"source": self._number, "state": state}
@@ -142,6 +149,8 @@ def file_source(
 ) -> Source:
     """Read a file: rows of ``.parquet`` or ``.json(l)(.gz)``, of other names UTF-8 text.
 
+    A JSON file holds one object a line, or a list of objects or of texts.
+
     Args:
         path: The file.
         documents: ``file`` takes a file of text as one document, ``line`` each of its lines,
@@ -162,20 +171,19 @@ def file_source(
         raise InputError(f"{path} is empty; leave it out")
     if path.suffix == ".parquet":
         _check_column(path, column)
-        options = {"path": "parquet", "columns": [column]}
+        data_files = [glob.escape(str(path))]
+        open_stream = _streamed(
+            path="parquet", data_files=data_files, split="train", columns=[column]
+        )
     elif path.name.endswith(_JSON):
-        options = {"path": "json"}
+        open_stream = _generated(_json_rows, {"path": str(path), "column": column})
     else:
         read = _lines if documents == "line" else _parts
         arguments = {"path": str(path), "val_share": val_share, "split": split}
         return Source(
             str(path), _generated(read, arguments), lambda row: Piece(**row), path.stat().st_size
         )
-    return Source(
-        str(path),
-        _streamed(data_files=[glob.escape(str(path))], split="train", **options),
-        _of_column(str(path), column, val_share, split),
-    )
+    return Source(str(path), open_stream, _of_column(str(path), column, val_share, split))
 
 
 def hub_source(
@@ -224,7 +232,8 @@ def _streamed(**options: Any) -> Callable[[], "IterableDataset"]:
     def open_stream() -> Any:
         from datasets import load_dataset
 
-        return load_dataset(**options, streaming=True)
+        # Else old versions of it ask whether the code of a data set may run.
+        return load_dataset(**options, streaming=True, trust_remote_code=False)
 
     return open_stream
 
@@ -260,17 +269,66 @@ def _of_column(
     where: str, column: str, val_share: float, split: str | None
 ) -> Callable[[dict[str, Any]], Piece | None]:
     def piece(row: dict[str, Any]) -> Piece | None:
-        if column not in row:
-            raise InputError(_no_column(where, column, list(row)))
-        text = row[column]
-        if not isinstance(text, str | None):
-            raise InputError(
-                f"{where}: the column {column!r} holds {type(text).__name__}, not text; name "
-                f"another with --column: {', '.join(row)}"
-            )
+        text = _text(where, row, column)
         return Piece(text, split or _split_of(text.encode(), val_share)) if text else None
 
     return piece
+
+
+def _text(where: str, row: dict[str, Any], column: str) -> str | None:
+    if column not in row:
+        raise InputError(_no_column(where, column, list(row)))
+    text = row[column]
+    if not isinstance(text, str | None):
+        raise InputError(
+            f"{where}: the column {column!r} holds {type(text).__name__}, not text; name "
+            f"another with --column: {', '.join(row)}"
+        )
+    return text
+
+
+def _json_rows(path: str, column: str) -> Iterator[dict[str, Any]]:
+    """Yield the text of each row; rows may lack it, but not all of them."""
+    names: list[str] = []
+    found = False
+    for number, row in enumerate(_json_values(path)):
+        row = {"text": row} if isinstance(row, str) else row
+        if not isinstance(row, dict):
+            raise InputError(
+                f"{path}: row {number}, counted from 0, is {type(row).__name__}, not an object "
+                f"whose {column!r} is a text"
+            )
+        names = names or list(row)
+        if column in row:
+            found = True
+            yield {column: _text(path, row, column)}
+        elif not found and number >= _KNOWN_ROWS:
+            break
+    if not names:
+        raise InputError(f"{path} holds no rows; leave it out")
+    if not found:
+        raise InputError(_no_column(path, column, names))
+
+
+def _json_values(path: str) -> Iterator[Any]:
+    # Arrow's reader, which datasets uses, overflows the stack in lines that are nested 20,000 deep;
+    # this one refuses them at 200.
+    opened: Any = gzip.open if path.endswith(".gz") else open
+    with opened(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            start = line.lstrip()[:1]
+            try:
+                if start == b"[":
+                    yield from from_json(line + file.read())
+                elif start:
+                    yield from_json(line)
+            except ValueError as error:
+                reason = str(error).partition(" at line")[0]
+                raise InputError(
+                    f"{path} cannot be read: line {number} is not JSON ({reason}); write one "
+                    "object a line, or a list of them"
+                ) from error
 
 
 def _split_of(content: bytes, val_share: float) -> str:

@@ -6,7 +6,6 @@ of context_length + 1 tokens. Rows overlap by one token, so that the inputs ``ro
 targets ``row[1:]`` predict every token but the first exactly once.
 """
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tokenformer_vit.errors import InputError
+
+from .schemas import TextMeta, WriterState, read_json
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -34,7 +35,7 @@ PROGRESS = "progress.json"
 META = "meta.json"
 
 
-def read_text_meta(folder: Path) -> dict[str, Any]:
+def read_text_meta(folder: Path) -> TextMeta:
     """Read what is known of a folder of tokens.
 
     Args:
@@ -48,6 +49,7 @@ def read_text_meta(folder: Path) -> dict[str, Any]:
 
     Raises:
         InputError: If there is no such folder, it is unfinished, or it is none of tokens.
+        OSError: If its description cannot be read.
     """
     file = folder / META
     if not file.is_file():
@@ -57,16 +59,14 @@ def read_text_meta(folder: Path) -> dict[str, Any]:
             )
         missing = f"{folder} has no {META}" if folder.is_dir() else f"there is no folder {folder}"
         raise InputError(f"{missing}; make a folder of tokens with tools/prepare_text.py")
-    try:
-        meta = json.loads(file.read_text(encoding="utf-8"))
-        counts = [split["rows"] for split in meta["splits"].values()]
-        if not counts or not meta["context_length"] > 0:
-            raise ValueError("no splits, or no context length")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"{file} is not a description of tokens ({error!r}); make it anew with "
-            "tools/prepare_text.py"
-        ) from error
+    way_out = "make it anew with tools/prepare_text.py"
+    meta = read_json(file, TextMeta, "a description of tokens", way_out)
+    for split, counts in meta["splits"].items():
+        if counts["rows"] and counts["tokens"] <= counts["rows"] * meta["context_length"]:
+            raise InputError(
+                f"{file} is not a description of tokens (the {split} part has {counts['rows']} "
+                f"rows of {counts['tokens']} tokens); {way_out}"
+            )
     return meta
 
 
@@ -99,8 +99,11 @@ def read_tokens(folder: Path, split: str) -> "Dataset":
         try:
             shard = Dataset.from_file(str(path))
         except Exception as error:  # pyarrow raises errors of many types
-            raise InputError(f"{path} is damaged ({error}); prepare the text again") from error
-        if getattr(shard.features.get("input_ids"), "length", None) != length:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise InputError(f"{path} is damaged ({reason}); prepare the text again") from error
+        column = shard.features.get("input_ids")
+        kind = getattr(getattr(column, "feature", None), "dtype", None)
+        if getattr(column, "length", None) != length or kind not in ("uint16", "uint32"):
             raise InputError(
                 f"{path} does not hold rows of {length} tokens, as {folder / META} says; prepare "
                 "the text again"
@@ -132,7 +135,7 @@ def stored_rows(dataset: "Dataset") -> np.ndarray:
 
 def partial_folder(folder: Path) -> Path:
     """Name the place where a folder of tokens is written until it is whole."""
-    return folder.with_name(f"{folder.name}.partial")
+    return folder.parent / f"{folder.name}.partial"
 
 
 class SplitWriter:
@@ -157,17 +160,18 @@ class SplitWriter:
         split: str,
         context_length: int,
         vocab_size: int,
-        state: dict[str, Any] | None = None,
+        state: WriterState | None = None,
     ) -> None:
         import pyarrow as pa
 
-        state = state or {"counts": {}, "shards": 0, "rest": []}
-        self.counts = {"rows": 0, "tokens": 0, "documents": 0, "bytes": 0} | state["counts"]
+        none = {"rows": 0, "tokens": 0, "documents": 0, "bytes": 0}
+        begun: Any = state or {"counts": none, "shards": 0, "rest": []}
+        self.counts: dict[str, int] = {**begun["counts"]}
         self.shard_tokens = 0
-        self._shards: int = state["shards"]
+        self._shards: int = begun["shards"]
         self._folder, self._split, self._length = folder, split, context_length
         self._dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
-        self._rest = np.array(state["rest"], self._dtype)
+        self._rest = np.array(begun["rest"], self._dtype)
         self._file: Any = None
         self._stream: Any = None
         self._pa = pa
@@ -231,6 +235,7 @@ class SplitWriter:
         self._shards += 1
         self.shard_tokens = 0
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> WriterState:
         """Tell where to go on; to be asked while no file is open. It can be written as JSON."""
-        return {"counts": self.counts, "shards": self._shards, "rest": self._rest.tolist()}
+        counts: Any = self.counts
+        return {"counts": counts, "shards": self._shards, "rest": self._rest.tolist()}

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
+from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
 
 from .modeling import TokenFormerForCausalLM
@@ -151,7 +152,9 @@ def measure_text(
         )
     device, nats = model.device, 0.0
     spans = windows(predicted, context, stride)
-    with tqdm(total=predicted, desc=title, unit="token", unit_scale=True, disable=None) as bar:
+    with tqdm(
+        total=predicted, desc=printable(title), unit="token", unit_scale=True, disable=None
+    ) as bar:
         while batch := list(islice(spans, batch_size)):
             # Causal attention: what fills up a shorter window on the right changes nothing.
             size = max(end - begin for begin, end, _ in batch)

@@ -15,6 +15,8 @@ from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.segments import fuse_state_dict
 from tokenformer_vit.models import LMConfig, TokenFormerLM
 
+from .schemas import LMShape, check
+
 __all__ = ["TokenFormerConfig", "TokenFormerForCausalLM"]
 
 # What other models of transformers answer to, and this one does not.
@@ -48,7 +50,8 @@ class TokenFormerConfig(PretrainedConfig):
     def __init__(self, **kwargs: Any) -> None:
         names = {self.attribute_map.get(name, name): value for name, value in kwargs.items()}
         shape = {each.name: names.pop(each.name) for each in fields(LMConfig) if each.name in names}
-        self.take(LMConfig(**shape))
+        checked: Any = check(LMShape, shape)
+        self.take(LMConfig(**checked))
         super().__init__(**names)
 
     def __eq__(self, other: object) -> bool:

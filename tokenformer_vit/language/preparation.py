@@ -1,8 +1,9 @@
 """Text to tokens on the disk, in a stream: any amount of it, and what is interrupted goes on."""
 
 import json
-import shutil
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,19 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import write_whole
+from tokenformer_vit.files import new_folder, write_whole
 
 from .corpora import Piece, Source, TextReader
 from .data import META, PROGRESS, SplitWriter, partial_folder, read_text_meta
 from .generation import load_tokenizer
+from .schemas import Progress, TextMeta, read_json
 
 __all__ = ["prepare_text", "training_texts"]
 
 _BATCH = 2**21  # characters that are tokenised at once
 _TOKENIZER_BYTES = 2**30  # of text are enough to train a tokenizer on
+_SHARD = re.compile(r"(train|val)-\d{5,}\.arrow")
+_NO_PROGRESS = ("the progress of tools/prepare_text.py", "move its folder away")
 
 
 def prepare_text(
@@ -33,12 +37,12 @@ def prepare_text(
     held_out: bool = True,
     limit_tokens: int | None = None,
     shard_tokens: int = 100_000_000,
-) -> dict[str, Any]:
+) -> TextMeta:
     """Write the tokens of text as :mod:`tokenformer_vit.language.data` describes them.
 
     All is written in ``<target>.partial``, which is renamed when it is whole. Called again after an
     interruption, it goes on behind the last finished file, to the same result; where the target is
-    there already, it does nothing.
+    there already, it does nothing. A folder of that name that it did not make is left as it is.
 
     Args:
         sources: Read in their order. Each document is followed by the token that ends a text, if
@@ -56,20 +60,21 @@ def prepare_text(
         As :func:`read_text_meta`.
 
     Raises:
-        InputError: If the target or an unfinished one was made with other settings, a source
-            cannot be read, or a split does not fill a row.
+        InputError: If the target or an unfinished one was made with other settings or is something
+            else, a source cannot be read, or a split does not fill a row.
         OSError: If something cannot be written; it names the file.
     """
-    partial = partial_folder(target)
     if (target / META).is_file():
         meta = read_text_meta(target)
         _check_settings(target, meta.get("settings", {}), settings)
         return meta
     if target.exists():
         raise InputError(f"{target} is there already, and no folder of tokens; name another place")
+    partial = partial_folder(target)
     progress = _begin(partial, make_tokenizer, settings)
     tokenizer = load_tokenizer(partial)
     vocab_size = max(tokenizer.get_vocab().values()) + 1
+    _check_progress(progress, partial, len(sources), vocab_size)
     writers = {
         split: SplitWriter(
             partial, split, context_length, vocab_size, progress["splits"].get(split)
@@ -86,8 +91,8 @@ def prepare_text(
             write_whole(partial / PROGRESS, json.dumps(progress).encode())
     for writer in writers.values():
         writer.close_shard()
-    _check_rows(writers, context_length, partial)
-    meta = {
+    _check_rows(writers, context_length, partial, progress["files"])
+    meta: Any = {
         "context_length": context_length,
         "vocab_size": vocab_size,
         "end": tokenizer.eos_token_id,
@@ -126,20 +131,45 @@ def training_texts(sources: Iterable[Source], limit_tokens: int | None) -> Itera
 
 def _begin(
     partial: Path, make_tokenizer: Callable[[], PreTrainedTokenizerBase], settings: dict[str, Any]
-) -> dict[str, Any]:
-    file = partial / PROGRESS
-    if file.is_file():
-        progress = json.loads(file.read_text(encoding="utf-8"))
+) -> Progress:
+    if (partial / PROGRESS).is_file():
+        progress = read_json(partial / PROGRESS, Progress, *_NO_PROGRESS)
         if progress["position"] is not None:
             _check_settings(partial, progress["settings"], settings)
             return progress
-        shutil.rmtree(partial)  # nothing is finished yet
+        _remove(partial, progress["files"])  # nothing is finished yet
+    if partial.is_symlink() or partial.exists():
+        raise InputError(
+            f"{partial} is in the way, and holds something else than unfinished tokens: move it, "
+            "or name another place"
+        )
     tokenizer = make_tokenizer()
-    partial.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(partial)
-    progress = {"settings": settings, "position": None, "splits": {}}
-    write_whole(file, json.dumps(progress).encode())
+    with new_folder(partial) as folder:
+        tokenizer.save_pretrained(folder)
+        written = [file for file in folder.rglob("*") if file.is_file()]
+        files = [file.relative_to(folder).as_posix() for file in written]
+        progress: Progress = {"settings": settings, "position": None, "splits": {}, "files": files}
+        (folder / PROGRESS).write_text(json.dumps(progress))
     return progress
+
+
+def _check_progress(progress: Progress, partial: Path, sources: int, vocab_size: int) -> None:
+    """See that what is to go on fits what it was begun with."""
+    position = progress["position"] or {"source": 0}
+    rests = [token for state in progress["splits"].values() for token in state["rest"]]
+    if position["source"] > sources or max(rests, default=0) >= vocab_size:
+        what, way_out = _NO_PROGRESS
+        raise InputError(f"{partial / PROGRESS} is not {what} of these sources; {way_out}")
+
+
+def _remove(partial: Path, files: Sequence[str]) -> None:
+    """Remove what was written to an unfinished folder, and the folder if nothing else is there."""
+    shards = [file.name for file in partial.iterdir() if _SHARD.fullmatch(file.name)]
+    for name in (*files, *shards, META, PROGRESS):
+        (partial / name).unlink(missing_ok=True)
+    for folder in (*{(partial / name).parent for name in files} - {partial}, partial):
+        with suppress(OSError):  # not empty
+            folder.rmdir()
 
 
 def _check_settings(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
@@ -213,10 +243,12 @@ def _batch(pieces: Iterator[Piece]) -> list[Piece]:
     return batch
 
 
-def _check_rows(writers: dict[str, SplitWriter], context_length: int, partial: Path) -> None:
+def _check_rows(
+    writers: dict[str, SplitWriter], context_length: int, partial: Path, files: Sequence[str]
+) -> None:
     for split, writer in writers.items():
         if not writer.counts["rows"]:
-            shutil.rmtree(partial)  # the same again would end here again
+            _remove(partial, files)  # the same again would end here again
             raise InputError(
                 f"the {split} part has {writer.counts['tokens']} tokens, too few for one row of "
                 f"{context_length + 1}: give more text, a shorter --context-length"

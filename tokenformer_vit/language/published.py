@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from tokenformer_vit.command_line import printable
+
 __all__ = ["PUBLISHED", "TITLES", "Published", "average", "loss_table", "zero_shot_table"]
 
 # The tasks, in the order of the figures below, by their names on the command line.
@@ -132,6 +134,8 @@ def _percent(value: tuple[float, float | None] | None) -> str:
 
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table whose columns line up as text, too: the first to the left, others right."""
+    # Names of files come from others.
+    rows = [[printable(cell).replace("|", r"\|") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     ruler = [f"{'-' * (width - 1)}{'-' if not at else ':'}" for at, width in enumerate(widths)]
     return "\n".join(

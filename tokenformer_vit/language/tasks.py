@@ -4,7 +4,6 @@ Prompts, answers and metrics are the harness's own. The items come from local fi
 them, from where the harness takes them: Hugging Face's hub.
 """
 
-import json
 import logging
 import os
 import re
@@ -13,9 +12,14 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from tokenformer_vit.errors import InputError
+
+from .schemas import first_fault
 
 # Standard errors are drawn in this process: workers would import everything again. To be set
 # before the harness computes one.
@@ -47,7 +51,7 @@ class Task:
         split: The part of the data that is asked.
         metric: Which the table has.
         file: Name of the local file of items, one JSON object a line.
-        fields: Names and types of what each item has.
+        fields: What each item has; what else it has is left out.
         valid: Tells whether an item's answer is one of its choices, and so on.
         item: Turns an item of the file into one of the hub.
 
@@ -62,7 +66,7 @@ class Task:
     split: str
     metric: str
     file: str
-    fields: dict[str, type]
+    fields: Any
     valid: Callable[[dict[str, Any]], bool] = bool
     item: Callable[[dict[str, Any]], dict[str, Any]] = dict
 
@@ -87,12 +91,48 @@ def _hellaswag_item(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _answer_is_a_choice(item: dict[str, Any]) -> bool:
-    text, label = (item["choices"].get(key) for key in ("text", "label"))
-    both = isinstance(text, list) and isinstance(label, list) and len(text) == len(label)
-    return both and item["answerKey"] in label
+    text, label = (item["choices"][key] for key in ("text", "label"))
+    return len(text) == len(label) and item["answerKey"] in label
 
 
-_ARC: dict[str, type] = {"question": str, "choices": dict, "answerKey": str}
+_Answer = Annotated[str, Field(min_length=1)]
+
+
+class _Lambada(TypedDict):
+    text: str
+
+
+class _Hellaswag(TypedDict):
+    query: str
+    endings: list[_Answer]
+    label: int
+
+
+class _Piqa(TypedDict):
+    goal: str
+    sol1: _Answer
+    sol2: _Answer
+    label: Annotated[int, Field(ge=0, le=1)]
+
+
+class _Choices(TypedDict):
+    text: list[_Answer]
+    label: list[str]
+
+
+class _Arc(TypedDict):
+    question: str
+    choices: _Choices
+    answerKey: str
+
+
+class _Winogrande(TypedDict):
+    sentence: str
+    option1: _Answer
+    option2: _Answer
+    answer: Literal["1", "2"]
+
+
 TASKS = {
     "lambada": Task(
         "lambada_openai",
@@ -100,7 +140,7 @@ TASKS = {
         "test",
         "acc",
         "lambada_openai_test.jsonl",
-        {"text": str},
+        _Lambada,
         valid=lambda item: " " in item["text"],
     ),
     "hellaswag": Task(
@@ -109,7 +149,7 @@ TASKS = {
         "validation",
         "acc_norm",
         "hellaswag_val.jsonl",
-        {"query": str, "endings": list, "label": int},
+        _Hellaswag,
         valid=lambda item: ": " in item["query"] and 0 <= item["label"] < len(item["endings"]),
         item=_hellaswag_item,
     ),
@@ -119,8 +159,7 @@ TASKS = {
         "validation",
         "acc",
         "piqa_val.jsonl",
-        {"goal": str, "sol1": str, "sol2": str, "label": int},
-        valid=lambda item: item["label"] in (0, 1),
+        _Piqa,
     ),
     "arc_easy": Task(
         "arc_easy",
@@ -128,7 +167,7 @@ TASKS = {
         "test",
         "acc",
         "arc_easy_test.jsonl",
-        _ARC,
+        _Arc,
         valid=_answer_is_a_choice,
     ),
     "arc_challenge": Task(
@@ -137,7 +176,7 @@ TASKS = {
         "test",
         "acc_norm",
         "arc_challenge_test.jsonl",
-        _ARC,
+        _Arc,
         valid=_answer_is_a_choice,
     ),
     "winogrande": Task(
@@ -146,8 +185,8 @@ TASKS = {
         "validation",
         "acc",
         "winogrande_val.jsonl",
-        {"sentence": str, "option1": str, "option2": str, "answer": str},
-        valid=lambda item: "_" in item["sentence"] and item["answer"] in ("1", "2"),
+        _Winogrande,
+        valid=lambda item: "_" in item["sentence"],
     ),
 }
 
@@ -168,20 +207,14 @@ def read_items(task: Task, folder: Path) -> list[dict[str, Any]]:
     path = folder / task.file
     if not path.is_file():
         raise InputError(f"there is no {path}, which the items of {task.name} are read from")
-    items = []
-    with path.open(encoding="utf-8") as lines:
+    items: list[dict[str, Any]] = []
+    adapter: Any = TypeAdapter(task.fields)
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                item = json.loads(line)
-            except ValueError as error:
-                raise InputError(f"{path}, line {number}: not JSON ({error})") from error
-            for name, kind in task.fields.items():
-                value = item.get(name) if isinstance(item, dict) else None
-                if not isinstance(value, kind):
-                    raise InputError(
-                        f"{path}, line {number}: {name!r} must be of the type {kind.__name__}, but "
-                        + ("is not there" if value is None else f"is {value!r}")
-                    )
+                item = adapter.validate_json(line, strict=True)
+            except ValidationError as error:
+                raise InputError(f"{path}, line {number}: {first_fault(error)}") from error
             if not task.valid(item):
                 raise InputError(f"{path}, line {number}: its answer does not fit its question")
             items.append(task.item(item))
@@ -224,6 +257,7 @@ class Harness(_HFLM):
             batch_size=batch_size,
             mixed_precision_dtype="bfloat16" if amp else None,
             softmax_dtype="float32",
+            trust_remote_code=False,
         )
 
     def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ __all__ = ["END", "byte_tokenizer", "find_tokenizer", "train_tokenizer"]
 
 END = "<|endoftext|>"
 BYTES = 256
+_MOST_ENTRIES = 10_000_000  # the library reserves memory for all of them, and aborts without it
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -45,13 +46,15 @@ def train_tokenizer(texts: Iterable[str], entries: int) -> PreTrainedTokenizerFa
         The tokenizer.
 
     Raises:
-        InputError: If there is no room for the bytes.
+        InputError: If there is no room for the bytes, or the number is absurd.
     """
     if entries <= BYTES:
         raise InputError(
             f"bpe:{entries} is too small: {BYTES} bytes and the end of a text are among the "
             f"entries, give at least bpe:{BYTES + 1}"
         )
+    if entries > _MOST_ENTRIES:
+        raise InputError(f"bpe:{entries} is too large: give at most bpe:{_MOST_ENTRIES}")
     tokenizer = _byte_level(models.BPE(), words=True)
     core = tokenizer.backend_tokenizer
     trainer = trainers.BpeTrainer(
@@ -80,7 +83,7 @@ def find_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if Path(name).exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         return load_tokenizer(Path(name))
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # of many types: no network, no such name, no tokenizer there
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(

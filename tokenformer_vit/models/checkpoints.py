@@ -95,6 +95,7 @@ def load_model(
     name: str | None,
     checkpoint: Path | None,
     num_classes: int | None = None,
+    /,
     *,
     for_images: bool = True,
     **kwargs: Any,
@@ -107,7 +108,8 @@ def load_model(
         checkpoint: ``.safetensors`` file, PyTorch checkpoint (of timm, of a training by this
             package), or exported folder; None for the weights in a local folder, otherwise random
             ones.
-        num_classes: Default: as many as the checkpoint's ``head.weight`` has rows.
+        num_classes: Default: as many as the checkpoint's ``head.weight`` has rows. It may stand
+            among the arguments of the model instead.
         for_images: The model is to answer for images, so its preprocessing matters: it is taken
             from the checkpoint's description, and if there is none, this is said or refused.
         **kwargs: Arguments of the model.
@@ -119,6 +121,14 @@ def load_model(
         InputError: If there is no such model or file, the two do not fit, or a training checkpoint
             of this package does not say how images are prepared.
     """
+    if (given := kwargs.pop("num_classes", None)) is not None:
+        if num_classes not in (None, given) or not isinstance(given, int) or given < 0:
+            other = "" if num_classes is None else f", and {num_classes} elsewhere"
+            raise InputError(
+                f"num_classes is {given!r} among the arguments of the model{other}: give one whole "
+                "number of at least 0"
+            )
+        num_classes = given
     if checkpoint is not None and checkpoint.is_dir() and name is None:
         name, checkpoint = f"{_LOCAL}{checkpoint}", None
     if checkpoint is not None and not checkpoint.is_file():

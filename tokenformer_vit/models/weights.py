@@ -40,6 +40,8 @@ __all__ = [
 _STATE_DICTS = ("state_dict_ema", "model_ema", "state_dict", "model")
 # What learns is of a floating type, whatever the model is.
 _LEARNED = re.compile(r"(.*[._])?(weight|bias|gamma|tokens?|pos_embed|tau|gate|original[01])")
+# Causal masks, which old files of GPT-2 and GPT-NeoX hold under the name of a bias.
+_MASK = re.compile(r"(.*\.)?(attn|attention)\.bias")
 _SHA256 = "sha256"
 
 
@@ -145,8 +147,11 @@ def _fault(name: str, tensor: Tensor) -> str | None:
     kind = str(tensor.dtype).removeprefix("torch.")
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         return "is sparse, quantised or without values; save it as an ordinary tensor"
+    if tensor.untyped_storage().nbytes() < tensor.nbytes:  # looking at it would exhaust the memory
+        return f"repeats few values as {tuple(tensor.shape)}; save it as an ordinary tensor"
     if not tensor.is_floating_point():
-        if _LEARNED.fullmatch(name):
+        mask = tensor.dtype in (torch.bool, torch.uint8) and _MASK.fullmatch(name)
+        if _LEARNED.fullmatch(name) and not mask:
             return f"is of type {kind}, but weights are of a floating type; the file is no model's"
         return None
     values = tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no isfinite

@@ -66,7 +66,17 @@ class TokenDataset(Dataset):
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return a row."""
+        """Return a row.
+
+        Raises:
+            InputError: If a token is not in the vocabulary.
+        """
         row = np.asarray(self._rows[index]["input_ids"], dtype=np.int64)
+        if row.max() >= self.metainfo["vocab_size"]:
+            raise InputError(
+                f"row {index} of {' and '.join(map(str, self.folders))} has the token {row.max()}, "
+                f"but a vocabulary of {self.metainfo['vocab_size']}: a file is damaged; prepare "
+                "the text again"
+            )
         source = np.searchsorted(self._rows.cumulative_sizes, index, side="right")
         return {"inputs": torch.from_numpy(row), "source": int(source)}

@@ -20,6 +20,7 @@ from tokenformer_vit.language import (
     load_language_model,
     transformer_lm,
 )
+from tokenformer_vit.language.schemas import LMShape, check
 from tokenformer_vit.models import LMConfig, compile_blocks, lm_config
 
 
@@ -160,11 +161,13 @@ def _build(architecture: str, config: dict[str, Any], checkpoint: str) -> Any:
         return load_language_model(Path(checkpoint), kinds=("tokenformer", "gpt2")).float().train()
     try:
         if architecture == "tokenformer":
-            sizes = lm_config(**config) if "preset" in config else LMConfig(**config)
+            preset = config.pop("preset", None)
+            shape: Any = check(LMShape, config)
+            sizes = lm_config(preset, **shape) if preset else LMConfig(**shape)
             return TokenFormerForCausalLM(TokenFormerConfig(**vars(sizes)))
         if architecture == "transformer":
             return transformer_lm(**config)
-    except TypeError as error:  # a name that neither has
+    except (TypeError, InputError) as error:  # such as a name that neither has
         raise InputError(f"model.config of the {architecture}: {error}") from error
     raise InputError(
         f"unknown architecture {architecture!r}; choose one of tokenformer, transformer"

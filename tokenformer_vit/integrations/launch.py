@@ -1,0 +1,77 @@
+"""The processes of a run, as torchrun, Slurm or MPI start them."""
+
+import os
+
+import torch
+from mmengine.config import Config
+from mmengine.dist import init_dist
+from mmengine.utils.dl_utils import set_multi_processing
+
+from tokenformer_vit.errors import InputError
+
+# What a launcher tells each of its processes.
+_LAUNCHED = {
+    "pytorch": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NODELIST"),
+    "mpi": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "MASTER_ADDR",
+    ),
+}
+_STARTS = {
+    "pytorch": "torchrun --nproc_per_node=N tools/train.py ...",
+    "slurm": "srun --ntasks=N python tools/train.py ...",
+    "mpi": "mpirun -np N -x MASTER_ADDR=HOST python tools/train.py ...",
+}
+
+
+def start_processes(cfg: Config) -> None:
+    """Join the processes of a launcher, on GPUs or, which mmengine alone cannot, without.
+
+    Raises:
+        InputError: If the launcher did not start us, there is no GPU for this process, or the
+            processes do not find each other.
+    """
+    if cfg.launcher == "none":
+        return
+    absent = [name for name in _LAUNCHED[cfg.launcher] if name not in os.environ]
+    if absent:
+        raise InputError(
+            f"--launcher {cfg.launcher} needs {_STARTS[cfg.launcher].split()[0]}: "
+            f"{', '.join(absent)} are not in the environment; start by `{_STARTS[cfg.launcher]}`"
+        )
+    gpus = torch.cuda.device_count()
+    if not gpus and cfg.launcher != "pytorch":
+        raise InputError(
+            f"--launcher {cfg.launcher} needs GPUs, and this machine has none: start by "
+            f"`{_STARTS['pytorch']}` with --launcher pytorch"
+        )
+    local = {"slurm": "SLURM_LOCALID", "mpi": "OMPI_COMM_WORLD_LOCAL_RANK"}
+    rank = int(os.environ.get(local.get(cfg.launcher, "LOCAL_RANK"), 0))
+    if 0 < gpus <= rank:
+        raise InputError(
+            f"there is no GPU for process {rank} of this machine, which has {gpus}: start at most "
+            f"{gpus} processes on it"
+        )
+    environment = cfg.get("env_cfg") or {}
+    try:
+        if gpus:
+            # In mmengine's order; its runner finds both done.
+            set_multi_processing(**environment.get("mp_cfg", {}), distributed=True)
+            init_dist(cfg.launcher, **environment.get("dist_cfg", {}))
+            return
+        torch.distributed.init_process_group("gloo")
+    except (RuntimeError, ValueError) as error:  # DistNetworkError, a port that is no number
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"the processes cannot meet at {where} ({reason}): choose a free port, as by "
+            "MASTER_PORT=29501 or `torchrun --master_port=29501`"
+        ) from error
+    cfg.model_wrapper_cfg = {
+        "type": "MMDistributedDataParallel",
+        "device_ids": None,
+        "broadcast_buffers": False,
+    }

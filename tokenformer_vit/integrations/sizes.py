@@ -1,0 +1,129 @@
+"""The sizes in a config that must agree: of images, patches, layers, and numbers of classes."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.models.checkpoints import load_model
+
+from .backbone import TimmClassificationBackbone
+
+__all__ = ["check_classes", "check_sizes"]
+
+# The argument of a transform that is the size of what it makes.
+_SIZES = {
+    "CenterCrop": "crop_size",
+    "EfficientNetCenterCrop": "crop_size",
+    "EfficientNetRandomCrop": "scale",
+    "RandomCrop": "crop_size",
+    "RandomResizedCrop": "scale",
+}
+
+
+def check_classes(cfg: Mapping[str, Any], path: str) -> None:
+    """Check that head, batch augmentation and metrics count the same classes.
+
+    Args:
+        cfg: The config; the type of each value is right.
+        path: Its file, to be named.
+
+    Raises:
+        InputError: If they do not; the message has both numbers.
+    """
+    classes = (cfg["model"].get("head") or {}).get("num_classes")
+    if classes is None:
+        return
+    preprocessor, key = cfg.get("data_preprocessor"), "data_preprocessor.num_classes"
+    if own := cfg["model"].get("data_preprocessor"):
+        preprocessor, key = own, f"model.{key}"
+    number = (preprocessor or {}).get("num_classes")
+    if number not in (None, classes):
+        raise InputError(
+            f"{path}: model.head.num_classes is {classes}, but {key} is {number}: give both the "
+            f"number of classes, as in `--cfg-options model.head.num_classes={classes} "
+            f"{key}={classes}`"
+        )
+    for name in ("val_evaluator", "test_evaluator"):
+        evaluators = cfg[name]
+        for evaluator in [evaluators] if isinstance(evaluators, dict) else evaluators:
+            ranks = evaluator.get("topk", 1)
+            ranks = [ranks] if isinstance(ranks, int) else ranks
+            if min(ranks, default=classes + 1) > classes:
+                raise InputError(
+                    f"{path}: {name}.topk is {list(ranks)}, but there are {classes} classes: give "
+                    f"ranks from 1 to {classes}"
+                )
+
+
+def check_sizes(cfg: Mapping[str, Any], backbone: Mapping[str, Any], key: str, path: str) -> None:
+    """Check that the images fit a timm backbone, and the backbone the head.
+
+    Args:
+        cfg: The config; the type of each value is right.
+        backbone: The part of it that is a ``TimmClassificationBackbone``.
+        key: Dotted key of that part.
+        path: File of the config, to be named.
+
+    Raises:
+        InputError: If the model cannot be built, or a size is another than it should be.
+    """
+    if ":" in backbone["model_name"]:
+        return  # of a folder or a hub, where another file says what it is
+    own = inspect.signature(TimmClassificationBackbone).parameters
+    arguments = {
+        name: value
+        for name, value in backbone.items()
+        if name not in own and name not in ("type", "_scope_")
+    }
+    try:
+        with torch.device("meta"):
+            model: Any = load_model(backbone["model_name"], None, 0, **arguments)
+    except InputError as error:
+        raise InputError(f"{path}: {key}: {error}") from error
+    width = getattr(model, "head_hidden_size", None) or model.num_features
+    head = (cfg["model"].get("head") or {}).get("in_channels", width)
+    if head != width and not cfg["model"].get("neck"):
+        raise InputError(
+            f"{path}: model.head.in_channels is {head}, but {backbone['model_name']} is {width} "
+            f"wide here: set model.head.in_channels={width}, or another {key}.embed_dim"
+        )
+    stem: Any = getattr(model, "patch_embed", None)
+    size = getattr(stem, "img_size", None)
+    if not size or getattr(model, "dynamic_img_size", False):
+        return  # it takes images of any size
+    patch = stem.patch_size
+    if any(side % part for side, part in zip(size, patch, strict=True)):
+        raise InputError(
+            f"{path}: {key}.img_size is {_product(size)}, which is no multiple of the patch size "
+            f"{_product(patch)}: change either"
+        )
+    for name in ("train_dataloader", "val_dataloader", "test_dataloader"):
+        step, crop = _last_size(cfg[name]["dataset"].get("pipeline", ()))
+        if crop and sorted(crop) != sorted(size):
+            raise InputError(
+                f"{path}: {key}.img_size is {_product(size)}, but {step} of the {name} makes "
+                f"images of {_product(crop)}: give both the same size"
+            )
+
+
+def _last_size(pipeline: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[int, ...]]:
+    """Return which transform decides the size of an image, and the size; empty if unknown."""
+    step, size = "", ()
+    for transform in pipeline:
+        kind = str(transform.get("type"))
+        if kind in _SIZES:
+            found = transform.get(_SIZES[kind], ())
+            step, size = kind, (found, found) if isinstance(found, int) else tuple(found)
+        elif "Resize" in kind or "Crop" in kind or "Pad" in kind:
+            step, size = "", ()
+        elif within := transform.get("transforms"):
+            inner, sides = _last_size(within)
+            step, size = (inner, sides) if sides else (step, size)
+    return step, size
+
+
+def _product(size: Sequence[int]) -> str:
+    return " x ".join(map(str, size))

@@ -1,0 +1,190 @@
+"""What JSON files must hold to be used: one schema for each, checked where the file is read."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from typing_extensions import NotRequired, TypedDict  # pydantic needs this one below Python 3.12
+
+from tokenformer_vit.errors import InputError
+
+__all__ = [
+    "MOST_CONTEXT",
+    "ConfigFile",
+    "LMShape",
+    "Part",
+    "Position",
+    "Progress",
+    "ShardIndex",
+    "TextMeta",
+    "WriterState",
+    "check",
+    "first_fault",
+    "read_json",
+]
+
+T = TypeVar("T")
+
+MOST_CONTEXT = 2**31 - 2  # Arrow counts the entries of a row, one more, by 32 bits
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Context = Annotated[int, Field(ge=1, le=MOST_CONTEXT)]
+Vocabulary = Annotated[int, Field(ge=1, le=2**32)]
+Token = Annotated[int, Field(ge=0, lt=2**32)]
+SplitName = Annotated[str, Field(pattern=r"^[\w-][\w.-]*$")]
+# No path may lead out of the folder that the file lies in.
+FileName = Annotated[str, Field(pattern=r"^[\w-][\w.-]*(/[\w-][\w.-]*)*$")]
+
+
+class Counts(TypedDict):
+    """What a split got, and the rows that were cut from it."""
+
+    rows: Count
+    tokens: Count
+    documents: Count
+    bytes: Count
+    left_over: NotRequired[Count]
+
+
+class TextMeta(TypedDict):
+    """``meta.json`` of a folder of tokens."""
+
+    context_length: Context
+    vocab_size: Vocabulary
+    splits: Annotated[dict[SplitName, Counts], Field(min_length=1)]
+    end: NotRequired[Token | None]
+    tokenizer: NotRequired[str]
+    sources: NotRequired[list[str]]
+    settings: NotRequired[dict[str, Any]]
+
+
+class WriterState(TypedDict):
+    """Where a split goes on."""
+
+    counts: Counts
+    shards: Count
+    rest: list[Token]
+
+
+class Position(TypedDict):
+    """Where the reading of the sources goes on."""
+
+    source: Count
+    state: dict[str, Any] | None
+
+
+class Progress(TypedDict):
+    """``progress.json`` of a folder of tokens that is not finished."""
+
+    settings: dict[str, Any]
+    position: Position | None
+    splits: dict[SplitName, WriterState]
+    files: list[FileName]
+
+
+class Part(TypedDict):
+    """What tools/evaluate_lm.py keeps of each text and task."""
+
+    settings: dict[str, Any]
+    values: dict[str, int | float | None]
+
+
+class ConfigFile(TypedDict):
+    """``config.json`` of any model of transformers, as far as it is read before transformers."""
+
+    model_type: NotRequired[str]
+    is_encoder_decoder: NotRequired[Literal[False]]
+    return_dict: NotRequired[Literal[True]]
+    num_labels: NotRequired[Annotated[int, Field(ge=0, le=10**6)]]  # a name is made for each
+
+
+class ShardIndex(TypedDict):
+    """``model.safetensors.index.json``: the file of each tensor."""
+
+    weight_map: Annotated[dict[str, FileName], Field(min_length=1)]
+
+
+Size = Annotated[int, Field(ge=1, lt=2**31)]
+
+
+class PattentionArgs(TypedDict, total=False):
+    """What the layer itself would not refuse, or not in one line."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)  # type: ignore[misc]
+
+    tau: Annotated[float, Field(gt=0)] | None
+    learn_tau: bool
+    eps: Annotated[float, Field(ge=0)]
+    key_init_scale: Annotated[float, Field(gt=0)]
+    gate: str
+
+
+class LMShape(TypedDict, total=False):
+    """The fields of :class:`~tokenformer_vit.models.LMConfig` in ``config.json``."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)  # type: ignore[misc]
+
+    vocab_size: Size
+    context_length: Size
+    embed_dim: Size
+    depth: Size
+    num_heads: Size
+    num_qkv_param_tokens: Size | None
+    num_proj_param_tokens: Size | None
+    num_ffn_param_tokens: Size | None
+    positions: str
+    rotary_share: Annotated[float, Field(gt=0, le=1)]
+    rotary_base: Annotated[float, Field(gt=0)]
+    tie_embeddings: bool
+    theta: str
+    norm: str
+    norm_eps: Annotated[float, Field(ge=0)]
+    pattention_args: PattentionArgs | None
+
+
+def read_json(path: Path, schema: type[T], what: str, way_out: str) -> T:
+    """Read a JSON file that fits a schema.
+
+    Args:
+        path: The file.
+        schema: Type that pydantic knows; values are not converted.
+        what: What the file should be, for the error, such as ``a description of tokens``.
+        way_out: What to do about a file that does not fit.
+
+    Returns:
+        Its content.
+
+    Raises:
+        InputError: If it is no JSON, or does not fit.
+        OSError: If it cannot be read.
+    """
+    try:
+        return TypeAdapter(schema).validate_json(path.read_bytes(), strict=True)
+    except ValidationError as error:
+        raise InputError(f"{path} is not {what} ({first_fault(error)}); {way_out}") from error
+
+
+def check(schema: type[T], value: Any) -> T:
+    """Check a value that was read; see :func:`read_json`.
+
+    Raises:
+        InputError: If it does not fit; the message says where and why.
+    """
+    try:
+        return TypeAdapter(schema).validate_python(value)
+    except ValidationError as error:
+        raise InputError(first_fault(error)) from error
+
+
+def first_fault(error: ValidationError) -> str:
+    """Say in one line what does not fit, with the value."""
+    fault = error.errors(include_url=False)[0]
+    place = ".".join(map(str, fault["loc"]))
+    if fault["type"] in ("missing", "json_invalid"):
+        return f"{place}: {fault['msg']}" if place else fault["msg"]
+    try:
+        value = json.dumps(fault["input"])
+    except (TypeError, ValueError):
+        value = type(fault["input"]).__name__
+    told = value if len(value) <= 60 else f"{value[:60]}..."
+    return f"{place or 'it'} is {told}: {fault['msg']}"
