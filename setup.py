@@ -57,9 +57,11 @@ setup(
         "matplotlib>=3.10",
         "numpy>=2.1",
         "pydantic>=2.10",
+        "pyyaml>=6.0.2",
         "rich>=13.9",
         "safetensors>=0.5",
         "tqdm>=4.67",
+        "typing_extensions>=4.12",
     ],
     extras_require={
         "data": [PYARROW],
