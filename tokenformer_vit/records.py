@@ -8,7 +8,7 @@ import re
 import subprocess
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from importlib.metadata import packages_distributions, version
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 from subprocess import DEVNULL
 from typing import Any
@@ -57,8 +57,11 @@ def environment(
 def _versions(packages: Iterable[str]) -> dict[str, str]:
     # mmengine and mmpretrain are distributed under other names too. Nothing is imported: a
     # measurement does without most of these.
-    distributions = packages_distributions()
-    found = {name: version(distributions[name][0]) for name in packages if distributions.get(name)}
+    distributions, found = packages_distributions(), {}
+    for name in packages:
+        with suppress(PackageNotFoundError):
+            # Python 3.10 does not know what timm's distribution contains: it has the same name.
+            found[name] = version(distributions.get(name, [name])[0])
     if "torch" in found:
         found["torch"] = torch.__version__  # this one also says for which CUDA it was built
     return found

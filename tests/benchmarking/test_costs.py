@@ -15,6 +15,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.segments import split_tokens
 
+pytestmark = pytest.mark.usefixtures("plain_attention")
 SMALL = {"depth": 2, "embed_dim": 24, "num_heads": 3, "img_size": 32, "patch_size": 8}
 PAIRS = {"num_qkv_param_tokens": 20, "num_proj_param_tokens": 28, "num_ffn_param_tokens": 50}
 # Every shape of model that timm's options lead to: norms, scales, registers, pooling, feed-forward.

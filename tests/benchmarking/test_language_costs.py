@@ -11,6 +11,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow, widen_mlp
 from tokenformer_vit.models import LMConfig, TokenFormerLM, lm_config
 
+pytestmark = pytest.mark.usefixtures("plain_attention")
 SHAPE = {"vocab_size": 61, "context_length": 17, "embed_dim": 24, "depth": 2, "num_heads": 3}
 PAIRS = {"num_qkv_param_tokens": 20, "num_proj_param_tokens": 28, "num_ffn_param_tokens": 50}
 MODELS = {
@@ -86,10 +87,8 @@ def check(model, parts, num_tokens=None):
 
 
 def check_training(model, num_tokens):
-    # Backward the fused attention computes the scores again, which are half of its products.
-    again = model_costs(model, num_tokens)["token_token"].forward_flops // 2
     counted = count(model, num_tokens, backward=True)["Global"]
-    assert training_flops(model, num_tokens) == counted - again
+    assert training_flops(model, num_tokens) == counted
 
 
 @pytest.mark.parametrize("num_tokens", [None, 9])

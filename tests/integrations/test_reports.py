@@ -15,7 +15,12 @@ from mmengine.optim import OptimWrapper
 from PIL import Image
 
 from tokenformer_vit.integrations import AutocastOptimWrapper, ProgressHook, reports
-from tokenformer_vit.integrations.reports import draw_curves, environment, read_scalars
+from tokenformer_vit.integrations.reports import (
+    _peak_mib,
+    draw_curves,
+    environment,
+    read_scalars,
+)
 
 
 def write_log(path, *records):
@@ -133,6 +138,12 @@ def test_training_under_autocast_ends_with_a_record(train, tmp_path):
     assert 0 <= record["accuracy/top1"] <= 100
     if find_spec("tensorboard"):
         assert list(tmp_path.glob("*/vis_data/events.out.tfevents.*"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's memory is known everywhere")
+def test_a_system_that_cannot_tell_its_peak_memory_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "resource", None)  # as under Windows
+    assert _peak_mib() is None
 
 
 def test_a_machine_without_git_is_no_obstacle(monkeypatch):

@@ -361,7 +361,7 @@ DEEP = "[" * 20_000 + "]" * 20_000
         ("a.json", "[]", "holds no rows"),
         (
             "a.jsonl.gz",
-            gzip.compress(b'{"text": "a"}\n' * 99)[:-9],
+            gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-9],
             "cannot be read: Compressed file",
         ),
         ("a.jsonl.gz", b'{"text": "a"}', "cannot be read: Not a gzipped file"),

@@ -25,7 +25,6 @@ from tokenformer_vit.language import (
 )
 from tokenformer_vit.models import LMConfig, TokenFormerLM
 
-TOKENIZERS = Path(__file__).resolve().parents[3] / "shared" / "data" / "tokenizers"
 SHAPE = {"vocab_size": 61, "context_length": 40, "embed_dim": 32, "depth": 2, "num_heads": 2}
 KINDS = {
     "rotary": {"rotary_share": 0.5},
@@ -315,17 +314,17 @@ def test_language_users_need_no_openmmlab():
     assert run.stdout.strip() == "[]", run.stderr
 
 
-@pytest.mark.skipif(not TOKENIZERS.is_dir(), reason="the published tokenizers are not here")
-def test_the_published_tokenizers_serve(tmp_path):
+def test_the_published_tokenizers_serve(shared_data, tmp_path):
     sentence = "Parameter tokens, não só input tokens:\n  grow!"
     for path, size in (("gpt_neox_20b/tokenizer.json", 50_277), ("gpt2", 50_257)):
-        tokenizer = load_tokenizer(TOKENIZERS / path, size)
+        source = shared_data(f"tokenizers/{path}")
+        tokenizer = load_tokenizer(source, size)
         numbers = tokenizer(sentence)["input_ids"]
         assert 5 < len(numbers) < 25
         assert tokenizer.decode(numbers) == sentence
         assert tokenizer.eos_token == tokenizer.pad_token == "<|endoftext|>"
         with pytest.raises(InputError, match=rf"has {size} entries.*has {size - 1} \(vocab_size\)"):
-            load_tokenizer(TOKENIZERS / path, size - 1)
+            load_tokenizer(source, size - 1)
 
         folder = tmp_path / str(size)
         build(vocab_size=size).save_pretrained(folder)

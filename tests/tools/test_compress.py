@@ -24,7 +24,6 @@ from tokenformer_vit.models.checkpoints import save_model
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "compress.py"
-SAMPLES = ROOT / "../shared/data/imagenet_samples/val"
 SHAPE = {"depth": 2, "img_size": 32, "patch_size": 8, "embed_dim": 32, "num_heads": 2}
 CLASSES = ["ant", "[bold]bee", "cat"]
 FOLDERS = sorted(CLASSES)
@@ -287,9 +286,8 @@ def test_the_name_of_the_data_is_no_markup(exported, data, tmp_path, capsys):
     assert json.loads((tmp_path / "out/compression.json").read_text())["data"] == f"{root}/val"
 
 
-@pytest.mark.skipif(not SAMPLES.is_dir(), reason=f"{SAMPLES} is not here")
-def test_real_images(tmp_path):
-    classes = sorted(SAMPLES.iterdir())[:24]
+def test_real_images(shared_data, tmp_path):
+    classes = sorted(shared_data("imagenet_samples/val").iterdir())[:24]
     for split, folders in (("train", classes[:12]), ("val", classes[12:])):
         (tmp_path / split).mkdir()
         for folder in folders:

@@ -31,7 +31,6 @@ from tokenformer_vit.language.data import SplitWriter
 from tokenformer_vit.language.published import TITLES
 
 ROOT = Path(__file__).resolve().parents[2]
-EVAL = ROOT.parent / "shared" / "data" / "eval"
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
@@ -262,14 +261,13 @@ def test_tasks_that_are_finished_are_not_asked_again(folder, tmp_path, monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not EVAL.is_dir(), reason="the tasks' items are not here")
-def test_all_six_tasks_on_their_real_items(folder, capsys):
+def test_all_six_tasks_on_their_real_items(folder, shared_data, capsys):
     pytest.importorskip("lm_eval", reason="pip install tokenformer-vit[evaluation]")
     config = TokenFormerConfig(
         vocab_size=257, context_length=1024, embed_dim=32, depth=1, num_heads=2, rotary_share=0.5
     )
     TokenFormerForCausalLM(config).save_pretrained(folder)
-    run(folder, "--tasks", "--task-data", EVAL, "--limit", 4)
+    run(folder, "--tasks", "--task-data", shared_data("eval"), "--limit", 4)
     found = record(folder / "evaluation")
     assert list(found["tasks"]) == list(TITLES)
     assert all(values["n"] == 4 for values in found["tasks"].values())

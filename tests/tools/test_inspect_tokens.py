@@ -26,7 +26,6 @@ from tokenformer_vit.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "inspect_tokens.py"
-SAMPLES = ROOT / "../shared/data/imagenet_samples"
 KWARGS = {"depth": 3, "img_size": 32, "patch_size": 8, "embed_dim": 48, "num_heads": 3}
 PAIRS = {"mlp": 192, "attn": 48}
 
@@ -399,9 +398,8 @@ def test_errors_end_the_command_in_one_line(checkpoint, photos, tmp_path, monkey
     assert captured.err.count("\n") == 1
 
 
-@pytest.mark.skipif(not SAMPLES.is_dir(), reason=f"{SAMPLES} is not here")
-def test_real_images(checkpoint, tmp_path):
-    files = sorted(SAMPLES.glob("val/*/*"))[:40]
+def test_real_images(checkpoint, shared_data, tmp_path):
+    files = sorted(shared_data("imagenet_samples").glob("val/*/*"))[:40]
     assert len(files) == 40
     run(checkpoint, *files[:3], "--out", tmp_path, "--top", 2)
     assert len(record(tmp_path)["images"]) == 3

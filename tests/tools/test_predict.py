@@ -23,7 +23,6 @@ from tokenformer_vit.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "predict.py"
-SAMPLES = ROOT / "../shared/data/imagenet_samples"
 KWARGS = {"depth": 2, "img_size": 32, "patch_size": 8, "embed_dim": 48, "num_heads": 3}
 KWARGS_WORDS = ["--model-kwargs", *(f"{key}={value}" for key, value in KWARGS.items())]
 LABELS = ["cat", "[bold]dog", "eel"]
@@ -382,9 +381,8 @@ def test_the_command_ends_with_status_2(monkeypatch, capsys):
     assert capsys.readouterr().err == "error: there is no file or folder nowhere.jpg\n"
 
 
-@pytest.mark.skipif(not SAMPLES.is_dir(), reason=f"{SAMPLES} is not here")
-def test_real_images(exported, capsys):
-    folders = sorted((SAMPLES / "val").iterdir())[:12]
+def test_real_images(exported, shared_data, capsys):
+    folders = sorted(shared_data("imagenet_samples/val").iterdir())[:12]
     answers = run_json(capsys, *folders, "--model", f"local-dir:{exported}")
     assert len(answers) == 12
     for answer in answers:

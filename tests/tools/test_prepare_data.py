@@ -23,7 +23,6 @@ pq = pytest.importorskip("pyarrow.parquet")
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "prepare_data.py"
-SHARED = ROOT / "../shared/data"
 
 spec = importlib.util.spec_from_file_location("prepare_data", TOOL)
 prepare_data = importlib.util.module_from_spec(spec)
@@ -470,10 +469,8 @@ def test_check_of_nothing(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("name", "folder"), [("cifar10", "truck"), ("imagenette_128", "3_chain_saw")]
 )
-def test_real_data(name, folder, tmp_path):
-    if not (SHARED / name).is_dir():
-        pytest.skip(f"{SHARED / name} is not here")
-    run(SHARED / name, tmp_path, "--limit", 500, "--limit-val", 200)
+def test_real_data(name, folder, shared_data, tmp_path):
+    run(shared_data(name), tmp_path, "--limit", 500, "--limit-val", 200)
     assert len(tree_names(tmp_path / "train")) == 500
     assert len(tree_names(tmp_path / "val")) == 200
     assert len(os.listdir(tmp_path / "train")) == 10

@@ -17,8 +17,6 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.language import load_tokenizer, preparation, read_text_meta, read_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARED = ROOT.parent / "shared" / "data"
-needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"no data in {SHARED}")
 
 spec = importlib.util.spec_from_file_location("prepare_text", ROOT / "tools" / "prepare_text.py")
 prepare_text = importlib.util.module_from_spec(spec)
@@ -312,15 +310,14 @@ def test_without_datasets_it_says_what_to_install(monkeypatch, tmp_path):
         run(tmp_path, tmp_path / "out")
 
 
-@needs_shared
 @pytest.mark.parametrize(
     ("name", "entries"), [("gpt2", 50257), ("gpt_neox_20b/tokenizer.json", 50277)]
 )
-def test_published_tokenizers(tmp_path, name, entries):
+def test_published_tokenizers(shared_data, tmp_path, name, entries):
     source = tmp_path / "input.txt"
-    shutil.copy(SHARED / "text" / "gutenberg_en" / "blake-poems.txt", source)
+    shutil.copy(shared_data("text/gutenberg_en/blake-poems.txt"), source)
     how = ("--context-length", 64, "--val-share", 0.1)
-    run(source, tmp_path / "out", *how, "--tokenizer", SHARED / "tokenizers" / name)
+    run(source, tmp_path / "out", *how, "--tokenizer", shared_data(f"tokenizers/{name}"))
     reader = load_tokenizer(tmp_path / "out")
     text = source.read_text()
     train = tokens(tmp_path / "out", "train")

@@ -2,7 +2,6 @@
 
 import io
 import json
-import resource
 import shlex
 import sys
 import time
@@ -191,7 +190,7 @@ class RecordHook(Hook):
             },
             "resumed_at_iteration": self._first,
             "seconds": round(seconds, 1),
-            "peak_mib": round(_peak_bytes() / 2**20),
+            "peak_mib": _peak_mib(),
             "loss_first": round(float(loss[0]), 4),
             "loss_last_20_mean": round(float(loss[-20:].mean()), 4),
             **{
@@ -203,12 +202,19 @@ class RecordHook(Hook):
         write_record(path, record)
 
 
-def _peak_bytes() -> int:
-    """Return the most memory that tensors took on the GPU, or this process on the CPU."""
+def _peak_mib() -> int | None:
+    """Return the most memory that tensors took on the GPU, or this process on the CPU.
+
+    None: not known, on a CPU under Windows.
+    """
     if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
-    return kibibytes * (1 if sys.platform == "darwin" else 1024)
+        return round(torch.cuda.max_memory_allocated() / 2**20)
+    try:
+        import resource
+    except ImportError:  # Windows has none
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return round(peak / (2**20 if sys.platform == "darwin" else 2**10))  # bytes on macOS, else KiB
 
 
 @HOOKS.register_module()

@@ -1,0 +1,59 @@
+"""Each session makes an environment and runs the tests in it: ``nox -l``, ``nox -s floor-3.11``.
+
+``UV_TORCH_BACKEND=cpu nox ...`` downloads PyTorch without CUDA.
+"""
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "uv"
+nox.options.sessions = ["newest", "floor", "lint"]
+
+PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
+# PyTorch before its newest minor release; raise it with each.
+PREVIOUS = "torch<2.15"
+IMPORT_ALL = """
+import importlib, pkgutil, tokenformer_vit as package
+for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+    importlib.import_module(module.name)
+"""
+
+
+def run_tests(session: nox.Session, *versions: str) -> None:
+    """Install the package as ``versions`` says and run the tests, or what follows ``--``."""
+    session.install("--editable", ".[dev]", *versions)
+    words = session.posargs or ["-n", "2", "--dist", "worksteal"]
+    session.run("python", "-m", "pytest", *words, env={"OMP_WAIT_POLICY": "passive"})
+
+
+@nox.session(python=PYTHONS)
+def floor(session: nox.Session) -> None:
+    """Run the tests with the lowest version of everything that setup.py allows."""
+    run_tests(session, "--resolution", "lowest-direct")
+
+
+@nox.session(python=PYTHONS)
+def previous(session: nox.Session) -> None:
+    """Run the tests with the PyTorch before the newest."""
+    run_tests(session, PREVIOUS)
+
+
+@nox.session(python=PYTHONS)
+def newest(session: nox.Session) -> None:
+    """Run the tests with the newest release of everything."""
+    run_tests(session)
+
+
+@nox.session
+def imports(session: nox.Session) -> None:
+    """Import every module of the installed package, as users of other systems do."""
+    session.install(".[data,demo,language,evaluation]")
+    session.cd(session.create_tmp())  # away from the checkout
+    session.run("python", "-c", IMPORT_ALL)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Run ``make lint``."""
+    session.install("--editable", ".[dev]")
+    session.run("make", "lint", f"BIN={session.bin}", "READY=", external=True)
