@@ -202,6 +202,7 @@ def test_a_pipe_is_no_file(tmp_path):
         ({"num_classes": -3}, "num_classes"),
         ({"architecture": None}, "architecture"),
         ({"model_args": {"num_heads": 0}}, "cannot be built"),
+        ({"model_args": {"depth": 2**31}}, "holds 38 tensors, but .* 2147483648 blocks"),
         ({"model_args": {"embed_dim": 30_000}}, "description is of a model with .* parameters"),
         ({"model_args": {"patch_size": 0}}, "cannot be built"),
         ({"model_args": {"depth": "x"}}, "cannot be built"),

@@ -392,6 +392,13 @@ def _check_size(
     checkpoint: Path | None,
 ) -> None:
     """Refuse a description of a model far larger than its weights, before it takes all memory."""
+    # Even without values, as below, a block takes memory. Each block has tensors.
+    depth = {**(description.get("model_args") or {}), **kwargs}.get("depth")
+    if isinstance(depth, int) and depth > len(state_dict):
+        raise InputError(
+            f"{checkpoint} holds {len(state_dict)} tensors, but its description is of a model with "
+            f"{depth} blocks; export the model again"
+        )
     with torch.device("meta"):
         model = _build(name, description, num_classes, kwargs)
     wanted, found = (
