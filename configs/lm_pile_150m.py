@@ -13,6 +13,9 @@
 # Expected:  not run
 _base_ = "_base_/language.py"
 
+# Keys N(0, 0.02²) and values N(0, (2 / (12·√768))²), as the authors' code draws them.
+model = dict(config=dict(pattention_args=dict(init="released")))
+
 train_dataloader = dict(dataset=dict(data_root="data/pile"))
 val_dataloader = dict(dataset=dict(data_root="data/pile"))
 test_dataloader = val_dataloader

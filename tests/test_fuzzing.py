@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -68,13 +68,15 @@ class Command:
         """
         out, err, status = io.StringIO(), io.StringIO(), 0
         argv = [self._name, *map(str, words)]
-        start = time.monotonic()
+        start = time.monotonic(), time.process_time()
         with redirect_stdout(out), redirect_stderr(err), patch.object(sys, "argv", argv):
             try:
                 run_tool(self._tool.main)
             except SystemExit as end:
                 status = end.code or 0
-        assert time.monotonic() - start < SECONDS
+        # Of a busy machine's time, this process may have had a part.
+        assert time.process_time() - start[1] < SECONDS
+        assert time.monotonic() - start[0] < 6 * SECONDS
         assert status in (0, 1, 2), status
         lines = err.getvalue().splitlines()  # a progress bar ends its lines by a return
         said = [line for line in lines if not line.startswith(("skipped: ", "warning: "))]
@@ -473,6 +475,7 @@ def test_options_of_training(tmp_path, few_images):
     long = ("max_epochs", "depth", "dim", "tokens", "num_workers", "mlp_ratio", "img_size", "scale")
     keys = [key for key in keys if not key.endswith(("type", "work_dir", *long))]
 
+    @settings(max_examples=settings.default.max_examples // 5)  # each is a training
     @given(st.sampled_from(keys), st.sampled_from(VALUES))
     def check(key, value):
         work_dir = tmp_path / f"run_{next(number)}"
@@ -483,6 +486,7 @@ def test_options_of_training(tmp_path, few_images):
         assert status or (work_dir / "record.json").is_file() or "record" in key
         shutil.rmtree(work_dir, ignore_errors=True)
 
+    load_config(config)  # what is imported for the first time takes its time
     check()
 
 

@@ -15,6 +15,7 @@ from mmpretrain.registry import DATA_SAMPLERS, DATASETS, METRICS, MODELS
 
 from tokenformer_vit.integrations.config import load_config
 from tokenformer_vit.integrations.schedule import check_schedule
+from tokenformer_vit.layers import Pattention
 from tokenformer_vit.models import lm_config
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -78,7 +79,11 @@ def test_matrices_decay_and_nothing_else(name):
 
 def test_recipe_of_the_released_models():
     cfg = load_config(CONFIGS / "lm_pile_150m.py")
-    assert lm_config(**cfg.model.config) == lm_config("150m")
+    released = {"init": "released"}
+    assert lm_config(**cfg.model.config) == lm_config("150m", pattention_args=released)
+    _, model = build("lm_pile_150m")
+    layer = next(each for each in model.modules() if isinstance(each, Pattention))
+    assert (layer.key_init_std, layer.value_init_std) == (0.02, 2 / (12 * 768**0.5))
     assert cfg.optim_wrapper.optimizer == {
         "type": "AdamW",
         "lr": 6e-4,

@@ -85,8 +85,8 @@ def _explain(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno in _NO_SPACE:
         return f"{error.strerror}: free some space, then run the same command again"
     what = " ".join(str(error).split())[:300]
-    if isinstance(error, MemoryError):
-        what = "not enough memory; use a smaller batch or fewer workers"
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # PyTorch's
+        return f"not enough memory: use a smaller --batch-size ({what or type(error).__name__})"
     line = f"{type(error).__name__}: {what}" if what else type(error).__name__
     try:
         return f"{line} (unexpected; the traceback is in {_keep_traceback(error)})"

@@ -16,10 +16,9 @@ from tokenformer_vit.command_line import run_tool, whole_number
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     from tokenformer_vit.integrations import config  # isort: skip  # says why, if mmengine fails
-    from mmengine.runner import Runner
 
     from tokenformer_vit.files import locked_folder, remove_leftovers
-    from tokenformer_vit.integrations.launch import start_processes
+    from tokenformer_vit.integrations.launch import run_training, start_processes
     from tokenformer_vit.integrations.reports import ExportHook
     from tokenformer_vit.integrations.schedule import check_schedule
 
@@ -77,8 +76,7 @@ def main(argv: list[str] | None = None) -> None:
             remove_leftovers(work_dir)
         config.choose_checkpoint(cfg, args.resume)
         start_processes(cfg)
-        runner = Runner.from_cfg(cfg)
-        runner.train()
+        runner = run_training(cfg)
     if runner.rank == 0:
         export = next((hook for hook in runner.hooks if isinstance(hook, ExportHook)), None)
         model = f"model.safetensors and config.json ({export.purpose}), " if export else ""

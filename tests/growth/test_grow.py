@@ -10,10 +10,17 @@ from torch import nn
 
 import tokenformer_vit  # noqa: F401
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import grow, grow_state_dict, open_gates, pattention_layers
+from tokenformer_vit.growth import (
+    INITS,
+    grow,
+    grow_state_dict,
+    open_gates,
+    pattention_layers,
+    prune,
+)
 from tokenformer_vit.layers import Attention, Pattention
 from tokenformer_vit.models import LMConfig, TokenFormerLM
-from tokenformer_vit.ops import THETAS
+from tokenformer_vit.ops import THETAS, default_tau
 
 GELU = [theta for theta in THETAS if theta != "softmax"]
 SIZES = {
@@ -41,7 +48,7 @@ def logits(model, x):
         return model(x)
 
 
-def assert_same(after, before, limit=1e-6):
+def assert_same(after, before, limit):
     """Compare relative to the largest logit."""
     error = ((after - before).abs().max() / before.abs().max()).item()
     assert error <= limit, error
@@ -69,7 +76,7 @@ def test_zero_keys_leave_every_bit_of_the_logits(theta, backend):
 
 @pytest.mark.parametrize("theta", THETAS)
 @pytest.mark.parametrize("init", ["zero_key", "duplicate"])
-def test_growth_to_any_size_is_exact(theta, init):
+def test_growth_to_any_size_is_exact(theta, init, rounding):
     model = build(theta, pattention_args={"eps": 1e-3})
     x = torch.randn(3, 3, 32, 32)
     train(model, 2)
@@ -77,31 +84,31 @@ def test_growth_to_any_size_is_exact(theta, init):
     sizes = DOUBLED if init == "duplicate" else {"num_qkv_param_tokens": 37}
     grow(model, **sizes, init=init)
     grow(model, num_ffn_param_tokens=768 if init == "duplicate" else 301, init=init)
-    assert_same(logits(model, x), before, 2e-6)  # twice
+    assert_same(logits(model, x), before, rounding(model))
 
     model.double()
     again = copy.deepcopy(model)
     grow(again, num_ffn_param_tokens=2 * 768 if init == "duplicate" else 555, init=init)
     # τ is float32 whatever the model is, and √2 is none of its numbers.
-    limit = 1e-6 if init == "duplicate" else 1e-14
-    assert_same(logits(again, x.double()), logits(model, x.double()), limit)
+    dtype = torch.float32 if init == "duplicate" else torch.float64
+    assert_same(logits(again, x.double()), logits(model, x.double()), rounding(again, dtype))
 
 
 @pytest.mark.parametrize("theta", THETAS)
 @pytest.mark.parametrize("init", ["zero_key", "duplicate"])
-def test_a_causal_model_grows_exactly(theta, init):
+def test_a_causal_model_grows_exactly(theta, init, rounding):
     config = LMConfig(vocab_size=50, embed_dim=32, depth=2, num_heads=2, theta=theta)
     model, tokens = TokenFormerLM(config), torch.randint(50, (2, 12))
     before = logits(model, tokens)
     grow(model, **DOUBLED, init=init)
-    assert_same(logits(model, tokens), before)
+    assert_same(logits(model, tokens), before, rounding(model))
     assert {layer.num_param_tokens for layer in pattention_layers(model).values()} == {64, 256}
     again = TokenFormerLM(model.config)
     again.load_state_dict(model.state_dict())
 
 
 @pytest.mark.parametrize("theta", THETAS)
-def test_random_pairs_change_what_is_computed_unless_behind_a_gate(theta):
+def test_random_pairs_change_what_is_computed_unless_behind_a_gate(theta, rounding):
     model, x = build(theta), torch.randn(3, 3, 32, 32)
     before = logits(model, x)
     grown = grow(copy.deepcopy(model), **SIZES, init="random")
@@ -109,7 +116,7 @@ def test_random_pairs_change_what_is_computed_unless_behind_a_gate(theta):
     assert all(layer.gate is None for layer in pattention_layers(grown).values())
     if theta == "softmax":
         grow(model, **SIZES, init="random", gate="learned")
-        assert_same(logits(model, x), before)
+        assert_same(logits(model, x), before, rounding(model))
 
 
 @pytest.mark.parametrize("theta", THETAS)
@@ -143,7 +150,7 @@ def test_tau_is_kept_or_follows_the_copies():
 
 
 @pytest.mark.parametrize("theta", THETAS)
-@pytest.mark.parametrize("init", ["zero_key", "random", "duplicate"])
+@pytest.mark.parametrize("init", INITS)
 def test_a_state_dict_grows_as_its_model_does(theta, init):
     model = build(theta)
     state_dict = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -154,6 +161,27 @@ def test_a_state_dict_grows_as_its_model_does(theta, init):
     for name, tensor in model.state_dict().items():
         assert torch.equal(grown[name], tensor), name
     assert all(torch.equal(tensor, state_dict[name]) for name, tensor in kept.items())
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_released_growth_draws_and_scales_as_the_released_code(theta):
+    model = build(theta, pattention_args={"tau": 1.5})
+    before, x = copy.deepcopy(model), torch.randn(3, 3, 32, 32)
+    assert grow(model, num_ffn_param_tokens=2048, init="released") is model
+    for name, layer in pattention_layers(model).items():
+        old = before.get_submodule(name)
+        count = old.num_param_tokens
+        assert torch.equal(layer.key_param_tokens[:count], old.key_param_tokens)
+        assert torch.equal(layer.value_param_tokens[:count], old.value_param_tokens)
+        if name.endswith("mlp"):
+            # Of 61,440 numbers: a deviation of 2 % is seven standard errors.
+            assert layer.key_param_tokens[count:].std().item() == pytest.approx(0.02, rel=0.02)
+            std = 2 / (2 * 32**0.5)  # of two blocks of width 32
+            assert layer.value_param_tokens[count:].std().item() == pytest.approx(std, rel=0.02)
+            assert layer.tau == torch.tensor(default_tau(theta, 2048))
+        else:
+            assert layer.tau == 1.5
+    assert (logits(model, x) - logits(before, x)).abs().max() > 1e-3
 
 
 def test_a_grown_model_is_rebuilt_saved_and_exported_as_such(tmp_path):
@@ -179,20 +207,20 @@ def test_the_seed_decides_and_later_growth_draws_other_numbers():
     assert abs(F.cosine_similarity(later.flatten(), first.flatten(), dim=0)) < 0.5
 
 
-def test_fixed_gates_open_to_an_ordinary_softmax():
+def test_fixed_gates_open_to_an_ordinary_softmax(rounding):
     model, x = build("softmax"), torch.randn(2, 3, 32, 32)
     before = logits(model, x)
     grow(model, **SIZES, init="random", gate="fixed")
     assert "blocks.0.mlp.gate" in model.state_dict()
     assert not any(name.endswith("gate") for name, _ in model.named_parameters())
-    assert_same(logits(model, x), before)
+    assert_same(logits(model, x), before, rounding(model))
     open_gates(model, 0.25)
     assert not torch.allclose(logits(model, x), before)
     open_gates(model, 1.0)
     ungated = build("softmax", **SIZES)
     state_dict = model.state_dict()
     ungated.load_state_dict({k: v for k, v in state_dict.items() if not k.endswith("gate")})
-    assert_same(logits(model, x), logits(ungated, x))
+    assert_same(logits(model, x), logits(ungated, x), rounding(model))
 
 
 @pytest.mark.parametrize("theta", ["gelu_l2", "gelu_l1"])
@@ -220,14 +248,14 @@ def test_an_untouched_layer_keeps_its_parameters():
     assert model.blocks[0].attn.query.num_param_tokens == 32
 
 
-def test_a_compiled_model_grows():
+def test_a_compiled_model_grows(rounding):
     from tokenformer_vit.models import compile_blocks
 
     model, x = build(), torch.randn(2, 3, 32, 32)
     compile_blocks(model, backend="eager")
     before = logits(model, x)
     grow(model, **SIZES)
-    assert_same(logits(model, x), before)
+    assert_same(logits(model, x), before, rounding(model))
 
 
 @pytest.mark.parametrize(
@@ -240,6 +268,7 @@ def test_a_compiled_model_grows():
         ({"num_ffn_param_tokens": 200, "init": "duplicate"}, "take 256 or 384, or zero_key"),
         ({"num_ffn_param_tokens": 256, "gate": "learned"}, "gates are for softmax"),
         ({"num_ffn_param_tokens": 256, "gate": "open"}, "unknown gate 'open'"),
+        ({"num_ffn_param_tokens": 256, "gate": "fixed", "init": "released"}, "gates are for"),
         ({"num_ffn_param_tokens": 256, "freeze": "new"}, "freeze is 'new'"),
     ],
 )
@@ -253,6 +282,37 @@ def test_what_cannot_be_grown_is_said_and_left_as_it_is(arguments, message):
     if "freeze" not in arguments:
         with pytest.raises(InputError, match=message):
             grow_state_dict(before, **arguments)
+
+
+@pytest.mark.parametrize(
+    "build_meta",
+    [
+        lambda: build().to("meta"),
+        lambda: TokenFormerLM(LMConfig(embed_dim=32, depth=1, num_heads=2), device="meta"),
+    ],
+)
+def test_a_model_on_the_meta_device_is_refused(build_meta):
+    model = build_meta()
+    with pytest.raises(InputError, match=r"on the meta device .* after its weights are loaded"):
+        grow(model, num_ffn_param_tokens=512)
+    assert model.blocks[0].mlp.num_param_tokens == 128
+    with pytest.raises(InputError, match="on the meta device"):
+        grow_state_dict(model.state_dict(), num_ffn_param_tokens=512)
+
+
+@pytest.mark.parametrize("part", ["blocks", "blocks.0", "blocks.1.attn"])
+def test_a_part_of_a_model_cannot_grow_or_shrink_alone(part):
+    lm = TokenFormerLM(LMConfig(vocab_size=50, embed_dim=32, depth=2, num_heads=2))
+    for model in (build(), lm, copy.deepcopy(build())):
+        module = model.get_submodule(part)
+        with pytest.raises(InputError, match=r"could not be saved .* give the whole model"):
+            grow(module, num_qkv_param_tokens=64)
+        with pytest.raises(InputError, match="give the whole model"):
+            prune(module, {}, num_qkv_param_tokens=16)
+        assert model.blocks[1].attn.query.num_param_tokens == 32
+    wrapped = nn.ModuleDict({"backbone": build()})
+    grow(wrapped, num_qkv_param_tokens=64)
+    assert wrapped["backbone"]._model_args["num_qkv_param_tokens"] == 64
 
 
 def test_a_learned_gate_cannot_be_frozen_in_part():
@@ -277,7 +337,7 @@ def test_other_models_and_state_dicts_are_refused():
     assert grow(attention, num_qkv_param_tokens=16).query.num_param_tokens == 16
 
 
-def test_gates_are_of_one_kind_and_none_stays_shut_for_ever():
+def test_gates_are_of_one_kind_and_none_stays_shut_for_ever(rounding):
     model = grow(build("softmax"), **SIZES, init="random", gate="fixed")
     with pytest.raises(InputError, match="not all open yet"):
         grow(model, num_ffn_param_tokens=256, gate="fixed")
@@ -285,7 +345,7 @@ def test_gates_are_of_one_kind_and_none_stays_shut_for_ever():
     x = torch.randn(2, 3, 32, 32)
     before = logits(model, x)
     grow(model, num_ffn_param_tokens=256)  # which shuts new gates, for training to open
-    assert_same(logits(model, x), before)
+    assert_same(logits(model, x), before, rounding(model))
     gates = [name for name, _ in model.named_parameters() if name.endswith("gate")]
     assert len(gates) == len(pattention_layers(model))
     with pytest.raises(InputError, match="the model's gates are learned"):

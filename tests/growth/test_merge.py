@@ -1,6 +1,7 @@
 """A merged layer computes the formula it is documented with; a model and itself merge exactly."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import timm
@@ -14,6 +15,7 @@ from tokenformer_vit.growth import grow, pattention_layers
 from tokenformer_vit.growth.merge import merge
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.segments import TOKENS, is_split, token_segments
+from tokenformer_vit.models import LMConfig, TokenFormerLM
 from tokenformer_vit.ops import THETAS
 
 SHAPE = {
@@ -80,9 +82,10 @@ def order(theta):
 
 
 @pytest.mark.parametrize("theta", THETAS)
-def test_a_model_and_itself_compute_what_it_did(theta):
+def test_a_model_and_itself_compute_what_it_did(theta, rounding):
     model, x = build(theta), torch.randn(4, 3, 32, 32)
-    assert_same(logits(merge(model, model), x), logits(model, x), 3e-6)  # sums twice as long
+    merged = merge(model, model)
+    assert_same(logits(merged, x), logits(model, x), rounding(merged))
     in_float64(model)
     assert_same(logits(merge(model, model), x.double()), logits(model, x.double()), 1e-12)
 
@@ -206,11 +209,12 @@ def test_grown_models_are_merged_and_stay_as_they_are(theta, tmp_path):
     assert torch.equal(logits(reloaded, x), logits(merged, x))
 
 
-def test_models_of_softmax_grown_behind_gates_have_the_pairs_of_both():
+def test_models_of_softmax_grown_behind_gates_have_the_pairs_of_both(rounding):
     old = build("softmax", **OLD)
     grown = [grow(copy.deepcopy(old), **NEW, seed=seed) for seed in range(2)]
     merged, x = merge(*grown, old), torch.randn(4, 3, 32, 32)
-    assert_same(logits(merged, x), logits(old, x), 1e-6)  # all gates of new pairs are closed yet
+    # All gates of new pairs are closed yet.
+    assert_same(logits(merged, x), logits(old, x), rounding(merged))
     assert isinstance(merged.blocks[0].mlp.gate, nn.Parameter)
     assert merged.blocks[0].mlp.gate.sum() == 64
 
@@ -247,12 +251,40 @@ def test_all_pairs_of_a_merged_model_are_trained_and_a_selection_is_given_up():
         ({"theta": "gelu_l1"}, "theta is gelu_l2 in model_a and gelu_l1 in model_b"),
         ({"pattention_args": {"eps": 0.1}}, "eps is 1e-06 in model_a and 0.1 in model_b"),
         ({"num_classes": 7}, r"head.weight is \(10, 32\) in model_a and \(7, 32\) .* classes"),
+        ({"num_heads": 4}, "blocks.0.attn.num_heads is 2 in model_a and 4 in model_b"),
+        ({"qk_norm": True}, "type of blocks.0.attn.q_norm is absent in model_a and BlockLayerNorm"),
+        (
+            {"global_pool": "avg", "fc_norm": False},
+            "global_pool is token in model_a and avg in model_b",
+        ),
         ({"norm": "bias"}, r"blocks.0.norm1.bias is absent in model_a and \(32,\) in model_b"),
     ],
 )
 def test_models_that_do_not_fit(other, said):
     with pytest.raises(InputError, match=said):
         merge(build(), build(**other))
+
+
+def test_language_models_of_other_rotations(rounding):
+    config = LMConfig(vocab_size=20, embed_dim=16, depth=1, num_heads=2, rotary_share=0.5)
+    model, tokens = TokenFormerLM(config), torch.randint(20, (2, 5))
+    merged = merge(model, TokenFormerLM(replace(config, num_ffn_param_tokens=40)))
+    assert merged.blocks[0].mlp.num_param_tokens == 64 + 40
+    merged = merge(model, model)
+    assert_same(logits(merged, tokens), logits(model, tokens), rounding(merged))
+    for changes in ({"rotary_share": 0.25}, {"rotary_base": 500.0}, {"norm_eps": 1e-3}):
+        ((name, value),) = changes.items()
+        ours = getattr(config, name)
+        with pytest.raises(InputError, match=f"{name} is {ours} in model_a and {value} in model_b"):
+            merge(model, TokenFormerLM(replace(config, **changes)))
+
+
+def test_how_models_were_trained_and_run_does_not_matter():
+    a = build(drop_path_rate=0.1, drop_rate=0.1)
+    b = grow(build(**OLD, pattention_args={"init": "released"}), **NEW, split=True)
+    b.set_backend("reference")
+    b.set_grad_checkpointing()
+    assert merge(a, b).blocks[0].mlp.num_param_tokens == 128 + 96
 
 
 def test_models_without_parameter_tokens():

@@ -153,13 +153,14 @@ def test_a_new_gate_joins_without_decay():
     step(model, optimizer)
 
 
-def test_net2net_and_stacking_carry_over():
+def test_net2net_and_stacking_carry_over(rounding):
     model = build("vit_tiny_patch16_224").eval()
     optimizer = OPTIMIZERS["adamw"](groups(model))
     step(model, optimizer)
     before, moments = model(X), optimizer.state[model.blocks[0].mlp.fc2.weight]["exp_avg"].clone()
     widen_mlp(model, 100, optimizer=optimizer)
-    torch.testing.assert_close(model(X), before, rtol=1e-5, atol=1e-6)
+    limit = rounding(model) * before.abs().max().item()
+    torch.testing.assert_close(model(X), before, rtol=0, atol=limit)
     assert torch.equal(optimizer.state[model.blocks[0].mlp.fc2.weight]["exp_avg"][:, :64], moments)
     again = timm.create_model("vit_tiny_patch16_224", **{**SHAPE, **model._model_args})
     again.load_state_dict(model.state_dict())

@@ -14,7 +14,7 @@ from timm.optim import param_groups_layer_decay
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.integrations.backbone import as_timm_model
 from tokenformer_vit.integrations.config import load_config
-from tokenformer_vit.integrations.reports import export
+from tokenformer_vit.integrations.export import export_classifier
 from tokenformer_vit.models import classifier_state_dict, timm_state_dict
 
 SIZES = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 2}
@@ -185,7 +185,7 @@ def cfg(config):
 def test_the_exported_folder_is_the_model(backbone, images, tmp_path, cfg):
     classifier = build(**backbone).eval()
     names = ["ant", "bee", "cat", "dog", "eel"]
-    export(classifier, cfg, {"classes": tuple(names)}, tmp_path)
+    export_classifier(classifier, cfg, {"classes": tuple(names)}, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", "config.json"}
 
     model = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
@@ -205,7 +205,7 @@ def test_the_exported_folder_is_the_model(backbone, images, tmp_path, cfg):
 
 def test_fine_tuning_starts_from_an_exported_file(tmp_path, cfg):
     trained = build(model_name="tokenformer_tiny")
-    export(trained, cfg, {"classes": list("abcde")}, tmp_path)
+    export_classifier(trained, cfg, {"classes": list("abcde")}, tmp_path)
     path = str(tmp_path / "model.safetensors")
     tuned = build_untouched(model_name="tokenformer_tiny", checkpoint_path=path)
     for name, tensor in trained.backbone.state_dict().items():

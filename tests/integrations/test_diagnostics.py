@@ -26,6 +26,7 @@ from tokenformer_vit.integrations.diagnostics import (
 )
 from tokenformer_vit.integrations.reports import read_scalars
 from tokenformer_vit.layers import Pattention
+from tokenformer_vit.layers.segments import is_split, split_tokens
 
 HOOK = {"type": "DiagnosticsHook"}
 FIGURES = {
@@ -138,6 +139,35 @@ def test_entropy_and_kurtosis_of_known_rows():
     expected = -(shares * shares.log()).sum() / math.log(4)
     figures = measure_one_layer(keys, "gelu_l2", torch.tensor([[1.0, 0.0]]))
     assert figures["entropy"] == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_gates_and_masks_are_measured_as_the_layer_computes():
+    classifier = build(theta="softmax", pattention_args={"gate": "learned"})
+    layer, images = classifier.backbone.model.blocks[0].mlp, [batch(5)]
+    seen = []
+    layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
+    before = diagnose(classifier, images)["layers"]["blocks.0.mlp"]
+    with torch.no_grad():
+        layer.gate.copy_(torch.rand(96) ** 4)
+        layer.gate[:40] = 0  # closed
+    for active in (None, torch.arange(30, 90)):
+        layer.active = active
+        seen.clear()
+        figures = diagnose(classifier, images)["layers"]["blocks.0.mlp"]
+        weights = layer.weights(seen[0]).double().flatten(0, -2)
+        shares = weights / weights.sum(dim=-1, keepdim=True)
+        entropy = -torch.special.xlogy(shares, shares).sum(-1).mean() / math.log(shares.shape[1])
+        assert figures["entropy"] == pytest.approx(entropy.item(), rel=1e-5)
+        assert figures["entropy"] < before["entropy"] - 0.05
+
+
+def test_the_figures_of_a_split_layer_are_those_of_an_ordinary_one():
+    classifier, images = build(), [batch(5)]
+    expected = diagnose(classifier, images)
+    for layer in measured_layers(classifier).values():
+        split_tokens(layer, 10)
+    assert diagnose(classifier, images) == expected
+    assert all(map(is_split, measured_layers(classifier).values()))
 
 
 def test_normal_scores_have_no_excess_kurtosis():

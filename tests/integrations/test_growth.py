@@ -57,9 +57,9 @@ def test_a_run_grows_and_leaves_the_grown_model(growing, tmp_path):
     assert model.blocks[1].attn.proj.num_param_tokens == 32
     assert model.blocks[1].mlp.num_param_tokens == 120
     final = checkpoint(work_dir)
-    keys = "backbone.model.blocks.0.attn.query.parametrizations.key_param_tokens.original1"
-    assert final["state_dict"][keys].shape == (12, 24)
-    assert final["ema_state_dict"][f"module.{keys}"].shape == (12, 24)
+    keys = "backbone.model.blocks.0.attn.query.key_param_tokens"  # of all pairs, though split
+    assert final["state_dict"][keys].shape == (48, 24)
+    assert final["ema_state_dict"][f"module.{keys}"].shape == (48, 24)
     # What it cost: that of each size for its 48 images of an epoch.
     train, val = read_scalars(work_dir.glob("*/vis_data/scalars.json"))
     flops = [record["flops"] for record in val.values()]
@@ -112,6 +112,49 @@ def test_a_killed_run_goes_on_exactly(growing, tmp_path, kill_at, options):
     assert (whole / "model.safetensors").read_bytes() == (killed / "model.safetensors").read_bytes()
 
 
+def as_earlier_versions_saved(checkpoint):
+    """Hold the parts of split layers apart, under the names of PyTorch's parametrizations."""
+    groups = [checkpoint["state_dict"], checkpoint["ema_state_dict"]]
+    gradients = checkpoint["exact_resume"]["gradients"]
+    for name in [name for name in gradients if ".old_" in name]:
+        layer, _, part = name.rpartition(".")
+        token = part.removeprefix("old_")
+        for index, kind in enumerate(("old", "new")):
+            old = f"{layer}.parametrizations.{token}.original{index}"
+            gradients[old] = gradients.pop(f"{layer}.{kind}_{token}")
+        num_old = len(gradients[f"{layer}.parametrizations.{token}.original0"])
+        for state_dict, prefix in zip(groups, ("", "module."), strict=True):
+            tokens = state_dict.pop(f"{prefix}{layer}.{token}")
+            for index, rows in enumerate((tokens[:num_old], tokens[num_old:])):
+                old = f"{prefix}{layer}.parametrizations.{token}.original{index}"
+                state_dict[old] = rows.clone()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_an_earlier_version_is_resumed_exactly(growing, tmp_path):
+    train = growing(new_lr_scale=3.0)
+    options = (
+        "--cfg-options",
+        "default_hooks.checkpoint.by_epoch=False",
+        "default_hooks.checkpoint.interval=5",
+        "default_hooks.checkpoint.max_keep_ckpts=-1",
+        "optim_wrapper.accumulative_counts=4",  # gradients are pending
+    )
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    train(whole, *options)
+    resumed.mkdir()
+    saved = torch.load(whole / "iter_10.pth", weights_only=True)
+    as_earlier_versions_saved(saved)
+    assert sum("original1" in name for name in saved["state_dict"]) == 2 * 2 * 4
+    torch.save(saved, resumed / "iter_10.pth")
+    (resumed / "last_checkpoint").write_text(str(resumed / "iter_10.pth"))
+    train(resumed, "--resume", *options)
+    one, other = checkpoint(whole), checkpoint(resumed)
+    for part in ("state_dict", "ema_state_dict"):
+        for name, tensor in one[part].items():
+            assert torch.equal(tensor, other[part][name]), name
+
+
 @pytest.mark.slow
 def test_several_processes_grow_alike(growing, tmp_path):
     train = growing(
@@ -136,6 +179,7 @@ def test_several_processes_grow_alike(growing, tmp_path):
         ({"theta": "softmax"}, {"init": "random", "gate": "fixed", "open_iters": 4}),
         ({"theta": "gelu_l1"}, {"init": "random", "moments": "reset", "freeze": "old"}),
         ({"compile": True}, {}),
+        ({}, {"init": "released"}),
     ],
 )
 def test_every_way_to_grow(growing, tmp_path, backbone, hook):

@@ -181,6 +181,7 @@ def test_a_run_ends_with_a_folder_for_transformers_and_a_record(run, texts, tmp_
     assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_exactly(run, tmp_path):
     """In the middle of the second epoch, with growth, accumulation and workers."""
     options = {

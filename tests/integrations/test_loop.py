@@ -118,6 +118,7 @@ def scalars(work_dir):
     return read_scalars(sorted(work_dir.glob("*/vis_data/scalars.json")))
 
 
+@pytest.mark.slow
 def test_a_shortened_run_resumes_in_the_middle_of_an_epoch(train, tmp_path):
     options = (
         "--cfg-options",
@@ -137,7 +138,7 @@ def test_a_shortened_run_resumes_in_the_middle_of_an_epoch(train, tmp_path):
     }
 
 
-@pytest.mark.parametrize("loader", ["train", "val"])
+@pytest.mark.parametrize("loader", ["train", pytest.param("val", marks=pytest.mark.slow)])
 def test_a_killed_worker_ends_the_run_in_one_line(train, tmp_path, monkeypatch, loader):
     transform, main = LoadImage.transform, os.getpid()
 

@@ -6,9 +6,10 @@ import pytest
 import timm.optim
 import torch
 
+from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.layers.pattention import _SECOND_MOMENT
-from tokenformer_vit.ops import THETAS, default_tau, pattention
+from tokenformer_vit.layers.arguments import check_pattention_args, model_pattention_args
+from tokenformer_vit.ops import THETAS, default_tau, pattention, second_moment
 
 
 def reload(state):
@@ -152,7 +153,23 @@ def test_meta_construction_then_reset(learn_tau):
         ({"out_features": -2}, "out_features must be at least 1, but it is -2"),
         ({"num_param_tokens": 0}, "num_param_tokens must be at least 1, but it is 0"),
         ({"tau": 0.0}, "tau must be positive, but it is 0.0"),
+        ({"num_param_tokens": 8.5}, "num_param_tokens must be at least 1, but it is 8.5"),
         ({"tau": math.nan}, "tau must be positive, but it is nan"),
+        ({"tau": math.inf}, "tau must be positive, but it is inf; give a number from 1e-18"),
+        ({"tau": -2.0}, "tau must be positive, but it is -2.0"),
+        ({"tau": 1e-50}, "tau must be positive, but it is 1e-50"),
+        ({"tau": "3"}, "tau must be positive, but it is '3'"),
+        ({"eps": -1e-6}, "eps must be 0 or positive, but it is -1e-06"),
+        ({"eps": math.nan}, "eps must be 0 or positive, but it is nan"),
+        ({"eps": math.inf}, "eps must be 0 or positive, but it is inf; give a number from 0 to"),
+        ({"eps": None}, "eps must be 0 or positive, but it is None"),
+        ({"init_gain": math.inf}, "init_gain must be 0 or positive, but it is inf"),
+        ({"init_gain": math.nan}, "init_gain must be 0 or positive, but it is nan"),
+        ({"key_init_scale": math.inf}, "key_init_scale must be positive, but it is inf"),
+        ({"key_init_std": -1.0}, "key_init_std must be positive, but it is -1.0"),
+        ({"value_init_std": math.nan}, "value_init_std must be positive, but it is nan"),
+        ({"learn_tau": "no"}, "learn_tau must be True or False, but it is 'no'"),
+        ({"gate": "open"}, "unknown gate 'open'; choose one of none, learned, fixed"),
         ({"key_init_scale": 0.0}, "key_init_scale must be positive, but it is 0.0"),
         ({"theta": "relu"}, "softmax, gelu_l1, gelu_l2, gelu_l2_post, gelu_tanh_l2"),
     ],
@@ -160,6 +177,29 @@ def test_meta_construction_then_reset(learn_tau):
 def test_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
         Pattention(**{"in_features": 8, "out_features": 8, "num_param_tokens": 8, **arguments})
+
+
+@pytest.mark.parametrize("name", ["tau", "eps", "key_init_scale", "learn_tau", "gate"])
+def test_shared_arguments_are_checked_where_they_are_given(name):
+    assert check_pattention_args({"eps": 0, "tau": None}) == {"eps": 0, "tau": None}
+    for value in (-1.0, math.nan, "much"):
+        with pytest.raises(InputError, match=f"{name}.*{value!r}"):
+            check_pattention_args({name: value})
+
+
+def test_released_initialization_is_that_of_the_released_code(seed):
+    args = model_pattention_args({"eps": 0.1, "init": "released"}, 64, 6)
+    assert args == {"eps": 0.1, "key_init_std": 0.02, "value_init_std": 2 / (6 * 8)}
+    assert model_pattention_args({"init": "scaled"}, 64, 6) == {}
+    layer = Pattention(64, 64, 512, **args)
+    # Of 32,768 numbers: a deviation of 3 % is seven standard errors.
+    assert layer.key_param_tokens.std().item() == pytest.approx(0.02, rel=0.03)
+    assert layer.value_param_tokens.std().item() == pytest.approx(2 / 48, rel=0.03)
+    assert layer.tau == torch.tensor(default_tau("gelu_l2", 512))
+    with pytest.raises(InputError, match="unknown init 'wang'; choose one of scaled, released"):
+        model_pattention_args({"init": "wang"}, 64, 6)
+    with pytest.raises(InputError, match="unknown key 'init' in pattention_args"):
+        check_pattention_args({"init": "released"})  # a layer knows no depth
 
 
 @pytest.mark.parametrize("gain", [1.0, 0.2])
@@ -187,7 +227,7 @@ def test_second_moment_is_that_of_normal_scores(theta):
         "gelu_l2_post": mean(activation**2) / mean(activation**2),
         "gelu_tanh_l2": mean(torch.nn.functional.gelu(scores, approximate="tanh") ** 2),
     }
-    assert _SECOND_MOMENT[theta] == pytest.approx(expected[theta].item(), rel=2e-5)
+    assert second_moment(theta) == pytest.approx(expected[theta].item(), rel=2e-5)
 
 
 @pytest.mark.parametrize("theta", THETAS)

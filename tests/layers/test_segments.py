@@ -12,6 +12,7 @@ from tokenformer_vit.layers.segments import (
     fuse_state_dict,
     fuse_tokens,
     is_split,
+    part_name,
     split_tokens,
     token_segments,
 )
@@ -54,7 +55,7 @@ def test_a_fused_parameter_needs_a_gradient_if_a_part_did(layer):
 
 def test_state_dicts_of_both_forms_load_into_both(layer):
     plain = Pattention(8, 12, 20)
-    assert set(fuse_state_dict(layer.state_dict())) == {*TOKENS, "tau"}
+    assert list(layer.state_dict()) == list(plain.state_dict())
     assert list(fuse_state_dict(plain.state_dict())) == list(plain.state_dict())
     state_dict = plain.state_dict()
     layer.load_state_dict(state_dict)
@@ -75,12 +76,62 @@ def test_state_dicts_of_both_forms_load_into_both(layer):
     assert torch.equal(again(x), plain(x))
 
 
+def test_parts_that_an_earlier_version_saved_apart_are_joined(layer):
+    whole = Pattention(8, 12, 20).state_dict()
+    saved = {"tau": whole["tau"]}
+    for name in TOKENS:
+        for index, part in enumerate(whole[name].split([15, 5])):
+            saved[f"parametrizations.{name}.original{index}"] = part
+    for each in (layer, Pattention(8, 12, 20)):
+        each.load_state_dict(saved)
+        for name, tensor in whole.items():
+            assert torch.equal(each.state_dict()[name], tensor), name
+    assert fuse_state_dict(saved).keys() == whole.keys()
+    parameters = dict(layer.named_parameters())
+    assert {part_name(name) for name in saved} - {"tau"} == set(parameters)
+    assert part_name("a.mlp.parametrizations.key_param_tokens.original1") == (
+        "a.mlp.new_key_param_tokens"
+    )
+
+
+def test_old_pairs_come_before_new_ones_and_keys_before_values():
+    """Optimizers know parameters by their order, also those of earlier checkpoints."""
+    layer = Pattention(8, 12, 20, theta="softmax", learn_tau=True, gate="learned")
+    split_tokens(layer, 13)
+    names = [name for name, _ in layer.named_parameters()]
+    parts = [f"{part}_{name}" for name in TOKENS for part in ("old", "new")]
+    assert names == ["tau", "gate", *parts]
+    fuse_tokens(layer)
+    names = [name for name, _ in layer.named_parameters()]
+    assert names == [*TOKENS, "tau", "gate"]
+
+
+def test_a_split_layer_draws_its_tokens_anew(layer):
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    layer.reset_parameters()
+    for name in TOKENS:
+        assert (layer.state_dict()[name] != before[name]).all()
+
+
+def test_missing_tokens_are_named(layer):
+    state_dict = layer.state_dict()
+    del state_dict["key_param_tokens"]
+    with pytest.raises(RuntimeError, match="old_key_param_tokens"):
+        layer.load_state_dict(state_dict)
+
+
+class Derived(Pattention):
+    """A layer of somebody else's."""
+
+
 def test_bad_splits_are_refused(layer):
     with pytest.raises(InputError, match="split already"):
         split_tokens(layer, 3)
     for number in (0, 20):
         with pytest.raises(InputError, match=f"num_old is {number}"):
             split_tokens(Pattention(8, 12, 20), number)
+    with pytest.raises(InputError, match="a Derived, derived from Pattention"):
+        split_tokens(Derived(8, 12, 20), 3)
     plain = Pattention(8, 12, 20)
     fuse_tokens(plain)
     assert not is_split(plain)

@@ -1,11 +1,14 @@
 """The language model against its definition: counts, causality, positions, cache, padding."""
 
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.growth import grow
+from tokenformer_vit.layers import Pattention
 from tokenformer_vit.models import LM_PRESETS, KVCache, LMConfig, TokenFormerLM, lm_config
 from tokenformer_vit.ops import THETAS
 
@@ -41,6 +44,22 @@ def test_presets_have_the_published_sizes(preset, count):
 def test_every_preset_builds():
     for preset in LM_PRESETS:
         TokenFormerLM(lm_config(preset, vocab_size=10), device="meta")
+
+
+def test_the_released_initialization_grows_and_is_rebuilt():
+    model = build(embed_dim=64, pattention_args={"init": "released"})
+    layers = [module for module in model.modules() if isinstance(module, Pattention)]
+    for tokens, std in (("key_param_tokens", 0.02), ("value_param_tokens", 2 / (2 * 8))):
+        drawn = torch.cat([getattr(layer, tokens).flatten() for layer in layers])
+        assert drawn.std().item() == pytest.approx(std, rel=0.05)
+    assert model.embedding.weight.std().item() == pytest.approx(20 * 0.02, rel=0.1)
+    grow(model, num_ffn_param_tokens=300, init="released")
+    assert model.config.pattention_args == {"init": "released"}
+    again = TokenFormerLM(LMConfig(**asdict(model.config))).double()
+    again.load_state_dict(model.state_dict())
+    # As a model of that many pairs starts in the released code.
+    assert torch.equal(model.blocks[1].mlp.tau, again.blocks[1].mlp.tau)
+    assert model.blocks[1].mlp.tau == torch.tensor(300.0).sqrt()
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -173,6 +192,8 @@ def test_what_does_not_fit_is_said():
         model(torch.zeros(1, 1, dtype=torch.long), cache=cache)
     with pytest.raises(InputError, match="unknown positions 'alibi'"):
         LMConfig(positions="alibi")
+    with pytest.raises(InputError, match="num_heads must be at least 1, but it is 0"):
+        LMConfig(num_heads=0)
     with pytest.raises(InputError, match="vocab_size must be at least 1"):
         LMConfig(vocab_size=0)
     with pytest.raises(InputError, match="makes 1 of a head's 4 dimensions"):

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from timm.models import get_model_args
+from timm.models import get_model_args, save_for_hf
 from torch.utils.flop_counter import FlopCounterMode
 
 from tokenformer_vit.layers import BlockLayerNorm, Pattention
@@ -120,6 +120,21 @@ def test_shared_arguments_reach_every_layer(small):
     assert all(layer.tau.requires_grad for layer in layers)
     with pytest.raises(ValueError, match="unknown key 'thta' in pattention_args; choose among tau"):
         small(pattention_args={"thta": 3.0})
+
+
+def test_the_released_initialization_is_recorded_and_rebuilt(small, tmp_path):
+    model = small(pattention_args={"init": "released"})
+    keys = torch.cat([layer.key_param_tokens.flatten() for layer in pattentions(model)])
+    assert keys.std().item() == pytest.approx(0.02, rel=0.05)
+    values = torch.cat([layer.value_param_tokens.flatten() for layer in pattentions(model)])
+    std = 2 / (len(model.blocks) * model.embed_dim**0.5)
+    assert values.std().item() == pytest.approx(std, rel=0.05)
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=False)
+    assert get_model_args(again)["pattention_args"] == {"init": "released"}
+    assert {layer.key_init_std for layer in pattentions(again)} == {0.02}
+    with pytest.raises(ValueError, match="unknown init 'wang'"):
+        small(pattention_args={"init": "wang"})
 
 
 def test_unknown_argument_is_named():

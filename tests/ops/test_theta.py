@@ -5,8 +5,16 @@ import operator
 import pytest
 import torch
 
-from tokenformer_vit.ops import THETAS, check_theta, default_tau
-from tokenformer_vit.ops.theta import theta_weights
+from tokenformer_vit.ops import (
+    THETAS,
+    check_theta,
+    default_tau,
+    norm_order,
+    norm_shares,
+    triton_theta,
+)
+from tokenformer_vit.ops.fused import PLAIN
+from tokenformer_vit.ops.theta import VARIANTS, theta_weights
 
 SIZES = [(1, 64), (1, 576), (197, 72), (197, 100)]
 
@@ -138,6 +146,63 @@ def test_keeps_the_dtype(theta, dtype):
 def test_dict_and_dispatch_agree(theta):
     scores, tau = torch.randn(7, 100), torch.tensor(10.0)
     assert torch.equal(theta_weights(scores, theta, tau, 1e-6), THETAS[theta](scores, tau, 1e-6))
+
+
+def test_every_table_of_variants_has_all_of_them():
+    for table in (VARIANTS, PLAIN, triton_theta.KERNELS):
+        assert list(table) == list(THETAS)
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_what_is_normed_is_what_the_weights_depend_on(theta):
+    scores = torch.randn(5, 60, dtype=torch.float64)
+    tau = double(default_tau(theta, 60))
+    weights = theta_weights(scores, theta, tau, 0.0)
+    shares = norm_shares(scores, weights, theta)
+    torch.testing.assert_close(shares.sum(-1), torch.ones(5, dtype=torch.float64))
+    # Without half the pairs, a τ that follows their shares leaves the weights of the others.
+    left = shares[:, 30:].sum(-1, keepdim=True) ** (1 / norm_order(theta))
+    for row in range(5):
+        alone = theta_weights(scores[row, 30:], theta, tau * left[row, 0], 0.0)
+        torch.testing.assert_close(alone, weights[row, 30:])
+
+
+@pytest.mark.parametrize("theta", [theta for theta in THETAS if norm_order(theta) == 2])
+@pytest.mark.parametrize("implementation", ["reference", "fused"])
+def test_the_range_of_the_l2_variants(theta, implementation):
+    """A row's norm may be up to 1.8e19; the gradient of the reference needs one below 1e12 τ."""
+    tau, direction = torch.tensor(default_tau(theta, 64)), torch.randn(7, 64)
+    grad = torch.randn(7, 64)
+    for size in (1e4, 1e11, 1e17):
+        scores = size * direction
+        exact = scores.double().requires_grad_()
+        expected = theta_weights(exact, theta, tau.double(), 1e-6)
+        expected.backward(grad.double())
+        if implementation == "fused":
+            weights, kept = PLAIN[theta].forward(scores, tau, 1e-6)
+            slope = PLAIN[theta].backward(kept, tau, grad)[1]
+        else:
+            scores.requires_grad_()
+            weights = theta_weights(scores, theta, tau, 1e-6)
+            weights.backward(grad)
+            slope = scores.grad
+        torch.testing.assert_close(weights.double(), expected, rtol=1e-5, atol=1e-5)
+        if implementation == "fused" or size < 1e12:
+            error = (slope.double() - exact.grad).norm() / exact.grad.norm()
+            assert error < 1e-5, size
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_the_range_of_float16(theta):
+    scores = (60_000 * torch.rand(7, 576) - 30_000).half()
+    scores[:, 0] = 65_504  # the largest float16
+    tau = torch.tensor(default_tau(theta, 576))
+    for weights in (
+        theta_weights(scores, theta, tau, 1e-6),
+        PLAIN[theta].forward(scores, tau, 1e-6)[0],
+    ):
+        expected = theta_weights(scores.double(), theta, tau.double(), 1e-6)
+        torch.testing.assert_close(weights.double(), expected, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize(

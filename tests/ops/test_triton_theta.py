@@ -167,6 +167,17 @@ def test_sums_beyond_the_range_and_precision_of_the_scores(device, dtype):
 
 
 @on_each_device
+def test_the_range_of_float32_scores(device):
+    scores, tau, grad = inputs(5, 100, torch.float32, device)
+    for size in (1e4, 1e17):  # a row's norm may be up to 1.8e19
+        exact_weights, exact_grad = plain((size * scores).double(), tau, grad.double())
+        weights, _, _, grad_scores = kernels(size * scores, tau, grad)
+        torch.testing.assert_close(weights.double(), exact_weights, rtol=1e-5, atol=1e-5)
+        error = (grad_scores.double() - exact_grad).norm() / exact_grad.norm()
+        assert error < 1e-5, size
+
+
+@on_each_device
 def test_other_layouts_of_memory(device):
     scores, tau, grad = inputs(5, 100, device=device)
     expected = kernels(scores, tau, grad)

@@ -1,8 +1,9 @@
 """What may be done to a trained model's parameter tokens."""
 
-from .grow import INITS, freeze_old, grow, grow_state_dict, open_gates
+from .grow import INITS, grow, grow_state_dict
 from .masks import TokenMasks, count_pairs
 from .merge import merge
+from .new_pairs import freeze_old, join_tokens, open_gates
 from .optimizer import MOMENTS, carry_over
 from .prune import Usage, measure_usage, prune
 from .sparse import set_top_k, top_k
@@ -20,6 +21,7 @@ __all__ = [
     "freeze_old",
     "grow",
     "grow_state_dict",
+    "join_tokens",
     "measure_usage",
     "merge",
     "open_gates",

@@ -1,7 +1,7 @@
 """Growth: pairs of parameter tokens are appended, and the model computes what it did before."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
@@ -11,12 +11,15 @@ from torch.optim import Optimizer
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
+from tokenformer_vit.layers.arguments import released_stds
 from tokenformer_vit.layers.segments import TOKENS, fuse_state_dict, is_split, token_segments
 from tokenformer_vit.ops import check_theta, default_tau
 
+from .new_pairs import freeze_old
 from .optimizer import carry_over, check_optimizer
 from .tokens import (
     LayerTokens,
+    check_rebuildable,
     kind_of,
     pattention_layers,
     read_tokens,
@@ -24,7 +27,7 @@ from .tokens import (
     write_tokens,
 )
 
-INITS = ("zero_key", "random", "duplicate")
+INITS = ("zero_key", "random", "duplicate", "released")
 # What the two copies of a pair differ by, relative to the values. Equal copies would get equal
 # gradients and stay equal for ever.
 _SPREAD = 0.1
@@ -56,6 +59,7 @@ def grow(
     ``duplicate`` those of the old pair, times m (L1 norms)   stays, for every Θ
                   values / m ± δ         or √m (L2 norms)
     ``random``    random, random         kept                 changes (stays behind a gate)
+    ``released``  random, random         √P or P anew         changes
     ============= ====================== ==================== ==========================
 
     Args:
@@ -68,7 +72,9 @@ def grow(
         init: How new pairs start, as above. What is random is normal, of the root mean square of
             the layer's present keys or values. ``duplicate`` takes m times the present count; its
             δ has a tenth of the values' root mean square, and the δ of all copies of a pair sum
-            to zero.
+            to zero. ``released`` draws as the authors' code does, keys N(0, 0.02²) and values
+            N(0, (2 / (depth · √width))²), and sets τ to what a new layer of that many pairs has
+            (:func:`~tokenformer_vit.ops.default_tau`): every old pair gets another weight.
         gate: Of ``softmax``: start new pairs behind a gate of 0, ``learned`` or ``fixed`` (to be
             opened by :func:`open_gates`). None takes ``learned`` for ``zero_key`` and no gate for
             the others. All layers have gates of one kind: fixed ones become learned where new ones
@@ -79,9 +85,11 @@ def grow(
             Those of an earlier growth are joined to the old ones, in every layer.
         freeze: ``old`` trains the new pairs alone: every other parameter of ``model``, its head
             included, needs no gradient any more. It implies ``split``.
-        optimizer: Of the model's parameters; it goes on with the new ones. A schedule of its
-            learning rates that was made before (PyTorch's, timm's) does not know of groups that
-            this adds, for gates and for ``new_lr_scale``: make a new one.
+        optimizer: Of the model's parameters; it goes on with the new ones. Any other optimizer of
+            them raises InputError at its next step: build a new one. A schedule of learning rates
+            that was made before (PyTorch's, timm's) does not know of groups that this adds, for
+            gates and for ``new_lr_scale``: make a new one. So it is with an average of the weights
+            (timm's ``ModelEmaV3``), whose tensors are of the old shapes.
         moments: What becomes of its state; see :func:`carry_over`.
         new_lr_scale: Factor on the learning rate of the new pairs in ``optimizer``. Other than 1
             implies ``split``.
@@ -91,7 +99,8 @@ def grow(
 
     Raises:
         InputError: If a count is smaller than the present one, an argument is none of those that
-            exist, or ``init`` cannot serve the model's Θ and counts.
+            exist, ``init`` cannot serve the model's Θ and counts, the parameters are on the meta
+            device, or ``model`` is a part of a model whose other blocks would keep their counts.
 
     Note:
         In float32 what the model computes stays to about 1e-6 (rounding in sums of another
@@ -107,9 +116,19 @@ def grow(
     if freeze not in (None, "old"):
         raise InputError(f"freeze is {freeze!r}; the one thing that can be frozen is 'old'")
     layers = pattention_layers(model)
+    check_rebuildable(model, layers)
+    depth = _depth(layers)
     grown = {
         name: _grow_layer(
-            read_tokens(layer), counts[kind_of(name)], layer.theta, init, gate, seed, name, index
+            read_tokens(layer),
+            counts[kind_of(name)],
+            layer.theta,
+            init,
+            gate,
+            seed,
+            name,
+            index,
+            depth,
         )
         for index, (name, layer) in enumerate(sorted(layers.items()))
     }
@@ -216,6 +235,7 @@ def grow_state_dict(
             seed,
             name,
             index,
+            _depth(names),
         )
     for name, tokens in _gate_alike(grown).items():
         parts = (tokens.keys, tokens.values, tokens.tau, tokens.gate)
@@ -223,57 +243,6 @@ def grow_state_dict(
             if tensor is not None:
                 result[f"{name}.{part}"] = tensor
     return result
-
-
-def freeze_old(model: nn.Module) -> None:
-    """Train the new pairs of a grown model alone.
-
-    Args:
-        model: Grown with ``split=True``; no other parameter needs a gradient afterwards. A
-            classifier that is to be trained too is switched on again by
-            ``model.get_classifier().requires_grad_()``.
-
-    Raises:
-        InputError: If no layer holds new pairs apart from the old.
-    """
-    parts = [
-        token_segments(layer, name)
-        for layer in pattention_layers(model).values()
-        for name in TOKENS
-    ]
-    if all(len(part) == 1 for part in parts):
-        raise InputError("no layer holds new pairs apart from the old ones: grow with split=True")
-    model.requires_grad_(False)
-    for part in parts:
-        for new in part[1:]:
-            new.requires_grad_()
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            parameter.grad = None  # an optimiser would still make a step of it
-
-
-@torch.no_grad()
-def open_gates(model: nn.Module, opened: float) -> None:
-    """Open the fixed gates of new pairs so far.
-
-    Args:
-        model: Grown with ``gate="fixed"``.
-        opened: From 0, where it was at growth, to 1, where a new pair is like any other.
-
-    Raises:
-        InputError: If ``opened`` is out of range, or no layer has a fixed gate.
-    """
-    if not 0 <= opened <= 1:
-        raise InputError(f"gates open from 0 to 1, but opened is {opened}")
-    gates = [
-        layer.gate
-        for layer in pattention_layers(model).values()
-        if layer.gate is not None and not isinstance(layer.gate, nn.Parameter)
-    ]
-    if not gates:
-        raise InputError("no layer has a fixed gate: grow a softmax model with gate='fixed'")
-    for gate in gates:
-        gate[gate != 1] = opened
 
 
 def _counts(qkv: int | None, proj: int | None, ffn: int | None) -> dict[str, int | None]:
@@ -330,6 +299,7 @@ def _grow_layer(
     seed: int,
     name: str,
     index: int,
+    depth: int,
 ) -> LayerTokens:
     """Return a layer's tokens with as many more as are wanted."""
     if init not in INITS:
@@ -337,10 +307,15 @@ def _grow_layer(
         raise InputError(f"unknown init {init!r}{hint}; choose one of {', '.join(INITS)}")
     if gate not in (None, "learned", "fixed"):
         raise InputError(f"unknown gate {gate!r}; choose 'learned' or 'fixed'")
-    if gate and (theta != "softmax" or init == "duplicate"):
+    if gate and (theta != "softmax" or init not in ("zero_key", "random")):
         raise InputError(
             f"gate is {gate!r}, but {theta} with init {init!r} does not need one; gates are for "
             "softmax with zero_key or random"
+        )
+    if tokens.keys.is_meta or tokens.tau.is_meta:
+        raise InputError(
+            f"{name} is on the meta device and has no values yet: grow the model after its weights "
+            "are loaded, or build it with the new number of pairs"
         )
     if num is None or num == tokens.num:
         return tokens
@@ -350,7 +325,7 @@ def _grow_layer(
             "tokenformer_vit.growth.prune() makes models smaller"
         )
     for what, tensor in (("keys", tokens.keys), ("values", tokens.values)):
-        if not tensor.any() and init != "duplicate":
+        if not tensor.any() and init in ("zero_key", "random"):
             raise InputError(f"all {what} of {name} are zero, which says nothing of their scale")
     text = f"{seed} {index} {tokens.num}".encode()
     generator = torch.Generator().manual_seed(
@@ -359,10 +334,15 @@ def _grow_layer(
     if init == "duplicate":
         return _duplicate(tokens, num, theta, name, generator)
     new = num - tokens.num
-    keys = _normal_like(tokens.keys, new, generator)
+    keys_std = values_std = None  # those of the present ones
+    if init == "released":
+        keys_std, values_std = released_stds(tokens.values.shape[1], depth)
+        tau = torch.full_like(tokens.tau, default_tau(theta, num))
+        tokens = replace(tokens, tau=tau)
+    keys = _normal_like(tokens.keys, new, generator, keys_std)
     if init == "zero_key":
         keys.zero_()
-    values = _normal_like(tokens.values, new, generator)
+    values = _normal_like(tokens.values, new, generator, values_std)
     gates = tokens.gate
     gated = gates is not None or gate is not None or (theta == "softmax" and init == "zero_key")
     if gated:
@@ -374,9 +354,18 @@ def _grow_layer(
     )
 
 
-def _normal_like(tokens: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Draw rows of the root mean square of those that are there."""
+def _depth(names: Iterable[str]) -> int:
+    """Count the blocks that Pattention layers belong to."""
+    return max(1, sum(kind_of(name) == "proj" for name in names))
+
+
+def _normal_like(
+    tokens: Tensor, count: int, generator: torch.Generator, std: float | None = None
+) -> Tensor:
+    """Draw rows of a standard deviation, or of the root mean square of those that are there."""
     rms = tokens.double().square().mean().sqrt()
+    if std is not None:
+        rms = torch.full_like(rms, std)
     drawn = torch.randn(count, tokens.shape[1], generator=generator)
     return (drawn.to(rms) * rms).to(tokens.dtype)
 

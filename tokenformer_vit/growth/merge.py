@@ -2,18 +2,54 @@
 
 import copy
 from collections.abc import Mapping
-from typing import TypeVar
+from dataclasses import fields
+from typing import Any, TypeVar
 
+import timm.layers
 import torch
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
+from tokenformer_vit.layers.drop_path import DropPath
+from tokenformer_vit.models import LMConfig
 from tokenformer_vit.ops import norm_order
 
 from .tokens import LayerTokens, pattention_layers, read_tokens, record_counts, write_tokens
 
 __all__ = ["merge"]
+
+# Modules whose plain attributes are settings. Those of wrappers around a model may be anything.
+_KNOWN = ("tokenformer_vit.layers", "tokenformer_vit.models", "timm.", "torch.nn.")
+# Nothing in evaluation, and left out where the rate is 0.
+_DROPS = (nn.Dropout, DropPath, timm.layers.DropPath, timm.layers.PatchDropout)
+# How a module starts, trains and runs; two models may differ in it and compute the same.
+_FREE = frozenset(
+    {
+        "backend",
+        "drop_prob",
+        "fix_init",
+        "fused_attn",
+        "grad_checkpointing",
+        "gradient_checkpointing",
+        "init_gain",
+        "init_tau",
+        "init_values",
+        "inplace",
+        "key_init_scale",
+        "key_init_std",
+        "num_ffn_param_tokens",
+        "num_param_tokens",
+        "num_proj_param_tokens",
+        "num_qkv_param_tokens",
+        "of_model",
+        "pattention_args",
+        "top_k",
+        "training",
+        "value_init_std",
+        "weight_init_mode",
+    }
+)
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -54,8 +90,9 @@ def merge(model_a: Model, model_b: nn.Module, ancestor: nn.Module | None = None)
     Args:
         model_a: TokenFormer, or a module that holds its blocks. It stays as it is, as do the
             others; the merged model is a copy of it, trained where it is trained.
-        model_b: Another, of the same depth, widths, Θ, eps and classes. Its number of pairs may be
-            another one. Where one of both has a gate, those of the other count as 1.
+        model_b: Another, of the same depth, widths, heads, Θ, eps, classes and other settings. Its
+            number of pairs may be another one. Where one of both has a gate, those of the other
+            count as 1.
         ancestor: The model that both grew from while its pairs were frozen.
 
     Returns:
@@ -80,9 +117,12 @@ def merge(model_a: Model, model_b: nn.Module, ancestor: nn.Module | None = None)
     _check_layers(layers_a, layers_b, "model_b")
     others_a, others_b = _others(model_a, layers_a), _others(model_b, layers_b)
     _check_others(others_a, others_b)
-    layers_0 = None if ancestor is None else pattention_layers(ancestor)
-    if layers_0 is not None:
+    _check_settings(model_a, model_b, "model_b")
+    layers_0 = None
+    if ancestor is not None:
+        layers_0 = pattention_layers(ancestor)
         _check_layers(layers_a, layers_0, "the ancestor")
+        _check_settings(model_a, ancestor, "the ancestor")
 
     merged = copy.deepcopy(model_a)
     for name, layer in pattention_layers(merged).items():
@@ -192,3 +232,36 @@ def _check_others(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
                 f"{name} is {ours} in model_a and {theirs} in model_b; what is no parameter token "
                 "is averaged and must be of one shape (of a head: as many classes)"
             )
+
+
+def _check_settings(a: nn.Module, b: nn.Module, model: str) -> None:
+    """See that two models differ in nothing that shapes do not show, such as their heads."""
+    ours, theirs = _settings(a), _settings(b)
+    for name in [*ours, *theirs]:
+        mine, other = ours.get(name, "absent"), theirs.get(name, "absent")
+        if mine != other:
+            raise InputError(
+                f"{name} is {mine} in model_a and {other} in {model}; models are merged that "
+                "differ in nothing but their pairs and weights"
+            )
+
+
+def _settings(model: nn.Module) -> dict[str, Any]:
+    """Return what decides, besides tensors, what a model computes in evaluation, by full name."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (*_DROPS, nn.Identity)):
+            continue
+        prefix = f"{name}." if name else ""
+        if not type(module).__module__.startswith(_KNOWN):
+            continue
+        kind = Pattention if isinstance(module, Pattention) else type(module)
+        found[f"type of {name or 'the model'}"] = kind.__name__
+        own = dict(vars(module))
+        if isinstance(config := own.get("config"), LMConfig):
+            own |= {each.name: getattr(config, each.name) for each in fields(config)}
+        for key, value in own.items():
+            plain = isinstance(value, bool | int | float | str | tuple)
+            if plain and key not in _FREE and not key.startswith("_"):
+                found[prefix + key] = value
+    return found

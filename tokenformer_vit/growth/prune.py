@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.ops import norm_order, theta_weights
+from tokenformer_vit.ops import norm_order, norm_shares
 
 from .tokens import (
     LayerTokens,
+    check_rebuildable,
     kind_of,
     pattention_layers,
     read_tokens,
@@ -89,17 +90,11 @@ class _Sums:
 
     def add(self, layer: Pattention, inputs: tuple[Tensor, ...]) -> None:
         x = inputs[0].reshape(-1, layer.in_features)  # (R, C_in)
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        with torch.autocast(x.device.type, enabled=False):
-            scores = x @ layer.key_param_tokens.to(x.dtype).t()  # (R, P)
-            weights = theta_weights(scores, layer.theta, layer.tau, layer.eps, layer.gate)
-        # Of the other variants, weights are what is normed, up to a factor for each row.
-        normed = scores if layer.theta in ("gelu_l2", "gelu_tanh_l2") else weights
-        powers = normed.abs() ** norm_order(layer.theta)
-        powers = powers / powers.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
+        scores, weights = layer.scores_and_weights(x)  # (R, P)
+        shares = norm_shares(scores, weights, layer.theta)
         self.count += len(x)
         self.weights += weights.abs().sum(dim=0, dtype=torch.float64)
-        self.shares += powers.sum(dim=0, dtype=torch.float64)
+        self.shares += shares.sum(dim=0, dtype=torch.float64)
 
     def usage(self, name: str) -> Usage:
         if not self.count:
@@ -132,7 +127,7 @@ def prune(
 
     Args:
         model: Any module with TokenFormer blocks. Its Pattention parameters are new objects
-            afterwards: build optimisers behind this.
+            afterwards: build optimisers after this; a step of an older one raises InputError.
         usage: What :func:`measure_usage` returned for this model.
         num_qkv_param_tokens: Pairs that stay of each query, key and value projection; None leaves
             them as they are.
@@ -144,8 +139,8 @@ def prune(
         ``model``; the pairs that stayed are in their order, held in one parameter.
 
     Raises:
-        InputError: If a count is not between 1 and the present one, or the usage is of another
-            model.
+        InputError: If a count is not between 1 and the present one, the usage is of another
+            model, or ``model`` is a part of a model whose other blocks would keep their counts.
 
     Source:
         This project's; the measure is the mean output norm, as for neurons in arXiv:1611.06440,
@@ -157,6 +152,7 @@ def prune(
         "ffn": num_ffn_param_tokens,
     }
     layers = pattention_layers(model)
+    check_rebuildable(model, layers)
     kept: dict[str, Tensor] = {}
     for name, layer in layers.items():
         have, wanted = layer.num_param_tokens, counts[kind_of(name)]

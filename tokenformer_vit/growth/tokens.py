@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.segments import (
     TOKENS,
     fuse_tokens,
+    is_split,
     split_tokens,
     token_segments,
 )
 from tokenformer_vit.models import TokenFormerLM, TokenFormerViT
+
+# Parameters that others took the place of, by id, for as long as somebody still holds them.
+_replaced: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
 
 # Which of a model's three counts of pairs a layer belongs to, by the layer's own name.
 KINDS = {"query": "qkv", "key": "qkv", "value": "qkv", "proj": "proj", "mlp": "ffn"}
@@ -99,6 +109,33 @@ def pattention_layers(model: nn.Module) -> dict[str, Pattention]:
     return layers
 
 
+def check_rebuildable(model: nn.Module, layers: Mapping[str, Pattention]) -> None:
+    """See that layers whose number of pairs is to change are not only a part of a model.
+
+    A TokenFormerViT or TokenFormerLM is rebuilt by one count for all layers of a kind.
+
+    Args:
+        model: What holds the layers.
+        layers: Its Pattention layers by name.
+
+    Raises:
+        InputError: If a layer belongs to such a model, and ``model`` does not hold that model.
+    """
+    whole = {
+        layer
+        for module in model.modules()
+        if isinstance(module, TokenFormerViT | TokenFormerLM)
+        for layer in module.modules()
+    }
+    for name, layer in layers.items():
+        if layer.of_model and layer not in whole:
+            raise InputError(
+                f"{name or 'the layer'} belongs to a model whose other blocks would keep their "
+                "number of pairs, which could not be saved and rebuilt: give the whole model, not "
+                f"its {type(model).__name__}"
+            )
+
+
 def read_tokens(layer: Pattention) -> LayerTokens:
     """Return what a layer stores, without history; of an ordinary layer not copied."""
     gate = layer.gate
@@ -137,28 +174,82 @@ def write_tokens(
     for name, tensor in zip(TOKENS, (tokens.keys, tokens.values), strict=True):
         trained = getattr(layer, name).requires_grad
         setattr(layer, name, nn.Parameter(tensor.clone(), requires_grad=trained))
-    if num_old is not None and 0 < num_old < tokens.num:
-        split_tokens(layer, num_old)
-    changes = [Change(before[name], token_segments(layer, name)) for name in TOKENS]
     layer.tau.copy_(tokens.tau)
+    gate, was_learned = layer.gate, isinstance(layer.gate, nn.Parameter)
     if tokens.gate is not None:
-        gate, opened = layer.gate, tokens.gate.clone()
-        was_learned = isinstance(gate, nn.Parameter)
+        opened = tokens.gate.clone()
         if learn_gate is None:
             learn_gate = gate is None or was_learned
         if learn_gate:
             trained = gate.requires_grad if was_learned else True  # type: ignore[union-attr]
             del layer.gate  # it may be a buffer, maybe an empty one
             layer.gate = nn.Parameter(opened, requires_grad=trained)
-            sources = (gate,) if was_learned else ()
-            like = None if was_learned else changes[0].targets[-1]
-            changes.append(Change(sources, (layer.gate,), like=like))  # type: ignore[arg-type]
         else:
-            if was_learned:
-                changes.append(Change((gate,), ()))  # type: ignore[arg-type]
             del layer.gate
             layer.register_buffer("gate", opened)
+    # After the gate: the parts come last among the layer's parameters.
+    if num_old is not None and 0 < num_old < tokens.num:
+        split_tokens(layer, num_old)
+    changes = [Change(before[name], token_segments(layer, name)) for name in TOKENS]
+    if layer.gate is not gate and (was_learned or isinstance(layer.gate, nn.Parameter)):
+        sources = (gate,) if was_learned else ()
+        targets = (layer.gate,) if isinstance(layer.gate, nn.Parameter) else ()
+        like = None if was_learned else changes[0].targets[-1]
+        changes.append(Change(sources, targets, like=like))  # type: ignore[arg-type]
+    mark_replaced(changes)
     return changes
+
+
+def join_layer(layer: Pattention) -> list[Change]:
+    """Hold the old and the new pairs of a split layer in one parameter each for keys, values.
+
+    Args:
+        layer: Changed in place; what it computes stays, and so do ``active`` and ``top_k``.
+
+    Returns:
+        What an optimiser has to know; nothing where the layer was not split.
+    """
+    if not is_split(layer):
+        return []
+    before = {name: token_segments(layer, name) for name in TOKENS}
+    fuse_tokens(layer)
+    changes = [Change(before[name], token_segments(layer, name)) for name in TOKENS]
+    mark_replaced(changes)
+    return changes
+
+
+def mark_replaced(changes: Iterable[Change]) -> None:
+    """Let a step of any optimiser that still holds a replaced parameter raise InputError.
+
+    Such a step would train nothing, without a word.
+
+    Args:
+        changes: What was replaced.
+    """
+    _watch_optimizers()
+    for change in changes:
+        for parameter in change.sources:
+            if all(parameter is not target for target in change.targets):
+                _replaced[id(parameter)] = parameter
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    # At the first replacement, not at import: a process in which nothing grows has no hook.
+    register_optimizer_step_pre_hook(_refuse_replaced)
+
+
+def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if _replaced and any(
+        id(parameter) in _replaced
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ):
+        raise InputError(
+            f"this {type(optimizer).__name__} holds parameters that were replaced when the model "
+            "was grown, pruned or joined, and would train nothing of what took their place: build "
+            "a new optimizer, or hand this one to grow(..., optimizer=optimizer)"
+        )
 
 
 def record_counts(model: nn.Module) -> None:

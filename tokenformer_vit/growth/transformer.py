@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from tokenformer_vit.errors import InputError
 
 from .optimizer import carry_over, check_optimizer
-from .tokens import Change
+from .tokens import Change, mark_replaced
 
 # What the copies of a neuron get of its outgoing weights, besides equal shares: without it they
 # would stay equal for ever.
@@ -83,6 +83,7 @@ def widen_mlp(
         _record(transformer, mlp_ratio=_ratio(hidden_features, transformer.embed_dim))
     else:
         transformer.config.n_inner = hidden_features
+    mark_replaced(changes)
     if optimizer is not None:
         carry_over(optimizer, changes, moments)
     return model

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.ops.theta import theta_weights
+from tokenformer_vit.layers.segments import fuse_tokens
 
 from .checkpoint import rng_state, set_rng_state
 from .guard import unwrap
@@ -171,6 +171,7 @@ def diagnose(classifier: nn.Module, batches: Sequence[dict[str, Any]]) -> dict[s
     layers = measured_layers(model)
     seen: dict[str, list[Tensor]] = {name: [] for name in layers}  # of (2, tokens)
     for name, layer in layers.items():
+        fuse_tokens(layer)  # the gradient by all keys, not by the old and the new ones apart
         layer.key_param_tokens.requires_grad_()
         layer.value_param_tokens.requires_grad_()
         layer.register_forward_pre_hook(partial(_note_rows, seen[name]))
@@ -192,10 +193,9 @@ def diagnose(classifier: nn.Module, batches: Sequence[dict[str, Any]]) -> dict[s
 @torch.no_grad()
 def _note_rows(seen: list[Tensor], layer: Any, inputs: tuple[Tensor, ...]) -> None:
     """Append entropy and kurtosis of every input token, (2, tokens), NaN where undefined."""
-    scores = F.linear(inputs[0], layer.key_param_tokens).flatten(0, -2)  # (tokens, P)
-    weights = theta_weights(scores, layer.theta, layer.tau, layer.eps).abs()
-    shares = weights / weights.sum(dim=-1, keepdim=True)
-    entropy = torch.special.entr(shares).sum(dim=-1) / math.log(max(layer.num_param_tokens, 2))
+    scores, weights = layer.scores_and_weights(inputs[0].flatten(0, -2))  # (tokens, P)
+    shares = weights.abs() / weights.abs().sum(dim=-1, keepdim=True)
+    entropy = torch.special.entr(shares).sum(dim=-1) / math.log(max(scores.shape[-1], 2))
     centred = scores - scores.mean(dim=-1, keepdim=True)
     deviation = centred.square().mean(dim=-1, keepdim=True).sqrt()
     # Of scores that are all equal, rounding may leave some deviation.

@@ -21,7 +21,7 @@ from tokenformer_vit.growth import (
     stack_blocks,
     widen_mlp,
 )
-from tokenformer_vit.layers.segments import fuse_state_dict
+from tokenformer_vit.layers.segments import fuse_state_dict, part_name
 
 from .checkpoint import check_schedule_is_kept
 from .guard import unwrap
@@ -56,7 +56,8 @@ class GrowthHook(Hook):
             (numbers that are finished by then, the same one throughout) and any of
             ``num_qkv_param_tokens``, ``num_proj_param_tokens``, ``num_ffn_param_tokens``. For an
             ordinary ViT of timm's it is ``hidden_features`` (Net2Net) or ``depth`` (stacking).
-        init: How new pairs start; see :func:`tokenformer_vit.growth.grow`.
+        init: How new pairs start, one of ``tokenformer_vit.growth.INITS``; see
+            :func:`tokenformer_vit.growth.grow`.
         gate: Of new pairs of softmax; as there.
         open_iters: Iterations in which ``fixed`` gates open, at an even pace, after each growth.
         moments: ``keep`` what the optimiser knows of old pairs, or ``reset`` it.
@@ -170,7 +171,12 @@ class GrowthHook(Hook):
         """Grow to the size that the checkpoint's model had, before its weights are loaded."""
         if runner._resume and "exact_resume" in checkpoint:
             # Before its tensors are found to be of another shape.
-            check_schedule_is_kept(runner, checkpoint["exact_resume"])
+            progress = checkpoint["exact_resume"]
+            check_schedule_is_kept(runner, progress)
+            # Gradients that were accumulating are found by the names of parameters.
+            progress["gradients"] = {
+                part_name(name): gradient for name, gradient in progress["gradients"].items()
+            }
         loaded = fuse_state_dict(checkpoint.get("state_dict", checkpoint))
         loaded = {name.removeprefix("module."): tensor for name, tensor in loaded.items()}
         optimizer = getattr(runner.optim_wrapper, "optimizer", None)

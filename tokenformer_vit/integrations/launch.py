@@ -1,10 +1,13 @@
-"""The processes of a run, as torchrun, Slurm or MPI start them."""
+"""How a run starts: its processes, as torchrun, Slurm or MPI start them, and its parts."""
 
 import os
+from typing import Any
 
 import torch
 from mmengine.config import Config
 from mmengine.dist import init_dist
+from mmengine.hooks import Hook
+from mmengine.runner import Runner
 from mmengine.utils.dl_utils import set_multi_processing
 
 from tokenformer_vit.errors import InputError
@@ -25,6 +28,42 @@ _STARTS = {
     "slurm": "srun --ntasks=N python tools/train.py ...",
     "mpi": "mpirun -np N -x MASTER_ADDR=HOST python tools/train.py ...",
 }
+
+
+class _Started(Hook):
+    """Notes that everything a config names was built, and training began."""
+
+    done = False
+
+    def before_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
+        self.done = True
+
+
+def run_training(cfg: Config) -> Runner:
+    """Build what a config names, and train.
+
+    Returns:
+        The runner, at the end of its training.
+
+    Raises:
+        InputError: As its parts do; or if one of them cannot be built.
+    """
+    started = _Started()
+    try:
+        runner = Runner.from_cfg(cfg)
+        runner.register_hook(started)
+        runner.train()
+    except (InputError, OSError, MemoryError):
+        raise
+    except Exception as error:  # what a config may name is anything, and so are its errors
+        if started.done:
+            raise
+        reason = " ".join(str(error).split())[:300]
+        raise InputError(
+            f"{cfg.filename} is no usable config ({type(error).__name__}: {reason}); --debug shows "
+            "where it fails"
+        ) from error
+    return runner
 
 
 def start_processes(cfg: Config) -> None:

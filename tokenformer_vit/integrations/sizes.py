@@ -90,6 +90,14 @@ def check_sizes(cfg: Mapping[str, Any], backbone: Mapping[str, Any], key: str, p
             f"{path}: model.head.in_channels is {head}, but {backbone['model_name']} is {width} "
             f"wide here: set model.head.in_channels={width}, or another {key}.embed_dim"
         )
+    preprocessor = cfg["model"].get("data_preprocessor") or cfg.get("data_preprocessor") or {}
+    for name in ("mean", "std"):
+        values = preprocessor.get(name)
+        if values is not None and len(values) != model.in_chans:
+            raise InputError(
+                f"{path}: data_preprocessor.{name} has {len(values)} values, but the model takes "
+                f"images of {model.in_chans} channels: give one for each"
+            )
     stem: Any = getattr(model, "patch_embed", None)
     size = getattr(stem, "img_size", None)
     if not size or getattr(model, "dynamic_img_size", False):

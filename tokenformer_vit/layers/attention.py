@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 
+from .arguments import check_pattention_args
 from .norm import BlockLayerNorm
-from .pattention import Pattention, check_pattention_args
+from .pattention import Pattention
 
 
 class Attention(nn.Module):
@@ -34,8 +35,8 @@ class Attention(nn.Module):
         dtype: Type of the parameters.
 
     Raises:
-        InputError: If ``num_heads`` does not divide ``dim``, or ``pattention_args`` has another
-            key.
+        InputError: If ``num_heads`` is not positive or does not divide ``dim``, or
+            ``pattention_args`` has another key.
 
     Shape:
         (B, N, C) -> (B, N, C).
@@ -62,7 +63,7 @@ class Attention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if dim % num_heads:
+        if num_heads < 1 or dim % num_heads:
             raise InputError(f"dim {dim} is not a multiple of num_heads {num_heads}")
         self.num_heads = num_heads
         self.head_dim = dim // num_heads

@@ -7,10 +7,11 @@ import torch
 from timm.layers import LayerScale
 from torch import Tensor, nn
 
+from .arguments import check_pattention_args
 from .attention import Attention
 from .drop_path import DropPath
 from .norm import BlockLayerNorm
-from .pattention import Pattention, check_pattention_args
+from .pattention import Pattention
 
 # What timm passes to every block and a block without linear layers has no use for.
 TIMM_ONLY = frozenset(

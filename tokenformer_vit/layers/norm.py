@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.ops import check_backend, layer_norm
 
+from .arguments import check_argument
+
 # As for pattention(): fx keeps it whole.
 torch.fx.wrap("layer_norm")
 
@@ -24,7 +26,8 @@ class BlockLayerNorm(nn.LayerNorm):
         dtype: Type of the parameters.
 
     Raises:
-        InputError: If ``affine`` is none of the three, or the backend is unknown.
+        InputError: If ``affine`` is none of the three, the backend is unknown, or ``eps`` is
+            negative or not finite.
 
     Note:
         Mean and variance are accumulated in float32 whatever the input's dtype is.
@@ -46,6 +49,7 @@ class BlockLayerNorm(nn.LayerNorm):
     ) -> None:
         if affine not in self.AFFINE:
             raise InputError(f"unknown norm {affine!r}; choose one of {', '.join(self.AFFINE)}")
+        check_argument("eps", eps)
         super().__init__(
             num_channels, eps=eps, elementwise_affine=affine != "none", device=device, dtype=dtype
         )

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -15,71 +16,37 @@ from tokenformer_vit.ops import (
     default_tau,
     pattention,
     pattention_top_k,
+    second_moment,
     theta_weights,
 )
+
+from .arguments import check_argument
 
 # A path of pattention() may branch on its inputs or run custom kernels, so fx keeps it whole.
 torch.fx.wrap("pattention")
 
-GATES = ("none", "learned", "fixed")
 TOKENS = ("key_param_tokens", "value_param_tokens")
-# How the two parts of tokens that are held apart are named; see segments.py.
-_SEGMENT = re.compile(rf"(.*\.|)parametrizations\.({'|'.join(TOKENS)})\.original([01])")
-
-# E[Θ(A)²] of a weight when the scores are standard normal: what makes the variance of an output
-# P · E[Θ²] · Var[V].
-_SECOND_MOMENT = {
-    "softmax": math.e,
-    "gelu_l1": 2.67175,
-    "gelu_l2": 0.42522,
-    "gelu_l2_post": 1.0,
-    "gelu_tanh_l2": 0.42519,
-}
-
-# What a model hands on to all of its layers alike.
-_SHARED_ARGS = ("tau", "learn_tau", "eps", "key_init_scale", "gate")
+# How earlier versions named the two parts of a split layer; see segments.py.
+SEGMENT = re.compile(rf"(.*\.|)parametrizations\.({'|'.join(TOKENS)})\.original([01])")
 
 
 def fuse_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Join the two parts of split layers under the names that they have otherwise.
+    """Join the two parts of split layers that earlier versions saved apart.
 
     Args:
-        state_dict: Of a model; one without split layers is returned as it is.
+        state_dict: Of a model; one without such parts is returned as it is.
 
     Returns:
         The same tensors in the same order, joined ones at the place of their first part.
     """
     fused = {}
     for key, tensor in state_dict.items():
-        part = _SEGMENT.fullmatch(key)
+        part = SEGMENT.fullmatch(key)
         if part is None:
             fused[key] = tensor
         elif part[3] == "0":
             fused[part[1] + part[2]] = torch.cat((tensor, state_dict[f"{key[:-1]}1"]))
     return fused
-
-
-def check_pattention_args(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments that all Pattention layers of a model share, as a plain dict.
-
-    Args:
-        arguments: ``tau``, ``learn_tau``, ``eps``, ``key_init_scale`` and ``gate`` of
-            :class:`Pattention`, any of them; ``None`` for none.
-
-    Raises:
-        InputError: If there is another among them, or no mapping was given.
-    """
-    if not isinstance(arguments, Mapping | None):
-        raise InputError(
-            f"pattention_args must be a dict with keys of {', '.join(_SHARED_ARGS)}, but it is "
-            f"{arguments!r}"
-        )
-    for name in arguments or {}:
-        if name not in _SHARED_ARGS:
-            raise InputError(
-                f"unknown key {name!r} in pattention_args; choose among {', '.join(_SHARED_ARGS)}"
-            )
-    return dict(arguments or {})
 
 
 class Pattention(nn.Module):
@@ -94,7 +61,8 @@ class Pattention(nn.Module):
             the state dict and never follows P, so that a grown layer reloads to what it computed.
         eps: Added where Θ divides, relative to ``tau``; 0 reproduces the released formulas, which
             give NaN for a row of zeros.
-        init_gain: Standard deviation of the outputs at initialisation, for inputs of unit RMS.
+        init_gain: Standard deviation of the outputs at initialisation, for inputs of unit RMS. It
+            has no effect where ``value_init_std`` is given.
         learn_tau: Make ``tau`` a parameter that starts at the value said above, rather than a
             buffer. Its name in the state dict is the same.
         key_init_scale: Multiplies the standard deviation of the keys at initialisation, and that
@@ -106,6 +74,9 @@ class Pattention(nn.Module):
             it. ``none`` leaves it out.
         backend: Implementation, as for :func:`tokenformer_vit.ops.pattention`; it may be changed
             at any time.
+        key_init_std: Standard deviation of the keys at initialisation; ``None`` for 1/√C_in.
+        value_init_std: Standard deviation of the values at initialisation; ``None`` follows
+            ``init_gain``.
         device: Where parameters and buffers are made.
         dtype: Type of the parameters. ``tau`` is float32 in any case.
 
@@ -114,10 +85,13 @@ class Pattention(nn.Module):
             as if they did not exist, but for τ, which stays. Not in the state dict.
         top_k: Number of pairs that each input token reads the values of, its strongest, or
             ``None`` for all. Not in the state dict.
+        of_model: Whether the layer belongs to a model that is rebuilt by one number of pairs for
+            all layers of a kind, so that it cannot grow alone.
 
     Raises:
-        InputError: If ``theta``, ``gate`` or ``backend`` is unknown, ``theta`` has no gate, or a
-            size, ``tau`` or ``key_init_scale`` is not positive.
+        InputError: If ``theta``, ``gate`` or ``backend`` is unknown, ``theta`` has no gate, a
+            size is not a positive whole number, or another number is not finite or out of range
+            (1e-18 to 1e18; ``eps`` and ``init_gain`` may be 0).
 
     Shape:
         (..., C_in) -> (..., C_out), of the input's dtype.
@@ -126,11 +100,19 @@ class Pattention(nn.Module):
         Initialisation: keys N(0, 1/C_in), so that inputs of unit RMS (what LayerNorm hands over)
         meet scores of unit variance; values N(0, init_gain² / (P · E[Θ²])), with E[Θ²] of
         standard normal scores, so that outputs have the standard deviation ``init_gain``. The
-        released language code takes N(0, 0.02²) and N(0, (2 / (depth · √width))²) instead. Under
-        ``gelu_l2``, which ignores the scale of the keys, that amounts to much the same; under the
-        other variants scores of standard deviation 0.02·√width depend on the width and leave Θ
-        nearly linear (or, for ``softmax``, nearly constant), and the value rule knows neither P
-        nor Θ, so that the four variants would start from outputs of unlike size.
+        released language code takes N(0, 0.02²) and N(0, (2 / (depth · √width))²) instead; a model
+        with ``pattention_args={"init": "released"}`` does so, too. Under ``gelu_l2``, which ignores
+        the scale of the keys, the released keys compute the same. The values do not: in a model of
+        12 blocks of width 768 with 768 pairs, ours of query, key and value are 9.2 times the
+        released ones, those of the output projection 1.9 times, and those of the feed-forward layer
+        (3072 pairs) 0.94 times. Under the other variants scores of standard deviation 0.02·√width
+        depend on the width and leave Θ nearly linear (or, for ``softmax``, nearly constant), and
+        the released rule of the values knows neither P nor Θ: the variants would start from outputs
+        of unlike size.
+
+        Range: a row of scores must have an L2 norm below 1.8e19 (√ of the largest float32) under
+        the L2 variants, and float16 scores must be below 65504 each; see README.md of
+        ``tokenformer_vit.ops``.
 
     Source:
         TokenFormer, arXiv:2410.23168, Eq. 4 to 6.
@@ -140,6 +122,7 @@ class Pattention(nn.Module):
     gate: Tensor | None
     active: Tensor | None
     top_k: int | None
+    of_model: bool = False
 
     def __init__(
         self,
@@ -154,6 +137,8 @@ class Pattention(nn.Module):
         key_init_scale: float = 1.0,
         gate: str = "none",
         backend: str = "auto",
+        key_init_std: float | None = None,
+        value_init_std: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -163,14 +148,19 @@ class Pattention(nn.Module):
             ("out_features", out_features),
             ("num_param_tokens", num_param_tokens),
         ):
-            if size < 1:
-                raise InputError(f"{name} must be at least 1, but it is {size}")
-        if tau is not None and not tau > 0:
-            raise InputError(f"tau must be positive, but it is {tau}")
-        if not key_init_scale > 0:
-            raise InputError(f"key_init_scale must be positive, but it is {key_init_scale}")
-        if gate not in GATES:
-            raise InputError(f"unknown gate {gate!r}; choose one of {', '.join(GATES)}")
+            if not isinstance(size, Integral) or size < 1:
+                raise InputError(f"{name} must be at least 1, but it is {size!r}; give an integer")
+        for name, value in (
+            ("tau", tau),
+            ("eps", eps),
+            ("init_gain", init_gain),
+            ("learn_tau", learn_tau),
+            ("key_init_scale", key_init_scale),
+            ("gate", gate),
+            ("key_init_std", key_init_std),
+            ("value_init_std", value_init_std),
+        ):
+            check_argument(name, value)
         if gate != "none" and theta != "softmax":
             raise InputError(
                 f"gate is {gate!r}, but Θ is {theta!r}: only softmax has a gate, under GELU a zero "
@@ -183,6 +173,8 @@ class Pattention(nn.Module):
         self.eps = eps
         self.init_gain = init_gain
         self.key_init_scale = key_init_scale
+        self.key_init_std = key_init_std
+        self.value_init_std = value_init_std
         self.backend = check_backend(backend)
         self.init_tau = default_tau(theta, num_param_tokens) if tau is None else float(tau)
         self.key_param_tokens = nn.Parameter(
@@ -207,13 +199,28 @@ class Pattention(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw the parameter tokens anew, as the class describes, and set τ to its start value."""
-        value_std = self.init_gain / math.sqrt(self.num_param_tokens * _SECOND_MOMENT[self.theta])
-        key_std = self.key_init_scale / math.sqrt(self.in_features)
-        nn.init.normal_(self.key_param_tokens, std=key_std)
-        nn.init.normal_(self.value_param_tokens, std=value_std)
+        if self.key_init_std is None:
+            key_std = self.key_init_scale / math.sqrt(self.in_features)
+        else:
+            key_std = self.key_init_scale * self.key_init_std
+        value_std = self.value_init_std
+        if value_std is None:
+            square = self.num_param_tokens * second_moment(self.theta)
+            value_std = self.init_gain / math.sqrt(square)
+        nn.init.normal_(self.whole_tokens("key_param_tokens"), std=key_std)
+        nn.init.normal_(self.whole_tokens("value_param_tokens"), std=value_std)
         nn.init.constant_(self.tau, self.init_tau)
         if self.gate is not None:
             nn.init.ones_(self.gate)
+
+    @torch.jit.unused
+    def whole_tokens(self, name: str) -> Tensor:
+        """Return the keys or values of all pairs as one tensor that may be written to.
+
+        Args:
+            name: ``key_param_tokens`` or ``value_param_tokens``.
+        """
+        return getattr(self, name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Pattention":
         # √768 has no close neighbour in bfloat16: a cast of the model must not move τ.
@@ -233,18 +240,15 @@ class Pattention(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Tensor], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # Tokens may have been saved in one piece or in two, and so may this layer hold them.
+        self._join_loaded(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _join_loaded(self, state_dict: dict[str, Tensor], prefix: str) -> None:
+        """Join tokens that an earlier version saved in two pieces, in place."""
         for name in TOKENS:
             keys = [f"{prefix}parametrizations.{name}.original{index}" for index in (0, 1)]
             if all(key in state_dict for key in keys):
                 state_dict[prefix + name] = torch.cat([state_dict.pop(key) for key in keys])
-            if hasattr(self, "parametrizations") and prefix + name in state_dict:
-                tokens = state_dict.pop(prefix + name)
-                own: Any = self.parametrizations
-                num_old = len(own[name].original0)
-                for key, part in zip(keys, (tokens[:num_old], tokens[num_old:]), strict=True):
-                    state_dict[key] = part
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _tokens(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return keys, values and gate of the pairs that take part."""
@@ -275,11 +279,24 @@ class Pattention(nn.Module):
         Returns:
             (..., P) weights in float32 (float64 for float64), without history.
         """
+        return self.scores_and_weights(x)[1]
+
+    @torch.jit.unused
+    @torch.no_grad()
+    def scores_and_weights(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scores X K_Pᵀ of the pairs that take part, and Θ of them.
+
+        Args:
+            x: (..., C_in) input tokens.
+
+        Returns:
+            (..., P) scores and (..., P) weights in float32 (float64 for float64), without history.
+        """
         keys, _, gate = self._tokens()
         dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             scores = x.to(dtype) @ keys.to(dtype).t()  # (..., P)
-            return theta_weights(scores, self.theta, self.tau, self.eps, gate)
+            return scores, theta_weights(scores, self.theta, self.tau, self.eps, gate)
 
     def extra_repr(self) -> str:
         """Describe the layer in ``repr``."""

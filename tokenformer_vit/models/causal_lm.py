@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.layers import Attention, TokenFormerBlock
+from tokenformer_vit.layers import Attention, Pattention, TokenFormerBlock
+from tokenformer_vit.layers.arguments import model_pattention_args
 
 __all__ = ["LM_PRESETS", "KVCache", "LMConfig", "TokenFormerLM", "lm_config"]
 
@@ -42,8 +43,9 @@ class LMConfig:
         theta: Name of the Θ variant.
         norm: Parameters of the LayerNorms in blocks; the final one has weight and bias.
         norm_eps: What all LayerNorms add to the variance.
-        pattention_args: What all Pattention layers have in common; see
-            :class:`~tokenformer_vit.layers.Pattention`.
+        pattention_args: What all Pattention layers have in common, and ``init``; see
+            :class:`~tokenformer_vit.layers.Pattention` and
+            :func:`~tokenformer_vit.layers.arguments.model_pattention_args`.
 
     Raises:
         InputError: If ``positions`` is none of those that exist, or a size does not fit.
@@ -76,7 +78,7 @@ class LMConfig:
             raise InputError(
                 f"unknown positions {self.positions!r}; choose one of {', '.join(POSITIONS)}"
             )
-        for name in ("vocab_size", "context_length", "depth"):
+        for name in ("vocab_size", "context_length", "embed_dim", "depth", "num_heads"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, but it is {getattr(self, name)}")
         if self.positions == "rotary" and (self.rotary_dims < 2 or self.rotary_dims % 2):
@@ -254,7 +256,8 @@ class TokenFormerLM(nn.Module):
 
     Note:
         Initialisation: embeddings N(0, 0.02²), parameter tokens as
-        :class:`~tokenformer_vit.layers.Pattention` says, with residual parts of 1/√(2·depth).
+        :class:`~tokenformer_vit.layers.Pattention` says, with residual parts of 1/√(2·depth). The
+        released models started otherwise: ``pattention_args={"init": "released"}``.
 
     Source:
         TokenFormer, arXiv:2410.23168, Sections 3 and 4.2.
@@ -272,6 +275,7 @@ class TokenFormerLM(nn.Module):
         self.gradient_checkpointing = False
         self._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
         width, place = config.embed_dim, {"device": device, "dtype": dtype}
+        shared = model_pattention_args(config.pattention_args, width, config.depth)
         self.embedding = nn.Embedding(config.vocab_size, width, **place)  # type: ignore[arg-type]
         self.positions = (
             nn.Embedding(config.context_length, width, **place)  # type: ignore[arg-type]
@@ -289,7 +293,7 @@ class TokenFormerLM(nn.Module):
                 norm=config.norm,
                 norm_eps=config.norm_eps,
                 residual_init_gain=(2 * config.depth) ** -0.5,
-                pattention_args=config.pattention_args,
+                pattention_args=shared,
                 device=device,
                 dtype=dtype,
             )
@@ -301,6 +305,9 @@ class TokenFormerLM(nn.Module):
             if config.tie_embeddings
             else nn.Linear(width, config.vocab_size, bias=False, **place)  # type: ignore[arg-type]
         )
+        for layer in self.blocks.modules():
+            if isinstance(layer, Pattention):
+                layer.of_model = True
         for module in (self.embedding, self.positions, self.head):
             if module is not None:
                 nn.init.normal_(module.weight, std=0.02)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import BlockLayerNorm, Pattention, TokenFormerBlock
+from tokenformer_vit.layers.arguments import model_pattention_args
 from tokenformer_vit.layers.block import TIMM_ONLY
 from tokenformer_vit.layers.segments import fuse_state_dict
 from tokenformer_vit.ops import check_backend
@@ -50,8 +51,10 @@ class TokenFormerViT(VisionTransformer):
         num_proj_param_tokens: Pairs of each output projection; default ``embed_dim``.
         num_ffn_param_tokens: Pairs of each feed-forward layer; default ``mlp_ratio * embed_dim``.
         pattention_args: What all Pattention layers have in common, any of ``tau`` (default: by the
-            number of pairs), ``learn_tau`` (make it a parameter), ``eps``, ``key_init_scale`` and
-            ``gate``; see :class:`~tokenformer_vit.layers.Pattention`.
+            number of pairs), ``learn_tau`` (make it a parameter), ``eps``, ``key_init_scale``,
+            ``gate`` and ``init`` (``released``: parameter tokens start as in the authors' code);
+            see :class:`~tokenformer_vit.layers.Pattention` and
+            :func:`~tokenformer_vit.layers.arguments.model_pattention_args`.
         embed_dim: Width C.
         depth: Number of blocks.
         weight_init: As in timm; it concerns the stem and the head, parameter tokens are always
@@ -95,7 +98,7 @@ class TokenFormerViT(VisionTransformer):
             num_qkv_param_tokens=num_qkv_param_tokens,
             num_proj_param_tokens=num_proj_param_tokens,
             num_ffn_param_tokens=num_ffn_param_tokens,
-            pattention_args=pattention_args,
+            pattention_args=model_pattention_args(pattention_args, embed_dim, max(depth, 1)),
             residual_init_gain=1 / math.sqrt(2 * max(depth, 1)),
         )
         super().__init__(
@@ -106,6 +109,9 @@ class TokenFormerViT(VisionTransformer):
             norm_layer=partial(LayerNorm, eps=1e-6),  # type: ignore[arg-type]
             **kwargs,
         )
+        for layer in self.modules():
+            if isinstance(layer, Pattention):
+                layer.of_model = True
 
     @torch.jit.ignore()
     def no_weight_decay(self) -> set[str]:

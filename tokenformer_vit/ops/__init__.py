@@ -22,7 +22,15 @@ from tokenformer_vit.errors import InputError
 from .fused import pattention_fused
 from .norm import layer_norm_fused, layer_norm_reference
 from .reference import pattention_reference
-from .theta import THETAS, check_theta, default_tau, norm_order, theta_weights
+from .theta import (
+    THETAS,
+    check_theta,
+    default_tau,
+    norm_order,
+    norm_shares,
+    second_moment,
+    theta_weights,
+)
 from .top_k import pattention_top_k
 
 __all__ = [
@@ -33,9 +41,11 @@ __all__ = [
     "default_tau",
     "layer_norm",
     "norm_order",
+    "norm_shares",
     "pattention",
     "pattention_reference",
     "pattention_top_k",
+    "second_moment",
     "theta_weights",
 ]
 

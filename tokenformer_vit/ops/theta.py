@@ -16,7 +16,8 @@ Returns:
 Note:
     Everything between reading the scores and the one rounding of the result is float32 (float64
     for float64 scores), under autocast too: summed in bfloat16, a row of squares is off by 5 to
-    20 %.
+    20 %. Under the L2 variants a row of scores must have a norm below 1.8e19, and for autograd's
+    gradient one below 1e12 τ; README.md beside this file has the ranges.
 
 Source:
     TokenFormer, arXiv:2410.23168: Eq. 5 and 6 for the definition, Table 4 for the variants. The
@@ -25,6 +26,8 @@ Source:
 """
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -97,13 +100,32 @@ def gelu_l2_post(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
     return (activation * torch.rsqrt(mean_square + eps)).to(scores.dtype)
 
 
-THETAS = {
-    "softmax": softmax,
-    "gelu_l1": gelu_l1,
-    "gelu_l2": gelu_l2,
-    "gelu_l2_post": gelu_l2_post,
-    "gelu_tanh_l2": gelu_tanh_l2,
+class Variant(NamedTuple):
+    """What the rest of the package has to know of a Θ variant.
+
+    Args:
+        weights: The function from scores to weights.
+        norm_order: p of the Lₚ norm over pairs that a row is divided by; see :func:`norm_order`.
+        normalizes_scores: Whether that norm is of the scores A, before the activation. Else it is
+            of the activation, which the weights are a multiple of.
+        second_moment: E[Θ(A)²] of a weight when the scores are standard normal and τ is the
+            default. The variance of an output is P · E[Θ²] · Var[V].
+    """
+
+    weights: Callable[[Tensor, Tensor, float], Tensor]
+    norm_order: int
+    normalizes_scores: bool
+    second_moment: float
+
+
+VARIANTS = {
+    "softmax": Variant(softmax, 1, False, math.e),
+    "gelu_l1": Variant(gelu_l1, 1, False, 2.67175),
+    "gelu_l2": Variant(gelu_l2, 2, True, 0.42522),
+    "gelu_l2_post": Variant(gelu_l2_post, 2, False, 1.0),
+    "gelu_tanh_l2": Variant(gelu_tanh_l2, 2, True, 0.42519),
 }
+THETAS = {name: variant.weights for name, variant in VARIANTS.items()}
 
 
 def theta_weights(
@@ -173,7 +195,40 @@ def norm_order(theta: str) -> int:
     Raises:
         InputError: If the variant is unknown.
     """
-    return 1 if check_theta(theta) in ("softmax", "gelu_l1") else 2
+    return VARIANTS[check_theta(theta)].norm_order
+
+
+def norm_shares(scores: Tensor, weights: Tensor, theta: str) -> Tensor:
+    """Return the share of each pair in the sum of p-th powers that Θ divides a row by.
+
+    Args:
+        scores: (..., P) scores in float32 or float64.
+        weights: (..., P) weights of these scores, of a gate too if there is one.
+        theta: Name of the variant.
+
+    Returns:
+        (..., P) shares that sum to 1 along the last axis, or are all 0 where the sum is 0.
+
+    Raises:
+        InputError: If the variant is unknown.
+    """
+    variant = VARIANTS[check_theta(theta)]
+    normed = scores if variant.normalizes_scores else weights
+    powers = normed.abs() ** variant.norm_order
+    tiny = torch.finfo(powers.dtype).tiny
+    return powers / powers.sum(dim=-1, keepdim=True).clamp(min=tiny)
+
+
+def second_moment(theta: str) -> float:
+    """Return E[Θ(A)²] of a weight for standard normal scores and the default τ.
+
+    Args:
+        theta: Name of the variant.
+
+    Raises:
+        InputError: If the variant is unknown.
+    """
+    return VARIANTS[check_theta(theta)].second_moment
 
 
 def default_tau(theta: str, num_param_tokens: int) -> float:
