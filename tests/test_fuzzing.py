@@ -486,7 +486,8 @@ def test_options_of_training(tmp_path, few_images):
         assert status or (work_dir / "record.json").is_file() or "record" in key
         shutil.rmtree(work_dir, ignore_errors=True)
 
-    load_config(config)  # what is imported for the first time takes its time
+    # What is imported for the first time takes its time.
+    assert train(config, "--data-root", few_images, "--work-dir", tmp_path / "first")[0] == 0
     check()
 
 

@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> None:
         run_test,
         write_evaluation,
     )
-    from tokenformer_vit.integrations.launch import start_processes
+    from tokenformer_vit.integrations.launch import config_explained, start_processes
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", help="config file that the model was trained with")
@@ -49,7 +49,8 @@ def main(argv: list[str] | None = None) -> None:
         compile=args.compile,
         batched="test_dataloader",
     )
-    config.check_data_folders(cfg, ("test_dataloader",))
+    with config_explained(cfg):
+        config.check_data_folders(cfg, ("test_dataloader",))
     out = args.out or args.checkpoint.parent / "test"
     configure_test(cfg, args.checkpoint, out)
     cfg.launcher = args.launcher

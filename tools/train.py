@@ -18,7 +18,7 @@ def main(argv: list[str] | None = None) -> None:
     from tokenformer_vit.integrations import config  # isort: skip  # says why, if mmengine fails
 
     from tokenformer_vit.files import locked_folder, remove_leftovers
-    from tokenformer_vit.integrations.launch import run_training, start_processes
+    from tokenformer_vit.integrations.launch import config_explained, run_training, start_processes
     from tokenformer_vit.integrations.reports import ExportHook
     from tokenformer_vit.integrations.schedule import check_schedule
 
@@ -55,8 +55,9 @@ def main(argv: list[str] | None = None) -> None:
         args.work_dir,
         compile=args.compile,
     )
-    check_schedule(cfg)
-    config.check_data_folders(cfg, ("train_dataloader", "val_dataloader"))
+    with config_explained(cfg):
+        check_schedule(cfg)
+        config.check_data_folders(cfg, ("train_dataloader", "val_dataloader"))
     cfg.launcher = args.launcher
     if args.amp:
         cfg.optim_wrapper.type = "AutocastOptimWrapper"

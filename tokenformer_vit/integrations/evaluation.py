@@ -27,6 +27,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
 
 from .checkpoint import growth_hooks
+from .launch import config_explained
 from .loop import loading_explained
 from .reports import environment
 
@@ -157,7 +158,8 @@ def run_test(cfg: Config) -> Evaluation:
         InputError: If checkpoint, config and data do not fit each other, an image cannot be read,
             or the model's output is not finite.
     """
-    runner = Runner.from_cfg(cfg)
+    with config_explained(cfg):
+        runner = Runner.from_cfg(cfg)
     hook = _TestHook()
     runner.register_hook(hook)
     with loading_explained():

@@ -1,6 +1,8 @@
 """How a run starts: its processes, as torchrun, Slurm or MPI start them, and its parts."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,6 +41,31 @@ class _Started(Hook):
         self.done = True
 
 
+@contextmanager
+def config_explained(cfg: Config, started: _Started | None = None) -> Iterator[None]:
+    """Say of an error in a ``with`` block that it is the config's.
+
+    Args:
+        cfg: What the block builds from.
+        started: Errors after training began are none of the config's.
+
+    Raises:
+        InputError: In place of any error that does not explain itself; it names the config.
+    """
+    try:
+        yield
+    except (InputError, OSError, MemoryError):
+        raise
+    except Exception as error:  # what a config may name is anything, and so are its errors
+        if started is not None and started.done:
+            raise
+        reason = " ".join(str(error).split())[:300]
+        raise InputError(
+            f"{cfg.filename} is no usable config ({type(error).__name__}: {reason}); --debug shows "
+            "where it fails"
+        ) from error
+
+
 def run_training(cfg: Config) -> Runner:
     """Build what a config names, and train.
 
@@ -49,20 +76,10 @@ def run_training(cfg: Config) -> Runner:
         InputError: As its parts do; or if one of them cannot be built.
     """
     started = _Started()
-    try:
+    with config_explained(cfg, started):
         runner = Runner.from_cfg(cfg)
         runner.register_hook(started)
         runner.train()
-    except (InputError, OSError, MemoryError):
-        raise
-    except Exception as error:  # what a config may name is anything, and so are its errors
-        if started.done:
-            raise
-        reason = " ".join(str(error).split())[:300]
-        raise InputError(
-            f"{cfg.filename} is no usable config ({type(error).__name__}: {reason}); --debug shows "
-            "where it fails"
-        ) from error
     return runner
 
 
