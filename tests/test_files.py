@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -170,3 +171,36 @@ def test_a_lock_excludes_others_and_ends_with_a_kill(tmp_path, fork):
             pass
         if fork:
             os.killpg(holder.pid, 9)
+
+
+@posix
+def test_a_lock_is_not_written_through_a_link(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / ".lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(OSError, match=r"\.lock"), locked_folder(folder):
+        pass
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+@posix
+def test_a_folder_that_is_a_link_gets_its_files_where_it_points(tmp_path, monkeypatch):
+    """Its target may lie on another disk, to which nothing can be renamed from beside the link."""
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "run").mkdir(parents=True)
+    (tmp_path / "run").symlink_to(elsewhere / "run")
+    moved, replace = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: (moved.append(a), replace(a, b)))
+    with new_folder(tmp_path / "run") as partial:
+        (partial / "a").write_text("new")
+        assert partial.resolve().is_relative_to(elsewhere / "run")
+    assert (elsewhere / "run" / "a").read_text() == "new"
+    assert [path.name for path in (elsewhere / "run").iterdir()] == ["a"]
+
+
+def test_the_current_folder_can_be_written_into(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with new_folder(Path(".")) as partial:
+        (partial / "a").write_text("new")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]

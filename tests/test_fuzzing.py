@@ -32,6 +32,8 @@ from tokenformer_vit.models.weights import read_state_dict
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 10
+# A training builds everything that mmengine has, and leaves some of it in memory.
+TRAINING_SECONDS = 30
 
 SMALL = f"""
 _base_ = "{ROOT}/configs/digits_demo.py"
@@ -53,7 +55,8 @@ train_cfg = dict(max_epochs=1)
 class Command:
     """A command of tools/, run with arguments inside this process."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, seconds: int = SECONDS) -> None:
+        self._seconds = seconds
         path = ROOT / "tools" / f"{name}.py"
         spec = importlib.util.spec_from_file_location(f"fuzzed_{name}", path)
         self._tool = importlib.util.module_from_spec(spec)
@@ -75,8 +78,8 @@ class Command:
             except SystemExit as end:
                 status = end.code or 0
         # Of a busy machine's time, this process may have had a part.
-        assert time.process_time() - start[1] < SECONDS
-        assert time.monotonic() - start[0] < 6 * SECONDS
+        assert time.process_time() - start[1] < self._seconds
+        assert time.monotonic() - start[0] < 6 * self._seconds
         assert status in (0, 1, 2), status
         lines = err.getvalue().splitlines()  # a progress bar ends its lines by a return
         said = [line for line in lines if not line.startswith(("skipped: ", "warning: "))]
@@ -86,7 +89,8 @@ class Command:
             assert "error: " in said[-1]
         elif status:
             errors = [line for line in said if line.startswith("error: ")]
-            assert len(errors) == 1 or (not errors and lines), err.getvalue()
+            skipped = [line for line in lines if line.startswith("skipped: ")]
+            assert len(errors) == 1 or (not errors and skipped), err.getvalue()
         assert all(char.isprintable() or char in "\n\r" for char in err.getvalue()), err.getvalue()
         return status, out.getvalue(), err.getvalue()
 
@@ -313,7 +317,7 @@ def test_contents_of_a_checkpoint(predict, exported, photo, tmp_path):
     file = tmp_path / "epoch_3.pth"
     odd = st.sampled_from(
         [
-            lambda t: t[:0],
+            lambda t: t.reshape(-1)[:0],
             lambda t: t.reshape(-1),
             lambda t: t.double(),
             lambda t: t.half(),
@@ -468,12 +472,14 @@ def test_options_of_training(tmp_path, few_images):
 
     config = tmp_path / "small.py"
     config.write_text(SMALL)
-    train, number = Command("train"), itertools.count()
+    train, number = Command("train", TRAINING_SECONDS), itertools.count()
     cfg = load_config(config).to_dict()
     keys = [".".join(map(str, path)) for path in leaves(_listed(cfg))]
     # These are no settings: names of types and files, and what decides how long a run takes.
     long = ("max_epochs", "depth", "dim", "tokens", "num_workers", "mlp_ratio", "img_size", "scale")
     keys = [key for key in keys if not key.endswith(("type", "work_dir", *long))]
+    # What a transform is told is checked by mmpretrain, when it is built or used.
+    keys = [key for key in keys if "pipeline." not in key]
 
     @settings(max_examples=settings.default.max_examples // 5)  # each is a training
     @given(st.sampled_from(keys), st.sampled_from(VALUES))

@@ -54,16 +54,24 @@ def run_tool(main: Callable[[], None], status: int = 1) -> None:
             signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
         _say(INTERRUPTED)
         sys.exit(130)
-    except BrokenPipeError:
-        # The reader, such as `head`, has seen enough; Python must not complain when it exits.
-        with suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():
+            sys.exit(1)  # such as `head`, which has seen enough
         if debug:
             raise
         _say(f"error: {_explain(error)}")
         sys.exit(status)
+
+
+def _reader_is_gone() -> bool:
+    """Tell whether nobody reads standard output, and keep Python from complaining at its exit."""
+    try:
+        sys.stdout.flush()
+        return False
+    except BrokenPipeError:
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

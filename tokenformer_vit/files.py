@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import logging
 import os
 import re
 import secrets
@@ -24,11 +25,13 @@ _HOST = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 # A leftover of another machine on a shared disk counts as one after a day.
 _OLD_SECONDS = 24 * 3600
 
+_log = logging.getLogger("tokenformer_vit")
+
 
 def temporary_name(path: Path) -> Path:
     """Name a place beside ``path`` where it can be written until it is complete."""
     random = secrets.token_hex(8)
-    return path.with_name(f".tokenformer-{_HOST}-{os.getpid()}-{random}.partial")
+    return path.parent / f".tokenformer-{_HOST}-{os.getpid()}-{random}.partial"
 
 
 def write_whole(path: Path, data: bytes, sync: bool = True) -> None:
@@ -68,8 +71,9 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """Give a temporary folder to write into, and put its content in place at the end.
 
     Where ``folder`` does not exist, it appears whole. Else each file replaces the one of its name,
-    one after the other, and other files stay. All files get the mode that the umask allows.
-    Leftovers of killed writers beside ``folder`` and in it are removed.
+    one after the other, and other files stay. All files get the mode that the umask allows. A link
+    in place of a file is replaced, and one in place of the folder is followed. Leftovers of killed
+    writers are removed.
 
     Args:
         folder: The folder; its parents are made.
@@ -78,17 +82,19 @@ def new_folder(folder: Path) -> Iterator[Path]:
         An empty folder on the same disk. If an error occurs, it is removed.
 
     Raises:
-        OSError: If something cannot be written; ``filename`` is ``folder`` where none was named.
+        OSError: If something cannot be written; ``filename`` names it, or else ``folder``.
     """
+    there = folder.is_dir()
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(folder.parent)
-        if folder.is_dir():
-            remove_leftovers(folder)
-        partial = temporary_name(folder)
+        if not there:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        # Within a folder that is there: it may be a link to, or the root of, another disk.
+        place = folder if there else folder.parent
+        remove_leftovers(place)
+        partial = temporary_name(place / "partial")
         partial.mkdir()
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(folder)) from error
+        raise OSError(error.errno, error.strerror, error.filename or str(folder)) from error
     try:
         yield partial
         mode = partial.stat().st_mode & 0o666  # libraries may write files as 0600
@@ -96,17 +102,17 @@ def new_folder(folder: Path) -> Iterator[Path]:
         for file in files:
             file.chmod(mode)
             _sync_file(file)
-        if not folder.exists():
-            partial.rename(folder)
-        else:
+        if there:
             for file in files:
-                place = folder / file.relative_to(partial)
-                place.parent.mkdir(parents=True, exist_ok=True)
-                os.replace(file, place)
-            _sync_folder(folder)
-        _sync_folder(folder.parent)
+                target = folder / file.relative_to(partial)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(file, target)
+        else:
+            partial.rename(folder)
+        _sync_folder(place)
     except OSError as error:
-        raise OSError(error.errno, error.strerror or str(error), str(folder)) from error
+        reason = error.strerror or str(error)
+        raise OSError(error.errno, reason, error.filename or str(folder)) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -147,18 +153,23 @@ def _is_left(entry: os.DirEntry, host: str, process: int) -> bool:
 
 
 @contextmanager
-def locked_folder(folder: Path) -> Iterator[None]:
+def locked_folder(folder: Path, way_out: str = "choose another --work-dir") -> Iterator[None]:
     """Keep other processes from writing into a folder while a ``with`` block runs.
+
+    A file system that knows no locks is no reason to refuse; a line on the log says so.
 
     Args:
         folder: Gets a file ``.lock`` that says who holds the lock. The file stays; the lock ends
             with the process, even if it is killed.
+        way_out: What to do if another process holds it, besides to wait for it or to stop it.
 
     Raises:
         InputError: If another process holds the lock; the message names it.
         OSError: If the file cannot be written.
     """
-    with (folder / ".lock").open("a+b") as file:
+    # Not through a link, which would give somebody's file this content.
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+    with os.fdopen(os.open(folder / ".lock", flags, 0o666), "r+b") as file:
         try:
             _lock(file.fileno())
         except OSError as error:
@@ -166,10 +177,14 @@ def locked_folder(folder: Path) -> Iterator[None]:
                 file.seek(0)
                 holder = file.read(200).decode(errors="replace").strip() or "another process"
                 raise InputError(
-                    f"{folder} is in use by {holder}: wait for it, stop it, or choose another "
-                    "--work-dir"
+                    f"{folder} is in use by {holder}: wait for it, stop it, or {way_out}"
                 ) from error
-            # Else the file system knows no locks. Refusing every run there would help nobody.
+            _log.warning(
+                "%s is on a file system without locks (%s): take care that no other process "
+                "writes into it.",
+                folder,
+                error.strerror,
+            )
         else:
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())

@@ -57,10 +57,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     args = parse(argv)
     device, val = choose_device(args.device), args.data / "val"
-    name, checkpoint = args.model, args.checkpoint
-    if name is None and checkpoint.is_dir():
-        name, checkpoint = f"local-dir:{checkpoint}", None
-    model = load_model(name, checkpoint, args.num_classes, **args.model_kwargs).to(device)
+    model = load_model(args.model, args.checkpoint, args.num_classes, **args.model_kwargs).to(
+        device
+    )
     pattention_layers(model)  # asked before images are read: has it parameter tokens at all?
     samples = labelled_images(val, model.num_classes)  # type: ignore[arg-type]
     prunes = [method for method in args.method if method != "top-k"]

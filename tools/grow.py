@@ -74,10 +74,7 @@ def _grow_file(args: argparse.Namespace, how: dict) -> None:
 
 
 def _grow_model(args: argparse.Namespace, how: dict) -> None:
-    if args.source.is_dir():
-        model = load_model(f"local-dir:{args.source}", None)
-    else:
-        model = load_model(args.model, args.source, **args.model_kwargs)
+    model = load_model(args.model, args.source, **args.model_kwargs)
     if not isinstance(model, TokenFormerViT):
         raise InputError(f"{args.source} is a {type(model).__name__}; TokenFormers alone grow")
     before = copy.deepcopy(model)

@@ -60,10 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     if not os.access(args.out, os.W_OK):
         raise InputError(f"the folder {args.out} cannot be written into; choose another --out")
-    name, checkpoint = args.model, args.checkpoint
-    if name is None and checkpoint.is_dir():
-        name, checkpoint = f"local-dir:{checkpoint}", None
-    model = load_model(name, checkpoint, args.num_classes, **args.model_kwargs)
+    model = load_model(args.model, args.checkpoint, args.num_classes, **args.model_kwargs)
 
     skipped: list[Path] = []
 

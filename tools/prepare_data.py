@@ -26,8 +26,8 @@ from tokenformer_vit.command_line import run_tool, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.preparation import (
     check,
-    class_folders,
     digits_splits,
+    folder_names,
     parquet_splits,
     unpack,
 )
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, limit in (("train", args.limit), ("val", args.limit_val)):
             if limit is not None and name in splits:
                 splits[name].labels = splits[name].labels[:limit]
-        unpack(splits, class_folders(names), args.target)
+        unpack(splits, folder_names(names), args.target)
     except OSError as error:
         resume = "" if args.check else "; nothing is half-written, the same command continues"
         raise InputError(

@@ -18,7 +18,12 @@ def main(argv: list[str] | None = None) -> None:
     from tokenformer_vit.integrations import config  # isort: skip  # says why, if mmengine fails
 
     from tokenformer_vit.files import locked_folder, remove_leftovers
-    from tokenformer_vit.integrations.launch import config_explained, run_training, start_processes
+    from tokenformer_vit.integrations.launch import (
+        config_explained,
+        is_first,
+        run_training,
+        start_processes,
+    )
     from tokenformer_vit.integrations.reports import ExportHook
     from tokenformer_vit.integrations.schedule import check_schedule
 
@@ -71,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
     config.scale_for_accumulation(cfg)
     work_dir = config.make_work_dir(cfg)
     # One process of a run holds the lock for all of them.
-    first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    first = is_first(args.launcher)
     with locked_folder(work_dir) if first else nullcontext():
         if first:
             remove_leftovers(work_dir)

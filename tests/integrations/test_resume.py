@@ -164,13 +164,13 @@ def test_another_batch_size_or_other_data_are_refused(train, run, data_root, tmp
     for index in range(3):
         (root / "train" / "dark" / f"{index}.png").unlink()  # as many iterations as before
     line = train.fails(run, "--resume", *OPTIONS, "--data-root", str(root))
-    assert "training samples: 48 then, 45 now" in line
+    assert "the number of training samples was 48, now 45" in line
     shutil.copytree(data_root, root, dirs_exist_ok=True)
     (root / "train" / "dark" / "0.png").rename(root / "train" / "dark" / "x.png")
     line = train.fails(run, "--resume", *OPTIONS, "--data-root", str(root))
-    assert "hash of the list of training files and labels" in line
+    assert "the hash of training file names and labels was" in line
     line = train.fails(run, "--resume", "--batch-size", "9", *OPTIONS)
-    assert "samples in an iteration (batch size times processes): 8 then, 9 now" in line
+    assert "the batch size times the number of processes was 8, now 9" in line
 
 
 @pytest.mark.slow
@@ -179,8 +179,33 @@ def test_checkpoints_without_a_pointer_are_not_overwritten(train, run):
     line = train.fails(run, *OPTIONS)
     assert "holds a run already: add --resume" in line
     line = train.fails(run, "--resume", *OPTIONS)
-    assert "has no last_checkpoint" in line
+    assert "last_checkpoint is missing; there are " in line
     assert f"--resume {run}/epoch_3.pth" in line
+
+
+@pytest.mark.slow
+def test_a_checkpoint_from_elsewhere_does_not_overwrite_a_run(train, run, tmp_path):
+    other = shutil.copytree(run, tmp_path / "other")
+    line = train.fails(run, "--resume", str(other / "epoch_2.pth"), *OPTIONS)
+    assert "holds a run already" in line
+    (run / "last_checkpoint").write_bytes(b"\xff\xfe")
+    assert "; there are epoch_" in train.fails(run, "--resume", *OPTIONS)
+
+
+@pytest.mark.slow
+def test_two_processes_that_are_told_to_stop_go_on_exactly(train, tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    options = ("--launcher", "pytorch", "--batch-size", "4", *OPTIONS)
+    train(tmp_path / "whole", *options, launcher=launcher)
+    stopped = tmp_path / "stopped"
+    process = train.start(stopped, *options, launcher=launcher, start_new_session=True)
+    wait_for(process, stopped, 8)
+    os.killpg(process.pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=100)
+    assert "Stopped by SIGTERM after iteration" in output
+    assert (stopped / "last_checkpoint").read_text() == str(stopped / "stopped.pth")
+    train(stopped, "--resume", *options, launcher=launcher)
+    assert losses(stopped)[0] == losses(tmp_path / "whole")[0]
 
 
 @pytest.mark.slow

@@ -191,7 +191,7 @@ def tree_names(folder):
     ],
 )
 def test_readers_keep_the_order_of_classes(names, expected, tmp_path):
-    folders = prepare_data.class_folders(names)
+    folders = prepare_data.folder_names(names)
     assert folders == expected
     for folder in folders:
         (tmp_path / folder).mkdir()

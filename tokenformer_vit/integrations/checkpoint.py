@@ -2,11 +2,19 @@
 
 import random
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
-from mmengine.dist import all_gather_object, all_reduce, get_rank, get_world_size, is_main_process
+from mmengine.dist import (
+    all_gather_object,
+    all_reduce,
+    barrier,
+    get_rank,
+    get_world_size,
+    is_main_process,
+)
 from mmengine.hooks import CheckpointHook
 from mmengine.logging import HistoryBuffer
 from mmengine.registry import HOOKS
@@ -22,19 +30,19 @@ from .loop import validation_is_due
 from .termination import STATUS, PatientWorker, Termination
 from .transforms import seeded_transforms
 
-# What a run that is told to stop leaves behind, until its next regular checkpoint.
+# The checkpoint that SIGTERM writes; the next regular one replaces it.
 STOPPED = "stopped.pth"
 
 
 @HOOKS.register_module()
 class ExactCheckpointHook(CheckpointHook):
-    """mmengine's ``CheckpointHook`` with what an exact resume needs besides.
+    """mmengine's ``CheckpointHook``, which also saves what an exact resume needs.
 
     A checkpoint also holds the random state of every process, the seed of the sampler, the
     gradients that are still being accumulated, what the run trains on, and how its model is built
     and its images are prepared. It consists of tensors and plain values alone, so that it loads
-    with ``torch.load(..., weights_only=True)``. Of the regular checkpoints, one that has had its
-    time is deleted after the next is safely on the disk, not before.
+    with ``torch.load(..., weights_only=True)``. An expired checkpoint is deleted only after the
+    next one is on the disk.
 
     On resume, the validation that was due at the checkpoint runs again: it may have been cut off.
     A SIGTERM writes ``stopped.pth`` after the iteration that is running, and ends the run.
@@ -42,17 +50,19 @@ class ExactCheckpointHook(CheckpointHook):
     Note:
         The loss sequence after a resume is that of an uninterrupted run, bit for bit, on the same
         number of processes with the same batch size, where the operations themselves are
-        deterministic. With several processes and pending gradients it agrees to rounding, since
+        deterministic. With several processes and pending gradients it agrees to rounding, because
         what is saved of those is their mean.
     """
 
     _progress: dict[str, Any] | None = None
     _resumed: dict[str, Any] | None = None
     _identity: dict[str, Any] | None = None
+    _termination: Termination | None = None
 
     def before_train(self, runner) -> None:
         """Take up the state of the checkpoint, if the run was resumed from one."""
         super().before_train(runner)
+        self._keep_best_within(runner)
         loader = runner.train_dataloader
         self._identity = run_identity(runner)
         self._termination = Termination()
@@ -87,6 +97,25 @@ class ExactCheckpointHook(CheckpointHook):
         if runner.val_loop is not None and validation_is_due(runner.train_loop):
             runner.val_loop.run()
 
+    def _keep_best_within(self, runner) -> None:
+        """Forget a best checkpoint that is no file of this run.
+
+        The next better one replaces it, and mmengine would remove whatever path, or folder, a
+        resumed checkpoint names.
+        """
+        info = runner.message_hub.runtime_info
+        for key in [key for key in info if key.startswith("best_ckpt")]:
+            info[key] = self._own_best(info[key])
+        self.best_ckpt_path = self._own_best(getattr(self, "best_ckpt_path", None))
+        paths = getattr(self, "best_ckpt_path_dict", {})
+        self.best_ckpt_path_dict = {key: self._own_best(path) for key, path in paths.items()}
+
+    def _own_best(self, path: Any) -> str | None:
+        name = Path(path).name if isinstance(path, str) else ""
+        own = Path(self.out_dir, name)
+        is_best = name.startswith("best_") and name.endswith(".pth")
+        return str(own) if is_best and own.is_file() and not own.is_symlink() else None
+
     def before_train_epoch(self, runner) -> None:
         """Give the augmentations of this epoch their seed."""
         loader = runner.train_dataloader
@@ -116,7 +145,7 @@ class ExactCheckpointHook(CheckpointHook):
     ) -> None:
         """Save, if it is time to, or if the run was told to stop."""
         super().after_train_iter(runner, batch_idx, data_batch, outputs)  # type: ignore[arg-type]
-        if self._termination.requested():
+        if self._termination is not None and self._termination.requested():
             self._stop(runner)
 
     def _stop(self, runner) -> None:
@@ -130,12 +159,13 @@ class ExactCheckpointHook(CheckpointHook):
                 f"Stopped by SIGTERM after iteration {runner.iter + 1}. {path} is complete: run "
                 "the same command with --resume to go on from there."
             )
+        barrier()  # a launcher stops all processes as soon as one of them ends
         raise SystemExit(STATUS)
 
-    def after_train(self, runner) -> None:
+    def release(self) -> None:
         """Let a SIGTERM end the process again as it usually does."""
-        super().after_train(runner)
-        self._termination.end()
+        if self._termination is not None:
+            self._termination.end()
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Read our part of a checkpoint and turn the rest into what mmengine expects."""
@@ -147,7 +177,21 @@ class ExactCheckpointHook(CheckpointHook):
                 "`last_checkpoint` names, or start from its weights with "
                 "`--cfg-options load_from=CHECKPOINT`"
             )
-        self._resumed = checkpoint.pop("exact_resume")
+        try:
+            self._take(runner, checkpoint)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InputError(
+                f"the state of the run in the checkpoint is not as this version writes it "
+                f"({type(error).__name__}: {error}): resume from another one, or start from its "
+                "weights with `--cfg-options load_from=CHECKPOINT`"
+            ) from error
+
+    def _take(self, runner, checkpoint: dict) -> None:
+        resumed: dict[str, Any] = checkpoint.pop("exact_resume")
+        self._resumed = resumed
+        absent = {"rng", "sampler_seed", "iters_per_epoch", "schedule", "gradients"} - {*resumed}
+        if absent:
+            raise KeyError(*sorted(absent))
         for state in checkpoint["optimizer"]["state"].values():
             if "step" in state:  # read on the CPU for each parameter; there, it costs no transfer
                 state["step"] = state["step"].cpu()

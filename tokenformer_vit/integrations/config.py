@@ -270,6 +270,10 @@ def scale_for_accumulation(cfg: Config) -> None:
         cfg.optim_wrapper.optimizer.lr *= cfg.optim_wrapper.get("accumulative_counts", 1)
 
 
+def _is_in(folder: Path, file: str) -> bool:
+    return Path(file).resolve().parent == folder.resolve()
+
+
 def make_work_dir(cfg: Config) -> Path:
     """Make the folder that a run goes into.
 
@@ -288,6 +292,9 @@ def make_work_dir(cfg: Config) -> Path:
         ) from error
     if not os.access(work_dir, os.W_OK):
         raise InputError(f"{work_dir} cannot be written into; choose another --work-dir")
+    dumped = work_dir / Path(cfg.filename).name
+    if dumped.is_symlink():
+        dumped.unlink()  # mmengine writes the config there, and would write through the link
     return work_dir
 
 
@@ -307,24 +314,28 @@ def choose_checkpoint(cfg: Config, resume: str | None) -> None:
     # Newest first. Weights alone, as those of the best epoch, are no state to resume from.
     written = [path for path in work_dir.glob("*.pth") if not path.name.startswith("best_")]
     written.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    elsewhere = resume not in (None, "auto") and not _is_in(work_dir, resume)
+    if (resume is None or elsewhere) and (pointer.is_file() or written):
+        raise InputError(
+            f"{cfg.work_dir} holds a run already: add --resume to go on with it, or choose "
+            "another --work-dir"
+        )
     if resume is None:
-        if pointer.is_file() or written:
-            raise InputError(
-                f"{cfg.work_dir} holds a run already: add --resume to go on with it, or choose "
-                "another --work-dir"
-            )
         return
     if resume == "auto":
-        if not pointer.is_file():
-            if written:
-                raise InputError(
-                    f"{cfg.work_dir} has no last_checkpoint, which names the checkpoint to resume "
-                    f"from, but holds {', '.join(path.name for path in written[:3])}: give one of "
-                    f"them, as in --resume {written[0]}"
-                )
+        if not pointer.is_file() and not written:
             return
+        text = pointer.read_text(errors="replace") if pointer.is_file() else ""
         # By name, so that a run goes on after its folder was moved.
-        resume = str(pointer.parent / Path(pointer.read_text().strip()).name)
+        last = work_dir / Path(text.strip()).name
+        if not last.is_file() and written:
+            named = f"names {last.name!r}, which is not there" if text.strip() else "is missing"
+            raise InputError(
+                f"{cfg.work_dir}: last_checkpoint {named}; there are "
+                f"{', '.join(path.name for path in written[:3])}: give one of them, as in --resume "
+                f"{written[0]}"
+            )
+        resume = str(last)
     if not Path(resume).is_file():
         raise InputError(f"there is no checkpoint {resume} to resume from")
     cfg.resume, cfg.load_from = True, resume

@@ -12,9 +12,9 @@ from tokenformer_vit.models.checkpoints import describe_model, save_model
 from tokenformer_vit.models.weights import read_checkpoint
 
 from .backbone import TimmClassificationBackbone, as_timm_model
-from .guard import check_weights
+from .guard import check_weights, classes_of
 
-# Before and after these a picture is the same for timm.
+# Steps that do not change what an image shows.
 _NEUTRAL = ("LoadImage", "LoadImageFromFile", "PackInputs")
 
 
@@ -31,6 +31,8 @@ def preprocessing(cfg: Any) -> dict[str, Any]:
         InputError: If timm has no words for the pipeline.
     """
     preprocessor = cfg.model.get("data_preprocessor") or cfg.data_preprocessor
+    if not (preprocessor.get("mean") and preprocessor.get("std")):
+        raise InputError(f"{cfg.filename}: data_preprocessor needs mean and std to be exported")
     steps = [step for step in cfg.test_dataloader.dataset.pipeline if step["type"] not in _NEUTRAL]
     kinds = [step["type"] for step in steps]
     config = {
@@ -112,8 +114,8 @@ def export_checkpoint(cfg: Config, checkpoint: Path, folder: Path) -> None:
             classes.
     """
     content = read_checkpoint(checkpoint)
-    metainfo = content.get("meta", {}).get("dataset_meta") or {}
-    if not metainfo.get("classes"):
+    classes = classes_of(content)
+    if classes is None:
         raise InputError(
             f"{checkpoint} does not name its classes; export the run's last checkpoint"
         )
@@ -125,4 +127,4 @@ def export_checkpoint(cfg: Config, checkpoint: Path, folder: Path) -> None:
     classifier = MODELS.build({**cfg.model, "data_preprocessor": preprocessor})
     check_weights(classifier, content)
     classifier.load_state_dict(fuse_state_dict(content["state_dict"]))
-    export_classifier(classifier, cfg, metainfo, folder)
+    export_classifier(classifier, cfg, {"classes": classes}, folder)

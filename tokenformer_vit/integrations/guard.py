@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
 
@@ -77,7 +78,7 @@ class GuardHook(Hook):
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Refuse weights of another model; mmengine would load what fits and go on."""
         check_weights(unwrap(runner.model), checkpoint)
-        self._classes = checkpoint.get("meta", {}).get("dataset_meta", {}).get("classes")
+        self._classes = classes_of(checkpoint)
 
     def _check_classes(self, dataset: Any) -> None:
         """Refuse data whose labels mean something else than those the weights were trained on."""
@@ -109,6 +110,14 @@ class GuardHook(Hook):
         loss = float(outputs["loss"])
         if not math.isfinite(loss):
             raise diverged(runner, f"the loss is {loss}")
+
+
+def classes_of(checkpoint: Mapping[str, Any]) -> list[str] | None:
+    """Return the names of the classes that a checkpoint was trained on, None if it has none."""
+    found: Any = checkpoint
+    for key in ("meta", "dataset_meta", "classes"):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return [str(name) for name in found] if isinstance(found, list | tuple) and found else None
 
 
 def unwrap(model: nn.Module) -> Any:

@@ -8,9 +8,9 @@ from tokenformer_vit.errors import InputError
 
 # What each entry is called in messages.
 _WORDS = {
-    "samples_per_iteration": "samples in an iteration (batch size times processes)",
-    "samples": "training samples",
-    "files": "hash of the list of training files and labels",
+    "samples_per_iteration": "the batch size times the number of processes",
+    "samples": "the number of training samples",
+    "files": "the hash of training file names and labels",
 }
 
 
@@ -50,10 +50,9 @@ def check_identity(before: dict[str, Any] | None, now: dict[str, Any], logger: A
     for key, words in _WORDS.items():
         if before.get(key) != now[key]:
             raise InputError(
-                f"the checkpoint is of a run with other data or another batch size: {words}: "
-                f"{_short(before.get(key))} then, {_short(now[key])} now. Resume with the same, or "
-                "start anew from its weights with `--cfg-options load_from=CHECKPOINT` in another "
-                "--work-dir"
+                f"the data or the batch size changed since the checkpoint: {words} was "
+                f"{_short(before.get(key))}, now {_short(now[key])}. Use the same again, or start "
+                "from its weights (`--cfg-options load_from=CHECKPOINT`) in another --work-dir"
             )
 
 

@@ -14,6 +14,9 @@ from mmengine.utils.dl_utils import set_multi_processing
 
 from tokenformer_vit.errors import InputError
 
+from .checkpoint import ExactCheckpointHook
+
+_RANKS = {"pytorch": "RANK", "slurm": "SLURM_PROCID", "mpi": "OMPI_COMM_WORLD_RANK"}
 # What a launcher tells each of its processes.
 _LAUNCHED = {
     "pytorch": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -54,7 +57,7 @@ def config_explained(cfg: Config, started: _Started | None = None) -> Iterator[N
     """
     try:
         yield
-    except (InputError, OSError, MemoryError):
+    except (InputError, OSError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # what a config may name is anything, and so are its errors
         if started is not None and started.done:
@@ -79,8 +82,18 @@ def run_training(cfg: Config) -> Runner:
     with config_explained(cfg, started):
         runner = Runner.from_cfg(cfg)
         runner.register_hook(started)
-        runner.train()
+        try:
+            runner.train()
+        finally:
+            for hook in runner.hooks:
+                if isinstance(hook, ExactCheckpointHook):
+                    hook.release()
     return runner
+
+
+def is_first(launcher: str) -> bool:
+    """Tell whether this process is the first of a run, before the processes have joined."""
+    return os.environ.get(_RANKS.get(launcher, ""), "0") == "0"
 
 
 def start_processes(cfg: Config) -> None:

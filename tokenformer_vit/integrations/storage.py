@@ -2,10 +2,16 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
-from mmengine.fileio import LocalBackend, YamlHandler, register_backend, register_handler
+from mmengine.fileio import (
+    LocalBackend,
+    PickleHandler,
+    YamlHandler,
+    register_backend,
+    register_handler,
+)
 from mmengine.runner import CheckpointLoader
 
 from tokenformer_vit.errors import InputError
@@ -80,6 +86,26 @@ class SafeYamlHandler(YamlHandler):
     def load_from_fileobj(self, file, **kwargs: Any) -> Any:
         """Read a file."""
         return super().load_from_fileobj(file, Loader=yaml.SafeLoader)
+
+
+@register_handler(["pickle", "pkl"])
+class RefusedPickleHandler(PickleHandler):
+    """Write pickles, but refuse to read them: that would run their code."""
+
+    def load_from_fileobj(self, file: Any, **kwargs: Any) -> NoReturn:
+        """Refuse a file, such as the annotations of a data set.
+
+        Raises:
+            InputError: Always.
+        """
+        raise InputError(
+            f"{getattr(file, 'name', None) or 'a .pkl file'} is not read, because a pickle can run "
+            "code: save it as .json"
+        )
+
+    def load_from_path(self, filepath: str | Path, **kwargs: Any) -> NoReturn:
+        """Refuse a file, as :meth:`load_from_fileobj` does."""
+        raise InputError(f"{filepath} is not read, because a pickle can run code: save it as .json")
 
 
 register_backend("local", AtomicLocalBackend, force=True, prefixes="")

@@ -17,8 +17,8 @@ __all__ = ["STATUS", "PatientWorker", "Termination"]
 
 # Of a process that SIGTERM ended, as shells count.
 STATUS = 128 + 15
-# In which data loading workers go on after a SIGTERM, for the main process to finish its step.
-_PATIENCE_SECONDS = 120
+# How often a data loading worker that got a SIGTERM looks whether its run still goes on.
+_LOOK_SECONDS = 5
 
 
 class Termination:
@@ -93,10 +93,10 @@ class PatientWorker:
         if self._start is not None:
             self._start(worker_id)
         if sys.platform != "win32":
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.signal(signal.SIGTERM, self._wait)
+            for each in (signal.SIGTERM, signal.SIGALRM):
+                signal.signal(each, self._wait)
 
     def _wait(self, number: int, frame: FrameType | None) -> None:
         if not self._running[0]:
             os._exit(0)
-        signal.alarm(_PATIENCE_SECONDS)
+        signal.alarm(_LOOK_SECONDS)

@@ -37,15 +37,17 @@ def fuse_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         state_dict: Of a model; one without such parts is returned as it is.
 
     Returns:
-        The same tensors in the same order, joined ones at the place of their first part.
+        The same tensors in the same order, joined ones at the place of their first part. Parts
+        that do not fit each other stay as they are, as tensors that no model has.
     """
     fused = {}
     for key, tensor in state_dict.items():
         part = SEGMENT.fullmatch(key)
-        if part is None:
+        old, new = (state_dict.get(f"{key[:-1]}{index}") for index in (0, 1))
+        if part is None or old is None or new is None or old.shape[1:] != new.shape[1:]:
             fused[key] = tensor
         elif part[3] == "0":
-            fused[part[1] + part[2]] = torch.cat((tensor, state_dict[f"{key[:-1]}1"]))
+            fused[part[1] + part[2]] = torch.cat((old, new))
     return fused
 
 

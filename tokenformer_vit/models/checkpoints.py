@@ -311,7 +311,7 @@ def _weights_in(folder: Path) -> Path:
     for file in _WEIGHT_FILES:
         if (folder / file).is_file():
             return folder / file
-    raise InputError(f"there is none of {', '.join(_WEIGHT_FILES)} in the folder {folder}")
+    raise InputError(f"the folder {folder} has no weights: it needs {' or '.join(_WEIGHT_FILES)}")
 
 
 def find_description(checkpoint: Path, content: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -1,6 +1,6 @@
 """The one reader of weight files: no code runs, damage is found, nonsense is refused.
 
-Every tensor that enters the package from a file passes :func:`check_tensors`. Files of our own
+Every tensor of a model that enters from a file passes :func:`check_tensors`. Files of our own
 carry a SHA-256 of their tensors, which :func:`read_checkpoint` verifies. PyTorch's files are zip
 archives with a checksum of every member. ``torch.load`` does not look at it, so this module does.
 """
@@ -72,8 +72,8 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
         raise
     except pickle.UnpicklingError as error:
         raise InputError(
-            f"{path} is damaged or holds more than tensors and plain values; it was not loaded, "
-            "since that could run code: save the state dict alone, best as .safetensors "
+            f"{path} is damaged or holds more than tensors and plain values. It was not loaded, "
+            "because loading could run code. Save only the state dict, best as .safetensors "
             f"({one_line(error)}){_others(path)}"
         ) from error
     except SafetensorError as error:

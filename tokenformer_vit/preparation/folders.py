@@ -46,7 +46,7 @@ _SUFFIXES = {
 _READ_BY_ALL = {".jpg", ".png"}
 
 
-def class_folders(names: Sequence[str]) -> list[str]:
+def folder_names(names: Sequence[str]) -> list[str]:
     """Name the class folders so that every reader gives each class its index.
 
     Readers number classes by sorting folder names, torchvision and mmpretrain as text, timm with

@@ -31,8 +31,8 @@ __all__ = [
     "scan_images",
 ]
 
-# What is decoded, whatever a file is called, by Pillow's names. Its other formats are rare, and for
-# one of them, EPS, it starts an interpreter.
+# What is decoded, whatever a file is called, by Pillow's names. Other formats are rare, and one of
+# them, EPS, starts an interpreter.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP", "JPEG2000")
 # What is looked for in folders, in upper case as well.
 IMAGE_SUFFIXES = (
