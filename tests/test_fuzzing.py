@@ -27,7 +27,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tokenformer_vit.command_line import run_tool
-from tokenformer_vit.models.checkpoints import DESCRIPTION, save_model
+from tokenformer_vit.models.checkpoints import save_model
+from tokenformer_vit.models.description import DESCRIPTION
 from tokenformer_vit.models.weights import read_state_dict
 
 ROOT = Path(__file__).resolve().parents[1]

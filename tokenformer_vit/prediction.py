@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models.checkpoints import class_names, data_config
+from tokenformer_vit.models.description import class_names, data_config
 from tokenformer_vit.vision.images import read_images
 
 __all__ = [

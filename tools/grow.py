@@ -30,8 +30,8 @@ from tokenformer_vit.command_line import run_tool, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import INITS, grow, grow_state_dict
 from tokenformer_vit.models import TokenFormerViT
-from tokenformer_vit.models.checkpoints import load_model, read_state_dict, save_model
-from tokenformer_vit.models.weights import write_tensors
+from tokenformer_vit.models.checkpoints import load_model, save_model
+from tokenformer_vit.models.weights import read_state_dict, write_tensors
 from tokenformer_vit.ops import THETAS
 from tokenformer_vit.prediction import KeyValues
 

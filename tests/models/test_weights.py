@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models.checkpoints import data_config, load_model, save_model
+from tokenformer_vit.models.checkpoints import load_model, save_model
+from tokenformer_vit.models.description import data_config
 from tokenformer_vit.models.weights import (
     check_tensors,
     read_checkpoint,

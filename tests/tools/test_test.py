@@ -30,7 +30,8 @@ from tokenformer_vit.integrations.evaluation import (
     write_evaluation,
 )
 from tokenformer_vit.integrations.reports import read_scalars
-from tokenformer_vit.models.checkpoints import DESCRIPTION, class_names, data_config, load_model
+from tokenformer_vit.models.checkpoints import load_model
+from tokenformer_vit.models.description import DESCRIPTION, class_names, data_config
 from tokenformer_vit.prediction import predict
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.integrations import LoadImage
-from tokenformer_vit.models.checkpoints import check_data_config
+from tokenformer_vit.models.description import check_data_config
 from tokenformer_vit.preparation import check
 from tokenformer_vit.vision.images import IMAGE_SUFFIXES, read_image, read_images
 

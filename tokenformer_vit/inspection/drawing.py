@@ -18,7 +18,7 @@ from torch import nn
 from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
-from tokenformer_vit.models.checkpoints import data_config
+from tokenformer_vit.models.description import data_config
 from tokenformer_vit.vision.images import read_images
 
 from .tokens import MOST

@@ -21,7 +21,7 @@ from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models.checkpoints import DESCRIPTION
+from tokenformer_vit.models.description import DESCRIPTION
 
 from .export import describe_classifier
 from .guard import diverged, unwrap

@@ -8,7 +8,8 @@ from mmpretrain.registry import MODELS
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers.segments import fuse_state_dict
-from tokenformer_vit.models.checkpoints import describe_model, save_model
+from tokenformer_vit.models.checkpoints import save_model
+from tokenformer_vit.models.description import describe_model
 from tokenformer_vit.models.weights import read_checkpoint
 
 from .backbone import TimmClassificationBackbone, as_timm_model

@@ -17,7 +17,7 @@ from mmengine.runner import CheckpointLoader
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
 from tokenformer_vit.models import classifier_state_dict
-from tokenformer_vit.models.checkpoints import find_description
+from tokenformer_vit.models.description import find_description
 from tokenformer_vit.models.weights import read_checkpoint
 
 

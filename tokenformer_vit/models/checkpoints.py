@@ -1,8 +1,4 @@
-"""Models from files and to files: architecture, arguments, preprocessing and class names included.
-
-A checkpoint is described by what timm writes into ``config.json``. An exported folder has that
-file; a training checkpoint of this package has the same content under :data:`DESCRIPTION`.
-"""
+"""Models from files and to files, with all that describes them."""
 
 import errno
 import json
@@ -11,84 +7,27 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import timm
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
-from timm.data import ImageNetInfo, resolve_model_data_config
-from timm.models import get_model_args, save_for_hf
+from timm.models import save_for_hf
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import new_folder
 
+from .description import CONFIG, WEIGHT_FILES, find_description, read_description
 from .vit import TokenFormerViT, fit_state_dict
-from .weights import one_line, read_checkpoint, read_state_dict, seal_tensors, state_dict_in
+from .weights import one_line, read_checkpoint, seal_tensors, state_dict_in
 
-__all__ = [
-    "DESCRIPTION",
-    "check_data_config",
-    "class_names",
-    "data_config",
-    "describe_model",
-    "find_description",
-    "load_model",
-    "model_faults",
-    "read_state_dict",
-    "save_model",
-]
+__all__ = ["load_model", "model_faults", "save_model"]
 
-# Key of a training checkpoint under which its model is described.
-DESCRIPTION = "timm_config"
 _LOCAL = "local-dir:"
-_CONFIG = "config.json"
-# What timm's save_for_hf writes beside config.json, the safe format first.
-_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 # What images need, and what answers mean: this part of a description serves any model arguments.
 _PREPROCESSING = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
-# Where weights came from, and what stands in a description by itself.
-_NOT_DESCRIBED = (
-    *("url", "file", "hf_hub_id", "hf_hub_filename", "state_dict", "source", "tag"),
-    *("architecture", "num_classes", "label_names", "label_descriptions"),
-)
-
 _log = logging.getLogger("tokenformer_vit")
-
-_Side = Annotated[int, Field(strict=True, ge=1, le=4096)]
-_Mean = Annotated[float, Field(strict=True, ge=0, le=1)]
-_Std = Annotated[float, Field(strict=True, gt=0, le=10)]
-
-
-class _DataConfig(BaseModel):
-    """Arguments of timm's ``create_transform``, within what timm's own models use, and some room.
-
-    Their crop_pct is 0.875 to 1.15, their sides 106 to 1024, their means 0 to 0.5, and their
-    deviations 0.143 to 1, of values from 0 to 1.
-    """
-
-    input_size: tuple[Literal[3], _Side, _Side]
-    interpolation: Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
-    mean: tuple[_Mean, _Mean, _Mean]
-    std: tuple[_Std, _Std, _Std]
-    crop_pct: Annotated[float, Field(strict=True, ge=0.1, le=2)]
-    crop_mode: Literal["center", "squash", "border"]
-
-
-class _Description(BaseModel):
-    """The content of ``config.json``; what is not named here is timm's own business.
-
-    Old files have no ``pretrained_cfg``: its values stand beside the others.
-    """
-
-    model_config = ConfigDict(extra="allow")
-
-    architecture: str
-    num_classes: Annotated[int, Field(ge=0, le=10_000_000)] | None = None
-    label_names: list[str] | dict[str, str] | None = None
-    model_args: dict[str, Any] | None = None
-    pretrained_cfg: dict[str, Any] | None = None
 
 
 def load_model(
@@ -143,7 +82,7 @@ def load_model(
     state_dict = state_dict_in(content, checkpoint) if checkpoint else None
     description = None
     if name is not None and name.startswith(_LOCAL):
-        description = _read_config(Path(name.removeprefix(_LOCAL)) / _CONFIG)
+        description = read_description(Path(name.removeprefix(_LOCAL)) / CONFIG)
     elif checkpoint is not None:
         description = find_description(checkpoint, content)
     if name is None and description is None:
@@ -200,105 +139,12 @@ def save_model(
             )
         except SafetensorError as error:  # so it reports a full disk
             raise OSError(errno.EIO, one_line(error)) from error
-        seal_tensors(partial / _WEIGHT_FILES[0])
-
-
-def describe_model(
-    model: nn.Module,
-    num_classes: int,
-    label_names: Sequence[str] | None,
-    data_config: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """Return what ``config.json`` says of a model, as plain values.
-
-    Args:
-        model: timm model, with or without its head.
-        num_classes: Of the head.
-        label_names: Of the classes, in order.
-        data_config: Preprocessing, in timm's words; default: what the model says of it.
-    """
-    own: Any = model
-    architecture = own.pretrained_cfg["architecture"]
-    known = {key: value for key, value in own.pretrained_cfg.items() if key not in _NOT_DESCRIBED}
-    args = {name: value for name, value in get_model_args(own).items() if name != "num_classes"}
-    description = {
-        "architecture": architecture,
-        "num_classes": num_classes,
-        "label_names": list(label_names) if label_names else None,
-        "model_args": args,
-        "pretrained_cfg": {
-            **{key: value for key, value in known.items() if value is not None},
-            **resolve_model_data_config(model, dict(data_config or {})),
-        },
-    }
-    return json.loads(json.dumps(description))
-
-
-def class_names(model: nn.Module) -> list[str]:
-    """Name a model's classes: as its export says, else ImageNet-1K's if 1000, else by number."""
-    own: Any = model
-    names = own.pretrained_cfg.get("label_names")
-    if names and len(names) == own.num_classes:
-        return [str(name) for name in names]
-    if own.num_classes == 1000:
-        return ImageNetInfo().label_descriptions()  # type: ignore[return-value]
-    return [f"class {index}" for index in range(own.num_classes)]
-
-
-def data_config(model: nn.Module) -> dict[str, Any]:
-    """Return how images are prepared for a model, as arguments of timm's ``create_transform``.
-
-    Args:
-        model: timm model of RGB images.
-
-    Returns:
-        ``input_size`` (3, H, W), ``mean``, ``std``, and how to resize and crop.
-
-    Raises:
-        InputError: If the model takes no RGB images, or one of the values makes no sense.
-    """
-    if model.in_chans != 3:
-        raise InputError(f"the model takes images of {model.in_chans} channels; only RGB is read")
-    # The size that the model was built for; its configuration may still say timm's default.
-    size = getattr(getattr(model, "patch_embed", None), "img_size", None)
-    try:
-        config = resolve_model_data_config(model, {"input_size": (3, *size)} if size else None)
-    except Exception as error:  # it counts and compares what a description may say in any type
-        raise InputError(
-            f"the preprocessing of the model is unusable: {one_line(error)}"
-        ) from error
-    check_data_config(config)
-    return config
-
-
-def check_data_config(config: dict[str, Any]) -> None:
-    """Check how images are prepared for a model, before an image is.
-
-    Args:
-        config: What timm's ``resolve_model_data_config`` returns: ``input_size`` (3, H, W),
-            ``mean`` and ``std`` of values from 0 to 1, ``interpolation``, ``crop_pct`` and
-            ``crop_mode``.
-
-    Raises:
-        InputError: If one of them is missing, or no value that makes sense; the message gives it.
-    """
-    try:
-        _DataConfig.model_validate(config)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0])
-        reason = first["msg"][:1].lower() + first["msg"][1:]
-        if first["type"] == "missing":
-            reason = "it must have three values" if name in config else "it must be given"
-        raise InputError(
-            f"the preprocessing of the model has {name} = {config.get(name)!r:.100}, but {reason}; "
-            "correct it in the config.json beside the weights"
-        ) from error
+        seal_tensors(partial / WEIGHT_FILES[0])
 
 
 def _check_name(name: str) -> None:
     if name.startswith(_LOCAL):
-        config = Path(name.removeprefix(_LOCAL)) / _CONFIG
+        config = Path(name.removeprefix(_LOCAL)) / CONFIG
         if not config.is_file():
             raise InputError(f"there is no {config}; {_LOCAL} takes a folder that timm exported")
     elif not timm.is_model(name):
@@ -308,53 +154,10 @@ def _check_name(name: str) -> None:
 
 
 def _weights_in(folder: Path) -> Path:
-    for file in _WEIGHT_FILES:
+    for file in WEIGHT_FILES:
         if (folder / file).is_file():
             return folder / file
-    raise InputError(f"the folder {folder} has no weights: it needs {' or '.join(_WEIGHT_FILES)}")
-
-
-def find_description(checkpoint: Path, content: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Find and check what describes the model of a checkpoint: in it, or beside it.
-
-    Args:
-        checkpoint: The file.
-        content: What it holds.
-
-    Returns:
-        The content of ``config.json``; None if nothing describes the model.
-
-    Raises:
-        InputError: If the description holds something that cannot be.
-    """
-    if DESCRIPTION in content:
-        return _check_description(content[DESCRIPTION], checkpoint)
-    # Beside a file of tensors alone; a training checkpoint there may be of another epoch's size.
-    config = checkpoint.with_name(_CONFIG)
-    if checkpoint.name in _WEIGHT_FILES and config.is_file():
-        return _read_config(config)
-    return None
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} is not readable JSON ({one_line(error)})") from error
-    return _check_description(content, path)
-
-
-def _check_description(content: Any, path: Path) -> dict[str, Any]:
-    try:
-        _Description.model_validate(content)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(map(str, first["loc"])) or "its content"
-        raise InputError(
-            f"{path}: {key} is {str(first['input'])[:80]!r}, but: {first['msg']}; export the model "
-            "again"
-        ) from error
-    return content
+    raise InputError(f"the folder {folder} has no weights: it needs {' or '.join(WEIGHT_FILES)}")
 
 
 def _build(
@@ -376,7 +179,7 @@ def _build(
                 }
             return timm.create_model(name, num_classes=num_classes, **own)
         with tempfile.TemporaryDirectory() as folder:  # timm reads a description from a file alone
-            Path(folder, _CONFIG).write_text(json.dumps(description), encoding="utf-8")
+            Path(folder, CONFIG).write_text(json.dumps(description), encoding="utf-8")
             return timm.create_model(f"{_LOCAL}{folder}", num_classes=num_classes, **own)
     except Exception as error:  # what foreign arguments lead to is anything
         what = name or description["architecture"]  # type: ignore[index]

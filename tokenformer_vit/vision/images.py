@@ -222,7 +222,7 @@ def read_images(
 
     Args:
         paths: Image files.
-        config: How to prepare them, as :func:`~tokenformer_vit.models.checkpoints.data_config`
+        config: How to prepare them, as :func:`~tokenformer_vit.models.description.data_config`
             says.
         batch_size: Images at a time.
 
