@@ -259,7 +259,7 @@ def test_rows_of_digits_begin_with_a_line(tmp_path):
         (("texts", "."), r"\. is there already"),
         (("texts", "out", "--tokenizer", "evil"), "custom code .* is not run"),
         (("texts", "empty"), "empty is there already, and no folder of tokens"),
-        (("texts", "out", "--val", "texts/a.txt"), "a.txt cannot be trained on and held out"),
+        (("texts", "out", "--val", "texts/a.txt"), r"a\.txt is given both as a source and to --val: leave"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(texts, tmp_path, monkeypatch, arguments, message):
