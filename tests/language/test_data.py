@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+import os
 import random
 import re
 from pathlib import Path
@@ -177,8 +178,9 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path):
 
 def test_a_full_disk_names_its_file(tmp_path, monkeypatch):
     path = tmp_path / "train-00000.arrow"
-    monkeypatch.setattr(Path, "open", lambda path, mode: open("/dev/full", "wb"))
     writer = SplitWriter(tmp_path, "train", CONTEXT, 1000)
+    full = os.open("/dev/full", os.O_WRONLY)
+    monkeypatch.setattr(Path, "open", lambda path, mode: os.fdopen(full, "wb"))
     with pytest.raises(OSError, match="No space left") as caught:
         writer.add([np.zeros(100_000)])
     assert caught.value.filename == str(path)
