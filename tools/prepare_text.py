@@ -89,7 +89,7 @@ def _sources(args: argparse.Namespace, language: ModuleType) -> tuple[list[Any],
     files = [file for path in args.sources for file in language.find_files(path)]
     both = {file.resolve() for file in files} & {file.resolve() for file in held_out}
     if both:
-        raise InputError(f"{min(both)} cannot be trained on and held out (--val), too")
+        raise InputError(f"{min(both)} is given both as a source and to --val: leave one out")
     how = (args.documents, args.column, args.val_share)
     sources = [language.file_source(file, *how, split="val") for file in held_out]
     sources += [language.file_source(file, *how) for file in files]

@@ -3,8 +3,10 @@
 import gzip
 import itertools
 import json
+import os
 import random
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -163,10 +165,22 @@ def test_meta_is_read_as_it_stands(tmp_path):
     assert read_text_meta(tmp_path)["splits"]["train"]["rows"] == 12
 
 
-def test_a_full_disk_names_its_file(tmp_path):
+def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path):
+    theirs = tmp_path / "thesis.txt"
+    theirs.write_text("mine")
+    folder = tmp_path / "tokens"
+    folder.mkdir()
+    (folder / "train-00000.arrow").symlink_to(theirs)
+    write(folder, (100,))
+    assert theirs.read_text() == "mine"
+    assert len(read_tokens(folder, "train")) == 12
+
+
+def test_a_full_disk_names_its_file(tmp_path, monkeypatch):
     path = tmp_path / "train-00000.arrow"
-    path.symlink_to("/dev/full")
     writer = SplitWriter(tmp_path, "train", CONTEXT, 1000)
+    full = os.open("/dev/full", os.O_WRONLY)
+    monkeypatch.setattr(Path, "open", lambda path, mode: os.fdopen(full, "wb"))
     with pytest.raises(OSError, match="No space left") as caught:
         writer.add([np.zeros(100_000)])
     assert caught.value.filename == str(path)
@@ -344,25 +358,27 @@ DEEP = "[" * 20_000 + "]" * 20_000
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (
+        pytest.param(
             "a.jsonl",
             f'{{"text": "a"}}\n{{"text": "b", "x": {DEEP}}}\n',
             "line 2 is not JSON .recursion",
+            id="deep line",
         ),
-        ("a.json", DEEP, "line 1 is not JSON .recursion"),
+        pytest.param("a.json", DEEP, "line 1 is not JSON .recursion", id="deep file"),
         ("a.jsonl", '{"text": "a"}\n{"text": "b"', "line 2 is not JSON .EOF while"),
         ("a.jsonl", '{\n"text": "a"\n}', "line 1 is not JSON .* one object a line"),
         ("a.jsonl", '{"text": "\\ud800"}', "line 1 is not JSON"),
         ("a.jsonl", b'{"text": "caf\xe9"}', "line 1 is not JSON .invalid unicode"),
         ("a.jsonl", "5\n", "row 0, counted from 0, is int, not an object whose 'text' is a text"),
         ("a.jsonl", '{"x": 1, "y": 2}\n', "no column 'text'; .*: x, y"),
-        ("a.jsonl", '{"x": 1}\n' * 10_002, "no column 'text'"),
+        pytest.param("a.jsonl", '{"x": 1}\n' * 10_002, "no column 'text'", id="long file"),
         ("a.jsonl", "\n \n", "holds no rows"),
         ("a.json", "[]", "holds no rows"),
-        (
+        pytest.param(
             "a.jsonl.gz",
             gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-9],
             "cannot be read: Compressed file",
+            id="cut gzip",
         ),
         ("a.jsonl.gz", b'{"text": "a"}', "cannot be read: Not a gzipped file"),
     ],

@@ -3,7 +3,9 @@
 import importlib.util
 import io
 import json
+import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
 pytest.importorskip("datasets", reason="pip install tokenformer-vit[language]")
 
+from tokenformer_vit import language
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.language import load_tokenizer, preparation, read_text_meta, read_tokens
 
@@ -161,6 +164,18 @@ def test_a_folder_of_somebody_else_is_left_alone(texts, tmp_path, change):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_link_in_a_folder_of_somebody_else_is_not_followed(texts, tmp_path):
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    (partial / "sub").symlink_to(texts)
+    (partial / "train-00000.arrow").write_bytes(b"mine")
+    write_progress(partial, files=["sub/a.txt"])
+    with pytest.raises(InputError, match=r"out\.partial is in the way"):
+        run(texts / "b.txt", tmp_path / "out", "--context-length", 16)
+    assert (texts / "a.txt").is_file()
+    assert (partial / "train-00000.arrow").read_bytes() == b"mine"
+
+
 def test_a_link_in_the_way_is_not_followed(texts, tmp_path):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "thesis.txt").write_text("mine")
@@ -184,6 +199,95 @@ def test_what_a_killed_run_left_is_replaced(texts, tmp_path, monkeypatch):
     run(texts, tmp_path / "out", "--context-length", 16, "--val-share", 0.1)
     assert {path.name for path in tmp_path.iterdir()} == {"texts", "out"}
     assert read_text_meta(tmp_path / "out")["vocab_size"] == 257
+
+
+def test_what_a_run_left_that_was_killed_at_its_end_is_used(texts, tmp_path, monkeypatch):
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    how = (texts, tmp_path / "out", "--context-length", 16, "--val-share", 0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(*how)
+    left = files_below(tmp_path / "out.partial")
+    with pytest.raises(InputError, match="context_length: 16, now 8"):
+        run(*how, "--context-length", 8)
+    monkeypatch.setattr(preparation, "_write", killed)
+    run(*how)
+    del left["progress.json"]
+    assert contents(tmp_path / "out") == left
+
+
+def in_another_process(work):
+    """Fork, since importing it all takes seconds; a fork does not inherit the lock."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException as error:
+            os.write(writing, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as said:
+        return said.read(), os.waitpid(child, 0)[1]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork")
+def test_two_do_not_write_the_same(texts, tmp_path, monkeypatch):
+    how = (texts, tmp_path / "out", "--context-length", 16, "--val-share", 0.1)
+    first, others = os.getpid(), []
+
+    def sizes(folder):  # a process that reads its own lock file loses the lock
+        return {path.name: path.stat().st_size for path in folder.iterdir()}
+
+    def meanwhile(real):
+        def look(*arguments):
+            if os.getpid() == first:
+                before = sizes(tmp_path / "out.partial")
+                others.append(in_another_process(lambda: run(*how))[0])
+                assert sizes(tmp_path / "out.partial") == before
+            return real(*arguments)
+
+        return look
+
+    monkeypatch.setattr(preparation, "load_tokenizer", meanwhile(preparation.load_tokenizer))
+    monkeypatch.setattr(preparation, "_batch", meanwhile(preparation._batch))
+    run(*how)
+    assert len(others) > 2
+    for other in others:
+        assert other.startswith(f"InputError: {tmp_path / 'out'}.partial is in use by process")
+        assert f" {first} on " in other
+        assert other.endswith("or name another place")
+        assert "\n" not in other
+    monkeypatch.undo()
+    run(*how[:1], tmp_path / "alone", *how[2:])
+    assert contents(tmp_path / "out") == contents(tmp_path / "alone")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork")
+@pytest.mark.parametrize(
+    "place", ["byte_tokenizer", "new_folder", "write_whole", "_write", "_check_rows"]
+)
+def test_the_lock_of_a_killed_run_is_free(texts, tmp_path, monkeypatch, place):
+    module = language if place == "byte_tokenizer" else preparation
+    real = getattr(module, place)
+
+    def killed(*arguments):
+        real(*arguments)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    how = (texts, tmp_path / "out", "--context-length", 16, "--val-share", 0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, place, killed)
+        _, status = in_another_process(lambda: run(*how))
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert (tmp_path / "out.partial" / ".lock").is_file()
+    run(*how)
+    assert {path.name for path in tmp_path.iterdir()} == {"texts", "out"}
+    assert ".lock" not in contents(tmp_path / "out")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have UTF-8 names alone")
@@ -259,7 +363,10 @@ def test_rows_of_digits_begin_with_a_line(tmp_path):
         (("texts", "."), r"\. is there already"),
         (("texts", "out", "--tokenizer", "evil"), "custom code .* is not run"),
         (("texts", "empty"), "empty is there already, and no folder of tokens"),
-        (("texts", "out", "--val", "texts/a.txt"), "a.txt cannot be trained on and held out"),
+        (
+            ("texts", "out", "--val", "texts/a.txt"),
+            "a.txt is given both as a .*: leave one out",
+        ),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(texts, tmp_path, monkeypatch, arguments, message):

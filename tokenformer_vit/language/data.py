@@ -206,7 +206,8 @@ class SplitWriter:
         column = self._pa.FixedSizeListArray.from_arrays(flat, type=self._type)
         try:
             if self._stream is None:
-                self._file = self._path.open("wb")
+                self._path.unlink(missing_ok=True)  # a link goes, and what it leads to stays
+                self._file = self._path.open("xb")
                 schema = self._pa.schema([("input_ids", self._type)])
                 self._stream = self._pa.ipc.new_stream(self._file, schema)
             self._stream.write_batch(self._pa.record_batch([column], names=["input_ids"]))

@@ -1,9 +1,10 @@
 """Text to tokens on the disk, in a stream: any amount of it, and what is interrupted goes on."""
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import new_folder, write_whole
+from tokenformer_vit.files import locked_folder, new_folder, remove_leftovers, write_whole
 
 from .corpora import Piece, Source, TextReader
 from .data import META, PROGRESS, SplitWriter, partial_folder, read_text_meta
@@ -23,6 +24,7 @@ __all__ = ["prepare_text", "training_texts"]
 
 _BATCH = 2**21  # characters that are tokenised at once
 _TOKENIZER_BYTES = 2**30  # of text are enough to train a tokenizer on
+_LOCK = ".lock"  # of locked_folder
 _SHARD = re.compile(r"(train|val)-\d{5,}\.arrow")
 _NO_PROGRESS = ("the progress of tools/prepare_text.py", "move its folder away")
 
@@ -61,16 +63,84 @@ def prepare_text(
 
     Raises:
         InputError: If the target or an unfinished one was made with other settings or is something
-            else, a source cannot be read, or a split does not fill a row.
+            else, another process is at work on it, a source cannot be read, or a split does not
+            fill a row.
         OSError: If something cannot be written; it names the file.
     """
-    if (target / META).is_file():
-        meta = read_text_meta(target)
-        _check_settings(target, meta.get("settings", {}), settings)
-        return meta
+    if there := _finished(target, settings):
+        return there
     if target.exists():
         raise InputError(f"{target} is there already, and no folder of tokens; name another place")
     partial = partial_folder(target)
+    with _held(partial):
+        # It is whole already if a run was killed just before the renaming.
+        meta = _finished(partial, settings) or _fill(
+            partial,
+            sources,
+            make_tokenizer,
+            context_length,
+            settings,
+            ["train", *(["val"] if held_out else [])],
+            limit_tokens,
+            shard_tokens,
+        )
+    # Only after the lock: Windows cannot rename a folder that has an open file.
+    (partial / _LOCK).unlink(missing_ok=True)
+    partial.rename(target)
+    (target / PROGRESS).unlink()
+    return meta
+
+
+@contextmanager
+def _held(partial: Path) -> Iterator[None]:
+    """Keep other processes out of the unfinished folder; remove it if it stays empty."""
+    if (partial / PROGRESS).is_file():
+        read_json(partial / PROGRESS, Progress, *_NO_PROGRESS)  # before anything is written there
+    elif partial.is_symlink() or (partial.exists() and not _is_empty(partial)):
+        raise _in_the_way(partial)
+    partial.mkdir(parents=True, exist_ok=True)
+    with locked_folder(partial, "name another place"):
+        remove_leftovers(partial)
+        try:
+            yield
+        finally:
+            if _is_empty(partial):
+                with suppress(OSError):  # Windows removes no open file
+                    (partial / _LOCK).unlink()
+                    partial.rmdir()
+
+
+def _is_empty(partial: Path) -> bool:
+    """Tell whether there is nothing, or the lock alone of a run that began or was killed."""
+    return partial.is_dir() and {path.name for path in partial.iterdir()} <= {_LOCK}
+
+
+def _in_the_way(partial: Path) -> InputError:
+    return InputError(
+        f"{partial} is in the way, and holds something else than unfinished tokens: move it, "
+        "or name another place"
+    )
+
+
+def _finished(folder: Path, settings: dict[str, Any]) -> TextMeta | None:
+    if not (folder / META).is_file():
+        return None
+    meta = read_text_meta(folder)
+    _check_settings(folder, meta.get("settings", {}), settings)
+    return meta
+
+
+def _fill(
+    partial: Path,
+    sources: Sequence[Source],
+    make_tokenizer: Callable[[], PreTrainedTokenizerBase],
+    context_length: int,
+    settings: dict[str, Any],
+    splits: Sequence[str],
+    limit_tokens: int | None,
+    shard_tokens: int,
+) -> TextMeta:
+    """Write what is missing in the unfinished folder, its description last."""
     progress = _begin(partial, make_tokenizer, settings)
     tokenizer = load_tokenizer(partial)
     vocab_size = max(tokenizer.get_vocab().values()) + 1
@@ -79,7 +149,7 @@ def prepare_text(
         split: SplitWriter(
             partial, split, context_length, vocab_size, progress["splits"].get(split)
         )
-        for split in ("train", *(["val"] if held_out else []))
+        for split in splits
     }
     reader = TextReader(sources, progress["position"])
     for _ in _write(reader, writers, tokenizer, limit_tokens, _size(sources)):
@@ -105,8 +175,6 @@ def prepare_text(
         "settings": settings,
     }
     write_whole(partial / META, json.dumps(meta, indent=2, ensure_ascii=False).encode())
-    partial.rename(target)
-    (target / PROGRESS).unlink()
     return meta
 
 
@@ -138,18 +206,16 @@ def _begin(
             _check_settings(partial, progress["settings"], settings)
             return progress
         _remove(partial, progress["files"])  # nothing is finished yet
-    if partial.is_symlink() or partial.exists():
-        raise InputError(
-            f"{partial} is in the way, and holds something else than unfinished tokens: move it, "
-            "or name another place"
-        )
+    if not _is_empty(partial):
+        raise _in_the_way(partial)
     tokenizer = make_tokenizer()
     with new_folder(partial) as folder:
         tokenizer.save_pretrained(folder)
         written = [file for file in folder.rglob("*") if file.is_file()]
         files = [file.relative_to(folder).as_posix() for file in written]
         progress: Progress = {"settings": settings, "position": None, "splits": {}, "files": files}
-        (folder / PROGRESS).write_text(json.dumps(progress))
+        # First, because it tells the next run what to remove if this one is killed.
+        write_whole(partial / PROGRESS, json.dumps(progress).encode())
     return progress
 
 
@@ -163,11 +229,15 @@ def _check_progress(progress: Progress, partial: Path, sources: int, vocab_size:
 
 
 def _remove(partial: Path, files: Sequence[str]) -> None:
-    """Remove what was written to an unfinished folder, and the folder if nothing else is there."""
+    """Remove what was written to an unfinished folder, unless a link leads out of it."""
+    inside = Path(os.path.realpath(partial))
+    folders = {(partial / name).parent for name in files} - {partial}
+    if not all(Path(os.path.realpath(folder)).is_relative_to(inside) for folder in folders):
+        raise _in_the_way(partial)
     shards = [file.name for file in partial.iterdir() if _SHARD.fullmatch(file.name)]
-    for name in (*files, *shards, META, PROGRESS):
+    for name in (*files, *shards, PROGRESS):
         (partial / name).unlink(missing_ok=True)
-    for folder in (*{(partial / name).parent for name in files} - {partial}, partial):
+    for folder in folders:
         with suppress(OSError):  # not empty
             folder.rmdir()
 
