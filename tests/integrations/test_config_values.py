@@ -140,6 +140,7 @@ def test_values_of_language_models(key, value, allowed):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        ({"data_preprocessor.num_classes": None}, ["num_classes is not set", "num_classes=3"]),
         ({"data_preprocessor.std": [1.0, 2.0]}, ["data_preprocessor.std has 2 values", "3 chann"]),
         ({"model.head.in_channels": 96}, ["in_channels is 96", "24 wide", "in_channels=24"]),
         ({"model.backbone.embed_dim": 36}, ["in_channels is 24", "36 wide"]),

@@ -40,6 +40,11 @@ def check_classes(cfg: Mapping[str, Any], path: str) -> None:
     if own := cfg["model"].get("data_preprocessor"):
         preprocessor, key = own, f"model.{key}"
     number = (preprocessor or {}).get("num_classes")
+    if number is None and (cfg["model"].get("train_cfg") or {}).get("augments"):
+        raise InputError(
+            f"{path}: {key} is not set, but mixing images (model.train_cfg.augments) needs it: set "
+            f"`--cfg-options {key}={classes}`"
+        )
     if number not in (None, classes):
         raise InputError(
             f"{path}: model.head.num_classes is {classes}, but {key} is {number}: give both the "
