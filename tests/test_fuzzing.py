@@ -96,6 +96,21 @@ class Command:
         return status, out.getvalue(), err.getvalue()
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_written_elsewhere(tmp_path_factory, monkeypatch):
+    """Run in an empty folder, with a home of its own, and look at both afterwards."""
+    root = tmp_path_factory.mktemp("around")
+    here, home = root / "here", root / "home"
+    here.mkdir()
+    home.mkdir()
+    (home / "mine").write_text("mine")
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(home))
+    yield
+    assert not list(here.iterdir())
+    assert (home / "mine").read_text() == "mine"
+
+
 def answers(out: str) -> list:
     """Read what predict printed, and see that it is finite."""
     found = [json.loads(line)["top"] for line in out.splitlines()]
