@@ -29,7 +29,7 @@ RUNS = {
     "digits_demo": "`make demo`: 8 px digits, 0.6 M parameters",
     "cifar10_tiny_5000": "`cifar10_tiny` on a 5,000-image slice",
     "cifar10_tiny_full": "`cifar10_tiny`, all 50,000 images, GPU",
-    "imagenet_base_20_iterations": "`imagenet_base`, 20 iterations at batch 4, images drawn at random",
+    "imagenet_base_20_iterations": "`imagenet_base`, 20 iterations at batch 4, random images",
     "imagenet_base": "`imagenet_base`, the full recipe",
 }
 HEAD = (

@@ -114,7 +114,7 @@ def test_ctrl_c_once_and_twice(second):
 
 
 @posix
-@pytest.mark.parametrize("tool", ["predict.py", "train.py", "grow.py"])
+@pytest.mark.parametrize("tool", ["predict.py", "train.py"])
 def test_ctrl_c_while_a_command_imports(tool, tmp_path):
     with subprocess.Popen(
         [sys.executable, "-X", "importtime", str(ROOT / "tools" / tool), "--help"],

@@ -102,6 +102,18 @@ def test_a_token_outside_the_vocabulary_is_told_with_its_folder(tmp_path):
         TokenDataset(str(folder), "val")[0]
 
 
+def test_what_rows_were_made_from_is_known_when_a_run_is_resumed(texts, tmp_path):
+    def known(folder):
+        return TokenDataset(str(folder), "val").fingerprint()
+
+    moved = shutil.copytree(texts["abc"], tmp_path / "moved")
+    assert known(moved) == known(texts["abc"]) != known(texts["xyz"])
+    meta = json.loads((moved / "meta.json").read_text())
+    meta["splits"]["train"]["tokens"] += 1
+    (moved / "meta.json").write_text(json.dumps(meta))
+    assert known(moved) != known(texts["abc"])
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     path = tmp_path_factory.mktemp("configs") / "small_lm.py"
@@ -214,6 +226,7 @@ def test_a_run_that_was_stopped_goes_on_exactly(run, tmp_path):
     assert [growth["iteration"] for growth in record["growth"]] == [4, 9]
 
 
+@pytest.mark.slow
 def test_accumulation_makes_the_step_of_the_whole_batch(run, tmp_path):
     one = run(tmp_path / "one")
     two = run(

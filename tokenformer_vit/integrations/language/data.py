@@ -1,5 +1,7 @@
 """Rows of tokens that tools/prepare_text.py has packed."""
 
+import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -54,12 +56,18 @@ class TokenDataset(Dataset):
                 f"two of the folders {', '.join(roots)} have one name, by which their perplexities "
                 "are told apart; rename one"
             )
+        self._metas = metas
         self._rows: Any = ConcatDataset([read_tokens(folder, split) for folder in self.folders])  # type: ignore[arg-type]
         self.metainfo: dict[str, Any] = {
             "sources": sources,
             "context_length": metas[0]["context_length"],
             "vocab_size": metas[0]["vocab_size"],
         }
+
+    def fingerprint(self) -> str:
+        """Return a SHA-256 of what the rows were made from, to be compared on resume."""
+        made = [[meta.get("settings"), meta["splits"]] for meta in self._metas]
+        return hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()
 
     def __len__(self) -> int:
         """Return the number of rows."""
