@@ -65,9 +65,12 @@ class TokenDataset(Dataset):
         }
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 of what the rows were made from, to be compared on resume."""
+        """Return a SHA-256 of what the rows were made from, and of two rows, for a resumed run."""
         made = [[meta.get("settings"), meta["splits"]] for meta in self._metas]
-        return hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps(made, sort_keys=True).encode())
+        for row in (0, len(self) - 1):
+            digest.update(self[row]["inputs"].numpy().tobytes())
+        return digest.hexdigest()
 
     def __len__(self) -> int:
         """Return the number of rows."""
