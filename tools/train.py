@@ -60,20 +60,20 @@ def main(argv: list[str] | None = None) -> None:
         args.work_dir,
         compile=args.compile,
     )
+    cfg.launcher = args.launcher
     with config_explained(cfg):
         check_schedule(cfg)
         config.check_data_folders(cfg, ("train_dataloader", "val_dataloader"))
-    cfg.launcher = args.launcher
-    if args.amp:
-        cfg.optim_wrapper.type = "AutocastOptimWrapper"
-    if args.auto_scale_lr:
-        cfg.auto_scale_lr.enable = True
-    if args.deterministic:
-        cfg.randomness.deterministic = True
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
-    if find_spec("tensorboard"):
-        cfg.visualizer.vis_backends.append({"type": "TensorboardVisBackend"})
-    config.scale_for_accumulation(cfg)
+        if args.amp:
+            cfg.optim_wrapper.type = "AutocastOptimWrapper"
+        if args.auto_scale_lr:
+            cfg.auto_scale_lr.enable = True
+        if args.deterministic:
+            cfg.randomness.deterministic = True
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+        if find_spec("tensorboard"):
+            cfg.visualizer.vis_backends.append({"type": "TensorboardVisBackend"})
+        config.scale_for_accumulation(cfg)
     work_dir = config.make_work_dir(cfg)
     # One process of a run holds the lock for all of them.
     first = is_first(args.launcher)
