@@ -198,6 +198,10 @@ class ExactCheckpointHook(CheckpointHook):
         meta, own = checkpoint["meta"], runner.train_dataloader.dataset.metainfo
         if meta.get("dataset_meta") == _plain(own):
             meta["dataset_meta"] = own  # mmengine compares pickles, and ours has lists for tuples
+        # Of these mmengine makes names of files, which it removes.
+        info = checkpoint["message_hub"]["runtime_info"]
+        if "keep_ckpt_ids" in info:
+            info["keep_ckpt_ids"] = [n for n in info["keep_ckpt_ids"] if isinstance(n, int)]
         checkpoint["message_hub"]["log_scalars"] = {
             name: HistoryBuffer(buffer["log"].cpu().numpy(), buffer["count"].cpu().numpy())
             for name, buffer in checkpoint["message_hub"]["log_scalars"].items()
