@@ -20,6 +20,7 @@ from tokenformer_vit.integrations.config import (
     load_config,
     scale_for_accumulation,
 )
+from tokenformer_vit.integrations.evaluation import configure_test
 from tokenformer_vit.integrations.launch import start_processes
 from tokenformer_vit.integrations.schedule import check_schedule
 from tokenformer_vit.integrations.schema import MOST_SEED, check_values
@@ -430,3 +431,9 @@ def test_a_port_that_cannot_be_used(monkeypatch, fault):
             start_processes(SimpleNamespace(launcher="pytorch", get=lambda key: None))
     assert "\n" not in str(raised.value)
     assert "choose a free port" in str(raised.value)
+
+
+def test_a_model_without_a_head_is_no_classifier(config, tmp_path):
+    cfg = load_config(config, {"model.head": None})
+    with pytest.raises(InputError, match="is of no image classifier"):
+        configure_test(cfg, tmp_path / "x.pth", tmp_path / "out")

@@ -118,7 +118,7 @@ def load_config(
         ) from error
     check_values(cfg.to_dict(), str(path))
     for name in ("val_evaluator", "test_evaluator"):
-        if isinstance(cfg[name], dict) and "topk" in cfg[name] and "head" in cfg.model:
+        if isinstance(cfg[name], dict) and "topk" in cfg[name] and cfg.model.get("head"):
             topk = [cfg[name].topk] if isinstance(cfg[name].topk, int) else cfg[name].topk
             cfg[name].topk = tuple(k for k in topk if k <= cfg.model.head.num_classes)
     if compile:

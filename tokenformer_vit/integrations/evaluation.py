@@ -80,7 +80,7 @@ def configure_test(cfg: Config, checkpoint: str | Path, out: str | Path) -> None
         InputError: If the config is of no classifier, there is no such checkpoint, or the folder
             cannot be made.
     """
-    if "head" not in cfg.model:
+    if not cfg.model.get("head"):
         raise InputError(
             f"{cfg.filename} is of no image classifier; a language model is evaluated by "
             "tools/evaluate_lm.py"
