@@ -237,6 +237,7 @@ def test_a_gate_that_never_opens_is_refused():
         GrowthHook(SCHEDULE, open_iters=5)
 
 
+@pytest.mark.slow
 def test_growth_after_the_end_of_the_run_is_said(growing, tmp_path):
     line = growing(schedule=[{"epoch": 3, "num_ffn_param_tokens": 160}]).fails(tmp_path / "late")
     assert "would grow the model at epoch 3, but the run ends" in line

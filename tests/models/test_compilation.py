@@ -45,6 +45,7 @@ def test_blocks_share_their_code_whatever_their_drop_rates():
     assert counter.frame_count == 3
 
 
+@pytest.mark.slow
 def test_evaluation_and_a_last_batch_are_compiled_too():
     model, counter = build(depth=12, drop_path_rate=0.2).train(), CompileCounter()
     compile_blocks(model, backend=counter, fullgraph=True)
