@@ -35,6 +35,7 @@ setup(
     license_files=["LICENSE"],
     packages=find_packages(include=["tokenformer_vit", "tokenformer_vit.*"]),
     package_data={"tokenformer_vit": ["py.typed"]},
+    entry_points={"console_scripts": ["tokenformer-vit = tokenformer_vit.cli:main"]},
     python_requires=">=3.10",
     # `nox -s floor` runs the tests with the lowest versions that fit. The bounds without a comment
     # are from about the time of Python 3.13, the newest that is tested.

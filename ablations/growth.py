@@ -5,7 +5,15 @@ python ablations/growth.py --config configs/cifar10_micro.py --seeds 3
 
 from typing import Any
 
-from questions import Backbone, Change, Question, Shape, Variant, arguments, matched_vit
+from tokenformer_vit.experiments.questions import (
+    Backbone,
+    Change,
+    Question,
+    Shape,
+    Variant,
+    arguments,
+    matched_vit,
+)
 
 # The model has a quarter of its pairs for the first third of the epochs, then half of them.
 STAGES = ((0, 1 / 4), (1 / 3, 1 / 2), (2 / 3, 1))
@@ -118,6 +126,6 @@ QUESTION = Question(
 )
 
 if __name__ == "__main__":
-    from sweep import main
+    from tokenformer_vit.experiments.sweep import main
 
     main(QUESTION)

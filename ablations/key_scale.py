@@ -3,7 +3,7 @@
 python ablations/key_scale.py --config configs/cifar10_tiny.py --seeds 3
 """
 
-from questions import Question, Variant, arguments, pattention
+from tokenformer_vit.experiments.questions import Question, Variant, arguments, pattention
 
 QUESTION = Question(
     name="key_scale",
@@ -21,6 +21,6 @@ QUESTION = Question(
 )
 
 if __name__ == "__main__":
-    from sweep import main
+    from tokenformer_vit.experiments.sweep import main
 
     main(QUESTION)

@@ -7,9 +7,21 @@ The texts are the folders gutenberg and newstest_en in data/, or in another that
 
 from typing import Any
 
-from fields import LANGUAGE
-from language_variants import growth, matched_hidden, matched_transformer, share
-from questions import Backbone, Change, Question, TextShape, Variant, arguments
+from tokenformer_vit.experiments.fields import LANGUAGE
+from tokenformer_vit.experiments.language_variants import (
+    growth,
+    matched_hidden,
+    matched_transformer,
+    share,
+)
+from tokenformer_vit.experiments.questions import (
+    Backbone,
+    Change,
+    Question,
+    TextShape,
+    Variant,
+    arguments,
+)
 
 FIRST, SECOND = "gutenberg", "newstest_en"
 START = 1 / 2  # of the pairs
@@ -81,6 +93,6 @@ QUESTION = Question(
 )
 
 if __name__ == "__main__":
-    from sweep import main
+    from tokenformer_vit.experiments.sweep import main
 
     main(QUESTION)

@@ -3,9 +3,15 @@
 python ablations/lm_growth.py --config configs/lm_shakespeare.py --seeds 3
 """
 
-from fields import LANGUAGE
-from language_variants import grown, lasting, matched_transformer, share, widened
-from questions import Question, Variant
+from tokenformer_vit.experiments.fields import LANGUAGE
+from tokenformer_vit.experiments.language_variants import (
+    grown,
+    lasting,
+    matched_transformer,
+    share,
+    widened,
+)
+from tokenformer_vit.experiments.questions import Question, Variant
 
 SHARES = (1 / 8, 1 / 4, 1 / 2, 1)
 
@@ -75,6 +81,6 @@ QUESTION = Question(
 )
 
 if __name__ == "__main__":
-    from sweep import main
+    from tokenformer_vit.experiments.sweep import main
 
     main(QUESTION)

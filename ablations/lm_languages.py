@@ -8,9 +8,9 @@ The texts are the folders newstest_en, _fr and _es in data/, or in another that 
 from collections.abc import Iterator
 from typing import Any
 
-from fields import LANGUAGE
-from language_variants import sizes
-from questions import Backbone, Change, Question, TextShape, Variant
+from tokenformer_vit.experiments.fields import LANGUAGE
+from tokenformer_vit.experiments.language_variants import sizes
+from tokenformer_vit.experiments.questions import Backbone, Change, Question, TextShape, Variant
 
 TEXTS = {"newstest_en": "English", "newstest_fr": "French", "newstest_es": "Spanish"}
 
@@ -82,6 +82,6 @@ QUESTION = Question(
 )
 
 if __name__ == "__main__":
-    from sweep import main
+    from tokenformer_vit.experiments.sweep import main
 
     main(QUESTION)

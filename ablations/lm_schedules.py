@@ -3,9 +3,9 @@
 python ablations/lm_schedules.py --config configs/lm_shakespeare.py --seeds 3
 """
 
-from fields import LANGUAGE
-from language_variants import grown, share
-from questions import Question, Variant
+from tokenformer_vit.experiments.fields import LANGUAGE
+from tokenformer_vit.experiments.language_variants import grown, share
+from tokenformer_vit.experiments.questions import Question, Variant
 
 
 def stages(number: int) -> list[float]:
@@ -48,6 +48,6 @@ QUESTION = Question(
 )
 
 if __name__ == "__main__":
-    from sweep import main
+    from tokenformer_vit.experiments.sweep import main
 
     main(QUESTION)

@@ -3,9 +3,9 @@
 python ablations/lm_transformer.py --config configs/lm_shakespeare.py --seeds 3
 """
 
-from fields import LANGUAGE
-from language_variants import pairs_by_width, transformer
-from questions import Question, Variant
+from tokenformer_vit.experiments.fields import LANGUAGE
+from tokenformer_vit.experiments.language_variants import pairs_by_width, transformer
+from tokenformer_vit.experiments.questions import Question, Variant
 
 QUESTION = Question(
     name="lm_transformer",
@@ -47,6 +47,6 @@ QUESTION = Question(
 )
 
 if __name__ == "__main__":
-    from sweep import main
+    from tokenformer_vit.experiments.sweep import main
 
     main(QUESTION)

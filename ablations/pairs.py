@@ -3,7 +3,7 @@
 python ablations/pairs.py --config configs/cifar10_tiny.py --seeds 3
 """
 
-from questions import Question, Variant, attention_share
+from tokenformer_vit.experiments.questions import Question, Variant, attention_share
 
 QUESTION = Question(
     name="pairs",
@@ -22,6 +22,6 @@ QUESTION = Question(
 )
 
 if __name__ == "__main__":
-    from sweep import main
+    from tokenformer_vit.experiments.sweep import main
 
     main(QUESTION)

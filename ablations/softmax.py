@@ -3,7 +3,7 @@
 python ablations/softmax.py --config configs/cifar10_tiny.py --seeds 3
 """
 
-from questions import Question, Variant, arguments, matched_vit
+from tokenformer_vit.experiments.questions import Question, Variant, arguments, matched_vit
 
 QUESTION = Question(
     name="softmax",
@@ -25,6 +25,6 @@ QUESTION = Question(
 )
 
 if __name__ == "__main__":
-    from sweep import main
+    from tokenformer_vit.experiments.sweep import main
 
     main(QUESTION)

@@ -7,9 +7,17 @@ python ablations/tuning.py --config configs/tuning_imagenette.py --seeds 3
 from pathlib import Path
 from typing import Any
 
-from questions import Backbone, Change, Outside, Question, Shape, Variant, arguments, matched_vit
-
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.experiments.questions import (
+    Backbone,
+    Change,
+    Outside,
+    Question,
+    Shape,
+    Variant,
+    arguments,
+    matched_vit,
+)
 
 RANKS = {"small": 4, "large": 16}
 FULL_LR = 1e-3  # the config's rate is meant for few parameters
@@ -122,6 +130,6 @@ QUESTION = Question(
 )
 
 if __name__ == "__main__":
-    from sweep import main
+    from tokenformer_vit.experiments.sweep import main
 
     main(QUESTION)

@@ -22,7 +22,7 @@ from timm.data import create_transform
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tokenformer_vit.integrations.config import load_config
+from tokenformer_vit.training.config import load_config
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 ALL_NAMES = sorted(path.stem for path in CONFIGS.glob("*.py"))

@@ -4,7 +4,6 @@ Each test draws a few examples; ``make fuzz`` draws thousands. ``--hypothesis-se
 """
 
 import copy
-import importlib.util
 import io
 import itertools
 import json
@@ -14,6 +13,7 @@ import sys
 import time
 import zipfile
 from contextlib import redirect_stderr, redirect_stdout
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -58,10 +58,7 @@ class Command:
 
     def __init__(self, name: str, seconds: int = SECONDS) -> None:
         self._seconds = seconds
-        path = ROOT / "tools" / f"{name}.py"
-        spec = importlib.util.spec_from_file_location(f"fuzzed_{name}", path)
-        self._tool = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(self._tool)
+        self._tool = import_module(f"tokenformer_vit.cli.{name}")
         self._name = name
 
     def __call__(self, *words: object) -> tuple[int, str, str]:
@@ -484,7 +481,7 @@ def few_images(tmp_path_factory):
 
 def test_options_of_training(tmp_path, few_images):
     """What passes the checks trains an epoch of four images; the rest is one line, and no run."""
-    from tokenformer_vit.integrations.config import load_config
+    from tokenformer_vit.training.config import load_config
 
     config = tmp_path / "small.py"
     config.write_text(SMALL)

@@ -13,10 +13,10 @@ from mmengine.optim import build_optim_wrapper
 from mmengine.registry import HOOKS, LOOPS, DefaultScope
 from mmpretrain.registry import DATA_SAMPLERS, DATASETS, METRICS, MODELS
 
-from tokenformer_vit.integrations.config import load_config
-from tokenformer_vit.integrations.schedule import check_schedule
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.models import lm_config
+from tokenformer_vit.training.config import load_config
+from tokenformer_vit.training.schedule import check_schedule
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("lm_*.py"))

@@ -1,4 +1,4 @@
-"""Ctrl-C from a command's first moment on; imported before anything that takes time to import.
+"""What a command sets before anything that takes time to import; imported first.
 
 Importing PyTorch takes seconds. In a program of other people's, an interrupt there has its usual
 traceback. In this project's own commands it ends the process in one line.
@@ -30,10 +30,14 @@ def _leave(number: int, frame: FrameType | None) -> None:
 def _is_command() -> bool:
     """Tell whether the running program is one of this project's."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
-    if file is None:
-        return False
-    return Path(file).resolve().parent in (_ROOT / "tools", _ROOT / "ablations")
+    if file is None:  # `python -m`, which imports the package first
+        return sys.argv[:1] == ["-m"] and "tokenformer_vit" in sys.orig_argv
+    path = Path(file).resolve()
+    return path.stem == "tokenformer-vit" or path.parent in (_ROOT / "tools", _ROOT / "ablations")
 
 
 if _is_command():
     leave_on_interrupt()
+    # OpenMP's threads spin while they wait. Where data loading workers share the cores, as on a
+    # CPU, that costs more time than the training itself. PyTorch reads this when it is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -4,7 +4,7 @@
 _base_ = "runtime.py"
 
 custom_imports = dict(
-    imports=["tokenformer_vit.integrations", "tokenformer_vit.integrations.language"],
+    imports=["tokenformer_vit.training", "tokenformer_vit.training.language"],
     allow_failed_imports=False,
 )
 

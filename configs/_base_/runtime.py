@@ -1,5 +1,5 @@
 # Logging, checkpoints, seeds and processes: the same for every run.
-custom_imports = dict(imports=["tokenformer_vit.integrations"], allow_failed_imports=False)
+custom_imports = dict(imports=["tokenformer_vit.training"], allow_failed_imports=False)
 default_scope = "mmpretrain"
 
 default_hooks = dict(

@@ -9,10 +9,10 @@ from mmengine.config import Config
 from mmpretrain.datasets import CustomDataset
 from PIL import Image
 
-from tokenformer_vit.compression import labelled_images, sample_images
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.integrations.config import check_data_folders
-from tokenformer_vit.preparation import check
+from tokenformer_vit.training.config import check_data_folders
+from tokenformer_vit.vision.compression import labelled_images, sample_images
+from tokenformer_vit.vision.folders import check
 from tokenformer_vit.vision.images import IMAGE_SUFFIXES, find_images, scan_images
 
 NAMES = [f"{index:02}{suffix}" for index, suffix in enumerate(IMAGE_SUFFIXES)]

@@ -14,9 +14,9 @@ from PIL import Image
 from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.integrations import LoadImage
 from tokenformer_vit.models.description import check_data_config
-from tokenformer_vit.preparation import check
+from tokenformer_vit.training import LoadImage
+from tokenformer_vit.vision.folders import check
 from tokenformer_vit.vision.images import IMAGE_SUFFIXES, read_image, read_images
 
 ORIENTATION = 0x0112

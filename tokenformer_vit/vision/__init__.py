@@ -1,1 +1,1 @@
-"""What is done with a vision model besides training it: so far, reading its images."""
+"""What is done with a vision model besides training, and the images it reads."""

@@ -1,0 +1,295 @@
+"""The accuracies of a compression are those of its models run by hand, on images kept apart."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from timm.data import create_transform
+
+import tokenformer_vit  # noqa: F401
+from tokenformer_vit.cli import compress
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.growth.prune import measure_usage, prune
+from tokenformer_vit.growth.sparse import top_k
+from tokenformer_vit.models.checkpoints import save_model
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools" / "compress.py"
+SHAPE = {"depth": 2, "img_size": 32, "patch_size": 8, "embed_dim": 32, "num_heads": 2}
+CLASSES = ["ant", "[bold]bee", "cat"]
+FOLDERS = sorted(CLASSES)
+
+
+def build(num_classes=3):
+    model = timm.create_model("tokenformer_tiny", num_classes=num_classes, **SHAPE).eval()
+    torch.nn.init.normal_(model.head.weight)  # timm's is nearly 0: every image would look alike
+    return model
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return build()
+
+
+@pytest.fixture(scope="module")
+def exported(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exported")
+    save_model(model, folder, FOLDERS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Ten images to measure on and eleven to test with, of three classes."""
+    root = tmp_path_factory.mktemp("data")
+    rng = np.random.default_rng(0)
+    for split, counts in (("train", (4, 3, 3)), ("val", (5, 4, 2))):
+        for name, count in zip(FOLDERS, counts, strict=True):
+            (root / split / name).mkdir(parents=True)
+            for index in range(count):
+                noise = rng.integers(0, 255, (40, 50, 3), dtype=np.uint8)
+                noise[:, :, index % 3] //= 4
+                Image.fromarray(noise).save(root / split / name / f"{index}.png")
+    return root
+
+
+def run(*arguments):
+    compress.main([str(argument) for argument in arguments])
+
+
+def failure(*arguments):
+    with pytest.raises(InputError) as error:
+        run(*arguments)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def images_in(folder):
+    transform = create_transform((3, 32, 32), crop_pct=0.875, interpolation="bicubic")
+    paths = sorted(folder.glob("*/*.png"))
+    images = torch.stack([transform(Image.open(path).convert("RGB")) for path in paths])
+    return images, torch.tensor([FOLDERS.index(path.parent.name) for path in paths])
+
+
+@torch.no_grad()
+def correct_by_hand(model, data):
+    images, labels = images_in(data / "val")
+    return int((model(images).argmax(-1) == labels).sum())
+
+
+def test_record_agrees_with_models_compressed_by_hand(model, exported, data, tmp_path, capsys):
+    arguments = ["--keep", 0.5, 1, 0.25, "--batch-size", 4, "--save", "--out", tmp_path]
+    run(exported, data, "--method", "prune", "top-k", "random", *arguments)
+    record = json.loads((tmp_path / "compression.json").read_text())
+    assert record["images"] == 11
+    assert record["measured_images"] == 10
+    assert record["measured_on"] == str(data / "train")
+    assert record["data"] == str(data / "val")
+    assert {"commit", "date", "hardware", "versions", "command"} <= record.keys()
+    points = {(point["method"], point["keep"]): point for point in record["points"]}
+    assert list(points) == [
+        ("dense", 1),
+        *(("prune", 0.5), ("prune", 0.25)),
+        *(("top-k", 0.5), ("top-k", 0.25)),
+        *(("random", 0.5), ("random", 0.25)),
+    ]
+    assert points["dense", 1]["correct"] == correct_by_hand(model, data)
+    assert points["dense", 1]["top1"] == pytest.approx(100 * correct_by_hand(model, data) / 11)
+
+    usage = measure_usage(model, [images_in(data / "train")[0]])
+    for keep in (0.5, 0.25):
+        numbers = [round(keep * pairs) for pairs in (32, 32, 128)]
+        pairs = dict(zip(("qkv", "proj", "ffn"), numbers, strict=True))
+        saved = timm.create_model(f"local-dir:{tmp_path}/prune_{keep}", pretrained=True).eval()
+        by_hand = build()
+        by_hand.load_state_dict(model.state_dict())
+        prune(by_hand, usage, *numbers)
+        images = images_in(data / "val")[0]
+        torch.testing.assert_close(saved(images), by_hand(images))
+        assert points["prune", keep]["correct"] == correct_by_hand(saved, data)
+        assert saved.pretrained_cfg["label_names"] == FOLDERS
+        parameters = sum(parameter.numel() for parameter in saved.parameters())
+        for method in ("prune", "random"):
+            assert points[method, keep]["parameters"] == parameters
+        assert points["top-k", keep]["parameters"] == points["dense", 1]["parameters"]
+        with top_k(model, **pairs):
+            assert points["top-k", keep]["correct"] == correct_by_hand(model, data)
+
+        # Of 17 tokens: 2 FLOPs for each entry of the keys, and as many for one of the values.
+        gone = 3 * (32 - numbers[0]) + (32 - numbers[1]) + (128 - numbers[2])
+        dense = points["dense", 1]["flops_per_image"]
+        for method, sides in (("prune", 2), ("random", 2), ("top-k", 1)):
+            assert points[method, keep]["pairs"] == pairs
+            saved_flops = dense - points[method, keep]["flops_per_image"]
+            assert saved_flops == 2 * 17 * sides * 2 * gone * 32
+
+    out = capsys.readouterr().out
+    assert out.count("prune") == 2 + 2  # rows of the table, folders
+    assert "[bold]" not in out
+    with Image.open(tmp_path / "compression.png") as image:
+        image.load()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("compression.json", "compression.png", "prune_0.5", "prune_0.25")
+    }
+
+
+def test_kinds_that_are_not_named_stay_whole(exported, data, tmp_path):
+    run(exported, data, "--kinds", "ffn", "--keep", 0.5, "--out", tmp_path, "--seed", 3)
+    record = json.loads((tmp_path / "compression.json").read_text())
+    assert record["kinds"] == ["ffn"]
+    assert [point["pairs"] for point in record["points"][1:]] == 2 * [
+        {"qkv": 32, "proj": 32, "ffn": 64}
+    ]
+
+
+def test_top_k_alone_needs_no_training_images(exported, data, tmp_path):
+    (tmp_path / "val").symlink_to(data / "val")
+    checkpoint = exported / "model.safetensors"
+    out = tmp_path / "deep" / "out"
+    run(checkpoint, tmp_path, "--method", "top-k", "--keep", 0.01, "--out", out)
+    record = json.loads((out / "compression.json").read_text())
+    assert record["measured_on"] is None
+    assert record["points"][1]["pairs"] == {"qkv": 1, "proj": 1, "ffn": 1}
+
+
+def test_results_lie_beside_the_checkpoint(exported, data):
+    run(exported / "model.safetensors", data, "--method", "top-k", "--keep", 0.5)
+    assert (exported / "compression" / "compression.json").is_file()
+
+
+@pytest.mark.parametrize("measured", ["val", "", "val/ant"])
+def test_usage_is_not_measured_on_the_images_of_the_accuracy(measured, exported, data, tmp_path):
+    message = failure(exported, data, "--measure-on", data / measured, "--out", tmp_path)
+    assert "overlap" in message
+    assert "--measure-on" in message
+
+
+def test_a_sample_of_training_images(exported, data, tmp_path, seed):
+    arguments = ["--measure-images", 4, "--keep", 0.5, "--seed", seed]
+    for name in ("a", "b"):
+        run(exported, data, *arguments, "--out", tmp_path / name)
+    records = [json.loads((tmp_path / name / "compression.json").read_text()) for name in "ab"]
+    assert records[0]["measured_images"] == 4
+    assert records[0]["points"] == records[1]["points"]
+
+
+def test_another_number_of_classes(data, tmp_path):
+    save_model(build(num_classes=5), tmp_path / "five")
+    message = failure(tmp_path / "five", data)
+    assert f"{data / 'val'} has 3 class folders" in message
+    assert "5 classes" in message
+
+
+def test_missing_folders(exported, data, tmp_path):
+    assert f"there is no folder {tmp_path / 'val'} that holds" in failure(exported, tmp_path)
+    (tmp_path / "val").symlink_to(data / "val")
+    assert str(tmp_path / "train") in failure(exported, tmp_path)
+    (tmp_path / "val").unlink()
+    for name in FOLDERS:
+        (tmp_path / "val" / name).mkdir(parents=True)
+    assert "no images in 3 class folders" in failure(exported, tmp_path)
+
+
+def test_missing_checkpoint_and_model(exported, data, tmp_path):
+    assert str(tmp_path / "x.pth") in failure(tmp_path / "x.pth", data)
+    save_model(timm.create_model("vit_tiny_patch16_224", num_classes=3, **SHAPE), tmp_path / "vit")
+    assert "no Pattention layer" in failure(tmp_path / "vit", data)
+
+
+def test_folder_that_cannot_be_made(exported, data, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):  # run_tool() names the file and the reason
+        run(exported, data, "--out", tmp_path / "file" / "out")
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_an_image_that_cannot_be_read(split, exported, data, tmp_path):
+    for each in ("train", "val"):
+        for name in FOLDERS:
+            (tmp_path / each / name).mkdir(parents=True)
+            for path in (data / each / name).iterdir():
+                (tmp_path / each / name / path.name).symlink_to(path)
+    cut = tmp_path / split / "cat" / "cut.png"
+    cut.write_bytes((data / "val" / "cat" / "0.png").read_bytes()[:900])
+    assert f"cannot read image {cut}: " in failure(exported, tmp_path, "--out", tmp_path / "out")
+    assert not (tmp_path / "out" / "compression.json").exists()
+
+
+@pytest.mark.parametrize("methods", [["prune"], ["top-k"]])
+def test_diverged_weights_are_not_given_an_accuracy(methods, model, data, tmp_path):
+    diverged = build()
+    diverged.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        diverged.head.weight[0] = torch.finfo().max  # finite, as the reader of weights demands
+    save_model(diverged, tmp_path / "run")
+    assert "output is not finite" in failure(tmp_path / "run", data, "--method", *methods)
+
+
+@pytest.mark.parametrize("keep", ["0", "1.5", "half", "nan"])
+def test_shares_that_cannot_be(keep, exported, data, capsys):
+    with pytest.raises(SystemExit):
+        run(exported, data, "--keep", keep)
+    assert "is not a share above 0 and at most 1" in capsys.readouterr().err
+
+
+def start(*arguments):
+    return subprocess.Popen(
+        [sys.executable, str(TOOL), *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_it_in_one_line(exported, data, tmp_path):
+    for split in ("train", "val"):
+        for name in FOLDERS:
+            (tmp_path / split / name).mkdir(parents=True)
+            for index in range(3000):  # enough to be interrupted at
+                link = tmp_path / split / name / f"{index}.png"
+                link.symlink_to(data / "val" / name / "0.png")
+    process = start(exported, tmp_path, "--out", tmp_path / "out", "--measure-images", 9000)
+    while not process.stderr.read(1):  # it says what it is about to do
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert out == ""
+    assert "Traceback" not in err
+    assert err.splitlines()[-1].startswith("interrupted")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_the_name_of_the_data_is_no_markup(exported, data, tmp_path, capsys):
+    root = tmp_path / "[red]a\x1b[/nothing]"
+    root.parent.mkdir()
+    root.symlink_to(data)
+    run(exported, root, "--method", "top-k", "--keep", 0.5, "--out", tmp_path / "out")
+    out = "".join(capsys.readouterr().out.split())
+    assert r"[red]a\x1b[/nothing]/val" in out
+    assert json.loads((tmp_path / "out/compression.json").read_text())["data"] == f"{root}/val"
+
+
+def test_real_images(shared_data, tmp_path):
+    classes = sorted(shared_data("imagenet_samples/val").iterdir())[:24]
+    for split, folders in (("train", classes[:12]), ("val", classes[12:])):
+        (tmp_path / split).mkdir()
+        for folder in folders:
+            (tmp_path / split / folder.name).symlink_to(folder.resolve())
+    save_model(build(num_classes=12), tmp_path / "run")
+    run(tmp_path / "run", tmp_path, "--method", "prune", "top-k", "--out", tmp_path / "out")
+    record = json.loads((tmp_path / "out" / "compression.json").read_text())
+    assert record["images"] == record["measured_images"] == 12
+    assert len(record["points"]) == 7

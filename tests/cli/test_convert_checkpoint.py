@@ -1,0 +1,94 @@
+"""tools/convert_checkpoint.py as a user starts it."""
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM
+
+from tokenformer_vit.cli import convert_checkpoint as command
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.language import to_released
+from tokenformer_vit.models import LMConfig, TokenFormerLM
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*arguments):
+    command.main([str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def source(tmp_path):
+    config = LMConfig(vocab_size=61, embed_dim=16, depth=2, num_heads=2)
+    path = tmp_path / "model.bin"
+    torch.save(to_released(TokenFormerLM(config)), path)
+    return path
+
+
+def test_a_released_file_becomes_a_folder_and_the_same_file_again(source, tmp_path, capsys):
+    folder, back = tmp_path / "deep" / "folder", tmp_path / "back.bin"
+    run(source, folder, "--num-heads", 2, "--context-length", 64)
+    assert "2 blocks, width 16, 2 heads, 16 / 64 pairs: 9,200 parameters of float32" in (
+        capsys.readouterr().out
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.context_length == 64
+    assert model.model.blocks[0].mlp.eps == 0
+    assert model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2).shape == (1, 5)
+
+    run(folder, back, "--to-released")
+    before, after = (torch.load(path, weights_only=True) for path in (source, back))
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert [path.name for path in folder.parent.iterdir()] == ["folder"]
+    with pytest.raises(InputError, match="is there already"):
+        run(source, folder)
+
+
+def test_what_does_not_fit_leaves_nothing(source, tmp_path):
+    with pytest.raises(InputError, match="say its number of heads"):
+        run(source, tmp_path / "out")
+    with pytest.raises(InputError, match=r"there is no .*config\.json"):
+        run(tmp_path, tmp_path / "out", "--to-released")
+    words = {str(number): number for number in range(70)}
+    Tokenizer(WordLevel(words, "0")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(InputError, match="has 70 entries"):
+        run(source, tmp_path / "out", "--num-heads", 2, "--tokenizer", tmp_path / "tokenizer.json")
+    with pytest.raises(InputError, match="eps must be 0 or positive, but it is nan"):
+        run(source, tmp_path / "out", "--num-heads", 2, "--eps", "nan")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.bin", "tokenizer.json"]
+
+
+def test_damaged_weights_are_not_converted(source, tmp_path):
+    whole = source.read_bytes()
+    data = bytearray(whole)
+    data[len(data) // 2] ^= 1
+    source.write_bytes(data)
+    with pytest.raises(InputError, match=r"model\.bin is damaged: the checksum"):
+        run(source, tmp_path / "out", "--num-heads", 2)
+    tensors = torch.load(io.BytesIO(whole), weights_only=True)
+    tensors["sequential.2.mlp.key_param_tokens"][0, 0] = float("nan")
+    torch.save(tensors, source)
+    with pytest.raises(InputError, match=r"mlp\.key_param_tokens holds NaN"):
+        run(source, tmp_path / "out", "--num-heads", 2)
+    tensors["sequential.2.mlp.key_param_tokens"] = torch.zeros(1, 1).expand(10**12, 16)
+    torch.save(tensors, source)
+    with pytest.raises(InputError, match=r"repeats few values as \(1000000000000, 16\)"):
+        run(source, tmp_path / "out", "--num-heads", 2)
+
+
+def test_a_converted_folder_carries_the_hash_of_its_weights(source, tmp_path):
+    run(source, tmp_path / "folder", "--num-heads", 2)
+    file = tmp_path / "folder" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(InputError, match=r"model\.safetensors is damaged"):
+        run(tmp_path / "folder", tmp_path / "back.bin", "--to-released")
+    assert not (tmp_path / "back.bin").exists()

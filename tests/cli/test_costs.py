@@ -1,0 +1,223 @@
+"""The tool prints what the package counts; bad input ends in one line."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+from matplotlib.figure import Figure
+from timm.models import save_for_hf
+
+from tokenformer_vit.benchmarking.costs import PARTS, model_costs, total
+from tokenformer_vit.cli import costs
+from tokenformer_vit.command_line import run_tool
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.growth import grow
+from tokenformer_vit.models import lm_config
+from tokenformer_vit.models.checkpoints import load_model
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools" / "costs.py"
+SMALL = {"depth": 2, "embed_dim": 24, "num_heads": 3, "img_size": 32, "patch_size": 8}
+WORDS = [f"{key}={value}" for key, value in SMALL.items()]
+TINY = ["--model", "tokenformer_tiny", "--model-kwargs", *WORDS]
+TINY += ["--against", "vit_tiny_patch16_224", "--against-kwargs", *WORDS]
+
+
+def failure(capsys, *arguments):
+    """Run, and return the one line on stderr that it must end with."""
+    with pytest.raises(SystemExit) as exit_:
+        run_tool(lambda: costs.main([str(argument) for argument in arguments]))
+    assert exit_.value.code == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_json_is_what_the_package_counts(capsys):
+    costs.main([*TINY, "num_classes=0", "--tokens", "50", "--json"])
+    records = json.loads(capsys.readouterr().out)
+    for record, name, more in zip(
+        records,
+        ("tokenformer_tiny", "vit_tiny_patch16_224"),
+        ({}, {"num_classes": 0}),
+        strict=True,
+    ):
+        model = timm.create_model(name, **SMALL, **more)
+        assert record.pop("model") == name
+        whole = record.pop("total")
+        assert whole["parameters"] == sum(p.numel() for p in model.parameters())
+        assert list(record) == list(PARTS)
+        for part, cost in model_costs(model, 50).items():
+            assert record[part] == {
+                "parameters": cost.parameters,
+                "forward_flops": cost.forward_flops,
+                "training_flops": 3 * cost.forward_flops,
+            }
+        for key, value in whole.items():
+            assert value == sum(counts[key] for counts in record.values())
+
+
+def test_table_of_the_real_command():
+    done = subprocess.run(
+        [sys.executable, TOOL, "--against", "vit_base_patch16_224"],
+        env={**os.environ, "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
+    title = " ".join(done.stdout.partition("┏")[0].split())
+    assert title.endswith("tokenformer_base (left) and vit_base_patch16_224 (right)")
+    for label in PARTS.values():  # none is wrapped
+        assert f"│ {label} " in done.stdout
+    _, ours, our_flops, theirs, their_flops = done.stdout.splitlines()[-2].split("│")[1:-1]
+    assert (ours.strip(), theirs.strip()) == ("114,759,400", "86,567,656")
+    # Training takes three forwards, and a multiplication with an addition is two FLOPs.
+    assert round(float(our_flops) / 6, 2) == 23.14
+    assert round(float(their_flops) / 6, 2) == 17.56
+
+
+def test_the_default_comparison_is_of_equal_width_depth_and_weights(capsys):
+    costs.main([*TINY[:2], "--model-kwargs", *WORDS, "num_ffn_param_tokens=97", "--json"])
+    ours, theirs = json.loads(capsys.readouterr().out)
+    hidden = 4 * 24 + 97 - 2 * 24
+    assert theirs["model"] == f"ViT, {hidden} hidden"
+    parts = ("qkv", "output", "feed_forward")
+    flops = [sum(each[part]["forward_flops"] for part in parts) for each in (ours, theirs)]
+    assert flops[0] == flops[1]  # of the weights, without biases
+    for part in ("embedding", "token_token", "head"):
+        assert ours[part] == theirs[part]
+
+
+def test_the_number_of_classes_is_an_argument_of_a_model(capsys):
+    costs.main([*TINY[:2], "--model-kwargs", *WORDS, "num_classes=7", "--json"])
+    for record in json.loads(capsys.readouterr().out):
+        assert record["head"]["parameters"] == 7 * 24 + 7
+
+
+def test_exported_model_with_other_pairs(tmp_path, capsys):
+    model = timm.create_model("tokenformer_tiny", **SMALL, num_ffn_param_tokens=75)
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    capsys.readouterr()
+    costs.main(["--model", f"local-dir:{tmp_path}", "--json"])
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    record = json.loads(captured.out)[0]
+    assert record["feed_forward"]["parameters"] == 2 * 2 * 24 * 75
+
+
+def test_language_models(tmp_path, capsys):
+    language = pytest.importorskip("tokenformer_vit.language", exc_type=InputError)
+    costs.main(["--lm", "150m", "--tokens", "7", "--json"])
+    ours, theirs = json.loads(capsys.readouterr().out)
+    assert (ours["model"], theirs["model"]) == ("150m", "Transformer, 4608 hidden")
+    assert ours["total"]["parameters"] == 151_881_216
+    for part in ("qkv", "output", "feed_forward"):  # together as many weights, biases apart
+        ours["weights"] = ours.get("weights", 0) + ours[part]["forward_flops"]
+        theirs["weights"] = theirs.get("weights", 0) + theirs[part]["forward_flops"]
+    assert ours["weights"] == theirs["weights"] == 2 * 7 * 12 * 2 * 768 * 8 * 768
+
+    config = language.TokenFormerConfig(**lm_config("tiny", depth=1, vocab_size=61).__dict__)
+    model = language.TokenFormerForCausalLM(config)
+    grow(model, num_ffn_param_tokens=600)
+    model.save_pretrained(tmp_path)
+    capsys.readouterr()
+    costs.main(["--lm", str(tmp_path), "--json"])
+    (ours, _) = json.loads(capsys.readouterr().out)
+    assert ours["feed_forward"]["parameters"] == 2 * 128 * 600
+    costs.main(["--lm", "tiny"])
+    assert "to train on a sequence: tiny (left)" in " ".join(capsys.readouterr().out.split())
+    assert "there is no folder 15m, nor a preset" in failure(capsys, "--lm", "15m")
+
+
+def test_every_tool_takes_the_number_of_classes_from_either_place():
+    for given in ((7,), (None,)):  # of --num-classes; else of --model-kwargs
+        more = {} if given[0] else {"num_classes": 7}
+        assert load_model("tokenformer_tiny", None, *given, **SMALL, **more).num_classes == 7
+    with pytest.raises(InputError, match=r"num_classes is 7 among .* and 3 elsewhere"):
+        load_model("tokenformer_tiny", None, 3, **SMALL, num_classes=7)
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """List the figures that are saved."""
+    saved, save = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *args, **kw: (saved.append(self), save(self, *args, **kw))
+    )
+    return saved
+
+
+def test_plot_is_of_the_models_that_are_named(tmp_path, capsys, figures):
+    path = tmp_path / "lengths.png"
+    costs.main([*TINY, "--json", "--plot", str(path)])
+    captured = capsys.readouterr()
+    ours, theirs = json.loads(captured.out)
+    assert captured.err == f"chart: {path}, of tokenformer_tiny, vit_tiny_patch16_224\n"
+    assert path.read_bytes().startswith(b"\x89PNG")
+    for axes in figures[0].axes:
+        for line, record in zip(axes.lines, (ours, theirs), strict=True):
+            millions = record["total"]["parameters"] / 1e6
+            assert line.get_label() == f"{record['model']}, {millions:.1f}M"
+    model = timm.create_model("tokenformer_tiny", **SMALL)
+    lengths, values = figures[0].axes[0].lines[0].get_data()
+    for length, value in list(zip(lengths, values, strict=True))[::20]:
+        assert value == total(model_costs(model, length)).training_flops / length / 1e9
+
+
+def test_plot_of_language_models_and_of_the_paper(tmp_path, capsys, figures):
+    pytest.importorskip("tokenformer_vit.language", exc_type=InputError)
+    path = str(tmp_path / "lengths.png")
+    costs.main(["--lm", "tiny", "--plot", path])
+    assert [line.get_label()[:5] for line in figures[0].axes[0].lines] == ["tiny,", "Trans"]
+    costs.main(["--plot", path])
+    assert len(figures[1].axes[0].lines) == 8
+    assert "of the paper's growing language models" in capsys.readouterr().err
+
+
+def test_plot_that_cannot_be_written(tmp_path, capsys):
+    path = tmp_path / "nowhere" / "lengths.png"
+    assert str(path) in failure(capsys, *TINY, "--plot", path)
+    assert str(tmp_path) in failure(capsys, *TINY, "--plot", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "tokenformer_bsae"], "'tokenformer_bsae'; did you mean tokenformer_base"),
+        (["--against", "vit_bas_patch16_224"], "did you mean vit_base_patch16_224"),
+        (["--against", "resnet18"], "ResNet is neither"),
+        (["--model", "local-dir:nowhere"], "nowhere"),
+        ([*TINY[:2], "--model-kwargs", "imgsize=32"], "imgsize"),
+        ([*TINY[:2], "--tokens", "1"], "leave none for patches"),
+        (["--model", "vit_tiny_patch16_224"], "no TokenFormer: name what it is compared with by"),
+        (
+            [*TINY[:2], "--model-kwargs", "num_ffn_param_tokens=1", "num_qkv_param_tokens=1"],
+            "width",
+        ),
+        ([*TINY[:2], "--model-kwargs", "num_classes=x"], "num_classes is 'x'"),
+        ([*TINY[:2], "--model-kwargs", "model_name=x"], "model_name"),
+    ],
+)
+def test_bad_input(arguments, said, capsys):
+    assert said in failure(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model-kwargs", "depth"], "KEY=VALUE"),
+        (["--lm", "tiny", "--model", "tokenformer_tiny"], "--lm is instead of --model"),
+        (["--against-kwargs", "depth=1"], "--against-kwargs needs --against"),
+    ],
+)
+def test_slips_on_the_command_line(arguments, said, capsys):
+    with pytest.raises(SystemExit):
+        costs.main(arguments)
+    assert said in capsys.readouterr().err.splitlines()[-1]

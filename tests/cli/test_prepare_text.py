@@ -1,0 +1,429 @@
+"""tools/prepare_text.py as a user starts it: from text to a folder of tokens, however often cut."""
+
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
+pytest.importorskip("datasets", reason="pip install tokenformer-vit[language]")
+
+from tokenformer_vit import language
+from tokenformer_vit.cli import prepare_text
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.language import load_tokenizer, preparation, read_text_meta, read_tokens
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*arguments):
+    prepare_text.main([str(argument) for argument in arguments])
+
+
+def tokens(folder, split):
+    rows = read_tokens(folder, split)[:]["input_ids"]
+    return np.concatenate([rows[:1, 0], rows[:, 1:].ravel()])
+
+
+def contents(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """Two files of text and one of rows, 60 kB."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in ("a", "b"):
+        lines = "".join(f"{name} says {number * number} é\n" for number in range(1200))
+        (folder / f"{name}.txt").write_text(lines)
+    rows = (json.dumps({"text": f"row {number} " * 4, "id": number}) for number in range(400))
+    (folder / "c.jsonl").write_text("\n".join(rows))
+    (folder / "notes").write_text("not of a known kind")
+    return folder
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+def test_what_is_written_is_the_text(texts, tmp_path, capsys, tokenizer):
+    how = ("--tokenizer", tokenizer, "--val-share", 0.1, "--context-length", 16)
+    run(texts, tmp_path / "new" / "out", *how)
+    printed = capsys.readouterr().out
+    folder = tmp_path / "new" / "out"
+    meta = read_text_meta(folder)
+    reader = load_tokenizer(folder)
+    assert meta["vocab_size"] == len(reader) <= 300
+    assert meta["end"] == reader.eos_token_id
+    assert meta["splits"]["train"]["documents"] + meta["splits"]["val"]["documents"] == 404
+    size = sum((texts / f"{name}.txt").stat().st_size for name in "ab")
+    size += sum(len(f"row {number} " * 4) for number in range(400))
+    assert size == sum(split["bytes"] for split in meta["splits"].values())
+
+    train = tokens(folder, "train")
+    assert f"train: {meta['splits']['train']['rows']:,} rows of 17 tokens" in printed
+    assert len(train) + meta["splits"]["train"]["left_over"] == meta["splits"]["train"]["tokens"]
+    found = reader.decode(train).split("<|endoftext|>")
+    whole = [(texts / f"{name}.txt").read_text() for name in "ab"]
+    assert whole[0].startswith(found[0])
+    assert whole[1].startswith(found[1])
+    assert whole[0].endswith(reader.decode(tokens(folder, "val")).split("<|endoftext|>")[0])
+    assert found[2].startswith("row ")
+    assert {path.name for path in folder.parent.iterdir()} == {"out"}
+
+    before = contents(folder)
+    run(texts, folder, *how)
+    assert "There already" in capsys.readouterr().out
+    assert contents(folder) == before
+    with pytest.raises(InputError, match=r"something else \(context_length: 16, now 32\)"):
+        run(texts, folder, *how[:-1], 32)
+
+
+def test_an_interruption_changes_nothing(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(preparation, "_BATCH", 3000)
+    how = (texts, "--val-share", 0.1, "--context-length", 16, "--shard-tokens", 5000)
+    run(*how, tmp_path / "whole")
+    assert len(list((tmp_path / "whole").glob("train-*.arrow"))) >= 4
+    assert len(list((tmp_path / "whole").glob("val-*.arrow"))) >= 2
+
+    real = preparation._batch
+    again = []
+
+    def interrupted(pieces):
+        again[-1] += 1
+        if again[-1] == 4:
+            raise KeyboardInterrupt
+        return real(pieces)
+
+    monkeypatch.setattr(preparation, "_batch", interrupted)
+    done = False
+    while not done:
+        again.append(0)
+        assert len(again) < 20
+        try:
+            run(*how, tmp_path / "cut")
+            done = True
+        except KeyboardInterrupt:
+            with pytest.raises(InputError, match="is not finished: run"):
+                read_tokens(tmp_path / "cut", "train")
+            with pytest.raises(InputError, match=r"cut\.partial was made from .*val_share: 0\.1"):
+                run(*how, tmp_path / "cut", "--val-share", 0.2)
+    assert len(again) > 3
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+
+
+def test_nothing_finished_binds_to_nothing(texts, tmp_path):
+    (texts / "b.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(InputError, match=r"b\.txt is not UTF-8 text: byte 3 "):
+        run(texts, tmp_path / "out", "--context-length", 16)
+    run(texts / "a.txt", tmp_path / "out", "--context-length", 8, "--val-share", 0)
+    assert list(read_text_meta(tmp_path / "out")["splits"]) == ["train"]
+
+
+def files_below(folder):
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def write_progress(folder, **changes):
+    begun = {"settings": {}, "position": None, "splits": {}, "files": []}
+    (folder / "progress.json").write_text(json.dumps({**begun, **changes}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: None,
+        write_progress,  # begun, and then used by somebody for something else
+        lambda folder: write_progress(folder, files=["../texts/a.txt"]),
+        lambda folder: write_progress(folder, position={"source": 9, "state": None}),
+        lambda folder: write_progress(folder, position={"source": 10**30, "state": None}),
+        lambda folder: write_progress(folder, splits={"train": {}}),
+        lambda folder: (folder / "progress.json").write_text("[" * 9999),
+        lambda folder: (folder / "progress.json").write_text("{}"),
+    ],
+)
+def test_a_folder_of_somebody_else_is_left_alone(texts, tmp_path, change):
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    (partial / "thesis.txt").write_text("mine")
+    change(partial)
+    with pytest.raises(InputError) as caught:
+        run(texts, tmp_path / "out", "--context-length", 16)
+    assert "out.partial" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert (partial / "thesis.txt").read_text() == "mine"
+    assert (texts / "a.txt").is_file()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_link_in_a_folder_of_somebody_else_is_not_followed(texts, tmp_path):
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    (partial / "sub").symlink_to(texts)
+    (partial / "train-00000.arrow").write_bytes(b"mine")
+    write_progress(partial, files=["sub/a.txt"])
+    with pytest.raises(InputError, match=r"out\.partial is in the way"):
+        run(texts / "b.txt", tmp_path / "out", "--context-length", 16)
+    assert (texts / "a.txt").is_file()
+    assert (partial / "train-00000.arrow").read_bytes() == b"mine"
+
+
+def test_a_link_in_the_way_is_not_followed(texts, tmp_path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "thesis.txt").write_text("mine")
+    (tmp_path / "out.partial").symlink_to("theirs")
+    with pytest.raises(InputError, match=r"out\.partial is in the way"):
+        run(texts, tmp_path / "out", "--context-length", 16)
+    assert files_below(tmp_path / "theirs") == {"thesis.txt": b"mine"}
+
+
+def test_what_a_killed_run_left_is_replaced(texts, tmp_path, monkeypatch):
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(preparation, "_write", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(texts, tmp_path / "out", "--context-length", 16, "--tokenizer", "bpe:300")
+    left = tmp_path / "out.partial"
+    (left / "train-00000.arrow").write_bytes(b"half")
+    assert json.loads((left / "progress.json").read_text())["position"] is None
+    monkeypatch.undo()
+    run(texts, tmp_path / "out", "--context-length", 16, "--val-share", 0.1)
+    assert {path.name for path in tmp_path.iterdir()} == {"texts", "out"}
+    assert read_text_meta(tmp_path / "out")["vocab_size"] == 257
+
+
+def test_what_a_run_left_that_was_killed_at_its_end_is_used(texts, tmp_path, monkeypatch):
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    how = (texts, tmp_path / "out", "--context-length", 16, "--val-share", 0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(*how)
+    left = files_below(tmp_path / "out.partial")
+    with pytest.raises(InputError, match="context_length: 16, now 8"):
+        run(*how, "--context-length", 8)
+    monkeypatch.setattr(preparation, "_write", killed)
+    run(*how)
+    del left["progress.json"]
+    assert contents(tmp_path / "out") == left
+
+
+def in_another_process(work):
+    """Fork, since importing it all takes seconds; a fork does not inherit the lock."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException as error:
+            os.write(writing, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as said:
+        return said.read(), os.waitpid(child, 0)[1]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork")
+def test_two_do_not_write_the_same(texts, tmp_path, monkeypatch):
+    how = (texts, tmp_path / "out", "--context-length", 16, "--val-share", 0.1)
+    first, others = os.getpid(), []
+
+    def sizes(folder):  # a process that reads its own lock file loses the lock
+        return {path.name: path.stat().st_size for path in folder.iterdir()}
+
+    def meanwhile(real):
+        def look(*arguments):
+            if os.getpid() == first:
+                before = sizes(tmp_path / "out.partial")
+                others.append(in_another_process(lambda: run(*how))[0])
+                assert sizes(tmp_path / "out.partial") == before
+            return real(*arguments)
+
+        return look
+
+    monkeypatch.setattr(preparation, "load_tokenizer", meanwhile(preparation.load_tokenizer))
+    monkeypatch.setattr(preparation, "_batch", meanwhile(preparation._batch))
+    run(*how)
+    assert len(others) > 2
+    for other in others:
+        assert other.startswith(f"InputError: {tmp_path / 'out'}.partial is in use by process")
+        assert f" {first} on " in other
+        assert other.endswith("or name another place")
+        assert "\n" not in other
+    monkeypatch.undo()
+    run(*how[:1], tmp_path / "alone", *how[2:])
+    assert contents(tmp_path / "out") == contents(tmp_path / "alone")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork")
+@pytest.mark.parametrize(
+    "place", ["byte_tokenizer", "new_folder", "write_whole", "_write", "_check_rows"]
+)
+def test_the_lock_of_a_killed_run_is_free(texts, tmp_path, monkeypatch, place):
+    module = language if place == "byte_tokenizer" else preparation
+    real = getattr(module, place)
+
+    def killed(*arguments):
+        real(*arguments)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    how = (texts, tmp_path / "out", "--context-length", 16, "--val-share", 0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, place, killed)
+        _, status = in_another_process(lambda: run(*how))
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert (tmp_path / "out.partial" / ".lock").is_file()
+    run(*how)
+    assert {path.name for path in tmp_path.iterdir()} == {"texts", "out"}
+    assert ".lock" not in contents(tmp_path / "out")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have UTF-8 names alone")
+def test_a_name_that_is_not_utf8_is_read(texts, tmp_path):
+    name = tmp_path / "caf\udce9.txt"
+    name.write_bytes((texts / "a.txt").read_bytes())
+    for _ in range(2):
+        run(name, tmp_path / "out", "--context-length", 16, "--val-share", 0.1)
+    assert read_text_meta(tmp_path / "out")["sources"] == [rf"{tmp_path}/caf\udce9.txt"]
+
+
+def test_held_out_files_are_given(texts, tmp_path):
+    how = (
+        "--documents",
+        "line",
+        "--context-length",
+        8,
+        "--val",
+        texts / "b.txt",
+        texts / "c.jsonl",
+    )
+    run(texts / "a.txt", tmp_path / "out", *how)
+    meta = read_text_meta(tmp_path / "out")
+    assert meta["splits"]["train"]["documents"] == 1200
+    assert meta["splits"]["val"]["documents"] == 1600
+    assert tokens(tmp_path / "out", "train")[:13].tolist() == [*"a says 0 é".encode(), 256, 97]
+
+
+def test_training_ends_at_its_limit(texts, tmp_path):
+    how = ("--context-length", 8, "--val-share", 0.1, "--limit-tokens", 1000)
+    run(texts / "c.jsonl", tmp_path / "out", *how)
+    train = read_text_meta(tmp_path / "out")["splits"]["train"]
+    assert 1000 <= train["tokens"] < 1000 + len("row 400 " * 4)
+    assert train["tokens"] == train["bytes"] + train["documents"]
+
+
+def test_rows_of_digits_begin_with_a_line(tmp_path):
+    run(
+        "--reversal",
+        50,
+        tmp_path / "out",
+        "--digits",
+        3,
+        "--context-length",
+        16,
+        "--val-share",
+        0.2,
+    )
+    for split, lines in (("train", 40), ("val", 10)):
+        rows = read_tokens(tmp_path / "out", split)[:]["input_ids"]
+        assert rows.shape == (lines // 2, 17)
+        for line in rows[:, :16].reshape(-1, 8):
+            text = bytes(line.tolist()).decode()
+            assert text == f"{text[:3]}>{text[2::-1]}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nowhere.txt", "out"), "there is no file or folder nowhere.txt"),
+        (("empty", "out"), "empty holds no file of text"),
+        (("empty.txt", "out"), "empty.txt is empty"),
+        (("blank.txt", "out", "--documents", "line"), "the train part has 0 tokens, too few"),
+        (("damaged.parquet", "out"), "damaged.parquet is not a readable parquet file"),
+        (("damaged.jsonl", "out"), "damaged.jsonl cannot be read: line 2 is not JSON"),
+        (("texts/c.jsonl", "out", "--column", "body"), "no column 'body'; .*--column: text, id"),
+        (("texts/c.jsonl", "out", "--column", "id"), "the column 'id' holds int, not text"),
+        (("texts", "out", "--context-length", "9999"), "val part has .* tokens, too few .*10000"),
+        (("texts", "out", "--tokenizer", "no/such/path"), "there is no tokenizer in no/such/path"),
+        (("texts", "out", "--tokenizer", "bpe:9"), "bpe:9 is too small"),
+        (("texts", "out", "--tokenizer", "bpe:0"), "bpe:0 is too small"),
+        (("texts", "out", "--tokenizer", "bpe:999999999"), "bpe:999999999 is too large"),
+        (("texts", "."), r"\. is there already"),
+        (("texts", "out", "--tokenizer", "evil"), "custom code .* is not run"),
+        (("texts", "empty"), "empty is there already, and no folder of tokens"),
+        (
+            ("texts", "out", "--val", "texts/a.txt"),
+            "a.txt is given both as a .*: leave one out",
+        ),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(texts, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    Path("empty.txt").touch()
+    Path("blank.txt").write_text("\n\n")
+    Path("damaged.parquet").write_text("no")
+    Path("evil").mkdir()
+    Path("evil/evil.py").write_text("open('code_ran', 'w').close()")
+    code = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
+    Path("evil/tokenizer_config.json").write_text(json.dumps(code))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
+    Path("damaged.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    with pytest.raises(InputError, match=message) as caught:
+        run(*arguments)
+    assert "\n" not in str(caught.value)
+    assert not Path("out").exists()
+    assert not Path("code_ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("out",), "give SOURCE... OUT"),
+        (("a", "out", "--hub", "b"), "give SOURCE... OUT"),
+        (("a", "--val", "b", "out"), "--val takes all paths behind it"),
+        (("a", "out", "--val-share", "1"), "'1' is not a share"),
+        (("a", "out", "--val-share", "0.1", "--val", "b"), "give one of them"),
+        (("a", "out", "--tokenizer", "bpe:many"), "N of bpe:N is a whole number"),
+        (("a", "out", "--tokenizer", f"bpe:{'9' * 5000}"), "N of bpe:N is a whole number"),
+        (("a", "out", "--context-length", str(2**31)), "at most 2147483646"),
+        (("a", "out", "--limit-tokens", "9" * 400), "not a whole number"),
+        (("out", "--reversal", "9" * 12), "at most 10000000"),
+        (("out", "--reversal", "9", "--context-length", "33"), "give a multiple of 34"),
+        (("out", "--reversal", "9", "--tokenizer", "gpt2"), "--reversal is of bytes"),
+    ],
+)
+def test_what_does_not_go_together(capsys, arguments, message):
+    with pytest.raises(SystemExit, match="2"):
+        run(*arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_without_datasets_it_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError, match="datasets: `pip install"):
+        run(tmp_path, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "entries"), [("gpt2", 50257), ("gpt_neox_20b/tokenizer.json", 50277)]
+)
+def test_published_tokenizers(shared_data, tmp_path, name, entries):
+    source = tmp_path / "input.txt"
+    shutil.copy(shared_data("text/gutenberg_en/blake-poems.txt"), source)
+    how = ("--context-length", 64, "--val-share", 0.1)
+    run(source, tmp_path / "out", *how, "--tokenizer", shared_data(f"tokenizers/{name}"))
+    reader = load_tokenizer(tmp_path / "out")
+    text = source.read_text()
+    train = tokens(tmp_path / "out", "train")
+    assert text.startswith(reader.decode(train))
+    np.testing.assert_array_equal(train, reader(text)["input_ids"][: len(train)])
+    assert read_text_meta(tmp_path / "out")["vocab_size"] == entries

@@ -1,0 +1,38 @@
+"""Digits, a config that trains on them in seconds, and the files of ablations/ as modules."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tokenformer_vit.vision.folders import unpack
+from tokenformer_vit.vision.sources import digits_splits
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "ablations"))  # where `python ablations/NAME.py` finds its siblings
+
+CONFIG = f"""
+_base_ = "{ROOT}/configs/digits_demo.py"
+model = dict(backbone=dict(depth=1))
+train_dataloader = dict(batch_size=32)
+param_scheduler = [
+    dict(type="LinearLR", start_factor=1e-3, by_epoch=True, end=1, convert_to_iter_based=True),
+    dict(type="CosineAnnealingLR", eta_min=1e-5, by_epoch=True, begin=1),
+]
+train_cfg = dict(max_epochs=2, val_interval=1)
+default_hooks = dict(logger=dict(interval=5))
+"""
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("digits")
+    unpack(*digits_splits(), root)
+    return root
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    path = tmp_path / "small.py"
+    path.write_text(CONFIG)
+    return path

@@ -1,0 +1,248 @@
+"""The tables say what the records say."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.experiments import diagnostics_plots, image_models, plans, runs, tables
+from tokenformer_vit.experiments.comparable import read_groups
+from tokenformer_vit.experiments.fields import VISION
+from tokenformer_vit.experiments.questions import Question
+from tokenformer_vit.training.config import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+IMAGES = [question for question in tables.QUESTIONS if question.field is VISION]
+SOFTMAX = IMAGES[0]
+SMALLER = ("small", "medium", "small_long")  # than the largest from start to end
+LAYERS = [f"blocks.{block}.{part}" for block in (0, 1) for part in ("attn.query", "mlp")]
+
+
+def write(root, variant, seed, top1, lr=1e-3, folder="softmax_small", **changes):
+    """Write a record of a sweep, finished or, with ``top1`` an error, not."""
+    record = {
+        "question": "softmax",
+        "variant": variant,
+        "seed": seed,
+        "lr": lr,
+        "config": "configs/small.py",
+        "commit": "abc",
+        "options": {"model": {"backbone": {"theta": variant}}},
+        "settings": {
+            "randomness": {"seed": seed},
+            "model": {"backbone": {"theta": variant, "stem_seed": seed}},
+            "optim_wrapper": {"optimizer": {"lr": lr}},
+        },
+        "hardware": "GPU",
+        "parameters": 1_234_567,
+        "loss": {"iteration": [1, 2, 3], "loss": [2.5, 2.0, None]},
+    }
+    if isinstance(top1, str):
+        record["failed"] = top1
+    else:
+        record |= {"epochs": 2, "train_images": 5000, "images_per_step": 64, "dtype": "float32"}
+        record |= {"seconds": 90.0, "resumed_at_iteration": 0, "final": {"top1": top1}}
+        record |= {"validation": {"epoch": [1, 2], "top1": [top1 - 5, top1]}}
+        record["loss"]["loss"] = [2.5, 2.0, 1.5 + seed]
+        if variant != "vit":
+            record["diagnostics"] = {"epoch": [0, 1, 2], "layers": LAYERS} | {
+                name: [[0.1, 0.2, None, 0.4]] * 3 for name in diagnostics_plots.FIGURES
+            }
+    if variant == "vit":
+        backbone = {"_delete_": True, "model_name": "vit_base_patch16_224", "mlp_ratio": 6.0}
+        record["options"] = {"model": {"backbone": {"mlp_ratio": 6.0}}}
+        record["settings"]["model"]["backbone"] = backbone
+    path = root / "results" / folder / f"{variant}_seed{seed}_{lr}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**record, **changes}))
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch) -> Path:
+    (tmp_path / "results").mkdir()
+    monkeypatch.setattr(tables, "HERE", tmp_path)
+    return tmp_path
+
+
+def rendered(root):
+    text = tables.render(read_groups(tables.QUESTIONS, root / "results"))
+    return text.partition(tables.LANGUAGE_TITLE)[0]
+
+
+def cells(text, label):
+    """Return the cells of all rows of a label, in order."""
+    rows = [line[1:-1].split("|") for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in row] for row in rows if row[0].strip() == label]
+
+
+def test_means_deviations_and_steps(root):
+    exp = {0: 80.1, 1: 79.3, 2: 80.8}
+    gelu = {1: 82.0, 2: 81.4, 3: 83.3}  # of other seeds, too
+    for seed, top1 in exp.items():
+        write(root, "softmax", seed, top1)
+    for seed, top1 in gelu.items():
+        write(root, "gelu_l1", seed, top1)
+    write(root, "gelu_l1", 0, "the loss is nan | at iteration 3" + 100 * "x")
+    write(root, "gelu_l2", 0, 85.0, seconds=30.0)
+    write(root, "gelu_l2", 1, "killed by SIGKILL")
+    write(root, "vit", 0, 70.0, resumed_at_iteration=5)
+    text = rendered(root)
+    assert "([records](results/softmax_small)), commit abc: GPU, float32, 5,000 " in text
+
+    _, row = cells(text, "exp + L1")
+    values = np.array(list(exp.values()))
+    assert row[1:4] == [
+        "0.001",
+        "1,234,567",
+        f"{values.mean():.2f} ± {values.std(ddof=1):.2f} (n = 3)",
+    ]
+    assert row[4:] == ["79.6", "", "", "1.5", ""]
+
+    _, row = cells(text, "GELU + L1")
+    values = np.array(list(gelu.values()))
+    assert row[3] == f"{values.mean():.2f} ± {values.std(ddof=1):.2f} (n = 3)"
+    steps = np.array([gelu[seed] - exp[seed] for seed in (1, 2)])  # seed by seed
+    assert row[5:7] == [f"+{steps.mean():.2f} ± {steps.std(ddof=1):.2f} (n = 2)", "+2.1"]
+    assert "seed 0: the loss is nan \\" in "|".join(row)
+    assert row[-1].endswith("x …")
+
+    # One seed: no deviation. It failed in that of the row above, so that there is no step either.
+    _, row = cells(text, "GELU + L2")
+    assert row[3:] == ["85.00 (n = 1)", "82.5", "–", "+0.8", "0.5", "seed 1: killed by SIGKILL"]
+    _, row = cells(text, "L2 after GELU")
+    assert row[3:] == ["not run", "–", "", "", "", ""]
+    _, row, *_ = cells(text, "ViT, matched")  # growth has one, too
+    assert row[3:] == ["70.00 (n = 1)", "82.3", "", "", "–", ""]
+
+
+def test_a_variant_of_which_all_runs_failed_has_a_row(root):
+    write(root, "softmax", 0, "out of memory")
+    write(root, "gelu_l1", 0, 50.0)
+    text = rendered(root)
+    _, row = cells(text, "exp + L1")
+    assert row[3:] == ["–", "79.6", "", "", "–", "seed 0: out of memory"]
+    _, row = cells(text, "GELU + L1")
+    assert row[3:7] == ["50.00 (n = 1)", "81.7", "–", "+2.1"]
+
+
+def test_learning_rates_are_groups_and_the_best_is_marked(root):
+    for lr, one, other in ((1e-3, 70.0, 60.0), (3e-4, 71.0, 55.0)):
+        for seed in (0, 1):
+            write(root, "softmax", seed, one + seed, lr)
+            write(root, "gelu_l1", seed, other, lr)
+    text = rendered(root)
+    groups = [line for line in text.splitlines() if line.startswith("| **")]
+    assert [line.split("**")[1] for line in groups] == [
+        *("lr 0.0003", "lr 0.001", "each at its best lr")
+    ]
+    _, low, high, best = cells(text, "exp + L1")
+    assert low[3] == "**71.50 ± 0.71 (n = 2)**"
+    assert high[3] == "70.50 ± 0.71 (n = 2)"
+    assert best[1:4] == ["0.0003", "1,234,567", "71.50 ± 0.71 (n = 2)"]
+    _, low, high, best = cells(text, "GELU + L1")
+    assert [row[5] for row in (low, high, best)] == [
+        "−16.50 ± 0.71",
+        "−10.50 ± 0.71",
+        "−11.50 ± 0.71",
+    ]
+    assert [row[3].startswith("**") for row in (low, high, best)] == [False, True, False]
+
+
+def test_what_was_never_run_is_said(root):
+    text = rendered(root)
+    for question in IMAGES:
+        for variant in question.variants:
+            assert any("not run" in row[3:5] for row in cells(text, variant.label)), variant
+    assert "[records]" not in text
+    paper = {"config": "configs/imagenet_base.py", "images_per_step": 4096}
+    write(root, "softmax", 0, 70.0, **paper, epochs=4)  # not the paper's schedule
+    assert [row[3] for row in cells(rendered(root), "exp + L1")] == ["not run", "70.00 (n = 1)"]
+    write(root, "softmax", 0, 82.5, **paper, epochs=300)
+    (row,) = cells(rendered(root), "exp + L1")
+    assert row[3] == "82.50 (n = 1)"
+
+
+def test_charts_and_check(root):
+    write(root, "softmax", 0, 80.0)
+    write(root, "softmax", 1, 81.0)
+    write(root, "gelu_l1", 0, "the loss is nan")
+    write(root, "vit", 0, 79.0)
+    with pytest.raises(SystemExit, match=r"TABLES\.md is not what the records say; run"):
+        tables.main(["--check"])
+    tables.main([])
+    tables.main(["--check"])
+    text = (root / "TABLES.md").read_text()
+    for name in ("softmax_small.png", "softmax_small_diagnostics.png"):
+        assert f"(results/{name})" in text
+        with Image.open(root / "results" / name) as picture:
+            assert picture.width > 400
+            assert len(picture.convert("RGB").getcolors(1_000_000)) > 50
+    write(root, "softmax", 1, 82.0)
+    with pytest.raises(SystemExit):
+        tables.main(["--check"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"epochs": 3}, r"epochs is .* in .*softmax_seed0.* they cannot be compared; give"),
+        ({"config": "configs/other.py"}, r"config is .* cannot be compared"),
+        (
+            {"settings": {"optim_wrapper": {"optimizer": {"weight_decay": 0.3}}}},
+            r"settings is .*weight_decay.* cannot be compared",
+        ),
+        (
+            {"settings": {"model": {"backbone": {"theta": "softmax", "drop_path_rate": 0.3}}}},
+            r"backbone is .*drop_path_rate.* cannot be compared",
+        ),
+        ({"variant": "gelu_l3"}, r"is of gelu_l3, which ablations/softmax\.py does not know"),
+    ],
+)
+def test_records_that_are_no_comparison_are_refused(root, changes, message):
+    write(root, "softmax", 0, 80.0)
+    write(root, **{"variant": "softmax", "seed": 1, "top1": 80.0, **changes})
+    with pytest.raises(InputError, match=message):
+        tables.main([])
+
+
+def test_diagnostics_are_averaged_over_runs_and_layers():
+    layers = ["blocks.0.attn.query", "blocks.0.attn.key", "blocks.0.mlp"]
+    one = {"epoch": [0, 5], "layers": layers, "entropy": [[0.1, 0.3, 0.5], [0.2, None, 0.4]]}
+    two = {"epoch": [0, 5], "layers": layers, "entropy": [[0.3, 0.5, 0.7], [0.4, 0.6, 0.8]]}
+    averaged = diagnostics_plots._mean_diagnostics([one, two])["entropy"]
+    assert averaged[0, "attn"] == pytest.approx({0: 0.3, 5: 0.4})
+    assert averaged[0, "mlp"] == pytest.approx({0: 0.6, 5: 0.6})
+
+
+@pytest.mark.parametrize(
+    "question",
+    [question for question in IMAGES if question.pretraining is None],
+    ids=lambda question: question.name,
+)
+def test_every_question_can_be_asked_of_the_paper_s_model(question: Question):
+    """Each variant builds, and has the parameters of the others unless its size is the question."""
+    cfg = load_config(ROOT / tables.PAPERS_CONFIG).to_dict()
+    shape, parameters = image_models.shape_of(cfg)
+    assert (ROOT / "ablations" / f"{question.name}.py").is_file()
+    backbone, settings = cfg["model"]["backbone"], []
+    for variant in question.variants:
+        changed = variant.change(dict(backbone), shape)
+        outside = variant.outside(shape, 300) if variant.outside else {}
+        settings.append(json.dumps([runs.difference(backbone, changed), outside]))
+        hooks = [hook["type"] for hook in outside.get("custom_hooks", ())]
+        assert variant.grown == ("GrowthHook" in hooks)
+        model = image_models.build({**cfg, "model": {**cfg["model"], "backbone": changed}})
+        count = sum(parameter.numel() for parameter in model.parameters())
+        if question.compute is None:
+            assert count == pytest.approx(parameters, rel=plans.LARGEST_GAP)
+        else:
+            assert (count < 0.7 * parameters) == (variant.grown or variant.name in SMALLER)
+        if variant.name == question.compute:
+            assert count == parameters
+        if question.name == "pairs":
+            assert count == parameters
+    assert len(set(settings)) == len(settings)
+    assert settings.count("[{}, {}]") == 1  # the model of the config is one of them

@@ -1,0 +1,152 @@
+"""A small image data set and a config that trains on it in seconds."""
+
+import io
+import itertools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from mmengine.runner import Runner
+from PIL import Image
+
+from tokenformer_vit.cli import train as tool
+from tokenformer_vit.command_line import run_tool
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools" / "train.py"
+NUMBERS = itertools.count()
+CLASSES = ("bright", "dark", "split")
+
+CONFIG = f"""
+_base_ = "{ROOT}/configs/digits_demo.py"
+model = dict(
+    backbone=dict(embed_dim=24, depth=2, num_heads=2, drop_path_rate=0.2),
+    head=dict(num_classes=3, in_channels=24),
+    train_cfg=dict(_delete_=True, augments=[dict(type="Mixup", alpha=0.8)]),
+)
+data_preprocessor = dict(num_classes=3)
+train_dataloader = dict(batch_size=8)
+val_dataloader = dict(batch_size=8)
+test_dataloader = dict(batch_size=8)
+val_evaluator = dict(topk=(1,))
+test_evaluator = dict(topk=(1,))
+param_scheduler = [
+    dict(type="LinearLR", start_factor=1e-3, by_epoch=True, end=1, convert_to_iter_based=True),
+    dict(type="CosineAnnealingLR", eta_min=1e-5, by_epoch=True, begin=1),
+]
+train_cfg = dict(max_epochs=3, val_interval=1)
+default_hooks = dict(logger=dict(interval=1))
+log_processor = dict(window_size=1)  # each loss as it is, not a mean over the last ten
+"""
+
+
+def write_images(root: Path, per_class: int) -> None:
+    rng = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for label, name in enumerate(CLASSES):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for index in range(per_class):
+                pixels = rng.integers(0, 100, (8, 8, 3), dtype=np.uint8)
+                pixels[:, (0, 8, 4)[label] :] += 120
+                Image.fromarray(pixels).save(folder / f"{index}.png")
+
+
+@pytest.fixture(scope="session")
+def data_root(tmp_path_factory) -> Path:
+    """16 training images a class: 48, six batches of eight."""
+    root = tmp_path_factory.mktemp("images")
+    write_images(root, 16)
+    return root
+
+
+@pytest.fixture(scope="session")
+def config(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("configs") / "small.py"
+    path.write_text(CONFIG)
+    return path
+
+
+class Train:
+    """Runs of tools/train.py: each a process as a user starts it, or, sooner, within this one."""
+
+    def __init__(self, config: Path, data_root: Path) -> None:
+        self.arguments = [str(config), "--data-root", str(data_root)]
+        # What a process gets besides the present environment.
+        self.environment: dict[str, str] = {}
+
+    def start(self, work_dir: Path, *extra: str, launcher: tuple[str, ...] = (), **how):
+        own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **self.environment}
+        return subprocess.Popen(
+            [sys.executable, *launcher, str(TOOL), *self._words(work_dir, extra)],
+            env={**os.environ, **own},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            **how,
+        )
+
+    def __call__(self, work_dir: Path, *extra: str, launcher: tuple[str, ...] = ()) -> str:
+        status, output = self._run(work_dir, extra, launcher)
+        assert status == 0, output
+        return output
+
+    def fails(self, work_dir: Path, *extra: str) -> str:
+        """Run and return the one line in which it ends."""
+        status, output = self._run(work_dir, extra)
+        assert status == 1, output
+        assert "Traceback" not in output.replace("Original Traceback", "")
+        return re.findall(r"^error: .*", output, re.MULTILINE)[-1]
+
+    def _words(self, work_dir: Path, extra: Sequence[str]) -> list[str]:
+        return [*self.arguments, "--work-dir", str(work_dir), *extra]
+
+    def _run(
+        self, work_dir: Path, extra: Sequence[str], launcher: tuple[str, ...] = ()
+    ) -> tuple[int, str]:
+        if launcher or self.environment or torch.cuda.is_available():
+            process = self.start(work_dir, *extra, launcher=launcher)
+            output, _ = process.communicate(timeout=240)
+            return process.returncode, output
+        return run_here(self._words(work_dir, extra))
+
+
+def run_here(words: Sequence[str]) -> tuple[int, str]:
+    """Run tools/train.py within this process, and return its status and what it printed."""
+    printed, status, threads = io.StringIO(), 0, torch.get_num_threads()
+    from_cfg = Runner.from_cfg
+
+    def named(cfg):
+        # mmengine keeps what it logs by this name, for the whole process; by itself it takes the
+        # second in which a run began.
+        cfg.experiment_name = f"run_{next(NUMBERS)}"
+        return from_cfg(cfg)
+
+    with (
+        redirect_stdout(printed),
+        redirect_stderr(printed),
+        patch.object(sys, "argv", [str(TOOL), *words]),
+        patch.object(Runner, "from_cfg", named),
+    ):
+        torch.set_num_threads(1)  # as many as a process has: sums in the same order
+        try:
+            run_tool(tool.main)
+        except SystemExit as error:
+            status = error.code
+        finally:
+            torch.set_num_threads(threads)
+            torch.use_deterministic_algorithms(False)
+    return status, printed.getvalue()
+
+
+@pytest.fixture(scope="session")
+def train(config, data_root) -> Train:
+    return Train(config, data_root)

@@ -1,0 +1,287 @@
+"""A classifier over our backbone computes, and is exported as, the timm model it is."""
+
+import pytest
+import timm
+import torch
+from mmengine.config import ConfigDict
+from mmengine.optim import build_optim_wrapper
+from mmengine.registry import DefaultScope
+from mmpretrain.registry import MODELS
+from mmpretrain.structures import DataSample
+from timm.data import resolve_model_data_config
+from timm.optim import param_groups_layer_decay
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.models import classifier_state_dict, timm_state_dict
+from tokenformer_vit.training.backbone import as_timm_model
+from tokenformer_vit.training.config import load_config
+from tokenformer_vit.training.export import export_classifier
+
+SIZES = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 2}
+BACKBONES = {
+    "default": {"model_name": "tokenformer_tiny"},
+    "softmax": {"model_name": "tokenformer_tiny", "theta": "softmax", "norm": "bias"},
+    "mean_pool": {"model_name": "tokenformer_tiny", "global_pool": "avg", "norm": "weight+bias"},
+    "pairs": {"model_name": "tokenformer_tiny", "num_ffn_param_tokens": 40, "theta": "gelu_l1"},
+    "shared": {
+        "model_name": "tokenformer_tiny",
+        "theta": "gelu_tanh_l2",
+        "pattention_args": ConfigDict(learn_tau=True, eps=1e-3, key_init_scale=0.5),
+    },
+    "ordinary": {"model_name": "vit_tiny_patch16_224"},  # of timm, without a TokenFormer in it
+}
+
+
+@pytest.fixture(autouse=True)
+def scope():
+    with DefaultScope.overwrite_default_scope("mmpretrain"):
+        yield
+
+
+def build_untouched(drop_path_rate=0.2, **backbone):
+    return MODELS.build(
+        {
+            "type": "ImageClassifier",
+            "backbone": {
+                "type": "TimmClassificationBackbone",
+                "drop_path_rate": drop_path_rate,
+                **SIZES,
+                **backbone,
+            },
+            "head": {"type": "LinearClsHead", "num_classes": 5, "in_channels": 24},
+        }
+    )
+
+
+def build(**backbone):
+    """Build a classifier whose every parameter is drawn, so that none is neutral."""
+    torch.manual_seed(0)
+    classifier = build_untouched(**backbone)
+    with torch.no_grad():
+        for parameter in classifier.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+    return classifier
+
+
+@pytest.fixture(params=BACKBONES.values(), ids=BACKBONES)
+def backbone(request):
+    return request.param
+
+
+@pytest.fixture
+def images():
+    return torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
+def test_features_are_those_in_front_of_timms_head(backbone, images):
+    classifier = build(**backbone).eval()
+    kwargs = {**SIZES, **backbone}
+    reference = timm.create_model(kwargs.pop("model_name"), num_classes=5, **kwargs).eval()
+    reference.load_state_dict(timm_state_dict(classifier.state_dict()))
+    with torch.no_grad():
+        (features,) = classifier.backbone(images)
+        expected = reference.forward_head(reference.forward_features(images), pre_logits=True)
+        logits = classifier(images, mode="tensor")
+        torch.testing.assert_close(logits, reference(images))
+    assert features.shape == (4, 24)
+    torch.testing.assert_close(features, expected)
+    assert logits.std(dim=0).min() > 1e-3  # every logit depends on the image
+
+
+def test_training_reaches_every_parameter(backbone, images):
+    # No block is dropped: a dropped one gets no gradient, rightly.
+    classifier = build(**backbone, drop_path_rate=0.0).train()
+    samples = [DataSample().set_gt_label(label) for label in range(4)]
+    loss = classifier(images, samples, mode="loss")["loss"]
+    loss.backward()
+    for name, parameter in classifier.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 0, name
+
+
+def test_layer_wise_learning_rates_are_timms(backbone):
+    classifier = build(**backbone)
+    optimizer = build_optim_wrapper(
+        classifier,
+        {
+            "type": "OptimWrapper",
+            "optimizer": {"type": "AdamW", "lr": 1e-3, "weight_decay": 0.1},
+            "constructor": "LearningRateDecayOptimWrapperConstructor",
+            "paramwise_cfg": {"layer_decay_rate": 0.5},
+        },
+    ).optimizer
+    rates = {group["param_name"]: group["lr"] for group in optimizer.param_groups}
+    assert set(rates) == {name for name, _ in classifier.named_parameters()}
+
+    model = as_timm_model(classifier)
+    scales = {
+        id(parameter): group["lr_scale"]
+        for group in param_groups_layer_decay(model, layer_decay=0.5)
+        for parameter in group["params"]
+    }
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    expected = {names[key]: 1e-3 * scale for key, scale in scales.items()}
+    assert timm_state_dict(rates) == pytest.approx(expected)
+
+    def rates_of(prefix):
+        return {rate for name, rate in rates.items() if name.startswith(prefix)}
+
+    (stem,) = rates_of("backbone.model.patch_embed.")
+    blocks = []
+    for index in range(3):
+        (rate,) = rates_of(f"backbone.model.blocks.{index}.")
+        blocks.append(rate)
+    assert rates_of("head.") == {1e-3}
+    assert [stem, *blocks, 1e-3] == pytest.approx([1e-3 * 0.5**n for n in (4, 3, 2, 1, 0)])
+    assert rates_of("backbone.model.cls_token") == rates_of("backbone.model.pos_embed") == {stem}
+
+
+def test_names_go_there_and_back(backbone):
+    classifier = build(**backbone)
+    state = classifier.state_dict()
+    as_timm = timm_state_dict(state)
+    assert len(as_timm) == len(state)
+    back = classifier_state_dict(as_timm)
+    assert list(back) == list(state)
+    assert all(back[name] is state[name] for name in state)
+
+    kwargs = {**SIZES, **backbone}
+    names = timm.create_model(kwargs.pop("model_name"), num_classes=5, **kwargs).state_dict().keys()
+    assert as_timm.keys() == names
+    assert timm_state_dict(classifier_state_dict(dict.fromkeys(names))).keys() == names
+
+
+def test_tensors_of_anything_else_are_left_out():
+    assert timm_state_dict({"data_preprocessor.mean": 0, "head.fc.bias": 1}) == {"head.bias": 1}
+
+
+def test_the_timm_model_computes_the_same_logits(backbone, images):
+    classifier = build(**backbone).eval()
+    before = {name: tensor.clone() for name, tensor in classifier.state_dict().items()}
+    model = as_timm_model(classifier).eval()
+    assert model.num_classes == 5
+    with torch.no_grad():
+        logits = classifier(images, mode="tensor")
+        torch.testing.assert_close(model(images), logits)
+        for parameter in model.parameters():
+            parameter.zero_()
+    for name, tensor in classifier.state_dict().items():  # the two share no memory
+        assert torch.equal(tensor, before[name]), name
+
+
+@pytest.fixture
+def cfg(config):
+    cfg = load_config(config)
+    # Unlike in this config, and unlike timm's defaults.
+    for step in cfg.test_dataloader.dataset.pipeline:
+        if step.type == "ResizeEdge":
+            step.scale, step.interpolation = 20, "bilinear"
+        elif step.type == "CenterCrop":
+            step.crop_size = 16
+    cfg.data_preprocessor.update(mean=[51.0, 102.0, 127.5], std=[25.5, 51.0, 76.5])
+    return cfg
+
+
+def test_the_exported_folder_is_the_model(backbone, images, tmp_path, cfg):
+    classifier = build(**backbone).eval()
+    names = ["ant", "bee", "cat", "dog", "eel"]
+    export_classifier(classifier, cfg, {"classes": tuple(names)}, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", "config.json"}
+
+    model = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    assert model.num_classes == 5
+    assert model.pretrained_cfg["label_names"] == names
+    preprocessing = resolve_model_data_config(model)
+    assert preprocessing["input_size"] == (3, 16, 16)
+    assert preprocessing["mean"] == pytest.approx((0.2, 0.4, 0.5))
+    assert preprocessing["std"] == pytest.approx((0.1, 0.2, 0.3))
+    assert preprocessing["crop_pct"] == pytest.approx(0.8)
+    assert preprocessing["interpolation"] == "bilinear"
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), classifier(images, mode="tensor"))
+    learned = dict(model.named_parameters()).keys()  # τ or not
+    assert learned == timm_state_dict(dict(classifier.named_parameters())).keys()
+
+
+def test_fine_tuning_starts_from_an_exported_file(tmp_path, cfg):
+    trained = build(model_name="tokenformer_tiny")
+    export_classifier(trained, cfg, {"classes": list("abcde")}, tmp_path)
+    path = str(tmp_path / "model.safetensors")
+    tuned = build_untouched(model_name="tokenformer_tiny", checkpoint_path=path)
+    for name, tensor in trained.backbone.state_dict().items():
+        assert torch.equal(tuned.backbone.state_dict()[name], tensor), name
+    assert tuned.backbone.training
+    larger = {"checkpoint_path": path, "img_size": 32}
+    assert (
+        build_untouched(model_name="tokenformer_tiny", **larger).backbone.model.pos_embed.shape[1]
+        == 65
+    )
+    with pytest.raises(InputError, match=r"model\.safetensors does not fit tokenformer_tiny"):
+        build_untouched(model_name="tokenformer_tiny", checkpoint_path=path, depth=4)
+
+
+def outside_the_blocks(classifier):
+    names = timm_state_dict(classifier.state_dict())
+    return {
+        name: tensor
+        for name, tensor in names.items()
+        if not name.startswith(("blocks.", "head.", "fc_norm."))
+    }
+
+
+def test_models_with_one_stem_seed_differ_in_their_blocks_alone():
+    ours = {"model_name": "tokenformer_tiny"}
+    variants = [
+        ours,
+        {**ours, "theta": "softmax", "num_ffn_param_tokens": 40, "depth": 2},
+        {**ours, "pattention_args": {"learn_tau": True}, "norm": "bias"},
+        {"model_name": "vit_tiny_patch16_224"},
+    ]
+    stems, states = [], []
+    for index, variant in enumerate(variants):
+        torch.manual_seed(index)
+        stems.append(outside_the_blocks(build_untouched(**variant, stem_seed=7)))
+        states.append(torch.get_rng_state())
+    assert {"patch_embed.proj.weight", "cls_token", "pos_embed", "norm.weight"} <= set(stems[0])
+    for stem in stems[1:]:
+        assert stem.keys() == stems[0].keys()
+        assert all(torch.equal(tensor, stems[0][name]) for name, tensor in stem.items())
+    assert stems[0]["pos_embed"].std() == pytest.approx(0.02, rel=0.2)
+    other = outside_the_blocks(build_untouched(**ours, stem_seed=8))
+    assert not torch.equal(other["pos_embed"], stems[0]["pos_embed"])
+
+    # The blocks, the head and the global generator are as they are without a seed.
+    for index, variant in enumerate(variants):
+        torch.manual_seed(index)
+        plain = build_untouched(**variant)
+        assert torch.equal(torch.get_rng_state(), states[index])
+        assert not torch.equal(plain.backbone.model.pos_embed, stems[0]["pos_embed"])
+        torch.manual_seed(index)
+        seeded = build_untouched(**variant, stem_seed=7)
+        plain, seeded = (timm_state_dict(model.state_dict()) for model in (plain, seeded))
+        for name in plain.keys() - stems[index].keys():
+            assert torch.equal(plain[name], seeded[name]), name
+
+
+def test_a_stem_seed_excludes_weights_that_are_loaded_and_models_that_are_no_vits():
+    arguments = {"type": "TimmClassificationBackbone", "stem_seed": 7}
+    for start in ({"pretrained": True}, {"checkpoint_path": "model.safetensors"}):
+        with pytest.raises(InputError, match=r"stem_seed is 7, but the weights are loaded \("):
+            MODELS.build({**arguments, "model_name": "tokenformer_tiny", **start})
+    with pytest.raises(InputError, match="stem_seed is 7, but eva02_tiny_patch14_224 is not"):
+        MODELS.build({**arguments, "model_name": "eva02_tiny_patch14_224"})
+
+
+def test_a_model_without_a_linear_head_is_refused_at_the_start():
+    with pytest.raises(InputError, match="resnet18 has no linear classifier called 'head'"):
+        MODELS.build({"type": "TimmClassificationBackbone", "model_name": "resnet18"})
+
+
+@pytest.mark.parametrize("model_name", BACKBONES)
+def test_blocks_are_compiled_on_request_and_the_export_is_not(model_name):
+    plain, compiled = (build(**BACKBONES[model_name], compile=compile) for compile in (False, True))
+    assert compiled.state_dict().keys() == plain.state_dict().keys()
+    for classifier, expected in ((plain, False), (compiled, True)):
+        blocks = classifier.backbone.model.blocks
+        assert all((block._compiled_call_impl is not None) is expected for block in blocks)
+    assert as_timm_model(compiled).blocks[0]._compiled_call_impl is None

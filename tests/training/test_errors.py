@@ -1,0 +1,332 @@
+"""What a user can get wrong ends in one line that names it and the way out."""
+
+import argparse
+import errno
+import os
+import pickle
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tokenformer_vit.command_line import run_tool, whole_number
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.training import (
+    AtomicLocalBackend,
+    ExactCheckpointHook,
+    GuardHook,
+    LoadImage,
+    load_plain_checkpoint,
+)
+from tokenformer_vit.training.config import (
+    add_run_arguments,
+    check_data_folders,
+    choose_checkpoint,
+    load_config,
+    parse_run_arguments,
+    scale_for_accumulation,
+)
+from tokenformer_vit.training.guard import check_weights
+from tokenformer_vit.training.launch import start_processes
+from tokenformer_vit.training.schedule import check_schedule
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("optim_wrapper.optimizer.lrr", "optim_wrapper.optimizer has no 'lrr'; it has lr"),
+        ("train_dataloder.batch_size", "the config has no 'train_dataloder'; it has train_dataloa"),
+        ("param_scheduler.2.end", "param_scheduler has no '2'"),
+        ("load_from.path", "load_from has no 'path'"),
+    ],
+)
+def test_a_misspelt_option_is_refused(config, key, message):
+    with pytest.raises(InputError) as raised:
+        load_config(config, {key: 1})
+    assert f"--cfg-options {key}: {message}" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_options_reach_into_lists_and_every_loader(config):
+    cfg = load_config(config, {"param_scheduler.1.eta_min": 0.5}, data_root="d")
+    assert cfg.param_scheduler[1].eta_min == 0.5
+    for name in ("train_dataloader", "val_dataloader", "test_dataloader"):
+        assert cfg[name].dataset.data_root == "d"
+    assert cfg.work_dir == "work_dirs/small"
+
+
+def test_compilation_of_a_backbone_that_is_not_ours_is_refused(config):
+    assert load_config(config, compile=True).model.backbone.compile
+    with pytest.raises(InputError, match="--compile needs a TimmClassificationBackbone"):
+        load_config(config, {"model.backbone.type": "VisionTransformer"}, compile=True)
+
+
+@pytest.mark.parametrize("enable", [True, False])
+def test_scaling_the_learning_rate_counts_accumulated_images(config, enable):
+    cfg = load_config(
+        config, {"optim_wrapper.accumulative_counts": 4, "auto_scale_lr.enable": enable}
+    )
+    lr = cfg.optim_wrapper.optimizer.lr
+    scale_for_accumulation(cfg)
+    assert cfg.optim_wrapper.optimizer.lr == (4 * lr if enable else lr)
+
+
+def test_accuracy_is_taken_among_as_many_classes_as_there_are(config):
+    cfg = load_config(config, {"val_evaluator.topk": [1, 5]})
+    assert (cfg.val_evaluator.topk, cfg.model.head.num_classes) == ((1,), 3)
+
+
+@pytest.mark.parametrize("content", [[1, 2], {}, {"weight": "text"}])
+def test_a_file_without_a_state_dict_is_refused(content):
+    with pytest.raises(InputError, match="holds no state dict"):
+        check_weights(torch.nn.Linear(2, 2), content)
+
+
+def test_missing_config_and_data_root(config, tmp_path):
+    with pytest.raises(InputError, match=r"there is no config .*nothing\.py"):
+        load_config(tmp_path / "nothing.py")
+    with pytest.raises(InputError, match=r"there is no folder .*absent/train: give `--data-root`"):
+        check_data_folders(load_config(config, data_root=str(tmp_path / "absent")))
+
+
+def test_class_folders_unlike_the_head(config, data_root):
+    options = {"model.head.num_classes": 7, "data_preprocessor.num_classes": 7}
+    cfg = load_config(config, options, str(data_root))
+    with pytest.raises(InputError, match="holds 3 class folders, but the head has 7 classes"):
+        check_data_folders(cfg)
+
+
+def test_a_new_run_does_not_overwrite_an_old_one(config, tmp_path):
+    (tmp_path / "last_checkpoint").write_text("/elsewhere/epoch_1.pth")
+    cfg = load_config(config, work_dir=str(tmp_path))
+    with pytest.raises(InputError, match="holds a run already: add --resume"):
+        choose_checkpoint(cfg, None)
+    with pytest.raises(InputError, match=r"there is no checkpoint .*epoch_1\.pth to resume from"):
+        choose_checkpoint(cfg, "auto")
+
+
+@pytest.mark.parametrize("content", ["truncated", "text", "missing"])
+@pytest.mark.parametrize("suffix", ["jpg", "png"])
+def test_an_unreadable_image_is_named(tmp_path, content, suffix):
+    path = tmp_path / f"broken.{suffix}"
+    if content == "truncated":
+        rng = np.random.default_rng(0)
+        Image.fromarray(rng.integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(path)
+        path.write_bytes(path.read_bytes()[:-400])
+    elif content == "text":
+        path.write_text("not an image")
+    with pytest.raises(InputError, match=rf"cannot read image .*broken\.{suffix}.*replace or del"):
+        LoadImage()({"img_path": str(path)})
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_corrupt_image_stops_training_with_its_name(train, data_root, tmp_path, workers):
+    root = tmp_path / "images"
+    shutil.copytree(data_root, root)
+    (root / "train" / "dark" / "3.png").write_bytes(b"\x89PNG broken")
+    line = train.fails(
+        tmp_path / "run",
+        "--data-root",
+        str(root),
+        "--cfg-options",
+        f"train_dataloader.num_workers={workers}",
+    )
+    assert "cannot read image" in line
+    assert "dark/3.png" in line
+
+
+def test_an_empty_class_folder_is_named(train, data_root, tmp_path):
+    root = tmp_path / "images"
+    shutil.copytree(data_root, root)
+    for image in (root / "val" / "split").iterdir():
+        image.unlink()
+    line = train.fails(tmp_path / "run", "--data-root", str(root))
+    assert "no images in 1 class folders" in line
+    assert "split" in line
+
+
+def test_unknown_theta_lists_the_known(train, tmp_path):
+    line = train.fails(tmp_path, "--cfg-options", "model.backbone.theta=gelu_l3")
+    assert "unknown Θ 'gelu_l3'; choose one of softmax, gelu_l1, gelu_l2, gelu_l2_post" in line
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(train, tmp_path):
+    line = train.fails(
+        tmp_path,
+        "--cfg-options",
+        "optim_wrapper.optimizer.lr=1e30",
+        "param_scheduler.0.start_factor=1e-33",
+        "default_hooks.checkpoint.by_epoch=False",
+    )
+    assert "the loss is" in line
+    assert "learning rate" in line
+    last = Path((tmp_path / "last_checkpoint").read_text())
+    assert f"the last good checkpoint is kept: {last}" in line
+    weights = torch.load(last, weights_only=True)["state_dict"]
+    assert all(torch.isfinite(tensor).all() for tensor in weights.values())
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    hub = SimpleNamespace(runtime_info={"last_ckpt": "epoch_1.pth"}, update_info=None)
+    wrapper = SimpleNamespace(get_lr=lambda: {"lr": [0.1]})
+    runner = SimpleNamespace(
+        model=model, message_hub=hub, optim_wrapper=wrapper, train_loop=None, iter=3, epoch=1
+    )
+    torch.nn.init.constant_(model.weight, torch.inf)
+    hook = ExactCheckpointHook(max_keep_ckpts=1)
+    with pytest.raises(InputError, match=r"not finite at iteration 4.*is kept: epoch_1\.pth"):
+        hook._save_checkpoint_with_step(runner, 2, {})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train_cfg.max_epochs": 1}, "param_scheduler.1 has begin=1, but train_cfg.max_epochs is"),
+        ({"param_scheduler.0.end": 9}, "param_scheduler.0 has end=9"),
+        ({"train_cfg.max_epochs": "abc"}, "'abc', but must be a whole number of at least 1"),
+    ],
+)
+def test_a_schedule_longer_than_the_run_is_refused(config, options, message):
+    cfg = load_config(config)
+    check_schedule(cfg)
+    with pytest.raises(InputError, match=message):
+        check_schedule(load_config(config, options))
+
+
+def test_labels_of_other_classes_are_refused():
+    guard = GuardHook()
+    guard._classes = ["ant", "bee", "cat"]
+    guard._check_classes(SimpleNamespace(metainfo={"classes": ("ant", "bee", "cat")}))
+    with pytest.raises(InputError, match="label 1 is 'bee' there and 'cat' in these data"):
+        guard._check_classes(SimpleNamespace(metainfo={"classes": ("ant", "cat", "dog")}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch-size", "0"], "'0' is not a whole number of at least 1"),
+        (["--seed", "-1"], "'-1' is not a whole number of at least 0"),
+        (["--cfg-options", "foo"], "--cfg-options takes KEY=VALUE"),
+    ],
+)
+def test_slips_on_the_command_line(config, capsys, arguments, message):
+    parser = argparse.ArgumentParser()
+    add_run_arguments(parser)
+    parser.add_argument("--seed", type=whole_number(0))
+    with pytest.raises(SystemExit):
+        parse_run_arguments(parser, arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (InputError("say this"), 1, "error: say this"),
+        (
+            InputError("Caught in worker\nTraceback ...\ntokenformer_vit.errors.InputError: this"),
+            1,
+            "error: this",
+        ),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "curves.png"),
+            1,
+            "error: curves.png: No space left on device",
+        ),
+        (KeyboardInterrupt(), 130, "interrupted; what was finished is kept"),
+    ],
+)
+def test_tools_end_in_one_line(capsys, error, status, line):
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit) as raised:
+        run_tool(main)
+    assert raised.value.code == status
+    assert capsys.readouterr().err == f"{line}\n"
+
+
+@pytest.mark.parametrize("text", ["x = undefined", "model = dict(", "a = 1"])
+def test_a_config_that_is_none(tmp_path, text):
+    (tmp_path / "broken.py").write_text(text)
+    with pytest.raises(InputError, match=r"broken\.py is n") as raised:
+        load_config(tmp_path / "broken.py")
+    assert "\n" not in str(raised.value)
+
+
+def test_processes_without_torchrun(config, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    cfg = load_config(config)
+    cfg.launcher = "pytorch"
+    with pytest.raises(InputError, match="--launcher pytorch needs torchrun"):
+        start_processes(cfg)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_another_model_is_refused(train, tmp_path):
+    train(tmp_path, "--cfg-options", "train_cfg.max_epochs=2")
+    line = train.fails(
+        tmp_path,
+        "--resume",
+        "--cfg-options",
+        "model.backbone.embed_dim=36",
+        "model.head.in_channels=36",
+    )
+    assert "the checkpoint is of another model" in line
+    assert "is (1, 1, 24) in the file and (1, 1, 36) in the model" in line
+    line = train.fails(tmp_path, "--resume", "--batch-size", "12")
+    assert "6 iterations an epoch, this run has 4" in line
+
+
+class Trap:
+    """Leaves a mark if it is unpickled by a loader that runs code."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self):
+        return (self.mark.touch, ())
+
+
+def test_loading_a_checkpoint_runs_no_code(tmp_path):
+    mark = tmp_path / "executed"
+    torch.save({"state_dict": {}, "trap": Trap(mark)}, tmp_path / "trap.pth")
+    with pytest.raises(InputError, match=r"trap\.pth is damaged or holds more than tensors"):
+        load_plain_checkpoint(str(tmp_path / "trap.pth"))
+    assert not mark.exists()
+    with (tmp_path / "trap.pth").open("wb") as file:
+        pickle.dump(Trap(mark), file)
+    with pytest.raises(InputError):
+        load_plain_checkpoint(str(tmp_path / "trap.pth"))
+    assert not mark.exists()
+
+
+def test_damaged_checkpoints_are_named(tmp_path):
+    torch.save({"state_dict": {"a": torch.zeros(1000)}}, tmp_path / "cut.pth")
+    (tmp_path / "cut.pth").write_bytes((tmp_path / "cut.pth").read_bytes()[:900])
+    (tmp_path / "cut.safetensors").write_bytes(b"\x08\x00")
+    for name in ("cut.pth", "cut.safetensors", "absent.pth"):
+        with pytest.raises(InputError, match=name) as raised:
+            load_plain_checkpoint(str(tmp_path / name))
+        assert "\n" not in str(raised.value)
+
+
+def test_a_full_disk_leaves_the_previous_file(tmp_path, monkeypatch):
+    path = tmp_path / "epoch_1.pth"
+    backend = AtomicLocalBackend()
+    backend.put(b"good", path)
+
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(
+        InputError, match=r"cannot write .*epoch_1\.pth \(No space left on device\)"
+    ):
+        backend.put(b"longer and never whole", path)
+    assert path.read_bytes() == b"good"
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,312 @@
+"""A run grows its model as it goes, and a killed one goes on as if it had not been killed."""
+
+import json
+import time
+
+import pytest
+import timm
+import torch
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.training import GrowthHook
+from tokenformer_vit.training.reports import read_scalars
+
+SCHEDULE = [
+    {"epoch": 1, "num_qkv_param_tokens": 36, "num_ffn_param_tokens": 120},
+    {"epoch": 2, "num_qkv_param_tokens": 48, "num_proj_param_tokens": 32},
+]
+
+
+def write_config(config, folder, schedule=SCHEDULE, more="", **hook):
+    path = folder / "growing.py"
+    hooks = [{"type": "CostHook"}, {"type": "GrowthHook", "schedule": schedule, **hook}]
+    path.write_text(f"_base_ = {str(config)!r}\ncustom_hooks = {hooks!r}\n{more}\n")
+    return path
+
+
+@pytest.fixture
+def growing(train, config, tmp_path):
+    """Return tools/train.py with a config that grows."""
+
+    def prepare(**kwargs):
+        path = write_config(config, tmp_path, **kwargs)
+        copy = type(train)(path, "unused")
+        copy.arguments = [str(path), *train.arguments[1:]]
+        return copy
+
+    return prepare
+
+
+def losses(work_dir):
+    train, val = read_scalars(sorted(work_dir.glob("*/vis_data/scalars.json")))
+    return {step: record["loss"] for step, record in train.items()}, val
+
+
+def checkpoint(work_dir):
+    return torch.load((work_dir / "last_checkpoint").read_text(), weights_only=True)
+
+
+def test_a_run_grows_and_leaves_the_grown_model(growing, tmp_path):
+    work_dir = tmp_path / "run"
+    output = growing(new_lr_scale=2.0)(work_dir)
+    assert "The model grew before iteration 7 (epoch 2)" in output
+    record = json.loads((work_dir / "record.json").read_text())
+    assert [growth["iteration"] for growth in record["growth"]] == [6, 12]
+    model = timm.create_model(f"local-dir:{work_dir}", pretrained=True)
+    assert model.blocks[1].attn.query.num_param_tokens == 48
+    assert model.blocks[1].attn.proj.num_param_tokens == 32
+    assert model.blocks[1].mlp.num_param_tokens == 120
+    final = checkpoint(work_dir)
+    keys = "backbone.model.blocks.0.attn.query.key_param_tokens"  # of all pairs, though split
+    assert final["state_dict"][keys].shape == (48, 24)
+    assert final["ema_state_dict"][f"module.{keys}"].shape == (48, 24)
+    # What it cost: that of each size for its 48 images of an epoch.
+    train, val = read_scalars(work_dir.glob("*/vis_data/scalars.json"))
+    flops = [record["flops"] for record in val.values()]
+    per_epoch = [after - before for before, after in zip([0, *flops], flops, strict=False)]
+    assert per_epoch == sorted(set(per_epoch))
+    assert record["flops"] == flops[-1] == train[18]["flops"]
+    assert [train[step]["parameters"] for step in (6, 18)] == [
+        19875,
+        record["growth"][-1]["parameters"],
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kill_at", "options"),
+    [
+        pytest.param(8, (), id="before_the_second_growth"),
+        pytest.param(14, ("new_lr_scale",), id="after_the_second_growth"),
+    ],
+)
+def test_a_killed_run_goes_on_exactly(growing, tmp_path, kill_at, options):
+    train = growing(**dict.fromkeys(options, 3.0))
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    checkpoints = (
+        "--cfg-options",
+        "default_hooks.checkpoint.by_epoch=False",
+        "default_hooks.checkpoint.interval=3",
+        "optim_wrapper.accumulative_counts=4",  # gradients are pending when it grows
+    )
+    train(whole, *checkpoints)
+    process = train.start(killed, *checkpoints)
+    deadline = time.monotonic() + 200
+    while max(losses(killed)[0], default=0) < kill_at:
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    assert max(losses(killed)[0]) < 18
+    train(killed, "--resume", *checkpoints)
+    assert losses(killed)[0] == losses(whole)[0]
+    one, other = checkpoint(whole), checkpoint(killed)
+    for part in ("state_dict", "ema_state_dict"):
+        for name, tensor in one[part].items():
+            assert torch.equal(tensor, other[part][name]), name
+    assert (
+        one["message_hub"]["runtime_info"]["flops"]
+        == (other["message_hub"]["runtime_info"]["flops"])
+    )
+    assert (whole / "model.safetensors").read_bytes() == (killed / "model.safetensors").read_bytes()
+
+
+def as_earlier_versions_saved(checkpoint):
+    """Hold the parts of split layers apart, under the names of PyTorch's parametrizations."""
+    groups = [checkpoint["state_dict"], checkpoint["ema_state_dict"]]
+    gradients = checkpoint["exact_resume"]["gradients"]
+    for name in [name for name in gradients if ".old_" in name]:
+        layer, _, part = name.rpartition(".")
+        token = part.removeprefix("old_")
+        for index, kind in enumerate(("old", "new")):
+            old = f"{layer}.parametrizations.{token}.original{index}"
+            gradients[old] = gradients.pop(f"{layer}.{kind}_{token}")
+        num_old = len(gradients[f"{layer}.parametrizations.{token}.original0"])
+        for state_dict, prefix in zip(groups, ("", "module."), strict=True):
+            tokens = state_dict.pop(f"{prefix}{layer}.{token}")
+            for index, rows in enumerate((tokens[:num_old], tokens[num_old:])):
+                old = f"{prefix}{layer}.parametrizations.{token}.original{index}"
+                state_dict[old] = rows.clone()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_an_earlier_version_is_resumed_exactly(growing, tmp_path):
+    train = growing(new_lr_scale=3.0)
+    options = (
+        "--cfg-options",
+        "default_hooks.checkpoint.by_epoch=False",
+        "default_hooks.checkpoint.interval=5",
+        "default_hooks.checkpoint.max_keep_ckpts=-1",
+        "optim_wrapper.accumulative_counts=4",  # gradients are pending
+    )
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    train(whole, *options)
+    resumed.mkdir()
+    saved = torch.load(whole / "iter_10.pth", weights_only=True)
+    as_earlier_versions_saved(saved)
+    assert sum("original1" in name for name in saved["state_dict"]) == 2 * 2 * 4
+    torch.save(saved, resumed / "iter_10.pth")
+    (resumed / "last_checkpoint").write_text(str(resumed / "iter_10.pth"))
+    train(resumed, "--resume", *options)
+    one, other = checkpoint(whole), checkpoint(resumed)
+    for part in ("state_dict", "ema_state_dict"):
+        for name, tensor in one[part].items():
+            assert torch.equal(tensor, other[part][name]), name
+
+
+@pytest.mark.slow
+def test_several_processes_grow_alike(growing, tmp_path):
+    train = growing(
+        schedule=[{"iteration": 5, "num_ffn_param_tokens": 160}],
+        more="model = dict(train_cfg=None, backbone=dict(drop_path_rate=0.0))",
+    )
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    train(tmp_path / "one", "--batch-size", "8")
+    train(tmp_path / "two", "--batch-size", "4", "--launcher", "pytorch", launcher=launcher)
+    one, two = (losses(tmp_path / name)[0] for name in ("one", "two"))
+    assert len(one) == len(two) == 18
+    torch.testing.assert_close(
+        torch.tensor(list(two.values())), torch.tensor(list(one.values())), rtol=2e-5, atol=2e-6
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backbone", "hook"),
+    [
+        ({"theta": "softmax"}, {}),
+        ({"theta": "softmax"}, {"init": "random", "gate": "fixed", "open_iters": 4}),
+        ({"theta": "gelu_l1"}, {"init": "random", "moments": "reset", "freeze": "old"}),
+        ({"compile": True}, {}),
+        ({}, {"init": "released"}),
+    ],
+)
+def test_every_way_to_grow(growing, tmp_path, backbone, hook):
+    train = growing(more=f"model = dict(backbone={backbone!r})", **hook)
+    train(tmp_path / "run")
+    model = timm.create_model(f"local-dir:{tmp_path / 'run'}", pretrained=True)
+    gate = model.blocks[0].mlp.gate
+    if hook.get("gate"):
+        assert (gate == 1).all()
+    elif backbone.get("theta") == "softmax":
+        assert (gate[96:] != 0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "schedule", [[{"epoch": 1, "hidden_features": 120}], [{"epoch": 2, "depth": 4}]]
+)
+def test_an_ordinary_vit_grows_by_its_own_methods(growing, tmp_path, schedule):
+    vit = {"type": "TimmClassificationBackbone", "model_name": "vit_tiny_patch16_224"}
+    vit |= {"img_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2}
+    train = growing(
+        schedule=schedule, more=f"model = dict(backbone=dict(_delete_=True, **{vit!r}))"
+    )
+    train(tmp_path / "run")
+    model = timm.create_model(f"local-dir:{tmp_path / 'run'}", pretrained=True)
+    if "depth" in schedule[0]:
+        assert len(model.blocks) == 4
+    else:
+        assert model.blocks[0].mlp.fc1.out_features == 120
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ([], "is empty"),
+        ([{"num_ffn_param_tokens": 9}], "says when it is due"),
+        ([{"epoch": 1, "num_ffn_param_tokens": 9}, {"iteration": 9, "depth": 3}], "when it is due"),
+        ([{"epoch": 1, "embed_dim": 9}], "its depth and width stay"),
+        ([{"epoch": 1, "depth": 9, "num_ffn_param_tokens": 9}], "its depth and width stay"),
+        ([{"epoch": 1}], "its depth and width stay"),
+        ([{"epoch": 0, "num_ffn_param_tokens": 9}], "out of order"),
+        ([{"epoch": e, "num_ffn_param_tokens": 9 * e} for e in (2, 1)], "out of order"),
+        ([{"epoch": e, "num_ffn_param_tokens": 9 - e} for e in (1, 2)], "out of order"),
+    ],
+)
+def test_bad_schedules_are_refused(schedule, message):
+    with pytest.raises(InputError, match=message):
+        GrowthHook(schedule)
+
+
+def test_a_gate_that_never_opens_is_refused():
+    with pytest.raises(InputError, match="open_iters 0"):
+        GrowthHook(SCHEDULE, gate="fixed")
+    with pytest.raises(InputError, match="open_iters 5"):
+        GrowthHook(SCHEDULE, open_iters=5)
+
+
+@pytest.mark.slow
+def test_growth_after_the_end_of_the_run_is_said(growing, tmp_path):
+    line = growing(schedule=[{"epoch": 3, "num_ffn_param_tokens": 160}]).fails(tmp_path / "late")
+    assert "would grow the model at epoch 3, but the run ends" in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schedule": [{"epoch": 1, "num_ffn_param_tokens": 60}]}, "cannot grow to 60"),
+        ({"init": "zero_keys"}, "unknown init 'zero_keys'"),
+        ({"init": "duplicate"}, "is no multiple"),
+        ({"gate": "learned"}, "gates are for softmax"),
+    ],
+)
+def test_what_would_fail_later_fails_at_once(growing, tmp_path, changes, message):
+    assert message in growing(**changes).fails(tmp_path / "run")
+    assert not list((tmp_path / "run").glob("*.pth"))
+
+
+@pytest.mark.slow
+def test_gates_that_would_not_open_in_time_are_refused(growing, tmp_path):
+    train = growing(gate="fixed", open_iters=7, more="model = dict(backbone=dict(theta='softmax'))")
+    assert "have only 6 iterations" in train.fails(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_run_may_start_from_a_grown_checkpoint(growing, tmp_path):
+    train = growing()
+    train(tmp_path / "first")
+    options = ("--cfg-options", f"load_from={tmp_path}/first/epoch_2.pth")
+    output = train(tmp_path / "second", *options)
+    assert "is that after growth 1 of 2" in output
+    one, other = (
+        torch.load(path, weights_only=True)["ema_state_dict"]
+        for path in (tmp_path / "first" / "epoch_2.pth", tmp_path / "second" / "epoch_3.pth")
+    )
+    for name, tensor in other.items():
+        if "param_tokens" in name:  # all of them were trained
+            old = one[name]
+            assert not torch.equal(tensor[: len(old)], old), name
+
+
+@pytest.mark.slow
+def test_processes_of_their_own_seeds_grow_the_same_pairs(growing, tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    hook = """
+from mmengine.hooks import Hook
+from mmengine.dist import all_gather_object
+from mmengine.registry import HOOKS
+@HOOKS.register_module(force=True)
+class SameHook(Hook):
+    def after_train(self, runner):
+        (ema,) = [hook for hook in runner.hooks if hasattr(hook, "ema_model")]
+        sums = all_gather_object([float(p.abs().sum()) for p in ema.ema_model.parameters()])
+        assert sums[0] == sums[1], "the averages differ"
+"""
+    (tmp_path / "same_hook.py").write_text(hook)
+    train = growing(
+        more="custom_imports = dict(imports=['tokenformer_vit.training', 'same_hook'], "
+        "allow_failed_imports=False)\ncustom_hooks.append(dict(type='SameHook'))"
+    )
+    train.environment = {"PYTHONPATH": str(tmp_path)}
+    train(tmp_path / "run", "--batch-size", "4", "--launcher", "pytorch", launcher=launcher)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_keeps_its_growth(growing, tmp_path):
+    growing()(tmp_path / "run")
+    changed = [SCHEDULE[0], {**SCHEDULE[1], "num_ffn_param_tokens": 160}]
+    line = growing(schedule=changed).fails(tmp_path / "run", "--resume")
+    assert "GrowthHook was" in line

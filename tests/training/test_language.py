@@ -1,0 +1,463 @@
+"""Language models train in mmengine's runner, as image classifiers do."""
+
+import itertools
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="language models need the extra [language]")
+pytest.importorskip("datasets", reason="language models need the extra [language]")
+
+from mmengine.dataset import DefaultSampler
+from mmengine.hooks import Hook
+from mmengine.runner import Runner
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.growth import pattention_layers
+from tokenformer_vit.language import (
+    byte_tokenizer,
+    load_language_model,
+    load_tokenizer,
+    save_language_model,
+)
+from tokenformer_vit.language.data import SplitWriter
+from tokenformer_vit.training import EndlessSampler
+from tokenformer_vit.training.config import choose_checkpoint, load_config
+from tokenformer_vit.training.evaluation import configure_test
+from tokenformer_vit.training.language import (
+    AnswerAccuracy,
+    CausalLM,
+    Perplexity,
+    TokenDataset,
+)
+from tokenformer_vit.training.reports import read_scalars
+from tokenformer_vit.training.schedule import check_schedule
+
+ROOT = Path(__file__).resolve().parents[2]
+LENGTH = 16
+SIZES = {
+    "vocab_size": 264,
+    "context_length": LENGTH,
+    "embed_dim": 16,
+    "depth": 2,
+    "num_heads": 2,
+}
+PAIRS = {"num_qkv_param_tokens": 16, "num_proj_param_tokens": 16, "num_ffn_param_tokens": 32}
+CONFIG = f"""
+_base_ = "{ROOT}/configs/_base_/language_small.py"
+model = dict(config=dict(_delete_=True, rotary_share=0.5, **{ {**SIZES, **PAIRS}!r}))
+train_dataloader = dict(batch_size=4, num_workers=0)
+val_dataloader = dict(batch_size=3)
+param_scheduler = [
+    dict(type="LinearLR", start_factor=1e-3, by_epoch=False, end=2),
+    dict(type="CosineAnnealingLR", eta_min=2e-4, by_epoch=False, begin=2),
+]
+train_cfg = dict(max_iters=12, val_interval=4)
+default_hooks = dict(logger=dict(interval=1), checkpoint=dict(interval=5))
+log_processor = dict(window_size=1)
+auto_scale_lr = dict(base_batch_size=4)
+"""
+NUMBERS = itertools.count()
+
+
+def write_text(folder: Path, letters: str, seed: int) -> Path:
+    """Write 40 rows to train on and 7 to validate on, of random letters."""
+    rng = np.random.default_rng(seed)
+    folder.mkdir(parents=True)
+    splits = {}
+    for split, rows in (("train", 40), ("val", 7)):
+        writer = SplitWriter(folder, split, LENGTH, 257)
+        text = rng.choice(list(letters.encode()), rows * LENGTH + 1)
+        writer.add([text.astype(np.int64)])
+        writer.close_shard()
+        splits[split] = writer.counts
+    meta = {"context_length": LENGTH, "vocab_size": 257, "end": 256, "tokenizer": "bytes"}
+    (folder / "meta.json").write_text(json.dumps({**meta, "sources": [], "splits": splits}))
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    root = tmp_path_factory.mktemp("texts")
+    return {
+        name: str(write_text(root / name, letters, seed))
+        for seed, (name, letters) in enumerate({"abc": "aab c", "xyz": "xyyz!"}.items())
+    }
+
+
+def test_a_token_outside_the_vocabulary_is_told_with_its_folder(tmp_path):
+    folder = write_text(tmp_path / "abc", "ab", 0)
+    assert TokenDataset(str(folder), "val")[0]["inputs"].max() == ord("b")
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps({**meta, "vocab_size": ord("b")}))
+    with pytest.raises(
+        InputError, match=r"row 0 of .*abc has the token 98, but a vocabulary of 98"
+    ):
+        TokenDataset(str(folder), "val")[0]
+
+
+def test_what_rows_were_made_from_is_known_when_a_run_is_resumed(texts, tmp_path):
+    def known(folder):
+        return TokenDataset(str(folder), "val").fingerprint()
+
+    moved = shutil.copytree(texts["abc"], tmp_path / "moved")
+    assert known(moved) == known(texts["abc"]) != known(texts["xyz"])
+    meta = json.loads((moved / "meta.json").read_text())
+    meta["splits"]["train"]["tokens"] += 1
+    (moved / "meta.json").write_text(json.dumps(meta))
+    assert known(moved) != known(texts["abc"])
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("configs") / "small_lm.py"
+    path.write_text(CONFIG)
+    return path
+
+
+class Stop(Hook):
+    """Ends a run as a signal would, behind the step of an iteration."""
+
+    priority = "LOWEST"
+
+    def __init__(self, iteration):
+        self._iteration = iteration
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if batch_idx + 1 == self._iteration:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def run(config, texts):
+    """Run a training as tools/train.py does, within this process."""
+
+    def start(work_dir, resume=None, stop=None, text="abc", **options):
+        root = texts[text] if isinstance(text, str) else [texts[each] for each in text]
+        # mmengine keeps what it logs by this name, for the whole process
+        cfg = load_config(config, work_dir=str(work_dir))
+        cfg.experiment_name = f"language_{next(NUMBERS)}"
+        cfg.train_dataloader.dataset.data_root = texts[text] if isinstance(text, str) else root[-1]
+        cfg.val_dataloader.dataset.data_root = root
+        cfg.log_level = "ERROR"
+        cfg.merge_from_dict(options)
+        check_schedule(cfg)
+        choose_checkpoint(cfg, resume)
+        runner = Runner.from_cfg(cfg)
+        if stop:
+            runner.register_hook(Stop(stop))
+            with pytest.raises(KeyboardInterrupt):
+                runner.train()
+        else:
+            runner.train()
+        return runner
+
+    return start
+
+
+def scalars(work_dir):
+    train, val = read_scalars(sorted(Path(work_dir).glob("*/vis_data/scalars.json")))
+    return (
+        {step: record["loss"] for step, record in train.items()},
+        {step: record["perplexity"] for step, record in val.items()},
+    )
+
+
+def test_a_run_ends_with_a_folder_for_transformers_and_a_record(run, texts, tmp_path):
+    run(tmp_path / "run", **{"optim_wrapper.type": "AutocastOptimWrapper"})
+    model = load_language_model(tmp_path / "run")
+    tokenizer = load_tokenizer(tmp_path / "run", model.config.vocab_size)
+    prompt = tokenizer("aab ", return_tensors="pt").input_ids
+    new = model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=256)
+    assert new.shape == (1, 12)
+    record = json.loads((tmp_path / "run" / "record.json").read_text())
+    assert (record["iterations"], record["train_sequences"]) == (12, 40)
+    assert record["sequences_per_step"] == 4
+    assert record["dtype"] == "bfloat16 autocast"
+    assert {"transformers", "datasets"} <= record["versions"].keys()
+    # What validation says of the last weights is what they say themselves.
+    rows = TokenDataset(texts["abc"], "val")
+    inputs = torch.stack([row["inputs"] for row in rows])
+    with torch.no_grad():
+        log_p = model(input_ids=inputs[:, :-1]).logits.double().log_softmax(-1)
+    losses = -log_p.gather(-1, inputs[:, 1:, None])
+    assert record["perplexity"] == pytest.approx(losses.mean().exp().item(), abs=1e-3)
+    flops = CausalLM("tokenformer", {**SIZES, **PAIRS, "rotary_share": 0.5}).training_flops(LENGTH)
+    assert record["flops"] == 12 * 4 * flops
+    assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_goes_on_exactly(run, tmp_path):
+    """In the middle of the second epoch, with growth, accumulation and workers."""
+    options = {
+        "optim_wrapper.accumulative_counts": 2,
+        "train_dataloader.num_workers": 1,
+        "train_dataloader.persistent_workers": True,
+        "custom_hooks": [
+            {"type": "CostHook"},
+            {
+                "type": "GrowthHook",
+                "schedule": [
+                    {"iteration": 4, "num_ffn_param_tokens": 48},
+                    {"iteration": 9, "num_qkv_param_tokens": 20},
+                ],
+            },
+        ],
+    }
+    whole = run(tmp_path / "whole", **options)
+    run(tmp_path / "cut", stop=8, **options)
+    losses, _ = scalars(tmp_path / "cut")
+    assert max(losses) in (7, 8)
+    cut = run(tmp_path / "cut", resume="auto", **options)
+    assert scalars(tmp_path / "cut") == scalars(tmp_path / "whole")
+    assert list(scalars(tmp_path / "whole")[0]) == list(range(1, 13))
+    for one, other in zip(whole.model.parameters(), cut.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    record = json.loads((tmp_path / "cut" / "record.json").read_text())
+    assert record["resumed_at_iteration"] == 5
+    assert record["flops"] == json.loads((tmp_path / "whole" / "record.json").read_text())["flops"]
+    assert [growth["iteration"] for growth in record["growth"]] == [4, 9]
+
+
+@pytest.mark.slow
+def test_accumulation_makes_the_step_of_the_whole_batch(run, tmp_path):
+    one = run(tmp_path / "one")
+    two = run(
+        tmp_path / "two",
+        **{"train_dataloader.batch_size": 2, "optim_wrapper.accumulative_counts": 2},
+    )
+    expected, accumulated = scalars(tmp_path / "one"), scalars(tmp_path / "two")
+    assert accumulated[0] == pytest.approx(expected[0], rel=1e-5)
+    assert accumulated[1] == pytest.approx(expected[1], rel=1e-4)
+    for each, other in zip(one.model.parameters(), two.model.parameters(), strict=True):
+        torch.testing.assert_close(each, other, rtol=1e-3, atol=1e-5)
+
+
+def test_the_order_of_the_data_has_no_end_and_starts_anywhere():
+    rows = list(range(10))
+    sampler = EndlessSampler(rows, shuffle=True, seed=3)
+    first = list(itertools.islice(sampler, 35))
+    epochs = [first[start : start + 10] for start in (0, 10, 20)]
+    assert all(sorted(epoch) == rows for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    for start in (0, 4, 10, 27):
+        sampler.start = start
+        assert list(itertools.islice(sampler, 35 - start)) == first[start:]
+    assert list(itertools.islice(sampler, 35)) == first  # it holds for one pass
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_several_processes_share_an_epoch_as_mmengine_deals_it(shuffle):
+    for rank in range(3):
+        samplers = [kind(range(10), shuffle, seed=7) for kind in (EndlessSampler, DefaultSampler)]
+        for sampler in samplers:
+            sampler.rank, sampler.world_size = rank, 3
+            sampler.num_samples, sampler.total_size = 4, 12
+        ours, theirs = samplers
+        found = list(itertools.islice(ours, 8))
+        for epoch in (0, 1):
+            theirs.set_epoch(epoch)
+            assert found[4 * epoch : 4 * epoch + 4] == list(theirs)
+        assert all(type(number) is int for number in found)
+
+
+def test_perplexity_of_several_texts_is_that_of_their_tokens():
+    metric = Perplexity()
+    metric.dataset_meta = {"sources": ("en", "fr")}
+    rows = [
+        {"losses": torch.tensor([1.0, 2.0]), "source": torch.tensor(0)},
+        {"losses": torch.tensor([4.0, 0.5]), "source": torch.tensor(1)},
+        {"losses": torch.tensor([0.25, 0.25]), "source": torch.tensor(1)},
+    ]
+    metric.process(None, rows)
+    assert metric.evaluate(3) == {
+        "perplexity": pytest.approx(math.exp(8 / 6)),
+        "perplexity/en": pytest.approx(math.exp(1.5)),
+        "perplexity/fr": pytest.approx(math.exp(1.25)),
+    }
+
+
+def test_an_answer_is_right_if_all_of_it_is():
+    metric = AnswerAccuracy(start=9, end=0)
+    # Of three answers that are whole one is right; what begins before the row, or goes on behind
+    # it, does not count, and neither does what is wrong outside of answers.
+    targets = torch.tensor([5, 0, 1, 9, 2, 3, 0, 9, 2, 0, 9, 7, 0, 9, 4])
+    right = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 0, 1, 0, 1, 0, 1, 1], dtype=torch.bool)
+    metric.process(None, [{"targets": targets, "right": right}])
+    assert metric.evaluate(1) == {"answers/accuracy": pytest.approx(100 / 3), "answers/count": 3}
+    metric.process(None, [{"targets": targets[:2], "right": right[:2]}])
+    with pytest.raises(InputError, match="no row of the validation text holds an answer"):
+        metric.evaluate(1)
+
+
+def test_a_transformer_trains_and_widens(run, tmp_path):
+    sizes = {**SIZES, "hidden_features": 24, "_delete_": True}
+    runner = run(
+        tmp_path / "gpt",
+        **{
+            "model.architecture": "transformer",
+            "model.config": sizes,
+            "custom_hooks": [
+                {"type": "CostHook"},
+                {"type": "GrowthHook", "schedule": [{"iteration": 6, "hidden_features": 40}]},
+            ],
+        },
+    )
+    assert runner.model.model.config.n_inner == 40
+    again = load_language_model(tmp_path / "gpt", kinds=("gpt2",))
+    inputs = torch.randint(257, (2, LENGTH))
+    with torch.no_grad():
+        expected = runner.model.eval().model(input_ids=inputs).logits
+        torch.testing.assert_close(again(input_ids=inputs).logits, expected)
+
+
+def test_training_goes_on_in_float32_from_weights_of_16_bits(tmp_path):
+    model = CausalLM("tokenformer", {**SIZES, **PAIRS, "rotary_share": 0.5}).model
+    save_language_model(model.bfloat16(), tmp_path / "half")
+    started = CausalLM(checkpoint=str(tmp_path / "half"), growth={"num_ffn_param_tokens": 40})
+    assert {parameter.dtype for parameter in started.parameters()} == {torch.float32}
+
+
+def test_the_averaged_weights_are_exported_where_there_are_any(run, tmp_path):
+    average = {"type": "AccumulationEMAHook", "ema_type": "ExponentialMovingAverage"}
+    runner = run(tmp_path / "run", **{"custom_hooks": [{**average, "momentum": 0.5}]})
+    hook = next(hook for hook in runner.hooks if type(hook).__name__ == average["type"])
+    saved = load_language_model(tmp_path / "run").state_dict()
+    averaged = hook.ema_model.module.model.state_dict()
+    assert all(torch.equal(saved[name], averaged[name]) for name in saved)
+    trained = runner.model.model.state_dict()
+    assert not torch.equal(saved["model.embedding.weight"], trained["model.embedding.weight"])
+
+
+@pytest.mark.parametrize("place", ["among val", "train and val", "the checkpoint"])
+def test_tokenizers_of_one_name_and_size_that_differ_are_refused(run, texts, tmp_path, place):
+    """As two that are trained on different text."""
+    folder = shutil.copytree(texts["xyz"], tmp_path / "odd")
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    entries = content["model"]["vocab"]
+    entries["a"], entries["b"] = entries["b"], entries["a"]
+    file.write_text(json.dumps(content))
+    val = [texts["abc"], str(folder)] if place == "among val" else str(folder)
+    options = {"val_dataloader.dataset.data_root": val}
+    if place == "the checkpoint":
+        save_language_model(
+            CausalLM("tokenformer", {**SIZES, **PAIRS, "rotary_share": 0.5}).model,
+            folder,
+            load_tokenizer(folder),
+        )
+        options = {"model.config": {"_delete_": True}, "model.checkpoint": str(folder)}
+    with pytest.raises(InputError, match=r"the tokenizers in .* differ: 97 is '[ab]' there"):
+        run(tmp_path / "run", **options)
+
+
+@pytest.fixture
+def masked(run, tmp_path):
+    """Train on one text, then on another with pairs of its own."""
+    both = ("abc", "xyz")
+
+    def train(frozen_stem):
+        run(tmp_path / "first", text="abc", **{"model.masks": {"new": "abc"}})
+        second = {
+            "model.config": {"_delete_": True},
+            "model.checkpoint": str(tmp_path / "first"),
+            "model.growth": {
+                "num_qkv_param_tokens": 32,
+                "num_proj_param_tokens": 32,
+                "num_ffn_param_tokens": 64,
+                "init": "random",
+            },
+            "model.masks": {"new": "xyz"},
+            "model.frozen_stem": frozen_stem,
+        }
+        return run(tmp_path / "second", text=both, **second)
+
+    return train
+
+
+def test_under_masks_a_text_keeps_its_pairs(masked, texts, tmp_path):
+    runner = masked(frozen_stem=True)
+    first, second = (load_language_model(tmp_path / name) for name in ("first", "second"))
+    layers = pattention_layers(second)
+    for name, layer in pattention_layers(first).items():
+        count = layer.num_param_tokens
+        assert torch.equal(layers[name].key_param_tokens[:count], layer.key_param_tokens)
+        assert torch.equal(layers[name].value_param_tokens[:count], layer.value_param_tokens)
+    # With nothing else trained either, the first text is read as before, through its mask.
+    before = list(scalars(tmp_path / "first")[1].values())[-1]
+    _, val = read_scalars(sorted((tmp_path / "second").glob("*/vis_data/scalars.json")))
+    kept = [line["perplexity/abc"] for line in val.values()]
+    assert kept == pytest.approx([before] * len(kept), rel=1e-6)
+    learned = [line["perplexity/xyz"] for line in val.values()]
+    assert learned[-1] < learned[0]
+    assert runner.model.masks.names == ["abc", "xyz"]
+    third = CausalLM(checkpoint=str(tmp_path / "second"), masks={"new": "all"})
+    assert third.masks.names == ["abc", "xyz", "all"]
+    # Through all pairs at once it computes something else.
+    rows = torch.stack([row["inputs"] for row in TokenDataset(texts["abc"], "val")])
+    third.sources = ("abc",)
+    with torch.no_grad():
+        losses = [
+            torch.stack([row["losses"] for row in third(rows, mode="predict")]).mean(),
+            third(rows, mode="loss")["loss"],
+        ]
+    assert losses[0].exp().item() == pytest.approx(before, rel=1e-5)
+    assert abs(losses[1] - losses[0]) > 1e-3
+
+
+def test_what_texts_share_trains_unless_it_is_frozen(masked, tmp_path):
+    masked(frozen_stem=False)
+    first, second = (load_language_model(tmp_path / name) for name in ("first", "second"))
+    assert not torch.equal(first.model.embedding.weight, second.model.embedding.weight)
+    for name, layer in pattention_layers(first).items():
+        kept = pattention_layers(second)[name].key_param_tokens[: layer.num_param_tokens]
+        assert torch.equal(kept, layer.key_param_tokens)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model.config.vocab_size": 100}, r"257 entries, and the model's vocab_size is 100"),
+        ({"model.config.context_length": 8}, r"rows of 16 tokens.* context_length is 8"),
+        ({"model.architecture": "lstm"}, r"unknown architecture 'lstm'"),
+        ({"model.config.dept": 2}, r"model\.config of the tokenformer.*dept"),
+        ({"model.config.num_heads": 0}, r"model\.config of the tokenformer: num_heads is 0"),
+        ({"model.config.norm_eps": -1.0}, r"model\.config of the tokenformer: norm_eps is -1"),
+        ({"model.checkpoint": "nowhere"}, r"starts from nowhere and has its sizes"),
+        ({"model.masks": {"old": "x"}}, r"it takes `new`"),
+        ({"train_dataloader.dataset.data_root": "nowhere"}, r"there is no folder nowhere"),
+        ({"train_dataloader.dataset.split": "dev"}, r"has no split 'dev'"),
+        ({"val_dataloader.dataset.data_root": []}, r"data_root of TokenDataset is an empty list"),
+        ({"param_scheduler.0.end": 99}, r"end=99, but train_cfg\.max_iters is 12"),
+    ],
+)
+def test_what_does_not_fit_is_said(run, tmp_path, options, message):
+    with pytest.raises(InputError, match=message):
+        run(tmp_path / "run", **options)
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        ({"epoch": 1, "num_ffn_param_tokens": 48}, r"by `epoch`, but this run counts iterations"),
+        (
+            {"iteration": 12, "num_ffn_param_tokens": 48},
+            r"at iteration 12, but the run ends at iteration 12: .* train_cfg\.max_iters",
+        ),
+    ],
+)
+def test_growth_that_would_not_come_to_pass_is_said(run, tmp_path, event, message):
+    with pytest.raises(InputError, match=message):
+        run(tmp_path / "run", custom_hooks=[{"type": "GrowthHook", "schedule": [event]}])
+
+
+def test_image_classification_is_tested_by_another_tool(config, tmp_path):
+    with pytest.raises(InputError, match=r"tools/evaluate_lm\.py"):
+        configure_test(load_config(config), tmp_path / "x.pth", tmp_path)

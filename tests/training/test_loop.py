@@ -1,0 +1,205 @@
+"""Shortened epochs see all classes; a resumed one goes on; data loading that dies is explained."""
+
+import os
+import signal
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from mmengine.runner import IterBasedTrainLoop
+from torch.utils.data import DataLoader
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.training import EndlessSampler, LoadImage, ResumableSampler
+from tokenformer_vit.training.config import load_config
+from tokenformer_vit.training.loop import loading_explained, validations_left
+from tokenformer_vit.training.reports import read_scalars
+
+PER_CLASS, CLASSES = 16, 10
+
+
+@pytest.fixture(params=[ResumableSampler, EndlessSampler])
+def sampler(request, monkeypatch):
+    """Make a sampler over data in the order of their classes, on one process of several."""
+
+    def make(rank=0, world=1, **kwargs):
+        dist = "mmengine.dataset.sampler.get_dist_info"
+        monkeypatch.setattr(dist, lambda: (rank, world))
+        return request.param(range(PER_CLASS * CLASSES), seed=3, **kwargs)
+
+    return make
+
+
+def epochs(sampler, number):
+    """List the indices of each epoch, as the loops and the seed hook of mmengine take them."""
+    if isinstance(sampler, EndlessSampler):
+        indices = iter(sampler)
+        return [[next(indices) for _ in range(len(sampler))] for _ in range(number)]
+    found = []
+    for epoch in range(number):
+        sampler.set_epoch(epoch)
+        found.append(list(sampler))
+    return found
+
+
+def test_a_shortened_epoch_is_a_random_subset_that_is_redrawn(sampler):
+    made = sampler(num_samples=40)
+    assert len(made) == 40
+    assert len(DataLoader(range(160), batch_size=8, sampler=made)) == 5
+    first, second = epochs(made, 2)
+    for epoch in (first, second):
+        assert len(set(epoch)) == 40
+        assert {index // PER_CLASS for index in epoch} == set(range(CLASSES))
+    assert set(first) != set(second)
+    whole, _ = epochs(sampler(), 2)
+    assert first == whole[:40]  # of the order that the whole epoch has
+
+
+def test_a_shortened_epoch_goes_on_in_its_middle(sampler):
+    whole = epochs(sampler(num_samples=40), 3)
+    resumed = sampler(num_samples=40)
+    if isinstance(resumed, EndlessSampler):
+        resumed.start = 40 + 16
+        assert [index for _, index in zip(range(64), resumed, strict=False)] == [
+            *whole[1][16:],
+            *whole[2],
+        ]
+    else:
+        resumed.set_epoch(1)
+        resumed.start = 16
+        assert [list(resumed), list(resumed)] == [whole[1][16:], whole[1]]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_processes_share_a_shortened_epoch(sampler, shuffle):
+    shares = [epochs(sampler(rank, 2, shuffle=shuffle, num_samples=20), 2) for rank in range(2)]
+    (one,) = [epochs(sampler(shuffle=shuffle, num_samples=40), 2)]
+    for epoch, (mine, yours) in zip(one, zip(*shares, strict=True), strict=True):
+        assert not set(mine) & set(yours)
+        assert set(mine) | set(yours) == set(epoch)  # as one process takes them
+
+
+def test_a_shortened_validation_takes_even_distances(sampler):
+    first, second = epochs(sampler(shuffle=False, num_samples=40), 2)
+    assert first == second == list(range(0, 160, 4))
+    (uneven,) = epochs(sampler(shuffle=False, num_samples=67), 1)
+    assert set(np.diff(uneven)) == {2, 3}
+    assert {index // PER_CLASS for index in uneven} == set(range(CLASSES))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_more_samples_than_there_are_leave_the_epoch_whole(sampler, shuffle):
+    for kwargs in ({}, {"num_samples": 160}, {"num_samples": 1000}):
+        made = sampler(shuffle=shuffle, **kwargs)
+        assert len(made) == 160
+        assert epochs(made, 2) == epochs(sampler(shuffle=shuffle), 2)
+
+
+def test_a_config_tells_the_sampler_how_short_an_epoch_is(tmp_path, config):
+    options = {"train_dataloader.num_batch_per_epoch": 2, "val_dataloader.num_batch_per_epoch": 1}
+    cfg = load_config(config, options, batch_size=5)
+    assert cfg.train_dataloader.sampler.num_samples == 2 * 5
+    assert cfg.val_dataloader.sampler.type == "ResumableSampler"
+    assert cfg.val_dataloader.sampler.num_samples == 8
+    for name in ("train_dataloader", "val_dataloader", "test_dataloader"):
+        assert "num_batch_per_epoch" not in cfg[name]  # mmengine would take the first images
+    assert "num_samples" not in cfg.test_dataloader.sampler
+    path = tmp_path / "own.py"
+    path.write_text(
+        f"_base_ = {str(config)!r}\n"
+        "train_dataloader = dict(sampler=dict(_delete_=True, type='RepeatAugSampler'))\n"
+    )
+    load_config(path)
+    with pytest.raises(InputError, match="num_batch_per_epoch is 2, which RepeatAugSampler cannot"):
+        load_config(path, options)
+
+
+def scalars(work_dir):
+    return read_scalars(sorted(work_dir.glob("*/vis_data/scalars.json")))
+
+
+@pytest.mark.slow
+def test_a_shortened_run_resumes_in_the_middle_of_an_epoch(train, tmp_path):
+    options = (
+        "--cfg-options",
+        "train_dataloader.num_batch_per_epoch=3",
+        "val_dataloader.num_batch_per_epoch=2",
+        "default_hooks.checkpoint.by_epoch=False",
+        "default_hooks.checkpoint.interval=4",
+    )
+    train(tmp_path / "whole", *options)
+    losses, validations = scalars(tmp_path / "whole")
+    assert list(losses) == list(range(1, 10))
+    assert list(validations) == [1, 2, 3]
+    train(tmp_path / "rest", "--resume", str(tmp_path / "whole" / "iter_4.pth"), *options)
+    rest, _ = scalars(tmp_path / "rest")
+    assert {step: record["loss"] for step, record in rest.items()} == {
+        step: losses[step]["loss"] for step in range(5, 10)
+    }
+
+
+@pytest.mark.parametrize("loader", ["train", pytest.param("val", marks=pytest.mark.slow)])
+def test_a_killed_worker_ends_the_run_in_one_line(train, tmp_path, monkeypatch, loader):
+    transform, main = LoadImage.transform, os.getpid()
+
+    def killed(self, results):
+        if os.getpid() != main and f"/{loader}/" in results["img_path"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return transform(self, results)
+
+    monkeypatch.setattr(LoadImage, "transform", killed)
+    line = train.fails(tmp_path, "--cfg-options", "train_cfg.max_epochs=2")
+    assert "data loading failed (DataLoader worker (pid" in line
+    assert "train_dataloader.num_workers=2" in line
+    assert "/dev/shm" in line
+
+
+@pytest.mark.parametrize(
+    ("message", "explained"),
+    [
+        ("DataLoader worker (pid 7) is killed by signal: Bus error. Out of shared memory", True),
+        (
+            "Caught RuntimeError in DataLoader worker process 0.\nunable to write to file "
+            "</torch_1_2>: No space left on device (28)",
+            True,
+        ),
+        ("unable to open shared memory object </torch_1> in read-write mode", True),
+        ("Caught RuntimeError in DataLoader worker process 0.\nstack expects each tensor", False),
+        ("out of resource: shared memory, Required: 300000, Hardware limit: 232448", False),
+        ("CUDA error: an illegal memory access was encountered", False),
+        ("", False),
+    ],
+)
+def test_what_is_explained(message, explained):
+    with pytest.raises(InputError if explained else RuntimeError) as raised, loading_explained():
+        raise RuntimeError(message)
+    assert isinstance(raised.value, InputError) == explained
+    if explained:
+        assert "\n" not in str(raised.value)
+        assert message.splitlines()[-1] in str(raised.value)
+
+
+@pytest.mark.parametrize("by_iteration", [True, False])
+@pytest.mark.parametrize(
+    ("begin", "interval", "end", "done", "left"),
+    [
+        (1, 1, 10, 0, 10),
+        (1, 1, 10, 10, 0),
+        (1, 3, 10, 0, 4),  # after 3, 6, 9 and 10
+        (1, 3, 10, 3, 3),
+        (1, 3, 9, 3, 2),
+        (7, 3, 10, 0, 2),
+        (7, 3, 10, 9, 1),
+        (10, 3, 10, 0, 1),
+        (11, 1, 10, 0, 0),
+        (1, 100, 10, 0, 1),
+    ],
+)
+def test_validations_to_come_are_counted(by_iteration, begin, interval, end, done, left):
+    if by_iteration:
+        loop = object.__new__(IterBasedTrainLoop)
+        loop._iter, loop._max_iters = done, end
+    else:
+        loop = SimpleNamespace(epoch=done, max_epochs=end)
+    loop.val_begin, loop.val_interval = begin, interval
+    assert validations_left(loop) == left

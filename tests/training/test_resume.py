@@ -1,0 +1,294 @@
+"""A run that is killed goes on as if it had not been."""
+
+import json
+import math
+import os
+import re
+import resource
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tokenformer_vit.files import temporary_name
+from tokenformer_vit.training.reports import read_scalars
+
+# Two workers, mixup, drop path, EMA, a warm-up by iteration and a decay by epoch: everything that
+# has a state. Accumulation leaves gradients pending where checkpoints are taken.
+OPTIONS = ("--cfg-options", "train_dataloader.num_workers=2")
+BY_EPOCH = (
+    "optim_wrapper.accumulative_counts=4",
+    "default_hooks.checkpoint.save_best=accuracy/top1",
+)
+BY_ITERATION = (
+    "default_hooks.checkpoint.by_epoch=False",
+    "default_hooks.checkpoint.interval=4",
+    "optim_wrapper.accumulative_counts=3",
+)
+
+
+def losses(work_dir):
+    train, val = read_scalars(sorted(work_dir.glob("*/vis_data/scalars.json")))
+    return {step: record["loss"] for step, record in train.items()}, val
+
+
+def wait_for(process, work_dir, iteration):
+    """Return as soon as the log shows ``iteration``."""
+    deadline = time.monotonic() + 200
+    while max(losses(work_dir)[0], default=0) < iteration:
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def kill_after(process, work_dir, iteration):
+    """Send SIGKILL as soon as the log shows ``iteration``."""
+    wait_for(process, work_dir, iteration)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "kill_at"),
+    [
+        pytest.param(BY_EPOCH, 8, id="by_epoch", marks=pytest.mark.slow),
+        pytest.param(BY_ITERATION, 10, id="by_iter", marks=pytest.mark.slow),
+        pytest.param((*BY_ITERATION, "--compile"), 10, id="compiled", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_run_goes_on_exactly(train, tmp_path, checkpoints, kill_at):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train(whole, *OPTIONS, *checkpoints)
+    kill_after(train.start(killed, *OPTIONS, *checkpoints), killed, kill_at)
+    assert max(losses(killed)[0]) < 18  # it was in fact cut off
+    train(killed, "--resume", "auto", *OPTIONS, *checkpoints)
+
+    expected, expected_val = losses(whole)
+    resumed, resumed_val = losses(killed)
+    assert list(expected) == list(range(1, 19))
+    assert resumed == expected
+    assert {step: record["accuracy/top1"] for step, record in resumed_val.items()} == {
+        step: record["accuracy/top1"] for step, record in expected_val.items()
+    }
+    one, other = (
+        torch.load(folder / (folder / "last_checkpoint").read_text(), weights_only=True)
+        for folder in (whole, killed)
+    )
+    for part in ("state_dict", "ema_state_dict"):
+        for name, tensor in one[part].items():
+            assert torch.equal(tensor, other[part][name]), name
+    # One average for each optimiser step, the last and shorter one included.
+    assert one["ema_state_dict"]["steps"] == math.ceil(18 / (4 if checkpoints is BY_EPOCH else 3))
+    assert (whole / "model.safetensors").read_bytes() == (killed / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="session")
+def finished(train, tmp_path_factory):
+    """A run that came to its end, to be copied."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    train(folder, *OPTIONS, "default_hooks.checkpoint.save_best=accuracy/top1")
+    return folder
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    """A copy of the finished run: also a run whose folder was moved."""
+    return shutil.copytree(finished, tmp_path / "moved")
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_in_its_last_validation_is_finished(train, run):
+    for name in ("model.safetensors", "config.json", "curves.png"):
+        (run / name).unlink()
+    _, before = losses(run)
+    record = (run / "record.json").read_text()
+    output = train(run, "--resume", *OPTIONS)
+    assert "resumed epoch: 3, iter: 18" in output
+    assert losses(run)[1] == {**before, 3: losses(run)[1][3]}
+    assert all((run / name).is_file() for name in ("model.safetensors", "curves.png"))
+    assert (run / "record.json").read_text() == record  # nothing was trained
+    (run / "record.json").unlink()  # it was killed before it could write this
+    train(run, "--resume", *OPTIONS)
+    again = json.loads((run / "record.json").read_text())
+    assert again["resumed_at_iteration"] == again["iterations"] == 18
+    for key in ("loss_first", "loss_last_20_mean", "accuracy/top1"):
+        assert again[key] == json.loads(record)[key]
+
+
+def test_a_full_disk_stops_the_run_and_leaves_the_previous_checkpoint(train, tmp_path):
+    options = ("train_cfg.max_epochs=200", "default_hooks.checkpoint.max_keep_ckpts=1")
+    process = train.start(tmp_path, *OPTIONS, *options)
+    pointer = tmp_path / "last_checkpoint"
+    while not pointer.is_file():
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.01)
+    # No file may grow beyond half a checkpoint, as if the disk were full.
+    size = Path(pointer.read_text()).stat().st_size // 2
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, size))
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 1, output
+    assert re.search(r"^error: cannot write .*epoch_\d+\.pth \(File too large\)", output, re.M)
+    assert torch.load(pointer.read_text(), weights_only=True)["meta"]["epoch"] >= 1
+    assert not list(tmp_path.glob(".*.partial"))
+    assert not (tmp_path / "record.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoints", [BY_EPOCH, BY_ITERATION])
+def test_a_run_that_is_told_to_stop_goes_on_exactly(train, tmp_path, checkpoints):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    train(whole, *OPTIONS, *checkpoints)
+    process = train.start(stopped, *OPTIONS, *checkpoints, start_new_session=True)
+    wait_for(process, stopped, 8)
+    os.killpg(process.pid, signal.SIGTERM)  # Slurm's reaches data loading workers, too
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, output
+    iteration = int(re.search(r"Stopped by SIGTERM after iteration (\d+)\.", output)[1])
+    assert 8 <= iteration < 18
+    assert (stopped / "last_checkpoint").read_text() == str(stopped / "stopped.pth")
+    assert torch.load(stopped / "stopped.pth", weights_only=True)["meta"]["iter"] == iteration
+    train(stopped, "--resume", *OPTIONS, *checkpoints)
+    assert losses(stopped)[0] == losses(whole)[0]
+    for name in ("model.safetensors", "config.json"):
+        assert (whole / name).read_bytes() == (stopped / name).read_bytes()
+    assert not (stopped / "stopped.pth").exists()  # the next regular checkpoint took its place
+
+
+@pytest.mark.slow
+def test_another_batch_size_or_other_data_are_refused(train, run, data_root, tmp_path):
+    root = shutil.copytree(data_root, tmp_path / "images")
+    train(run, "--resume", *OPTIONS, "train_cfg.max_epochs=3", "--data-root", str(root))  # moved
+    for index in range(3):
+        (root / "train" / "dark" / f"{index}.png").unlink()  # as many iterations as before
+    line = train.fails(run, "--resume", *OPTIONS, "--data-root", str(root))
+    assert "the number of training samples was 48, now 45" in line
+    shutil.copytree(data_root, root, dirs_exist_ok=True)
+    (root / "train" / "dark" / "0.png").rename(root / "train" / "dark" / "x.png")
+    line = train.fails(run, "--resume", *OPTIONS, "--data-root", str(root))
+    assert "the hash of training file names and labels was" in line
+    line = train.fails(run, "--resume", "--batch-size", "9", *OPTIONS)
+    assert "the batch size times the number of processes was 8, now 9" in line
+
+
+@pytest.mark.slow
+def test_checkpoints_without_a_pointer_are_not_overwritten(train, run):
+    (run / "last_checkpoint").unlink()
+    line = train.fails(run, *OPTIONS)
+    assert "holds a run already: add --resume" in line
+    line = train.fails(run, "--resume", *OPTIONS)
+    assert "last_checkpoint is missing; there are " in line
+    assert f"--resume {run}/epoch_3.pth" in line
+
+
+@pytest.mark.slow
+def test_a_checkpoint_from_elsewhere_does_not_overwrite_a_run(train, run, tmp_path):
+    other = shutil.copytree(run, tmp_path / "other")
+    line = train.fails(run, "--resume", str(other / "epoch_2.pth"), *OPTIONS)
+    assert "holds a run already" in line
+    (run / "last_checkpoint").write_bytes(b"\xff\xfe")
+    assert "; there are epoch_" in train.fails(run, "--resume", *OPTIONS)
+
+
+@pytest.mark.slow
+def test_two_processes_that_are_told_to_stop_go_on_exactly(train, tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    options = ("--launcher", "pytorch", "--batch-size", "4", *OPTIONS)
+    train(tmp_path / "whole", *options, launcher=launcher)
+    stopped = tmp_path / "stopped"
+    process = train.start(stopped, *options, launcher=launcher, start_new_session=True)
+    wait_for(process, stopped, 8)
+    os.killpg(process.pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=100)
+    assert "Stopped by SIGTERM after iteration" in output
+    assert (stopped / "last_checkpoint").read_text() == str(stopped / "stopped.pth")
+    train(stopped, "--resume", *options, launcher=launcher)
+    assert losses(stopped)[0] == losses(tmp_path / "whole")[0]
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_names_the_earlier_ones(train, run):
+    data = bytearray((run / "epoch_3.pth").read_bytes())
+    data[len(data) // 2] ^= 1
+    (run / "epoch_3.pth").write_bytes(data)
+    line = train.fails(run, "--resume", *OPTIONS)
+    assert "epoch_3.pth is damaged: the checksum" in line
+    assert "epoch_2.pth" in line
+
+
+@pytest.mark.slow
+def test_two_runs_do_not_share_a_work_directory(train, tmp_path):
+    process = train.start(tmp_path, *OPTIONS, "train_cfg.max_epochs=200")
+    wait_for(process, tmp_path, 1)
+    left = tmp_path / temporary_name(tmp_path / "epoch_1.pth").name.replace(
+        f"-{os.getpid()}-", "-4194300-"
+    )
+    left.write_text("of a killed run")
+    first = train.environment
+    train.environment = {**first, "ALONE": "1"}  # in a process of its own, as a user starts it
+    try:
+        line = train.fails(tmp_path, "--resume", *OPTIONS)
+    finally:
+        train.environment = first
+    assert f"{tmp_path} is in use by process {process.pid}" in line
+    assert left.exists()  # only the one that holds the lock tidies up
+    process.kill()
+    process.communicate()
+    line = train.fails(tmp_path, *OPTIONS)
+    assert "holds a run already" in line
+    assert not left.exists()
+
+
+@pytest.mark.slow
+def test_the_best_checkpoint_is_no_state_to_resume_from(train, run):
+    (best,) = run.glob("best_*.pth")
+    line = train.fails(run, "--resume", str(best), *OPTIONS)
+    assert "holds weights alone, not the state of a run" in line
+
+
+@pytest.mark.slow
+def test_a_resumed_run_keeps_its_schedule(train, run):
+    line = train.fails(run, "--resume", *OPTIONS, "train_cfg.max_epochs=5")
+    assert "train_cfg.max_epochs was 3 in the run of the checkpoint and is 5 here" in line
+
+
+@pytest.mark.slow
+def test_two_killed_processes_go_on_exactly(train, tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    options = ("--launcher", "pytorch", "--batch-size", "4", *OPTIONS)
+    train(tmp_path / "whole", *options, launcher=launcher)
+    process = train.start(tmp_path / "killed", *options, launcher=launcher)
+    kill_after(process, tmp_path / "killed", 8)
+    # The agent of torchrun is gone; its workers see that and end by themselves.
+    time.sleep(5)
+    train(tmp_path / "killed", "--resume", *options, launcher=launcher)
+    assert losses(tmp_path / "killed")[0] == losses(tmp_path / "whole")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", [(), ("--compile",)])
+def test_two_processes_follow_the_curve_of_one(train, tmp_path, extra):
+    plain = (
+        *extra,
+        "--cfg-options",
+        "model.train_cfg=None",
+        "model.backbone.drop_path_rate=0.0",
+        "optim_wrapper.accumulative_counts=2",
+    )
+    train(tmp_path / "one", "--batch-size", "8", *plain)
+    train(
+        tmp_path / "two",
+        "--batch-size",
+        "4",
+        "--launcher",
+        "pytorch",
+        *plain,
+        launcher=("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
+    )
+    one, two = losses(tmp_path / "one")[0], losses(tmp_path / "two")[0]
+    assert len(one) == len(two) == 18
+    torch.testing.assert_close(
+        torch.tensor(list(two.values())), torch.tensor(list(one.values())), rtol=2e-5, atol=2e-6
+    )

@@ -1,0 +1,199 @@
+"""mmengine reads checkpoints by our loader alone, whatever they are called."""
+
+import os
+import pickle
+import signal
+import sys
+import time
+from types import SimpleNamespace
+
+import mmengine
+import pytest
+import torch
+from mmengine.dataset import BaseDataset
+from mmengine.runner import CheckpointLoader
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.layers.segments import fuse_state_dict
+from tokenformer_vit.training.checkpoint import ExactCheckpointHook
+from tokenformer_vit.training.guard import classes_of
+from tokenformer_vit.training.identity import check_identity, run_identity
+from tokenformer_vit.training.launch import is_first
+from tokenformer_vit.training.storage import load_plain_checkpoint
+from tokenformer_vit.training.termination import PatientWorker, Termination
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "http://localhost/x.pth",
+        "https://localhost/x.pth",
+        "open-mmlab://resnet50",
+        "openmmlab://resnet50",
+        "mmcls://resnet50",
+        "torchvision://resnet50",
+        "modelzoo://resnet50",
+        "pavi://x",
+        "s3://bucket/x.pth",
+        "openmmlab:s3://bucket/x.pth",
+        "unheard-of://x",
+    ],
+)
+def test_what_lies_elsewhere_is_not_loaded(name):
+    with pytest.raises(InputError, match="is no local file: download it first"):
+        CheckpointLoader.load_checkpoint(name, "cpu", logger="silent")
+
+
+def test_every_scheme_of_mmengine_has_our_loader():
+    assert set(CheckpointLoader._schemes.values()) == {load_plain_checkpoint}
+
+
+def test_a_file_may_have_a_name_like_a_scheme(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": {"w": torch.ones(1)}}, tmp_path / "run:1.pth")
+    assert "w" in load_plain_checkpoint("run:1.pth")["state_dict"]
+
+
+def test_text_that_mmengine_would_run_as_a_config_is_dropped(tmp_path):
+    """Runner.resume() gives the text under meta.config to Config.fromstring, which runs it."""
+    content = {"meta": {"config": "import os; os.abort()", "cfg": "x = 1"}, "state_dict": {}}
+    torch.save(content, tmp_path / "x.pth")
+    assert load_plain_checkpoint(str(tmp_path / "x.pth"))["meta"] == {"cfg": "x = 1"}
+
+
+class Images:
+    def __init__(self, root, names):
+        self.names = [(f"{root}/train/{name}", index % 2) for index, name in enumerate(names)]
+
+    def __len__(self):
+        return len(self.names)
+
+    def get_data_info(self, index):
+        path, label = self.names[index]
+        return {"img_path": path, "gt_label": label}
+
+
+def identity(dataset, batch_size=8, world_size=2):
+    loader = SimpleNamespace(batch_size=batch_size, dataset=dataset)
+    return run_identity(SimpleNamespace(train_dataloader=loader, world_size=world_size))
+
+
+def test_data_may_move_but_not_change():
+    here = identity(Images("/data", ["a/1.png", "b/1.png"]))
+    assert here["samples_per_iteration"] == 16
+    check_identity(here, identity(Images("/elsewhere/d", ["a/1.png", "b/1.png"]), 16, 1), None)
+    for other in (["a/1.png", "b/2.png"], ["b/1.png", "a/1.png"], ["a/1.png", "c/1.png"]):
+        with pytest.raises(InputError, match="hash of training file names and labels was"):
+            check_identity(here, identity(Images("/data", other)), None)
+    with pytest.raises(InputError, match="number of training samples was 2, now 3"):
+        check_identity(here, identity(Images("/data", ["a/1.png", "b/1.png", "b/2.png"])), None)
+    with pytest.raises(InputError, match="batch size times the number of processes was 16, now 18"):
+        check_identity(here, identity(Images("/data", ["a/1.png", "b/1.png"]), 9), None)
+
+
+posix = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+
+
+@posix
+def test_a_sigterm_is_noted_and_later_has_its_former_effect():
+    before = signal.getsignal(signal.SIGTERM)
+    termination = Termination()
+    termination.begin()
+    assert not termination.requested()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert termination.requested()
+    assert termination.running[0] == 1
+    termination.end()
+    assert termination.running[0] == 0
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@posix
+@pytest.mark.parametrize("running", [True, False])
+def test_a_worker_outlives_a_sigterm_only_while_its_run_goes_on(running):
+    termination = Termination()
+    termination.running[0] = running
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        PatientWorker(None, termination.running)(0)
+        os.write(write, b"up")
+        for _ in range(10):
+            time.sleep(0.05)
+        os.write(write, b"alive")
+        os._exit(7)
+    os.close(write)
+    assert os.read(read, 2) == b"up"
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (7 if running else 0)
+    assert os.read(read, 5) == (b"alive" if running else b"")
+    os.close(read)
+
+
+@pytest.mark.parametrize("name", ["train.pkl", "train.pickle"])
+def test_pickled_annotations_are_not_read(tmp_path, name):
+    class Evil:
+        def __reduce__(self):
+            return (os.system, (f"touch {tmp_path / 'ran'}",))
+
+    (tmp_path / name).write_bytes(pickle.dumps({"metainfo": {}, "data_list": [Evil()]}))
+    with pytest.raises(InputError, match=r"a pickle can run code: save it as \.json"):
+        BaseDataset(ann_file=str(tmp_path / name))
+    with pytest.raises(InputError, match="a pickle can run code"):
+        mmengine.load(str(tmp_path / name))
+    assert not (tmp_path / "ran").exists()
+    mmengine.dump([1], tmp_path / "own.pkl")  # writing is safe
+
+
+@pytest.mark.parametrize(
+    "where", ["{victim}", "{victim}/best_x.pth", "", "/", "..", "best_top1_epoch_1.pth"]
+)
+def test_a_checkpoint_does_not_say_what_is_removed(tmp_path, where):
+    """mmengine removes the best checkpoint that a checkpoint names as soon as there is a better."""
+    victim, work_dir = tmp_path / "victim", tmp_path / "run"
+    victim.mkdir()
+    work_dir.mkdir()
+    (victim / "best_x.pth").write_text("mine")
+    own = work_dir / "best_top1_epoch_1.pth"
+    own.write_text("ours")
+    hook = ExactCheckpointHook(save_best="top1")
+    hook.out_dir = str(work_dir)
+    named = where.format(victim=victim)
+    hook.best_ckpt_path = named
+    info = {"best_ckpt": named, "best_ckpt_top1": named, "best_score": 1.0}
+    hook._keep_best_within(SimpleNamespace(message_hub=SimpleNamespace(runtime_info=info)))
+    expected = str(own) if where.startswith("best_") else None
+    assert hook.best_ckpt_path == info["best_ckpt"] == info["best_ckpt_top1"] == expected
+    assert info["best_score"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("launcher", "variable"),
+    [("pytorch", "RANK"), ("slurm", "SLURM_PROCID"), ("mpi", "OMPI_COMM_WORLD_RANK")],
+)
+def test_the_first_process_of_each_launcher(monkeypatch, launcher, variable):
+    for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert is_first(launcher)
+    assert is_first("none")
+    monkeypatch.setenv(variable, "1")
+    assert not is_first(launcher)
+    assert is_first("none")  # by itself, although it may be a task of a job
+
+
+@pytest.mark.parametrize("meta", [7, {"dataset_meta": 7}, {"dataset_meta": {"classes": 7}}, None])
+def test_classes_of_a_foreign_checkpoint(meta):
+    assert classes_of({"meta": meta}) is None
+    assert classes_of({"meta": {"dataset_meta": {"classes": ["a", 1]}}}) == ["a", "1"]
+
+
+def test_halves_that_do_not_fit_are_tensors_of_no_model():
+    name = "parametrizations.key_param_tokens.original"
+    lone = {f"{name}0": torch.ones(2, 3)}
+    assert fuse_state_dict(lone).keys() == lone.keys()
+    odd = {f"{name}0": torch.ones(2, 3), f"{name}1": torch.ones(2, 4)}
+    assert fuse_state_dict(odd).keys() == odd.keys()
+    odd[f"{name}1"] = torch.ones(5, 3)
+    assert {key: tuple(t.shape) for key, t in fuse_state_dict(odd).items()} == {
+        "key_param_tokens": (7, 3)
+    }

@@ -1,0 +1,98 @@
+"""Turn the authors' language checkpoints into folders for Hugging Face's transformers, and back.
+
+From a file of the released 150M, 450M, 900M or 1.5B model::
+
+    python tools/convert_checkpoint.py model.bin tokenformer_150m --tokenizer tokenizer.json
+
+AutoModelForCausalLM and AutoTokenizer (after ``import tokenformer_vit.language``),
+tools/generate.py and others read the folder. And from a folder to a file that the released code
+reads::
+
+    python tools/convert_checkpoint.py tokenformer_150m model.bin --to-released
+
+OUT appears whole or not at all.
+"""
+
+import argparse
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from tokenformer_vit.command_line import printable, whole_number
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.files import write_whole
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    args = _parse(argv)
+    from tokenformer_vit import language  # isort: skip  # says why, if transformers is missing
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if args.target.exists():
+        raise InputError(f"{args.target} is there already; name another place, or remove it")
+    if args.to_released:
+        _to_released(args, language)
+    else:
+        _from_released(args, language)
+
+
+def _from_released(args: argparse.Namespace, language: ModuleType) -> None:
+    config, state_dict = language.read_released(
+        args.source, args.num_heads, args.context_length, args.eps
+    )
+    tokenizer = args.tokenizer and language.load_tokenizer(args.tokenizer, config.vocab_size)
+    with torch.device("meta"):
+        model = language.TokenFormerForCausalLM(language.TokenFormerConfig(**vars(config)))
+    model.model.load_state_dict(state_dict, assign=True)
+    language.save_language_model(model, args.target, tokenizer or None)
+    print(
+        f"{config.depth} blocks, width {config.embed_dim}, {config.num_heads} heads, "
+        f"{config.num_qkv_param_tokens} / {config.num_ffn_param_tokens} pairs: "
+        f"{model.num_parameters():,} parameters of {str(model.dtype).removeprefix('torch.')}\n"
+        f"Done. In {printable(str(args.target))}: a model for transformers"
+        + (" and its tokenizer" if tokenizer else "; no tokenizer (--tokenizer)")
+    )
+
+
+def _to_released(args: argparse.Namespace, language: ModuleType) -> None:
+    state_dict = language.to_released(language.load_language_model(args.source).model)
+    data = io.BytesIO()
+    torch.save({name: tensor.detach().clone() for name, tensor in state_dict.items()}, data)
+    args.target.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(args.target, data.getvalue())
+    target = printable(str(args.target))
+    print(f"Done. In {target}: {len(state_dict)} tensors under the released names")
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path, metavar="IN", help="released file, or folder")
+    parser.add_argument("target", type=Path, metavar="OUT", help="folder, or file to be released")
+    parser.add_argument("--to-released", action="store_true", help="from a folder to a file")
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="PATH", help="folder or file, to be put into OUT"
+    )
+    parser.add_argument(
+        "--num-heads",
+        type=whole_number(1),
+        metavar="H",
+        help="of a model that is none of the published sizes",
+    )
+    parser.add_argument(
+        "--context-length", type=whole_number(1), default=2048, metavar="N", help="default: 2048"
+    )
+    parser.add_argument(
+        "--eps",
+        type=float,
+        default=0.0,
+        help="of Pattention (default: 0 as in the released code; 1e-6 to train on)",
+    )
+    return parser.parse_args(argv)

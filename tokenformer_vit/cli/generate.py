@@ -1,0 +1,105 @@
+"""Let a language model continue a text.
+
+With a folder that holds the model and its tokenizer::
+
+    python tools/generate.py work_dirs/run "The parameters of a model are" --temperature 0.8
+
+With a tokenizer from elsewhere, several prompts, the likeliest token each time::
+
+    python tools/generate.py run "Once upon" "In the end" --tokenizer tokenizer.json --greedy
+
+Without prompts each line on stdin is one. The text appears on stdout as it is made. The same
+--seed draws the same text for the same prompts.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tokenformer_vit.command_line import whole_number
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.vision.prediction import choose_device
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    args = _parse(argv)
+    from tokenformer_vit import language  # isort: skip  # says why, if transformers is missing
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    device = choose_device(args.device)
+    prompts = args.prompts or _read_prompts()
+    if not args.mask and (args.model / language.MASKS).is_file():
+        print("the model has masks, and all its pairs are read; --mask chooses", file=sys.stderr)
+    if not prompts:
+        raise InputError("there is no prompt: give one behind the model, or one a line on stdin")
+    kinds = ("tokenformer", "gpt2")
+    model = language.load_language_model(args.model, kinds, args.mask).to(device)
+    tokenizer = language.load_tokenizer(args.tokenizer or args.model, model.config.vocab_size)
+    streamer = language.TerminalStreamer(tokenizer, skip_special_tokens=True)
+    torch.manual_seed(args.seed)
+    for number, prompt in enumerate(prompts):
+        if number:
+            print()
+        language.generate_text(
+            model,
+            tokenizer,
+            prompt,
+            args.max_new_tokens,
+            greedy=args.greedy,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            streamer=streamer,
+        )
+
+
+def _read_prompts() -> list[str]:
+    try:
+        return [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"stdin is not {error.encoding} text ({error.reason}); convert it, for example with "
+            "iconv"
+        ) from error
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path, help="folder with config.json and model.safetensors")
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="default: the lines of stdin")
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="PATH", help="folder or file (default: in the model's)"
+    )
+    parser.add_argument(
+        "--mask", metavar="NAME", help="of a model with masks: read the pairs of this one alone"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=whole_number(1), default=64, metavar="N", help="default: 64"
+    )
+    parser.add_argument("--greedy", action="store_true", help="the likeliest token each time")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, metavar="T", help="divides logits (default: 1)"
+    )
+    parser.add_argument(
+        "--top-k", type=whole_number(1), metavar="K", help="draw among the K likeliest"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="draw among the likeliest that make up P of the probability (default: 1)",
+    )
+    parser.add_argument(
+        "--seed", type=whole_number(0, 2**64 - 1), default=0, help="of what is drawn (default: 0)"
+    )
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    return parser.parse_args(argv)

@@ -1,0 +1,136 @@
+"""Enlarge a trained model without changing what it computes.
+
+From and to the folder that training exports (model.safetensors beside config.json)::
+
+    python tools/grow.py work_dirs/run work_dirs/run_grown --ffn 3072 --qkv 768 --proj 768
+
+From any checkpoint of a model that timm knows::
+
+    python tools/grow.py checkpoint.pth grown --model tokenformer_base --ffn 6144
+
+From one file of tensors to another, whatever model they are of::
+
+    python tools/grow.py checkpoint.pth grown.safetensors --ffn 6144 --theta gelu_l2
+
+Numbers are those of pairs in each layer from now on; the paper's growth series keeps
+qkv = proj = ffn / 4. OUT appears whole or not at all.
+"""
+
+import argparse
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tokenformer_vit.command_line import whole_number
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.growth import INITS, grow, grow_state_dict
+from tokenformer_vit.models import TokenFormerViT
+from tokenformer_vit.models.checkpoints import load_model, save_model
+from tokenformer_vit.models.weights import read_state_dict, write_tensors
+from tokenformer_vit.ops import THETAS
+from tokenformer_vit.vision.prediction import KeyValues
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    args = _parse(argv)
+    if args.target.exists():
+        raise InputError(f"{args.target} is there already; name another place, or remove it")
+    how = {
+        "num_qkv_param_tokens": args.qkv,
+        "num_proj_param_tokens": args.proj,
+        "num_ffn_param_tokens": args.ffn,
+        "init": args.init,
+        "gate": args.gate,
+        "seed": args.seed,
+    }
+    if args.target.suffix == ".safetensors":
+        _grow_file(args, how)
+    else:
+        _grow_model(args, how)
+
+
+def _grow_file(args: argparse.Namespace, how: dict) -> None:
+    if args.theta is None:
+        raise InputError(
+            f"{args.target} is a file of tensors alone, which do not say their Θ: give --theta, "
+            "or a folder as OUT"
+        )
+    if args.source.is_dir():
+        raise InputError(f"{args.source} is a folder and grows into one; {args.target} is none")
+    if not args.source.is_file():
+        raise InputError(f"there is no checkpoint file {args.source}")
+    before = read_state_dict(args.source)
+    after = grow_state_dict(before, **how, theta=args.theta, missing_tau=args.missing_tau)
+    args.target.parent.mkdir(parents=True, exist_ok=True)
+    write_tensors(args.target, after)
+    counts = [sum(t.numel() for t in each.values()) for each in (before, after)]
+    print(f"{counts[0]:,} -> {counts[1]:,} entries\nDone. In {args.target}: the grown state dict")
+
+
+def _grow_model(args: argparse.Namespace, how: dict) -> None:
+    model = load_model(args.model, args.source, **args.model_kwargs)
+    if not isinstance(model, TokenFormerViT):
+        raise InputError(f"{args.source} is a {type(model).__name__}; TokenFormers alone grow")
+    before = copy.deepcopy(model)
+    grow(model, **how)
+    save_model(model, args.target)
+    counts = [sum(p.numel() for p in each.parameters()) for each in (before, model)]
+    gated = any(name.endswith(".gate") for name in model.state_dict())
+    print(
+        f"{counts[0]:,} -> {counts[1]:,} parameters; on random images the output changed by "
+        f"{_change(before, model):.1e}, relative to its largest entry\n"
+        f"Done. In {args.target}: model.safetensors and config.json. To train on: "
+        f"tools/train.py with load_from={args.target}/model.safetensors and the new numbers of "
+        "pairs" + (", and pattention_args=dict(gate='learned')" if gated else "") + " in the config"
+    )
+
+
+@torch.inference_mode()
+def _change(before: TokenFormerViT, after: TokenFormerViT) -> float:
+    size = before.patch_embed.img_size
+    images = torch.randn(2, before.in_chans, *size, generator=torch.Generator().manual_seed(0))
+    old, new = before.eval()(images), after.eval()(images)
+    return ((new - old).abs().max() / old.abs().max()).item()
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path, metavar="IN", help="exported folder, or checkpoint")
+    parser.add_argument("target", type=Path, metavar="OUT", help="folder, or .safetensors file")
+    for name, what in (
+        ("qkv", "query, key and value"),
+        ("proj", "output"),
+        ("ffn", "feed-forward"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=whole_number(1), metavar="PAIRS", help=f"pairs of each {what} layer"
+        )
+    parser.add_argument("--init", choices=INITS, default="zero_key", help="default: zero_key")
+    parser.add_argument(
+        "--gate",
+        choices=("learned",),
+        help="of softmax, behind which new pairs start (default with zero_key)",
+    )
+    parser.add_argument("--seed", type=whole_number(0), default=0, help="of random numbers")
+    parser.add_argument("--model", metavar="NAME", help="timm model that the checkpoint is of")
+    parser.add_argument(
+        "--model-kwargs",
+        nargs="+",
+        action=KeyValues,
+        default={},
+        metavar="KEY=VALUE",
+        help="arguments of the model, such as img_size=32 patch_size=4",
+    )
+    parser.add_argument("--theta", choices=list(THETAS), help="Θ of a file of tensors")
+    parser.add_argument(
+        "--missing-tau",
+        choices=("error", "default"),
+        default="error",
+        help="what to do where a file of tensors has no τ: stop, or take that of its pairs",
+    )
+    return parser.parse_args(argv)

@@ -1,0 +1,123 @@
+"""Classify images with a trained model.
+
+With the folder that training exported (config.json and model.safetensors side by side)::
+
+    python tools/predict.py cat.jpg photos/ --checkpoint work_dirs/run/model.safetensors
+
+With any timm model and a checkpoint of it::
+
+    python tools/predict.py cat.jpg --model tokenformer_base --checkpoint weights.safetensors
+
+Files that are no readable images are named on stderr and skipped. Exit status: 0 if every image
+was classified, 1 if some were skipped, 2 if none could be, 130 after Ctrl-C.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from tqdm import tqdm
+
+from tokenformer_vit.command_line import printable, whole_number
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.models import compile_blocks
+from tokenformer_vit.models.checkpoints import load_model
+from tokenformer_vit.vision.images import find_images, say_skipped
+from tokenformer_vit.vision.prediction import (
+    choose_device,
+    model_arguments,
+    predict,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line.
+
+    Raises:
+        InputError: If nothing can be classified; the message says why.
+        SystemExit: With 1 if images were skipped.
+    """
+    args = _parse(argv)
+    try:
+        device = choose_device(args.device)
+        paths = find_images(args.images)
+        model = load_model(args.model, args.checkpoint, args.num_classes, **args.model_kwargs)
+        if args.compile:
+            compile_blocks(model)
+        if args.checkpoint is None and not args.model.startswith("local-dir:"):
+            warning = f"{args.model} has random weights, so its answers are too"
+            tqdm.write(f"warning: no --checkpoint: {warning}", file=sys.stderr)
+        results = predict(model, paths, args.topk, args.batch_size, device)
+        done = _print_json(results) if args.json else _print_table(results)
+    except torch.OutOfMemoryError as error:
+        raise InputError(
+            f"not enough GPU memory for --batch-size {args.batch_size}; make it smaller"
+        ) from error
+    if done == 0:
+        raise InputError("none of the images could be read")
+    if done < len(paths):
+        sys.exit(1)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[model_arguments()],
+    )
+    parser.add_argument(
+        "images", type=Path, nargs="+", metavar="IMAGE", help="image file, or folder of them"
+    )
+    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help=".safetensors or .pth")
+    parser.add_argument("--topk", type=whole_number(1), default=5, metavar="K", help="default: 5")
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile each block with torch.compile: worth it for thousands of images",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object a line, on stdout")
+    return parser.parse_args(argv)
+
+
+def _print_json(results: Iterable[tuple[Path, Any]]) -> int:
+    """Print each image's answer when it is there; return how many there were."""
+    done = 0
+    for path, top in results:
+        if isinstance(top, Exception):
+            say_skipped(path, top)
+            continue
+        tqdm.write(json.dumps({"file": str(path), "top": top}), file=sys.stdout)
+        sys.stdout.flush()
+        done += 1
+    return done
+
+
+def _print_table(results: Iterable[tuple[Path, Any]]) -> int:
+    table = Table("image", "class", "index", "probability")
+    table.columns[0].overflow = table.columns[1].overflow = "fold"
+    table.columns[2].justify = table.columns[3].justify = "right"
+    done = 0
+    for path, top in results:
+        if isinstance(top, Exception):
+            say_skipped(path, top)
+            continue
+        for rank, guess in enumerate(top):
+            table.add_row(
+                # Text: names may look like rich's markup.
+                Text(printable(str(path)) if rank == 0 else ""),
+                Text(printable(guess["label"])),
+                str(guess["index"]),
+                f"{guess['probability']:.2%}",
+                end_section=rank == len(top) - 1,
+            )
+        done += 1
+    if done:
+        Console().print(table)
+    return done

@@ -1,0 +1,231 @@
+"""Turn text into the rows of tokens that language models are trained on and measured with.
+
+From files of text, .jsonl, .json (also .gz) or .parquet, or folders of them::
+
+    python tools/prepare_text.py SOURCE... OUT --tokenizer tokenizer.json --context-length 1024
+
+From a data set of the Hugging Face hub, streamed; the first 2 billion tokens of it::
+
+    python tools/prepare_text.py --hub Skylion007/openwebtext OUT --limit-tokens 2000000000
+
+Digits and their reversal, the smallest check of language training::
+
+    python tools/prepare_text.py --reversal 20000 OUT
+
+Part of the text is held out for validation, or --val names other text. OUT appears when it is
+whole: after an interruption the same command continues, and ends with the same files.
+"""
+
+import argparse
+import hashlib
+import os
+import re
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tokenformer_vit.command_line import printable, whole_number
+from tokenformer_vit.errors import InputError
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    args = _parse(argv)
+    from tokenformer_vit import language  # isort: skip  # says why, if transformers is missing
+    from transformers.utils import logging
+
+    try:
+        import datasets
+    except ImportError as error:
+        raise InputError(
+            "text is read by Hugging Face's datasets: `pip install -e '.[language]'`"
+        ) from error
+    logging.set_verbosity_error()
+    # What it logs as an error is raised as well, and told in one line.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # it would tell the hub of local files, too
+
+    sources, files = _sources(args, language)
+    if args.tokenizer == "bytes":
+        make_tokenizer = language.byte_tokenizer
+    elif args.tokenizer.startswith("bpe:"):
+        make_tokenizer = partial(
+            language.train_tokenizer,
+            language.training_texts(sources, args.limit_tokens),
+            int(args.tokenizer.removeprefix("bpe:")),
+        )
+    else:
+        make_tokenizer = partial(language.find_tokenizer, args.tokenizer)
+    there = args.target.exists()
+    meta = language.prepare_text(
+        sources,
+        args.target,
+        make_tokenizer,
+        args.context_length,
+        _settings(args, files),
+        held_out=bool(args.val or args.val_share),
+        limit_tokens=args.limit_tokens,
+        shard_tokens=args.shard_tokens,
+    )
+    for split, counts in meta["splits"].items():
+        print(
+            f"{split}: {counts['rows']:,} rows of {meta['context_length'] + 1} tokens from "
+            f"{counts['documents']:,} documents, {counts['bytes']:,} bytes, {counts['tokens']:,} "
+            f"tokens ({counts.get('left_over', 0):,} at the end fill no row)"
+        )
+    print(
+        f"{'There already' if there else 'Done'}. In {printable(str(args.target))}: a vocabulary "
+        f"of {meta['vocab_size']:,} ({printable(args.tokenizer)})"
+    )
+
+
+def _sources(args: argparse.Namespace, language: ModuleType) -> tuple[list[Any], list[Path]]:
+    """Make the sources, and list the files among them."""
+    if args.reversal:
+        return [language.reversal_source(args.reversal, args.digits, args.val_share, args.seed)], []
+    held_out = [file for path in args.val for file in language.find_files(path)]
+    files = [file for path in args.sources for file in language.find_files(path)]
+    both = {file.resolve() for file in files} & {file.resolve() for file in held_out}
+    if both:
+        raise InputError(f"{min(both)} is given both as a source and to --val: leave one out")
+    how = (args.documents, args.column, args.val_share)
+    sources = [language.file_source(file, *how, split="val") for file in held_out]
+    sources += [language.file_source(file, *how) for file in files]
+    if args.hub:
+        place = (args.hub, args.hub_config, args.split)
+        sources.append(language.hub_source(*place, args.column, args.val_share, args.hub_revision))
+    return sources, held_out + files
+
+
+def _settings(args: argparse.Namespace, files: Sequence[Path]) -> dict[str, Any]:
+    """All that the result follows from."""
+    settings = {name: value for name, value in vars(args).items() if name != "target"}
+    settings["sources"] = [str(path) for path in args.sources] or [args.hub or "reversal"]
+    settings["val"] = [str(path) for path in args.val]
+    sizes = "\n".join(f"{file} {file.stat().st_size}" for file in files)
+    settings["files"] = hashlib.blake2b(os.fsencode(sizes), digest_size=8).hexdigest()
+    return {name: _plain(value) for name, value in settings.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Escape what is no UTF-8 in names of files, since JSON must be."""
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "sources", type=Path, nargs="*", metavar="SOURCE", help="file, or folder of such"
+    )
+    parser.add_argument("target", type=Path, metavar="OUT", help="folder that is made")
+    parser.add_argument(
+        "--documents",
+        choices=["file", "line"],
+        default="file",
+        help="what one document is in a file of text: all of it (default), or each line",
+    )
+    parser.add_argument(
+        "--column", default="text", metavar="NAME", help="of the text in rows (default: text)"
+    )
+    parser.add_argument("--hub", metavar="NAME", help="data set of the Hugging Face hub")
+    parser.add_argument("--hub-config", metavar="NAME", help="its configuration, if it has several")
+    parser.add_argument("--hub-revision", metavar="NAME", help="its branch, tag or commit")
+    parser.add_argument("--split", default="train", help="split of --hub (default: train)")
+    parser.add_argument(
+        "--reversal",
+        type=whole_number(2, 10**7),
+        metavar="LINES",
+        help="draw so many lines of digits",
+    )
+    parser.add_argument(
+        "--digits", type=whole_number(1), default=16, help="a side of --reversal (default: 16)"
+    )
+    parser.add_argument(
+        "--seed", type=whole_number(0), default=0, help="of --reversal (default: 0)"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        default="bytes",
+        metavar="WHICH",
+        help="bytes (default); bpe:N, trained on the training text to N entries; path of a "
+        "tokenizer's folder or file; or its name on the hub",
+    )
+    parser.add_argument(
+        "--context-length",
+        type=whole_number(1, 2**31 - 2),  # Arrow counts the entries of a row, one more, by 32 bits
+        metavar="N",
+        help="rows have N + 1 tokens (default: 1024; of --reversal, one line)",
+    )
+    parser.add_argument(
+        "--val-share",
+        type=_share,
+        metavar="SHARE",
+        help="held out: the end of a file that is one document; of other documents those that a "
+        "hash of their content picks (default: 0.005; 0 for none)",
+    )
+    parser.add_argument(
+        "--val",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="SOURCE",
+        help="held out are these files instead",
+    )
+    parser.add_argument(
+        "--limit-tokens",
+        type=whole_number(1),
+        metavar="N",
+        help="stop where training has N tokens (at the next end of a document, or of 8192 "
+        "characters of a file)",
+    )
+    parser.add_argument(
+        "--shard-tokens",
+        type=whole_number(1),
+        default=100_000_000,
+        metavar="N",
+        help="of a file, about; what is finished survives an interruption (default: 100 million)",
+    )
+    args = parser.parse_intermixed_args(argv)
+    if bool(args.sources) + bool(args.hub) + bool(args.reversal) != 1:
+        behind = "; --val takes all paths behind it, so put it last" if args.val else ""
+        parser.error(f"give SOURCE... OUT, or --hub NAME OUT, or --reversal LINES OUT{behind}")
+    if args.val and args.val_share is not None:
+        parser.error("--val and --val-share both say what is held out; give one of them")
+    if args.val_share is None:
+        args.val_share = 0.0 if args.val else 0.005
+    if re.fullmatch(r"bpe:(?!\d{1,9}$).*", args.tokenizer, re.DOTALL):
+        parser.error(f"--tokenizer {args.tokenizer}: N of bpe:N is a whole number below 10⁹")
+    if args.reversal:
+        _check_reversal(parser, args)
+    args.context_length = args.context_length or 1024
+    return args
+
+
+def _check_reversal(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    line = 2 * args.digits + 2
+    args.context_length = args.context_length or line
+    if args.digits > 18:
+        parser.error(f"--digits {args.digits}: at most 18")
+    if args.tokenizer != "bytes" or args.val or args.limit_tokens:
+        parser.error("--reversal is of bytes; --tokenizer, --val and --limit-tokens do not go")
+    if args.context_length % line:
+        parser.error(
+            f"--context-length {args.context_length}: give a multiple of {line}, the bytes of a "
+            "line of --reversal, so that each row begins with a line"
+        )
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to below 1")
+    return share

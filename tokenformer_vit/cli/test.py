@@ -1,0 +1,56 @@
+"""Test a trained image classifier: accuracy, figures for each class, confusion matrix."""
+
+import argparse
+from pathlib import Path
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command."""
+    from tokenformer_vit.training import config  # isort: skip  # says why, if mmengine fails
+    from mmengine.dist import is_main_process
+    from rich.console import Console
+
+    from tokenformer_vit.training.evaluation import (
+        FILES,
+        configure_test,
+        print_evaluation,
+        run_test,
+        write_evaluation,
+    )
+    from tokenformer_vit.training.launch import config_explained, start_processes
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config", help="config file that the model was trained with")
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        help="training checkpoint (epoch_*.pth; its averaged weights are tested) or exported "
+        "model.safetensors",
+    )
+    config.add_run_arguments(parser)
+    parser.add_argument(
+        "--out", type=Path, help="where the results go (default: test/ beside the checkpoint)"
+    )
+    args = config.parse_run_arguments(parser, argv)
+
+    options = {"log_level": "WARNING", **(args.cfg_options or {})}  # a test has little to log
+    cfg = config.load_config(
+        args.config,
+        options,
+        args.data_root,
+        args.batch_size,
+        compile=args.compile,
+        batched="test_dataloader",
+    )
+    with config_explained(cfg):
+        config.check_data_folders(cfg, ("test_dataloader",))
+    out = args.out or args.checkpoint.parent / "test"
+    configure_test(cfg, args.checkpoint, out)
+    cfg.launcher = args.launcher
+    start_processes(cfg)
+
+    evaluation = run_test(cfg)
+    if is_main_process():
+        print_evaluation(evaluation, Console())
+        write_evaluation(evaluation, out)
+        print(f"\nDone. In {out}: {', '.join(FILES)}")

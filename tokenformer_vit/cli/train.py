@@ -1,0 +1,88 @@
+"""Train an image classifier or a language model from a config; see README.md."""
+
+import argparse
+import os
+from contextlib import nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+
+from tokenformer_vit.command_line import whole_number
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command."""
+    from tokenformer_vit.training import config  # isort: skip  # says why, if mmengine fails
+
+    from tokenformer_vit.files import locked_folder, remove_leftovers
+    from tokenformer_vit.training.launch import (
+        config_explained,
+        is_first,
+        run_training,
+        start_processes,
+    )
+    from tokenformer_vit.training.reports import ExportHook
+    from tokenformer_vit.training.schedule import check_schedule
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config", help="config file, such as configs/imagenet_base.py")
+    config.add_run_arguments(parser)
+    parser.add_argument("--work-dir", help="where the run goes (default: work_dirs/CONFIG)")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="auto",
+        help="go on from the last checkpoint of the work directory if there is one, or from a file",
+    )
+    parser.add_argument("--amp", action="store_true", help="train under bfloat16 autocast")
+    parser.add_argument(
+        "--auto-scale-lr",
+        action="store_true",
+        help="scale the learning rate with the batch of an optimiser step, accumulation included",
+    )
+    parser.add_argument("--seed", type=whole_number(0), help="seed of every random generator")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="use deterministic CUDA kernels"
+    )
+    args = config.parse_run_arguments(parser, argv)
+
+    options = dict(args.cfg_options or {})
+    if args.seed is not None:
+        options["randomness.seed"] = args.seed
+    cfg = config.load_config(
+        args.config,
+        options,
+        args.data_root,
+        args.batch_size,
+        args.work_dir,
+        compile=args.compile,
+    )
+    cfg.launcher = args.launcher
+    with config_explained(cfg):
+        check_schedule(cfg)
+        config.check_data_folders(cfg, ("train_dataloader", "val_dataloader"))
+        if args.amp:
+            cfg.optim_wrapper.type = "AutocastOptimWrapper"
+        if args.auto_scale_lr:
+            cfg.auto_scale_lr.enable = True
+        if args.deterministic:
+            cfg.randomness.deterministic = True
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+        if find_spec("tensorboard"):
+            cfg.visualizer.vis_backends.append({"type": "TensorboardVisBackend"})
+        config.scale_for_accumulation(cfg)
+    work_dir = config.make_work_dir(cfg)
+    # One process of a run holds the lock for all of them.
+    first = is_first(args.launcher)
+    with locked_folder(work_dir) if first else nullcontext():
+        if first:
+            remove_leftovers(work_dir)
+        config.choose_checkpoint(cfg, args.resume)
+        start_processes(cfg)
+        runner = run_training(cfg)
+    if runner.rank == 0:
+        export = next((hook for hook in runner.hooks if isinstance(hook, ExportHook)), None)
+        model = f"model.safetensors and config.json ({export.purpose}), " if export else ""
+        print(
+            f"\nDone. In {runner.work_dir}: {model}curves.png, record.json, checkpoints "
+            f"(*.pth), and logs in {Path(runner.log_dir).name}/"
+        )

@@ -1,0 +1,1 @@
+"""The machinery of ablations: questions, plans, runs, records, tables and charts."""

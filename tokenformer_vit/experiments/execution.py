@@ -1,0 +1,225 @@
+"""Trainings as processes: some at a time, watched, recorded as they end, and stopped together."""
+
+import argparse
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from .recording import collect, error_line, read_record
+from .runs import Run, shown
+
+TRAIN = Path(__file__).resolve().parents[2] / "tools" / "train.py"
+LOOK = 0.5  # seconds between two looks at the processes
+PATIENCE = 30  # seconds that an interrupted training has to end
+
+
+def arguments(run: Run, args: argparse.Namespace) -> list[str]:
+    """Return what follows the interpreter in the command of a run."""
+    launcher = []
+    if args.nproc_per_node:
+        launcher = ["-m", "torch.distributed.run", "--standalone"]
+        launcher.append(f"--nproc_per_node={args.nproc_per_node}")
+    command = [*launcher, shown(TRAIN), shown(run.config)]
+    command += ["--work-dir", shown(run.folder), "--resume"]
+    return command if args.launcher == "none" else [*command, "--launcher", args.launcher]
+
+
+class Started(NamedTuple):
+    """A training under way."""
+
+    run: Run
+    process: subprocess.Popen
+    log: Path
+    begin: int  # where its part of the log begins
+    slot: int  # which of the jobs it is
+
+
+def start(run: Run, slot: int, args: argparse.Namespace) -> Started | None:
+    """Start a training, or return None where another process is at it."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    log = run.folder / "output.log"
+    with log.open("ab") as file:
+        try:
+            # The training inherits the lock with its output, and holds it as long as it lives.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        begin = file.seek(0, os.SEEK_END)
+        process = subprocess.Popen(
+            [sys.executable, *arguments(run, args)],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=_environment(slot, args),
+            start_new_session=True,  # Ctrl-C reaches it through us alone, and once
+        )
+    return Started(run, process, log, begin, slot)
+
+
+def _environment(slot: int, args: argparse.Namespace) -> dict[str, str]:
+    """Deal the GPUs out to the jobs, as many to each as it has processes."""
+    environment = dict(os.environ)
+    if args.jobs > 1 and (count := torch.cuda.device_count()) > 1:
+        visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        devices = visible if len(visible) == count else [str(device) for device in range(count)]
+        each = min(args.nproc_per_node or 1, count)
+        first = slot % (count // each) * each
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices[first : first + each])
+    return environment
+
+
+def train(waiting: Sequence[Run], args: argparse.Namespace) -> None:
+    """Train runs, ``args.jobs`` at a time, and record each as it ends.
+
+    Raises:
+        KeyboardInterrupt: After Ctrl-C, SIGTERM or SIGHUP; the trainings have ended by then.
+    """
+    queue, active, ended = deque(waiting), [], 0
+    begun = {run.name: _done(run) for run in waiting}
+    total = sum(run.length for run in waiting)
+    with (
+        _signals_interrupt(),
+        tqdm(
+            total=total,
+            initial=sum(begun.values()),
+            disable=None,
+            unit=waiting[0].field.unit if waiting else "epoch",
+            dynamic_ncols=True,
+        ) as bar,
+    ):
+        try:
+            while queue or active:
+                while len(active) < args.jobs and (run := _next(queue, active)):
+                    queue.remove(run)
+                    if reason := _cannot_start(run):
+                        ended += run.length
+                        bar.write(f"{run.name} {reason}")
+                        continue
+                    slot = min(set(range(args.jobs)) - {started.slot for started in active})
+                    started = start(run, slot, args)
+                    if started is None:
+                        ended += run.length
+                        bar.write(f"{run.name}: another process is training it; left to that")
+                    else:
+                        active.append(started)
+                time.sleep(LOOK)
+                for started in [each for each in active if each.process.poll() is not None]:
+                    active.remove(started)
+                    ended += started.run.length
+                    bar.write(_end(started))
+                if not bar.disable:
+                    under_way = [started.run for started in active]
+                    done = sum(map(_done, under_way))
+                    done += sum(begun[run.name] for run in queue)
+                    bar.n = min(ended + done, total)
+                    bar.set_description(", ".join(run.name for run in under_way))
+        except KeyboardInterrupt:
+            names = ", ".join(started.run.name for started in active)
+            bar.write(f"stopping {names}", file=sys.stderr)
+            _stop(active)
+            bar.write(
+                f"{len(queue) + len(active)} of {len(waiting)} runs are left; the same command "
+                "goes on from their last checkpoints",
+                file=sys.stderr,
+            )
+            raise
+        finally:
+            _stop(active)
+
+
+def _next(queue: Sequence[Run], active: Sequence[Started]) -> Run | None:
+    """Find the first run that need not wait for the end of another."""
+    under_way = [*queue, *(started.run for started in active)]
+    return next((run for run in queue if run.start not in under_way), None)
+
+
+def _cannot_start(run: Run) -> str | None:
+    """Say why a run has no end of another to start from, if so; where that failed, so has this."""
+    start = run.start
+    if start is None or start.is_finished:
+        return None
+    record = read_record(start)
+    if record is None:
+        return f"is left alone, since {start.name} is not finished"
+    if "failed" in record:
+        reason = f"{start.name}, from whose end it starts, failed"
+    else:
+        reason = (
+            f"it starts from the end of {start.name}, of which {shown(start.folder)} has nothing: "
+            "delete its record, too, and it is trained again"
+        )
+    collect(run, failed=reason)
+    return f"failed: {reason}"
+
+
+def _end(started: Started) -> str:
+    """Record a training that ended, and say how."""
+    run, status = started.run, started.process.returncode
+    if status == 0 and run.is_finished:
+        record = collect(run)
+        if "failed" in record:
+            return f"{run.name} failed: {record['failed']}"
+        measure = run.field.measure
+        return f"{run.name}: {measure.form.format(record['final'][measure.name])}"
+    with started.log.open("rb") as file:
+        file.seek(started.begin)
+        line = error_line(file.read().decode(errors="replace"), status)
+    if status == 0:
+        line = f"no record of {run.length} {run.field.length} at the end"
+    collect(run, failed=line)
+    return f"{run.name} failed: {line} (see {shown(started.log)})"
+
+
+def _stop(active: Sequence[Started]) -> None:
+    """Interrupt trainings and their workers, and wait until they are gone."""
+    deadline = time.monotonic() + PATIENCE
+    for started in active:
+        _signal(started, signal.SIGINT)
+    try:
+        for started in active:
+            with suppress(subprocess.TimeoutExpired):
+                started.process.wait(max(0, deadline - time.monotonic()))
+    finally:
+        for started in active:
+            _signal(started, signal.SIGKILL)
+            started.process.wait()
+
+
+def _signal(started: Started, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(started.process.pid, number)
+
+
+def _done(run: Run) -> int:
+    """Look up in its newest log how far a training is."""
+    for log in sorted(run.folder.glob("*/vis_data/scalars.json"), reverse=True):
+        with log.open("rb") as file:
+            file.seek(-min(2048, file.seek(0, os.SEEK_END)), os.SEEK_END)
+            begun = re.findall(run.field.begun, file.read())
+        if begun:
+            return int(begun[-1]) - 1
+    return 0
+
+
+@contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """Let a scheduler's SIGTERM, and a terminal that goes away, do what Ctrl-C does."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signal.default_int_handler) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
