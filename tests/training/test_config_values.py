@@ -77,6 +77,7 @@ def refused(cfg, options):
         ("train_dataloader.num_batch_per_epoch", 0, WHOLE),
         ("train_dataloader.pin_memory", "yes", "True or False"),
         ("train_dataloader.dataset", "data", "a dict"),
+        ("train_dataloader.dataset.pipeline", (), "a list of transforms that ends with PackInputs"),
         ("train_dataloader", None, "a dict"),
         ("val_dataloader", None, "a dict"),
         ("train_cfg.max_epochs", 0, WHOLE),
