@@ -118,7 +118,7 @@ def test_wrong_pair_count_names_the_parameter(small):
 
 def test_a_model_without_pooling_has_no_answer_for_an_image(saved):
     name = f"local-dir:{saved[1]}"
-    with pytest.raises(InputError, match="global_pool.*'avg'"):
+    with pytest.raises(InputError, match=r"global_pool.*'avg'"):
         load_model(name, None, global_pool="")
     assert load_model(name, None, for_images=False, global_pool="").global_pool == ""
 

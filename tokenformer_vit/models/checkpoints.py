@@ -100,8 +100,8 @@ def load_model(
     model = _build(name, description, num_classes, kwargs)
     if for_images and getattr(model, "global_pool", None) == "":
         raise InputError(
-            f"{checkpoint or name} is a model without pooling (global_pool=''), which gives numbers "
-            "for patches and none for an image: choose another global_pool, such as 'avg'"
+            f"{checkpoint or name} is a model without pooling (global_pool=''): it has no answer "
+            "for an image; choose another global_pool, such as 'avg'"
         )
     if state_dict is not None:
         _load(
