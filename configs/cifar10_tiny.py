@@ -33,7 +33,7 @@ train_pipeline = [
             ),
         ],
     ),
-    dict(type="PackInputs"),
+    dict(type="PackLabels"),
 ]
 test_pipeline = [
     dict(type="LoadImage"),

@@ -28,7 +28,7 @@ train_pipeline = [
         type="SeededTransforms",
         transforms=[dict(type="Rotate", angle=10.0, prob=0.5)],
     ),
-    dict(type="PackInputs"),
+    dict(type="PackLabels"),
 ]
 test_pipeline = [
     dict(type="LoadImage"),

@@ -37,7 +37,7 @@ train_pipeline = [
             dict(type="RandomFlip", prob=0.5, direction="horizontal"),
         ],
     ),
-    dict(type="PackInputs"),
+    dict(type="PackLabels"),
 ]
 train_dataloader = dict(
     batch_size=64, dataset=dict(data_root="data/imagenette_small", pipeline=train_pipeline)

@@ -148,7 +148,8 @@ def test_pipelines_build_and_evaluation_is_that_of_timm(name, tmp_path):
         sample = pipeline({"img_path": tmp_path / "x.png", "gt_label": 1, "sample_idx": 0})
         assert sample["inputs"].shape == (3, size, size)
         assert sample["inputs"].dtype == torch.uint8
-        assert sample["data_samples"].gt_label.item() == 1
+        label = sample["data_samples"]  # in training without the DataSample around it
+        assert (label if loader is cfg.train_dataloader else label.gt_label) == 1
         return image, sample["inputs"]
 
     resized = "RandomResizedCrop" in flat(cfg.train_dataloader.dataset.pipeline)

@@ -16,7 +16,7 @@ model = dict(
     ),
     neck=None,
     head=dict(
-        type="LinearClsHead",
+        type="LabelHead",
         num_classes=1000,
         in_channels=768,
         # The loss starts at ln(num_classes).

@@ -28,6 +28,7 @@ BY_ITERATION = (
     "default_hooks.checkpoint.interval=4",
     "optim_wrapper.accumulative_counts=3",
 )
+IN_MEMORY = "train_dataloader.dataset.type=ImagesInMemory"
 
 
 def losses(work_dir):
@@ -57,6 +58,7 @@ def kill_after(process, work_dir, iteration):
         pytest.param(BY_EPOCH, 8, id="by_epoch", marks=pytest.mark.slow),
         pytest.param(BY_ITERATION, 10, id="by_iter", marks=pytest.mark.slow),
         pytest.param((*BY_ITERATION, "--compile"), 10, id="compiled", marks=pytest.mark.slow),
+        pytest.param((*BY_ITERATION, IN_MEMORY), 10, id="in_memory", marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_run_goes_on_exactly(train, tmp_path, checkpoints, kill_at):
@@ -268,14 +270,14 @@ def test_two_killed_processes_go_on_exactly(train, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("extra", [(), ("--compile",)])
+@pytest.mark.parametrize("extra", [(), ("--compile",), (IN_MEMORY,)])
 def test_two_processes_follow_the_curve_of_one(train, tmp_path, extra):
     plain = (
-        *extra,
         "--cfg-options",
         "model.train_cfg=None",
         "model.backbone.drop_path_rate=0.0",
         "optim_wrapper.accumulative_counts=2",
+        *extra,
     )
     train(tmp_path / "one", "--batch-size", "8", *plain)
     train(

@@ -35,6 +35,8 @@ from .checkpoint import ExactCheckpointHook
 from .diagnostics import DiagnosticsHook, read_diagnostics
 from .growth import CostHook, GrowthHook
 from .guard import GuardHook
+from .in_memory import ImagesInMemory
+from .labels import LabelHead, LabelPreprocessor, PackLabels
 from .loop import EndlessSampler, ResumableEpochLoop, ResumableIterLoop, ResumableSampler
 from .lora import LoRABackbone
 from .optim import AccumulationEMAHook, AutocastOptimWrapper
@@ -54,8 +56,12 @@ __all__ = [
     "ExportHook",
     "GrowthHook",
     "GuardHook",
+    "ImagesInMemory",
+    "LabelHead",
+    "LabelPreprocessor",
     "LoRABackbone",
     "LoadImage",
+    "PackLabels",
     "ProgressHook",
     "RecordHook",
     "ResumableEpochLoop",

@@ -136,6 +136,8 @@ def load_config(
         loader = cfg[name]
         if data_root is not None:
             loader.dataset.data_root = data_root
+        if loader.dataset.get("type") == "ImagesInMemory":
+            loader.update(num_workers=0, pin_memory=False, collate_fn={"type": "collate_fetched"})
         # PyTorch refuses to keep workers where there are none, and warns of pinning without a GPU.
         loader.persistent_workers = (
             loader.get("persistent_workers", True) and loader.setdefault("num_workers", 0) > 0
@@ -229,7 +231,7 @@ def check_data_folders(cfg: Config, loaders: tuple[str, ...] = LOADERS) -> None:
     said = set()
     for name in loaders:
         dataset = cfg[name].dataset
-        if dataset.type not in ("ImageNet", "CustomDataset"):
+        if dataset.type not in ("ImageNet", "CustomDataset", "ImagesInMemory"):
             continue  # another data set checks its own files
         if "extensions" not in dataset:
             dataset.extensions = list(IMAGE_SUFFIXES)

@@ -1,0 +1,278 @@
+"""mmpretrain's augmentations of images of one size, applied to a batch of tensors at a time.
+
+The operations are torchvision's. Each image keeps parameters of its own, so images that share an
+operation are changed by one call.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mmcv.transforms as mmcv
+import mmpretrain.datasets.transforms as mmpretrain
+import torch
+from torch import Tensor
+from torch.nn.functional import grid_sample
+from torchvision.transforms.v2 import functional
+
+from tokenformer_vit.errors import InputError
+
+__all__ = ["BatchTransforms"]
+
+
+class BatchTransforms:
+    """Apply transforms of mmpretrain to a batch.
+
+    The result for an image depends on the image and its random numbers, not on the rest of the
+    batch. For the same parameters it agrees with mmpretrain's to three levels of 255, with two
+    exceptions: a single ``pad_val`` fills all channels (mmcv fills only the first), and
+    ``Sharpness`` leaves the border of one pixel as it is, as Pillow does.
+
+    Args:
+        transforms: ``RandomCrop``, ``RandomFlip``, ``RandAugment``, or one of the operations that
+            ``RandAugment`` chooses from, such as ``Rotate``.
+
+    Attributes:
+        num_draws: Random numbers that each image needs.
+
+    Raises:
+        InputError: If a transform, or one of its options, cannot be applied to a batch.
+    """
+
+    def __init__(self, transforms: Sequence[Any]) -> None:
+        self._parts = [_batched(transform) for transform in transforms]
+        self.num_draws = sum(part.num_draws for part in self._parts)
+
+    def __call__(self, images: Tensor, draws: Tensor) -> Tensor:
+        """Transform a batch.
+
+        Args:
+            images: (N, 3, H, W) uint8, BGR, on any device; may be changed in place.
+            draws: (N, num_draws) float64 on the CPU, uniform in [0, 1).
+
+        Returns:
+            (N, 3, H', W') uint8 on the same device.
+        """
+        numbers = [part.num_draws for part in self._parts]
+        for part, own in zip(self._parts, draws.split(numbers, dim=1), strict=True):
+            images = part(images, own)
+        return images
+
+
+class _Crop:
+    num_draws = 2
+
+    def __init__(self, transform: mmpretrain.RandomCrop) -> None:
+        if transform.pad_if_needed:
+            raise _unsupported("RandomCrop", "pad_if_needed=True")
+        self._size, self._padding = transform.crop_size, transform.padding
+        value: Any = transform.pad_val
+        self._fill = list(value) if isinstance(value, Sequence) else value
+
+    def __call__(self, images: Tensor, draws: Tensor) -> Tensor:
+        if self._padding is not None:
+            padding: Any = self._padding
+            padding = padding if isinstance(padding, int) else list(padding)
+            images = functional.pad(images, padding, fill=self._fill)
+        height, width = (min(sizes) for sizes in zip(self._size, images.shape[2:], strict=True))
+        windows = images.unfold(2, height, 1).unfold(3, width, 1)  # (N, 3, tops, lefts, H', W')
+        offsets = (draws * torch.tensor(windows.shape[2:4])).long().to(images.device)
+        rows = torch.arange(len(images), device=images.device)
+        return windows[rows, :, offsets[:, 0], offsets[:, 1]]
+
+
+class _Flip:
+    num_draws = 1
+
+    def __init__(self, transform: mmcv.RandomFlip) -> None:
+        flips = {"horizontal": functional.horizontal_flip, "vertical": functional.vertical_flip}
+        if not isinstance(transform.prob, float) or transform.direction not in flips:
+            raise _unsupported(
+                "RandomFlip", f"prob={transform.prob}, direction={transform.direction!r}"
+            )
+        self._prob, self._flip = transform.prob, flips[transform.direction]
+
+    def __call__(self, images: Tensor, draws: Tensor) -> Tensor:
+        flipped = (draws < self._prob).to(images.device)
+        return torch.where(flipped[:, :, None, None], self._flip(images), images)
+
+
+class _Choice:
+    """An operation for each image in each round, chosen at random: ``RandAugment``."""
+
+    def __init__(self, operations: Sequence[Any], rounds: int) -> None:
+        for operation in operations:
+            if type(operation) not in _COLOURS and type(operation) not in _MATRICES:
+                raise _unsupported(type(operation).__name__)
+            interpolation = getattr(operation, "interpolation", "nearest")
+            if interpolation not in ("nearest", "bilinear", "bicubic"):
+                raise _unsupported(type(operation).__name__, f"interpolation={interpolation!r}")
+        self._operations, self._rounds = operations, rounds
+        self.num_draws = 4 * rounds  # which operation, whether at all, its value, the sign
+
+    def __call__(self, images: Tensor, draws: Tensor) -> Tensor:
+        for own in draws.chunk(self._rounds, dim=1):
+            self._apply(images, own)
+        return images
+
+    def _apply(self, images: Tensor, draws: Tensor) -> None:
+        choice = (draws[:, 0] * len(self._operations)).long()
+        warps: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+        for index, operation in enumerate(self._operations):
+            (rows,) = torch.where((choice == index) & (draws[:, 1] < operation.prob))
+            if not len(rows):
+                continue
+            values = _values(operation, draws[rows, 2], draws[rows, 3])
+            if change := _COLOURS.get(type(operation)):
+                here = rows.to(images.device)
+                factors = values.float().to(images.device)[:, None, None, None]
+                changed = change(operation, images.index_select(0, here), factors)
+                images.index_copy_(0, here, changed)
+            else:
+                matrices = _MATRICES[type(operation)](operation, values, *images.shape[2:])
+                how = operation.interpolation, operation.pad_val
+                warps.setdefault(how, []).append((rows, matrices))
+        for how, parts in warps.items():
+            rows, matrices = (
+                torch.cat(each).to(images.device) for each in zip(*parts, strict=True)
+            )
+            images.index_copy_(0, rows, _warp(images.index_select(0, rows), matrices, *how))
+
+
+def _values(operation: Any, sizes: Tensor, signs: Tensor) -> Tensor:
+    """Turn draws into the values of an operation, such as angles.
+
+    Args:
+        operation: The operation.
+        sizes: (N,) draws.
+        signs: (N,) draws.
+
+    Returns:
+        (N,) float64; zeros if the operation takes no value.
+    """
+    if operation.magnitude_range is None:
+        fixed = (getattr(operation, name, None) for name in ("magnitude", "angle", "thr", "bits"))
+        values = torch.full_like(sizes, next((each for each in fixed if each is not None), 0))
+    else:
+        most, std = operation.magnitude_level, operation.magnitude_std
+        if std == "inf":
+            levels = sizes * most
+        else:  # normally distributed; 0 would be infinitely far away
+            levels = most + max(std, 0) * torch.special.ndtri(sizes.clamp(min=1e-16))
+        low, high = operation.magnitude_range
+        shares = levels.clamp(0, operation.total_level) / operation.total_level
+        values = low + shares * (high - low)
+    return torch.where(signs < operation.random_negative_prob, -values, values)
+
+
+def _posterize(operation: Any, images: Tensor, bits: Tensor) -> Tensor:
+    masks = 256 - 2 ** (8 - bits.ceil())  # keep the upper bits
+    return images & masks.to(torch.uint8)
+
+
+def _solarize_add(operation: Any, images: Tensor, values: Tensor) -> Tensor:
+    added = (images + values).clamp_(max=255).to(torch.uint8)
+    return torch.where(images < operation.thr, added, images)
+
+
+def _blend(weakest: Tensor, images: Tensor, factors: Tensor) -> Tensor:
+    """Mix images with what factor 0 makes of them, each image by a factor of its own."""
+    # No lerp: it may round otherwise at the end of a tensor, where other batches have other images.
+    mixed = images * factors + weakest * (1 - factors)
+    return mixed.clamp_(0, 255).to(torch.uint8)
+
+
+def _gray(images: Tensor) -> Tensor:
+    return functional.rgb_to_grayscale(images.flip(1), num_output_channels=3)
+
+
+# Each takes the operation, (n, 3, H, W) uint8 BGR images and (n, 1, 1, 1) float32 values.
+_COLOURS: dict[type, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    mmpretrain.AutoContrast: lambda _, x, v: functional.autocontrast(x),
+    mmpretrain.Equalize: lambda _, x, v: functional.equalize(x),
+    mmpretrain.Invert: lambda _, x, v: functional.invert(x),
+    mmpretrain.Posterize: _posterize,
+    mmpretrain.Solarize: lambda _, x, v: torch.where(x < v, x, functional.invert(x)),
+    mmpretrain.SolarizeAdd: _solarize_add,
+    mmpretrain.ColorTransform: lambda _, x, v: _blend(_gray(x), x, 1 + v),
+    mmpretrain.Contrast: lambda _, x, v: _blend(
+        functional.adjust_contrast(x.flip(1), 0.0), x, 1 + v
+    ),
+    mmpretrain.Brightness: lambda _, x, v: _blend(torch.zeros_like(x), x, 1 + v),
+    mmpretrain.Sharpness: lambda _, x, v: _blend(functional.adjust_sharpness(x, 0.0), x, 1 + v),
+}
+
+
+def _rotations(operation: Any, angles: Tensor, height: int, width: int) -> Tensor:
+    x, y = operation.center or ((width - 1) / 2, (height - 1) / 2)
+    sin, cos = (f(angles.deg2rad()) / operation.scale for f in (torch.sin, torch.cos))
+    return torch.stack(
+        [cos, sin, x - cos * x - sin * y, -sin, cos, y + sin * x - cos * y], dim=1
+    ).view(-1, 2, 3)
+
+
+def _shears(operation: Any, values: Tensor, height: int, width: int) -> Tensor:
+    one, zero = torch.ones_like(values), torch.zeros_like(values)
+    x, y = (-values, zero) if operation.direction == "horizontal" else (zero, -values)
+    return torch.stack([one, x, zero, y, one, zero], dim=1).view(-1, 2, 3)
+
+
+def _shifts(operation: Any, values: Tensor, height: int, width: int) -> Tensor:
+    one, zero = torch.ones_like(values), torch.zeros_like(values)
+    x, y = (-values * width, zero)
+    if operation.direction == "vertical":
+        x, y = zero, -values * height
+    return torch.stack([one, zero, x, zero, one, y], dim=1).view(-1, 2, 3)
+
+
+# Each takes the operation, (n,) float64 values and the size of the images, and returns (n, 2, 3)
+# matrices from the x and y of a pixel of the result to where it is read.
+_MATRICES: dict[type, Callable[[Any, Tensor, int, int], Tensor]] = {
+    mmpretrain.Rotate: _rotations,
+    mmpretrain.Shear: _shears,
+    mmpretrain.Translate: _shifts,
+}
+
+
+def _warp(images: Tensor, matrices: Tensor, interpolation: str, pad_val: Any) -> Tensor:
+    """Warp each image by a matrix of its own.
+
+    Args:
+        images: (N, 3, H, W) uint8.
+        matrices: (N, 2, 3), from pixels of the result to where they are read.
+        interpolation: ``nearest``, ``bilinear`` or ``bicubic``.
+        pad_val: Value outside an image, or one for each channel.
+
+    Returns:
+        (N, 3, H, W) uint8.
+    """
+    height, width = images.shape[2:]
+    matrices = matrices.float()[:, :, :, None, None]  # (N, 2, 3, 1, 1)
+    x = torch.arange(width, device=images.device)
+    y = torch.arange(height, device=images.device)[:, None]
+    # Sums instead of a matrix product, whose rounding depends on the size of the batch.
+    places = matrices[:, :, 0] * x + matrices[:, :, 1] * y + matrices[:, :, 2]  # (N, 2, H, W)
+    sizes = torch.tensor([width, height], device=images.device)
+    grid = (2 * places.permute(0, 2, 3, 1) + 1) / sizes - 1  # (N, H, W, 2), from -1 to 1
+    fill = torch.tensor(pad_val, dtype=torch.float, device=images.device).view(-1, 1, 1)
+    # It reads zeros outside.
+    warped = grid_sample(images - fill, grid, mode=interpolation, align_corners=False) + fill
+    return warped.round_().clamp_(0, 255).to(torch.uint8)
+
+
+def _batched(transform: Any) -> Any:
+    """Return the form of a transform that takes a batch."""
+    if type(transform) is mmpretrain.RandomCrop:
+        return _Crop(transform)
+    if type(transform) is mmcv.RandomFlip:
+        return _Flip(transform)
+    if type(transform) is mmpretrain.RandAugment:
+        return _Choice(transform.transforms, transform.num_policies)
+    return _Choice([transform], 1)
+
+
+def _unsupported(kind: str, options: str = "") -> InputError:
+    given = f"{kind} with {options}" if options else kind
+    return InputError(
+        f"{given} cannot be applied to a batch of images in memory: leave it out, or train with "
+        "the data set CustomDataset"
+    )

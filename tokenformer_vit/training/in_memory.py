@@ -1,0 +1,136 @@
+"""Small images that stay in memory, and are fetched and augmented a batch at a time."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from mmengine.dataset import default_collate
+from mmengine.registry import FUNCTIONS
+from mmpretrain.datasets import CustomDataset, PackInputs
+from mmpretrain.registry import DATASETS
+from mmpretrain.structures import DataSample
+from torch import Tensor
+from torch.utils.data import get_worker_info
+from tqdm import tqdm
+
+from tokenformer_vit.errors import InputError
+
+from .batch_transforms import BatchTransforms
+from .labels import PackLabels
+from .transforms import SeededTransforms
+
+
+@FUNCTIONS.register_module()
+def collate_fetched(batch: Any) -> dict[str, Any]:
+    """Return a batch that was fetched whole as it is, and collate a list of samples."""
+    return batch if isinstance(batch, dict) else default_collate(batch)
+
+
+@DATASETS.register_module()
+class ImagesInMemory(CustomDataset):
+    """mmpretrain's ``CustomDataset``, which decodes each image once.
+
+    The pipeline is that of ``CustomDataset``. What precedes ``SeededTransforms`` is done once for
+    each image, at the start; the results must have one size. The transforms in ``SeededTransforms``
+    are applied to a batch at a time. They depend on the seed, the epoch and the image alone, as
+    there, but the random numbers are others.
+
+    The images are on the GPU if there is one. The data loader needs ``num_workers=0``,
+    ``pin_memory=False`` and :func:`collate_fetched`; ``load_config`` sets all three.
+
+    Args:
+        **kwargs: As for ``CustomDataset``.
+
+    Raises:
+        InputError: If the pipeline cannot be applied to batches, an image cannot be read, or two
+            images have different sizes.
+    """
+
+    _images: Tensor | None = None  # (number of images, 3, H, W) uint8, BGR
+    _draws: tuple[tuple[int, ...], Tensor] | None = None  # random numbers, and their seed and epoch
+
+    def full_init(self) -> None:
+        """Find the images, and read them."""
+        super().full_init()
+        if self._images is not None:
+            return
+        once, self._seeded = _split(self.pipeline.transforms)
+        self._augment = BatchTransforms(self._seeded.transforms if self._seeded else [])
+        self._labels = torch.from_numpy(self.get_gt_labels())
+        self._images = self._read(once).to("cuda" if torch.cuda.is_available() else "cpu")
+
+    def _read(self, once: Sequence[Any]) -> Tensor:
+        """Apply to each image the transforms that are not random."""
+        images: list[Tensor] = []
+        numbers = tqdm(range(len(self)), desc="reading", unit="image", leave=False, disable=None)
+        for index in numbers:
+            sample: Any = self.get_data_info(index)
+            path = sample["img_path"]
+            for transform in once:
+                sample = transform(sample)
+            images.append(sample["inputs"])
+            if images[-1].shape != images[0].shape:
+                own, first = ("x".join(map(str, images[i].shape[1:])) for i in (-1, 0))
+                raise InputError(
+                    f"{path} has {own} pixels, but the first image has {first}: images in memory "
+                    "need one size. Begin the pipeline with ResizeEdge and CenterCrop, or use the "
+                    "data set CustomDataset"
+                )
+        return torch.stack(images)
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, Any]:
+        """Fetch a batch.
+
+        Args:
+            indices: N indices of images.
+
+        Returns:
+            ``inputs``, (N, 3, H, W) uint8 BGR, and ``data_samples``: a list of N, or with
+            ``PackLabels`` the labels, (N,) int64.
+        """
+        if get_worker_info() is not None:
+            raise InputError(
+                "images in memory are fetched without workers: set num_workers=0 in the data loader"
+            )
+        assert self._images is not None
+        rows = torch.tensor(indices)
+        images = self._images.index_select(0, rows.to(self._images.device))
+        if self._seeded is not None:
+            images = self._augment(images, self._numbers(self._seeded)[rows])
+        labels: Any = self._labels[rows]
+        if not isinstance(self.pipeline.transforms[-1], PackLabels):
+            labels = [DataSample().set_gt_label(label) for label in labels]
+        return {"inputs": images, "data_samples": labels}
+
+    def _numbers(self, seeded: SeededTransforms) -> Tensor:
+        """Return the random numbers of this epoch: a row for each image."""
+        key = tuple(seeded.key.tolist())
+        if self._draws is None or self._draws[0] != key:
+            random = np.random.default_rng(key).random((len(self), self._augment.num_draws))
+            self._draws = key, torch.from_numpy(random)
+        return self._draws[1]
+
+
+def _split(transforms: Sequence[Any]) -> tuple[list[Any], SeededTransforms | None]:
+    """Return the transforms that are done once, and those that are done in each epoch.
+
+    Raises:
+        InputError: If the pipeline has another form.
+    """
+    *first, last = transforms
+    seeded = first.pop() if first and isinstance(first[-1], SeededTransforms) else None
+    for transform in first:
+        if isinstance(transform, SeededTransforms) or getattr(
+            transform, "_methods_with_randomness", None
+        ):
+            raise InputError(
+                f"{type(transform).__name__} is random, but images in memory are made once: put it "
+                "into one SeededTransforms, just before PackInputs"
+            )
+    if not isinstance(last, PackInputs):
+        raise InputError(
+            f"the pipeline of images in memory ends with {type(last).__name__}: end it with "
+            "PackInputs or PackLabels"
+        )
+    return [*first, last], seeded
