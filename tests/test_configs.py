@@ -268,7 +268,7 @@ def test_recipe_of_the_paper(name):
 @pytest.mark.parametrize("name", PAPER)
 def test_weight_decay_by_kind_of_parameter(name):
     cfg = load(name)
-    assert "constructor" not in cfg.optim_wrapper  # no layer-wise learning rates
+    assert cfg.optim_wrapper.constructor == "MergedOptimWrapperConstructor"  # one rate for all
     model = build_model(cfg)
     optimizer = build_optim_wrapper(model, cfg.optim_wrapper).optimizer
     groups = {

@@ -44,6 +44,7 @@ test_evaluator = val_evaluator
 optim_wrapper = dict(
     type="OptimWrapper",
     accumulative_counts=1,
+    constructor="MergedOptimWrapperConstructor",
     clip_grad=dict(max_norm=1.0),
     optimizer=dict(type="AdamW", lr=6e-4, weight_decay=0.1, eps=1e-8, betas=(0.9, 0.95)),
     # As in the released code, embeddings and parameter tokens decay, norms and biases do not.

@@ -7,6 +7,7 @@ _base_ = "runtime.py"
 optim_wrapper = dict(
     type="OptimWrapper",
     accumulative_counts=1,
+    constructor="MergedOptimWrapperConstructor",
     optimizer=dict(
         type="AdamW", lr=1e-4 * 4096 / 256, weight_decay=0.3, eps=1e-8, betas=(0.9, 0.95)
     ),

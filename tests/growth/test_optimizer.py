@@ -104,7 +104,8 @@ def test_new_pairs_have_a_learning_rate_of_their_own():
     assert old in optimizer.state
     (group,) = [g for g in optimizer.param_groups if any(p is new for p in g["params"])]
     assert (group["lr"], group["weight_decay"]) == (1e-2, 0.1)
-    assert len(optimizer.param_groups) == 2 + 2 * 2
+    assert len(optimizer.param_groups) == 3
+    assert len(group["params"]) == 2 * 2  # keys and values of both blocks
     step(model, optimizer)
 
     # The next growth: what was new is old now, in the group of the old.
@@ -115,7 +116,7 @@ def test_new_pairs_have_a_learning_rate_of_their_own():
     assert torch.equal(optimizer.state[older]["exp_avg"], torch.cat(moments))
     assert not optimizer.state[newer]["exp_avg"].any()
     assert any(p is newer for p in group["params"])
-    assert len(optimizer.param_groups) == 2 + 2 * 2
+    assert len(optimizer.param_groups) == 3
     step(model, optimizer)
 
     # And without a rate of their own, all are one again.

@@ -12,6 +12,9 @@ from tokenformer_vit.errors import InputError
 from .tokens import Change
 
 MOMENTS = ("keep", "reset")
+# Key of a group that keeps a single parameter: each new one gets a group of its own behind it.
+SEPARATE = "separate"
+_OF_PARAMETERS = ("params", "param_names")
 # Their state is of the parameter's shape, but a new entry of it is not zero.
 _START_ELSEWHERE = ("MADGRAD", "RMSpropTF")
 
@@ -28,9 +31,9 @@ def carry_over(
     Args:
         optimizer: One whose state is of the parameters' shape and starts at zero (Adam and its
             kin, SGD, Lion, LAMB, ...), or any under ``reset``; changed in place. Its groups stay,
-            in their order. A parameter that no old one stood for gets a group of its own behind
-            them, with the settings of the group it came from, and without weight decay if it has
-            less than two dimensions.
+            in their order. A parameter that no old one stood for joins a group with the settings
+            of the group it came from, without weight decay if it has less than two dimensions. If
+            there is no such group, one is added behind the others.
         changes: What was replaced.
         moments: ``keep`` what the optimiser knows of old entries and start new ones at zero; or
             ``reset``, which forgets what it knows of these parameters.
@@ -50,6 +53,7 @@ def carry_over(
     changes = list(changes)
     check_optimizer(optimizer, (p for change in changes for p in change.sources), moments)
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    number = len(optimizer.param_groups)
     for change in changes:
         old = change.sources
         known = [p for p in (*old, change.like) if p in groups]
@@ -67,8 +71,11 @@ def carry_over(
                 place = next(i for i, p in enumerate(group["params"]) if p is old[index])
                 group["params"][place] = target
             elif target.requires_grad:  # else it is frozen, as its source was
-                group = _group_like(template, target, new_lr_scale if old else 1.0)
-                optimizer.add_param_group(group)
+                # A scaled rate joins only groups that this call added. A resume repeats growth
+                # before it loads the rates, when those of two growths are still the same.
+                scale = new_lr_scale if old else 1.0
+                others = optimizer.param_groups[number if scale != 1 else 0 :]
+                group = _join(optimizer, others, template, target, scale)
             else:
                 continue
             groups[target] = group
@@ -114,14 +121,27 @@ def check_optimizer(
             )
 
 
-def _group_like(group: dict[str, Any], parameter: Tensor, lr_scale: float) -> dict[str, Any]:
-    new = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+def _join(
+    optimizer: Optimizer,
+    others: Iterable[dict[str, Any]],
+    template: dict[str, Any],
+    parameter: Tensor,
+    lr_scale: float,
+) -> dict[str, Any]:
+    """Add a parameter to one of the other groups, or to a new one, and return this group."""
+    settings = {key: value for key, value in template.items() if key not in _OF_PARAMETERS}
     for key in ("lr", "initial_lr"):
-        if key in new:
-            new[key] = new[key] * lr_scale
-    if parameter.dim() < 2 and "weight_decay" in new:
-        new["weight_decay"] = 0.0
-    return {**new, "params": [parameter]}
+        if key in settings:
+            settings[key] = settings[key] * lr_scale
+    if parameter.dim() < 2 and "weight_decay" in settings:
+        settings["weight_decay"] = 0.0
+    for group in others:
+        if SEPARATE not in group and {**group, "params": None} == {**settings, "params": None}:
+            group["params"].append(parameter)
+            return group
+    group = {**settings, "params": [parameter]}
+    optimizer.add_param_group(group)
+    return group
 
 
 def _carry_state(optimizer: Optimizer, change: Change, states: list[dict[str, Any] | None]) -> None:

@@ -40,6 +40,7 @@ from .labels import LabelHead, LabelPreprocessor, PackLabels
 from .loop import EndlessSampler, ResumableEpochLoop, ResumableIterLoop, ResumableSampler
 from .lora import LoRABackbone
 from .optim import AccumulationEMAHook, AutocastOptimWrapper
+from .parameter_groups import MergedLayerDecayConstructor, MergedOptimWrapperConstructor
 from .reports import CurvesHook, ExportHook, ProgressHook, RecordHook
 from .storage import AtomicLocalBackend, load_plain_checkpoint
 from .transforms import LoadImage, SeededTransforms
@@ -61,6 +62,8 @@ __all__ = [
     "LabelPreprocessor",
     "LoRABackbone",
     "LoadImage",
+    "MergedLayerDecayConstructor",
+    "MergedOptimWrapperConstructor",
     "PackLabels",
     "ProgressHook",
     "RecordHook",

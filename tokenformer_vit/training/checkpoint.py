@@ -27,6 +27,7 @@ from .export import describe_classifier
 from .guard import diverged, unwrap
 from .identity import check_identity, run_identity
 from .loop import validation_is_due
+from .parameter_groups import fit_groups, merge_separate_groups
 from .termination import STATUS, PatientWorker, Termination
 from .transforms import seeded_transforms
 
@@ -81,6 +82,7 @@ class ExactCheckpointHook(CheckpointHook):
             )
         if self._resumed is None:
             return
+        merge_separate_groups(runner)
         if self._resumed["iters_per_epoch"] != len(loader):
             raise InputError(
                 f"the checkpoint is of a run with {self._resumed['iters_per_epoch']} iterations an "
@@ -192,6 +194,8 @@ class ExactCheckpointHook(CheckpointHook):
         absent = {"rng", "sampler_seed", "iters_per_epoch", "schedule", "gradients"} - {*resumed}
         if absent:
             raise KeyError(*sorted(absent))
+        optimizer = runner.optim_wrapper.optimizer
+        fit_groups(optimizer, unwrap(runner.model), checkpoint["optimizer"]["param_groups"])
         for state in checkpoint["optimizer"]["state"].values():
             if "step" in state:  # read on the CPU for each parameter; there, it costs no transfer
                 state["step"] = state["step"].cpu()

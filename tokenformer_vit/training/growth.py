@@ -25,6 +25,7 @@ from tokenformer_vit.layers.segments import fuse_state_dict, part_name
 
 from .checkpoint import check_schedule_is_kept
 from .guard import unwrap
+from .parameter_groups import align_schedulers, fit_groups
 
 _PAIRS = ("num_qkv_param_tokens", "num_proj_param_tokens", "num_ffn_param_tokens")
 _UNITS = ("epoch", "iteration")
@@ -182,6 +183,8 @@ class GrowthHook(Hook):
         optimizer = getattr(runner.optim_wrapper, "optimizer", None)
         if not isinstance(optimizer, Optimizer):
             optimizer = None  # of a test, which has none, or only the config of one
+        elif runner._resume and "optimizer" in checkpoint:
+            fit_groups(optimizer, unwrap(runner.model), checkpoint["optimizer"]["param_groups"])
         started = self._done
         while self._done < len(self.schedule) and not _fits(runner.model, loaded):
             self._grow(runner, optimizer)
@@ -234,7 +237,7 @@ class GrowthHook(Hook):
                     else dict(average.module.named_parameters())
                 )
         if optimizer is not None:
-            _extend_schedulers(runner, optimizer)
+            align_schedulers(runner)
         self._done += 1
 
 
@@ -297,16 +300,6 @@ def _rewrap(runner) -> None:
         torch.compiler.reset()
     if is_model_wrapper(runner.model):
         runner.model = runner.wrap_model(runner.cfg.get("model_wrapper_cfg"), model)
-
-
-def _extend_schedulers(runner, optimizer: Optimizer) -> None:
-    """Give the groups that are new in the optimiser a place in the learning rates' schedule."""
-    for scheduler in runner.param_schedulers or ():
-        name = scheduler.param_name
-        for group in optimizer.param_groups:
-            group.setdefault(f"initial_{name}", group[name])
-        scheduler.base_values = [group[f"initial_{name}"] for group in optimizer.param_groups]
-        scheduler._last_value = [group[name] for group in optimizer.param_groups]
 
 
 @HOOKS.register_module()

@@ -1,0 +1,166 @@
+"""An optimiser has a group for each setting, and takes the steps that it took before."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from mmengine.optim import LinearLR, OptimWrapper, build_optim_wrapper
+from mmengine.registry import DefaultScope
+from mmpretrain.registry import MODELS
+
+from tokenformer_vit.growth import optimizer as carrying
+from tokenformer_vit.training.config import load_config
+from tokenformer_vit.training.parameter_groups import fit_groups, merge_separate_groups
+
+LAYER_DECAY = {"layer_decay_rate": 0.5, "norm_decay_mult": 0.0, "bias_decay_mult": 0.0}
+CONSTRUCTORS = [
+    ("MergedOptimWrapperConstructor", "DefaultOptimWrapperConstructor", {}),
+    (
+        "MergedLayerDecayConstructor",
+        "LearningRateDecayOptimWrapperConstructor",
+        {"paramwise_cfg": LAYER_DECAY},
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def scope():
+    with DefaultScope.overwrite_default_scope("mmpretrain"):
+        yield
+
+
+def make(config, constructor, **options):
+    cfg = load_config(config)
+    cfg.optim_wrapper.optimizer.update(options.pop("optimizer", {}))
+    torch.manual_seed(1)
+    model = MODELS.build({**cfg.model, "data_preprocessor": cfg.data_preprocessor})
+    wrapper = {**cfg.optim_wrapper, **options, "constructor": constructor}
+    return model, build_optim_wrapper(model, wrapper).optimizer
+
+
+def names_by_setting(model, optimizer):
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        names[parameter]: (group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+def step(model, optimizer):
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("ours", "stock", "options"), CONSTRUCTORS)
+@pytest.mark.parametrize("kind", [{}, {"amsgrad": True}])
+def test_steps_are_those_of_the_stock_constructors_to_the_last_bit(
+    config, ours, stock, options, kind
+):
+    options = {**options, "optimizer": kind}
+    (model, optimizer), (other, loop) = (make(config, c, **options) for c in (ours, stock))
+    settings = names_by_setting(model, optimizer)
+    assert settings == names_by_setting(other, loop)
+    assert len(optimizer.param_groups) == len(set(settings.values()))
+    assert len(loop.param_groups) == len(settings)
+    for _ in range(5):
+        step(other, loop)
+        for mine, yours in zip(model.parameters(), other.parameters(), strict=True):
+            mine.grad = yours.grad.clone()
+        optimizer.step()
+    for mine, yours in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, yours)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        ({}, {"foreach": True, "fused": None}),
+        ({"fused": True}, {"foreach": None, "fused": True}),
+        ({"foreach": False}, {"foreach": False, "fused": None}),
+        ({"type": "RAdam", "betas": (0.9, 0.99)}, {"foreach": None}),  # has no fused form
+    ],
+)
+def test_the_config_of_an_optimiser_has_the_last_word(config, optimizer, expected):
+    _, made = make(config, "MergedOptimWrapperConstructor", optimizer=optimizer)
+    assert {key: made.defaults[key] for key in expected} == expected
+
+
+def test_the_state_of_a_group_for_each_parameter_is_taken_over(config):
+    model, loop = make(config, "DefaultOptimWrapperConstructor")
+    step(model, loop)
+    schedule = LinearLR(loop, start_factor=0.5, end=10)
+    other, merged = make(config, "MergedOptimWrapperConstructor")
+    other.load_state_dict(model.state_dict())
+    schedules = LinearLR(merged, start_factor=0.5, end=10)
+    number = len(merged.param_groups)
+
+    saved = copy.deepcopy(loop.state_dict())
+    fit_groups(merged, other, saved["param_groups"])
+    merged.load_state_dict(saved)
+    schedules.load_state_dict(copy.deepcopy(schedule.state_dict()))
+    runner = SimpleNamespace(optim_wrapper=OptimWrapper(merged), param_schedulers=[schedules])
+    merge_separate_groups(runner)
+    assert len(merged.param_groups) == len(schedules.base_values) == number
+    for _ in range(3):
+        step(model, loop)
+        for mine, yours in zip(other.parameters(), model.parameters(), strict=True):
+            mine.grad = yours.grad.clone()
+        merged.step()
+        schedule.step()
+        schedules.step()
+    assert names_by_setting(other, merged) == names_by_setting(model, loop)
+    for mine, yours in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, yours)
+
+
+def last(work_dir):
+    return torch.load((work_dir / "last_checkpoint").read_text(), weights_only=True)
+
+
+GROWTH = [
+    {"epoch": 1, "num_qkv_param_tokens": 36, "num_ffn_param_tokens": 120},
+    {"epoch": 2, "num_qkv_param_tokens": 48, "num_proj_param_tokens": 32},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("growth", [[], GROWTH])
+def test_a_checkpoint_with_a_group_for_each_parameter_is_resumed_exactly(
+    train, tmp_path, monkeypatch, growth
+):
+    """As earlier versions wrote it: mmengine's groups, and one for each parameter of growth."""
+
+    def add_group(optimizer, others, template, parameter, lr_scale):
+        group = copy.copy(template) | {"params": [parameter]}
+        group |= {key: group[key] * lr_scale for key in ("lr", "initial_lr")}
+        optimizer.add_param_group(group)
+        return group
+
+    hooks = [{"type": "GrowthHook", "schedule": growth, "new_lr_scale": 3.0}] if growth else []
+    path, (config, *arguments) = tmp_path / "config.py", train.arguments
+    path.write_text(f"_base_ = {config!r}\ncustom_hooks = {hooks!r}\n")
+    train = copy.copy(train)
+    train.arguments = [str(path), *arguments]
+    options = (
+        "--cfg-options",
+        "default_hooks.checkpoint.by_epoch=False",
+        "default_hooks.checkpoint.interval=4",
+        "default_hooks.checkpoint.max_keep_ckpts=-1",
+    )
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    with monkeypatch.context() as earlier:
+        earlier.setattr(carrying, "_join", add_group)
+        train(whole, *options, "optim_wrapper.constructor=DefaultOptimWrapperConstructor")
+    groups = last(whole)["optimizer"]["param_groups"]
+    assert all(len(group["params"]) < 2 for group in groups)
+    for start in (8, 16):  # the second is of the merged groups
+        saved = (resumed if resumed.exists() else whole) / f"iter_{start}.pth"
+        train(resumed, "--resume", str(saved), *options)
+        one, other = last(whole), last(resumed)
+        for part in ("state_dict", "ema_state_dict"):
+            for name, tensor in one[part].items():
+                assert torch.equal(tensor, other[part][name]), name
+        assert len(other["optimizer"]["param_groups"]) < 6

@@ -1,0 +1,125 @@
+"""An optimiser with one parameter group for each setting, so that a step is a few operations.
+
+mmengine makes a group for each parameter, and PyTorch's optimisers update one group at a time.
+"""
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mmengine.optim import DefaultOptimWrapperConstructor, OptimWrapper
+from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
+from mmpretrain.engine import LearningRateDecayOptimWrapperConstructor
+from torch import nn
+from torch.optim import Optimizer
+
+from tokenformer_vit.growth.optimizer import SEPARATE
+
+__all__ = [
+    "MergedLayerDecayConstructor",
+    "MergedOptimWrapperConstructor",
+    "align_schedulers",
+    "fit_groups",
+    "merge_separate_groups",
+]
+
+# What a group says about its parameter, or what has become its rate and decay.
+_NO_SETTINGS = ("params", "param_name", "layer_id", "lr_mult", "decay_mult", SEPARATE)
+
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
+    """mmengine's constructor, with one group for each setting and the fastest implementation.
+
+    On a GPU it builds the fused form of an optimiser, if PyTorch has one. On a CPU it builds the
+    ``foreach`` form, whose numbers are those of PyTorch's loop to the last bit; a fused one rounds
+    otherwise. ``fused`` or ``foreach`` in the optimiser's config overrides this.
+    """
+
+    def add_params(
+        self, params: list[dict], module: nn.Module, prefix: str = "", *args: Any, **kwargs: Any
+    ) -> None:
+        """Add the parameters of a module; after the whole model, merge the groups."""
+        super().add_params(params, module, prefix, *args, **kwargs)
+        if not prefix:
+            defaults = {"lr": self.base_lr, "weight_decay": self.base_wd}
+            given = {key: value for key, value in defaults.items() if value is not None}
+            params[:] = _merge({**given, **group} for group in params)
+
+    def __call__(self, model: nn.Module) -> OptimWrapper:
+        """Build the optimiser of a model, and its wrapper."""
+        self.optimizer_cfg = {**_fastest(self.optimizer_cfg, model), **self.optimizer_cfg}
+        return super().__call__(model)
+
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+class MergedLayerDecayConstructor(
+    MergedOptimWrapperConstructor, LearningRateDecayOptimWrapperConstructor
+):
+    """mmpretrain's constructor of layer-wise learning rates, with one group for each setting."""
+
+
+def _fastest(cfg: Mapping[str, Any], model: nn.Module) -> dict[str, bool]:
+    kind = cfg["type"]
+    if isinstance(kind, str):
+        kind = OPTIMIZERS.get(kind)
+    if kind is None or "fused" not in inspect.signature(kind).parameters:
+        return {}
+    if cfg.get("fused") is not None or cfg.get("foreach") is not None:
+        return {}
+    cuda = next(model.parameters()).device.type == "cuda"
+    return {"fused": True} if cuda else {"foreach": True}
+
+
+def _merge(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Merge groups of equal settings, in the order in which they first appear."""
+    merged: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        settings = {key: value for key, value in group.items() if key not in _NO_SETTINGS}
+        same = merged.setdefault(repr(sorted(settings.items())), {**settings, "params": []})
+        same["params"] += group["params"]
+    return list(merged.values())
+
+
+def fit_groups(optimizer: Optimizer, model: nn.Module, saved: list[dict[str, Any]]) -> None:
+    """Prepare an optimiser, and the groups of a checkpoint, for loading these.
+
+    Earlier versions saved a group for each parameter. The optimiser takes on such groups, until
+    :func:`merge_separate_groups` merges them after the checkpoint was loaded.
+
+    Args:
+        optimizer: The optimiser, before any growth that the checkpoint has behind it.
+        model: Has the parameters in the order in which mmengine would add them.
+        saved: ``param_groups`` of the checkpoint; changed in place.
+    """
+    how = {
+        key: optimizer.defaults[key] for key in ("foreach", "fused") if key in optimizer.defaults
+    }
+    for group in saved:
+        group.update(how)  # PyTorch would take over what another device or version had
+    single = all(len(group["params"]) < 2 for group in saved)  # growth may leave some empty
+    if single and len(saved) > len(optimizer.param_groups):
+        own = {each: group for group in optimizer.param_groups for each in group["params"]}
+        parts = [parameter for parameter in model.parameters() if parameter in own]
+        optimizer.param_groups[:] = [{**own[p], "params": [p], SEPARATE: True} for p in parts]
+        for group in saved:
+            group[SEPARATE] = True
+
+
+def merge_separate_groups(runner: Any) -> None:
+    """Merge the groups that :func:`fit_groups` separated."""
+    groups = runner.optim_wrapper.optimizer.param_groups
+    if any(SEPARATE in group for group in groups):
+        groups[:] = _merge(groups)
+        align_schedulers(runner)
+
+
+def align_schedulers(runner: Any) -> None:
+    """Let the schedules of a run follow the groups that its optimiser has now."""
+    groups = runner.optim_wrapper.optimizer.param_groups
+    for scheduler in runner.param_schedulers or ():
+        name = scheduler.param_name
+        for group in groups:
+            group.setdefault(f"initial_{name}", group[name])
+        scheduler.base_values = [group[f"initial_{name}"] for group in groups]
+        scheduler._last_value = [group[name] for group in groups]
