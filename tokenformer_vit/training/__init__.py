@@ -30,6 +30,7 @@ except TypeError as error:
         "`pip uninstall pycocotools` (TokenFormer needs neither)"
     ) from error
 
+from .averaging import ForeachMovingAverage
 from .backbone import TimmClassificationBackbone
 from .checkpoint import ExactCheckpointHook
 from .diagnostics import DiagnosticsHook, read_diagnostics
@@ -55,6 +56,7 @@ __all__ = [
     "EndlessSampler",
     "ExactCheckpointHook",
     "ExportHook",
+    "ForeachMovingAverage",
     "GrowthHook",
     "GuardHook",
     "ImagesInMemory",

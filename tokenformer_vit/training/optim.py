@@ -34,7 +34,14 @@ class AccumulationEMAHook(EMAHook):
 
     The stock hook averages after every iteration, so that under gradient accumulation the
     average would forget ``accumulative_counts`` times as fast as the recipe says.
+
+    Args:
+        ema_type: Name of the averaged model.
+        **kwargs: As for ``EMAHook``.
     """
+
+    def __init__(self, ema_type: str = "ForeachMovingAverage", **kwargs: Any) -> None:
+        super().__init__(ema_type=ema_type, **kwargs)
 
     def after_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
         """Average, if this iteration ended with an optimiser step."""

@@ -1,0 +1,37 @@
+"""The average of all parameters at once is mmengine's of each."""
+
+import pytest
+import torch
+from mmengine.model import ExponentialMovingAverage
+from torch import nn
+
+from tokenformer_vit.layers import Pattention
+from tokenformer_vit.training import AccumulationEMAHook, ForeachMovingAverage
+
+
+@pytest.mark.parametrize("options", [{}, {"interval": 3}, {"update_buffers": True}])
+@pytest.mark.parametrize("momentum", [1e-4, 2e-4, 2e-3, 1e-2, 2e-2, 0.3])
+def test_averages_are_mmengines_to_the_last_bit(momentum, options):
+    model = nn.Sequential(Pattention(7, 5, 11), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    model[2].bias.requires_grad_(False)
+    mine, stock = (
+        kind(model, momentum, **options)
+        for kind in (ForeachMovingAverage, ExponentialMovingAverage)
+    )
+    for step in range(8):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn_like(parameter) * 10.0 ** (step % 3))
+        model[0].tau.mul_(1.5)
+        model[1](torch.randn(4, 5))
+        mine.update_parameters(model)
+        stock.update_parameters(model)
+        assert mine.state_dict().keys() == stock.state_dict().keys()
+        for name, tensor in stock.state_dict().items():
+            assert torch.equal(mine.state_dict()[name], tensor), name
+
+
+def test_the_hook_of_the_configs_uses_it():
+    assert AccumulationEMAHook(momentum=0.1).ema_cfg["type"] == "ForeachMovingAverage"
+    other = AccumulationEMAHook("ExponentialMovingAverage", momentum=0.1)
+    assert other.ema_cfg["type"] == "ExponentialMovingAverage"
