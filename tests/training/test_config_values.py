@@ -88,6 +88,7 @@ def refused(cfg, options):
         ("param_scheduler.0.start_factor", 0, "a number above 0 and at most 1"),
         ("param_scheduler.1.eta_min", -1e-5, "a finite number of at least 0"),
         ("param_scheduler.1.by_epoch", "no", "True or False"),
+        ("default_hooks", None, "a dict"),
         ("default_hooks.ema.momentum", 1.0, "a number above 0 and below 1"),
         ("default_hooks.logger.interval", 0, "a whole number of at least 1, or -1"),
         ("default_hooks.checkpoint.max_keep_ckpts", 0, "a whole number of at least 1, or -1"),

@@ -299,7 +299,7 @@ class _Run(_Section):
     train_cfg: _TrainLoop
     val_cfg: dict[str, Any] | None = None
     test_cfg: dict[str, Any] | None = None
-    default_hooks: dict[str, _Hook | None] | None = None
+    default_hooks: dict[str, _Hook | None] = {}
     custom_hooks: Annotated[list[_Hook], BeforeValidator(_listed)] | None = None
     auto_scale_lr: _ScaleLR
     randomness: _Randomness
