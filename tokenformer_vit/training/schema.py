@@ -112,7 +112,7 @@ class _Augment(_Section):
 
 
 class _Augments(_Section):
-    augments: Annotated[list[_Augment], BeforeValidator(_listed)] | None = None
+    augments: Annotated[list[_Augment], Field(min_length=1), BeforeValidator(_listed)] | None = None
 
 
 class _Loss(_Section):
@@ -319,6 +319,7 @@ _TYPES = {
     "list_type": "a list",
     "model_type": "a dict",
     "string_type": "a text",
+    "too_short": "longer, or None",
 }
 _ADAMS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam")
 
