@@ -20,6 +20,7 @@ from tokenformer_vit.vision.images import (
     scan_images,
 )
 
+from .mmengine_internals import base_files
 from .schema import check_values
 
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
@@ -167,7 +168,7 @@ def _check_is_python(path: Path) -> None:
         raise InputError(
             f"{path} is no Python config: write it as a .py file, as those in configs/ are"
         )
-    for base in Config._get_base_files(str(path)):
+    for base in base_files(str(path)):
         inherited = path.parent / base
         if "::" in base:  # of another package, where mmengine finds it
             inherited = Path(base.rpartition("::")[2])

@@ -25,6 +25,7 @@ from tokenformer_vit.records import TRAINING_PACKAGES, environment, write_record
 from .export import export_classifier, preprocessing
 from .guard import unwrap
 from .loop import validations_left
+from .mmengine_internals import accumulation
 from .optim import AutocastOptimWrapper
 
 BEFORE_RECORD = 99  # RecordHook has 100, mmengine's lowest priority
@@ -166,7 +167,7 @@ class RecordHook(Hook):
             return  # nothing was trained; the record of the run that did stays
         seconds = time.monotonic() - self._start
         by_iteration = isinstance(runner.train_loop, IterBasedTrainLoop)
-        loader, steps = runner.train_dataloader, runner.optim_wrapper._accumulative_counts
+        loader, steps = runner.train_dataloader, accumulation(runner)
         scalars = runner.message_hub.log_scalars
         loss = scalars["train/loss"].data[0]
         record = {
