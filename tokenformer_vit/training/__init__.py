@@ -39,7 +39,8 @@ from .guard import GuardHook
 from .loop import EndlessSampler, ResumableEpochLoop, ResumableIterLoop, ResumableSampler
 from .lora import LoRABackbone
 from .optim import AccumulationEMAHook, AutocastOptimWrapper
-from .reports import CurvesHook, ExportHook, ProgressHook, RecordHook
+from .progress import ProgressHook
+from .reports import CurvesHook, ExportHook, RecordHook
 from .storage import AtomicLocalBackend, load_plain_checkpoint, secure_files
 from .transforms import LoadImage, SeededTransforms
 

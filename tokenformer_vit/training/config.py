@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from mmengine.config import Config, DictAction
+from mmengine.utils import import_modules_from_strings
 
 from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError
@@ -23,6 +24,8 @@ from tokenformer_vit.vision.images import (
 from .mmengine_internals import base_files
 from .schema import check_values
 
+# What custom_imports named in configs of early versions.
+_FORMER_NAME = "tokenformer_vit.integrations"
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
 _KEYS = (
     "model",
@@ -152,7 +155,15 @@ def _read(path: Path) -> Config:
         raise InputError(f"there is no config {path}; `ls configs` shows those that come along")
     try:
         _check_is_python(path)
-        return Config.fromfile(path)
+        cfg = Config.fromfile(path, import_custom_modules=False)
+        imports = cfg.get("custom_imports") or {}
+        if _FORMER_NAME in str(imports.get("imports")):
+            raise InputError(
+                f"{path} imports {_FORMER_NAME}, which is now called tokenformer_vit.training: "
+                "change the name in its custom_imports"
+            )
+        import_modules_from_strings(**imports)
+        return cfg
     except InputError:
         raise
     except Exception as error:  # a config is Python: it may fail in any way
