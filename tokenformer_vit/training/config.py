@@ -74,6 +74,10 @@ def parse_run_arguments(
         args = parser.parse_args(argv)
     except ValueError:  # DictAction splits at "=" and trusts that there is one
         parser.error("--cfg-options takes KEY=VALUE")
+    except (AssertionError, RecursionError):  # of brackets that DictAction cannot read
+        parser.error(
+            "--cfg-options reads numbers, words and lists of them; dicts go into a config file"
+        )
     if args.local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(args.local_rank))
     return args
