@@ -20,7 +20,7 @@ from mmengine.runner import IterBasedTrainLoop
 from tokenformer_vit.files import write_whole
 from tokenformer_vit.records import TRAINING_PACKAGES, environment, write_record
 
-from .export import export_classifier, preprocessing
+from .export import export_classifier, preprocessing, run_facts
 from .guard import unwrap
 from .metrics import VAL_LOSS
 from .progress import dtype_of, samples_per_step
@@ -247,9 +247,11 @@ class ExportHook(Hook):
 
     @master_only
     def after_train(self, runner) -> None:
-        """Write the two files."""
+        """Write the files."""
         metainfo = runner.train_dataloader.dataset.metainfo
-        export_classifier(validated_model(runner), runner.cfg, metainfo, runner.work_dir)
+        export_classifier(
+            validated_model(runner), runner.cfg, metainfo, runner.work_dir, run_facts(runner)
+        )
 
 
 def validated_model(runner) -> Any:
