@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -150,3 +151,30 @@ def run_here(words: Sequence[str]) -> tuple[int, str]:
 @pytest.fixture(scope="session")
 def train(config, data_root) -> Train:
     return Train(config, data_root)
+
+
+class Trained(NamedTuple):
+    """A finished run of two epochs, to be read and not to be changed.
+
+    Args:
+        work_dir: What it left behind.
+        output: What it printed.
+        config: Its config.
+    """
+
+    work_dir: Path
+    output: str
+    config: Path
+
+
+@pytest.fixture(scope="session")
+def trained(train, config, tmp_path_factory) -> Trained:
+    """Train under autocast, at a rate at which two epochs tell the classes apart."""
+    work_dir = tmp_path_factory.mktemp("trained") / "small_run"
+    output = train(
+        work_dir,
+        *("--amp", "--seed", "5", "--cfg-options", "train_cfg.max_epochs=2"),
+        *("optim_wrapper.optimizer.lr=5e-3", "default_hooks.ema.momentum=0.5"),
+        *("optim_wrapper.accumulative_counts=2",),
+    )
+    return Trained(work_dir, output, config)

@@ -135,7 +135,7 @@ class _Bar(tqdm):
     def format_dict(self) -> MutableMapping[str, Any]:
         """Add ``eta`` and ``speed``; tqdm's clock stands still during validation."""
         state = super().format_dict
-        if self.disable:
+        if "initial" not in state:  # of a bar that is not shown
             return state
         done = state["n"] - state["initial"]
         state["rate"] = state["rate"] or (done / state["elapsed"] if state["elapsed"] else None)
