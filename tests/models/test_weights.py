@@ -229,13 +229,13 @@ def test_a_description_that_cannot_be(exported, change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"crop_pct": 1e-6}, "crop_pct = 1e-06"),
-        ({"mean": [0.5, float("inf"), 0.5]}, "mean ="),
-        ({"std": [0.5, 0, 0.5]}, "std ="),
+        ({"crop_pct": 1e-6}, "crop_pct is 1e-06"),
+        ({"mean": [0.5, float("inf"), 0.5]}, "mean.1 is inf"),
+        ({"std": [0.5, 0, 0.5]}, "std.1 is 0"),
         ({"mean": "half"}, "preprocessing of the model"),
         ({"mean": 7}, "preprocessing of the model"),
-        ({"interpolation": "cubist"}, "interpolation = 'cubist'"),
-        ({"crop_mode": 3}, "crop_mode = 3"),
+        ({"interpolation": "cubist"}, "interpolation is 'cubist'"),
+        ({"crop_mode": 3}, "crop_mode is 3"),
     ],
 )
 def test_preprocessing_that_cannot_be(exported, change, message):

@@ -15,12 +15,12 @@ from safetensors import SafetensorError
 from timm.models import save_for_hf
 from torch import Tensor, nn
 
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.files import new_folder
 
 from .description import CONFIG, WEIGHT_FILES, find_description, read_description
 from .vit import TokenFormerViT, fit_state_dict
-from .weights import one_line, read_checkpoint, seal_tensors, state_dict_in
+from .weights import read_checkpoint, seal_tensors, state_dict_in
 
 __all__ = ["load_model", "model_faults", "save_model"]
 

@@ -14,9 +14,7 @@ from timm.data import ImageNetInfo, resolve_model_data_config
 from timm.models import get_model_args
 from torch import nn
 
-from tokenformer_vit.errors import InputError
-
-from .weights import one_line
+from tokenformer_vit.errors import InputError, first_fault, one_line
 
 __all__ = [
     "CONFIG",
@@ -158,14 +156,9 @@ def check_data_config(config: dict[str, Any]) -> None:
     try:
         _DataConfig.model_validate(config)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0])
-        reason = first["msg"][:1].lower() + first["msg"][1:]
-        if first["type"] == "missing":
-            reason = "it must have three values" if name in config else "it must be given"
         raise InputError(
-            f"the preprocessing of the model has {name} = {config.get(name)!r:.100}, but {reason}; "
-            "correct it in the config.json beside the weights"
+            f"the preprocessing of the model cannot be used: {first_fault(error)}; correct it in "
+            "the config.json beside the weights"
         ) from error
 
 
@@ -208,10 +201,5 @@ def _check_description(content: Any, path: Path) -> dict[str, Any]:
     try:
         _Description.model_validate(content)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(map(str, first["loc"])) or "its content"
-        raise InputError(
-            f"{path}: {key} is {str(first['input'])[:80]!r}, but: {first['msg']}; export the model "
-            "again"
-        ) from error
+        raise InputError(f"{path}: {first_fault(error)}; export the model again") from error
     return content

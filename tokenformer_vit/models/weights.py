@@ -20,13 +20,12 @@ from safetensors.torch import load_file, save
 from timm.models import clean_state_dict
 from torch import Tensor
 
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.files import write_whole
 
 __all__ = [
     "check_digest",
     "check_tensors",
-    "one_line",
     "read_checkpoint",
     "read_state_dict",
     "seal_tensors",
@@ -257,9 +256,3 @@ def _others(path: Path) -> str:
     others = [file for file in path.parent.glob("*.pth") if file != path and file.is_file()]
     others.sort(key=lambda file: file.stat().st_mtime, reverse=True)
     return f"; others there are {', '.join(file.name for file in others[:3])}" if others else ""
-
-
-def one_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its type."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:200] if lines else type(error).__name__

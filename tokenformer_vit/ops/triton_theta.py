@@ -18,7 +18,8 @@ from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 
-from .fused import PLAIN, Theta, flat
+from .fused import flat
+from .kernels import Kernels
 
 try:
     import triton
@@ -379,5 +380,5 @@ def _theta_backward(
     return weights, grad_scores
 
 
-KERNELS = {**PLAIN, "gelu_l2": Theta(_theta_forward, _theta_backward)}
-"""The variants for the triton backend; those without a kernel are plain PyTorch."""
+KERNELS = {"gelu_l2": Kernels(_theta_forward, _theta_backward)}
+"""The variants that have Triton kernels; the others use those of ``kernels.py``."""
