@@ -292,5 +292,5 @@ def test_wrong_preprocessing_is_named(name, value, said):
         check_data_config(config)
     assert "\n" not in str(raised.value)
     del config[name]
-    with pytest.raises(InputError, match=f"{name} = None, but it must be given"):
+    with pytest.raises(InputError, match=f"{name} is missing"):
         check_data_config(config)

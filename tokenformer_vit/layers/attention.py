@@ -64,9 +64,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         if num_heads < 1 or dim % num_heads:
-            raise InputError(
-                f"num_heads must be positive and divide dim {dim}, but got {num_heads}"
-            )
+            raise InputError(f"num_heads must divide dim {dim}, but got {num_heads}")
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
         self.scale = self.head_dim**-0.5
