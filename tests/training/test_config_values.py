@@ -148,8 +148,11 @@ def test_values_of_language_models(key, value, allowed):
         ({"data_preprocessor.std": [1.0, 2.0]}, ["data_preprocessor.std has 2 values", "3 chann"]),
         ({"model.head.in_channels": 96}, ["in_channels is 96", "24 wide", "in_channels=24"]),
         ({"model.backbone.embed_dim": 36}, ["in_channels is 24", "36 wide"]),
-        ({"model.backbone.num_heads": 5}, ["dim 24 is not a multiple of num_heads 5"]),
-        ({"model.backbone.theta": "gelu_l3"}, ["unknown Θ 'gelu_l3'", "softmax"]),
+        (
+            {"model.backbone.num_heads": 5},
+            ["num_heads must divide dim 24", "got 5"],
+        ),
+        ({"model.backbone.theta": "gelu_l3"}, ["theta must be one of softmax", "'gelu_l3'"]),
         ({"model.backbone.model_name": "tokenformer_tny"}, ["tokenformer_tny"]),
         ({"model.head.num_classes": 4}, ["model.head.num_classes is 4", "num_classes is 3"]),
         ({"model.backbone.patch_size": 3}, ["img_size is 8 x 8", "patch size 3 x 3"]),

@@ -96,7 +96,7 @@ from tokenformer_vit.benchmarking.variants import (
     short,
 )
 from tokenformer_vit.command_line import whole_number
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.models import LM_PRESETS, lm_config
 from tokenformer_vit.records import environment, write_record
 
@@ -305,8 +305,7 @@ def image_subject(args: argparse.Namespace) -> tuple[Images, dict[str, Any]]:
         try:
             counts[key] = subject.costs(implementation)
         except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise InputError(f"{option} {name} cannot be measured: {reason}") from error
+            raise InputError(f"{option} {name} cannot be measured: {one_line(error)}") from error
     return subject, {**subject._asdict(), **counted(subject.unit, counts)}
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.ops import norm_order, norm_shares
+from tokenformer_vit.ops import find_theta, norm_shares
 
 from .tokens import (
     LayerTokens,
@@ -34,7 +34,7 @@ class Usage:
     Args:
         sizes: (P,) mean of |weight| · ‖value‖₂, the length of what a pair adds to an output token.
         shares: (P,) mean share of a pair in the sum of p-th powers that Θ divides a row by; they
-            sum to 1. Which p: :func:`~tokenformer_vit.ops.norm_order`.
+            sum to 1. Which p: ``norm_order`` in ``ops.theta``.
     """
 
     sizes: Tensor
@@ -182,6 +182,6 @@ def _keep(layer: Pattention, usage: Usage, index: Tensor, adapt_tau: bool) -> La
     tau = tokens.tau
     share = usage.shares[index].sum().item()
     if adapt_tau and share > 0:  # pairs with keys of zero have none, and need no τ
-        tau = tau.double() * share ** (1 / norm_order(layer.theta))
+        tau = tau.double() * share ** (1 / find_theta(layer.theta).norm_order)
     gate = None if tokens.gate is None else tokens.gate[here]
     return LayerTokens(tokens.keys[here], tokens.values[here], tau, gate)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, one_line
 
 _VALIDATION_SPLITS = ("validation", "valid", "val", "dev", "test")  # best first
 _BATCH_ROWS = 64  # images in memory at a time
@@ -224,9 +224,8 @@ def _opened(parquet: Any, path: Path) -> Iterator[Any]:
     except InputError:
         raise
     except Exception as error:  # on damaged data, pyarrow raises more than its own errors
-        reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(
-            f"{path} is not a readable parquet file: {reason:.300}; download it again"
+            f"{path} is not a readable parquet file: {one_line(error)}; download it again"
         ) from error
 
 
