@@ -43,7 +43,8 @@ from tokenformer_vit.vision.compression import (
     table,
     tensor_batches,
 )
-from tokenformer_vit.vision.prediction import choose_device, model_arguments
+
+from .arguments import choose_device, model_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -41,7 +41,8 @@ from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import LM_PRESETS, TokenFormerLM, TokenFormerViT, lm_config
 from tokenformer_vit.models.checkpoints import load_model
-from tokenformer_vit.vision.prediction import KeyValues
+
+from .arguments import KeyValues
 
 MODEL = "tokenformer_base"
 

@@ -30,7 +30,8 @@ from tokenformer_vit.models import TokenFormerViT
 from tokenformer_vit.models.checkpoints import load_model, save_model
 from tokenformer_vit.models.weights import read_state_dict, write_tensors
 from tokenformer_vit.ops import THETAS
-from tokenformer_vit.vision.prediction import KeyValues
+
+from .arguments import KeyValues
 
 
 def main(argv: Sequence[str] | None = None) -> None:

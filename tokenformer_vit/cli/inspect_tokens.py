@@ -31,10 +31,8 @@ from tokenformer_vit.records import write_record
 from tokenformer_vit.vision.drawing import draw_exemplars, draw_maps
 from tokenformer_vit.vision.images import find_images, say_skipped
 from tokenformer_vit.vision.inspection import MOST, find_exemplars, map_tokens
-from tokenformer_vit.vision.prediction import (
-    choose_device,
-    model_arguments,
-)
+
+from .arguments import choose_device, model_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> None:
