@@ -1,4 +1,4 @@
-"""Classify image files with a timm model and a checkpoint that is read without running its code."""
+"""Classify image files with a timm model."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -23,25 +23,26 @@ def predict(
     batch_size: int = 32,
     device: torch.device | str = "cpu",
 ) -> Iterator[tuple[Path, list[dict[str, Any]] | Exception]]:
-    """Classify images with the transform of the model's evaluation.
+    """Classify images with the model's evaluation transform.
 
     Args:
-        model: timm classifier of RGB images.
+        model: timm classifier for RGB images.
         paths: Image files.
-        topk: Number of classes an image, at most all.
+        topk: Number of classes to return for each image; all if the model has fewer.
         batch_size: Images in a forward pass.
-        device: Where to compute.
+        device: Device to compute on.
 
     Yields:
-        Every path in order, with the likeliest classes as {label, index, probability}, likeliest
-        first, or with the error of reading the image.
+        Each path, in order, with its top classes as {label, index, probability}, or with the error
+        of reading the image.
 
     Raises:
-        InputError: If the model takes no RGB images, has no classifier, or yields NaN.
+        InputError: If the model does not take RGB images, has no classifier, or returns a value
+            that is not finite.
     """
     config = data_config(model)
     if not model.num_classes:
-        raise InputError("the model has no classifier: choose one that was trained to classify")
+        raise InputError("the model has no classifier; give a model that was trained to classify")
     names = class_names(model)
     topk = min(topk, len(names))
     model = model.to(device)
@@ -64,7 +65,7 @@ def _top(model: nn.Module, images: Tensor, topk: int) -> list[list[tuple[int, fl
     probabilities = model(images).float().softmax(dim=-1)  # (B, K)
     if not probabilities.isfinite().all():
         raise InputError(
-            "the model's output is not finite; its checkpoint is of a training that diverged"
+            "the model's output is not finite: its training diverged; use an earlier checkpoint"
         )
     values, indices = probabilities.topk(topk)
     return [
