@@ -170,10 +170,8 @@ def draw(record: dict[str, Any], path: Path) -> None:
     curve(whole, [each["before"] for each in runs], "0.3", "before growth", -steps)
     for branch, words in BRANCHES.items():
         change = max(each[branch]["largest_change_of_logits"] for each in runs)
-        label = (
-            f"{words}: logits change by up to {change:.2g}" if change else f"{words}: logits stay"
-        )
-        label = words if branch == "none" else label
+        told = f"change by up to {change:.2g}" if change else "do not change"
+        label = words if branch == "none" else f"{words}: logits {told}"
         for axes in (whole, close):
             curve(axes, [each[branch] for each in runs], COLOURS[branch], label)
     whole.set(title="the whole training", ylabel="held-out loss")

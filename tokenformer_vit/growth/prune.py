@@ -108,7 +108,7 @@ class _Sums:
         sizes, shares = self.weights * self.lengths / self.count, self.shares / self.shares.sum()
         if not (sizes.isfinite() & shares.isfinite()).all():
             raise InputError(
-                f"the usage of {name} is not finite: the training diverged; take an older checkpoint"
+                f"the usage of {name} is not finite: training diverged; use an earlier checkpoint"
             )
         return Usage(sizes.cpu(), shares.cpu())
 
@@ -173,7 +173,11 @@ def prune(
         if not 1 <= wanted < have:
             raise InputError(
                 f"{name} has {have} pairs and cannot be pruned to {wanted}; "
-                + ("to add pairs, use tokenformer_vit.growth.grow()" if wanted > have else "keep 1")
+                + (
+                    "to add pairs, use tokenformer_vit.growth.grow()"
+                    if wanted > have
+                    else "keep at least 1"
+                )
             )
         order = usage[name].sizes.sort(descending=True, stable=True).indices
         kept[name] = order[:wanted].sort().values

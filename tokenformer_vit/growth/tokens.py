@@ -104,7 +104,7 @@ def pattention_layers(model: nn.Module) -> dict[str, Pattention]:
     layers = {name: each for name, each in model.named_modules() if isinstance(each, Pattention)}
     if not layers:
         raise InputError(
-            f"{type(model).__name__} has no Pattention layer (no parameter tokens); give a TokenFormer"
+            f"{type(model).__name__} has no Pattention layer to change; give a TokenFormer"
         )
     return layers
 
