@@ -40,8 +40,8 @@ Minimal bytes. Inference reads the inputs and every parameter once. Decoding rea
 once for each token of a sequence; cached keys and values are not counted. Training reads the
 inputs; reads every parameter in the forward and in the backward pass; writes and reads every
 gradient; reads and writes every parameter and both moments in the optimizer; and writes and reads
-the activations that the most frugal of our variants keeps. The bound is the larger of two times: these
-bytes at the copy ceiling, and the FLOPs at the matmul ceiling.
+the activations that the most frugal of our variants keeps. The bound is the larger of two
+times: these bytes at the copy ceiling, and the FLOPs at the matmul ceiling.
 """
 
 import json

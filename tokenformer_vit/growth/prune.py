@@ -171,14 +171,10 @@ def prune(
         if wanted is None or wanted == have:
             continue
         if not 1 <= wanted < have:
-            raise InputError(
-                f"{name} has {have} pairs and cannot be pruned to {wanted}; "
-                + (
-                    "to add pairs, use tokenformer_vit.growth.grow()"
-                    if wanted > have
-                    else "keep at least 1"
-                )
-            )
+            remedy = "keep at least 1"
+            if wanted > have:
+                remedy = "to add pairs, use tokenformer_vit.growth.grow()"
+            raise InputError(f"{name} has {have} pairs and cannot be pruned to {wanted}; {remedy}")
         order = usage[name].sizes.sort(descending=True, stable=True).indices
         kept[name] = order[:wanted].sort().values
     for name, index in kept.items():
