@@ -92,8 +92,8 @@ def draw_exemplars(record: dict[str, Any], model: nn.Module, path: Path) -> None
     figure, axes = _grid(
         [1.0] * len(entries),
         len(entries[0]["exemplars"]),
-        f"What pairs of {record['layer']} respond to: the images with the largest weights among "
-        f"{record['images']}, and the patch",
+        f"{record['layer']}: the images, of {record['images']}, with the largest weight of each "
+        "pair; frame: the patch",
     )
     height, width = record["patch_size"]
     for row, entry in enumerate(entries):
