@@ -251,7 +251,7 @@ def test_language_models(measured, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--lm", "150m", "--img-size", "32"], "--img-size is of images, and --lm is not"),
+        (["--lm", "150m", "--img-size", "32"], "--img-size is for images"),
         (["--lm", "150m", "--num-tokens", "4096"], "4096: 150m takes at most 2048"),
         (["--lm", "150m", "--modes", "infer"], "--modes infer: choose from train, prefill, dec"),
         (["--num-tokens", "64"], "--num-tokens needs --lm"),

@@ -133,7 +133,7 @@ def test_language_models(tmp_path, capsys):
     assert ours["feed_forward"]["parameters"] == 2 * 128 * 600
     costs.main(["--lm", "tiny"])
     assert "GFLOPs per sequence: tiny (left)" in " ".join(capsys.readouterr().out.split())
-    assert "there is no folder 15m, nor a preset" in failure(capsys, "--lm", "15m")
+    assert "no preset or folder 15m; choose one of 150m" in failure(capsys, "--lm", "15m")
 
 
 def test_every_tool_takes_the_number_of_classes_from_either_place():
