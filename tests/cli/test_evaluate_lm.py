@@ -156,10 +156,10 @@ def test_a_mask_is_chosen_by_its_name(folder, text, capsys):
     masks.add("half", lambda _, layer: slice(layer.num_param_tokens // 2))
     masks.save(folder / "masks.safetensors")
     run(folder, "--text", text)
-    assert "all its pairs are read; --mask chooses" in capsys.readouterr().err
+    assert "reads all its pairs; choose one by --mask" in capsys.readouterr().err
     every = record(folder / "evaluation")["texts"][str(text)]["loss"]
     run(folder, "--text", text, "--mask", "half")
-    assert "--mask chooses" not in capsys.readouterr().err
+    assert "--mask" not in capsys.readouterr().err
     found = record(folder / "evaluation")
     assert found["settings"]["mask"] == "half"
     masks.activate("half")
@@ -322,7 +322,7 @@ def test_what_is_missing_is_named(folder, text, tmp_path, monkeypatch):
         run(folder, "--text", text)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delitem(sys.modules, "tokenformer_vit.language.tasks", raising=False)
-    with pytest.raises(InputError, match=r"pip install -e '.\[evaluation\]'"):
+    with pytest.raises(InputError, match=r"pip install 'tokenformer-vit\[evaluation\]'"):
         run(folder, "--tasks", "piqa")
 
 

@@ -294,7 +294,7 @@ def test_what_it_does_not_have_is_refused():
         model.generate(tokens, max_new_tokens=3, cache_implementation="static")
     with pytest.raises(InputError, match="context_length is 40"):
         model.generate(tokens, max_new_tokens=40, do_sample=False)
-    with pytest.raises(InputError, match="unknown positions 'alibi'"):
+    with pytest.raises(InputError, match="one of rotary, learned, but got 'alibi'"):
         TokenFormerConfig(positions="alibi")
 
 
