@@ -344,7 +344,7 @@ def test_rows_of_digits_begin_with_a_line(tmp_path):
     ("arguments", "message"),
     [
         (("nowhere.txt", "out"), "there is no file or folder nowhere.txt"),
-        (("empty", "out"), "empty holds no file of text"),
+        (("empty", "out"), "empty has no text file: .*parquet"),
         (("empty.txt", "out"), "empty.txt is empty"),
         (("blank.txt", "out", "--documents", "line"), "the train part has 0 tokens, too few"),
         (("damaged.parquet", "out"), "damaged.parquet is not a readable parquet file"),

@@ -369,7 +369,7 @@ DEEP = "[" * 20_000 + "]" * 20_000
         ("a.jsonl", '{\n"text": "a"\n}', "line 1 is not JSON .* one object a line"),
         ("a.jsonl", '{"text": "\\ud800"}', "line 1 is not JSON"),
         ("a.jsonl", b'{"text": "caf\xe9"}', "line 1 is not JSON .invalid unicode"),
-        ("a.jsonl", "5\n", "row 0, counted from 0, is int, not an object whose 'text' is a text"),
+        ("a.jsonl", "5\n", "row 0, .*, is int; it must be an object whose 'text' is a text"),
         ("a.jsonl", '{"x": 1, "y": 2}\n', "no column 'text'; .*: x, y"),
         pytest.param("a.jsonl", '{"x": 1}\n' * 10_002, "no column 'text'", id="long file"),
         ("a.jsonl", "\n \n", "holds no rows"),

@@ -166,7 +166,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add, positive = parser.add_argument, whole_number(1)
-    add("model", type=Path, help="folder with config.json and model.safetensors")
+    add("model", type=Path, metavar="MODEL", help="folder with config.json and model.safetensors")
     add("--tokenizer", type=Path, metavar="PATH", help="folder or file (default: MODEL)")
     add("--mask", metavar="NAME", help="use the pairs of this mask alone")
     add("--text", type=Path, nargs="+", default=[], metavar="FILE", help="UTF-8 text files")

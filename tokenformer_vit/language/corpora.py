@@ -105,8 +105,7 @@ class TextReader:
                 if self._state is not None:
                     self._stream.load_state_dict(self._state)
                 for row in self._stream:
-                    piece = source.piece(row)
-                    if piece:
+                    if piece := source.piece(row):
                         yield piece
             except InputError:
                 raise
@@ -149,16 +148,14 @@ def file_source(
 ) -> Source:
     """Make a source of a file: rows of ``.parquet`` or ``.json(l)(.gz)``, or UTF-8 text.
 
-    A JSON file holds one object a line, or a list of objects or of texts.
-
     Args:
-        path: The file.
+        path: The file. JSON is one object a line, or a list of objects or of texts.
         documents: What is a document in a text file: ``file`` for the whole file, ``line`` for
             each line without its line end.
         column: Column of the text in rows.
-        val_share: Share of the text that is held out, 0 to 1. A hash of its content decides about
-            a document, which keeps equal documents in one split. A file that is one document loses
-            its end, from the beginning of a line or word; this part comes first in the stream.
+        val_share: Share of the text that is held out, 0 to 1. Documents are chosen by a hash of
+            their content, which keeps equal ones in one split. Of a file that is one document the
+            end is held out, from the beginning of a line or word, and comes first in the stream.
         split: Split of the whole file; None holds out a part.
 
     Returns:
@@ -171,10 +168,8 @@ def file_source(
         raise InputError(f"{path} is empty; leave it out")
     if path.suffix == ".parquet":
         _check_column(path, column)
-        data_files = [glob.escape(str(path))]
-        open_stream = _streamed(
-            path="parquet", data_files=data_files, split="train", columns=[column]
-        )
+        files = [glob.escape(str(path))]
+        open_stream = _streamed(path="parquet", data_files=files, split="train", columns=[column])
     elif path.name.endswith(_JSON):
         open_stream = _generated(_json_rows, {"path": str(path), "column": column})
     else:

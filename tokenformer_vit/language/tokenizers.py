@@ -1,4 +1,4 @@
-"""The tokenizers that text is prepared with: of bytes, trained on the text, or ready-made."""
+"""Tokenizers: bytes, byte-level BPE trained on the text, or a ready-made one."""
 
 import re
 from collections.abc import Iterable
@@ -15,17 +15,17 @@ __all__ = ["END", "byte_tokenizer", "find_tokenizer", "train_tokenizer"]
 
 END = "<|endoftext|>"
 BYTES = 256
-_MOST_ENTRIES = 10_000_000  # the library reserves memory for all of them, and aborts without it
+_MOST_ENTRIES = 10_000_000  # the library reserves memory for all entries, and aborts without it
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Make the tokenizer whose tokens are the bytes of a text's UTF-8.
+    """Make the tokenizer whose tokens are UTF-8 bytes.
 
     Returns:
-        257 entries: each byte has its own value as its number, 256 ends a text.
+        A tokenizer of 257 entries: the number of a byte is its value, and 256 ends a text.
     """
-    # Byte-level tokenizers write a byte as one character: as itself where that is printable, and
-    # the others, in their order, as the characters from 256 on.
+    # Byte-level tokenizers write a printable byte as itself, and the other bytes, in order, as the
+    # characters from 256 on.
     letters = pre_tokenizers.ByteLevel.alphabet()
     others = iter(sorted(set(range(BYTES)) - {ord(letter) for letter in letters}))
     numbers = {
@@ -35,23 +35,23 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def train_tokenizer(texts: Iterable[str], entries: int) -> PreTrainedTokenizerFast:
-    """Train byte-level BPE, which writes any text without loss, as GPT-2's does.
+    """Train byte-level BPE as GPT-2 has it; it encodes any text without loss.
 
     Args:
-        texts: What to train on.
-        entries: Size of the vocabulary, the 256 bytes and the end of a text among them; of little
-            text it becomes fewer.
+        texts: Training texts.
+        entries: Size of the vocabulary, with the 256 bytes and the end of a text. A short text
+            gives fewer.
 
     Returns:
         The tokenizer.
 
     Raises:
-        InputError: If there is no room for the bytes, or the number is absurd.
+        InputError: If ``entries`` has no room for the bytes, or is over ten million.
     """
     if entries <= BYTES:
         raise InputError(
-            f"bpe:{entries} is too small: {BYTES} bytes and the end of a text are among the "
-            f"entries, give at least bpe:{BYTES + 1}"
+            f"bpe:{entries} is too small for {BYTES} bytes and the end of a text: give at least "
+            f"bpe:{BYTES + 1}"
         )
     if entries > _MOST_ENTRIES:
         raise InputError(f"bpe:{entries} is too large: give at most bpe:{_MOST_ENTRIES}")
@@ -68,27 +68,27 @@ def train_tokenizer(texts: Iterable[str], entries: int) -> PreTrainedTokenizerFa
 
 
 def find_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Read a ready-made tokenizer.
+    """Load a ready-made tokenizer.
 
     Args:
-        name: Path of a folder or file, as in :func:`load_tokenizer`; where there is none, a name
-            on the Hugging Face hub, such as ``EleutherAI/gpt-neox-20b``.
+        name: Path of a folder or file, as in :func:`load_tokenizer`; or a name on the Hugging Face
+            hub, such as ``EleutherAI/gpt-neox-20b``.
 
     Returns:
         The tokenizer.
 
     Raises:
-        InputError: If there is none, neither here nor there.
+        InputError: If there is no such path, and no such name on the hub.
     """
     if Path(name).exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         return load_tokenizer(Path(name))
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # of many types: no network, no such name, no tokenizer there
+    except Exception as error:  # of many types: no network, no such name, no tokenizer
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(
-            f"there is no tokenizer {name!r}: no such file or folder here, and the Hugging Face "
-            f"hub gave none ({reason})"
+            f"there is no file or folder {name!r}, and no such tokenizer on the Hugging Face hub "
+            f"({reason}): give a path or a name of the hub"
         ) from error
 
 

@@ -387,11 +387,8 @@ class TokenFormerLM(nn.Module):
 def _causal_mask(tokens: Tensor, past: int, attention_mask: Tensor | None) -> Tensor | None:
     """Return a (B or 1, 1, N, all tokens) boolean mask, or None for the plain causal mask."""
     N = tokens.shape[1]
-    if attention_mask is None:
-        if past == 0:
-            return None
-        if N == 1:
-            return torch.ones(1, 1, 1, past + 1, dtype=torch.bool, device=tokens.device)
+    if attention_mask is None and past == 0:
+        return None
     causal = torch.ones(N, past + N, dtype=torch.bool, device=tokens.device).tril(past)
     if attention_mask is None:
         return causal[None, None]
