@@ -345,7 +345,9 @@ def test_the_masks_in_old_files_of_gpt2_are_no_damage(folder):
 
 def test_a_tokenizer_of_another_model_is_refused(folder, tmp_path):
     words(33).save(str(tmp_path / "other.json"))
-    with pytest.raises(InputError, match="has 33 entries, .* vocab_size is 32: give the tokenizer"):
+    with pytest.raises(
+        InputError, match=r"has 33 entries, .* vocab_size is 32: give the tokenizer"
+    ):
         run(folder, "w1", "--tokenizer", tmp_path / "other.json")
 
 

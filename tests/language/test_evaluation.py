@@ -196,7 +196,7 @@ def test_text_is_read_as_it_is(tmp_path):
     path.write_bytes("é\r\n".encode())
     assert read_text(path) == "é\r\n"
     path.write_bytes(b"ab\xff")
-    with pytest.raises(InputError, match="text is not UTF-8 text: byte 2 .* convert"):
+    with pytest.raises(InputError, match=r"text is not UTF-8 text: byte 2 .* convert"):
         read_text(path)
 
 
@@ -399,7 +399,7 @@ def test_a_long_prompt_loses_its_beginning_and_a_long_answer_is_refused(tasks, t
 
     items[1] = {"text": "a " + 20 * "b"}
     with pytest.raises(
-        InputError, match="an answer has 21 tokens, but the model reads 16 .* leave this task out"
+        InputError, match=r"an answer has 21 tokens, but the model reads 16 .* leave this task out"
     ):
         tasks.run_task(tasks.Harness(model, tokenizer, 16), "lambada", items)
 
@@ -477,4 +477,4 @@ def test_tasks_and_titles_are_the_same(tasks):
     assert list(tasks.TASKS) == list(TITLES) == list(FILES)
     assert {name: task.file for name, task in tasks.TASKS.items()} == FILES
     normalised = ("hellaswag", "arc_challenge")
-    assert METRICS == {name: "acc_norm" if name in normalised else "acc" for name in TITLES}
+    assert {name: "acc_norm" if name in normalised else "acc" for name in TITLES} == METRICS

@@ -173,7 +173,7 @@ def test_what_is_no_released_checkpoint_is_refused(tmp_path):
     )
     refused("no matrix sequential.0.word_embeddings.weight", {"x": torch.zeros(2, 2)})
     refused("same floating-point type.* float16, float32", {**whole, value: whole[value].half()})
-    with pytest.raises(InputError, match="2 blocks of width 64: .*--num-heads"):
+    with pytest.raises(InputError, match=r"2 blocks of width 64: .*--num-heads"):
         from_released(whole)
     with pytest.raises(InputError, match="64 is not a multiple of num_heads 5"):
         from_released(whole, num_heads=5)

@@ -184,7 +184,7 @@ def test_it_learns_to_repeat():
 
 def test_what_does_not_fit_is_said():
     model = build()
-    with pytest.raises(InputError, match="has 41 tokens, .* context_length is 40: shorten"):
+    with pytest.raises(InputError, match=r"has 41 tokens, .* context_length is 40: shorten"):
         model(torch.zeros(1, 41, dtype=torch.long))
     cache = KVCache()
     model(torch.zeros(1, 40, dtype=torch.long), cache=cache)
@@ -198,7 +198,7 @@ def test_what_does_not_fit_is_said():
         LMConfig(vocab_size=0)
     with pytest.raises(InputError, match="rotates 1 of the 4 dimensions of a head: choose"):
         LMConfig(embed_dim=16, num_heads=4)
-    with pytest.raises(InputError, match="preset must be one of 150m, .*, but got '124m'"):
+    with pytest.raises(InputError, match=r"preset must be one of 150m, .*, but got '124m'"):
         lm_config("124m")
 
 

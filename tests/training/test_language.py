@@ -293,7 +293,7 @@ def test_an_answer_is_right_if_all_of_it_is():
     metric.process(None, [{"targets": targets, "right": right}])
     assert metric.evaluate(1) == {"answers/accuracy": pytest.approx(100 / 3), "answers/count": 3}
     metric.process(None, [{"targets": targets[:2], "right": right[:2]}])
-    with pytest.raises(InputError, match="no row .* the tokens 9 and 0; leave AnswerAccuracy out"):
+    with pytest.raises(InputError, match=r"no row .* the tokens 9 and 0; leave AnswerAccuracy out"):
         metric.evaluate(1)
 
 
