@@ -112,7 +112,7 @@ class _Augment(_Section):
 
 
 class _Augments(_Section):
-    augments: Annotated[list[_Augment], BeforeValidator(_listed)] | None = None
+    augments: Annotated[list[_Augment], Field(min_length=1), BeforeValidator(_listed)] | None = None
 
 
 class _Loss(_Section):
@@ -299,7 +299,7 @@ class _Run(_Section):
     train_cfg: _TrainLoop
     val_cfg: dict[str, Any] | None = None
     test_cfg: dict[str, Any] | None = None
-    default_hooks: dict[str, _Hook | None] | None = None
+    default_hooks: dict[str, _Hook | None] = {}
     custom_hooks: Annotated[list[_Hook], BeforeValidator(_listed)] | None = None
     auto_scale_lr: _ScaleLR
     randomness: _Randomness
@@ -319,6 +319,7 @@ _TYPES = {
     "list_type": "a list",
     "model_type": "a dict",
     "string_type": "a text",
+    "too_short": "longer, or None",
 }
 _ADAMS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam")
 
