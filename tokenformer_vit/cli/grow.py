@@ -27,6 +27,7 @@ from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import INITS, grow, grow_state_dict
 from tokenformer_vit.models import TokenFormerViT
+from tokenformer_vit.models.card import CardFacts, describe_pairs
 from tokenformer_vit.models.checkpoints import load_model, save_model
 from tokenformer_vit.models.weights import read_state_dict, write_tensors
 from tokenformer_vit.ops import THETAS
@@ -76,13 +77,18 @@ def _grow_model(args: argparse.Namespace, how: dict) -> None:
         raise InputError(f"{args.source} is a {type(model).__name__}; TokenFormers alone grow")
     before = copy.deepcopy(model)
     grow(model, **how)
-    save_model(model, args.target)
+    history = {
+        "Grown from": args.source.name,
+        "Key-value pairs before": describe_pairs(before),
+        "New pairs": f"start as {args.init}; not trained since",
+    }
+    save_model(model, args.target, facts=CardFacts({"Growth": history}))
     counts = [sum(p.numel() for p in each.parameters()) for each in (before, model)]
     gated = any(name.endswith(".gate") for name in model.state_dict())
     print(
         f"{counts[0]:,} -> {counts[1]:,} parameters; on random images the output changed by "
         f"{_change(before, model):.1e}, relative to its largest entry\n"
-        f"Done. In {args.target}: model.safetensors and config.json. To train on: "
+        f"Done. In {args.target}: model.safetensors, config.json and README.md. To train on: "
         f"tools/train.py with load_from={args.target}/model.safetensors and the new numbers of "
         "pairs" + (", and pattention_args=dict(gate='learned')" if gated else "") + " in the config"
     )

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import new_folder
 
-from .description import CONFIG, WEIGHT_FILES, find_description, read_description
+from .card import CardFacts, vision_card
+from .description import CARD, CONFIG, WEIGHT_FILES, find_description, read_description
 from .vit import TokenFormerViT, fit_state_dict
 from .weights import one_line, read_checkpoint, seal_tensors, state_dict_in
 
@@ -54,7 +55,8 @@ def load_model(
         **kwargs: Arguments of the model.
 
     Returns:
-        The model, on the CPU, in evaluation mode.
+        The model, on the CPU, in evaluation mode. Its ``card_facts`` are what a training checkpoint
+        says of data and recipe.
 
     Raises:
         InputError: If there is no such model or file, the two do not fit, or a training checkpoint
@@ -85,14 +87,14 @@ def load_model(
         description = read_description(Path(name.removeprefix(_LOCAL)) / CONFIG)
     elif checkpoint is not None:
         description = find_description(checkpoint, content)
+    if description is None and state_dict is not None and (for_images or name is None):
+        _say_preprocessing(name, checkpoint, state_dict)
     if name is None and description is None:
         raise InputError(
             f"no model given, and {checkpoint or 'no checkpoint'} does not say which one it is of: "
             "name it with --model, or give an exported folder with config.json; ours are "
             f"{', '.join(timm.list_models('tokenformer*'))}"
         )
-    if description is None and state_dict is not None and for_images:
-        _say_preprocessing(name, checkpoint, state_dict)
     if num_classes is None and state_dict is not None:
         num_classes = _head_rows(state_dict, checkpoint)
     if description is not None and state_dict is not None:
@@ -110,6 +112,8 @@ def load_model(
             f"{checkpoint} does not fit {name or 'its own description'}",
             "img_size" in kwargs,
         )
+    own: Any = model
+    own.card_facts = CardFacts(**(description or {}).get("card") or {})
     return model.eval()
 
 
@@ -118,15 +122,17 @@ def save_model(
     folder: Path,
     label_names: Sequence[str] | None = None,
     data_config: dict[str, Any] | None = None,
+    facts: CardFacts | None = None,
 ) -> None:
     """Write a folder that ``timm.create_model("local-dir:FOLDER", pretrained=True)`` reads.
 
     Args:
         model: timm model.
-        folder: Gets ``model.safetensors``, with the SHA-256 of its tensors, and ``config.json``. It
-            appears whole, or each file replaces that of its name.
+        folder: Gets ``model.safetensors``, with the SHA-256 of its tensors, ``config.json`` and
+            the model card ``README.md``. It appears whole, or each file replaces that of its name.
         label_names: Of the classes, in order; default: those that the model's export had, if any.
         data_config: What timm is to know of the preprocessing; default: what the model says of it.
+        facts: What the model card says besides the model: data, training, results.
 
     Raises:
         OSError: If it cannot be written; what was there stays.
@@ -145,6 +151,8 @@ def save_model(
         except SafetensorError as error:  # so it reports a full disk
             raise OSError(errno.EIO, one_line(error)) from error
         seal_tensors(partial / WEIGHT_FILES[0])
+        card = vision_card(model, names, data_config, facts or CardFacts())
+        (partial / CARD).write_text(card, encoding="utf-8", errors="backslashreplace")
 
 
 def _check_name(name: str) -> None:
@@ -241,6 +249,8 @@ def _say_preprocessing(
             "what its classes are: write a folder that does by `tools/export.py "
             f"{checkpoint} FOLDER --config CONFIG`, with the config that it was trained with"
         )
+    if name is None:
+        return  # the caller refuses it
     _log.warning(
         "%s does not say how images are prepared or what its classes are called: taking those of "
         "%s. An exported folder says both.",

@@ -19,6 +19,7 @@ from tokenformer_vit.errors import InputError
 from .weights import one_line
 
 __all__ = [
+    "CARD",
     "CONFIG",
     "DESCRIPTION",
     "WEIGHT_FILES",
@@ -33,6 +34,7 @@ __all__ = [
 # Key of a training checkpoint under which its model is described.
 DESCRIPTION = "timm_config"
 CONFIG = "config.json"
+CARD = "README.md"
 # What timm's save_for_hf writes beside it, the safe format first.
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 # Where weights came from, and what stands in a description by itself.
@@ -61,6 +63,16 @@ class _DataConfig(BaseModel):
     crop_mode: Literal["center", "squash", "border"]
 
 
+class _Card(BaseModel):
+    """What a training checkpoint tells the model card of its export."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    sections: dict[str, dict[str, Any]] = {}
+    datasets: list[str] = []
+    metrics: list[str] = []
+
+
 class _Description(BaseModel):
     """The content of ``config.json``; what is not named here is timm's own business.
 
@@ -74,6 +86,7 @@ class _Description(BaseModel):
     label_names: list[str] | dict[str, str] | None = None
     model_args: dict[str, Any] | None = None
     pretrained_cfg: dict[str, Any] | None = None
+    card: _Card | None = None
 
 
 def describe_model(
