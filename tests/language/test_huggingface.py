@@ -20,8 +20,11 @@ from tokenformer_vit.growth import grow
 from tokenformer_vit.language import (
     TokenFormerConfig,
     TokenFormerForCausalLM,
+    byte_tokenizer,
     load_language_model,
     load_tokenizer,
+    save_language_model,
+    transformer_lm,
 )
 from tokenformer_vit.models import LMConfig, TokenFormerLM
 
@@ -244,6 +247,18 @@ def test_a_grown_model_is_saved_as_grown(kind, tmp_path):
     torch.testing.assert_close(loaded(tokens).logits, before, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=0, atol=0)
     assert counts.items() <= json.loads((tmp_path / "config.json").read_text()).items()
+
+
+@pytest.mark.parametrize("kind", ["tokenformer", "gpt2"])
+def test_the_code_of_the_model_card_runs(kind, tmp_path, monkeypatch, capsys):
+    model = build(vocab_size=257) if kind == "tokenformer" else transformer_lm(257, 40, 32, 1, 2)
+    save_language_model(model, tmp_path / "FOLDER", byte_tokenizer())
+    card = (tmp_path / "FOLDER" / "README.md").read_text()
+    assert f"Parameters: {model.num_parameters():,}" in card
+    assert ("Key-value pairs: q, k, v 32, output 32, FFN 128" in card) == (kind == "tokenformer")
+    monkeypatch.chdir(tmp_path)
+    exec(re.search(r"```python\n(.*?)```", card, re.DOTALL)[1])
+    assert capsys.readouterr().out.startswith("Once upon a time")
 
 
 def test_a_full_disk_is_said_of_the_folder_and_leaves_what_was_there(tmp_path):

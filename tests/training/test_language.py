@@ -176,6 +176,9 @@ def test_a_run_ends_with_a_folder_for_transformers_and_a_record(run, texts, tmp_
     prompt = tokenizer("aab ", return_tensors="pt").input_ids
     new = model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=256)
     assert new.shape == (1, 12)
+    card = (tmp_path / "run" / "README.md").read_text()
+    for fact in ("Training sequences: 40", "q, k, v 16, output 16, FFN 32", "Perplexity: "):
+        assert fact in card
     record = json.loads((tmp_path / "run" / "record.json").read_text())
     assert (record["iterations"], record["train_sequences"]) == (12, 40)
     assert record["sequences_per_step"] == 4

@@ -31,8 +31,11 @@ from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import new_folder
 from tokenformer_vit.growth import TokenMasks
+from tokenformer_vit.models.card import CardFacts
+from tokenformer_vit.models.checkpoints import CARD
 from tokenformer_vit.models.weights import one_line, read_state_dict, seal_tensors
 
+from .card import language_card
 from .modeling import TokenFormerConfig
 from .schemas import ConfigFile, ShardIndex, read_json
 
@@ -167,21 +170,25 @@ def _check_shapes(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> 
 
 
 def save_language_model(
-    model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None
+    model: PreTrainedModel,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    facts: CardFacts | None = None,
 ) -> None:
-    """Write a model and its tokenizer to a folder that ``from_pretrained`` reads.
+    """Write a model, its tokenizer and a model card to a folder that ``from_pretrained`` reads.
 
     Args:
         model: Any model of transformers.
         folder: The folder. A new one appears only when it is complete; in an existing one each
             file is replaced at once.
         tokenizer: Tokenizer of the model.
+        facts: What the model card says besides the model: data, training, results.
 
     Raises:
         OSError: If it cannot be written; ``filename`` is ``folder``. Existing files stay.
     """
     try:
-        _save(model, folder, tokenizer)
+        _save(model, folder, tokenizer, facts or CardFacts())
     except (OSError, SafetensorError, UnicodeError) as error:
         # safetensors has its own error for a full disk, and refuses paths that are not UTF-8.
         number = getattr(error, "errno", None) or errno.EIO
@@ -189,7 +196,12 @@ def save_language_model(
         raise OSError(number, reason, str(folder)) from error
 
 
-def _save(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
+def _save(
+    model: PreTrainedModel,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    facts: CardFacts,
+) -> None:
     had_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # it counts files, and there is only one
     with new_folder(folder) as partial:
@@ -202,6 +214,8 @@ def _save(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBa
             seal_tensors(file)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
+        card = language_card(model, facts)
+        (partial / CARD).write_text(card, encoding="utf-8", errors="backslashreplace")
 
 
 def load_tokenizer(path: Path, vocab_size: int | None = None) -> PreTrainedTokenizerBase:

@@ -17,6 +17,7 @@ from tokenformer_vit.language import (
     save_language_model,
 )
 
+from ..export import run_facts
 from ..guard import GuardHook, unwrap
 from ..reports import ExportHook, validated_model
 from .model import CausalLM
@@ -78,8 +79,8 @@ class LanguageGuardHook(GuardHook):
 class LanguageExportHook(ExportHook):
     """Write model and tokenizer to the work directory after training, for transformers.
 
-    The work directory gets ``model.safetensors``, ``config.json`` and the files of the tokenizer;
-    a model with masks also ``masks.safetensors``.
+    The work directory gets ``model.safetensors``, ``config.json``, the files of the tokenizer and
+    the model card ``README.md``; a model with masks also ``masks.safetensors``.
     """
 
     purpose = "for transformers, generate and evaluate-lm"
@@ -94,6 +95,6 @@ class LanguageExportHook(ExportHook):
         """Write the files."""
         model: CausalLM = validated_model(runner)
         folder = Path(runner.work_dir)
-        save_language_model(model.model, folder, self._tokenizer)
+        save_language_model(model.model, folder, self._tokenizer, run_facts(runner))
         if model.masks is not None:
             model.masks.save(folder / MASKS)
