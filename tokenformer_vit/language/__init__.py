@@ -18,16 +18,20 @@ from .data import read_text_meta, read_tokens
 from .generation import (
     MASKS,
     TerminalStreamer,
-    check_tokens_agree,
     generate_text,
     load_language_model,
-    load_tokenizer,
     save_language_model,
 )
 from .modeling import TokenFormerConfig, TokenFormerForCausalLM
 from .preparation import prepare_text, training_texts
 from .released import from_released, read_released, released_config, to_released
-from .tokenizers import byte_tokenizer, find_tokenizer, train_tokenizer
+from .tokenizers import (
+    byte_tokenizer,
+    check_tokens_agree,
+    find_tokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
 from .transformer import matched_transformer, transformer_lm
 
 __all__ = [

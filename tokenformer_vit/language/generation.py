@@ -15,14 +15,11 @@ from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoTokenizer,
     GenerationConfig,
-    GPT2Tokenizer,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
     TextStreamer,
 )
 from transformers.utils import logging
@@ -33,32 +30,27 @@ from tokenformer_vit.files import new_folder
 from tokenformer_vit.growth import TokenMasks
 from tokenformer_vit.models.card import CardFacts
 from tokenformer_vit.models.checkpoints import CARD
-from tokenformer_vit.models.weights import one_line, read_state_dict, seal_tensors
+from tokenformer_vit.models.weights import read_state_dict, seal_tensors
 
 from .card import language_card
 from .modeling import TokenFormerConfig
 from .schemas import ConfigFile, ShardIndex, read_json
+from .tokenizers import LOCAL, reason_of
 
 __all__ = [
     "MASKS",
     "TerminalStreamer",
-    "check_tokens_agree",
     "generate_text",
     "load_language_model",
-    "load_tokenizer",
     "save_language_model",
 ]
 
 # File beside a model whose texts have pairs of their own.
 MASKS = "masks.safetensors"
-# End of a text for the tokenizers of GPT-2 and GPT-NeoX; their bare files do not say so.
-_END = "<|endoftext|>"
 # A logit below the first, divided by the second, is finite in float32.
 _MOST_LOGIT, _LEAST_TEMPERATURE = 1e32, 1e-6
 _LONGEST_TOKEN = 256  # characters; only text that a tokenizer does not know has longer tokens
 _NEW_FOLDER = "give a folder that save_pretrained wrote"
-# No code of a folder runs, and transformers does not ask whether it may.
-_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 def load_language_model(
@@ -103,7 +95,7 @@ def load_language_model(
                 folder, local_files_only=True
             )
     except Exception as error:  # a configuration can make the libraries raise nearly anything
-        raise InputError(f"{folder} holds no readable model: {_reason(error)}") from error
+        raise InputError(f"{folder} holds no readable model: {reason_of(error)}") from error
     model.name_or_path = model.config.name_or_path = str(folder)
     faults = [
         f"{name} {fault}"
@@ -128,9 +120,9 @@ def _read_config(file: Path, kinds: Sequence[str] | None) -> Any:
             f"{_NEW_FOLDER}"
         )
     try:
-        config = AutoConfig.from_pretrained(file.parent, **_LOCAL)
+        config = AutoConfig.from_pretrained(file.parent, **LOCAL)
     except Exception as error:  # each model type has checks of its own
-        raise InputError(f"{file} cannot be used: {_reason(error)}") from error
+        raise InputError(f"{file} cannot be used: {reason_of(error)}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(
             f"{file.parent} holds no readable model: {file.name} is for a model of type {kind!r}, "
@@ -192,7 +184,7 @@ def save_language_model(
     except (OSError, SafetensorError, UnicodeError) as error:
         # safetensors has its own error for a full disk, and refuses paths that are not UTF-8.
         number = getattr(error, "errno", None) or errno.EIO
-        reason = getattr(error, "strerror", None) or _reason(error)
+        reason = getattr(error, "strerror", None) or reason_of(error)
         raise OSError(number, reason, str(folder)) from error
 
 
@@ -216,77 +208,6 @@ def _save(
             tokenizer.save_pretrained(partial)
         card = language_card(model, facts)
         (partial / CARD).write_text(card, encoding="utf-8", errors="backslashreplace")
-
-
-def load_tokenizer(path: Path, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
-    """Load a tokenizer and check that it fits a model.
-
-    Args:
-        path: Folder that ``save_pretrained`` of a tokenizer wrote, or with ``tokenizer.json``, or
-            with GPT-2's ``vocab.json`` and ``merges.txt``; or a file such as ``tokenizer.json``.
-        vocab_size: Number of entries of the model's embedding; None skips the check.
-
-    Returns:
-        The tokenizer. ``<|endoftext|>`` ends a text if the tokenizer has it and names no other.
-
-    Raises:
-        InputError: If there is no tokenizer, it is damaged, or it has more entries than the
-            embedding.
-    """
-    vocab, merges, whole = (path / name for name in ("vocab.json", "merges.txt", "tokenizer.json"))
-    try:
-        if (path / "tokenizer_config.json").is_file():
-            tokenizer = AutoTokenizer.from_pretrained(path, **_LOCAL)
-        elif path.is_file() or whole.is_file():
-            file = path if path.is_file() else whole
-            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
-        elif vocab.is_file() and merges.is_file():
-            tokenizer = GPT2Tokenizer.from_pretrained(path, **_LOCAL)
-        else:
-            raise InputError(
-                f"there is no tokenizer in {path}: give its folder or file (--tokenizer)"
-            )
-        used: Any = tokenizer("a")["input_ids"]  # fails here if its settings do not work
-    except InputError:
-        raise
-    except Exception as error:  # tokenizers raises bare Exceptions
-        raise InputError(f"{path} holds no readable tokenizer: {_reason(error)}") from error
-    numbers = tokenizer.get_vocab()
-    if tokenizer.eos_token is None and _END in numbers:
-        tokenizer.eos_token = _END
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    entries = max((*numbers.values(), *used), default=-1) + 1
-    if vocab_size is not None and entries > vocab_size:
-        raise InputError(
-            f"the tokenizer {path} has {entries} entries, but the model's vocab_size is "
-            f"{vocab_size}: give the tokenizer that the model was trained with"
-        )
-    return tokenizer
-
-
-def check_tokens_agree(one: Path, other: Path) -> None:
-    """Check that the tokenizers of two folders give the same numbers to the same tokens.
-
-    Their names do not tell: two that were trained on different text may both be ``bpe:4096``.
-
-    Args:
-        one: Folder with a tokenizer.
-        other: Folder with a tokenizer.
-
-    Raises:
-        InputError: If a number stands for different tokens, or there is no tokenizer.
-    """
-    known, found = (
-        {number: token for token, number in load_tokenizer(folder).get_vocab().items()}
-        for folder in (one, other)
-    )
-    for number in sorted(known.keys() & found.keys()):
-        if known[number] != found[number]:
-            raise InputError(
-                f"the tokenizers in {one} and {other} differ: {number} is {known[number]!r} in the "
-                f"first, {found[number]!r} in the second; prepare its text with --tokenizer {one}"
-            )
 
 
 def generate_text(
@@ -398,10 +319,3 @@ def _only(model: Any, config: GenerationConfig) -> Iterator[None]:
         yield
     finally:
         model.generation_config = own
-
-
-def _reason(error: BaseException) -> str:
-    reason = str(error) if isinstance(error, InputError) else one_line(error)
-    if "custom code" in reason:
-        reason += "; code of a folder is not run: use a model type that transformers has"
-    return reason

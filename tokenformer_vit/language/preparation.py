@@ -17,8 +17,8 @@ from tokenformer_vit.files import locked_folder, new_folder, remove_leftovers, w
 
 from .corpora import Piece, Source, TextReader
 from .data import META, PROGRESS, SplitWriter, partial_folder, read_text_meta
-from .generation import load_tokenizer
 from .schemas import Progress, TextMeta, read_json
+from .tokenizers import load_tokenizer
 
 __all__ = ["prepare_text", "training_texts"]
 

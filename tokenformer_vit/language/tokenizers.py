@@ -3,17 +3,33 @@
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    GPT2Tokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.models.weights import one_line
 
-from .generation import load_tokenizer
+__all__ = [
+    "END",
+    "byte_tokenizer",
+    "check_tokens_agree",
+    "find_tokenizer",
+    "load_tokenizer",
+    "reason_of",
+    "train_tokenizer",
+]
 
-__all__ = ["END", "byte_tokenizer", "find_tokenizer", "train_tokenizer"]
-
+# End of a text for the tokenizers of GPT-2 and GPT-NeoX; their bare files do not say so.
 END = "<|endoftext|>"
+# No code of a folder runs, and transformers does not ask whether it may.
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 BYTES = 256
 _MOST_ENTRIES = 10_000_000  # the library reserves memory for all entries, and aborts without it
 
@@ -67,6 +83,77 @@ def train_tokenizer(texts: Iterable[str], entries: int) -> PreTrainedTokenizerFa
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END, pad_token=END)
 
 
+def load_tokenizer(path: Path, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
+    """Load a tokenizer and check that it fits a model.
+
+    Args:
+        path: Folder that ``save_pretrained`` of a tokenizer wrote, or with ``tokenizer.json``, or
+            with GPT-2's ``vocab.json`` and ``merges.txt``; or a file such as ``tokenizer.json``.
+        vocab_size: Number of entries of the model's embedding; None skips the check.
+
+    Returns:
+        The tokenizer. ``<|endoftext|>`` ends a text if the tokenizer has it and names no other.
+
+    Raises:
+        InputError: If there is no tokenizer, it is damaged, or it has more entries than the
+            embedding.
+    """
+    vocab, merges, whole = (path / name for name in ("vocab.json", "merges.txt", "tokenizer.json"))
+    try:
+        if (path / "tokenizer_config.json").is_file():
+            tokenizer = AutoTokenizer.from_pretrained(path, **LOCAL)
+        elif path.is_file() or whole.is_file():
+            file = path if path.is_file() else whole
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
+        elif vocab.is_file() and merges.is_file():
+            tokenizer = GPT2Tokenizer.from_pretrained(path, **LOCAL)
+        else:
+            raise InputError(
+                f"there is no tokenizer in {path}: give its folder or file (--tokenizer)"
+            )
+        used: Any = tokenizer("a")["input_ids"]  # fails here if its settings do not work
+    except InputError:
+        raise
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise InputError(f"{path} holds no readable tokenizer: {reason_of(error)}") from error
+    numbers = tokenizer.get_vocab()
+    if tokenizer.eos_token is None and END in numbers:
+        tokenizer.eos_token = END
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    entries = max((*numbers.values(), *used), default=-1) + 1
+    if vocab_size is not None and entries > vocab_size:
+        raise InputError(
+            f"the tokenizer {path} has {entries} entries, but the model's vocab_size is "
+            f"{vocab_size}: give the tokenizer that the model was trained with"
+        )
+    return tokenizer
+
+
+def check_tokens_agree(one: Path, other: Path) -> None:
+    """Check that the tokenizers of two folders give the same numbers to the same tokens.
+
+    Their names do not tell: two that were trained on different text may both be ``bpe:4096``.
+
+    Args:
+        one: Folder with a tokenizer.
+        other: Folder with a tokenizer.
+
+    Raises:
+        InputError: If a number stands for different tokens, or there is no tokenizer.
+    """
+    known, found = (
+        {number: token for token, number in load_tokenizer(folder).get_vocab().items()}
+        for folder in (one, other)
+    )
+    for number in sorted(known.keys() & found.keys()):
+        if known[number] != found[number]:
+            raise InputError(
+                f"the tokenizers in {one} and {other} differ: {number} is {known[number]!r} in the "
+                f"first, {found[number]!r} in the second; prepare its text with --tokenizer {one}"
+            )
+
+
 def find_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load a ready-made tokenizer.
 
@@ -97,3 +184,11 @@ def _byte_level(model: models.BPE, words: bool) -> PreTrainedTokenizerFast:
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
     core.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END, pad_token=END)
+
+
+def reason_of(error: BaseException) -> str:
+    """Describe an error of the libraries in one line."""
+    reason = str(error) if isinstance(error, InputError) else one_line(error)
+    if "custom code" in reason:
+        reason += "; code of a folder is not run: use a model type that transformers has"
+    return reason
