@@ -42,6 +42,7 @@ COMMANDS = {
     "prepare-text": Command("prepare_text", "turn text into rows of tokens"),
     "generate": Command("generate", "continue a text with a language model"),
     "evaluate-lm": Command("evaluate_lm", "measure a language model"),
+    "lm-eval": Command("harness", "run lm-evaluation-harness with our language models"),
     "convert": Command("convert_checkpoint", "convert released language models, and back"),
     "timm": Command("timm_script", "run one of timm's own scripts with our models"),
 }
