@@ -70,8 +70,6 @@ import itertools
 import json
 import os
 import re
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
@@ -95,7 +93,7 @@ from tokenformer_vit.benchmarking.variants import (
     measure_group,
     short,
 )
-from tokenformer_vit.command_line import whole_number
+from tokenformer_vit.command_line import typed_command, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import LM_PRESETS, lm_config
 from tokenformer_vit.records import environment, write_record
@@ -348,7 +346,7 @@ def new_record(setting: Setting, told: Mapping[str, Any]) -> dict[str, Any]:
     """Describe the run that begins, on models of which ``told`` is known."""
     packages = ("torch", "timm", "triton", *(("transformers",) if told["unit"] == "token" else ()))
     return {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": typed_command(),
         **environment(packages, setting.device.type),
         "device": setting.device.type,
         "threads": torch.get_num_threads(),

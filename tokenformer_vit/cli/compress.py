@@ -17,16 +17,14 @@ as a folder that timm and the other tools load.
 
 import argparse
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from tqdm import tqdm
 
-from tokenformer_vit.command_line import whole_number
+from tokenformer_vit.command_line import typed_command, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import pattention_layers
 from tokenformer_vit.growth.prune import measure_usage
@@ -69,22 +67,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise InputError(f"the folder {out} cannot be written into; choose another --out")
 
     usage = None
-    try:
-        if prunes:
-            tqdm.write(f"usage, on {len(chosen)} images of {measured_on}", file=sys.stderr)
-            usage = measure_usage(model, tensor_batches(model, chosen, args.batch_size, device))
-        made = candidates(
-            model, dict.fromkeys(args.method), args.keep, usage, args.kinds, args.seed
-        )
-        tqdm.write(f"accuracy, on {len(samples)} images of {val}", file=sys.stderr)
-        points = measure_top1(made, samples, args.batch_size, device)
-    except torch.OutOfMemoryError as error:
-        raise InputError(
-            f"not enough GPU memory for --batch-size {args.batch_size} and "
-            f"{len(args.method)} × {len(args.keep)} models; make one of them smaller"
-        ) from error
+    if prunes:
+        tqdm.write(f"usage, on {len(chosen)} images of {measured_on}", file=sys.stderr)
+        usage = measure_usage(model, tensor_batches(model, chosen, args.batch_size, device))
+    made = candidates(model, dict.fromkeys(args.method), args.keep, usage, args.kinds, args.seed)
+    tqdm.write(f"accuracy, on {len(samples)} images of {val}", file=sys.stderr)
+    points = measure_top1(made, samples, args.batch_size, device)
     record = {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": typed_command(),
         **environment(("torch", "torchvision", "timm"), device.type),
         "checkpoint": str(args.checkpoint),
         "data": str(val),

@@ -2,7 +2,6 @@
 
 import io
 import json
-import shlex
 import sys
 import time
 from collections.abc import Iterable, MutableMapping, Sequence
@@ -19,6 +18,7 @@ from mmengine.runner import IterBasedTrainLoop
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from tokenformer_vit.command_line import typed_command
 from tokenformer_vit.files import write_whole
 from tokenformer_vit.records import TRAINING_PACKAGES, environment, write_record
 
@@ -170,7 +170,7 @@ class RecordHook(Hook):
         scalars = runner.message_hub.log_scalars
         loss = scalars["train/loss"].data[0]
         record = {
-            "command": shlex.join(["python", *sys.argv]),
+            "command": typed_command(),
             **self._environment,
             "config": Path(runner.cfg.filename).name,
             "processes": runner.world_size,
