@@ -14,11 +14,11 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from mmengine.runner import Runner
 from PIL import Image
 
 from tokenformer_vit.cli import train as tool
 from tokenformer_vit.command_line import run_tool
+from tokenformer_vit.training.launch import TrainingRunner
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "train.py"
@@ -122,7 +122,7 @@ class Train:
 def run_here(words: Sequence[str]) -> tuple[int, str]:
     """Run tools/train.py within this process, and return its status and what it printed."""
     printed, status, threads = io.StringIO(), 0, torch.get_num_threads()
-    from_cfg = Runner.from_cfg
+    from_cfg = TrainingRunner.from_cfg
 
     def named(cfg):
         # mmengine keeps what it logs by this name, for the whole process; by itself it takes the
@@ -134,7 +134,7 @@ def run_here(words: Sequence[str]) -> tuple[int, str]:
         redirect_stdout(printed),
         redirect_stderr(printed),
         patch.object(sys, "argv", [str(TOOL), *words]),
-        patch.object(Runner, "from_cfg", named),
+        patch.object(TrainingRunner, "from_cfg", named),
     ):
         torch.set_num_threads(1)  # as many as a process has: sums in the same order
         try:

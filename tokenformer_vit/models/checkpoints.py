@@ -85,14 +85,14 @@ def load_model(
         description = read_description(Path(name.removeprefix(_LOCAL)) / CONFIG)
     elif checkpoint is not None:
         description = find_description(checkpoint, content)
+    if description is None and state_dict is not None and (for_images or name is None):
+        _say_preprocessing(name, checkpoint, state_dict)
     if name is None and description is None:
         raise InputError(
             f"no model given, and {checkpoint or 'no checkpoint'} does not say which one it is of: "
             "name it with --model, or give an exported folder with config.json; ours are "
             f"{', '.join(timm.list_models('tokenformer*'))}"
         )
-    if description is None and state_dict is not None and for_images:
-        _say_preprocessing(name, checkpoint, state_dict)
     if num_classes is None and state_dict is not None:
         num_classes = _head_rows(state_dict, checkpoint)
     if description is not None and state_dict is not None:
@@ -236,6 +236,8 @@ def _say_preprocessing(
             "what its classes are: write a folder that does by `tools/export.py "
             f"{checkpoint} FOLDER --config CONFIG`, with the config that it was trained with"
         )
+    if name is None:
+        return  # the caller refuses it
     _log.warning(
         "%s does not say how images are prepared or what its classes are called: taking those of "
         "%s. An exported folder says both.",

@@ -27,6 +27,8 @@ from .export import describe_classifier
 from .guard import diverged, unwrap
 from .identity import check_identity, run_identity
 from .loop import validation_is_due
+from .mmengine_internals import is_resuming
+from .storage import secure_files
 from .termination import STATUS, PatientWorker, Termination
 from .transforms import seeded_transforms
 
@@ -58,6 +60,10 @@ class ExactCheckpointHook(CheckpointHook):
     _resumed: dict[str, Any] | None = None
     _identity: dict[str, Any] | None = None
     _termination: Termination | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        secure_files()
 
     def before_train(self, runner) -> None:
         """Take up the state of the checkpoint, if the run was resumed from one."""
@@ -169,7 +175,7 @@ class ExactCheckpointHook(CheckpointHook):
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Read our part of a checkpoint and turn the rest into what mmengine expects."""
-        if not runner._resume:
+        if not is_resuming(runner):
             return
         if "optimizer" not in checkpoint or "exact_resume" not in checkpoint:
             raise InputError(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from mmengine.config import Config, DictAction
+from mmengine.utils import import_modules_from_strings
 
 from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError
@@ -20,9 +21,12 @@ from tokenformer_vit.vision.images import (
     scan_images,
 )
 
+from .mmengine_internals import base_files
 from .schema import check_values
 from .shipped import find_config, shipped_bases
 
+# What custom_imports named in configs of early versions.
+_FORMER_NAME = "tokenformer_vit.integrations"
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
 _KEYS = (
     "model",
@@ -151,7 +155,15 @@ def _read(path: Path) -> Config:
     try:
         _check_is_python(path)
         with shipped_bases():
-            return Config.fromfile(path)
+            cfg = Config.fromfile(path, import_custom_modules=False)
+        imports = cfg.get("custom_imports") or {}
+        if _FORMER_NAME in str(imports.get("imports")):
+            raise InputError(
+                f"{path} imports {_FORMER_NAME}, which is now called tokenformer_vit.training: "
+                "change the name in its custom_imports"
+            )
+        import_modules_from_strings(**imports)
+        return cfg
     except InputError:
         raise
     except Exception as error:  # a config is Python: it may fail in any way
@@ -167,7 +179,7 @@ def _check_is_python(path: Path) -> None:
         raise InputError(
             f"{path} is no Python config: write it as a .py file, as those in configs/ are"
         )
-    for base in Config._get_base_files(str(path)):
+    for base in base_files(str(path)):
         inherited = path.parent / base
         if "::" in base:  # of a package; those of this one are Python
             inherited = Path(base.rpartition("::")[2])

@@ -30,6 +30,7 @@ from .checkpoint import growth_hooks
 from .launch import config_explained
 from .loop import loading_explained
 from .reports import environment
+from .storage import secure_files
 
 FILES = ("metrics.json", "per_class.csv", "confusion_matrix.png")
 _COLUMNS = ("precision", "recall", "f1-score", "support")
@@ -158,6 +159,7 @@ def run_test(cfg: Config) -> Evaluation:
         InputError: If checkpoint, config and data do not fit each other, an image cannot be read,
             or the model's output is not finite.
     """
+    secure_files()
     with config_explained(cfg):
         runner = Runner.from_cfg(cfg)
     hook = _TestHook()

@@ -1,22 +1,19 @@
-"""What a run shows and leaves behind: progress, curves, and weights for timm."""
+"""What a run leaves behind: a record, curves, and weights for timm."""
 
 import io
 import json
 import sys
 import time
-from collections.abc import Iterable, MutableMapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from mmengine.dist import is_main_process, master_only
+from mmengine.dist import master_only
 from mmengine.hooks import EMAHook, Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop
-from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from tokenformer_vit.command_line import typed_command
 from tokenformer_vit.files import write_whole
@@ -24,110 +21,9 @@ from tokenformer_vit.records import TRAINING_PACKAGES, environment, write_record
 
 from .export import export_classifier, preprocessing
 from .guard import unwrap
-from .loop import validations_left
-from .optim import AutocastOptimWrapper
+from .progress import dtype_of, samples_per_step
 
 BEFORE_RECORD = 99  # RecordHook has 100, mmengine's lowest priority
-
-
-class _Bar(tqdm):
-    """A bar whose ETA counts the validations to come.
-
-    Attributes:
-        validating: Seconds that all validations so far took.
-        validated: Number of these.
-        validations_left: Number of those to come.
-    """
-
-    validating = 0.0
-    validated = validations_left = 0
-
-    @property
-    def format_dict(self) -> MutableMapping[str, Any]:
-        """Add ``eta`` to what a bar can show; tqdm's clock stands still in validations."""
-        state = super().format_dict
-        if self.disable:
-            return state
-        done = state["n"] - state["initial"]
-        state["rate"] = state["rate"] or (done / state["elapsed"] if state["elapsed"] else None)
-        seconds = (state["total"] - state["n"]) / state["rate"] if state["rate"] else None
-        state["elapsed"] += self.validating
-        state["eta"] = "?"
-        if seconds is not None:
-            each = self.validating / self.validated if self.validated else 0
-            state["eta"] = self.format_interval(seconds + self.validations_left * each)
-        return state
-
-
-@HOOKS.register_module()
-class ProgressHook(Hook):
-    """A progress bar over the whole run, with rate and ETA, where standard error is a terminal.
-
-    The ETA counts the validations to come, each as long as those so far took on average; before the
-    first it counts training alone.
-    """
-
-    _bar: _Bar | None = None
-
-    def before_train(self, runner) -> None:
-        """Open the bar at the iteration from which the run goes on."""
-        self._open = ExitStack()
-        if not is_main_process():
-            return
-        self._bar = self._open.enter_context(
-            _Bar(
-                total=runner.max_iters,
-                initial=runner.iter,
-                disable=None,
-                unit="it",
-                dynamic_ncols=True,
-                desc="training",
-                bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} "
-                "[{elapsed}<{eta}, {rate_fmt}{postfix}]",
-            )
-        )
-        if not self._bar.disable:
-            self._open.enter_context(logging_redirect_tqdm([runner.logger]))
-
-    @master_only
-    def after_train_iter(
-        self,
-        runner,
-        batch_idx: int,
-        data_batch: Any = None,
-        outputs: dict[str, Any] | None = None,
-    ) -> None:
-        """Advance the bar."""
-        bar = self._bar
-        if bar is None:
-            return
-        bar.update()
-        if outputs and not bar.disable:
-            epoch = {"epoch": f"{runner.epoch + 1}/{runner.max_epochs}"}
-            if isinstance(runner.train_loop, IterBasedTrainLoop):
-                epoch = {}
-            loss = f"{float(outputs['loss']):.4f}"
-            bar.set_postfix({**epoch, "loss": loss}, refresh=False)
-
-    def before_val(self, runner) -> None:
-        """Note when a validation begins."""
-        self._since = time.monotonic()
-
-    def after_val(self, runner) -> None:
-        """Note how long it took, and leave it out of the rate of training."""
-        bar = self._bar
-        if bar is None or bar.disable:
-            return
-        seconds = time.monotonic() - self._since
-        bar.start_t += seconds
-        bar.last_print_t += seconds
-        bar.validating += seconds
-        bar.validated += 1
-        bar.validations_left = validations_left(runner.train_loop)
-
-    def after_train(self, runner) -> None:
-        """Close the bar."""
-        self._open.close()
 
 
 @HOOKS.register_module()
@@ -166,7 +62,6 @@ class RecordHook(Hook):
             return  # nothing was trained; the record of the run that did stays
         seconds = time.monotonic() - self._start
         by_iteration = isinstance(runner.train_loop, IterBasedTrainLoop)
-        loader, steps = runner.train_dataloader, runner.optim_wrapper._accumulative_counts
         scalars = runner.message_hub.log_scalars
         loss = scalars["train/loss"].data[0]
         record = {
@@ -174,13 +69,11 @@ class RecordHook(Hook):
             **self._environment,
             "config": Path(runner.cfg.filename).name,
             "processes": runner.world_size,
-            "dtype": "bfloat16 autocast"
-            if isinstance(runner.optim_wrapper, AutocastOptimWrapper)
-            else "float32",
-            f"{self._unit}_per_step": loader.batch_size * runner.world_size * steps,
+            "dtype": dtype_of(runner),
+            f"{self._unit}_per_step": samples_per_step(runner),
             "seed": runner.seed,
             "n": 1,
-            f"train_{self._unit}": len(loader.dataset),
+            f"train_{self._unit}": len(runner.train_dataloader.dataset),
             **({} if by_iteration else {"epochs": runner.epoch}),
             "iterations": runner.iter,
             **{
