@@ -98,6 +98,11 @@ def load_model(
     if description is not None and state_dict is not None:
         _check_size(name, description, num_classes, kwargs, state_dict, checkpoint)
     model = _build(name, description, num_classes, kwargs)
+    if for_images and getattr(model, "global_pool", None) == "":
+        raise InputError(
+            f"{checkpoint or name} is a model without pooling (global_pool=''): it has no answer "
+            "for an image; choose another global_pool, such as 'avg'"
+        )
     if state_dict is not None:
         _load(
             model,

@@ -87,6 +87,11 @@ Level = Annotated[
     Literal["CRITICAL", "FATAL", "ERROR", "WARNING", "WARN", "INFO", "DEBUG", "NOTSET"] | int,
     _must_be("one of CRITICAL, ERROR, WARNING, INFO, DEBUG, NOTSET"),
 ]
+Pipeline = Annotated[
+    Annotated[list[dict[str, Any]], Field(min_length=1)],
+    BeforeValidator(_listed),
+    _must_be("a list of transforms that ends with PackInputs"),
+]
 TopK = Annotated[
     Annotated[int, Field(ge=1)]
     | Annotated[list[Annotated[int, Field(ge=1)]], BeforeValidator(_listed)],
@@ -188,7 +193,7 @@ class _LanguageModel(_Section):
 
 class _Dataset(_Section):
     data_root: Folders | None = None
-    pipeline: Annotated[list[dict[str, Any]], BeforeValidator(_listed)] = []
+    pipeline: Pipeline = [{}]
 
 
 class _Loader(_Section):
@@ -294,7 +299,7 @@ class _Run(_Section):
     train_cfg: _TrainLoop
     val_cfg: dict[str, Any] | None = None
     test_cfg: dict[str, Any] | None = None
-    default_hooks: dict[str, _Hook | None] | None = None
+    default_hooks: dict[str, _Hook | None] = {}
     custom_hooks: Annotated[list[_Hook], BeforeValidator(_listed)] | None = None
     auto_scale_lr: _ScaleLR
     randomness: _Randomness
