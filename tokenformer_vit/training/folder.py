@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from mmengine.config import Config
 
-from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
 from tokenformer_vit.models.checkpoints import load_model
@@ -85,12 +84,12 @@ def configure_folder(
         return path
     choose_checkpoint(Config({"work_dir": str(work_dir)}), None)  # refuses to replace a run
     images = _find_images(folder)
-    count, held_out = (sum(map(len, each.values())) for each in (images.train, images.val))
+    count = sum(map(len, images.train.values()))
     size = _typical_size(images)
     recipe = "digits_demo" if size <= 16 else "cifar10_tiny" if size <= 48 else "imagenette_tiny"
     cfg = Config.fromfile(CONFIGS / f"{recipe}.py")
     for key in ("train_pipeline", "test_pipeline", "vis_backends"):
-        del cfg[key]  # copies, which an edit would change in vain
+        cfg.pop(key)  # copies; an edit of them would change nothing
     model = _set_model(cfg, start, size, count, len(images.train))
     _set_pipelines(cfg)
     work_dir.mkdir(parents=True, exist_ok=True)
@@ -98,15 +97,9 @@ def configure_folder(
     _set_schedule(cfg, start, count)
     write_whole(path, cfg.pretty_text.encode())
     if say:
-        names = ", ".join(map(printable, [*images.train][:5]))
-        side = cfg.test_dataloader.dataset.pipeline[2].crop_size
-        epochs, batch = cfg.train_cfg.max_epochs, cfg.train_dataloader.batch_size
         print(
-            f"data:   {count:,} training and {held_out:,} validation images of "
-            f"{len(images.train)} classes: {names}{', ...' if len(images.train) > 5 else ''}\n"
-            f"model:  {model}; {side} x {side} pixels\n"
-            f"recipe: as in {recipe}, {epochs} epochs in batches of {batch}\n"
-            f"config: {path}; edit a copy for the next run: tokenformer-vit train COPY"
+            f"{path}: the recipe of {recipe} for {model}. "
+            "Edit a copy for the next run: tokenformer-vit train COPY"
         )
     return path
 
@@ -190,8 +183,7 @@ def _set_model(cfg: Config, start: Start, size: int, count: int, classes: int) -
         }
         for key in ("mean", "std"):
             cfg.data_preprocessor[key] = [255 * value for value in images[key]]
-        text = f"{new['model_name']} from {start.checkpoint}"
-        text += ", of which the head alone is trained" if start.freeze else ""
+        text = f"{'the head of ' if start.freeze else ''}{start.checkpoint}"
     else:
         patch = backbone.patch_size
         side = 128 if size >= 96 else 64 if size > 48 else 32 if size > 16 else size
@@ -207,20 +199,20 @@ def _set_model(cfg: Config, start: Start, size: int, count: int, classes: int) -
         }
         given = {key: value for key, value in new.items() if key != "model_name"}
         model = load_model(name, None, for_images=False, **given)
-        text = f"{name}, {model.embed_dim} wide, {len(model.blocks)} blocks, from scratch"
+        text = f"{name} ({model.embed_dim} wide, {len(model.blocks)} blocks)"
     cfg.model.backbone = {"type": backbone.type, "compile": False, "stem_seed": None, **new}
     cfg.model.head.merge({"num_classes": classes, "in_channels": model.num_features})
     cfg.data_preprocessor.num_classes = classes
-    resize, crop = cfg.test_dataloader.dataset.pipeline[1:3]
+    resize, crop = cfg.val_dataloader.dataset.pipeline[1:3]
     resize.scale, crop.crop_size = round(size / crop_pct), size
-    return text
+    return f"{text} and {size} x {size} pixels"
 
 
 def _set_pipelines(cfg: Config) -> None:
     """Fit the training pipeline to the size of the test pipeline, whatever the images have."""
     pipeline, (resize, crop) = (
         cfg.train_dataloader.dataset.pipeline,
-        cfg.test_dataloader.dataset.pipeline[1:3],
+        cfg.val_dataloader.dataset.pipeline[1:3],
     )
     random_crop: Any = next(
         (step for step in pipeline[1].transforms if "Crop" in step.type), Config()

@@ -32,9 +32,9 @@ def find_config(name: str | Path) -> Path:
     path = Path(name)
     if path.is_file():
         return path
-    if path.parent in (Path(), Path("configs")):
-        return _find_shipped(path.name)
-    raise _missing(name)
+    if path.parent == Path("configs"):
+        path = Path(path.name)
+    return _find_shipped(str(path))
 
 
 def shipped_bases() -> AbstractContextManager[None]:
@@ -47,12 +47,8 @@ def shipped_bases() -> AbstractContextManager[None]:
 
 def _find_shipped(name: str) -> Path:
     path = CONFIGS / f"{name.removesuffix('.py')}.py"
-    if not path.is_file():
-        raise _missing(name)
+    if Path(name).is_absolute() or not path.is_file():
+        names = sorted(file.stem for file in CONFIGS.glob("*.py"))
+        close = difflib.get_close_matches(Path(name).stem, names, n=3) or names
+        raise InputError(f"there is no config {name}; of the shipped ones, try {', '.join(close)}")
     return path
-
-
-def _missing(name: str | Path) -> InputError:
-    names = sorted(file.stem for file in CONFIGS.glob("*.py"))
-    close = difflib.get_close_matches(Path(name).stem, names, n=3) or names
-    return InputError(f"there is no config {name}; of the shipped ones, try {', '.join(close)}")
