@@ -25,7 +25,7 @@ from transformers import (
 from transformers.utils import logging
 
 from tokenformer_vit.command_line import printable
-from tokenformer_vit.errors import InputError, one_line
+from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import new_folder
 from tokenformer_vit.growth import TokenMasks
 from tokenformer_vit.models.card import CardFacts
