@@ -1,6 +1,7 @@
 """Does the eps of Θ matter for accuracy?
 
-python ablations/eps.py --config configs/cifar10_tiny.py --seeds 3
+Θ adds eps under its root, relative to the mean square of the scores. Without eps, a row of zeros
+gives NaN. The authors' released code has none.
 """
 
 from tokenformer_vit.experiments import Steps, Variant, arguments, main, pattention
@@ -8,10 +9,7 @@ from tokenformer_vit.experiments import Steps, Variant, arguments, main, pattent
 QUESTION = Steps(
     name="eps",
     title="eps",
-    text=(
-        "Θ adds eps under its root, relative to the mean square of the scores. Without eps, a row "
-        "of zeros gives NaN. The authors' released code has none."
-    ),
+    text=__doc__,
     variants=(
         Variant("1e-12", "1e-12", pattention(eps=1e-12)),
         Variant("1e-6", "1e-6", arguments()),

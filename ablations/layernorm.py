@@ -1,6 +1,7 @@
 """Does LayerNorm need parameters? The rows of the paper's Table 5.
 
-python ablations/layernorm.py --config configs/cifar10_tiny.py --seeds 3
+The LayerNorms inside blocks have weight and bias, a bias, or neither, which is best for a model
+that grows (arXiv:2410.23168, Table 5).
 """
 
 from tokenformer_vit.experiments import Steps, Variant, arguments, main
@@ -8,10 +9,7 @@ from tokenformer_vit.experiments import Steps, Variant, arguments, main
 QUESTION = Steps(
     name="layernorm",
     title="Parameters of LayerNorm",
-    text=(
-        "The LayerNorms inside blocks have weight and bias, a bias, or neither, which is best for "
-        "a model that grows (arXiv:2410.23168, Table 5)."
-    ),
+    text=__doc__,
     variants=(
         Variant("weight_bias", "weight + bias", arguments(norm="weight+bias"), paper=82.6),
         Variant("bias", "bias", arguments(norm="bias"), paper=82.5),

@@ -1,6 +1,11 @@
 """What does growth do when training goes on with new text? Against Net2Net, and no growth.
 
-python ablations/lm_continue.py --config configs/lm_newstest.py --seeds 3
+A TokenFormer with half of the config's pairs, and a Transformer with as many weights in its blocks,
+train on books (`gutenberg`) and go on with news (`newstest_en`). They go on as they are, or grown:
+the TokenFormer to all pairs by zero keys or by random pairs, the Transformer by Net2Net to as many
+weights, after the first iteration. The paper goes on with EnWik8 at a constant learning rate
+(arXiv:2410.23168, Figure 6). Here every stage has a learning rate schedule and an optimiser of its
+own.
 
 The texts are the folders gutenberg and newstest_en in data/, or in another that --data-root names.
 """
@@ -46,14 +51,7 @@ def second(name: str, label: str, change: Change) -> Variant:
 QUESTION = Texts(
     name="lm_continue",
     title="Language: new text after growth",
-    text=(
-        "A TokenFormer with half of the config's pairs, and a Transformer with as many weights in "
-        "its blocks, train on books (`gutenberg`) and go on with news (`newstest_en`). They go on "
-        "as they are, or grown: the TokenFormer to all pairs by zero keys or by random pairs, the "
-        "Transformer by Net2Net to as many weights, after the first iteration. The paper goes on "
-        "with EnWik8 at a constant learning rate (arXiv:2410.23168, Figure 6). Here every stage "
-        "has a learning rate schedule and an optimiser of its own."
-    ),
+    text=__doc__,
     variants=(
         Variant("first", "TokenFormer", share(START), text=FIRST),
         second("same", "not grown", arguments()),

@@ -1,6 +1,26 @@
 """What does growth save a language model? Grown TokenFormers, from-scratch ones, and Net2Net.
 
-python ablations/lm_growth.py --config configs/lm_shakespeare.py --seeds 3
+A TokenFormer has an eighth of the config's pairs at first, and a quarter, half and all of them
+after a quarter, half and three quarters of the iterations. It is compared with models that have
+their size from the start, in the same learning rate schedule (arXiv:2410.23168, Section 3.3 and
+Figures 3, 4 and 7). *Zero keys* and *duplicates* keep what the model computes; *random* pairs, as
+in the paper, do not. The Transformer, in GPT-2's form, has as many weights in its blocks as the
+whole TokenFormer. It grows by its hidden layers (Net2Net, arXiv:1511.05641), through the same
+shares of them. *The largest, fewer iterations* and *an eighth, twice the iterations* have whole
+schedules and cost about as much as the grown models.
+
+The paper's own runs have 576, 2140, 4850 and 8620 pairs, at 12 blocks of width 768 (124M, 354M,
+757M and 1.4B parameters as it prints them). They are trained on 30B tokens after each growth, and
+each model from scratch on 300B. It reports these validation perplexities on OpenWebText:
+
+| | 124M | 354M | 757M | 1.4B |
+|---|---|---|---|---|
+| Transformer, from scratch, 300B tokens | 17.06 | 13.02 | 11.93 | 11.63 |
+| TokenFormer, grown, 30B tokens a stage | 16.41 (base) | 14.02 | 12.59 | 11.77 |
+| TokenFormer, grown, 60B tokens a stage | – | 13.59 | 12.28 | 11.60 |
+
+and for other methods of growth (its Table 8): Net2Net 16.4, 14.3, 12.1; HyperCloning 16.4, 14.1,
+12.0; TokenFormer 16.1, 13.7, 11.5, at 124M, 354M and 757M.
 """
 
 from tokenformer_vit.experiments import (
@@ -27,28 +47,7 @@ def grown(name: str, label: str, **how: str) -> Variant:
 QUESTION = TrainingCost(
     name="lm_growth",
     title="Language: growth",
-    text=(
-        "A TokenFormer has an eighth of the config's pairs at first, and a quarter, half and all "
-        "of them after a quarter, half and three quarters of the iterations. It is compared with "
-        "models that have their size from the start, in the same learning rate schedule "
-        "(arXiv:2410.23168, Section 3.3 and Figures 3, 4 and 7). *Zero keys* and *duplicates* keep "
-        "what the model computes; *random* pairs, as in the paper, do not. The Transformer, in "
-        "GPT-2's form, has as many weights in its blocks as the whole TokenFormer. It grows by its "
-        "hidden layers (Net2Net, arXiv:1511.05641), through the same shares of them. *The largest, "
-        "fewer iterations* and *an eighth, twice the iterations* have whole schedules and cost "
-        "about as much as the grown models.\n\n"
-        "The paper's own runs have 576, 2140, 4850 and 8620 pairs, at 12 blocks of width 768 "
-        "(124M, 354M, 757M and 1.4B parameters as it prints them). They are trained on 30B tokens "
-        "after each growth, and each model from scratch on 300B. It reports these validation "
-        "perplexities on OpenWebText:\n\n"
-        "| | 124M | 354M | 757M | 1.4B |\n"
-        "|---|---|---|---|---|\n"
-        "| Transformer, from scratch, 300B tokens | 17.06 | 13.02 | 11.93 | 11.63 |\n"
-        "| TokenFormer, grown, 30B tokens a stage | 16.41 (base) | 14.02 | 12.59 | 11.77 |\n"
-        "| TokenFormer, grown, 60B tokens a stage | – | 13.59 | 12.28 | 11.60 |\n\n"
-        "and for other methods of growth (its Table 8): Net2Net 16.4, 14.3, 12.1; HyperCloning "
-        "16.4, 14.1, 12.0; TokenFormer 16.1, 13.7, 11.5, at 124M, 354M and 757M."
-    ),
+    text=__doc__,
     variants=(
         Variant("eighth", "an eighth of the pairs", EIGHTH),
         Variant("quarter", "a quarter of the pairs", share(SHARES[1])),

@@ -1,7 +1,13 @@
 """What to train of a model that was trained on other data? Appended pairs, LoRA, and the rest.
 
-python ablations/growth.py --config configs/cifar10_micro.py --variants large vit
-python ablations/tuning.py --config configs/tuning_imagenette.py --seeds 3
+A TokenFormer and a ViT with as many parameters were trained on CIFAR-10 in the same way. They are
+tuned to other images in four ways: the head alone (a linear probe); the head and pairs appended to
+every layer, with all else frozen and with zero keys, which keep the model as it was at first; LoRA
+on every linear layer of the ViT (arXiv:2106.09685; a TokenFormer has no linear layers); and the
+whole model. Pairs and LoRA have as many parameters. All seeds share one trained model of each kind.
+They differ in the order and augmentation of the images, in the new pairs and in LoRA. The probe
+shows how well each trained model suits these images. Images are few and small: this compares
+methods, and does not show how good they can get.
 """
 
 from pathlib import Path
@@ -95,17 +101,7 @@ def rate(lr: float) -> Outside:
 QUESTION = Tuning(
     name="tuning",
     title="Tuning",
-    text=(
-        "A TokenFormer and a ViT with as many parameters were trained on CIFAR-10 in the same way. "
-        "They are tuned to other images in four ways: the head alone (a linear probe); the head "
-        "and pairs appended to every layer, with all else frozen and with zero keys, which keep "
-        "the model as it was at first; LoRA on every linear layer of the ViT (arXiv:2106.09685; a "
-        "TokenFormer has no linear layers); and the whole model. Pairs and LoRA have as many "
-        "parameters. All seeds share one trained model of each kind. They differ in the order and "
-        "augmentation of the images, in the new pairs and in LoRA. The probe shows how well each "
-        "trained model suits these images. Images are few and small: this compares methods, and "
-        "does not show how good they can get."
-    ),
+    text=__doc__,
     variants=(
         Variant("probe", "head alone", arguments(frozen=True, growth=None)),
         Variant("tokens_small", "appended pairs, few", appended(RANKS["small"])),

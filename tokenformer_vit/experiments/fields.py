@@ -22,22 +22,13 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Measure:
-    """What a validation measures.
+    """What a validation measures."""
 
-    Args:
-        name: Name in records.
-        label: Name in tables, charts and messages.
-        unit: ``%``, or empty.
-        keys: Regular expression for the keys of a log line that a record keeps. The first group is
-            the name in the record.
-        logarithmic: True for perplexity: lower is better, and its logarithm is averaged.
-    """
-
-    name: str
-    label: str
-    unit: str
-    keys: str
-    logarithmic: bool = False
+    name: str  # in records
+    label: str  # in tables, charts and messages
+    unit: str  # "%" or empty
+    keys: str  # regular expression for keys of a log; its first group is the name in records
+    logarithmic: bool = False  # perplexity: lower is better, and its logarithm is averaged
 
     @property
     def heading(self) -> str:
@@ -64,33 +55,23 @@ class Measure:
 
 
 class Field(ABC):
-    """What the runs of a field have in common.
-
-    Attributes:
-        measure: How good a model is.
-        path: Keys that lead to the part of a config that variants change.
-        weights_key: Key of that part which names the weights to start from.
-        seed_key: Key of that part which seeds the weights outside the blocks; empty for none.
-        unit: ``epoch`` or ``iteration``, in which a run and its validations are counted.
-        length: Key of the length of a run in a record.
-        limit: Key of ``train_cfg`` that sets this length.
-        begun: Regular expression for the unit that a log line was written in.
-        examples: What a training set consists of.
-        counts_flops: Whether every run counts its training FLOPs.
-        transformer: What a TokenFormer is compared with.
-    """
+    """What the runs of a field have in common."""
 
     measure: ClassVar[Measure]
-    path: ClassVar[tuple[str, ...]]
-    weights_key: ClassVar[str]
-    seed_key: ClassVar[str] = ""
-    unit: ClassVar[str]
-    length: ClassVar[str]
-    limit: ClassVar[str]
-    begun: ClassVar[bytes]
-    examples: ClassVar[str]
-    counts_flops: ClassVar[bool]
-    transformer: ClassVar[str]
+    path: ClassVar[tuple[str, ...]]  # keys of the part of a config that variants change
+    weights_key: ClassVar[str]  # key of that part which names the weights to start from
+    seed_key: ClassVar[str] = ""  # key of that part which seeds the weights outside the blocks
+    unit: ClassVar[str]  # in which a run and its validations are counted
+    limit: ClassVar[str]  # key of ``train_cfg`` that sets the length of a run
+    begun: ClassVar[bytes]  # regular expression for the unit that a log line was written in
+    examples: ClassVar[str]  # what a training set consists of
+    counts_flops: ClassVar[bool]  # whether every run counts its training FLOPs
+    transformer: ClassVar[str]  # what a TokenFormer is compared with
+
+    @property
+    def length(self) -> str:
+        """Key of the length of a run in a record."""
+        return f"{self.unit}s"
 
     def part(self, cfg: Mapping[str, Any]) -> Any:
         """Return the part of a config that variants change."""

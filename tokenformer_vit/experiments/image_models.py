@@ -27,7 +27,6 @@ class Images(Field):
     weights_key = "checkpoint_path"
     seed_key = "stem_seed"
     unit = "epoch"
-    length = "epochs"
     limit = "max_epochs"
     begun = rb'"epoch": (\d+)'
     examples = "images"

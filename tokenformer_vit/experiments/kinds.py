@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 from matplotlib.figure import Figure
 
-from .plots import band, curves_of, name_of, points, save, scale
+from .plots import band, curves_of, name_of, points, scale
 from .questions import Question
 from .rows import FAILED, MINUTES, Column, Record, Row, at_best_lr, finished, minus, result_column
 
@@ -45,9 +44,9 @@ class Steps(Question):
         mine, theirs = row.variant.paper, above.variant.paper
         return "–" if mine is None or theirs is None else minus(f"{mine - theirs:+.1f}")
 
-    def draw(self, records: Sequence[Record], path: Path) -> None:
+    def draw(self, records: Sequence[Record]) -> Figure:
         """Draw results, loss and validation."""
-        _draw_results(self, records, path)
+        return _draw_results(self, records)
 
 
 def _paper(row: Row) -> str:
@@ -88,13 +87,13 @@ class Baseline(Question):
             FAILED,
         )
 
-    def draw(self, records: Sequence[Record], path: Path) -> None:
+    def draw(self, records: Sequence[Record]) -> Figure:
         """Draw results, loss and validation."""
-        _draw_results(self, records, path)
+        return _draw_results(self, records)
 
 
-def _draw_results(question: Question, records: Sequence[Record], path: Path) -> None:
-    """Draw the results with their deviation, training loss and validation into a PNG file.
+def _draw_results(question: Question, records: Sequence[Record]) -> Figure:
+    """Draw the results with their deviation, training loss and validation.
 
     Curves are means over seeds, with a band of one standard deviation. The loss of a failed run is
     dotted up to its end. Every variant is drawn at its best learning rate.
@@ -122,4 +121,4 @@ def _draw_results(question: Question, records: Sequence[Record], path: Path) -> 
     scale(validation, measure)
     if loss.get_legend_handles_labels()[0]:
         loss.legend(fontsize="small")
-    save(figure, path)
+    return figure

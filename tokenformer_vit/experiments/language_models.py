@@ -19,7 +19,6 @@ class Language(Field):
     path = ("model",)
     weights_key = "checkpoint"
     unit = "iteration"
-    length = "iterations"
     limit = "max_iters"
     begun = rb'"step": (\d+)'
     examples = "sequences"

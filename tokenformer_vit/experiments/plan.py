@@ -50,7 +50,7 @@ def plan(question: Question, args: argparse.Namespace) -> list[Run]:
         field.check_data(cfg)
         start = question.start_of(part)
         hooks = cfg.get("custom_hooks") or []
-        if question.counts_flops and {"type": "CostHook"} not in hooks:
+        if (question.counts_flops or field.counts_flops) and {"type": "CostHook"} not in hooks:
             cfg["custom_hooks"] = [*hooks, {"type": "CostHook"}]
 
         ends[variant.name] = question.end_of(part)
@@ -168,7 +168,8 @@ def _run(
         name += f"_lr{lr:g}"
     length = cfg["train_cfg"][field.limit]
     hooks = [hook for hook in cfg.get("custom_hooks") or () if hook["type"] != "DiagnosticsHook"]
-    if question.measures_layers and {"type": "CostHook"} not in hooks:
+    # Where training FLOPs are counted or weights are tuned, the question is not about layers.
+    if {"type": "CostHook"} not in hooks and not question.loads_weights:
         hooks.append({"type": "DiagnosticsHook", "interval": math.ceil(length / MOST_DIAGNOSES)})
     cfg["custom_hooks"] = hooks
     settings = difference(base, cfg)

@@ -31,9 +31,9 @@ PARTS = {"attn": ("-", "attention, mean of q, k, v, o"), "mlp": ("--", "feed-for
 
 
 def draw_diagnostics(
-    measure: Measure, variants: Sequence[Variant], records: Sequence[Record], path: Path
-) -> None:
-    """Draw the figures of every block over the epochs into a PNG file.
+    measure: Measure, variants: Sequence[Variant], records: Sequence[Record]
+) -> Figure:
+    """Draw the figures of every block over the epochs.
 
     There is a row for each figure and a column for each variant. The colour of a line is the depth
     of its block. Lines are means over seeds, and in attention over q, k, v and o.
@@ -71,7 +71,7 @@ def draw_diagnostics(
     for block, text in ((0, "first block"), (depth - 1, "last block")):
         handles.append(Line2D([], [], color=_colour(block, depth), label=text))
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize="small")
-    save(figure, path)
+    return figure
 
 
 def mean_diagnostics(measured: Sequence[Mapping[str, Any]]) -> pd.DataFrame:

@@ -3,9 +3,9 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
+from matplotlib.figure import Figure
 from torch import nn
 
 from .fields import Config, Field
@@ -21,39 +21,24 @@ class Question(ABC):
     Args:
         name: Name of the file that asks it.
         title: Heading.
-        text: What is asked, and what the paper says, in a few sentences of Markdown.
+        text: What is asked, and what the paper says, in Markdown: the docstring of the file.
         variants: Rows of the table, in order.
         field: Images or language.
-
-    Attributes:
-        same_size: Whether all variants must have as many parameters, within 1 %.
-        loads_weights: Whether the config starts from trained weights.
-        chart: What the chart shows.
-        note: How to read the table.
-        papers_run: What the paper's setting is called in the table; empty for none.
     """
 
     name: str
     title: str
-    text: str
+    text: str | None
     variants: tuple[Variant, ...]
     field: Field = IMAGES
 
-    same_size: ClassVar[bool] = True
-    loads_weights: ClassVar[bool] = False
-    papers_run: ClassVar[str] = "the paper's setting"
+    same_size: ClassVar[bool] = True  # all variants have as many parameters, within 1 %
+    loads_weights: ClassVar[bool] = False  # the config starts from trained weights
+    counts_flops: ClassVar[bool] = False  # every run counts its training FLOPs
+    papers_run: ClassVar[str] = "the paper's setting"  # in the table of images; empty for none
+    chart: ClassVar[str] = "{} and curves"  # what the chart shows of the measure
 
     # The runs.
-
-    @property
-    def counts_flops(self) -> bool:
-        """Whether every run counts its training FLOPs."""
-        return self.field.counts_flops
-
-    @property
-    def measures_layers(self) -> bool:
-        """Whether runs measure gradients and attention in their layers."""
-        return not (self.counts_flops or self.loads_weights)
 
     def start(self, cfg: Config) -> Config:
         """Return the config whose model variants are changes of.
@@ -96,11 +81,6 @@ class Question(ABC):
         return "config", self.field.length, f"train_{examples}", f"{examples}_per_step", "dtype"
 
     @property
-    def chart(self) -> str:
-        """What the chart shows."""
-        return f"{self.field.measure.label.capitalize()} and curves"
-
-    @property
     def note(self) -> str:
         """How to read the table."""
         return ""
@@ -138,5 +118,5 @@ class Question(ABC):
         return head(columns) + "".join(rows)
 
     @abstractmethod
-    def draw(self, records: Sequence[Record], path: Path) -> None:
-        """Draw the chart of some runs into a PNG file, each variant at its best learning rate."""
+    def draw(self, records: Sequence[Record]) -> Figure:
+        """Draw the chart of some runs, each variant at its best learning rate."""

@@ -6,7 +6,7 @@ A README has a table between two markers, ``<!-- NAME -->`` and ``<!-- /NAME -->
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,20 +15,17 @@ from .fields import Field
 from .image_models import IMAGES
 from .language_models import LANGUAGE
 from .results import Groups
-from .rows import Record
-from .training_cost import TrainingCost, summary_head
+from .rows import head
+from .training_cost import TrainingCost
 
 READMES = (
-    "README.md",
-    "ablations/README.md",
-    "configs/README.md",
-    "tokenformer_vit/benchmarking/README.md",
-    "tokenformer_vit/growth/README.md",
-    "tokenformer_vit/language/README.md",
+    "",
+    "ablations",
+    "configs",
+    *(f"tokenformer_vit/{name}" for name in ("benchmarking", "growth", "language")),
 )
 RUNS = "configs/results"
 SPEED = "tokenformer_vit/benchmarking/results"
-ABLATIONS = "ablations/results"
 
 # Name of the record of each training run, and what was run for it.
 IMAGE_RUNS = {
@@ -55,10 +52,12 @@ VARIANTS = ("fused compiled", "baseline compiled", "released eager")
 DECODING_VARIANTS = ("fused eager", "baseline eager", "released eager")  # decoding is not compiled
 # What a benchmark on a GPU would show, until there is a record of one.
 GPU_GROUPS = [
-    f"{mode}, bfloat16 autocast, batch {batch}"
+    f"NVIDIA H200, {mode}, bfloat16 autocast, batch {batch}"
     for mode in ("train", "infer")
     for batch in (128, 256)
 ]
+
+Link = Callable[[str, str], str]  # of a text and a path, as Markdown
 
 
 def render(root: Path, groups: Groups) -> dict[Path, str]:
@@ -69,159 +68,116 @@ def render(root: Path, groups: Groups) -> dict[Path, str]:
         groups: The records of all ablations.
 
     Returns:
-        The text of each README that has markers.
+        The text of each README.
     """
-    texts = {}
-    for name in READMES:
-        path = root / name
-        if path.is_file() and "<!-- /" in (text := path.read_text(encoding="utf-8")):
-            texts[path] = fill(text, Tables(root, path.parent, groups))
-    return texts
+    paths = [root / folder / "README.md" for folder in READMES]
+    return {path: _filled(path, root, groups) for path in paths if path.is_file()}
 
 
-def fill(text: str, tables: "Tables") -> str:
-    """Replace the tables between the markers of a text."""
-    rendered = {
-        "runs": tables.image_runs,
-        "language-runs": tables.language_runs,
-        "speed": tables.image_speed,
-        "language-speed": tables.language_speed,
-        "growth": lambda: tables.growth(IMAGES),
-        "language-growth": lambda: tables.growth(LANGUAGE),
+def _filled(path: Path, root: Path, groups: Groups) -> str:
+    """Replace the tables between the markers of a README."""
+
+    def link(text: str, target: str) -> str:
+        return f"[{text}]({Path(os.path.relpath(root / target, path.parent)).as_posix()})"
+
+    tables = {
+        "runs": lambda: _image_runs(root, link),
+        "language-runs": lambda: _language_runs(root, link),
+        "speed": lambda: _image_speed(root, link),
+        "language-speed": lambda: _language_speed(root, link),
+        "growth": lambda: _growth(IMAGES, groups, link),
+        "language-growth": lambda: _growth(LANGUAGE, groups, link),
     }
-    for name, table in rendered.items():
-        between = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        if between.search(text):
-            new = table()
-            text = between.sub(lambda match, new=new: match[1] + new + match[2], text)
-    return text
+    return re.sub(
+        r"(<!-- ([\w-]+) -->\n).*?(<!-- /\2 -->)",
+        lambda match: match[1] + tables[match[2]]() + match[3],
+        path.read_text(encoding="utf-8"),
+        flags=re.DOTALL,
+    )
 
 
-class Tables:
-    """The tables of one README.
-
-    Args:
-        root: The repository.
-        folder: Folder of the README, from which links start.
-        groups: The records of all ablations.
-    """
-
-    def __init__(self, root: Path, folder: Path, groups: Groups) -> None:
-        self._root, self._folder, self._groups = root, folder, groups
-
-    def _link(self, text: str, path: Path) -> str:
-        return f"[{text}]({Path(os.path.relpath(path, self._folder)).as_posix()})"
-
-    def image_runs(self) -> str:
-        """Render the training runs of image classifiers."""
-        headings = ["run", "hardware", "epochs", "loss, first → mean of the last 20"]
-        headings += ["top-1 %", "top-5 %", "minutes"]
-        keys = ("epochs", "accuracy/top1", "accuracy/top5")
-        return _table(headings, [self._run(*run, *keys) for run in IMAGE_RUNS.items()])
-
-    def language_runs(self) -> str:
-        """Render the training runs of language models."""
-        headings = ["run", "hardware", "steps", "loss, first → mean of the last 20"]
-        headings += ["perplexity, held out", "answers right, %", "minutes"]
-        keys = ("iterations", "perplexity", "answers/accuracy")
-        return _table(headings, [self._run(*run, *keys) for run in LANGUAGE_RUNS.items()])
-
-    def _run(self, name: str, what: str, length: str, *results: str) -> list[str]:
-        path = self._root / RUNS / f"{name}.json"
-        if not path.is_file():
-            return [what, "not run"]
-        run: Record = json.loads(path.read_text())
-        # The record of a resumed run has the time of its last part only.
-        minutes = "–" if run["resumed_at_iteration"] else f"{run['seconds'] / 60:.1f}"
-        return [
-            self._link(what, path),
-            f"{run['hardware']}, {run['dtype']}",
-            f"{run[length]:,}",
-            f"{run['loss_first']:.2f} → {run['loss_last_20_mean']:.2f}",
-            *(f"{run[key]:.2f}" if key in run else "–" for key in results),
-            minutes,
-        ]
-
-    def _benchmarks(self, pattern: str) -> Iterator[tuple[Path, Record]]:
-        for path in sorted((self._root / SPEED).glob(pattern)):
-            yield path, json.loads(path.read_text())
-
-    def image_speed(self) -> str:
-        """Render the benchmarks of the base model against ViT-B/16, both compiled."""
-        found = [
-            each for each in self._benchmarks("*.json") if BENCHMARK.items() <= each[1].items()
-        ]
-        rows = [
-            _speed(self._link(record["hardware"], path), group, "image")
-            for path, record in found
-            for group in _complete(record)
-        ]
-        if not any(record["device"] == "cuda" for _, record in found):
-            rows += [[f"NVIDIA H200, {group}", "not run"] for group in GPU_GROUPS]
-        return _table(_speed_headings("ViT-B/16", "ViT", "images", "MB an image"), rows)
-
-    def language_speed(self) -> str:
-        """Render the benchmarks of language models."""
-        rows = []
-        for path, record in self._benchmarks("speed_lm_*.json"):
-            what = f"`{record['model']}`, {record['num_tokens']} tokens, {record['hardware']}"
-            link = self._link(what, path)
-            rows += [_speed(link, group, "token") for group in _complete(record)]
-        headings = _speed_headings("Transformer", "Transformer", "tokens", "kB a token")
-        return _table(headings, rows or [["not run"]])
-
-    def growth(self, field: Field) -> str:
-        """Render the sweeps of training cost of a field."""
-        text = ""
-        for (question, folder), records in self._groups.items():
-            if isinstance(question, TrainingCost) and question.field is field:
-                hardware = ", ".join(sorted({record["hardware"] for record in records}))
-                name = f"`{Path(records[0]['config']).stem}`"
-                link = self._link(name, self._root / ABLATIONS / folder)
-                text = text or summary_head(question)
-                text += f"| **{link}**, {hardware} | | | | |\n{question.summary(records)}"
-        return text or _table(["training cost"], [["not run"]])
+def _image_runs(root: Path, link: Link) -> str:
+    headings = "run | hardware | epochs | loss, first → mean of the last 20 | top-1 % | top-5 %"
+    keys = ("epochs", "accuracy/top1", "accuracy/top5")
+    return _table(
+        f"{headings} | minutes", [_run(root, link, *run, *keys) for run in IMAGE_RUNS.items()]
+    )
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Render a table whose first heading is empty, unless it has a name; rows may be short."""
-    lines = [f"| {' | '.join(headings)} |".replace("|  |", "| |"), "|" + "---|" * len(headings)]
-    lines += [f"| {' | '.join(row)} |" + " |" * (len(headings) - len(row)) for row in rows]
-    return "\n".join([*lines, ""])
+def _language_runs(root: Path, link: Link) -> str:
+    headings = "run | hardware | steps | loss, first → mean of the last 20 | perplexity, held out"
+    keys = ("iterations", "perplexity", "answers/accuracy")
+    return _table(
+        f"{headings} | answers right, % | minutes",
+        [_run(root, link, *run, *keys) for run in LANGUAGE_RUNS.items()],
+    )
 
 
-def _speed_headings(theirs: str, short: str, things: str, unit: str) -> list[str]:
+def _run(root: Path, link: Link, name: str, what: str, length: str, *results: str) -> list[str]:
+    """Render a training run."""
+    path = root / RUNS / f"{name}.json"
+    if not path.is_file():
+        return [what, "not run"]
+    run = json.loads(path.read_text())
     return [
-        "",
-        f"{theirs}, {things}/s",
-        f"TokenFormer, {things}/s",
-        f"× {short} (p20–p80)",
-        "× released formula, eager",
-        f"kept for backward, {unit}",
-        f"peak memory, × {short}",
-        "MFU %",
+        link(what, f"{RUNS}/{name}.json"),
+        f"{run['hardware']}, {run['dtype']}",
+        f"{run[length]:,}",
+        f"{run['loss_first']:.2f} → {run['loss_last_20_mean']:.2f}",
+        *(f"{run[key]:.2f}" if key in run else "–" for key in results),
+        # The record of a resumed run has the time of its last part only.
+        "–" if run["resumed_at_iteration"] else f"{run['seconds'] / 60:.1f}",
     ]
 
 
-def _complete(record: Record) -> Iterator[dict[str, Any]]:
-    """List the groups of a benchmark that have all variants of a row."""
+def _image_speed(root: Path, link: Link) -> str:
+    """Render the benchmarks of the base model against ViT-B/16, both compiled."""
+    rows, on_gpu = [], False
+    for path in sorted((root / SPEED).glob("speed_*.json")):
+        record = json.loads(path.read_text())
+        if BENCHMARK.items() <= record.items():
+            on_gpu = on_gpu or record["device"] == "cuda"
+            rows += _speed_rows(link(record["hardware"], f"{SPEED}/{path.name}"), record, "image")
+    rows += [] if on_gpu else [[group, "not run"] for group in GPU_GROUPS]
+    return _table(_speed_headings("ViT-B/16", "ViT", "images", "MB an image"), rows)
+
+
+def _language_speed(root: Path, link: Link) -> str:
+    """Render the benchmarks of language models."""
+    rows = []
+    for path in sorted((root / SPEED).glob("speed_lm_*.json")):
+        record = json.loads(path.read_text())
+        what = f"`{record['model']}`, {record['num_tokens']} tokens, {record['hardware']}"
+        rows += _speed_rows(link(what, f"{SPEED}/{path.name}"), record, "token")
+    headings = _speed_headings("Transformer", "Transformer", "tokens", "kB a token")
+    return _table(headings, rows or [["not run"]])
+
+
+def _speed_headings(theirs: str, short: str, things: str, unit: str) -> str:
+    return (
+        f"| {theirs}, {things}/s | TokenFormer, {things}/s | × {short} (p20–p80) "
+        f"| × released formula, eager | kept for backward, {unit} | peak memory, × {short} | MFU %"
+    )
+
+
+def _speed_rows(link: str, record: dict[str, Any], unit: str) -> list[list[str]]:
+    """Render the groups of a benchmark that have all variants of a row."""
+    rows = []
     for group in record["groups"]:
-        if {row["variant"] for row in group["variants"]} >= set(_variants(group)):
-            yield group
+        variants = {row["variant"]: row for row in group["variants"]}
+        names = DECODING_VARIANTS if group["mode"] == "decode" else VARIANTS
+        if variants.keys() >= set(names):
+            name = f"{link}, {group['mode']}, {group['dtype']}, batch {group['batch_size']}"
+            rows.append([name, *_speed(*(variants[name] for name in names), unit)])
+    return rows
 
 
-def _variants(group: dict[str, Any]) -> tuple[str, str, str]:
-    """Name our variant, the baseline and the released formula."""
-    return DECODING_VARIANTS if group["mode"] == "decode" else VARIANTS
-
-
-def _speed(link: str, group: dict[str, Any], unit: str) -> list[str]:
-    """Render one group of a benchmark that counts images or tokens."""
-    rows = {row["variant"]: row for row in group["variants"]}
-    name = f"{link}, {group['mode']}, {group['dtype']}, batch {group['batch_size']}"
-    ours, theirs, released = (rows[name] for name in _variants(group))
+def _speed(
+    ours: dict[str, Any], theirs: dict[str, Any], released: dict[str, Any], unit: str
+) -> list[str]:
+    """Compare three variants, whose speed is counted in images or tokens."""
     if failed := [row["variant"] for row in (ours, theirs, released) if "failed" in row]:
-        return [name, f"{', '.join(failed)} failed"]
+        return [f"{', '.join(failed)} failed"]
     seconds = zip(released["seconds"], ours["seconds"], strict=True)
     kept = peak = "–"
     saved = [row[f"saved_mb_per_{unit}"] for row in (ours, theirs)]
@@ -230,10 +186,9 @@ def _speed(link: str, group: dict[str, Any], unit: str) -> list[str]:
         kept = f"{own:.1f} / {other:.1f} = {own / other:.2f}"
     if ours["peak_mib"] is not None:
         peak = f"{ours['peak_mib'] / theirs['peak_mib']:.2f}"
+    speeds = [row[f"{unit}s_per_s"] for row in (theirs, ours)]
     return [
-        name,
-        _rate(theirs[f"{unit}s_per_s"]),
-        _rate(ours[f"{unit}s_per_s"]),
+        *(f"{speed:.3g}" if speed < 1000 else f"{speed:,.0f}" for speed in speeds),
         f"**{ours['ratio_p50']:.2f}** ({ours['ratio_p20']:.2f}–{ours['ratio_p80']:.2f})",
         f"{median(other / own for other, own in seconds):.2f}",
         kept,
@@ -242,6 +197,22 @@ def _speed(link: str, group: dict[str, Any], unit: str) -> list[str]:
     ]
 
 
-def _rate(per_second: float) -> str:
-    """Format a speed with three digits, or as a whole number."""
-    return f"{per_second:.3g}" if per_second < 1000 else f"{per_second:,.0f}"
+def _growth(field: Field, groups: Groups, link: Link) -> str:
+    """Render the sweeps of training cost of a field."""
+    text = ""
+    for (question, folder), records in groups.items():
+        if isinstance(question, TrainingCost) and question.field is field:
+            hardware = ", ".join(sorted({record["hardware"] for record in records}))
+            name = f"`{Path(records[0]['config']).stem}`"
+            text = text or head(question.summary_columns())
+            text += f"| **{link(name, f'ablations/results/{folder}')}**, {hardware} | | | | |\n"
+            text += question.summary(records)
+    return text or _table("", [["not run"]])
+
+
+def _table(headings: str, rows: Sequence[Sequence[str]]) -> str:
+    """Render a table. Short rows are filled up with empty cells."""
+    columns = headings.count("|") + 1
+    lines = [f"| {headings} |", "|" + "---|" * columns]
+    lines += [f"| {' | '.join(row)} |" + " |" * (columns - len(row)) for row in rows]
+    return "\n".join([*lines, ""])

@@ -149,31 +149,17 @@ class Row:
         return "; ".join(texts)
 
 
-def _nothing(row: Row) -> str:
-    return ""
-
-
-def _not_run(row: Row) -> str:
-    return "not run"
-
-
 class Column(NamedTuple):
-    """A column of a table.
-
-    Args:
-        heading: Its heading.
-        cell: Returns the text of a row.
-        without: Returns the text of a row that has no runs.
-    """
+    """A column of a table: its heading, and the cells of rows that have runs and that have none."""
 
     heading: str
     cell: Callable[[Row], str]
-    without: Callable[[Row], str] = _nothing
+    without: Callable[[Row], str] = lambda row: ""
 
 
 def result_column(measure: Measure, cell: Callable[[Row], str] = Row.result) -> Column:
-    """Return the column of the results, which says of a variant that it was not run."""
-    return Column(measure.heading, cell, _not_run)
+    """Return the column of the results, where a variant without runs says so."""
+    return Column(measure.heading, cell, lambda row: "not run")
 
 
 MINUTES = Column("minutes", Row.minutes)

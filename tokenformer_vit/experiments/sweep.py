@@ -81,7 +81,7 @@ def parse(question: Question, argv: Sequence[str] | None) -> argparse.Namespace:
     """
     from tokenformer_vit.training.config import add_run_arguments, parse_run_arguments
 
-    parser = argparse.ArgumentParser(description=f"{question.title}. {question.text}")
+    parser = argparse.ArgumentParser(description=question.text)
     parser.add_argument("--config", required=True, help="such as configs/cifar10_tiny.py")
     parser.add_argument(
         "--seeds", type=whole_number(1), default=1, metavar="N", help="seeds 0 to N - 1"

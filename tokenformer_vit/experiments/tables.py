@@ -10,7 +10,7 @@ from tokenformer_vit.files import write_whole
 from . import readmes
 from .image_models import IMAGES
 from .language_models import LANGUAGE
-from .plots import draw_diagnostics
+from .plots import draw_diagnostics, save
 from .questions import Question
 from .results import Groups, read_groups, read_sweep
 from .rows import Record
@@ -140,7 +140,8 @@ def render(questions: Iterable[Question], groups: Groups) -> str:
 
 
 def _introduction(question: Question) -> str:
-    return "\n\n".join(filter(None, (question.title, question.text, question.note))) + "\n"
+    parts = question.title, (question.text or "").strip(), question.note
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _is_papers(record: Record) -> bool:
@@ -156,8 +157,7 @@ def _sweep(question: Question, records: Sequence[Record], link: str) -> list[str
         records: The runs.
         link: The folder of the records, as seen from the table.
     """
-    field = question.field
-    name = Path(link).name
+    field, name = question.field, Path(link).name
 
     def every(key: str) -> str:
         values = dict.fromkeys(record[key] for record in records if key in record)
@@ -172,17 +172,18 @@ def _sweep(question: Question, records: Sequence[Record], link: str) -> list[str
         )
         if all(column.heading != "lr" for column in question.columns()):
             about += f", lr {every('lr')}"
-    charts = f"![{question.chart}, {name}]({link}.png)\n"
+    chart = question.chart.format(field.measure.label.capitalize())
+    charts = f"![{chart}, {name}]({link}.png)\n"
     if _has_layers(records):
         charts += f"![Diagnostics, {name}]({link}_diagnostics.png)\n"
     return [f"{about}:\n", question.table(records), charts]
 
 
 def _draw(question: Question, records: Sequence[Record], folder: Path) -> None:
-    question.draw(records, folder.parent / f"{folder.name}.png")
+    save(question.draw(records), folder.parent / f"{folder.name}.png")
     if _has_layers(records):
-        path = folder.parent / f"{folder.name}_diagnostics.png"
-        draw_diagnostics(question.field.measure, question.variants, records, path)
+        figure = draw_diagnostics(question.field.measure, question.variants, records)
+        save(figure, folder.parent / f"{folder.name}_diagnostics.png")
 
 
 def _has_layers(records: Iterable[Record]) -> bool:

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from .fields import Config, Measure
-from .plots import band, curves_of, name_of, save, scale
+from .plots import band, curves_of, name_of, scale
 from .questions import Question
 from .rows import FAILED, MINUTES, Column, Record, Row, at_best_lr, finished, minus, result_column
 from .variants import PAIRS, Shape, Variant
@@ -29,12 +29,7 @@ class Texts(Question):
 
     texts: tuple[str, ...]
     same_size: ClassVar[bool] = False
-    papers_run: ClassVar[str] = ""
-
-    @property
-    def chart(self) -> str:
-        """What the chart shows."""
-        return "Perplexity of each text"
+    chart: ClassVar[str] = "{} of each text"
 
     @property
     def note(self) -> str:
@@ -113,7 +108,7 @@ class Texts(Question):
             cell += f" ({minus(mine.difference(mine.other(earlier[-1])))})"
         return f"**{cell}**" if row.best else cell
 
-    def draw(self, records: Sequence[Record], path: Path) -> None:
+    def draw(self, records: Sequence[Record]) -> Figure:
         """Draw the perplexity of each text over the iterations of all stages.
 
         There is a panel for each text and a line for each last stage. What stages share is drawn
@@ -166,4 +161,4 @@ class Texts(Question):
             above.set_xticks(middles, [name for _, name in spans.values()], fontsize="small")
             above.tick_params(length=0)
         figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize="small")
-        save(figure, path)
+        return figure

@@ -12,7 +12,6 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -22,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from .plots import band, curves_of, name_of, points, save, scale
+from .plots import band, curves_of, name_of, points, scale
 from .questions import Question
 from .rows import (
     FAILED,
@@ -32,7 +31,6 @@ from .rows import (
     Row,
     at_best_lr,
     finished,
-    head,
     line,
     minus,
     power_of_ten,
@@ -62,17 +60,9 @@ class TrainingCost(Question):
 
     largest: str
     same_size: ClassVar[bool] = False
+    counts_flops: ClassVar[bool] = True
+    chart: ClassVar[str] = "{} against training FLOPs"
     papers_run: ClassVar[str] = "the paper's setting, in which it grew no model"
-
-    @property
-    def counts_flops(self) -> bool:
-        """Whether every run counts its training FLOPs: it does."""
-        return True
-
-    @property
-    def chart(self) -> str:
-        """What the chart shows."""
-        return f"{self.field.measure.label.capitalize()} against training FLOPs"
 
     @property
     def note(self) -> str:
@@ -168,7 +158,7 @@ class TrainingCost(Question):
 
         return _with_seeds(saving(seeds), [saving([seed]) for seed in sorted(seeds)], row)
 
-    def draw(self, records: Sequence[Record], path: Path) -> None:
+    def draw(self, records: Sequence[Record]) -> Figure:
         """Draw results over training FLOPs, during training and at its end.
 
         Curves are means over seeds, with a band of one standard deviation. A triangle is a growth.
@@ -209,7 +199,7 @@ class TrainingCost(Question):
             scale(axes, measure)
             _name_flops(axes, max((runs[0]["flops"] for runs in done.values()), default=1))
         figure.legend(handles=handles, loc="outside right upper", fontsize="small")
-        save(figure, path)
+        return figure
 
     def _mark_growths(
         self, axes: Axes, runs: Sequence[Record], validation: pd.DataFrame, colour: str
@@ -275,11 +265,6 @@ def _with_seeds(whole: str, each: Sequence[str], row: Row) -> str:
     """Put the figures of single seeds after the figure of their mean."""
     text = f"{whole} ({', '.join(each)})" if len(each) > 1 else whole
     return text if len(each) == len(row.results()) else f"{text} (n = {len(each)})"
-
-
-def summary_head(question: TrainingCost) -> str:
-    """Render the head of the shorter table."""
-    return head(question.summary_columns())
 
 
 def _aside(variant: Variant, done: Mapping[Variant, Sequence[Record]]) -> float:

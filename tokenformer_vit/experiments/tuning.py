@@ -13,7 +13,7 @@ from tokenformer_vit.errors import InputError
 
 from .fields import Config
 from .image_models import timm_part
-from .plots import name_of, points, save
+from .plots import name_of, points
 from .questions import Question
 from .rows import (
     FAILED,
@@ -41,11 +41,7 @@ class Tuning(Question):
     same_size: ClassVar[bool] = False
     loads_weights: ClassVar[bool] = True
     papers_run: ClassVar[str] = ""
-
-    @property
-    def chart(self) -> str:
-        """What the chart shows."""
-        return "Top-1 against trained parameters"
+    chart: ClassVar[str] = "{} against trained parameters"
 
     def start(self, cfg: Config) -> Config:
         """Return the config without the weights and without the pairs appended to them."""
@@ -98,7 +94,7 @@ class Tuning(Question):
             if not runs:
                 yield Row(variant, {variant: []}, measure)
 
-    def draw(self, records: Sequence[Record], path: Path) -> None:
+    def draw(self, records: Sequence[Record]) -> Figure:
         """Draw final top-1 over the number of trained parameters.
 
         A line joins the variants that start from the same weights.
@@ -126,4 +122,4 @@ class Tuning(Question):
             xscale="log",
         )
         figure.legend(loc="outside right upper", fontsize="small")
-        save(figure, path)
+        return figure
