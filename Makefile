@@ -26,7 +26,6 @@ lint: $(READY) ## style, types, import contract, and tables against their record
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
-	$(BIN)/python ablations/render.py --check
 	$(BIN)/python ablations/tables.py --check
 
 # timm's wheel leaves its tests out, its source distribution has them.
