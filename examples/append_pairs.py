@@ -2,7 +2,7 @@
 
 A model learns the handwritten digits 0 to 4, then 5 to 9. Under a minute on two cores::
 
-    pip install tokenformer-vit scikit-learn
+    pip install -e . scikit-learn
     python examples/append_pairs.py
 """
 
@@ -41,13 +41,13 @@ def report(name: str, model: nn.Module, images: Tensor, labels: Tensor) -> None:
 
 def main() -> None:
     """Train on five digits, then on the other five in two ways."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=15, help="of each training")
     epochs = parser.parse_args().epochs
     torch.manual_seed(0)
-    digits = load_digits()
-    images = (torch.tensor(digits.images).float().unsqueeze(1) - 4.9) / 6.0
-    labels = torch.tensor(digits.target)
+    images, labels = map(torch.tensor, load_digits(return_X_y=True))
+    images = images.float().view(-1, 1, 8, 8)
+    images = (images - images.mean()) / images.std()
     held_out = torch.rand(len(labels)) < 0.2
     first = labels < 5
 
@@ -66,13 +66,13 @@ def main() -> None:
 
     new_train, new_val = ~first & ~held_out, ~first & held_out
     probe = deepcopy(base).requires_grad_(False)
-    probe.reset_classifier(5)  # a new head, which is trained
+    probe.head = nn.Linear(96, 5)  # only this is trained
     train(probe, images[new_train], labels[new_train] - 5, epochs)
     report("5 to 9, linear probe", probe, images[new_val], labels[new_val] - 5)
 
     # Four more pairs in each layer, eight in feed-forward; everything else is frozen.
     grown = grow(deepcopy(base), 100, 100, 392, freeze="old")
-    grown.reset_classifier(5)
+    grown.head = nn.Linear(96, 5)
     train(grown, images[new_train], labels[new_train] - 5, epochs)
     report("5 to 9, appended pairs", grown, images[new_val], labels[new_val] - 5)
 

@@ -2,7 +2,7 @@
 
 Under a minute on two cores::
 
-    pip install tokenformer-vit scikit-learn
+    pip install -e . scikit-learn
     python examples/minimal.py
 """
 
@@ -14,26 +14,22 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import AdamW, Optimizer
 
 # Importing anything of the package registers its models with timm.
 from tokenformer_vit.growth import grow
 
-# Pairs of key and value parameter tokens in each layer.
-SMALL = {"num_qkv_param_tokens": 16, "num_proj_param_tokens": 16, "num_ffn_param_tokens": 64}
-LARGE = {"num_qkv_param_tokens": 96, "num_proj_param_tokens": 96, "num_ffn_param_tokens": 384}
-
 
 def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return images (N, 1, 8, 8) and labels (N,), first to train on, then to validate on."""
-    digits = load_digits()
-    images = torch.tensor(digits.images).float().unsqueeze(1)
+    images, labels = map(torch.tensor, load_digits(return_X_y=True))
+    images = images.float().view(-1, 1, 8, 8)
     images = (images - images.mean()) / images.std()
-    labels = torch.tensor(digits.target)
     train, val = torch.randperm(len(labels)).split([1437, 360])
     return images[train], labels[train], images[val], labels[val]
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: list, epochs: int) -> None:
+def train(model: nn.Module, optimizer: Optimizer, data: list[Tensor], epochs: int) -> None:
     """Train with one epoch of warm-up and a cosine decay of the learning rate to zero."""
     images, labels = data
     warmup = math.ceil(len(images) / 64)
@@ -63,9 +59,9 @@ def evaluate(name: str, model: nn.Module, images: Tensor, labels: Tensor) -> Ten
 
 def main() -> None:
     """Train, grow, train again."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=15, help="before growth, and again after it")
-    args = parser.parse_args()
+    epochs = parser.parse_args().epochs
     torch.manual_seed(0)
     *train_data, val_images, val_labels = load_data()
 
@@ -78,19 +74,21 @@ def main() -> None:
         embed_dim=96,
         depth=4,
         num_heads=3,
-        **SMALL,
+        num_qkv_param_tokens=16,  # key-value pairs of each query, key and value projection
+        num_proj_param_tokens=16,  # of each output projection
+        num_ffn_param_tokens=64,  # of each feed-forward layer
     )
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
-    train(model, optimizer, train_data, args.epochs)
+    optimizer = AdamW(model.parameters(), weight_decay=0.05)
+    train(model, optimizer, train_data, epochs)
     before = evaluate("before growth", model, val_images, val_labels)
 
     # New keys are zero: the new pairs change nothing until they are trained.
     # The optimizer keeps its moments of the old pairs.
-    grow(model, **LARGE, optimizer=optimizer)
+    grow(model, 96, 96, 384, optimizer=optimizer)
     after = evaluate("after growth", model, val_images, val_labels)
     print(f"largest change of an output: {(after - before).abs().max().item():.1e}")
 
-    train(model, optimizer, train_data, args.epochs)
+    train(model, optimizer, train_data, epochs)
     evaluate("trained again", model, val_images, val_labels)
 
 
