@@ -77,6 +77,8 @@ setup(
             "ruff>=0.14",
             "pyright[nodejs]>=1.1.400",
             "import-linter>=2.5",
+            "onnxscript>=0.7",  # what torch.onnx.export needs
+            "onnxruntime>=1.23",
             PYARROW,
             SCIKIT_LEARN,
             TENSORBOARD,

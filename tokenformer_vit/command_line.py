@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from .errors import InputError
+from .errors import InputError, one_line
 from .interrupts import INTERRUPTED, leave_on_interrupt
 
 __all__ = ["positive_number", "printable", "run_tool", "whole_number"]
@@ -92,10 +92,10 @@ def _explain(error: Exception) -> str:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, OSError) and error.errno in _NO_SPACE:
         return f"{error.strerror}: free some space, then run the same command again"
-    what = " ".join(str(error).split())[:300]
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # PyTorch's
-        return f"not enough memory: use a smaller --batch-size ({what or type(error).__name__})"
-    line = f"{type(error).__name__}: {what}" if what else type(error).__name__
+    what, kind = one_line(error), type(error).__name__
+    if isinstance(error, MemoryError) or kind == "OutOfMemoryError":  # PyTorch's
+        return f"not enough memory: use a smaller --batch-size ({what})"
+    line = kind if what == kind else f"{kind}: {what}"
     try:
         return f"{line} (unexpected; the traceback is in {_keep_traceback(error)})"
     except OSError:

@@ -9,16 +9,17 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from mmengine.runner import Runner
 from PIL import Image
 
 from tokenformer_vit.cli import train as tool
 from tokenformer_vit.command_line import run_tool
+from tokenformer_vit.training.launch import TrainingRunner
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "train.py"
@@ -122,7 +123,7 @@ class Train:
 def run_here(words: Sequence[str]) -> tuple[int, str]:
     """Run tools/train.py within this process, and return its status and what it printed."""
     printed, status, threads = io.StringIO(), 0, torch.get_num_threads()
-    from_cfg = Runner.from_cfg
+    from_cfg = TrainingRunner.from_cfg
 
     def named(cfg):
         # mmengine keeps what it logs by this name, for the whole process; by itself it takes the
@@ -134,7 +135,7 @@ def run_here(words: Sequence[str]) -> tuple[int, str]:
         redirect_stdout(printed),
         redirect_stderr(printed),
         patch.object(sys, "argv", [str(TOOL), *words]),
-        patch.object(Runner, "from_cfg", named),
+        patch.object(TrainingRunner, "from_cfg", named),
     ):
         torch.set_num_threads(1)  # as many as a process has: sums in the same order
         try:
@@ -150,3 +151,30 @@ def run_here(words: Sequence[str]) -> tuple[int, str]:
 @pytest.fixture(scope="session")
 def train(config, data_root) -> Train:
     return Train(config, data_root)
+
+
+class Trained(NamedTuple):
+    """A finished run of two epochs, to be read and not to be changed.
+
+    Args:
+        work_dir: What it left behind.
+        output: What it printed.
+        config: Its config.
+    """
+
+    work_dir: Path
+    output: str
+    config: Path
+
+
+@pytest.fixture(scope="session")
+def trained(train, config, tmp_path_factory) -> Trained:
+    """Train under autocast, at a rate at which two epochs tell the classes apart."""
+    work_dir = tmp_path_factory.mktemp("trained") / "small_run"
+    output = train(
+        work_dir,
+        *("--amp", "--seed", "5", "--cfg-options", "train_cfg.max_epochs=2"),
+        *("optim_wrapper.optimizer.lr=5e-3", "default_hooks.ema.momentum=0.5"),
+        *("optim_wrapper.accumulative_counts=2",),
+    )
+    return Trained(work_dir, output, config)

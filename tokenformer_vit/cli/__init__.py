@@ -1,6 +1,6 @@
 """The commands: ``tokenformer-vit train``, ``tokenformer-vit predict`` and so on.
 
-Each other module of this package is one command, with a function ``main``. In a clone,
+Each other module but ``arguments`` is one command, with a function ``main``. In a clone,
 ``python tools/train.py`` is the same as ``tokenformer-vit train``.
 """
 

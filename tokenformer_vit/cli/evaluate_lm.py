@@ -50,7 +50,8 @@ from tokenformer_vit.command_line import printable, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
 from tokenformer_vit.records import environment, write_record
-from tokenformer_vit.vision.prediction import choose_device
+
+from .arguments import choose_device
 
 TASKS = ("lambada", "hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande")
 

@@ -15,6 +15,7 @@ The folder gets model.safetensors (the averaged weights, if the run averaged) an
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import load_model, save_model
@@ -32,10 +33,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.folder.exists():
         raise InputError(f"{args.folder} is there already; name another place, or remove it")
     if args.config is None:
-        save_model(load_model(None, args.checkpoint), args.folder)
+        model: Any = load_model(None, args.checkpoint)
+        save_model(model, args.folder, facts=model.card_facts)
     else:
         from tokenformer_vit.training import config  # says why, if mmengine fails
         from tokenformer_vit.training.export import export_checkpoint
 
         export_checkpoint(config.load_config(args.config), args.checkpoint, args.folder)
-    print(f"Done. In {args.folder}: model.safetensors and config.json")
+    print(f"Done. In {args.folder}: model.safetensors, config.json and README.md")

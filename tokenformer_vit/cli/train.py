@@ -67,8 +67,9 @@ def main(argv: list[str] | None = None) -> None:
         if args.deterministic:
             cfg.randomness.deterministic = True
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
-        if find_spec("tensorboard"):
-            cfg.visualizer.vis_backends.append({"type": "TensorboardVisBackend"})
+        tensorboard, backends = {"type": "TensorboardVisBackend"}, cfg.visualizer.vis_backends
+        if find_spec("tensorboard") and tensorboard not in backends:
+            backends.append(tensorboard)
         config.scale_for_accumulation(cfg)
     work_dir = config.make_work_dir(cfg)
     # One process of a run holds the lock for all of them.

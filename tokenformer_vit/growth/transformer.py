@@ -18,6 +18,8 @@ from tokenformer_vit.errors import InputError
 from .optimizer import carry_over, check_optimizer
 from .tokens import Change, mark_replaced
 
+__all__ = ["mlp_ratio", "stack_blocks", "widen_mlp"]
+
 # What the copies of a neuron get of its outgoing weights, besides equal shares: without it they
 # would stay equal for ever.
 _SPREAD = 0.1
@@ -80,7 +82,7 @@ def widen_mlp(
     for block in blocks:
         changes += _widen(block.mlp, form, hidden_features, generator)
     if form is _TIMM:
-        _record(transformer, mlp_ratio=_ratio(hidden_features, transformer.embed_dim))
+        _record(transformer, mlp_ratio=mlp_ratio(hidden_features, transformer.embed_dim))
     else:
         transformer.config.n_inner = hidden_features
     mark_replaced(changes)
@@ -200,9 +202,15 @@ def _find_transformer(model: nn.Module) -> tuple[_Form, Any]:
     return _TIMM, _find_vit(model)
 
 
-def _ratio(hidden: int, width: int) -> float:
+def mlp_ratio(hidden: int, width: int) -> float:
+    """Compute the ``mlp_ratio`` with which timm builds exactly so many hidden neurons.
+
+    Args:
+        hidden: Number of hidden neurons.
+        width: Width C of the model.
+    """
     ratio = hidden / width
-    # timm multiplies again, and rounds down.
+    # timm multiplies by the width again and rounds down.
     return ratio if int(width * ratio) == hidden else (hidden + 0.5) / width
 
 

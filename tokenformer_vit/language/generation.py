@@ -28,10 +28,10 @@ from transformers import (
 from transformers.utils import logging
 
 from tokenformer_vit.command_line import printable
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.files import new_folder
 from tokenformer_vit.growth import TokenMasks
-from tokenformer_vit.models.weights import one_line, read_state_dict, seal_tensors
+from tokenformer_vit.models.weights import read_state_dict, seal_tensors
 
 from .modeling import TokenFormerConfig
 from .schemas import ConfigFile, ShardIndex, read_json
@@ -385,7 +385,7 @@ def _only(model: Any, config: GenerationConfig) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    reason = str(error) if isinstance(error, InputError) else one_line(error)
+    reason = one_line(error)
     if "custom code" in reason:
         reason += "; code of a folder is not run: save it as a type that transformers has"
     return reason

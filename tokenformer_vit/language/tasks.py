@@ -17,9 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from tokenformer_vit.errors import InputError
-
-from .schemas import first_fault
+from tokenformer_vit.errors import InputError, first_fault
 
 # Standard errors are drawn in this process: workers would import everything again. To be set
 # before the harness computes one.

@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, one_line
 
 from .generation import load_tokenizer
 
@@ -85,10 +85,9 @@ def find_tokenizer(name: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # of many types: no network, no such name, no tokenizer there
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(
             f"there is no tokenizer {name!r}: no such file or folder here, and the Hugging Face "
-            f"hub gave none ({reason})"
+            f"hub gave none ({one_line(error)})"
         ) from error
 
 

@@ -2,6 +2,7 @@
 
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from tokenformer_vit.benchmarking.matched import matched_hidden
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import LMConfig
 
@@ -75,10 +76,7 @@ def transformer_lm(
 
 
 def matched_transformer(config: LMConfig) -> GPT2LMHeadModel:
-    """Build the Transformer of a TokenFormer's width and depth with as many weights in its blocks.
-
-    A block has 2C(3·P_qkv + P_proj + P_ffn) weights as a TokenFormer and 4C² + 2C·hidden as a
-    Transformer, which has biases, norms and positions besides.
+    """Build the Transformer that matches a TokenFormer: its width, depth and weights in blocks.
 
     Args:
         config: Shape of the TokenFormer.
@@ -87,7 +85,8 @@ def matched_transformer(config: LMConfig) -> GPT2LMHeadModel:
         The model; see :func:`transformer_lm`.
 
     Raises:
-        InputError: If its attention alone takes more.
+        InputError: If no Transformer matches;
+            see :func:`~tokenformer_vit.benchmarking.matched.matched_hidden`.
     """
     width = config.embed_dim
     qkv, proj, ffn = (
@@ -98,18 +97,12 @@ def matched_transformer(config: LMConfig) -> GPT2LMHeadModel:
             (config.num_ffn_param_tokens, 4 * width),
         )
     )
-    pairs = 3 * qkv + proj + ffn
-    if pairs <= 2 * width:
-        raise InputError(
-            f"no Transformer of width {width} has as few weights as {pairs} pairs a block: its "
-            f"attention alone takes those of {2 * width}; give the TokenFormer more"
-        )
     return transformer_lm(
         config.vocab_size,
         config.context_length,
         width,
         config.depth,
         config.num_heads,
-        pairs - 2 * width,
+        matched_hidden(width, 3 * qkv + proj + ffn),
         config.tie_embeddings,
     )

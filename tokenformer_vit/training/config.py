@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from mmengine.config import Config, DictAction
+from mmengine.utils import import_modules_from_strings
 
 from tokenformer_vit.command_line import whole_number
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.vision.images import (
     IMAGE_SUFFIXES,
     class_folders,
@@ -20,8 +21,11 @@ from tokenformer_vit.vision.images import (
     scan_images,
 )
 
+from .mmengine_internals import base_files
 from .schema import check_values
 
+# What custom_imports named in configs of early versions.
+_FORMER_NAME = "tokenformer_vit.integrations"
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
 _KEYS = (
     "model",
@@ -70,6 +74,10 @@ def parse_run_arguments(
         args = parser.parse_args(argv)
     except ValueError:  # DictAction splits at "=" and trusts that there is one
         parser.error("--cfg-options takes KEY=VALUE")
+    except (AssertionError, RecursionError):  # of brackets that DictAction cannot read
+        parser.error(
+            "--cfg-options reads numbers, words and lists of them; dicts go into a config file"
+        )
     if args.local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(args.local_rank))
     return args
@@ -151,13 +159,20 @@ def _read(path: Path) -> Config:
         raise InputError(f"there is no config {path}; `ls configs` shows those that come along")
     try:
         _check_is_python(path)
-        return Config.fromfile(path)
+        cfg = Config.fromfile(path, import_custom_modules=False)
+        imports = cfg.get("custom_imports") or {}
+        if _FORMER_NAME in str(imports.get("imports")):
+            raise InputError(
+                f"{path} imports {_FORMER_NAME}, which is now called tokenformer_vit.training: "
+                "change the name in its custom_imports"
+            )
+        import_modules_from_strings(**imports)
+        return cfg
     except InputError:
         raise
     except Exception as error:  # a config is Python: it may fail in any way
-        reason = " ".join(str(error).split())
         raise InputError(
-            f"{path} is no usable config ({type(error).__name__}: {reason})"
+            f"{path} is no usable config ({type(error).__name__}: {one_line(error)})"
         ) from error
 
 
@@ -167,7 +182,7 @@ def _check_is_python(path: Path) -> None:
         raise InputError(
             f"{path} is no Python config: write it as a .py file, as those in configs/ are"
         )
-    for base in Config._get_base_files(str(path)):
+    for base in base_files(str(path)):
         inherited = path.parent / base
         if "::" in base:  # of another package, where mmengine finds it
             inherited = Path(base.rpartition("::")[2])

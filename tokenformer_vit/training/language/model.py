@@ -23,6 +23,8 @@ from tokenformer_vit.language import (
 from tokenformer_vit.language.schemas import LMShape, check
 from tokenformer_vit.models import LMConfig, compile_blocks, lm_config
 
+from ..storage import secure_files
+
 
 @MODELS.register_module()
 class CausalLM(BaseModel):
@@ -72,6 +74,7 @@ class CausalLM(BaseModel):
         compile: bool = False,
     ) -> None:
         super().__init__()
+        secure_files()
         self.model: Any = _build(architecture, dict(config or {}), checkpoint)
         before = count_pairs(self.model) if masks and growth else {}
         if growth:
