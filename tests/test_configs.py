@@ -86,7 +86,7 @@ def test_header_is_the_record_of_the_experiment(name):
     assert set(fields) >= {"Paper", "Batch", "Hardware", "Command", "Expected"}
     assert all(fields.values())
     command = fields["Command"]
-    assert f"tools/train.py configs/{name}.py" in command
+    assert f"tokenformer-vit train configs/{name}.py" in command
     # The batch of the command, and every product of the Batch line, is what the rate is meant for.
     cfg = load(name)
     options = dict(re.findall(r"(?:--)?([\w.-]+)[ =](\d+)", command))
