@@ -15,6 +15,7 @@ from mmengine.config import Config, DictAction
 from mmengine.registry import PARAM_SCHEDULERS
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.training import secure_files
 from tokenformer_vit.training.config import (
     _check_option,
     load_config,
@@ -258,6 +259,7 @@ def test_configs_are_python_and_no_other_file_runs_code(tmp_path, name, inherits
 
 
 def test_yaml_that_mmengine_reads_runs_no_code(tmp_path):
+    secure_files()
     mark, path = tmp_path / "executed", tmp_path / "x.yaml"
     path.write_text("numbers: [1, 2]\n")
     assert mmengine.load(str(path)) == {"numbers": [1, 2]}
