@@ -1,6 +1,6 @@
 """Type and range of the values in a config.
 
-Other keys are not checked, because other optimisers, schedules, data sets and models have their own.
+Other keys are not checked: other optimisers, schedules, data sets and models have their own.
 """
 
 from collections.abc import Callable, Mapping
