@@ -1,7 +1,6 @@
-"""What a user sets in a config: the type and range of each value.
+"""Type and range of the values in a config.
 
-Keys that are not listed stay free: other optimisers, schedules, data sets and models have their
-own.
+Other keys are not checked: other optimisers, schedules, data sets and models have their own.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +20,7 @@ MOST_SEED = 2**32 - 2**20
 
 
 def _must_be(text: str) -> WrapValidator:
-    """Say of a refused value what is allowed, instead of which rule it broke."""
+    """Tell which values are allowed, instead of which rule a value broke."""
 
     def check(value: Any, rules: Callable[[Any], Any]) -> Any:
         try:
@@ -102,7 +101,7 @@ TopK = Annotated[
 
 
 class _Section(BaseModel):
-    """A dict of a config. A value that it does not have is not checked, whatever its default."""
+    """A dict of a config. Missing values are not checked."""
 
     model_config = ConfigDict(
         extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=()
@@ -317,15 +316,15 @@ _ADAMS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam")
 
 
 def check_values(cfg: Mapping[str, Any], path: str) -> None:
-    """Check what a run is told, before anything of it starts.
+    """Check the values of a config before a run starts.
 
     Args:
         cfg: The config, with all options merged.
-        path: Its file, to be named.
+        path: File of the config, for messages.
 
     Raises:
-        InputError: If a value is of another type or out of its range, or two sizes that must agree
-            do not; the message names the key, the value and what is allowed.
+        InputError: If a value has a wrong type or is out of its range, or two sizes do not agree;
+            the message gives the key, the value and the allowed values.
     """
     _check(_Run, cfg, path)
     loop, optimizer = cfg["train_cfg"], cfg["optim_wrapper"].get("optimizer") or {}
@@ -345,7 +344,7 @@ def check_values(cfg: Mapping[str, Any], path: str) -> None:
 
 
 def _check(schema: type[_Section], values: Mapping[str, Any], path: str, above: str = "") -> None:
-    """Check the values of a dict, which stands under the key ``above`` of a config."""
+    """Check the values of a dict under the key ``above`` of a config."""
     try:
         schema.model_validate(values)
     except ValidationError as error:
