@@ -47,10 +47,9 @@ def test_torchscript(small, theta):
         if THETAS[theta].has_gate:
             models.append(small(theta=theta, pattention_args={"gate": "learned"}))
         set_top_k(models[0], 9)
-        scripted = [torch.jit.script(model) for model in models]
-    x = images()
-    for script, model in zip(scripted, models, strict=True):
-        torch.testing.assert_close(script(x), model(x))
+        x = images()
+        for model in models:
+            torch.testing.assert_close(torch.jit.script(model)(x), model(x))
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference", "fused"])

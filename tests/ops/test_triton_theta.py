@@ -26,7 +26,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 PAIRS = [1, 64, 72, 100, 576, 768, 2304]
-SIZES = list(itertools.product((1, 5, 197), PAIRS, DTYPES))
+SIZES: list[tuple[int, int, torch.dtype]] = list(itertools.product((1, 5, 197), PAIRS, DTYPES))
 if INTERPRETED:  # where a kernel takes a second for one of the large ones
     SIZES = [(rows, pairs, dtype) for rows, pairs, dtype in SIZES if rows * pairs < 100_000]
     SIZES += [(197, 576, torch.float32), (197, 2304, torch.bfloat16)]
