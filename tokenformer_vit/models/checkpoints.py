@@ -1,6 +1,7 @@
 """Load models from files and save them to files, with their description."""
 
 import errno
+import io
 import json
 import logging
 import tempfile
@@ -16,13 +17,22 @@ from timm.models import save_for_hf
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError, one_line
-from tokenformer_vit.files import new_folder
+from tokenformer_vit.files import new_folder, write_whole
 
-from .description import CONFIG, WEIGHT_FILES, find_description, read_description
-from .vit import TokenFormerViT, fit_state_dict
+from .card import CardFacts, vision_card
+from .description import (
+    CARD,
+    CONFIG,
+    DESCRIPTION,
+    WEIGHT_FILES,
+    describe_model,
+    find_description,
+    read_description,
+)
+from .vit import TokenFormerViT, classifier_state_dict, fit_state_dict, timm_state_dict
 from .weights import read_checkpoint, seal_tensors, state_dict_in
 
-__all__ = ["load_model", "model_faults", "save_model"]
+__all__ = ["load_model", "model_faults", "save_classifier", "save_model"]
 
 _LOCAL = "local-dir:"
 # The part of a description that is valid for any model arguments.
@@ -54,7 +64,8 @@ def load_model(
         **kwargs: Arguments of the model.
 
     Returns:
-        The model, on the CPU, in evaluation mode.
+        The model, on the CPU, in evaluation mode. Its ``card_facts`` are what a training checkpoint
+        says of data and recipe.
 
     Raises:
         InputError: If the model or the file does not exist, they do not fit together, or a training
@@ -84,14 +95,14 @@ def load_model(
         description = read_description(Path(name.removeprefix(_LOCAL)) / CONFIG)
     elif checkpoint is not None:
         description = find_description(checkpoint, content)
+    if description is None and state_dict is not None and (for_images or name is None):
+        _say_preprocessing(name, checkpoint, state_dict)
     if name is None and description is None:
         raise InputError(
             f"no model given, and {checkpoint or 'no checkpoint'} does not name one: "
             "name it with --model, or give an exported folder with config.json; models of this "
             f"package are {', '.join(timm.list_models('tokenformer*'))}"
         )
-    if description is None and state_dict is not None and for_images:
-        _say_preprocessing(name, checkpoint, state_dict)
     if num_classes is None and state_dict is not None:
         num_classes = _head_rows(state_dict, checkpoint)
     if description is not None and state_dict is not None:
@@ -109,6 +120,8 @@ def load_model(
             f"{checkpoint} does not fit {name or 'its own description'}",
             "img_size" in kwargs,
         )
+    own: Any = model
+    own.card_facts = CardFacts(**(description or {}).get("card") or {})
     return model.eval()
 
 
@@ -117,17 +130,19 @@ def save_model(
     folder: Path,
     label_names: Sequence[str] | None = None,
     data_config: dict[str, Any] | None = None,
+    facts: CardFacts | None = None,
 ) -> None:
     """Write a folder that ``timm.create_model("local-dir:FOLDER", pretrained=True)`` reads.
 
     Args:
         model: timm model.
-        folder: Folder for ``model.safetensors``, with the SHA-256 of its tensors, and
-            ``config.json``. A new folder appears complete; in an existing one both files are
-            replaced.
+        folder: Folder for ``model.safetensors``, with the SHA-256 of its tensors, ``config.json``
+            and the model card ``README.md``. A new folder appears complete; in an existing one these
+            files are replaced.
         label_names: Names of the classes, in order; default: the names in the model's
             configuration, if any.
         data_config: Preprocessing, in timm's words; default: that of the model's configuration.
+        facts: What the model card says of data, training and results.
 
     Raises:
         OSError: If the folder cannot be written; existing files stay.
@@ -146,6 +161,39 @@ def save_model(
         except SafetensorError as error:  # a full disk, for example
             raise OSError(errno.EIO, one_line(error)) from error
         seal_tensors(partial / WEIGHT_FILES[0])
+        card = vision_card(model, names, data_config, facts or CardFacts())
+        (partial / CARD).write_text(card, encoding="utf-8", errors="backslashreplace")
+
+
+def save_classifier(model: nn.Module, path: Path) -> None:
+    """Write a checkpoint that ``load_from`` and ``init_cfg`` of an mmpretrain classifier read.
+
+    The classifier has a ``TimmClassificationBackbone`` and a ``LinearClsHead``.
+
+    Args:
+        model: timm model whose classifier is a linear ``head``.
+        path: The file. It also holds the description of the model, as training writes it.
+
+    Raises:
+        InputError: If the model has another classifier, or none.
+        OSError: If it cannot be written.
+    """
+    own: Any = model
+    if not isinstance(getattr(own, "head", None), nn.Linear):
+        raise InputError(
+            f"{type(model).__name__} has no linear classifier called 'head': export a TokenFormer "
+            "or one of timm's ViTs that was trained to classify"
+        )
+    names = own.pretrained_cfg.get("label_names")
+    content = {
+        "meta": {"dataset_meta": {"classes": list(names)}} if names else {},
+        "state_dict": classifier_state_dict(model.state_dict()),
+        DESCRIPTION: describe_model(model, own.num_classes, names, None),
+    }
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, buffer.getvalue())
 
 
 def _check_name(name: str) -> None:
@@ -242,6 +290,8 @@ def _say_preprocessing(
             f"`tokenformer-vit export {checkpoint} FOLDER --config CONFIG` with the config of the "
             "training, and give FOLDER"
         )
+    if name is None:
+        return  # the caller refuses it
     _log.warning(
         "%s has no preprocessing and no class names, so those of %s are used. An exported folder "
         "contains both.",
@@ -265,6 +315,8 @@ def _load(model: nn.Module, state_dict: dict[str, Tensor], what: str, resample: 
     if not faults:
         if isinstance(model, TokenFormerViT):
             state_dict = fit_state_dict(state_dict, model)
+        elif any(name.startswith("backbone.model.") for name in state_dict):
+            state_dict = timm_state_dict(state_dict)
         faults = model_faults(model.state_dict(), state_dict)
     if faults:
         more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""

@@ -17,6 +17,7 @@ from torch import nn
 from tokenformer_vit.errors import InputError, first_fault, one_line
 
 __all__ = [
+    "CARD",
     "CONFIG",
     "DESCRIPTION",
     "WEIGHT_FILES",
@@ -31,6 +32,7 @@ __all__ = [
 # Key of the description in a training checkpoint.
 DESCRIPTION = "timm_config"
 CONFIG = "config.json"
+CARD = "README.md"
 # What timm's save_for_hf writes next to it, the safe format first.
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 # The origin of weights, and what a description holds outside of pretrained_cfg.
@@ -59,6 +61,16 @@ class _DataConfig(BaseModel):
     crop_mode: Literal["center", "squash", "border"]
 
 
+class _Card(BaseModel):
+    """What a training checkpoint tells the model card of its export."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    sections: dict[str, dict[str, Any]] = {}
+    datasets: list[str] = []
+    metrics: list[str] = []
+
+
 class _Description(BaseModel):
     """The content of ``config.json``; timm reads other keys without a check.
 
@@ -72,6 +84,7 @@ class _Description(BaseModel):
     label_names: list[str] | dict[str, str] | None = None
     model_args: dict[str, Any] | None = None
     pretrained_cfg: dict[str, Any] | None = None
+    card: _Card | None = None
 
 
 def describe_model(

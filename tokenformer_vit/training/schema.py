@@ -114,7 +114,7 @@ class _Augment(_Section):
 
 
 class _Augments(_Section):
-    augments: Annotated[list[_Augment], BeforeValidator(_listed)] | None = None
+    augments: Annotated[list[_Augment], Field(min_length=1), BeforeValidator(_listed)] | None = None
 
 
 class _Loss(_Section):
