@@ -1,6 +1,8 @@
 import functools
 import math
 import operator
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -218,3 +220,12 @@ def test_unknown_theta_lists_the_known(call):
     with pytest.raises(ValueError, match="'relu'") as error:
         call()
     assert all(theta in str(error.value) for theta in THETAS)
+
+
+def test_the_readme_derives_every_hand_written_gradient():
+    readme = Path(triton_theta.__file__).with_name("README.md").read_text(encoding="utf-8")
+    kept, _, _ = readme.partition("## What is kept")
+    table = kept[kept.index("| Θ | kept") :]
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == {
+        name for name, theta in THETAS.items() if theta.kernels is not None
+    }

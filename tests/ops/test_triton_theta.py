@@ -282,7 +282,7 @@ def test_backward_may_run_under_autocast(device):
         ({"scores": torch.randn(2, 5, 72)}, r"\(2, 5, 72\): choose fused"),
         ({"scores": torch.randn(5, 0)}, r"\(5, 0\): choose fused"),
         ({"scores": torch.randn(1, MAX_PARAM_TOKENS + 1)}, r"16384, not \(1, 16385\): choose"),
-        ({"tau": torch.tensor(8.0, device="meta")}, "tau is on meta .*: move tau"),
+        ({"tau": torch.tensor(8.0, device="meta")}, "tau is on meta.*: move tau"),
         ({"factor": torch.ones(5)}, r"factor must be \(5, 1\) torch.float32, not \(5,\)"),
         ({"factor": torch.ones(5, 1).half()}, r"factor must be .* not \(5, 1\) torch.float16"),
         ({"grad": torch.randn(5, 64)}, r"grad_weights must be \(5, 72\) .*, not \(5, 64\)"),
