@@ -96,7 +96,7 @@ def refused(cfg, options):
         ("model.head.num_classes", 0, WHOLE),
         ("model.head.loss.label_smooth_val", 1.0, "at least 0.0 and below 1.0"),
         ("model.head.loss.label_smooth_val", 0, "a number with a decimal point"),
-        ("model.train_cfg.augments", [], "longer, or None"),
+        ("model.train_cfg.augments", [], "a list of at least one, or None"),
         ("model.train_cfg.augments.0.alpha", 0.0, "above 0.0"),
         ("model.train_cfg.augments.0.alpha", 1, "a number with a decimal point"),
         ("model.backbone.drop_path_rate", 1.5, "a number of at least 0 and below 1"),

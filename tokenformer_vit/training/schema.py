@@ -6,7 +6,15 @@ Other keys are not checked: other optimisers, schedules, data sets and models ha
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WrapValidator,
+)
 from pydantic_core import PydanticCustomError
 
 from tokenformer_vit.errors import InputError, first_fault
@@ -38,6 +46,12 @@ def _listed(value: Any) -> Any:
     if isinstance(value, dict):
         return [value]
     return list(value) if isinstance(value, tuple) else value
+
+
+def _not_empty(value: list[Any]) -> list[Any]:
+    if not value:
+        raise ValueError("Input should be a list of at least one, or None")
+    return value
 
 
 def _float(value: Any) -> Any:
@@ -113,7 +127,9 @@ class _Augment(_Section):
 
 
 class _Augments(_Section):
-    augments: Annotated[list[_Augment], Field(min_length=1), BeforeValidator(_listed)] | None = None
+    augments: (
+        Annotated[list[_Augment], AfterValidator(_not_empty), BeforeValidator(_listed)] | None
+    ) = None
 
 
 class _Loss(_Section):
