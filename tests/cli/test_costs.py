@@ -140,7 +140,7 @@ def test_every_tool_takes_the_number_of_classes_from_either_place():
     for given in ((7,), (None,)):  # of --num-classes; else of --model-kwargs
         more = {} if given[0] else {"num_classes": 7}
         assert load_model("tokenformer_tiny", None, *given, **SMALL, **more).num_classes == 7
-    with pytest.raises(InputError, match=r"num_classes is 7 among .* and 3 elsewhere"):
+    with pytest.raises(InputError, match=r"num_classes must be one .* 7 and 3"):
         load_model("tokenformer_tiny", None, 3, **SMALL, num_classes=7)
 
 
@@ -201,7 +201,7 @@ def test_plot_that_cannot_be_written(tmp_path, capsys):
             [*TINY[:2], "--model-kwargs", "num_ffn_param_tokens=1", "num_qkv_param_tokens=1"],
             "width",
         ),
-        ([*TINY[:2], "--model-kwargs", "num_classes=x"], "num_classes is 'x'"),
+        ([*TINY[:2], "--model-kwargs", "num_classes=x"], "num_classes must be .* 'x'"),
         ([*TINY[:2], "--model-kwargs", "model_name=x"], "model_name"),
     ],
 )

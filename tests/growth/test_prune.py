@@ -12,7 +12,7 @@ import tokenformer_vit  # noqa: F401
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow, pattention_layers
 from tokenformer_vit.growth.prune import Usage, measure_usage, prune
-from tokenformer_vit.ops import THETAS, norm_order
+from tokenformer_vit.ops import THETAS
 
 SHAPE = {
     "embed_dim": 32,
@@ -59,7 +59,7 @@ def usage_by_hand(layer, x):
         weights = layer.weights(token)
         scores = layer.key_param_tokens @ token
         # Weights whose norm is τ were themselves normed, otherwise the scores were.
-        order = norm_order(layer.theta)
+        order = THETAS[layer.theta].norm_order
         of_weights = weights.norm(p=order).item() == pytest.approx(layer.tau.item(), rel=1e-3)
         powers = (weights if of_weights else scores).abs() ** order
         shares += powers / powers.sum()
@@ -143,7 +143,7 @@ def test_pairs_that_add_nothing_leave_the_output_as_it_is(theta, rounding):
     assert (logits(kept_tau, x) - expected).abs().max() > 1e-3 * expected.abs().max()
     layer = pruned.blocks[0].mlp
     ratio = (layer.tau / before.blocks[0].mlp.tau).item()
-    assert ratio == pytest.approx(0.5 ** (1 / norm_order(theta)), rel=1e-5)
+    assert ratio == pytest.approx(0.5 ** (1 / THETAS[theta].norm_order), rel=1e-5)
 
 
 @pytest.mark.parametrize("theta", THETAS)

@@ -4,7 +4,9 @@ import torch
 from timm.layers import resample_abs_pos_embed
 from timm.models import get_model_args, load_checkpoint, save_for_hf
 
+from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import checkpoint_filter_fn
+from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.ops import THETAS
 
 
@@ -112,6 +114,13 @@ def test_state_dict_file(small, tmp_path, form):
 def test_wrong_pair_count_names_the_parameter(small):
     with pytest.raises(RuntimeError, match=r"blocks.0.mlp.key_param_tokens.*\[96, 48\]"):
         small().load_state_dict(small(num_ffn_param_tokens=96).state_dict())
+
+
+def test_a_model_without_pooling_has_no_answer_for_an_image(saved):
+    name = f"local-dir:{saved[1]}"
+    with pytest.raises(InputError, match=r"global_pool.*'avg'"):
+        load_model(name, None, global_pool="")
+    assert load_model(name, None, for_images=False, global_pool="").global_pool == ""
 
 
 def test_filter_reads_mmpretrain_checkpoints(small):

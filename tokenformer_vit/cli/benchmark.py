@@ -59,7 +59,7 @@ from tokenformer_vit.benchmarking.variants import (
     measure_group,
 )
 from tokenformer_vit.command_line import whole_number
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.models import LM_PRESETS, lm_config
 from tokenformer_vit.records import write_record
 
@@ -266,9 +266,8 @@ def image_subject(args: argparse.Namespace) -> tuple[Images, dict[str, Any]]:
         try:
             counts[key] = subject.costs(implementation)
         except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())
             raise InputError(
-                f"{option} {name} cannot be measured: {reason}; choose another model"
+                f"{option} {name} cannot be measured: {one_line(error)}; choose another model"
             ) from error
     return subject, {**subject._asdict(), **counted(subject.unit, counts)}
 

@@ -27,6 +27,7 @@ from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import INITS, grow, grow_state_dict
 from tokenformer_vit.models import TokenFormerViT
+from tokenformer_vit.models.card import CardFacts, describe_pairs
 from tokenformer_vit.models.checkpoints import load_model, save_model
 from tokenformer_vit.models.weights import read_state_dict, write_tensors
 from tokenformer_vit.ops import THETAS
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     args = _parse(argv)
     if args.target.exists():
-        raise InputError(f"{args.target} already exists; remove it, or give another OUT")
+        raise InputError(f"{args.target} exists already; choose another OUT, or remove it")
     how = {
         "num_qkv_param_tokens": args.qkv,
         "num_proj_param_tokens": args.proj,
@@ -79,14 +80,19 @@ def _grow_model(args: argparse.Namespace, how: dict) -> None:
         raise InputError(f"{args.source} is a {type(model).__name__}; only a TokenFormer can grow")
     before = copy.deepcopy(model)
     grow(model, **how)
-    save_model(model, args.target)
+    history = {
+        "Grown from": args.source.name,
+        "Key-value pairs before": describe_pairs(before),
+        "New pairs": f"start as {args.init}; not trained since",
+    }
+    save_model(model, args.target, facts=CardFacts({"Growth": history}))
     counts = [sum(p.numel() for p in each.parameters()) for each in (before, model)]
     gated = any(name.endswith(".gate") for name in model.state_dict())
     print(
         f"{counts[0]:,} -> {counts[1]:,} parameters; on random images the output changed by "
         f"{_change(before, model):.1e}, relative to its largest entry\n"
-        f"Done. In {args.target}: model.safetensors and config.json. To continue training, set "
-        f"load_from={args.target}/model.safetensors and the new numbers of pairs"
+        f"Done. In {args.target}: model.safetensors, config.json and README.md. To continue "
+        f"training, set load_from={args.target}/model.safetensors and the new numbers of pairs"
         + (" and pattention_args=dict(gate='learned')" if gated else "")
         + " in the config"
     )

@@ -13,7 +13,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.arguments import released_stds
 from tokenformer_vit.layers.segments import TOKENS, fuse_state_dict, is_split, token_segments
-from tokenformer_vit.ops import check_theta, default_tau
+from tokenformer_vit.ops import THETAS, default_tau, find_theta
 
 from .new_pairs import freeze_old
 from .optimizer import carry_over, check_optimizer
@@ -206,7 +206,7 @@ def grow_state_dict(
             has no τ.
     """
     counts = _counts(num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens)
-    check_theta(theta)
+    find_theta(theta)
     result = fuse_state_dict(state_dict)
     suffix = f".{TOKENS[0]}"
     names = sorted(key.removesuffix(suffix) for key in result if key.endswith(suffix))
@@ -311,10 +311,12 @@ def _grow_layer(
         raise InputError(f"unknown init {init!r}{hint}; choose one of {', '.join(INITS)}")
     if gate not in (None, "learned", "fixed"):
         raise InputError(f"unknown gate {gate!r}; choose 'learned' or 'fixed'")
-    if gate and (theta != "softmax" or init not in ("zero_key", "random")):
+    needs_gate = find_theta(theta).has_gate
+    if gate and not (needs_gate and init in ("zero_key", "random")):
+        gated = ", ".join(name for name in THETAS if THETAS[name].has_gate)
         raise InputError(
             f"gate is {gate!r}, but {theta} with init {init!r} needs no gate; leave it out, or use "
-            "softmax with zero_key or random"
+            f"{gated} with zero_key or random"
         )
     if tokens.keys.is_meta or tokens.tau.is_meta:
         raise InputError(
@@ -350,7 +352,7 @@ def _grow_layer(
         keys.zero_()
     values = _normal_like(tokens.values, new, generator, values_std)
     gates = tokens.gate
-    gated = gates is not None or gate is not None or (theta == "softmax" and init == "zero_key")
+    gated = gates is not None or gate is not None or (needs_gate and init == "zero_key")
     if gated:
         gates = tokens.keys.new_ones(tokens.num) if gates is None else gates
         closed = gate is not None or init == "zero_key"

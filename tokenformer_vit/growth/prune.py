@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.ops import norm_order, norm_shares
+from tokenformer_vit.ops import find_theta, norm_shares
 
 from .tokens import (
     LayerTokens,
@@ -35,7 +35,7 @@ class Usage:
         sizes: (P,) mean of |weight| · ‖value‖₂: the length of the vector that a pair adds to an
             output token.
         shares: (P,) mean share of a pair in the sum of p-th powers in Θ's divisor; the shares sum
-            to 1. For p see :func:`~tokenformer_vit.ops.norm_order`.
+            to 1. p is ``norm_order`` in ``ops.theta``.
     """
 
     sizes: Tensor
@@ -189,6 +189,6 @@ def _keep(layer: Pattention, usage: Usage, index: Tensor, adapt_tau: bool) -> La
     tau = tokens.tau
     share = usage.shares[index].sum().item()
     if adapt_tau and share > 0:  # pairs with zero keys have no share and need no τ
-        tau = tau.double() * share ** (1 / norm_order(layer.theta))
+        tau = tau.double() * share ** (1 / find_theta(layer.theta).norm_order)
     gate = None if tokens.gate is None else tokens.gate[here]
     return LayerTokens(tokens.keys[here], tokens.values[here], tau, gate)

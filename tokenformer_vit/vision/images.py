@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tokenformer_vit.command_line import printable
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, one_line
 
 __all__ = [
     "FORMATS",
@@ -108,7 +108,7 @@ def _reason(error: Exception, path: str | Path) -> str:
         return "it is a broken link"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return " ".join(str(error).split()) or type(error).__name__
+    return one_line(error)
 
 
 def scan_images(
