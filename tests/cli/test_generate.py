@@ -170,7 +170,7 @@ TAU, EMBEDDING = "model.blocks.0.mlp.tau", "model.embedding.weight"
         (config_says(depth=10**9), ("w1",), "has 1000000000 layers, the file .* tensors"),
         (config_says(num_ffn_param_tokens=10**9), ("w1",), r"\(1000000000, 32\) by config\.json"),
         (config_says(num_labels=10**9), ("w1",), "num_labels is 1000000000"),
-        (config_says(pattention_args={"eps": "x"}), ("w1",), r'pattention_args\.eps is "x"'),
+        (config_says(pattention_args={"eps": "x"}), ("w1",), r"pattention_args\.eps is 'x'"),
         (config_says(attn_implementation="a/b"), ("w1",), "'a/b', .* remove attn_implementation"),
         (config_says(dtype="float7"), ("w1",), "cannot be used|holds no readable model"),
         (break_file("config.json", b"[" * 30_000), ("w1",), "is not a readable configuration"),
@@ -181,7 +181,7 @@ TAU, EMBEDDING = "model.blocks.0.mlp.tau", "model.embedding.weight"
         (weights_are(lambda t: t[TAU].neg_()), ("w1",), "τ is one positive number"),
         (weights_are(lambda t: t[EMBEDDING].mul_(1e38)), ("w1",), "output is not finite"),
         (shard_of_nan, ("w1",), f"{KEYS} holds NaN"),
-        (lambda folder: in_shards(folder, x="../a"), ("w1",), r'weight_map\.x is "\.\./a"'),
+        (lambda folder: in_shards(folder, x="../a"), ("w1",), r"weight_map\.x is '\.\./a'"),
         (
             lambda folder: in_shards(folder, x="b"),
             ("w1",),

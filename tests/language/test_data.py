@@ -138,10 +138,10 @@ def cut(file, size):
             "hold 9 rows, but .* says 12: .* again",
         ),
         (meta_is(META.replace('h": 8', 'h": 0')), "context_length is 0"),
-        (meta_is(META.replace('h": 8', 'h": 1e999')), "context_length is Infinity"),
+        (meta_is(META.replace('h": 8', 'h": 1e999')), "context_length is inf"),
         (meta_is(META.replace('h": 8', f'h": {2**31}')), "context_length is 2147483648"),
         (meta_is(META.replace('"rows": 1', '"rows": -1')), r"splits\.train\.rows is -1"),
-        (meta_is(META.replace('"rows": 1', '"rows": "x"')), r'splits\.train\.rows is "x"'),
+        (meta_is(META.replace('"rows": 1', '"rows": "x"')), r"splits\.train\.rows is 'x'"),
         (meta_is(META.replace('"tokens": 9', '"tokens": 0')), "1 rows of 0 tokens"),
         (meta_is(META.replace('"train"', '"../x"')), "is not a description of tokens"),
         (meta_is("[" * 30_000), "is not a description of tokens"),
@@ -436,7 +436,7 @@ def test_the_hub_is_streamed(monkeypatch):
 @pytest.mark.parametrize(
     ("reason", "told"),
     [
-        ("Couldn't reach the hub\nat all", r"Couldn't reach the hub$"),
+        ("Couldn't reach the hub\nat all", r"Couldn't reach the hub at all$"),
         ("Dataset scripts are no longer supported, but found d.py", r"--hub-revision refs/"),
         ("Compression type zstd not supported", r"supported; `pip install zstandard`$"),
     ],

@@ -35,7 +35,6 @@ import argparse
 import hashlib
 import json
 import math
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -46,11 +45,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tokenformer_vit.command_line import printable, whole_number
+from tokenformer_vit.command_line import printable, typed_command, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
 from tokenformer_vit.records import environment, write_record
-from tokenformer_vit.vision.prediction import choose_device
+
+from .arguments import choose_device
 
 TASKS = ("lambada", "hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande")
 
@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     write_record(
         out / "results.json",
         {
-            "command": shlex.join(["python", *sys.argv]),
+            "command": typed_command(),
             **environment(("torch", "transformers", "tokenizers", "lm_eval"), device.type),
             "model": str(args.model),
             "parameters": sum(parameter.numel() for parameter in model.parameters()),

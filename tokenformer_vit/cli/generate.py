@@ -21,7 +21,8 @@ import torch
 
 from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.vision.prediction import choose_device
+
+from .arguments import choose_device
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import from_json
 
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, one_line
 
 from .schemas import Position
 
@@ -110,7 +110,7 @@ class TextReader:
             except InputError:
                 raise
             except Exception as error:  # each library has errors of its own
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                reason = one_line(error)
                 for sign, way_out in _WAYS_OUT.items():
                     if sign in reason:
                         reason += f"; {way_out}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, one_line
 
 from .schemas import TextMeta, WriterState, read_json
 
@@ -99,8 +99,9 @@ def read_tokens(folder: Path, split: str) -> "Dataset":
         try:
             shard = Dataset.from_file(str(path))
         except Exception as error:  # pyarrow raises errors of many types
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise InputError(f"{path} is damaged ({reason}); prepare the text again") from error
+            raise InputError(
+                f"{path} is damaged ({one_line(error)}); prepare the text again"
+            ) from error
         column = shard.features.get("input_ids")
         kind = getattr(getattr(column, "feature", None), "dtype", None)
         if getattr(column, "length", None) != length or kind not in ("uint16", "uint32"):

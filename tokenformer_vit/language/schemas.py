@@ -1,13 +1,12 @@
 """Schemas of the JSON files that are read: one for each kind of file."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import NotRequired, TypedDict  # pydantic needs this one below Python 3.12
 
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, first_fault
 
 __all__ = [
     "MOST_CONTEXT",
@@ -20,7 +19,6 @@ __all__ = [
     "TextMeta",
     "WriterState",
     "check",
-    "first_fault",
     "read_json",
 ]
 
@@ -174,17 +172,3 @@ def check(schema: type[T], value: Any) -> T:
         return TypeAdapter(schema).validate_python(value)
     except ValidationError as error:
         raise InputError(first_fault(error)) from error
-
-
-def first_fault(error: ValidationError) -> str:
-    """Describe the first entry that does not fit, with its value, in one line."""
-    fault = error.errors(include_url=False)[0]
-    place = ".".join(map(str, fault["loc"]))
-    if fault["type"] in ("missing", "json_invalid"):
-        return f"{place}: {fault['msg']}" if place else fault["msg"]
-    try:
-        value = json.dumps(fault["input"])
-    except (TypeError, ValueError):
-        value = type(fault["input"]).__name__
-    told = value if len(value) <= 60 else f"{value[:60]}..."
-    return f"{place or 'it'} is {told}: {fault['msg']}"

@@ -16,9 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from tokenformer_vit.errors import InputError
-
-from .schemas import first_fault
+from tokenformer_vit.errors import InputError, first_fault
 
 # Compute standard errors in this process: each worker would import everything again.
 os.environ.setdefault("DISABLE_MULTIPROC", "1")

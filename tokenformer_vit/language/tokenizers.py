@@ -13,8 +13,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from tokenformer_vit.errors import InputError
-from tokenformer_vit.models.weights import one_line
+from tokenformer_vit.errors import InputError, one_line
 
 __all__ = [
     "END",
@@ -172,10 +171,9 @@ def find_tokenizer(name: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # of many types: no network, no such name, no tokenizer
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(
             f"there is no file or folder {name!r}, and no such tokenizer on the Hugging Face hub "
-            f"({reason}): give a path or a name of the hub"
+            f"({one_line(error)}): give a path or a name of the hub"
         ) from error
 
 
