@@ -46,7 +46,7 @@ COMMANDS = {
     "generate": Command("generate", "continue a text with a language model"),
     "evaluate-lm": Command("evaluate_lm", "measure a language model"),
     "convert": Command("convert_checkpoint", "convert released language models"),
-    "timm": Command("timm_script", "run a script of timm with the TokenFormer models"),
+    "timm": Command("timm_script", "run a script of timm with the TokenFormer models", 2),
 }
 
 
