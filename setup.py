@@ -89,6 +89,8 @@ setup(
             "ruff>=0.14",
             "pyright[nodejs]>=1.1.400",
             "import-linter>=2.5",
+            "onnxscript>=0.7",  # torch.onnx.export needs it
+            "onnxruntime>=1.23",
             "tensorboard>=2.18",  # training writes for it if it is installed
             *TRAIN,
             *PYARROW,

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from .errors import InputError
+from .errors import InputError, one_line
 from .interrupts import INTERRUPTED, leave_on_interrupt
 
 __all__ = [
@@ -114,10 +114,10 @@ def _explain(error: Exception) -> str:
         for extra, modules in EXTRAS.items():
             if module in modules:
                 return f"{module} is not installed: pip install 'tokenformer-vit[{extra}]'"
-    what = " ".join(str(error).split())[:300]
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # PyTorch's
-        return f"not enough memory: use a smaller --batch-size ({what or type(error).__name__})"
-    line = f"{type(error).__name__}: {what}" if what else type(error).__name__
+    what, kind = one_line(error), type(error).__name__
+    if isinstance(error, MemoryError) or kind == "OutOfMemoryError":  # PyTorch's
+        return f"not enough memory: use a smaller --batch-size ({what})"
+    line = kind if what == kind else f"{kind}: {what}"
     try:
         return f"{line} (unexpected; the traceback is in {_keep_traceback(error)})"
     except OSError:

@@ -4,6 +4,7 @@ import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -107,3 +108,30 @@ class Train:
 @pytest.fixture(scope="session")
 def train(config, data_root, command) -> Train:
     return Train(config, data_root, command)
+
+
+class Trained(NamedTuple):
+    """A finished run of two epochs, to be read and not to be changed.
+
+    Args:
+        work_dir: What it left behind.
+        output: What it printed.
+        config: Its config.
+    """
+
+    work_dir: Path
+    output: str
+    config: Path
+
+
+@pytest.fixture(scope="session")
+def trained(train, config, tmp_path_factory) -> Trained:
+    """Train under autocast, at a rate at which two epochs tell the classes apart."""
+    work_dir = tmp_path_factory.mktemp("trained") / "small_run"
+    output = train(
+        work_dir,
+        *("--amp", "--seed", "5", "--cfg-options", "train_cfg.max_epochs=2"),
+        *("optim_wrapper.optimizer.lr=5e-3", "default_hooks.ema.momentum=0.5"),
+        *("optim_wrapper.accumulative_counts=2",),
+    )
+    return Trained(work_dir, output, config)

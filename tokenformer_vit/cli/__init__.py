@@ -1,6 +1,6 @@
 """The commands: ``tokenformer-vit train``, ``tokenformer-vit predict`` and so on.
 
-Every other module of this package is one command and has a function ``main``. In a clone,
+Each other module but ``arguments`` is one command and has a function ``main``. In a clone,
 ``python tools/train.py`` is the same as ``tokenformer-vit train``.
 """
 
@@ -45,6 +45,7 @@ COMMANDS = {
     "prepare-text": Command("prepare_text", "tokenize a text"),
     "generate": Command("generate", "continue a text with a language model"),
     "evaluate-lm": Command("evaluate_lm", "measure a language model"),
+    "lm-eval": Command("harness", "run lm-evaluation-harness on TokenFormer models"),
     "convert": Command("convert_checkpoint", "convert released language models"),
     "timm": Command("timm_script", "run a script of timm with the TokenFormer models", 2),
 }

@@ -20,6 +20,7 @@ OUT appears whole or not at all.
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import load_model, save_classifier, save_model
@@ -42,10 +43,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"Done. In {args.target}: the state dict of an mmpretrain classifier")
         return
     if args.config is None:
-        save_model(load_model(args.model, args.checkpoint), args.target)
+        model: Any = load_model(None, args.checkpoint)
+        save_model(model, args.target, facts=model.card_facts)
     else:
         from tokenformer_vit.training import config  # says why, if mmengine fails
         from tokenformer_vit.training.export import export_checkpoint
 
         export_checkpoint(config.load_config(args.config), args.checkpoint, args.target)
-    print(f"Done. In {args.target}: model.safetensors and config.json")
+    print(f"Done. In {args.target}: model.safetensors, config.json and README.md")

@@ -29,11 +29,9 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import compile_blocks
 from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.vision.images import find_images, say_skipped
-from tokenformer_vit.vision.prediction import (
-    choose_device,
-    model_arguments,
-    predict,
-)
+from tokenformer_vit.vision.prediction import predict
+
+from .arguments import choose_device, model_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> None:

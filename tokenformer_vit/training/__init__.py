@@ -38,6 +38,7 @@ from .growth import CostHook, GrowthHook
 from .guard import GuardHook
 from .loop import EndlessSampler, ResumableEpochLoop, ResumableIterLoop, ResumableSampler
 from .lora import LoRABackbone
+from .metrics import AccuracyAndLoss
 from .optim import AccumulationEMAHook, AutocastOptimWrapper
 from .progress import ProgressHook
 from .reports import CurvesHook, ExportHook, RecordHook
@@ -46,6 +47,7 @@ from .transforms import LoadImage, SeededTransforms
 
 __all__ = [
     "AccumulationEMAHook",
+    "AccuracyAndLoss",
     "AtomicLocalBackend",
     "AutocastOptimWrapper",
     "CostHook",

@@ -13,7 +13,7 @@ from mmengine.config import Config, DictAction
 from mmengine.utils import import_modules_from_strings
 
 from tokenformer_vit.command_line import whole_number
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.vision.images import (
     IMAGE_SUFFIXES,
     class_folders,
@@ -75,6 +75,10 @@ def parse_run_arguments(
         args = parser.parse_args(argv)
     except ValueError:  # DictAction splits at "=" and trusts that there is one
         parser.error("--cfg-options takes KEY=VALUE")
+    except (AssertionError, RecursionError):  # of brackets that DictAction cannot read
+        parser.error(
+            "--cfg-options reads numbers, words and lists of them; dicts go into a config file"
+        )
     if args.local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(args.local_rank))
     return args
@@ -167,9 +171,8 @@ def _read(path: Path) -> Config:
     except InputError:
         raise
     except Exception as error:  # a config is Python: it may fail in any way
-        reason = " ".join(str(error).split())
         raise InputError(
-            f"{path} is no usable config ({type(error).__name__}: {reason})"
+            f"{path} is no usable config ({type(error).__name__}: {one_line(error)})"
         ) from error
 
 

@@ -11,11 +11,11 @@ from mmengine.dist import is_main_process
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop
-from torch import nn
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from tokenformer_vit.layers import Pattention
+from tokenformer_vit.models.card import describe_pairs
 
 from .guard import unwrap
 from .loop import validations_left
@@ -64,7 +64,8 @@ def describe_run(runner: Any) -> str:
     total = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     device = torch.device(next(model.parameters()).device)
-    machine = f"{torch.get_num_threads()} CPU threads"
+    threads = torch.get_num_threads()
+    machine = f"CPU ({threads} thread{'s' * (threads > 1)})"
     if device.type == "cuda":
         machine = torch.cuda.get_device_name(device)
     parts = [f"{loader.batch_size} a process"]
@@ -95,22 +96,11 @@ def _describe_model(model: Any, cfg: Any) -> str:
     part = cfg.model.get("backbone") or cfg.model
     part = part.get("module") or part  # LoRA's
     words = [str(part.get("model_name") or part.get("architecture") or part.get("type"))]
-    layers = {n: each for n, each in model.named_modules() if isinstance(each, Pattention)}
+    layers = [each for each in model.modules() if isinstance(each, Pattention)]
     if layers:
-        thetas = dict.fromkeys(layer.theta for layer in layers.values())
-        words += [f"Θ {', '.join(thetas)}", f"pairs {_describe_pairs(layers)}"]
+        thetas = dict.fromkeys(layer.theta for layer in layers)
+        words += [f"Θ {', '.join(thetas)}", f"pairs {describe_pairs(model)}"]
     return "; ".join(words)
-
-
-def _describe_pairs(layers: dict[str, nn.Module]) -> str:
-    """Count the pairs of each kind of layer, as in ``q, k, v 96, output 96, FFN 384``."""
-    counts: dict[str, dict[str, None]] = {}
-    kinds = {"query": "q, k, v", "key": "q, k, v", "value": "q, k, v", "proj": "output"}
-    for name, layer in layers.items():
-        own: Any = layer
-        kind = kinds.get(name.rpartition(".")[2], "FFN")
-        counts.setdefault(kind, {})[str(own.num_param_tokens)] = None
-    return ", ".join(f"{kind} {' to '.join(found)}" for kind, found in counts.items())
 
 
 def _describe_data(runner: Any) -> str:
@@ -145,7 +135,7 @@ class _Bar(tqdm):
     def format_dict(self) -> MutableMapping[str, Any]:
         """Add ``eta`` and ``speed``; tqdm's clock stands still during validation."""
         state = super().format_dict
-        if self.disable:
+        if "initial" not in state:  # of a bar that is not shown
             return state
         done = state["n"] - state["initial"]
         state["rate"] = state["rate"] or (done / state["elapsed"] if state["elapsed"] else None)

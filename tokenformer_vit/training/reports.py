@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -19,8 +20,9 @@ from tokenformer_vit.command_line import typed_command
 from tokenformer_vit.files import write_whole
 from tokenformer_vit.records import TRAINING_PACKAGES, environment, write_record
 
-from .export import export_classifier, preprocessing
+from .export import export_classifier, preprocessing, run_facts
 from .guard import unwrap
+from .metrics import VAL_LOSS
 from .progress import dtype_of, samples_per_step
 
 BEFORE_RECORD = 99  # RecordHook has 100, mmengine's lowest priority
@@ -122,24 +124,27 @@ class CurvesHook(Hook):
         logs = sorted(Path(runner.work_dir).glob("*/vis_data/scalars.json"))
         train, val = read_scalars(logs)
         grown = runner.message_hub.runtime_info.get("growth") or ()
+        by_iteration = isinstance(runner.train_loop, IterBasedTrainLoop)
         draw_curves(
             train,
             val,
             Path(runner.work_dir) / "curves.png",
-            [growth["iteration"] for growth in grown],
-            None
-            if isinstance(runner.train_loop, IterBasedTrainLoop)
-            else len(runner.train_dataloader),
+            growth=[growth["iteration"] for growth in grown],
+            iters_per_epoch=None if by_iteration else len(runner.train_dataloader),
+            title=Path(runner.cfg.filename).stem,
         )
 
 
 def read_scalars(logs: Iterable[Path]) -> tuple[dict[int, dict], dict[int, dict]]:
-    """Merge the scalar logs of a run and its resumptions, given in the order they were written.
+    """Merge the scalar logs of a run and its resumptions.
+
+    Args:
+        logs: The files, in the order in which they were written.
 
     Returns:
-        Training records by iteration and validation records by epoch, or by iteration where the
-        loop counts these. Where a resumption repeats
-        what a killed run had logged, the later record counts.
+        Training records by iteration, and validation records by epoch, or by iteration where the
+        loop counts iterations. Where a resumed run repeats what a killed one had logged, the later
+        record counts.
     """
     train: dict[int, dict] = {}
     val: dict[int, dict] = {}
@@ -159,43 +164,62 @@ def draw_curves(
     path: Path,
     growth: Sequence[int] = (),
     iters_per_epoch: int | None = 1,
+    title: str = "",
 ) -> None:
-    """Draw the curves of :func:`read_scalars` into a PNG file.
+    """Draw loss, accuracy or perplexity, and learning rate into a PNG file.
+
+    All panels share one x axis: epochs, or iterations where validation counts these.
 
     Args:
-        train: Training records by iteration.
+        train: Training records by iteration, from :func:`read_scalars`.
         val: Validation records by epoch, or by iteration.
         path: The file.
-        growth: Iterations before which the model grew, to be marked.
-        iters_per_epoch: What turns them into epochs; None where validation counts iterations.
+        growth: Iterations before which the model grew; each gets a dotted line.
+        iters_per_epoch: Iterations of an epoch; None where validation counts iterations.
+        title: Title of the figure, such as the name of the config.
     """
-    figure = Figure(figsize=(12, 3.4), layout="constrained")
-    loss, rate, validation = figure.subplots(1, 3)
-    loss.plot(list(train), [record["loss"] for record in train.values()])
-    loss.set(title="training loss", xlabel="iteration")
-    rate.plot(list(train), [record["lr"] for record in train.values()], color="C2")
-    rate.set(title="learning rate", xlabel="iteration", ylim=(0, None))
+    figure = Figure(figsize=(12, 3.8), layout="constrained")
+    loss, validation, rate = figure.subplots(1, 3, sharex=True)
+    scale = iters_per_epoch or 1
+    times = [iteration / scale for iteration in train]
+    loss.plot(times, [record["loss"] for record in train.values()], label="training")
     measured = dict.fromkeys(name for record in val.values() for name in record)
     texts = [name for name in measured if name.startswith("perplexity")]
+    losses = {step: record[VAL_LOSS] for step, record in val.items() if VAL_LOSS in record}
+    if "perplexity" in measured:
+        losses = {s: math.log(r["perplexity"]) for s, r in val.items() if "perplexity" in r}
+    if losses:
+        loss.plot(list(losses), list(losses.values()), marker=".", label="validation")
+    loss.set(title="loss (nats)")
     # Of several texts each by itself, without the one of all.
     names = {name: name.removeprefix("perplexity/") for name in texts[1:] or texts}
-    title = "validation perplexity"
+    kind = "validation perplexity"
     if not names:
         names = {"accuracy/top1": "top-1", "accuracy/top5": "top-5"}
-        title = "validation accuracy (%)"
+        kind = "validation accuracy (%)"
+    last = []
     for name, label in names.items():
         points = {step: record[name] for step, record in val.items() if name in record}
         if points:
             validation.plot(list(points), list(points.values()), marker=".", label=label)
             validation.legend()
+            last.append(f"{label} {list(points.values())[-1]:.2f}".strip())
     if texts:
         validation.set(yscale="log")
         validation.yaxis.set_major_formatter("{x:g}")
         validation.yaxis.set_minor_formatter("{x:g}")
-    validation.set(title=title, xlabel="epoch" if iters_per_epoch else "iteration")
-    for axes, scale in ((loss, 1), (rate, 1), (validation, iters_per_epoch or 1)):
-        for iteration in growth:
-            axes.axvline(iteration / scale, color="0.6", linestyle=":", label="_growth")
+    validation.set(title=kind)
+    rate.plot(times, [record["lr"] for record in train.values()], color="C2")
+    rate.set(title="learning rate", ylim=(0, None))
+    rate.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+    for axes in (loss, validation, rate):
+        axes.set_xlabel("epoch" if iters_per_epoch else "iteration")
+        axes.grid(alpha=0.3)
+        for index, iteration in enumerate(growth):
+            label = "_growth" if index or axes is not loss else "model grew"
+            axes.axvline(iteration / scale, color="0.6", linestyle=":", label=label)
+    loss.legend()
+    figure.suptitle(": ".join(part for part in (title, ", ".join(last)) if part))
     picture = io.BytesIO()
     figure.savefig(picture, dpi=120, format="png")
     write_whole(path, picture.getvalue())
@@ -223,9 +247,11 @@ class ExportHook(Hook):
 
     @master_only
     def after_train(self, runner) -> None:
-        """Write the two files."""
+        """Write the files."""
         metainfo = runner.train_dataloader.dataset.metainfo
-        export_classifier(validated_model(runner), runner.cfg, metainfo, runner.work_dir)
+        export_classifier(
+            validated_model(runner), runner.cfg, metainfo, runner.work_dir, run_facts(runner)
+        )
 
 
 def validated_model(runner) -> Any:
