@@ -274,7 +274,7 @@ def test_a_checkpoint_answers_images_as_the_test_does(run, tmp_path, source):
         extra = []
         if source == "old":  # as versions before wrote them
             checkpoint = changed_checkpoint(run, tmp_path / "old.pth", lambda c: c.pop(DESCRIPTION))
-            with pytest.raises(InputError, match=r"tools/export\.py .*old\.pth FOLDER --config"):
+            with pytest.raises(InputError, match=r"export .*old\.pth FOLDER --config"):
                 load_model("tokenformer_tiny", checkpoint)
             extra = ["--config", str(run.config)]
         export.main([str(checkpoint), str(tmp_path / "folder"), *extra])
