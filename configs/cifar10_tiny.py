@@ -5,7 +5,7 @@
 # Batch:     256 on one GPU
 # Hardware:  a GPU run of the full set over 50 epochs: not run
 # Command:   python tools/train.py configs/cifar10_tiny.py --amp
-# Expected:  not run (a short run on a slice: ablations/results/cifar10_tiny_5000.json)
+# Expected:  not run (a short run on a slice: configs/results/cifar10_tiny_5000.json)
 _base_ = ["_base_/tokenformer.py", "_base_/folders.py", "_base_/short_supervised.py"]
 
 model = dict(

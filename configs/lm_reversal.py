@@ -6,7 +6,7 @@
 # Batch:     64
 # Hardware:  one CPU core beside other work, float32, 5 minutes
 # Command:   python tools/train.py configs/lm_reversal.py
-# Expected:  100 % of 1,000 unseen sequences right (ablations/results/lm_reversal.json)
+# Expected:  100 % of 1,000 unseen sequences right (configs/results/lm_reversal.json)
 _base_ = "_base_/language_small.py"
 
 model = dict(

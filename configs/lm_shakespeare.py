@@ -6,7 +6,7 @@
 # Batch:     32
 # Hardware:  one CPU core beside other work, float32
 # Command:   python tools/train.py configs/lm_shakespeare.py
-# Expected:  perplexity 4.7 a byte on the held-out tenth (ablations/results/lm_shakespeare.json)
+# Expected:  perplexity 4.7 a byte on the held-out tenth (configs/results/lm_shakespeare.json)
 _base_ = "_base_/language_small.py"
 
 train_dataloader = dict(dataset=dict(data_root="data/tinyshakespeare"))

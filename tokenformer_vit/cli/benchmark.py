@@ -204,8 +204,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--out",
         type=Path,
         metavar="FILE",
-        help="default: speed_MODEL_DEVICE.json in ablations/results, or in work_dirs with --quick, "
-        "--eager, --depth or --img-size; of language MODEL is lm_PRESET_N",
+        help="default: speed_MODEL_DEVICE.json in tokenformer_vit/benchmarking/results of a clone, "
+        "or in work_dirs with --quick, --eager, --depth or --img-size; of language MODEL is "
+        "lm_PRESET_N",
     )
     add("--resume", action="store_true", help="keep the groups that FILE has")
     add("--eager", action="store_true", help="nothing compiled: no C++ compiler, no ratios")
@@ -265,7 +266,8 @@ def complete(args: argparse.Namespace) -> None:
         name = f"speed_{model}_{re.sub('[^a-z0-9]+', '_', kind.lower())}"
         # What is committed and rendered are whole models, images at their own size, compiled too.
         special = args.quick or args.eager or args.depth or args.img_size not in (None, 224)
-        folder = ROOT / "work_dirs" if special else ROOT / "ablations" / "results"
+        records = ROOT / "tokenformer_vit" / "benchmarking" / "results"  # a wheel has none
+        folder = records if records.is_dir() and not special else ROOT / "work_dirs"
         args.out = folder / (f"{name}_quick.json" if args.quick else f"{name}.json")
 
 

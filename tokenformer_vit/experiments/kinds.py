@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from matplotlib.figure import Figure
 
@@ -103,7 +103,7 @@ def _draw_results(question: Question, records: Sequence[Record]) -> Figure:
     result, loss, validation = figure.subplots(1, 3)
     group = at_best_lr(measure, question.variants, records)
     for index, (variant, runs) in enumerate(group.items()):
-        style = {"color": f"C{index}", "label": name_of(variant, runs, records)}
+        style: dict[str, Any] = {"color": f"C{index}", "label": name_of(variant, runs, records)}
         if done := finished(runs):
             points(result, index, Row(variant, group, measure).results(), fmt="o", **style)
             band(loss, curves_of(done, "loss", "iteration", "loss"), **style)

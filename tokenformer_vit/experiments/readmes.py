@@ -168,15 +168,14 @@ def _speed_rows(link: str, record: dict[str, Any], unit: str) -> list[list[str]]
         names = DECODING_VARIANTS if group["mode"] == "decode" else VARIANTS
         if variants.keys() >= set(names):
             name = f"{link}, {group['mode']}, {group['dtype']}, batch {group['batch_size']}"
-            rows.append([name, *_speed(*(variants[name] for name in names), unit)])
+            rows.append([name, *_speed([variants[name] for name in names], unit)])
     return rows
 
 
-def _speed(
-    ours: dict[str, Any], theirs: dict[str, Any], released: dict[str, Any], unit: str
-) -> list[str]:
-    """Compare three variants, whose speed is counted in images or tokens."""
-    if failed := [row["variant"] for row in (ours, theirs, released) if "failed" in row]:
+def _speed(variants: Sequence[dict[str, Any]], unit: str) -> list[str]:
+    """Compare our variant, the baseline and the released formula, in images or tokens."""
+    ours, theirs, released = variants
+    if failed := [row["variant"] for row in variants if "failed" in row]:
         return [f"{', '.join(failed)} failed"]
     seconds = zip(released["seconds"], ours["seconds"], strict=True)
     kept = peak = "–"

@@ -102,9 +102,10 @@ def difference(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any
         old = base.get(key)
         if key in base and value == old:
             continue
-        if isinstance(value, dict) and key in base:
-            inherits = isinstance(old, dict) and old.keys() <= value.keys()
-            changes[key] = difference(old, value) if inherits else {"_delete_": True, **value}
+        if isinstance(value, dict) and isinstance(old, dict) and old.keys() <= value.keys():
+            changes[key] = difference(old, value)
+        elif isinstance(value, dict) and key in base:
+            changes[key] = {"_delete_": True, **value}
         else:
             changes[key] = value
     return changes
