@@ -21,11 +21,12 @@ test: $(READY) ## the default tests: CPU, offline
 fuzz: $(READY) ## thousands of damaged files and hostile values: a quarter of an hour on two cores
 	$(BIN)/python -m pytest -n 2 --hypothesis-profile=long tests/test_fuzzing.py
 
-lint: $(READY) ## style, types, import contract, and tables against their records
+lint: $(READY) ## style, types, import contract, names in pages, and tables against their records
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q tests/test_pages.py
 	$(BIN)/python ablations/tables.py --check
 
 # timm's wheel leaves its tests out, its source distribution has them.

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
 
 from tokenformer_vit.benchmarking.language import Language
+from tokenformer_vit.benchmarking.measures import counted_flops
 from tokenformer_vit.benchmarking.variants import PRECISIONS, Group, Setting, Variant, measure_group
 from tokenformer_vit.language import TokenFormerConfig, TokenFormerForCausalLM, matched_transformer
 from tokenformer_vit.models import LMConfig
@@ -37,11 +37,9 @@ def test_flops_are_what_pytorch_counts(implementation, mode):
     model, _, _, call = bound(implementation, mode)
     if mode == "decode":
         call()  # makes the cache
-    with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(mode == "train"):
-        out = call()
-        if mode == "train":
-            out.backward()
-    counted = counter.get_total_flops()
+    with torch.set_grad_enabled(mode == "train"):
+        step = (lambda: call().backward()) if mode == "train" else call
+        counted = counted_flops(step)["Global"]
     parameters, flops = SUBJECT.costs(implementation)
     # To a whole number for each token.
     assert flops[mode] == pytest.approx(counted / SUBJECT.items(Group(mode, "float32", 3)), abs=1)

@@ -303,7 +303,7 @@ def test_model_without_parameter_tokens(photos, tmp_path):
     torch.save(model.state_dict(), tmp_path / "vit.pth")
     options = ["--model", "vit_tiny_patch16_224", "--model-kwargs", "depth=1"]
     message = failure(tmp_path / "vit.pth", photos, "--out", tmp_path / "out", *options)
-    assert "VisionTransformer is no TokenFormer" in message
+    assert "VisionTransformer has no parameter tokens; give a TokenFormer" in message
 
 
 def test_missing_files(checkpoint, photos, tmp_path):
@@ -390,7 +390,7 @@ def test_errors_end_the_command_in_one_line(checkpoint, photos, tmp_path, monkey
         run_tool(tool.main)
     assert exit_.value.code == 1
     captured = capsys.readouterr()
-    assert captured.err.startswith("error: there is no layer 'blocks.9.mlp'")
+    assert "'blocks.9.mlp'" in captured.err
     assert captured.err.count("\n") == 1
 
 

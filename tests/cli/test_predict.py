@@ -136,7 +136,7 @@ def test_names_do_nothing_to_a_terminal(model, photos, tmp_path, monkeypatch, ca
     odd.write_bytes(b"no image")
     with pytest.raises(InputError):
         run(odd, "--model", f"local-dir:{tmp_path}")
-    assert capsys.readouterr().err.startswith(r"skipped: a\n\x9b31m.jpg: it is no read")
+    assert capsys.readouterr().err.startswith(r"skipped: a\n\x9b31m.jpg: it is not")
 
 
 def test_images_on_their_side_are_turned(exported, photos, tmp_path, capsys):
@@ -362,7 +362,7 @@ runpy.run_path({str(TOOL)!r}, run_name="__main__")
     )
     assert done.returncode == 1, done.stderr
     assert len([json.loads(line) for line in done.stdout.splitlines()]) == 5
-    skipped = f"skipped: {photos / 'notes.txt'}: it is no readable image"
+    skipped = f"skipped: {photos / 'notes.txt'}: it is not a readable image"
     assert [line.split(" (")[0] for line in done.stderr.splitlines()] == [
         f"left out: 1 .txt in {photos}",
         skipped,

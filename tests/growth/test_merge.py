@@ -288,7 +288,7 @@ def test_how_models_were_trained_and_run_does_not_matter():
 
 
 def test_models_without_parameter_tokens():
-    with pytest.raises(InputError, match="Linear has no Pattention layer"):
+    with pytest.raises(InputError, match="give a TokenFormer"):
         merge(build(), nn.Linear(2, 2))
 
 

@@ -11,6 +11,7 @@ from timm.layers import set_scriptable
 from timm.utils import ModelEmaV3
 from torchvision.models.feature_extraction import create_feature_extractor
 
+from tokenformer_vit.growth import set_top_k
 from tokenformer_vit.ops import THETAS
 
 
@@ -43,6 +44,9 @@ def test_torchscript(small, theta):
             small(theta=theta, norm="bias", qk_norm=True, pattention_args={"learn_tau": learned})
             for learned in (False, True)
         ]
+        if THETAS[theta].has_gate:
+            models.append(small(theta=theta, pattention_args={"gate": "learned"}))
+        set_top_k(models[0], 9)
         scripted = [torch.jit.script(model) for model in models]
     x = images()
     for script, model in zip(scripted, models, strict=True):
@@ -98,12 +102,39 @@ def test_compile_inductor(small, theta):
     torch.testing.assert_close(torch.compile(model, fullgraph=True)(x), model(x))
 
 
-def test_export_with_a_free_batch_size(small):
+ANY_BATCH = ({0: torch.export.Dim("batch")},)
+
+
+def test_export_with_a_free_batch_size(small, tmp_path):
     model = small()
-    batch = torch.export.Dim("batch", min=1, max=64)
-    exported = torch.export.export(model, (images(),), dynamic_shapes=({0: batch},))
-    x = torch.randn(5, 3, 64, 64)
-    torch.testing.assert_close(exported.module()(x), model(x))
+    exported = torch.export.export(model, (images(),), dynamic_shapes=ANY_BATCH)
+    torch.export.save(exported, tmp_path / "model.pt2")
+    loaded = torch.export.load(tmp_path / "model.pt2").module()
+    for batch in (1, 5):
+        x = torch.randn(batch, 3, 64, 64)
+        torch.testing.assert_close(loaded(x), model(x))
+
+
+@pytest.mark.parametrize(
+    "theta",
+    [
+        "gelu_l2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in THETAS if name != "gelu_l2"),
+    ],
+)
+def test_onnx_with_a_free_batch_size(small, theta, tmp_path):
+    pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript")
+    runtime = pytest.importorskip("onnxruntime", reason="nothing else runs an ONNX file")
+    gate = {"pattention_args": {"gate": "fixed"}} if THETAS[theta].has_gate else {}
+    model = small(theta=theta, depth=1, **gate)
+    torch.onnx.export(
+        model, (images(),), tmp_path / "model.onnx", dynamic_shapes=ANY_BATCH, verbose=False
+    )
+    session = runtime.InferenceSession(tmp_path / "model.onnx")
+    for batch in (1, 5):
+        x = torch.randn(batch, 3, 64, 64)
+        (logits,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(logits), model(x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

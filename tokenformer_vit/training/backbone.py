@@ -17,6 +17,7 @@ from tokenformer_vit.models import compile_blocks, timm_state_dict
 from tokenformer_vit.models.checkpoints import load_model
 
 from .lora import merge_lora
+from .storage import secure_files
 
 
 @MODELS.register_module()
@@ -63,6 +64,7 @@ class TimmClassificationBackbone(BaseModule):
         **kwargs: Any,
     ) -> None:
         super().__init__()
+        secure_files()
         self.model: Any
         if stem_seed is not None and (checkpoint_path or pretrained):
             raise InputError(

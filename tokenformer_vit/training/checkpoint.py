@@ -23,10 +23,12 @@ from mmengine.runner import IterBasedTrainLoop
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.description import DESCRIPTION
 
-from .export import describe_classifier
+from .export import describe_classifier, run_facts
 from .guard import diverged, unwrap
 from .identity import check_identity, run_identity
 from .loop import validation_is_due
+from .mmengine_internals import is_resuming
+from .storage import secure_files
 from .termination import STATUS, PatientWorker, Termination
 from .transforms import seeded_transforms
 
@@ -58,6 +60,10 @@ class ExactCheckpointHook(CheckpointHook):
     _resumed: dict[str, Any] | None = None
     _identity: dict[str, Any] | None = None
     _termination: Termination | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        secure_files()
 
     def before_train(self, runner) -> None:
         """Take up the state of the checkpoint, if the run was resumed from one."""
@@ -169,7 +175,7 @@ class ExactCheckpointHook(CheckpointHook):
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Read our part of a checkpoint and turn the rest into what mmengine expects."""
-        if not runner._resume:
+        if not is_resuming(runner):
             return
         if "optimizer" not in checkpoint or "exact_resume" not in checkpoint:
             raise InputError(
@@ -222,7 +228,7 @@ class ExactCheckpointHook(CheckpointHook):
             unwrap(runner.model), runner.cfg, runner.train_dataloader.dataset.metainfo
         )
         if description is not None:
-            checkpoint[DESCRIPTION] = description
+            checkpoint[DESCRIPTION] = {**description, "card": _card(runner, checkpoint["meta"])}
 
     def _save_checkpoint_with_step(self, runner, step: int, meta: dict) -> None:
         def path(step: int) -> str:
@@ -280,6 +286,19 @@ class ExactCheckpointHook(CheckpointHook):
             "run": self._identity,
             "gradients": {name: gradient.cpu() for name, gradient in gradients.items()},
         }
+
+
+def _card(runner, meta: dict[str, Any]) -> dict[str, Any]:
+    """Return what a model card may say of the checkpoint: data and recipe, but no results.
+
+    The last validation was that of earlier weights.
+    """
+    facts = run_facts(runner)
+    training = {**facts.sections["Training"], "Iterations": f"{meta['iter']:,}"}
+    if training["Epochs"] is not None:
+        training["Epochs"] = meta["epoch"]
+    sections = {"Data": facts.sections["Data"], "Training": training}
+    return _plain(facts._replace(sections=sections, metrics=[])._asdict())
 
 
 def check_finite(runner) -> None:

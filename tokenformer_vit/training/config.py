@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from mmengine.config import Config, DictAction
+from mmengine.utils import import_modules_from_strings
 
 from tokenformer_vit.command_line import whole_number
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.vision.images import (
     IMAGE_SUFFIXES,
     class_folders,
@@ -20,8 +21,12 @@ from tokenformer_vit.vision.images import (
     scan_images,
 )
 
+from .mmengine_internals import base_files
 from .schema import check_values
+from .shipped import find_config, shipped_bases
 
+# What custom_imports named in configs of early versions.
+_FORMER_NAME = "tokenformer_vit.integrations"
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
 _KEYS = (
     "model",
@@ -70,6 +75,10 @@ def parse_run_arguments(
         args = parser.parse_args(argv)
     except ValueError:  # DictAction splits at "=" and trusts that there is one
         parser.error("--cfg-options takes KEY=VALUE")
+    except (AssertionError, RecursionError):  # of brackets that DictAction cannot read
+        parser.error(
+            "--cfg-options reads numbers, words and lists of them; dicts go into a config file"
+        )
     if args.local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(args.local_rank))
     return args
@@ -87,7 +96,7 @@ def load_config(
     """Read a config file, override parts of it, and check the values.
 
     Args:
-        path: Python config, with classic ``_base_`` inheritance.
+        path: Python config with classic ``_base_`` inheritance, or the name of a shipped one.
         options: Dotted keys and values, as from ``--cfg-options``; every key must exist.
         data_root: Root of the data, for all three loaders.
         batch_size: Images or sequences per process and iteration, for the loader ``batched``.
@@ -100,7 +109,7 @@ def load_config(
         InputError: If the file is missing or no Python config, an option names a key it has not,
             or a value is not allowed.
     """
-    cfg = _read(Path(path))
+    cfg = _read(find_config(path))
     missing = [key for key in _KEYS if key not in cfg]
     if missing:
         raise InputError(
@@ -147,17 +156,23 @@ def load_config(
 
 def _read(path: Path) -> Config:
     """Read a config, and nothing but Python."""
-    if not path.is_file():
-        raise InputError(f"there is no config {path}; `ls configs` shows those that come along")
     try:
         _check_is_python(path)
-        return Config.fromfile(path)
+        with shipped_bases():
+            cfg = Config.fromfile(path, import_custom_modules=False)
+        imports = cfg.get("custom_imports") or {}
+        if _FORMER_NAME in str(imports.get("imports")):
+            raise InputError(
+                f"{path} imports {_FORMER_NAME}, which is now called tokenformer_vit.training: "
+                "change the name in its custom_imports"
+            )
+        import_modules_from_strings(**imports)
+        return cfg
     except InputError:
         raise
     except Exception as error:  # a config is Python: it may fail in any way
-        reason = " ".join(str(error).split())
         raise InputError(
-            f"{path} is no usable config ({type(error).__name__}: {reason})"
+            f"{path} is no usable config ({type(error).__name__}: {one_line(error)})"
         ) from error
 
 
@@ -167,9 +182,9 @@ def _check_is_python(path: Path) -> None:
         raise InputError(
             f"{path} is no Python config: write it as a .py file, as those in configs/ are"
         )
-    for base in Config._get_base_files(str(path)):
+    for base in base_files(str(path)):
         inherited = path.parent / base
-        if "::" in base:  # of another package, where mmengine finds it
+        if "::" in base:  # of a package; those of this one are Python
             inherited = Path(base.rpartition("::")[2])
         if inherited.is_file() or inherited.suffix != ".py":
             _check_is_python(inherited)
@@ -229,8 +244,8 @@ def check_data_folders(cfg: Config, loaders: tuple[str, ...] = LOADERS) -> None:
     said = set()
     for name in loaders:
         dataset = cfg[name].dataset
-        if dataset.type not in ("ImageNet", "CustomDataset"):
-            continue  # another data set checks its own files
+        if dataset.type not in ("ImageNet", "CustomDataset") or dataset.get("ann_file"):
+            continue  # another data set checks its own files, and a list names them
         if "extensions" not in dataset:
             dataset.extensions = list(IMAGE_SUFFIXES)
         root = Path(dataset.data_root)

@@ -11,6 +11,7 @@ from typing import Any
 import matplotlib
 import torch
 from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
 from mmengine.config import Config, ConfigDict
 from mmengine.dist import is_main_process
 from mmengine.hooks import Hook
@@ -30,12 +31,16 @@ from .checkpoint import growth_hooks
 from .launch import config_explained
 from .loop import loading_explained
 from .reports import environment
+from .storage import secure_files
 
 FILES = ("metrics.json", "per_class.csv", "confusion_matrix.png")
 _COLUMNS = ("precision", "recall", "f1-score", "support")
-# Above this many classes only the best and the worst are printed, and labels would overlap.
+# Above this many classes only the best and the worst are printed, and a matrix has no numbers.
 _MANY = 30
 _ENDS = 10
+# Above this many classes a matrix has no room for the names.
+_MANY_CELLS = 50
+_LABEL = 32  # characters of a name in a chart
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,7 @@ def run_test(cfg: Config) -> Evaluation:
         InputError: If checkpoint, config and data do not fit each other, an image cannot be read,
             or the model's output is not finite.
     """
+    secure_files()
     with config_explained(cfg):
         runner = Runner.from_cfg(cfg)
     hook = _TestHook()
@@ -260,35 +266,83 @@ def write_evaluation(evaluation: Evaluation, folder: str | Path) -> None:
 
 
 def draw_confusion(confusion: Tensor, names: Sequence[str]) -> bytes:
-    """Draw a confusion matrix as a PNG, without a display.
+    """Draw a confusion matrix as a PNG, or of many classes the most confused pairs.
 
     Args:
         confusion: (K, K) int64, true class by predicted class.
-        names: K class names; they and the numbers are left out where there is no room for them.
+        names: K class names.
 
     Returns:
-        The content of a PNG file.
+        The content of a PNG file. Up to 50 classes it shows the matrix, with the numbers up to 30.
+        Above, the cells could not be read, and it shows bars of the 30 most frequent confusions.
     """
     matplotlib.use("Agg")  # before mmpretrain's plot asks pyplot for a window
     from matplotlib import pyplot
 
-    many = len(names) > _MANY
-    figure = ConfusionMatrix.plot(
-        confusion,
-        include_values=not many,
-        # Escaped: matplotlib reads what stands between two $ as a formula.
-        classes=None if many else [printable(name).replace("$", r"\$") for name in names],
-        show=False,
-    )
-    axes = figure.axes[0]
-    axes.tick_params(axis="x", labelrotation=90)
-    if many:
-        axes.set(xticks=[], yticks=[])
-        axes.set_title(f"{len(names)} classes, in the order of their index")
-        # So that a single image off the diagonal is seen beside many on it.
-        axes.images[0].set_norm(PowerNorm(0.4, vmin=0))
-    # Many classes need a pixel each at the least, or the diagonal would vanish between pixels.
+    # Escaped: matplotlib reads text between two $ as a formula.
+    labels = [_short(printable(name)).replace("$", r"\$") for name in names]
+    if len(names) > _MANY_CELLS:
+        figure = _draw_most_confused(confusion, labels)
+    else:
+        figure = ConfusionMatrix.plot(
+            confusion, include_values=len(names) <= _MANY, classes=labels, show=False
+        )
+        axes = figure.axes[0]
+        axes.tick_params(axis="x", labelrotation=90)
+        if len(names) > _MANY:
+            axes.tick_params(labelsize=6)
+            # Makes a single image off the diagonal visible beside many on it.
+            axes.images[0].set_norm(PowerNorm(0.4, vmin=0))
+        axes.set_title(f"Confusion matrix: {int(confusion.sum()):,} images, {len(names)} classes")
     picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=300 if many else 120, bbox_inches="tight")
+    figure.savefig(picture, format="png", dpi=150, bbox_inches="tight")
     pyplot.close(figure)
     return picture.getvalue()
+
+
+def most_confused(confusion: Tensor, number: int) -> list[tuple[int, int, int]]:
+    """List the most frequent confusions.
+
+    Args:
+        confusion: (K, K) int64, true class by predicted class.
+        number: Number of confusions, at most.
+
+    Returns:
+        True class, predicted class and number of images, from the most frequent on; ties in the
+        order of the classes.
+    """
+    wrong = confusion.clone().fill_diagonal_(0)
+    counts, places = wrong.flatten().sort(descending=True, stable=True)
+    return [
+        (*divmod(place, len(confusion)), count)
+        for place, count in zip(places[:number].tolist(), counts[:number].tolist(), strict=True)
+        if count
+    ]
+
+
+def _draw_most_confused(confusion: Tensor, labels: Sequence[str]) -> Figure:
+    pairs = most_confused(confusion, _MANY)
+    of_class = confusion.sum(dim=1).tolist()
+    shares = [100 * count / of_class[true] for true, _, count in pairs]
+    figure = Figure(figsize=(11, 1.5 + 0.25 * len(pairs)), layout="constrained")
+    axes = figure.subplots()
+    bars = axes.barh(range(len(pairs)), [count for *_, count in pairs], color="C1")
+    axes.bar_label(bars, [f"{share:.0f} %" for share in shares], padding=3)
+    axes.set_yticks(
+        range(len(pairs)),
+        [f"{labels[true]} taken for {labels[guess]}" for true, guess, _ in pairs],
+    )
+    axes.invert_yaxis()
+    axes.margins(x=0.12, y=0.02)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    right = int(confusion.diagonal().sum())
+    axes.set_xlabel("images (and their share of the true class)")
+    figure.suptitle(
+        f"Most frequent confusions of {len(labels)} classes; "
+        f"{right:,} of {int(confusion.sum()):,} images are right"
+    )
+    return figure
+
+
+def _short(label: str) -> str:
+    return label if len(label) <= _LABEL else f"{label[: _LABEL - 3]}..."

@@ -25,6 +25,7 @@ from tokenformer_vit.layers.segments import fuse_state_dict, part_name
 
 from .checkpoint import check_schedule_is_kept
 from .guard import unwrap
+from .mmengine_internals import is_resuming, set_last_values
 
 _PAIRS = ("num_qkv_param_tokens", "num_proj_param_tokens", "num_ffn_param_tokens")
 _UNITS = ("epoch", "iteration")
@@ -169,7 +170,7 @@ class GrowthHook(Hook):
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Grow to the size that the checkpoint's model had, before its weights are loaded."""
-        if runner._resume and "exact_resume" in checkpoint:
+        if is_resuming(runner) and "exact_resume" in checkpoint:
             # Before its tensors are found to be of another shape.
             progress = checkpoint["exact_resume"]
             check_schedule_is_kept(runner, progress)
@@ -187,7 +188,7 @@ class GrowthHook(Hook):
             self._grow(runner, optimizer)
         if self._done > started:
             _rewrap(runner)
-            if not runner._resume:
+            if not is_resuming(runner):
                 runner.logger.info(
                     f"The checkpoint's model is that after growth {self._done} of "
                     f"{len(self.schedule)} in the schedule; what is left of it comes to pass."
@@ -306,7 +307,7 @@ def _extend_schedulers(runner, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
             group.setdefault(f"initial_{name}", group[name])
         scheduler.base_values = [group[f"initial_{name}"] for group in optimizer.param_groups]
-        scheduler._last_value = [group[name] for group in optimizer.param_groups]
+        set_last_values(scheduler, [group[name] for group in optimizer.param_groups])
 
 
 @HOOKS.register_module()

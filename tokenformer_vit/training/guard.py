@@ -18,6 +18,9 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers.segments import fuse_state_dict
 from tokenformer_vit.models.checkpoints import model_faults
 
+from .mmengine_internals import accumulation, is_resuming
+from .storage import secure_files
+
 
 @HOOKS.register_module()
 class GuardHook(Hook):
@@ -32,14 +35,13 @@ class GuardHook(Hook):
 
     _classes: list[str] | None = None  # those that a resumed or tested checkpoint was trained on
 
+    def __init__(self) -> None:
+        secure_files()
+
     def before_train(self, runner) -> None:
         """Check the size of a batch, and the data."""
         scale = runner.auto_scale_lr or {}
-        number = (
-            runner.train_dataloader.batch_size
-            * runner.world_size
-            * runner.optim_wrapper._accumulative_counts
-        )
+        number = runner.train_dataloader.batch_size * runner.world_size * accumulation(runner)
         if not scale.get("enable") and number != scale.get("base_batch_size", number):
             runner.logger.warning(
                 f"An optimiser step takes {number} {self.unit}, but the learning rate is that of "
@@ -57,7 +59,7 @@ class GuardHook(Hook):
                 loader.dataset.metainfo.get("classes")
                 for loader in (runner.train_dataloader, runner.val_dataloader)
             )
-            if runner._resume:
+            if is_resuming(runner):
                 self._check_classes(runner.train_dataloader.dataset)
             if train != val:
                 odd = sorted(set(train) ^ set(val)) or ["their order"]

@@ -13,6 +13,8 @@ from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 
 from tokenformer_vit.errors import InputError
 
+from .mmengine_internals import accumulation
+
 
 @DATA_SAMPLERS.register_module()
 class ResumableSampler(DefaultSampler):
@@ -160,7 +162,7 @@ class ResumableIterLoop(IterBasedTrainLoop):
         self.runner.call_hook("before_train_epoch")
         loader: Any = self.dataloader
         optim: Any = self.runner.optim_wrapper
-        each = optim._accumulative_counts
+        each = accumulation(self.runner)
         # It counts batches, but was told of iterations.
         optim.initialize_count_status(self.runner.model, self._iter * each, self._max_iters * each)
         loader.sampler.start = self._iter * each * loader.batch_size
