@@ -140,17 +140,7 @@ def _run(
     before: Run | None,
     args: argparse.Namespace,
 ) -> Run:
-    """Make the run of a variant, learning rate and seed.
-
-    Args:
-        question: The question.
-        base: The sweep's config as its file has it.
-        cfg: The variant's config.
-        about: What the record says about the run so far.
-        lr: The learning rate, None for the config's.
-        before: The run from whose end it starts.
-        args: The command line of the sweep.
-    """
+    """Make the run of a variant's config ``cfg``, which differs from the file's config ``base``."""
     cfg, field = copy.deepcopy(cfg), question.field
     cfg["randomness"]["seed"] = about["seed"]
     if field.seed_key and not question.loads_weights:  # loaded weights need not be drawn alike
@@ -175,7 +165,9 @@ def _run(
     settings = difference(base, cfg)
     digest = {"lr": optimizer["lr"], "base": _digest(beginning), "settings": settings}
     stem, folder = Path(args.config).stem, Path("work_dirs", "ablations")
-    out = ROOT / "ablations" if is_projects(args.config) else Path(args.work_dir or folder)
+    # Records of this repository's configs belong to it, other records to whoever made them.
+    is_ours = Path(args.config).resolve().is_relative_to(ROOT / "configs")
+    out = ROOT / "ablations" if is_ours else Path(args.work_dir or folder)
     return Run(
         name=name,
         settings=settings,
@@ -187,11 +179,6 @@ def _run(
         work_dir=Path(args.work_dir or folder / question.name / stem),
         out=Path(args.out or out / "results" / f"{question.name}_{stem}"),
     )
-
-
-def is_projects(config: str) -> bool:
-    """Tell whether a config is one of this repository's, so that its records belong there."""
-    return Path(config).resolve().is_relative_to(ROOT / "configs")
 
 
 def _digest(config: Mapping[str, Any]) -> str:

@@ -27,7 +27,10 @@ FIGURES = {
     "tau": ("τ", "linear"),
 }
 # Line and name of each part of a block.
-PARTS: dict[str, tuple[Any, str]] = {"attn": ("-", "attention, mean of q, k, v, o"), "mlp": ("--", "feed-forward")}
+PARTS: dict[str, tuple[Any, str]] = {
+    "attn": ("-", "attention, mean of q, k, v, o"),
+    "mlp": ("--", "feed-forward"),
+}
 
 
 def draw_diagnostics(
