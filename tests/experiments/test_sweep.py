@@ -374,6 +374,15 @@ def test_the_table_of_own_records_is_beside_them(tmp_path, words, trainer, monke
         assert picture.width > 600
 
 
+def test_records_of_a_shipped_config_are_the_project_s(digits, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["--config", "digits_demo", "--data-root", str(digits), "--variants", "gelu_l2"]
+    (run,) = plan(SOFTMAX, parse(SOFTMAX, words))
+    assert run.out == ROOT / "ablations" / "results" / "softmax_digits_demo"
+    assert run.about["config"] == "configs/digits_demo.py"
+    assert run.work_dir == Path("work_dirs", "ablations", "softmax", "digits_demo")
+
+
 def test_jobs_run_side_by_side_and_share_the_gpus_out(words, trainer, monkeypatch):
     monkeypatch.setenv("TOGETHER", "3")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

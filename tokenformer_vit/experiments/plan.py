@@ -14,6 +14,7 @@ from mmengine.config import Config
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.schedule import check_schedule
+from tokenformer_vit.training.shipped import find_config, shipped_bases
 
 from .questions import Question
 from .run import ROOT, Run, difference, shown
@@ -34,10 +35,12 @@ def plan(question: Question, args: argparse.Namespace) -> list[Run]:
         InputError: If the config, its data, an option or the weights to start from are wrong, or
             two variants that should have as many parameters do not.
     """
+    args.config = str(find_config(args.config))
     load_config(args.config, args.cfg_options)  # checks both
     field = question.field
-    base = Config.fromfile(args.config).to_dict()
-    chosen = _chosen(question, args)
+    with shipped_bases():
+        base = Config.fromfile(args.config).to_dict()
+    chosen = _chosen(question, base, args)
     check_schedule(Config(chosen))
     shape, parameters = field.shape_of(question.start(chosen))
     length = chosen["train_cfg"][field.limit]
@@ -87,9 +90,9 @@ def plan(question: Question, args: argparse.Namespace) -> list[Run]:
     return list(runs.values())
 
 
-def _chosen(question: Question, args: argparse.Namespace) -> dict[str, Any]:
+def _chosen(question: Question, base: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """Return the sweep's config with the options of the command line."""
-    cfg = _merged(Config.fromfile(args.config).to_dict(), args.cfg_options or {})
+    cfg = _merged(copy.deepcopy(base), args.cfg_options or {})
     question.put_data_root(cfg, args.data_root)
     if args.batch_size is not None:
         cfg["train_dataloader"]["batch_size"] = args.batch_size
