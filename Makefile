@@ -27,7 +27,6 @@ lint: $(READY) ## style, types, import contract, names in pages, and tables agai
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/test_pages.py
-	$(BIN)/python ablations/render.py --check
 	$(BIN)/python ablations/tables.py --check
 
 # timm's wheel leaves its tests out, its source distribution has them.

@@ -1,9 +1,10 @@
 # GPT-2's size with 512 pairs, on English: the first of three languages that come in turn, each with
-# pairs of its own under a mask. ablations/lm_languages.py goes on with the others.
+# pairs of its own under a mask. ablations/lm_languages.py trains the other two.
 #
-# Paper:     has no such run; it is that of a course report (2024), whose masks were not applied
+# Paper:     no such run; a course report (2024) has one, but its masks were not applied
 # Data:      python tools/prepare_text.py --hub uonlp/CulturaX --hub-config en data/culturax_en \
-#                --tokenizer gpt2 --context-length 1024 --limit-tokens 1000000000, and so fr and es
+#                --tokenizer gpt2 --context-length 1024 --limit-tokens 1000000000
+#            (and the same for fr and es)
 # Batch:     8
 # Hardware:  not run
 # Command:   python tools/train.py configs/lm_culturax_en.py --amp

@@ -1,6 +1,6 @@
-# A TokenFormer of 0.15 M parameters on tiny Shakespeare, byte by byte, for the language ablations.
+# A TokenFormer of 0.15 M parameters on the bytes of tiny Shakespeare, for the language ablations.
 #
-# Paper:     has no such run
+# Paper:     no such run
 # Data:      python tools/prepare_text.py input.txt data/tinyshakespeare_64 --context-length 64 \
 #                --val-share 0.1
 # Batch:     32

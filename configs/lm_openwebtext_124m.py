@@ -1,10 +1,10 @@
-# The smallest of the growth series, 12 × 768 with 576 / 2304 pairs, on OpenWebText: 300 billion
-# tokens, as the Transformer that it is compared with.
+# The smallest model of the growth series, 12 × 768 with 576 / 2304 pairs, on 300 billion tokens of
+# OpenWebText, like the Transformer that it is compared with.
 #
 # Paper:     perplexity 16.41 on OpenWebText (arXiv:2410.23168, Figure 3)
 # Data:      python tools/prepare_text.py --hub Skylion007/openwebtext data/openwebtext \
 #                --tokenizer gpt2 --context-length 1024
-#            (if it is refused as a script: --hub-revision refs/convert/parquet)
+#            (if datasets refuses it as a script: --hub-revision refs/convert/parquet)
 # Batch:     480 = 8 GPUs x 12 with 5 steps
 # Hardware:  not run
 # Command:   torchrun --nproc_per_node=8 tools/train.py configs/lm_openwebtext_124m.py \

@@ -1,7 +1,7 @@
 # A TokenFormer of 0.15 M parameters that learns to write 16 digits backwards: the smallest check of
-# language training from one end to the other.
+# language training from text to generation.
 #
-# Paper:     has no such run
+# Paper:     no such run
 # Data:      python tools/prepare_text.py --reversal 20000 --val-share 0.05 data/reversal
 # Batch:     64
 # Hardware:  one CPU core beside other work, float32, 5 minutes

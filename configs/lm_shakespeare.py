@@ -1,6 +1,6 @@
-# A TokenFormer of 0.6 M parameters on tiny Shakespeare, byte by byte.
+# A TokenFormer of 0.6 M parameters on the bytes of tiny Shakespeare.
 #
-# Paper:     has no such run
+# Paper:     no such run
 # Data:      python tools/prepare_text.py input.txt data/tinyshakespeare --context-length 128 \
 #                --val-share 0.1
 # Batch:     32

@@ -64,9 +64,9 @@ def test_a_saved_model_is_the_same_model(tie, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_heads": 3}, "embed_dim 32 cannot be divided among 3 heads"),
-        ({"depth": 0}, "depth must be at least 1, but it is 0"),
-        ({"hidden_features": 0}, "hidden_features must be at least 1, but it is 0"),
+        ({"num_heads": 3}, "embed_dim 32 must be a multiple of num_heads 3"),
+        ({"depth": 0}, "depth must be at least 1, but got 0"),
+        ({"hidden_features": 0}, "hidden_features must be at least 1, but got 0"),
     ],
 )
 def test_sizes_that_do_not_fit(change, message):

@@ -17,19 +17,17 @@ writes every pruned model, as a folder that timm and the other commands load.
 
 import argparse
 import os
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
-from tokenformer_vit.command_line import printable, whole_number
+from tokenformer_vit.command_line import printable, typed_command, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import pattention_layers
 from tokenformer_vit.growth.prune import measure_usage
@@ -72,23 +70,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise InputError(f"the folder {out} is not writable; choose another --out")
 
     usage = None
-    try:
-        if prunes:
-            tqdm.write(f"measuring usage on {len(chosen)} images of {measured_on}", file=sys.stderr)
-            usage = measure_usage(model, tensor_batches(model, chosen, args.batch_size, device))
-        made = candidates(
-            model, dict.fromkeys(args.method), args.keep, usage, args.kinds, args.seed
-        )
-        tqdm.write(f"measuring accuracy on {len(samples)} images of {val}", file=sys.stderr)
-        points = measure_top1(made, samples, args.batch_size, device)
-    except torch.OutOfMemoryError as error:
-        raise InputError(
-            f"not enough GPU memory for --batch-size {args.batch_size} and "
-            f"{len(args.method)} × {len(args.keep)} models; give a smaller batch, or fewer methods "
-            "or shares"
-        ) from error
+    if prunes:
+        tqdm.write(f"measuring usage on {len(chosen)} images of {measured_on}", file=sys.stderr)
+        usage = measure_usage(model, tensor_batches(model, chosen, args.batch_size, device))
+    made = candidates(model, dict.fromkeys(args.method), args.keep, usage, args.kinds, args.seed)
+    tqdm.write(f"measuring accuracy on {len(samples)} images of {val}", file=sys.stderr)
+    points = measure_top1(made, samples, args.batch_size, device)
     record = {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": typed_command(),
         **environment(("torch", "torchvision", "timm"), device.type),
         "checkpoint": str(args.checkpoint),
         "data": str(val),

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     args = _parse(argv)
     if args.target.exists():
-        raise InputError(f"{args.target} already exists; remove it, or give another OUT")
+        raise InputError(f"{args.target} exists already; choose another OUT, or remove it")
     how = {
         "num_qkv_param_tokens": args.qkv,
         "num_proj_param_tokens": args.proj,
@@ -91,8 +91,8 @@ def _grow_model(args: argparse.Namespace, how: dict) -> None:
     print(
         f"{counts[0]:,} -> {counts[1]:,} parameters; on random images the output changed by "
         f"{_change(before, model):.1e}, relative to its largest entry\n"
-        f"Done. In {args.target}: model.safetensors, config.json and README.md. To continue training, "
-        f"set load_from={args.target}/model.safetensors and the new numbers of pairs"
+        f"Done. In {args.target}: model.safetensors, config.json and README.md. To continue "
+        f"training, set load_from={args.target}/model.safetensors and the new numbers of pairs"
         + (" and pattention_args=dict(gate='learned')" if gated else "")
         + " in the config"
     )

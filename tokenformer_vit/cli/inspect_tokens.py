@@ -23,8 +23,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import load_model
@@ -63,15 +61,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         **{"layer": args.layer, "tokens": args.tokens, "top": args.top, "skipped": skip},
         **{"batch_size": args.batch_size, "device": device},
     }
-    try:
-        if args.exemplars:
-            record = find_exemplars(model, paths, number=args.exemplars, **wanted)
-        else:
-            record = map_tokens(model, paths, **wanted)
-    except torch.OutOfMemoryError as error:
-        raise InputError(
-            f"not enough GPU memory for --batch-size {args.batch_size}; give a smaller one"
-        ) from error
+    if args.exemplars:
+        record = find_exemplars(model, paths, number=args.exemplars, **wanted)
+    else:
+        record = map_tokens(model, paths, **wanted)
     draw = draw_exemplars if args.exemplars else draw_maps
     draw(record, model, args.out / "tokens.png")
     write_record(args.out / "tokens.json", {"checkpoint": str(args.checkpoint), **record})

@@ -1,6 +1,7 @@
 """Load models from files and save them to files, with their description."""
 
 import errno
+import io
 import json
 import logging
 import tempfile
@@ -16,14 +17,22 @@ from timm.models import save_for_hf
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError, one_line
-from tokenformer_vit.files import new_folder
+from tokenformer_vit.files import new_folder, write_whole
 
 from .card import CardFacts, vision_card
-from .description import CARD, CONFIG, WEIGHT_FILES, find_description, read_description
-from .vit import TokenFormerViT, fit_state_dict
+from .description import (
+    CARD,
+    CONFIG,
+    DESCRIPTION,
+    WEIGHT_FILES,
+    describe_model,
+    find_description,
+    read_description,
+)
+from .vit import TokenFormerViT, classifier_state_dict, fit_state_dict, timm_state_dict
 from .weights import read_checkpoint, seal_tensors, state_dict_in
 
-__all__ = ["load_model", "model_faults", "save_model"]
+__all__ = ["load_model", "model_faults", "save_classifier", "save_model"]
 
 _LOCAL = "local-dir:"
 # The part of a description that is valid for any model arguments.
@@ -127,8 +136,8 @@ def save_model(
 
     Args:
         model: timm model.
-        folder: Folder for ``model.safetensors``, with the SHA-256 of its tensors, ``config.json`` and
-            the model card ``README.md``. A new folder appears complete; in an existing one these
+        folder: Folder for ``model.safetensors``, with the SHA-256 of its tensors, ``config.json``
+            and the model card ``README.md``. A new folder appears complete; in an existing one these
             files are replaced.
         label_names: Names of the classes, in order; default: the names in the model's
             configuration, if any.
@@ -154,6 +163,37 @@ def save_model(
         seal_tensors(partial / WEIGHT_FILES[0])
         card = vision_card(model, names, data_config, facts or CardFacts())
         (partial / CARD).write_text(card, encoding="utf-8", errors="backslashreplace")
+
+
+def save_classifier(model: nn.Module, path: Path) -> None:
+    """Write a checkpoint that ``load_from`` and ``init_cfg`` of an mmpretrain classifier read.
+
+    The classifier has a ``TimmClassificationBackbone`` and a ``LinearClsHead``.
+
+    Args:
+        model: timm model whose classifier is a linear ``head``.
+        path: The file. It also holds the description of the model, as training writes it.
+
+    Raises:
+        InputError: If the model has another classifier, or none.
+        OSError: If it cannot be written.
+    """
+    own: Any = model
+    if not isinstance(getattr(own, "head", None), nn.Linear):
+        raise InputError(
+            f"{type(model).__name__} has no linear classifier called 'head': export a TokenFormer "
+            "or one of timm's ViTs that was trained to classify"
+        )
+    names = own.pretrained_cfg.get("label_names")
+    content = {
+        "meta": {"dataset_meta": {"classes": list(names)}} if names else {},
+        "state_dict": classifier_state_dict(model.state_dict()),
+        DESCRIPTION: describe_model(model, own.num_classes, names, None),
+    }
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, buffer.getvalue())
 
 
 def _check_name(name: str) -> None:
@@ -275,6 +315,8 @@ def _load(model: nn.Module, state_dict: dict[str, Tensor], what: str, resample: 
     if not faults:
         if isinstance(model, TokenFormerViT):
             state_dict = fit_state_dict(state_dict, model)
+        elif any(name.startswith("backbone.model.") for name in state_dict):
+            state_dict = timm_state_dict(state_dict)
         faults = model_faults(model.state_dict(), state_dict)
     if faults:
         more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""

@@ -23,6 +23,7 @@ from tokenformer_vit.vision.images import (
 
 from .mmengine_internals import base_files
 from .schema import check_values
+from .shipped import find_config, shipped_bases
 
 # What custom_imports named in configs of early versions.
 _FORMER_NAME = "tokenformer_vit.integrations"
@@ -95,7 +96,7 @@ def load_config(
     """Read a config file, override parts of it, and check the values.
 
     Args:
-        path: Python config, with classic ``_base_`` inheritance.
+        path: Python config with classic ``_base_`` inheritance, or the name of a shipped one.
         options: Dotted keys and values, as from ``--cfg-options``; every key must exist.
         data_root: Root of the data, for all three loaders.
         batch_size: Images or sequences per process and iteration, for the loader ``batched``.
@@ -108,7 +109,7 @@ def load_config(
         InputError: If the file is missing or no Python config, an option names a key it has not,
             or a value is not allowed.
     """
-    cfg = _read(Path(path))
+    cfg = _read(find_config(path))
     missing = [key for key in _KEYS if key not in cfg]
     if missing:
         raise InputError(
@@ -155,11 +156,10 @@ def load_config(
 
 def _read(path: Path) -> Config:
     """Read a config, and nothing but Python."""
-    if not path.is_file():
-        raise InputError(f"there is no config {path}; `ls configs` shows those that come along")
     try:
         _check_is_python(path)
-        cfg = Config.fromfile(path, import_custom_modules=False)
+        with shipped_bases():
+            cfg = Config.fromfile(path, import_custom_modules=False)
         imports = cfg.get("custom_imports") or {}
         if _FORMER_NAME in str(imports.get("imports")):
             raise InputError(
@@ -184,7 +184,7 @@ def _check_is_python(path: Path) -> None:
         )
     for base in base_files(str(path)):
         inherited = path.parent / base
-        if "::" in base:  # of another package, where mmengine finds it
+        if "::" in base:  # of a package; those of this one are Python
             inherited = Path(base.rpartition("::")[2])
         if inherited.is_file() or inherited.suffix != ".py":
             _check_is_python(inherited)
@@ -244,8 +244,8 @@ def check_data_folders(cfg: Config, loaders: tuple[str, ...] = LOADERS) -> None:
     said = set()
     for name in loaders:
         dataset = cfg[name].dataset
-        if dataset.type not in ("ImageNet", "CustomDataset"):
-            continue  # another data set checks its own files
+        if dataset.type not in ("ImageNet", "CustomDataset") or dataset.get("ann_file"):
+            continue  # another data set checks its own files, and a list names them
         if "extensions" not in dataset:
             dataset.extensions = list(IMAGE_SUFFIXES)
         root = Path(dataset.data_root)

@@ -53,12 +53,7 @@ def parquet_splits(
     Raises:
         InputError: If files, splits, columns or labels are missing or wrong.
     """
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise InputError(
-            "reading parquet files needs pyarrow: pip install 'tokenformer-vit[data]'"
-        ) from error
+    import pyarrow.parquet as parquet  # of the extra [train]
 
     if not source.is_dir():
         raise InputError(f"there is no folder {source}; SOURCE is a folder with *.parquet files")
@@ -279,17 +274,10 @@ def digits_splits(val_fraction: float = 0.2) -> tuple[dict[str, Split], list[str
 
     Returns:
         The splits by folder name, and the class names "0" to "9".
-
-    Raises:
-        InputError: If scikit-learn is not installed.
     """
-    try:
-        from sklearn.datasets import load_digits
-        from sklearn.model_selection import train_test_split
-    except ImportError as error:
-        raise InputError(
-            "the digits come with scikit-learn: pip install 'tokenformer-vit[demo]'"
-        ) from error
+    from sklearn.datasets import load_digits  # of the extra [train]
+    from sklearn.model_selection import train_test_split
+
     digits: Any = load_digits()
     pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)  # (1797, 8, 8), 0..16 -> 0..255
     train, val = train_test_split(
