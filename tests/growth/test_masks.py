@@ -173,7 +173,7 @@ def test_masks_survive_a_file_and_growth(tasks, tmp_path):
             before = active(model)
         with loaded.use(*names):
             assert active(model) == before
-            assert 95 not in before[1]
+            assert 95 not in (before[1] or [95])
     assert [file.name for file in tmp_path.iterdir()] == ["masks.safetensors"]
 
 
