@@ -1,12 +1,12 @@
-# The Transformer in GPT-2's form, 124,475,904 parameters, trained as lm_openwebtext_124m.
+# The Transformer in the form of GPT-2, 124,475,904 parameters, trained like lm_openwebtext_124m.
 #
 # Paper:     perplexity 17.06 on OpenWebText (arXiv:2410.23168, Figure 3)
 # Data:      as for lm_openwebtext_124m
 # Batch:     480 = 8 GPUs x 12 with 5 steps
 # Hardware:  not run
-# Command:   torchrun --nproc_per_node=8 tools/train.py configs/lm_openwebtext_transformer.py \
-#                --launcher pytorch --amp --batch-size 12 \
-#                --cfg-options optim_wrapper.accumulative_counts=5
+# Command:   torchrun --nproc_per_node=8 --no-python \
+#                tokenformer-vit train configs/lm_openwebtext_transformer.py --launcher pytorch \
+#                --amp --batch-size 12 --cfg-options optim_wrapper.accumulative_counts=5
 # Expected:  not run
 _base_ = "lm_openwebtext_124m.py"
 

@@ -2,15 +2,18 @@
 
 import argparse
 import errno
+import logging
 import os
 import pickle
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
+from mmpretrain.datasets import CustomDataset
 from PIL import Image
 
 from tokenformer_vit.command_line import run_tool, whole_number
@@ -31,7 +34,7 @@ from tokenformer_vit.training.config import (
     scale_for_accumulation,
 )
 from tokenformer_vit.training.guard import check_weights
-from tokenformer_vit.training.launch import start_processes
+from tokenformer_vit.training.launch import TrainingRunner, run_training, start_processes
 from tokenformer_vit.training.schedule import check_schedule
 
 
@@ -123,7 +126,7 @@ def test_an_unreadable_image_is_named(tmp_path, content, suffix):
         LoadImage()({"img_path": str(path)})
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_corrupt_image_stops_training_with_its_name(train, data_root, tmp_path, workers):
     root = tmp_path / "images"
     shutil.copytree(data_root, root)
@@ -139,19 +142,24 @@ def test_a_corrupt_image_stops_training_with_its_name(train, data_root, tmp_path
     assert "dark/3.png" in line
 
 
-def test_an_empty_class_folder_is_named(train, data_root, tmp_path):
-    root = tmp_path / "images"
-    shutil.copytree(data_root, root)
+def test_an_empty_class_folder_is_named(config, data_root, tmp_path):
+    root = shutil.copytree(data_root, tmp_path / "images")
     for image in (root / "val" / "split").iterdir():
         image.unlink()
-    line = train.fails(tmp_path / "run", "--data-root", str(root))
-    assert "no images in 1 class folders" in line
-    assert "split" in line
+    loaders = {
+        f"{split}_dataloader": SimpleNamespace(dataset=CustomDataset(str(root), split, pipeline=[]))
+        for split in ("train", "val")
+    }
+    counts = SimpleNamespace(num_classes=3)
+    model = SimpleNamespace(head=counts, data_preprocessor=counts)
+    runner = SimpleNamespace(**loaders, model=model, val_loop=object(), _resume=False)
+    with pytest.raises(InputError, match=r"no images in 1 class folders .*: split; fill or remove"):
+        GuardHook().check_training(runner)
 
 
 def test_unknown_theta_lists_the_known(train, tmp_path):
     line = train.fails(tmp_path, "--cfg-options", "model.backbone.theta=gelu_l3")
-    assert "unknown Θ 'gelu_l3'; choose one of softmax, gelu_l1, gelu_l2, gelu_l2_post" in line
+    assert "theta must be one of softmax, gelu_l1, gelu_l2, gelu_l2_post" in line
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(train, tmp_path):
@@ -212,6 +220,7 @@ def test_labels_of_other_classes_are_refused():
         (["--batch-size", "0"], "'0' is not a whole number of at least 1"),
         (["--seed", "-1"], "'-1' is not a whole number of at least 0"),
         (["--cfg-options", "foo"], "--cfg-options takes KEY=VALUE"),
+        (["--cfg-options", "a=[dict(b=1,c=2)]"], "dicts go into a config file"),
     ],
 )
 def test_slips_on_the_command_line(config, capsys, arguments, message):
@@ -256,6 +265,49 @@ def test_a_config_that_is_none(tmp_path, text):
     with pytest.raises(InputError, match=r"broken\.py is n") as raised:
         load_config(tmp_path / "broken.py")
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "imports", [["tokenformer_vit.integrations"], "tokenformer_vit.integrations.language"]
+)
+def test_a_config_of_an_early_version_is_told_the_new_name(config, tmp_path, imports):
+    path = tmp_path / "early.py"
+    path.write_text(f"_base_ = {str(config)!r}\ncustom_imports = dict(imports={imports!r})\n")
+    with pytest.raises(InputError, match=r"early\.py .* now called tokenformer_vit\.training"):
+        load_config(path)
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """Let what a config names be built, and fail at a point of the run."""
+
+    def prepare(point, early=False):
+        class Built:
+            logger = logging.getLogger("test")
+            terminal = SimpleNamespace(built=False)
+            hooks: ClassVar[list] = []
+
+            def register_hook(self, hook):
+                self.hooks = [hook]
+
+            def train(self):
+                if not early:
+                    self.hooks[0].before_run(self)
+                raise RuntimeError(point)
+
+        monkeypatch.setattr(TrainingRunner, "from_cfg", lambda cfg: Built())
+
+    return prepare
+
+
+def test_only_errors_of_building_are_blamed_on_the_config(config, failing):
+    cfg = load_config(config)
+    failing("a scheduler", early=True)
+    with pytest.raises(InputError, match=r"small\.py cannot be used \(RuntimeError: a scheduler\)"):
+        run_training(cfg)
+    failing("a resumed validation")
+    with pytest.raises(RuntimeError, match="a resumed validation"):
+        run_training(cfg)
 
 
 def test_processes_without_torchrun(config, monkeypatch):

@@ -14,18 +14,6 @@ CLASSES = ("bright", "dark", "split")  # the folders of conftest.py
 
 
 @pytest.fixture(scope="module")
-def work_dir(train, tmp_path_factory):
-    work_dir = tmp_path_factory.mktemp("trained")
-    # A rate at which two epochs tell the classes apart, and an average that follows it.
-    train(
-        work_dir,
-        *("--cfg-options", "train_cfg.max_epochs=2", "optim_wrapper.optimizer.lr=5e-3"),
-        "default_hooks.ema.momentum=0.5",
-    )
-    return work_dir
-
-
-@pytest.fixture(scope="module")
 def images(data_root, tmp_path_factory):
     """Files of every class, and larger ones: PNG, which every decoder reads alike."""
     files = [data_root / "val" / name / f"{index}.png" for name in CLASSES for index in range(4)]
@@ -38,16 +26,16 @@ def images(data_root, tmp_path_factory):
 
 
 @pytest.mark.parametrize("given", ["path", "config"])
-def test_inferencer_agrees_with_the_export(given, config, work_dir, images):
+def test_inferencer_agrees_with_the_export(given, config, trained, images):
     inferencer = ImageClassificationInferencer(
         model=str(config) if given == "path" else load_config(config),
-        pretrained=str(work_dir / "epoch_2.pth"),
+        pretrained=str(trained.work_dir / "epoch_2.pth"),
         device="cpu",
     )
     assert tuple(inferencer.classes) == CLASSES  # the checkpoint's: the config names none
     results = inferencer([str(path) for path in images], batch_size=4)
 
-    model = timm.create_model(f"local-dir:{work_dir}", pretrained=True).eval()
+    model = timm.create_model(f"local-dir:{trained.work_dir}", pretrained=True).eval()
     transform = create_transform(**resolve_model_data_config(model))
     assert len(results) == len(images)
     for path, result in zip(images, results, strict=True):

@@ -1,26 +1,31 @@
-"""What a run shows: the progress bar, the curves, the record."""
+"""What a run leaves behind: the record, the curves, the export and its card."""
 
-import io
 import json
-import logging
-import subprocess
+import math
 import sys
+from importlib import import_module
 from importlib.util import find_spec
-from types import SimpleNamespace
 
 import pytest
+import timm
 import torch
+from matplotlib.figure import Figure
 from mmengine.device import get_device
 from mmengine.optim import OptimWrapper
 from PIL import Image
+from timm.data import create_transform, resolve_model_data_config
 
-from tokenformer_vit.training import AutocastOptimWrapper, ProgressHook, reports
+from tokenformer_vit.cli import export
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.training import AutocastOptimWrapper
 from tokenformer_vit.training.reports import (
     _peak_mib,
     draw_curves,
     environment,
     read_scalars,
 )
+
+CLASSES = ("bright", "dark", "split")  # the folders of conftest.py
 
 
 def write_log(path, *records):
@@ -49,71 +54,67 @@ def test_logs_of_resumed_runs_are_merged(tmp_path):
     assert [record["loss"] for record in train.values()] == [3.0, 2.5, 1.5]
     assert {step: record["accuracy/top1"] for step, record in val.items()} == {1: 10.0, 2: 20.0}
 
-    draw_curves(train, val, tmp_path / "curves.png")
-    with Image.open(tmp_path / "curves.png") as picture:
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Collect the figures that are saved, by their panels' titles."""
+    figures = []
+    save = Figure.savefig
+
+    def savefig(figure, *arguments, **options):
+        figures.append(figure)
+        return save(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+
+    def panels():
+        (figure,) = figures
+        return figure.get_suptitle(), {
+            axes.get_title(): {
+                line.get_label(): line.get_xydata().tolist()
+                for line in axes.lines
+                if not line.get_label().startswith("_")
+            }
+            for axes in figure.axes
+        }
+
+    return panels
+
+
+def test_curves_of_a_classifier_have_a_title_and_the_validation_loss(drawn, tmp_path):
+    train = {step: {"loss": 4.0 - step, "lr": 0.1} for step in (1, 2, 3)}
+    val = {
+        1: {"accuracy/top1": 10.0, "accuracy/top5": 40.0, "cross_entropy": 2.5},
+        2: {"accuracy/top1": 20.0, "accuracy/top5": 50.0, "cross_entropy": 1.5},
+    }
+    path = tmp_path / "curves.png"
+    draw_curves(train, val, path, growth=[2], iters_per_epoch=2, title="digits")
+    title, panels = drawn()
+    assert title == "digits: top-1 20.00, top-5 50.00"
+    loss, accuracy, _ = panels.values()
+    assert loss["training"] == [[0.5, 3.0], [1.0, 2.0], [1.5, 1.0]]  # over epochs, as all panels
+    assert loss["validation"] == [[1.0, 2.5], [2.0, 1.5]]
+    assert loss["model grew"] == [[1.0, 0.0], [1.0, 1.0]]
+    assert accuracy == {"top-1": [[1, 10], [2, 20]], "top-5": [[1, 40], [2, 50]]}
+    assert list(panels) == ["loss (nats)", "validation accuracy (%)", "learning rate"]
+    with Image.open(path) as picture:
         assert picture.width > 1000
-        assert len(picture.convert("RGB").getcolors(100_000)) > 3  # the three lines were drawn
 
 
-def test_the_bar_shows_progress_and_eta_in_a_terminal(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    stream = Terminal()
-    monkeypatch.setattr(sys, "stderr", stream)
-    runner = SimpleNamespace(
-        max_iters=10,
-        iter=4,
-        epoch=1,
-        max_epochs=3,
-        train_loop=None,
-        logger=logging.getLogger("test"),
-    )
-    hook = ProgressHook()
-    hook.before_train(runner)
-    for _ in range(3):
-        hook.after_train_iter(runner, 0, None, {"loss": torch.tensor(1.25)})
-    hook._bar.refresh()
-    hook.after_train(runner)
-    text = stream.getvalue()
-    assert "7/10" in text
-    assert "epoch=2/3, loss=1.2500" in text
+def test_curves_of_a_text_have_the_loss_of_its_perplexity(drawn, tmp_path):
+    train = {step: {"loss": 4.0 - step, "lr": 0.1} for step in (1, 2)}
+    val = {2: {"perplexity": math.exp(2), "perplexity/en": 5.0, "perplexity/fr": 9.0}}
+    draw_curves(train, val, tmp_path / "curves.png", iters_per_epoch=None)
+    _, panels = drawn()
+    loss, perplexity, _ = panels.values()
+    assert loss["training"] == [[1.0, 3.0], [2.0, 2.0]]
+    assert loss["validation"] == [[2.0, 2.0]]
+    assert perplexity == {"en": [[2, 5]], "fr": [[2, 9]]}
 
 
-def test_the_eta_counts_the_validations_to_come(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    now = 0.0
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setattr("tqdm.std.time", lambda: now)
-    monkeypatch.setattr(reports.time, "monotonic", lambda: now)
-    loop = SimpleNamespace(epoch=0, max_epochs=4, val_begin=1, val_interval=1)
-    runner = SimpleNamespace(
-        max_iters=20, iter=0, epoch=0, max_epochs=4, train_loop=loop, logger=logging.getLogger("x")
-    )
-    hook = ProgressHook()
-    hook.before_train(runner)
-    etas = []
-    for epoch, seconds in enumerate((20, 40), start=1):
-        for _ in range(5):
-            now += 1.0
-            hook.after_train_iter(runner, 0, None, {"loss": torch.tensor(1.25)})
-        loop.epoch = epoch
-        hook.before_val(runner)
-        now += seconds
-        hook.after_val(runner)
-        state = hook._bar.format_dict
-        assert state["rate"] == pytest.approx(1)  # of training alone
-        assert state["elapsed"] == now
-        etas.append(state["eta"])
-    hook._bar.refresh()
-    hook.after_train(runner)
-    # 15 iterations and 3 validations like the first; then 10 and 2 of what both took on average.
-    assert etas == ["01:15", "01:10"]
-    assert "10/20 [01:10<01:10" in sys.stderr.getvalue()
+def test_curves_of_an_earlier_run_have_no_validation_loss(drawn, tmp_path):
+    draw_curves({1: {"loss": 3.0, "lr": 0.1}}, {1: {"accuracy/top1": 9.0}}, tmp_path / "c.png")
+    assert list(drawn()[1]["loss (nats)"]) == ["training"]
 
 
 def test_bfloat16_training_needs_no_gpu():
@@ -126,18 +127,65 @@ def test_bfloat16_training_needs_no_gpu():
         assert model(images).dtype == torch.float32
 
 
-def test_training_under_autocast_ends_with_a_record(train, tmp_path):
-    train(tmp_path, "--amp", "--seed", "5", "--cfg-options", "train_cfg.max_epochs=2")
-    record = json.loads((tmp_path / "record.json").read_text())
+def test_training_ends_with_a_record(trained):
+    record = json.loads((trained.work_dir / "record.json").read_text())
     assert record["dtype"] == "bfloat16 autocast"
     assert (record["seed"], record["epochs"], record["iterations"]) == (5, 2, 12)
-    assert (record["images_per_step"], record["train_images"]) == (8, 48)
+    assert (record["images_per_step"], record["train_images"]) == (16, 48)
     assert record["peak_mib"] > 100
     assert record["loss_first"] == pytest.approx(1.0986, abs=0.02)  # ln 3: the head starts at zero
     assert record["versions"]["torch"] == torch.__version__
     assert 0 <= record["accuracy/top1"] <= 100
     if find_spec("tensorboard"):
-        assert list(tmp_path.glob("*/vis_data/events.out.tfevents.*"))
+        assert list(trained.work_dir.glob("*/vis_data/events.out.tfevents.*"))
+
+
+def test_the_exported_folder_says_what_is_known_of_the_run(trained, data_root):
+    record = json.loads((trained.work_dir / "record.json").read_text())
+    card = (trained.work_dir / "README.md").read_text(encoding="utf-8")
+    for fact in (
+        "Folder: " + data_root.name,
+        "Training images: 48",
+        "Validation images: 48",
+        "Classes: 3 (bright, dark, split)",
+        "Config: small.py",
+        "Epochs: 2",
+        "Iterations: 12",
+        "Optimiser: AdamW",
+        "Learning rate: 0.005",
+        "Batch size (images a step): 16",
+        "Precision: bfloat16 autocast",
+        "Weights: exponential moving average",
+        "Seed: 5",
+        f"Top-1 accuracy: {record['accuracy/top1']:.4g} %",
+    ):
+        assert f"- {fact}" in card, fact
+    assert str(data_root.parent) not in card  # a path may be private
+    assert "datasets:" not in card  # a folder does not say which data set it is
+
+
+def test_the_export_of_a_checkpoint_knows_data_and_recipe_but_no_results(trained, tmp_path):
+    export.main([str(trained.work_dir / "epoch_1.pth"), str(tmp_path / "out")])
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "- Training images: 48" in card
+    assert "- Epochs: 1\n- Iterations: 6\n" in card
+    assert "## Validation" not in card
+    assert "accuracy" not in card
+
+
+def test_the_validation_loss_is_the_cross_entropy_of_the_exported_model(trained, data_root):
+    """The export holds the averaged weights, with which the last validation was made."""
+    model = timm.create_model(f"local-dir:{trained.work_dir}", pretrained=True).eval()
+    transform = create_transform(**resolve_model_data_config(model))
+    files = sorted((data_root / "val").glob("*/*.png"))
+    images = torch.stack([transform(Image.open(file)) for file in files])
+    labels = torch.tensor([CLASSES.index(file.parent.name) for file in files])
+    with torch.no_grad():
+        expected = torch.nn.functional.cross_entropy(model(images), labels).item()
+    _, val = read_scalars(sorted(trained.work_dir.glob("*/vis_data/scalars.json")))
+    assert list(val) == [1, 2]
+    assert val[2]["cross_entropy"] == pytest.approx(expected, rel=1e-4)
+    assert val[1]["cross_entropy"] != pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's memory is known everywhere")
@@ -152,35 +200,26 @@ def test_a_machine_without_git_is_no_obstacle(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("module", "error", "line"),
+    ("module", "error", "remedy"),
     [
         # Where transformers and pycocotools are both installed.
-        (
-            "mmpretrain.models",
-            'TypeError("NoneType takes no arguments")',
-            "error: mmpretrain cannot be imported while transformers and pycocotools",
-        ),
+        ("mmpretrain.models", TypeError("NoneType takes no arguments"), "uninstall pycocotools"),
         # On a server without graphics libraries.
         (
-            "cv2",
-            'ImportError("libGL.so.1: cannot open shared object file")',
-            "error: OpenCV, which mmcv needs, finds no libGL on this machine",
+            "mmpretrain.datasets",
+            ImportError("libGL.so.1: cannot open shared object file"),
+            "apt-get install libgl1",
         ),
     ],
 )
-def test_an_unusable_installation_is_explained(module, error, line):
-    code = f"""
-import sys
-class Finder:
-    def find_spec(self, name, *_):
-        if name == "{module}":
-            raise {error}
-sys.meta_path.insert(0, Finder())
-from tokenformer_vit.command_line import run_tool
-def main():
-    import tokenformer_vit.training
-run_tool(main)
-"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.returncode == 1
-    assert run.stderr.splitlines()[-1].startswith(line)
+def test_an_unusable_installation_is_explained(module, error, remedy, monkeypatch):
+    class Finder:
+        def find_spec(self, name, *_):
+            if name == module:
+                raise error
+
+    for name in (module, "tokenformer_vit.training"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    with pytest.raises(InputError, match=remedy):
+        import_module("tokenformer_vit.training")

@@ -1,8 +1,9 @@
-"""mmengine reads checkpoints by our loader alone, whatever they are called."""
+"""mmengine reads files without running code, and a run notices data and signals that change it."""
 
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -11,7 +12,10 @@ import mmengine
 import pytest
 import torch
 from mmengine.dataset import BaseDataset
+from mmengine.registry import DefaultScope
 from mmengine.runner import CheckpointLoader
+from mmengine.runner.checkpoint import load_from_local
+from mmpretrain.registry import HOOKS, MODELS
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers.segments import fuse_state_dict
@@ -19,8 +23,22 @@ from tokenformer_vit.training.checkpoint import ExactCheckpointHook
 from tokenformer_vit.training.guard import classes_of
 from tokenformer_vit.training.identity import check_identity, run_identity
 from tokenformer_vit.training.launch import is_first
-from tokenformer_vit.training.storage import load_plain_checkpoint
+from tokenformer_vit.training.mmengine_internals import checkpoint_schemes
+from tokenformer_vit.training.storage import AtomicLocalBackend, load_plain_checkpoint, secure_files
 from tokenformer_vit.training.termination import PatientWorker, Termination
+
+BACKBONE = {
+    "type": "TimmClassificationBackbone",
+    "model_name": "tokenformer_tiny",
+    "embed_dim": 24,
+    "depth": 1,
+    "num_heads": 2,
+}
+
+
+@pytest.fixture(autouse=True)
+def secured():
+    secure_files()
 
 
 @pytest.mark.parametrize(
@@ -40,12 +58,61 @@ from tokenformer_vit.training.termination import PatientWorker, Termination
     ],
 )
 def test_what_lies_elsewhere_is_not_loaded(name):
-    with pytest.raises(InputError, match="is no local file: download it first"):
+    with pytest.raises(InputError, match="download it first"):
         CheckpointLoader.load_checkpoint(name, "cpu", logger="silent")
 
 
 def test_every_scheme_of_mmengine_has_our_loader():
-    assert set(CheckpointLoader._schemes.values()) == {load_plain_checkpoint}
+    before = checkpoint_schemes()
+    assert set(before.values()) == {load_plain_checkpoint}
+    secure_files()
+    assert checkpoint_schemes() == before
+    assert isinstance(mmengine.fileio.get_file_backend("x.pth"), AtomicLocalBackend)
+
+
+def test_importing_replaces_nothing_and_a_plain_runner_is_safe(tmp_path):
+    mark, trap = tmp_path / "executed", tmp_path / "trap.pth"
+    (tmp_path / "plain.py").write_text(
+        "custom_imports = dict(imports=['tokenformer_vit.training'])\n"
+        "default_scope = 'mmpretrain'\n"
+        f"model = dict(type='ImageClassifier', backbone={BACKBONE!r})\n"
+        f"work_dir, load_from = {str(tmp_path / 'run')!r}, {str(trap)!r}\n"
+    )
+    code = f"""
+import pathlib, torch
+from mmengine.config import Config
+from mmengine.fileio import LocalBackend, get_file_backend
+from mmengine.fileio.handlers import file_handlers
+from mmengine.runner import CheckpointLoader, Runner
+before = dict(CheckpointLoader._schemes), dict(file_handlers)
+import tokenformer_vit.training.storage, tokenformer_vit.cli.train
+cfg = Config.fromfile({str(tmp_path / "plain.py")!r})
+assert (dict(CheckpointLoader._schemes), dict(file_handlers)) == before
+assert type(get_file_backend("x.pth")) is LocalBackend
+class Trap:
+    def __reduce__(self):
+        return pathlib.Path.touch, (pathlib.Path({str(mark)!r}),)
+torch.save({{"trap": Trap()}}, {str(trap)!r})
+Runner.from_cfg(cfg).load_or_resume()
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "trap.pth is damaged or holds more than tensors" in run.stderr.splitlines()[-1]
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("registry", "part"),
+    [
+        (HOOKS, {"type": "GuardHook"}),
+        (HOOKS, {"type": "ExactCheckpointHook"}),
+        (MODELS, BACKBONE),
+    ],
+)
+def test_each_part_that_meets_a_checkpoint_secures_the_files(registry, part, monkeypatch):
+    monkeypatch.setattr(CheckpointLoader, "_schemes", {"": load_from_local})
+    with DefaultScope.overwrite_default_scope("mmpretrain"):
+        registry.build(dict(part))
+    assert CheckpointLoader._schemes == {"": load_plain_checkpoint}
 
 
 def test_a_file_may_have_a_name_like_a_scheme(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
-"""What mmengine and mmpretrain lack to train TokenFormer; importing it registers the pieces.
+"""What mmengine and mmpretrain lack to train TokenFormer.
 
-Configs name this package in ``custom_imports``. It is the one place that imports mmpretrain.
+Configs name this package in ``custom_imports``. An import adds its classes to mmpretrain's
+registries and replaces nothing; :func:`secure_files` says what a run replaces, and when.
 """
 
 import warnings
@@ -40,14 +41,17 @@ from .in_memory import ImagesInMemory
 from .labels import LabelHead, LabelPreprocessor, PackLabels
 from .loop import EndlessSampler, ResumableEpochLoop, ResumableIterLoop, ResumableSampler
 from .lora import LoRABackbone
+from .metrics import AccuracyAndLoss
 from .optim import AccumulationEMAHook, AutocastOptimWrapper
 from .parameter_groups import MergedLayerDecayConstructor, MergedOptimWrapperConstructor
-from .reports import CurvesHook, ExportHook, ProgressHook, RecordHook
-from .storage import AtomicLocalBackend, load_plain_checkpoint
+from .progress import ProgressHook
+from .reports import CurvesHook, ExportHook, RecordHook
+from .storage import AtomicLocalBackend, load_plain_checkpoint, secure_files
 from .transforms import LoadImage, SeededTransforms
 
 __all__ = [
     "AccumulationEMAHook",
+    "AccuracyAndLoss",
     "AtomicLocalBackend",
     "AutocastOptimWrapper",
     "CostHook",
@@ -76,4 +80,5 @@ __all__ = [
     "TimmClassificationBackbone",
     "load_plain_checkpoint",
     "read_diagnostics",
+    "secure_files",
 ]

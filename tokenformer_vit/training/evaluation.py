@@ -1,4 +1,4 @@
-"""Testing a trained classifier: which figures, from which weights, and what is left behind."""
+"""Test a trained classifier: measure it, print the figures, write them to files."""
 
 import csv
 import io
@@ -11,6 +11,7 @@ from typing import Any
 import matplotlib
 import torch
 from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
 from mmengine.config import Config, ConfigDict
 from mmengine.dist import is_main_process
 from mmengine.hooks import Hook
@@ -30,12 +31,16 @@ from .checkpoint import growth_hooks
 from .launch import config_explained
 from .loop import loading_explained
 from .reports import environment
+from .storage import secure_files
 
 FILES = ("metrics.json", "per_class.csv", "confusion_matrix.png")
 _COLUMNS = ("precision", "recall", "f1-score", "support")
-# Above this many classes only the best and the worst are printed, and labels would overlap.
+# Above this many classes only the best and the worst are printed, and a matrix has no numbers.
 _MANY = 30
 _ENDS = 10
+# Above this many classes a matrix has no room for the names.
+_MANY_CELLS = 50
+_LABEL = 32  # characters of a name in a chart
 
 
 @dataclass(frozen=True)
@@ -65,11 +70,11 @@ class Evaluation:
 
 
 def configure_test(cfg: Config, checkpoint: str | Path, out: str | Path) -> None:
-    """Turn the config of a training run into that of a test of one of its checkpoints.
+    """Turn the config of a training run into the config of a test.
 
-    Of the hooks only ``GuardHook`` stays, and ``GrowthHook``, which makes the model as large as
-    that of the checkpoint: the others write a run's logs and weights. An ``EMAHook`` has nothing to
-    do here, since the ``state_dict`` of a checkpoint already holds the averaged weights.
+    Only two hooks stay: ``GuardHook``, and ``GrowthHook``, which gives the model the size of the
+    checkpoint. The others write logs and weights of a run. ``EMAHook`` is not needed, because the
+    ``state_dict`` of a checkpoint already holds the averaged weights.
 
     Args:
         cfg: The config, changed in place.
@@ -77,13 +82,13 @@ def configure_test(cfg: Config, checkpoint: str | Path, out: str | Path) -> None
         out: Folder for the results; it is made.
 
     Raises:
-        InputError: If the config is of no classifier, there is no such checkpoint, or the folder
-            cannot be made.
+        InputError: If the config is not one of a classifier, the checkpoint does not exist, or the
+            folder cannot be made.
     """
     if not cfg.model.get("head"):
         raise InputError(
-            f"{cfg.filename} is of no image classifier; a language model is evaluated by "
-            "tools/evaluate_lm.py"
+            f"{cfg.filename} trains no image classifier: evaluate a language model by "
+            "`tokenformer-vit evaluate-lm`"
         )
     if not Path(checkpoint).is_file():
         raise InputError(f"there is no checkpoint {checkpoint}")
@@ -97,7 +102,7 @@ def configure_test(cfg: Config, checkpoint: str | Path, out: str | Path) -> None
     cfg.work_dir = str(out)  # not the run's own, whose dumped config would be overwritten
     backbone = cfg.model.backbone.get("module", cfg.model.backbone)  # LoRA has one within
     for start in ("checkpoint_path", "pretrained"):
-        # What training started from is replaced by the checkpoint, and may be gone by now.
+        # Not needed: the checkpoint replaces these weights, and the file may not exist any more.
         if backbone.get(start):
             backbone[start] = type(backbone[start])()
     num_classes = cfg.model.head.num_classes
@@ -106,14 +111,14 @@ def configure_test(cfg: Config, checkpoint: str | Path, out: str | Path) -> None
         {"type": "SingleLabelMetric", "average": None, "items": _COLUMNS},
         {"type": "ConfusionMatrix", "num_classes": num_classes},
     ]
-    # None removes what mmengine would add by itself; its logger would print the whole matrix.
+    # None removes mmengine's default hooks; its logger would print the whole matrix.
     unwanted = ("timer", "sampler_seed", "logger", "param_scheduler", "checkpoint")
     cfg.default_hooks = ConfigDict({"guard": {"type": "GuardHook"}, **dict.fromkeys(unwanted)})
     cfg.custom_hooks = growth_hooks(cfg)
 
 
 class _TestHook(Hook):
-    """Shows progress, notes where the weights come from, and stops if they give no answers."""
+    """Shows progress, notes the epoch of the weights, and stops if the output is not finite."""
 
     epoch: int | None = None
     averaged: bool | None = None
@@ -140,7 +145,8 @@ class _TestHook(Hook):
         scores = torch.stack([sample.pred_score for sample in outputs or ()])  # (B, K)
         if not scores.isfinite().all():
             raise InputError(
-                "the model's output is not finite; its checkpoint is of a training that diverged"
+                "the model's output is not finite, because its training diverged: test an earlier "
+                "checkpoint"
             )
         self._bar.update()
 
@@ -149,15 +155,16 @@ class _TestHook(Hook):
 
 
 def run_test(cfg: Config) -> Evaluation:
-    """Test what :func:`configure_test` has prepared.
+    """Run the test that :func:`configure_test` prepared.
 
     Returns:
-        The figures, on every process those of all images together.
+        The figures of all images, the same on every process.
 
     Raises:
         InputError: If checkpoint, config and data do not fit each other, an image cannot be read,
             or the model's output is not finite.
     """
+    secure_files()
     with config_explained(cfg):
         runner = Runner.from_cfg(cfg)
     hook = _TestHook()
@@ -188,7 +195,7 @@ def run_test(cfg: Config) -> Evaluation:
 
 
 def print_evaluation(evaluation: Evaluation, console: Console) -> None:
-    """Print the accuracy and a table of the classes, of many only the best and the worst."""
+    """Print the accuracy and a table of the classes; of many classes the best and the worst."""
     rows = evaluation.classes
     title, ends = "classes", {}
     if len(rows) > _MANY:
@@ -222,7 +229,7 @@ def print_evaluation(evaluation: Evaluation, console: Console) -> None:
 
 
 def write_evaluation(evaluation: Evaluation, folder: str | Path) -> None:
-    """Write :data:`FILES` into a folder, each whole or not at all.
+    """Write :data:`FILES` into a folder; each file is complete or absent.
 
     Raises:
         InputError: If a file cannot be written.
@@ -247,7 +254,7 @@ def write_evaluation(evaluation: Evaluation, folder: str | Path) -> None:
 
     names = [row["class"] for row in evaluation.classes]
     contents = (
-        # What a folder's name has of undecodable bytes becomes an escape that JSON knows.
+        # Undecodable bytes in a folder's name become escapes, which JSON can hold.
         text.encode(errors="backslashreplace"),
         lines.getvalue().encode(errors="backslashreplace"),
         draw_confusion(evaluation.confusion, names),
@@ -260,35 +267,83 @@ def write_evaluation(evaluation: Evaluation, folder: str | Path) -> None:
 
 
 def draw_confusion(confusion: Tensor, names: Sequence[str]) -> bytes:
-    """Draw a confusion matrix as a PNG, without a display.
+    """Draw a confusion matrix as a PNG, or of many classes the most confused pairs.
 
     Args:
         confusion: (K, K) int64, true class by predicted class.
-        names: K class names; they and the numbers are left out where there is no room for them.
+        names: K class names.
 
     Returns:
-        The content of a PNG file.
+        The content of a PNG file. Up to 50 classes it shows the matrix, with the numbers up to 30.
+        Above, the cells could not be read, and it shows bars of the 30 most frequent confusions.
     """
     matplotlib.use("Agg")  # before mmpretrain's plot asks pyplot for a window
     from matplotlib import pyplot
 
-    many = len(names) > _MANY
-    figure = ConfusionMatrix.plot(
-        confusion,
-        include_values=not many,
-        # Escaped: matplotlib reads what stands between two $ as a formula.
-        classes=None if many else [printable(name).replace("$", r"\$") for name in names],
-        show=False,
-    )
-    axes = figure.axes[0]
-    axes.tick_params(axis="x", labelrotation=90)
-    if many:
-        axes.set(xticks=[], yticks=[])
-        axes.set_title(f"{len(names)} classes, in the order of their index")
-        # So that a single image off the diagonal is seen beside many on it.
-        axes.images[0].set_norm(PowerNorm(0.4, vmin=0))
-    # Many classes need a pixel each at the least, or the diagonal would vanish between pixels.
+    # Escaped: matplotlib reads text between two $ as a formula.
+    labels = [_short(printable(name)).replace("$", r"\$") for name in names]
+    if len(names) > _MANY_CELLS:
+        figure = _draw_most_confused(confusion, labels)
+    else:
+        figure = ConfusionMatrix.plot(
+            confusion, include_values=len(names) <= _MANY, classes=labels, show=False
+        )
+        axes = figure.axes[0]
+        axes.tick_params(axis="x", labelrotation=90)
+        if len(names) > _MANY:
+            axes.tick_params(labelsize=6)
+            # Makes a single image off the diagonal visible beside many on it.
+            axes.images[0].set_norm(PowerNorm(0.4, vmin=0))
+        axes.set_title(f"Confusion matrix: {int(confusion.sum()):,} images, {len(names)} classes")
     picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=300 if many else 120, bbox_inches="tight")
+    figure.savefig(picture, format="png", dpi=150, bbox_inches="tight")
     pyplot.close(figure)
     return picture.getvalue()
+
+
+def most_confused(confusion: Tensor, number: int) -> list[tuple[int, int, int]]:
+    """List the most frequent confusions.
+
+    Args:
+        confusion: (K, K) int64, true class by predicted class.
+        number: Number of confusions, at most.
+
+    Returns:
+        True class, predicted class and number of images, from the most frequent on; ties in the
+        order of the classes.
+    """
+    wrong = confusion.clone().fill_diagonal_(0)
+    counts, places = wrong.flatten().sort(descending=True, stable=True)
+    return [
+        (*divmod(place, len(confusion)), count)
+        for place, count in zip(places[:number].tolist(), counts[:number].tolist(), strict=True)
+        if count
+    ]
+
+
+def _draw_most_confused(confusion: Tensor, labels: Sequence[str]) -> Figure:
+    pairs = most_confused(confusion, _MANY)
+    of_class = confusion.sum(dim=1).tolist()
+    shares = [100 * count / of_class[true] for true, _, count in pairs]
+    figure = Figure(figsize=(11, 1.5 + 0.25 * len(pairs)), layout="constrained")
+    axes = figure.subplots()
+    bars = axes.barh(range(len(pairs)), [count for *_, count in pairs], color="C1")
+    axes.bar_label(bars, [f"{share:.0f} %" for share in shares], padding=3)
+    axes.set_yticks(
+        range(len(pairs)),
+        [f"{labels[true]} taken for {labels[guess]}" for true, guess, _ in pairs],
+    )
+    axes.invert_yaxis()
+    axes.margins(x=0.12, y=0.02)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    right = int(confusion.diagonal().sum())
+    axes.set_xlabel("images (and their share of the true class)")
+    figure.suptitle(
+        f"Most frequent confusions of {len(labels)} classes; "
+        f"{right:,} of {int(confusion.sum()):,} images are right"
+    )
+    return figure
+
+
+def _short(label: str) -> str:
+    return label if len(label) <= _LABEL else f"{label[: _LABEL - 3]}..."

@@ -1,26 +1,39 @@
-"""From a training to what timm loads: weights, arguments, preprocessing and class names."""
+"""Export a trained classifier to timm: weights, arguments, preprocessing and class names."""
 
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from mmengine.config import Config
+from mmengine.hooks import EMAHook
+from mmengine.runner import IterBasedTrainLoop
 from mmpretrain.registry import MODELS
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers.segments import fuse_state_dict
+from tokenformer_vit.models.card import CardFacts
 from tokenformer_vit.models.checkpoints import save_model
 from tokenformer_vit.models.description import describe_model
 from tokenformer_vit.models.weights import read_checkpoint
 
 from .backbone import TimmClassificationBackbone, as_timm_model
 from .guard import check_weights, classes_of
+from .loop import validation_is_due
+from .metrics import VAL_LOSS
+from .progress import dtype_of, samples_per_step
 
 # Steps that do not change what an image shows.
 _NEUTRAL = ("LoadImage", "LoadImageFromFile", "PackInputs")
+# Metrics of a validation: their titles in the card, and units.
+_RESULTS = {
+    "accuracy/top1": ("Top-1 accuracy", " %"),
+    "accuracy/top5": ("Top-5 accuracy", " %"),
+    VAL_LOSS: ("Cross-entropy", ""),
+    "perplexity": ("Perplexity", ""),
+}
 
 
 def preprocessing(cfg: Any) -> dict[str, Any]:
-    """Say in timm's words how the test pipeline of a config prepares an image.
+    """Translate the test pipeline of a config into timm's preprocessing.
 
     Args:
         cfg: Config of an image classifier.
@@ -29,7 +42,7 @@ def preprocessing(cfg: Any) -> dict[str, Any]:
         ``mean``, ``std``, ``input_size``, ``crop_pct``, ``interpolation`` and ``crop_mode``.
 
     Raises:
-        InputError: If timm has no words for the pipeline.
+        InputError: If timm cannot express the pipeline.
     """
     preprocessor = cfg.model.get("data_preprocessor") or cfg.data_preprocessor
     if not (preprocessor.get("mean") and preprocessor.get("std")):
@@ -60,16 +73,16 @@ def preprocessing(cfg: Any) -> dict[str, Any]:
 def describe_classifier(
     classifier: Any, cfg: Any, metainfo: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """Describe an mmpretrain classifier as ``config.json`` of its export would.
+    """Describe an mmpretrain classifier as the ``config.json`` of its export does.
 
     Args:
         classifier: The classifier.
-        cfg: Its config.
-        metainfo: Of the data set; ``classes`` names the labels.
+        cfg: Config of the run.
+        metainfo: ``metainfo`` of the data set; ``classes`` names the labels.
 
     Returns:
-        The description in plain values; None of a model that is no timm model with a linear head
-        (a language model, LoRA), or whose preprocessing timm has no words for.
+        The description in plain values. None for a language model and LoRA, and if timm cannot
+        express the preprocessing.
     """
     backbone = getattr(classifier, "backbone", None)
     if not isinstance(backbone, TimmClassificationBackbone):
@@ -81,49 +94,108 @@ def describe_classifier(
     return describe_model(backbone.model, classifier.head.num_classes, metainfo["classes"], images)
 
 
+def run_facts(runner: Any) -> CardFacts:
+    """Collect what a run knows of its data, recipe and results, for a model card.
+
+    Results are those of a validation of the present weights; without one there are none. Of a
+    folder only the name is told, because a path may be private.
+    """
+    cfg, info = runner.cfg, runner.train_dataloader.dataset.metainfo
+    unit = "sequences" if "context_length" in info else "images"
+    root = cfg.train_dataloader.dataset.get("data_root") or ""
+    folders = [root] if isinstance(root, str) else list(root)
+    validation = None if runner.val_loop is None else f"{len(runner.val_dataloader.dataset):,}"
+    groups = runner.optim_wrapper.param_groups
+    rate = max(group.get("initial_lr", group["lr"]) for group in groups)
+    by_iteration = isinstance(runner.train_loop, IterBasedTrainLoop)
+    averaged = any(isinstance(hook, EMAHook) for hook in runner.hooks)
+    scalars = runner.message_hub.log_scalars
+    found = {}
+    if runner.val_loop is not None and validation_is_due(runner.train_loop):
+        found = {
+            title: f"{scalars[f'val/{key}'].current():.4g}{unit_of}"
+            for key, (title, unit_of) in _RESULTS.items()
+            if f"val/{key}" in scalars
+        }
+    imagenet = cfg.train_dataloader.dataset.type == "ImageNet" and len(info["classes"]) == 1000
+    return CardFacts(
+        {
+            "Data": {
+                "Folder": ", ".join(PurePath(folder).name for folder in folders) or None,
+                f"Training {unit}": f"{len(runner.train_dataloader.dataset):,}",
+                f"Validation {unit}": validation,
+            },
+            "Training": {
+                "Config": PurePath(cfg.filename).name,
+                "Epochs": None if by_iteration else runner.epoch,
+                "Iterations": f"{runner.iter:,}",
+                "Optimiser": type(runner.optim_wrapper.optimizer).__name__,
+                "Learning rate": f"{rate:.3g} (highest)",
+                "Weight decay": f"{max(group.get('weight_decay', 0) for group in groups):.3g}",
+                f"Batch size ({unit} a step)": f"{samples_per_step(runner):,}",
+                "Precision": dtype_of(runner),
+                "Weights": "exponential moving average" if averaged else "those of the last step",
+                "Seed": runner.seed,
+            },
+            "Validation": found,
+        },
+        datasets=["imagenet-1k"] if imagenet else [],
+        metrics=[
+            name
+            for name in ("accuracy", "perplexity")
+            if any(name in title.lower() for title in found)
+        ],
+    )
+
+
 def export_classifier(
-    classifier: Any, cfg: Any, metainfo: dict[str, Any], folder: str | Path
+    classifier: Any,
+    cfg: Any,
+    metainfo: dict[str, Any],
+    folder: str | Path,
+    facts: CardFacts | None = None,
 ) -> None:
-    """Write an mmpretrain classifier as a timm folder, ``model.safetensors`` and ``config.json``.
+    """Write an mmpretrain classifier as a timm folder, with a model card.
 
     Args:
-        classifier: ``ImageClassifier`` over a ``TimmClassificationBackbone``.
-        cfg: Its config; the preprocessing that is written is that of its test pipeline.
-        metainfo: Of the data set; ``classes`` names the labels.
-        folder: Where the files go; those that exist are replaced, each at once.
+        classifier: ``ImageClassifier`` with a ``TimmClassificationBackbone``.
+        cfg: Config of the run; its test pipeline gives the preprocessing.
+        metainfo: ``metainfo`` of the data set; ``classes`` names the labels.
+        folder: Folder for the files; existing ones are replaced.
+        facts: What is known of data, recipe and results.
 
     Raises:
-        InputError: If timm has no words for the preprocessing.
+        InputError: If timm cannot express the preprocessing.
         OSError: If the files cannot be written.
     """
     model = as_timm_model(classifier)
-    save_model(model, Path(folder), metainfo["classes"], preprocessing(cfg))
+    save_model(model, Path(folder), metainfo["classes"], preprocessing(cfg), facts)
 
 
 def export_checkpoint(cfg: Config, checkpoint: Path, folder: Path) -> None:
     """Write the averaged weights of a training checkpoint as a timm folder.
 
-    It serves checkpoints that do not describe themselves: those of older versions and of LoRA.
+    It is for checkpoints without a description: of older versions, and of LoRA.
 
     Args:
-        cfg: Config that the checkpoint was trained with.
-        checkpoint: The file.
-        folder: Where the files go.
+        cfg: Config of the training.
+        checkpoint: File of the checkpoint.
+        folder: Folder for the files.
 
     Raises:
-        InputError: If the checkpoint cannot be read, is of another model, or does not name its
-            classes.
+        InputError: If the checkpoint cannot be read, belongs to another model, or does not name
+            its classes.
     """
     content = read_checkpoint(checkpoint)
     classes = classes_of(content)
     if classes is None:
         raise InputError(
-            f"{checkpoint} does not name its classes; export the run's last checkpoint"
+            f"{checkpoint} does not name its classes: export the last checkpoint of the run"
         )
     preprocessor = cfg.model.get("data_preprocessor") or cfg.data_preprocessor
     with_start = cfg.model.backbone.get("module", cfg.model.backbone)
     for start in ("checkpoint_path", "pretrained"):
-        if with_start.get(start):  # replaced by the checkpoint, and may be gone by now
+        if with_start.get(start):  # not needed, and may not exist any more
             with_start[start] = type(with_start[start])()
     classifier = MODELS.build({**cfg.model, "data_preprocessor": preprocessor})
     check_weights(classifier, content)

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from mmcv.transforms.utils import cache_randomness
 from mmengine.dataset import default_collate
 from mmengine.registry import FUNCTIONS
 from mmpretrain.datasets import CustomDataset, PackInputs
@@ -121,8 +122,9 @@ def _split(transforms: Sequence[Any]) -> tuple[list[Any], SeededTransforms | Non
     *first, last = transforms
     seeded = first.pop() if first and isinstance(first[-1], SeededTransforms) else None
     for transform in first:
-        if isinstance(transform, SeededTransforms) or getattr(
-            transform, "_methods_with_randomness", None
+        members = [member for kind in type(transform).__mro__ for member in vars(kind).values()]
+        if isinstance(transform, SeededTransforms) or any(
+            isinstance(member, cache_randomness) for member in members
         ):
             raise InputError(
                 f"{type(transform).__name__} is random, but images in memory are made once: put it "

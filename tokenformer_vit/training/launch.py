@@ -1,5 +1,6 @@
-"""How a run starts: its processes, as torchrun, Slurm or MPI start them, and its parts."""
+"""Start a run: its processes, by torchrun, Slurm or MPI, and its parts."""
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,15 +10,17 @@ import torch
 from mmengine.config import Config
 from mmengine.dist import init_dist
 from mmengine.hooks import Hook
+from mmengine.logging import MMLogger
 from mmengine.runner import Runner
 from mmengine.utils.dl_utils import set_multi_processing
 
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, one_line
 
 from .checkpoint import ExactCheckpointHook
+from .storage import secure_files
 
 _RANKS = {"pytorch": "RANK", "slurm": "SLURM_PROCID", "mpi": "OMPI_COMM_WORLD_RANK"}
-# What a launcher tells each of its processes.
+# Environment variables that a launcher sets.
 _LAUNCHED = {
     "pytorch": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NODELIST"),
@@ -29,28 +32,56 @@ _LAUNCHED = {
     ),
 }
 _STARTS = {
-    "pytorch": "torchrun --nproc_per_node=N tools/train.py ...",
-    "slurm": "srun --ntasks=N python tools/train.py ...",
-    "mpi": "mpirun -np N -x MASTER_ADDR=HOST python tools/train.py ...",
+    "pytorch": "torchrun --nproc_per_node=N --no-python tokenformer-vit train ...",
+    "slurm": "srun --ntasks=N tokenformer-vit train ...",
+    "mpi": "mpirun -np N -x MASTER_ADDR=HOST tokenformer-vit train ...",
 }
 
 
-class _Started(Hook):
-    """Notes that everything a config names was built, and training began."""
+# Lines that tell a user nothing, at each epoch or about mmengine itself.
+_NOISE = ("Exp name: ", '"FileClient" will be deprecated', '"HardDiskBackend" is the alias')
+
+
+class TrainingRunner(Runner):
+    """mmengine's runner; its dump of config, environment and hooks goes to the log file alone."""
+
+    def build_logger(self, *args: Any, **kwargs: Any) -> MMLogger:
+        """Build the logger, and keep the start of a run off the terminal."""
+        logger = super().build_logger(*args, **kwargs)
+        self.terminal = _Terminal()
+        for handler in logger.handlers:
+            if not isinstance(handler, logging.FileHandler):
+                handler.addFilter(self.terminal)
+        return logger
+
+
+class _Terminal(logging.Filter):
+    """Shows warnings alone until everything is built, then all but noise."""
+
+    built = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.getMessage().startswith(_NOISE):
+            return False
+        return self.built or record.levelno >= logging.WARNING
+
+
+class _Built(Hook):
+    """Notes that everything a config names is built."""
 
     done = False
 
-    def before_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
-        self.done = True
+    def before_run(self, runner) -> None:
+        self.done = runner.terminal.built = True
 
 
 @contextmanager
-def config_explained(cfg: Config, started: _Started | None = None) -> Iterator[None]:
-    """Say of an error in a ``with`` block that it is the config's.
+def config_explained(cfg: Config, built: _Built | None = None) -> Iterator[None]:
+    """Say of an error in a ``with`` block that the config caused it.
 
     Args:
-        cfg: What the block builds from.
-        started: Errors after training began are none of the config's.
+        cfg: The config that the block builds from.
+        built: An error after everything was built is not blamed on the config.
 
     Raises:
         InputError: In place of any error that does not explain itself; it names the config.
@@ -59,13 +90,12 @@ def config_explained(cfg: Config, started: _Started | None = None) -> Iterator[N
         yield
     except (InputError, OSError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # what a config may name is anything, and so are its errors
-        if started is not None and started.done:
+    except Exception as error:  # a config may name anything, so any error may follow
+        if built is not None and built.done:
             raise
-        reason = " ".join(str(error).split())[:300]
         raise InputError(
-            f"{cfg.filename} is no usable config ({type(error).__name__}: {reason}); --debug shows "
-            "where it fails"
+            f"{cfg.filename} cannot be used ({type(error).__name__}: {one_line(error)}); --debug "
+            "shows where it fails"
         ) from error
 
 
@@ -76,12 +106,14 @@ def run_training(cfg: Config) -> Runner:
         The runner, at the end of its training.
 
     Raises:
-        InputError: As its parts do; or if one of them cannot be built.
+        InputError: If a part cannot be built, or stops the run for a reason that a user can
+            put right.
     """
-    started = _Started()
-    with config_explained(cfg, started):
-        runner = Runner.from_cfg(cfg)
-        runner.register_hook(started)
+    secure_files()
+    built = _Built()
+    with config_explained(cfg, built):
+        runner = TrainingRunner.from_cfg(cfg)
+        runner.register_hook(built)
         try:
             runner.train()
         finally:
@@ -92,16 +124,16 @@ def run_training(cfg: Config) -> Runner:
 
 
 def is_first(launcher: str) -> bool:
-    """Tell whether this process is the first of a run, before the processes have joined."""
+    """Tell whether this process is the first of a run, before the processes meet."""
     return os.environ.get(_RANKS.get(launcher, ""), "0") == "0"
 
 
 def start_processes(cfg: Config) -> None:
-    """Join the processes of a launcher, on GPUs or, which mmengine alone cannot, without.
+    """Connect the processes of a launcher, on GPUs or, unlike mmengine, on CPUs.
 
     Raises:
-        InputError: If the launcher did not start us, there is no GPU for this process, or the
-            processes do not find each other.
+        InputError: If the launcher did not start this process, there is no GPU for it, or the
+            processes cannot connect.
     """
     if cfg.launcher == "none":
         return
@@ -127,17 +159,16 @@ def start_processes(cfg: Config) -> None:
     environment = cfg.get("env_cfg") or {}
     try:
         if gpus:
-            # In mmengine's order; its runner finds both done.
+            # In the order of mmengine, whose runner then skips both.
             set_multi_processing(**environment.get("mp_cfg", {}), distributed=True)
             init_dist(cfg.launcher, **environment.get("dist_cfg", {}))
             return
         torch.distributed.init_process_group("gloo")
     except (RuntimeError, ValueError) as error:  # DistNetworkError, a port that is no number
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        reason = " ".join(str(error).split())[:200]
         raise InputError(
-            f"the processes cannot meet at {where} ({reason}): choose a free port, as by "
-            "MASTER_PORT=29501 or `torchrun --master_port=29501`"
+            f"the processes cannot connect at {where} ({one_line(error)}): choose a free port, as "
+            "in MASTER_PORT=29501 or `torchrun --master_port=29501`"
         ) from error
     cfg.model_wrapper_cfg = {
         "type": "MMDistributedDataParallel",

@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 
 from tokenformer_vit.growth.optimizer import SEPARATE
 
+from .mmengine_internals import set_last_values
+
 __all__ = [
     "MergedLayerDecayConstructor",
     "MergedOptimWrapperConstructor",
@@ -122,4 +124,4 @@ def align_schedulers(runner: Any) -> None:
         for group in groups:
             group.setdefault(f"initial_{name}", group[name])
         scheduler.base_values = [group[f"initial_{name}"] for group in groups]
-        scheduler._last_value = [group[name] for group in groups]
+        set_last_values(scheduler, [group[name] for group in groups])

@@ -1,4 +1,4 @@
-"""What mmengine reads and writes: files that appear whole, and run no code."""
+"""Files of mmengine: a written file is complete or absent, and a read runs no code."""
 
 import re
 from pathlib import Path
@@ -20,15 +20,17 @@ from tokenformer_vit.models import classifier_state_dict
 from tokenformer_vit.models.description import find_description
 from tokenformer_vit.models.weights import read_checkpoint
 
+from .mmengine_internals import checkpoint_schemes
+
 
 class AtomicLocalBackend(LocalBackend):
-    """mmengine's local files, but a file appears whole under its name or not at all."""
+    """mmengine's local files; a new file gets its name only when it is complete."""
 
     def put(self, obj: bytes, filepath: str | Path) -> None:
-        """Write ``obj`` beside ``filepath``, flush it to the disk, then rename it.
+        """Write ``obj`` to a temporary file, flush it to the disk, then rename it.
 
         Raises:
-            InputError: If the disk is full or cannot be written; what was there before stays.
+            InputError: If the disk is full or cannot be written; an earlier file stays.
         """
         path = Path(filepath)
         try:
@@ -46,26 +48,23 @@ class AtomicLocalBackend(LocalBackend):
 
 
 def load_plain_checkpoint(filename: str, map_location: Any = None) -> dict[str, Any]:
-    """Load a checkpoint of tensors and plain values; the one loader that mmengine is left with.
+    """Load a checkpoint of tensors and plain values, without running code.
 
     Args:
         filename: ``.pth`` file, or ``.safetensors`` file of a timm model.
         map_location: As in ``torch.load``.
 
     Returns:
-        The checkpoint; of a safetensors file ``state_dict``, with a classifier's names, and
-        ``meta`` with the class names that its export wrote down.
+        The checkpoint. A safetensors file gives ``state_dict`` with mmpretrain's names, and
+        ``meta`` with the class names of its export.
 
     Raises:
-        InputError: As :func:`~tokenformer_vit.models.weights.read_checkpoint`; or if ``filename``
-            is no local file, but a URL or a name from a model zoo.
+        InputError: If the file is damaged or holds more than tensors and plain values, or
+            ``filename`` is a URL or a name from a model zoo.
     """
     path = Path(filename).expanduser()
     if not path.exists() and re.match(r"[A-Za-z][\w+.-]+:", filename):
-        raise InputError(
-            f"{filename} is no local file: download it first, and give its path (files from "
-            "elsewhere are read like any other, without running their code)"
-        )
+        raise InputError(f"{filename} is not a local file: download it first, and give its path")
     checkpoint = read_checkpoint(path, map_location or "cpu")
     if path.suffix == ".safetensors":
         description = find_description(path, checkpoint) or {}
@@ -79,18 +78,16 @@ def load_plain_checkpoint(filename: str, map_location: Any = None) -> dict[str, 
     return checkpoint
 
 
-@register_handler(["yaml", "yml"])
 class SafeYamlHandler(YamlHandler):
-    """Read YAML as plain values; mmengine's own loader makes any object that a file names."""
+    """Read YAML as plain values; mmengine's own handler builds any object that a file names."""
 
     def load_from_fileobj(self, file, **kwargs: Any) -> Any:
         """Read a file."""
         return super().load_from_fileobj(file, Loader=yaml.SafeLoader)
 
 
-@register_handler(["pickle", "pkl"])
 class RefusedPickleHandler(PickleHandler):
-    """Write pickles, but refuse to read them: that would run their code."""
+    """Write pickles, but refuse to read them, because a pickle can run code."""
 
     def load_from_fileobj(self, file: Any, **kwargs: Any) -> NoReturn:
         """Refuse a file, such as the annotations of a data set.
@@ -98,17 +95,39 @@ class RefusedPickleHandler(PickleHandler):
         Raises:
             InputError: Always.
         """
-        raise InputError(
-            f"{getattr(file, 'name', None) or 'a .pkl file'} is not read, because a pickle can run "
-            "code: save it as .json"
-        )
+        self.load_from_path(getattr(file, "name", None) or "a .pkl file")
 
     def load_from_path(self, filepath: str | Path, **kwargs: Any) -> NoReturn:
         """Refuse a file, as :meth:`load_from_fileobj` does."""
         raise InputError(f"{filepath} is not read, because a pickle can run code: save it as .json")
 
 
-register_backend("local", AtomicLocalBackend, force=True, prefixes="")
-# For every scheme that mmengine knows: its own loaders would run the code of what they download.
-for _prefix in ("", *CheckpointLoader._schemes):
-    CheckpointLoader.register_scheme(prefixes=_prefix, loader=load_plain_checkpoint, force=True)
+def secure_files() -> None:
+    """Replace how mmengine reads and writes files, in this whole process.
+
+    A read then runs no code, and a written file is complete or absent:
+
+    - Checkpoints: :func:`load_plain_checkpoint` replaces the loaders of all prefixes. mmengine's
+      own unpickle whatever the file holds.
+    - Local files: :class:`AtomicLocalBackend` replaces ``LocalBackend``.
+    - ``mmengine.load`` of YAML and of pickles: :class:`SafeYamlHandler`,
+      :class:`RefusedPickleHandler`.
+
+    Importing this package replaces nothing. Python imports a package before each of its modules, so
+    code in ``tokenformer_vit/training/__init__.py`` would also act on a program that only reads a
+    log by :func:`tokenformer_vit.training.reports.read_scalars`. The call comes when a run is
+    built: by the commands, and by each part of ours that a config names and that checkpoints are
+    written by or loaded into (the guard and checkpoint hooks, the backbones, ``CausalLM``). A
+    runner builds its model and its hooks before it opens a checkpoint, so a config with
+    ``custom_imports=["tokenformer_vit.training"]`` is also safe in mmengine's own ``Runner`` and in
+    mmpretrain's inferencers. A program that uses none of these parts calls this function itself.
+
+    Note:
+        A second call changes nothing. There is no way back, because another run in the same process
+        may rely on it.
+    """
+    register_backend("local", AtomicLocalBackend, force=True, prefixes="")
+    for prefix in ("", *checkpoint_schemes()):
+        CheckpointLoader.register_scheme(prefixes=prefix, loader=load_plain_checkpoint, force=True)
+    register_handler(["yaml", "yml"])(SafeYamlHandler)
+    register_handler(["pickle", "pkl"])(RefusedPickleHandler)

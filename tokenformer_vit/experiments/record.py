@@ -1,0 +1,183 @@
+"""The record of a run, made from its logs, or from its error if it failed.
+
+A record, ``OUT/<run>.json``, has what the training's own ``record.json`` has, and::
+
+    question, variant, label
+    paper                 the paper's top-1 on ImageNet-1K at base size, or null
+    config, seed, lr
+    parameters
+    trainable             how many of them are trained, and start, the file of the weights and its
+                          digest: where trained weights are tuned
+    options               what the variant changes in the config
+    base                  short digest of the config's content, and of the weights, or of the run,
+                          that it starts from
+    settings              all that differs from the config
+    command               command of the sweep; training_command is that of the run
+    taken_from            record of another question that trained the same model before
+    failed                the error of a run that failed
+    final, best           {top1, top5} in %, of the last epoch and of the best one; for language
+                          {perplexity, and perplexity/<text> where there are several texts}
+    validation            {epoch, top1}: lists, with flops where training FLOPs are counted; for
+                          language {iteration, perplexity, ..., flops}
+    loss                  {iteration, loss}: lists of at most 100 points
+    diagnostics           {epoch, layers: lists}, and for each figure of DiagnosticsHook a list of
+                          lists, by epoch (0 is the start) and by layer; tau where it is learned
+"""
+
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenformer_vit.records import environment, write_record
+from tokenformer_vit.training import read_diagnostics
+from tokenformer_vit.training.reports import read_scalars
+
+from .fields import Field
+from .plan import MOST_DIAGNOSES
+from .run import Run, check_same, plain, shown
+
+MOST_LOSSES = 100  # points of a loss curve in a record
+MOST_FIGURES = 4500  # numbers of diagnostics in a record
+
+
+def read_record(run: Run) -> dict[str, Any] | None:
+    """Return the record of a run, if there is one.
+
+    Raises:
+        InputError: If it has other settings.
+    """
+    if not run.record.is_file():
+        return None
+    record = json.loads(run.record.read_text())
+    keys = ("settings", "question", "variant", "base")
+    there, wanted = ({key: each[key] for key in keys} for each in (record, run.about))
+    check_same(there, wanted, run.record, "--out and --work-dir")
+    return record
+
+
+def adopt(run: Run, processes: int) -> str | None:
+    """Take over the record of the same training from another question.
+
+    The config's own model is a variant of every question. Returns the name of the other record,
+    if there is one.
+    """
+    wanted = {key: run.about[key] for key in ("config", "base", "settings")}
+    # Other code, or another number of processes, would not give the same numbers.
+    wanted = plain({**wanted, "commit": environment()["commit"], "processes": processes})
+    for path in sorted(run.out.parent.glob(f"*_{run.base.stem}/*.json")):
+        record = json.loads(path.read_text())
+        there = {key: record.get(key, "") for key in wanted}
+        for each in (there, wanted):
+            # A new record can be what makes a working tree dirty.
+            each["commit"] = each["commit"].removesuffix("-dirty")
+        if there == wanted and "failed" not in record:
+            source = f"{path.parent.name}/{path.name}"
+            _write(run, {**record, **run.about, "taken_from": source})
+            return source
+    return None
+
+
+def collect(run: Run, failed: str | None = None) -> dict[str, Any]:
+    """Write and return the record of a run, made from the files of its training."""
+    measure = run.field.measure
+    train, val = read_scalars(sorted(run.folder.glob("*/vis_data/scalars.json")))
+    if failed is None:
+        training = json.loads((run.folder / "record.json").read_text())
+        training["training_command"] = training.pop("command")
+    else:
+        training = {**environment(), "failed": failed, "n": 1}
+    steps = thin(list(train), MOST_LOSSES)
+    record = {
+        "command": shlex.join(["python", shown(sys.argv[0]), *sys.argv[1:]]),
+        **{key: value for key, value in training.items() if not re.fullmatch(measure.keys, key)},
+        **run.about,
+        **_validation(run.field, val),
+        "loss": {"iteration": steps, "loss": [_number(train[step]["loss"]) for step in steps]},
+        **read_layers(run.folder / "diagnostics.jsonl"),
+    }
+    if failed is None and "final" not in record:
+        record["failed"] = f"its log has no validation {measure.name}"
+    _write(run, record)
+    return record
+
+
+def _validation(field: Field, val: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the last and the best figures of validation, and their curves."""
+    measure = field.measure
+    read = {step: measure.read(line) for step, line in val.items()}
+    read = {step: figures for step, figures in read.items() if measure.name in figures}
+    if not read:
+        return {}
+    best = max(read, key=lambda step: measure.score(read[step][measure.name]))
+    curves = [name for name in read[best] if name.split("/")[0] == measure.name]
+    costs = all("flops" in line for line in val.values())
+    return {
+        "final": read[max(read)],
+        "best": {field.unit: best, **read[best]},
+        "validation": {
+            field.unit: list(read),
+            **{name: [figures[name] for figures in read.values()] for name in curves},
+            **({"flops": [val[step]["flops"] for step in read]} if costs else {}),
+        },
+    }
+
+
+def read_layers(path: Path) -> dict[str, Any]:
+    """Read the figures of every layer over the epochs, of fewer epochs where layers are many."""
+    if not path.is_file():
+        return {}  # a model without Pattention, or a run that failed before the first measurement
+    measured = {line["epoch"]: line["layers"] for line in read_diagnostics(path).values()}
+    if not measured:
+        return {}  # it was killed at the first line
+    first, last = measured[min(measured)], measured[max(measured)]
+    layers, names = list(last), list(next(iter(last.values())))
+    if all(first[layer]["tau"] == last[layer]["tau"] for layer in layers):
+        names.remove("tau")  # it is not learned
+    most = min(MOST_DIAGNOSES + 1, MOST_FIGURES // (len(layers) * len(names)))
+    epochs = thin(list(measured), max(2, most))
+    figures = {
+        name: [[_number(measured[epoch][layer][name]) for layer in layers] for epoch in epochs]
+        for name in names
+    }
+    return {"diagnostics": {"epoch": epochs, "layers": layers, **figures}}
+
+
+def thin(values: Sequence[int], most: int) -> list[int]:
+    """Keep at most so many values of a sequence, evenly spread, with the first and the last."""
+    if len(values) <= most:
+        return list(values)
+    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
+
+
+def _number(value: float | None) -> float | None:
+    """Round to four digits; JSON has no NaN."""
+    return float(f"{value:.4g}") if value is not None and math.isfinite(value) else None
+
+
+def _write(run: Run, record: dict[str, Any]) -> None:
+    run.out.mkdir(parents=True, exist_ok=True)
+    write_record(run.record, record)
+
+
+def error_line(output: str, status: int) -> str:
+    """Find the line of its output that says why a training ended; a signal's status is negative."""
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    ours = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    # torchrun ends with an error of its own, which does not say the cause.
+    raised = [
+        line
+        for line in lines
+        if re.match(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b", line)
+        and "ChildFailedError" not in line
+    ]
+    line = (ours or raised or lines or [f"exit status {status}, and no output"])[-1]
+    return line.replace(f"{Path.cwd()}{os.sep}", "")

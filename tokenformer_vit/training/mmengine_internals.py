@@ -1,0 +1,138 @@
+"""Every private name of mmengine and mmpretrain that this package relies on.
+
+mmengine may change these names in any release. ``tests/training/test_mmengine_internals.py`` checks
+each against the installed version, so an upgrade fails there first and says which name is gone.
+
+What this package replaces in mmengine is in :func:`tokenformer_vit.training.storage.secure_files`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mmengine.config import Config
+from mmengine.hooks import CheckpointHook
+from mmengine.optim import OptimWrapper
+from mmengine.optim.scheduler.param_scheduler import _ParamScheduler
+from mmengine.runner import CheckpointLoader, EpochBasedTrainLoop, IterBasedTrainLoop, Runner
+from mmpretrain.models.peft import LoRAModel
+
+__all__ = [
+    "INTERNALS",
+    "Internal",
+    "accumulation",
+    "base_files",
+    "bases_of_package",
+    "checkpoint_schemes",
+    "is_resuming",
+    "set_last_values",
+]
+
+
+class Internal(NamedTuple):
+    """A private name.
+
+    Args:
+        owner: Class that has it.
+        name: The name.
+        why: Why this package needs it.
+        parameters: Names of a method's parameters; None for an attribute.
+    """
+
+    owner: type
+    name: str
+    why: str
+    parameters: tuple[str, ...] | None = None
+
+
+INTERNALS = (
+    # Read or written through a function of this module.
+    Internal(Runner, "_resume", "Whether the run resumes; there is no public property."),
+    Internal(OptimWrapper, "_accumulative_counts", "Batches of one optimiser step."),
+    Internal(_ParamScheduler, "_last_value", "Growth adds groups of parameters to a schedule."),
+    Internal(CheckpointLoader, "_schemes", "Lists the prefixes whose loaders unpickle."),
+    Internal(
+        Config,
+        "_get_base_files",
+        "Finds inherited configs before they are run: a YAML file among them could run code.",
+        ("filename",),
+    ),
+    Internal(
+        Config,
+        "_get_cfg_path",
+        "mmengine looks for `package::config` in OpenMMLab's own packages alone.",
+        ("cfg_path", "filename"),
+    ),
+    # Used by a subclass of its owner.
+    Internal(EpochBasedTrainLoop, "_iter", "The loop starts in the middle of an epoch."),
+    Internal(EpochBasedTrainLoop, "_epoch", "The loop counts the epochs itself."),
+    Internal(IterBasedTrainLoop, "_iter", "The loop counts optimiser steps."),
+    Internal(IterBasedTrainLoop, "_max_iters", "The length of the run."),
+    Internal(
+        IterBasedTrainLoop,
+        "_decide_current_val_interval",
+        "Applies the config's dynamic validation intervals.",
+        ("self",),
+    ),
+    # Overridden by a subclass of its owner.
+    Internal(
+        CheckpointHook,
+        "_save_checkpoint_with_step",
+        "mmengine deletes the old checkpoint before the new one is on the disk.",
+        ("self", "runner", "step", "meta"),
+    ),
+    Internal(
+        LoRAModel,
+        "_register_state_dict_hooks",
+        "mmpretrain removes all but LoRA's weights from the state dict.",
+        ("self",),
+    ),
+)
+
+
+def is_resuming(runner: Any) -> bool:
+    """Tell whether a runner resumes a run, rather than starting from weights or from scratch."""
+    return runner._resume
+
+
+def accumulation(runner: Any) -> int:
+    """Return the number of batches that make one optimiser step."""
+    return runner.optim_wrapper._accumulative_counts
+
+
+def set_last_values(scheduler: Any, values: Sequence[float]) -> None:
+    """Set the present values of a schedule, one for each group of parameters."""
+    scheduler._last_value = list(values)
+
+
+def base_files(path: str) -> list[str]:
+    """List the files that a config inherits from, as written in ``_base_``."""
+    return Config._get_base_files(path)
+
+
+@contextmanager
+def bases_of_package(package: str, find: Callable[[str], Path]) -> Iterator[None]:
+    """Let configs that are read in a ``with`` block inherit from ``package::name``.
+
+    Args:
+        package: Name of the package.
+        find: Returns the file of a name.
+    """
+    find_others = Config._get_cfg_path
+
+    def find_base(cfg_path: str, filename: str) -> tuple[str, str | None]:
+        if cfg_path.startswith(f"{package}::"):
+            return str(find(cfg_path.partition("::")[2])), None
+        return find_others(cfg_path, filename)
+
+    Config._get_cfg_path = staticmethod(find_base)
+    try:
+        yield
+    finally:
+        Config._get_cfg_path = staticmethod(find_others)
+
+
+def checkpoint_schemes() -> dict[str, Callable[..., Any]]:
+    """Return the loader of each prefix of a checkpoint's name, such as ``https://``."""
+    return dict(CheckpointLoader._schemes)
