@@ -1,10 +1,10 @@
 # cifar10_micro with its images in memory, on the GPU if there is one, and augmented by the batch.
 #
-# Paper:     has no such run
+# Paper:     none
 # Data:      as for cifar10_micro
 # Batch:     128
 # Hardware:  not run
-# Command:   python tools/train.py configs/cifar10_micro_in_memory.py
+# Command:   tokenformer-vit train configs/cifar10_micro_in_memory.py
 # Expected:  as cifar10_micro: the same augmentation, with other random numbers
 _base_ = "cifar10_micro.py"
 

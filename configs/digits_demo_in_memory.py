@@ -1,10 +1,10 @@
 # digits_demo with its images in memory, on the GPU if there is one, and augmented by the batch.
 #
-# Paper:     has no such run
+# Paper:     none
 # Data:      as for digits_demo
 # Batch:     64
 # Hardware:  not run
-# Command:   python tools/train.py configs/digits_demo_in_memory.py
+# Command:   tokenformer-vit train configs/digits_demo_in_memory.py
 # Expected:  as digits_demo: the same augmentation, with other random numbers
 _base_ = "digits_demo.py"
 

@@ -1,5 +1,6 @@
 """An optimiser step is a few operator calls, besides those of the forward and the backward pass."""
 
+import copy
 from collections import Counter
 
 import pytest
@@ -48,7 +49,7 @@ def calls(train, tmp_path, monkeypatch):
     def count(*options):
         path = tmp_path / "wide.py"
         path.write_text(f"_base_ = {train.arguments[0]!r}\n{MODEL}")
-        own = type(train)(path, "unused")
+        own = copy.copy(train)
         own.arguments = [str(path), *train.arguments[1:]]
         steps, run_iter = [], ResumableEpochLoop.run_iter
 

@@ -33,8 +33,8 @@ class ForeachMovingAverage(ExponentialMovingAverage):
             return
         source = model.state_dict() if self.update_buffers else dict(model.named_parameters())
         names = [name for name, x in self.avg_parameters.items() if x.is_floating_point()]
-        averages = [self.avg_parameters[name] for name in names]
-        sources = [source[name].to(x.device) for name, x in zip(names, averages, strict=True)]
+        averages: Any = [self.avg_parameters[name] for name in names]
+        sources: Any = [source[name].to(x.device) for name, x in zip(names, averages, strict=True)]
         self._average(averages, sources, self.steps)
         if not self.update_buffers and (buffers := list(self.module.buffers())):
             torch._foreach_copy_(buffers, list(model.buffers()))
