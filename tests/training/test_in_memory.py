@@ -225,3 +225,12 @@ def test_labels_as_one_tensor_give_the_loss_of_data_samples(data_root, config, a
         found.append([parameter.grad for parameter in twin.parameters()])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "options", [{"model.head.type": "LinearClsHead"}, {"data_preprocessor.type": None}]
+)
+def test_labels_that_a_model_does_not_take_are_refused(config, options):
+    with pytest.raises(InputError, match="end the pipeline with PackInputs"):
+        load_config(config, options)
+    load_config(config, {**options, "train_dataloader.dataset.pipeline.2.type": "PackInputs"})

@@ -7,9 +7,9 @@ operation are changed by one call.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import mmcv.transforms as mmcv
-import mmpretrain.datasets.transforms as mmpretrain
 import torch
+from mmcv.transforms import RandomFlip
+from mmpretrain.datasets import transforms as stock
 from torch import Tensor
 from torch.nn.functional import grid_sample
 from torchvision.transforms.v2 import functional
@@ -61,7 +61,7 @@ class BatchTransforms:
 class _Crop:
     num_draws = 2
 
-    def __init__(self, transform: mmpretrain.RandomCrop) -> None:
+    def __init__(self, transform: stock.RandomCrop) -> None:
         if transform.pad_if_needed:
             raise _unsupported("RandomCrop", "pad_if_needed=True")
         self._size, self._padding = transform.crop_size, transform.padding
@@ -83,7 +83,7 @@ class _Crop:
 class _Flip:
     num_draws = 1
 
-    def __init__(self, transform: mmcv.RandomFlip) -> None:
+    def __init__(self, transform: RandomFlip) -> None:
         flips = {"horizontal": functional.horizontal_flip, "vertical": functional.vertical_flip}
         if not isinstance(transform.prob, float) or transform.direction not in flips:
             raise _unsupported(
@@ -187,18 +187,16 @@ def _gray(images: Tensor) -> Tensor:
 
 # Each takes the operation, (n, 3, H, W) uint8 BGR images and (n, 1, 1, 1) float32 values.
 _COLOURS: dict[type, Callable[[Any, Tensor, Tensor], Tensor]] = {
-    mmpretrain.AutoContrast: lambda _, x, v: functional.autocontrast(x),
-    mmpretrain.Equalize: lambda _, x, v: functional.equalize(x),
-    mmpretrain.Invert: lambda _, x, v: functional.invert(x),
-    mmpretrain.Posterize: _posterize,
-    mmpretrain.Solarize: lambda _, x, v: torch.where(x < v, x, functional.invert(x)),
-    mmpretrain.SolarizeAdd: _solarize_add,
-    mmpretrain.ColorTransform: lambda _, x, v: _blend(_gray(x), x, 1 + v),
-    mmpretrain.Contrast: lambda _, x, v: _blend(
-        functional.adjust_contrast(x.flip(1), 0.0), x, 1 + v
-    ),
-    mmpretrain.Brightness: lambda _, x, v: _blend(torch.zeros_like(x), x, 1 + v),
-    mmpretrain.Sharpness: lambda _, x, v: _blend(functional.adjust_sharpness(x, 0.0), x, 1 + v),
+    stock.AutoContrast: lambda _, x, v: functional.autocontrast(x),
+    stock.Equalize: lambda _, x, v: functional.equalize(x),
+    stock.Invert: lambda _, x, v: functional.invert(x),
+    stock.Posterize: _posterize,
+    stock.Solarize: lambda _, x, v: torch.where(x < v, x, functional.invert(x)),
+    stock.SolarizeAdd: _solarize_add,
+    stock.ColorTransform: lambda _, x, v: _blend(_gray(x), x, 1 + v),
+    stock.Contrast: lambda _, x, v: _blend(functional.adjust_contrast(x.flip(1), 0.0), x, 1 + v),
+    stock.Brightness: lambda _, x, v: _blend(torch.zeros_like(x), x, 1 + v),
+    stock.Sharpness: lambda _, x, v: _blend(functional.adjust_sharpness(x, 0.0), x, 1 + v),
 }
 
 
@@ -218,18 +216,17 @@ def _shears(operation: Any, values: Tensor, height: int, width: int) -> Tensor:
 
 def _shifts(operation: Any, values: Tensor, height: int, width: int) -> Tensor:
     one, zero = torch.ones_like(values), torch.zeros_like(values)
-    x, y = (-values * width, zero)
-    if operation.direction == "vertical":
-        x, y = zero, -values * height
+    horizontal = operation.direction == "horizontal"
+    x, y = (-values * width, zero) if horizontal else (zero, -values * height)
     return torch.stack([one, zero, x, zero, one, y], dim=1).view(-1, 2, 3)
 
 
 # Each takes the operation, (n,) float64 values and the size of the images, and returns (n, 2, 3)
 # matrices from the x and y of a pixel of the result to where it is read.
 _MATRICES: dict[type, Callable[[Any, Tensor, int, int], Tensor]] = {
-    mmpretrain.Rotate: _rotations,
-    mmpretrain.Shear: _shears,
-    mmpretrain.Translate: _shifts,
+    stock.Rotate: _rotations,
+    stock.Shear: _shears,
+    stock.Translate: _shifts,
 }
 
 
@@ -261,11 +258,11 @@ def _warp(images: Tensor, matrices: Tensor, interpolation: str, pad_val: Any) ->
 
 def _batched(transform: Any) -> Any:
     """Return the form of a transform that takes a batch."""
-    if type(transform) is mmpretrain.RandomCrop:
+    if type(transform) is stock.RandomCrop:
         return _Crop(transform)
-    if type(transform) is mmcv.RandomFlip:
+    if type(transform) is RandomFlip:
         return _Flip(transform)
-    if type(transform) is mmpretrain.RandAugment:
+    if type(transform) is stock.RandAugment:
         return _Choice(transform.transforms, transform.num_policies)
     return _Choice([transform], 1)
 

@@ -4,6 +4,7 @@ mmpretrain makes a ``DataSample`` for each image. In training that costs picklin
 and a small kernel for each image on the GPU, and nothing of it but the label is used.
 """
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 from mmpretrain.datasets import PackInputs
@@ -11,6 +12,33 @@ from mmpretrain.models import ClsDataPreprocessor, LinearClsHead
 from mmpretrain.registry import MODELS, TRANSFORMS
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
+
+from tokenformer_vit.errors import InputError
+
+
+def check_labels(cfg: Mapping[str, Any], path: str) -> None:
+    """Check that the model of a config takes labels in the form in which they are packed.
+
+    mmpretrain's own preprocessor would not mix images whose labels are a tensor.
+
+    Args:
+        cfg: The config; its values have the right types.
+        path: File of the config, for messages.
+
+    Raises:
+        InputError: If they come as one tensor, and the model does not take one.
+    """
+    dataset, model = cfg["train_dataloader"]["dataset"], cfg["model"]
+    if [step.get("type") for step in dataset.get("pipeline", ())][-1:] != ["PackLabels"]:
+        return
+    preprocessor = model.get("data_preprocessor") or cfg.get("data_preprocessor") or {}
+    head = model.get("head") or {}
+    if (preprocessor.get("type"), head.get("type")) != ("LabelPreprocessor", "LabelHead"):
+        raise InputError(
+            f"{path}: data_preprocessor.type is {preprocessor.get('type')} and model.head.type "
+            f"{head.get('type')}, but PackLabels in the training pipeline needs LabelPreprocessor "
+            "and LabelHead: set these, or end the pipeline with PackInputs"
+        )
 
 
 @TRANSFORMS.register_module()

@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError
 
 from tokenformer_vit.errors import InputError, first_fault
 
+from .labels import check_labels
 from .sizes import check_classes, check_sizes
 
 __all__ = ["check_values"]
@@ -351,6 +352,7 @@ def check_values(cfg: Mapping[str, Any], path: str) -> None:
     if cfg["model"].get("type") == "CausalLM":
         _check(_LanguageModel, cfg["model"], path, "model")
     check_classes(cfg, path)
+    check_labels(cfg, path)
     backbone, key = cfg["model"].get("backbone") or {}, "model.backbone"
     if backbone.get("type") == "LoRABackbone":
         backbone, key = backbone.get("module") or {}, "model.backbone.module"
