@@ -141,7 +141,7 @@ def run_here(words: Sequence[str]) -> tuple[int, str]:
         try:
             run_tool(tool.main)
         except SystemExit as error:
-            status = error.code
+            status = int(error.code or 0)
         finally:
             torch.set_num_threads(threads)
             torch.use_deterministic_algorithms(False)
