@@ -9,10 +9,10 @@ export OMP_WAIT_POLICY ?= passive
 .PHONY: demo test fuzz lint timm-tests clean
 
 demo: $(READY) ## train on handwritten digits, evaluate, predict: about two minutes on two cores
-	$(BIN)/python tools/prepare_data.py --digits data/digits
-	$(BIN)/python tools/train.py configs/digits_demo.py --resume
-	$(BIN)/python tools/test.py configs/digits_demo.py work_dirs/digits_demo/model.safetensors
-	$(BIN)/python tools/predict.py data/digits/val/*/*07.png --topk 3 \
+	$(BIN)/tokenformer-vit prepare-data --digits data/digits
+	$(BIN)/tokenformer-vit train configs/digits_demo.py --resume
+	$(BIN)/tokenformer-vit test configs/digits_demo.py work_dirs/digits_demo/model.safetensors
+	$(BIN)/tokenformer-vit predict data/digits/val/*/*07.png --topk 3 \
 		--checkpoint work_dirs/digits_demo/model.safetensors
 
 test: $(READY) ## the default tests: CPU, offline
@@ -21,12 +21,12 @@ test: $(READY) ## the default tests: CPU, offline
 fuzz: $(READY) ## thousands of damaged files and hostile values: a quarter of an hour on two cores
 	$(BIN)/python -m pytest -n 2 --hypothesis-profile=long tests/test_fuzzing.py
 
-lint: $(READY) ## style, types, import contract, and tables against their records
+lint: $(READY) ## style, types, import contract, names in pages, and tables against their records
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
-	$(BIN)/python ablations/render.py --check
+	$(BIN)/python -m pytest -q tests/test_pages.py
 	$(BIN)/python ablations/tables.py --check
 
 # timm's wheel leaves its tests out, its source distribution has them.

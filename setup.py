@@ -1,29 +1,52 @@
 """Package metadata of tokenformer-vit; every tool's settings are in pyproject.toml."""
 
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-VERSION = re.search(
-    r'^__version__ = "(.+)"$',
-    (ROOT / "tokenformer_vit/__init__.py").read_text(encoding="utf-8"),
-    re.MULTILINE,
-).group(1)
+SOURCE = (ROOT / "tokenformer_vit/__init__.py").read_text(encoding="utf-8")
+(VERSION,) = re.findall(r'^__version__ = "(.+)"$', SOURCE, re.MULTILINE)
 
+TRAIN = [
+    # mmengine 0.10.7, the last final release, cannot resume under torch >= 2.6; naming the
+    # release candidate here is what lets pip choose it.
+    "mmengine>=0.11.0rc3,<1.0",
+    "mmcv-lite>=2.2.0,<2.4",
+    "mmpretrain>=1.2.0,<2.0",
+    "matplotlib>=3.10",
+    "pandas>=2.2.3",  # the tables of ablations
+    "pyyaml>=6.0.2",  # reads what mmengine stores
+    "scikit-learn>=1.6",  # the digits of the demonstration
+]
 # Before 14.0.1 a Parquet file ran code (CVE-2023-47248); before 23.0.1 Arrow's own reader of IPC
 # files wrote to freed memory (CVE-2026-25087). CVE-2026-92287 is about key servers, unused here.
-PYARROW = "pyarrow>=23.0.1"
-SCIKIT_LEARN = "scikit-learn>=1.6"
-TENSORBOARD = "tensorboard>=2.18"
+PYARROW = ["pyarrow>=23.0.1"]
 LANGUAGE = [
     "transformers>=5.15",  # before, GPT-2 starts without its smaller residual weights
     "tokenizers>=0.22",
     "datasets>=4.0",  # 3 still had code of data sets that it could run
     "zstandard>=0.23",  # the Pile is compressed by it
+    "typing_extensions>=4.12",
 ]
 EVALUATION = ["lm_eval>=0.4.13", "accelerate>=1.3"]  # transformers.Trainer needs accelerate
+
+
+class BuildWithConfigs(build_py):
+    """Copy configs/ to where OpenMMLab's packages have theirs."""
+
+    def run(self) -> None:
+        """Build the package; an editable one finds configs/ in the clone."""
+        super().run()
+        if not self.editable_mode:
+            target = Path(self.build_lib, "tokenformer_vit", ".mim", "configs")
+            shutil.rmtree(target, ignore_errors=True)
+            ignored = shutil.ignore_patterns("__pycache__", "results", "README.md")
+            shutil.copytree(ROOT / "configs", target, ignore=ignored)
+
 
 setup(
     name="tokenformer-vit",
@@ -33,6 +56,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
+    cmdclass={"build_py": BuildWithConfigs},
     packages=find_packages(include=["tokenformer_vit", "tokenformer_vit.*"]),
     package_data={"tokenformer_vit": ["py.typed"]},
     entry_points={"console_scripts": ["tokenformer-vit = tokenformer_vit.cli:main"]},
@@ -49,26 +73,16 @@ setup(
         # last release for Python 3.10: there, read images from people you trust only.
         'pillow>=13.0; python_version >= "3.11"',
         'pillow>=12.3; python_version < "3.11"',
-        # mmengine 0.10.7, the last final release, cannot resume under torch >= 2.6; naming the
-        # release candidate here is what lets pip choose it.
-        "mmengine>=0.11.0rc3,<1.0",
-        "mmcv-lite>=2.2.0,<2.4",
-        "mmpretrain>=1.2.0,<2.0",
-        "matplotlib>=3.10",
         "numpy>=2.1",
-        "pydantic>=2.10",
-        "pyyaml>=6.0.2",
-        "rich>=13.9",
         "safetensors>=0.5",
+        "pydantic>=2.10",  # checks the description of a model that comes with its weights
+        "rich>=13.9",  # the tables that commands print
         "tqdm>=4.67",
-        "typing_extensions>=4.12",
     ],
     extras_require={
-        "data": [PYARROW],
-        "demo": [SCIKIT_LEARN],
-        "language": [*LANGUAGE, PYARROW],
-        "evaluation": EVALUATION,
-        "tensorboard": [TENSORBOARD],
+        "train": [*TRAIN, *PYARROW],
+        "language": [*LANGUAGE, *PYARROW],
+        "evaluation": [*LANGUAGE, *PYARROW, *EVALUATION],
         "dev": [
             "pytest>=8.2",
             "pytest-xdist>=3.6",
@@ -77,9 +91,11 @@ setup(
             "ruff>=0.14",
             "pyright[nodejs]>=1.1.400",
             "import-linter>=2.5",
-            PYARROW,
-            SCIKIT_LEARN,
-            TENSORBOARD,
+            "onnxscript>=0.7",  # torch.onnx.export needs it
+            "onnxruntime>=1.23",
+            "tensorboard>=2.18",  # training writes for it if it is installed
+            *TRAIN,
+            *PYARROW,
             *LANGUAGE,
             *EVALUATION,
         ],

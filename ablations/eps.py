@@ -1,17 +1,15 @@
 """Does the eps of Θ matter for accuracy?
 
-python ablations/eps.py --config configs/cifar10_tiny.py --seeds 3
+Θ adds eps under its root, relative to the mean square of the scores. Without eps, a row of zeros
+gives NaN. The authors' released code has none.
 """
 
-from tokenformer_vit.experiments.questions import Question, Variant, arguments, pattention
+from tokenformer_vit.experiments import Steps, Variant, arguments, main, pattention
 
-QUESTION = Question(
+QUESTION = Steps(
     name="eps",
     title="eps",
-    text=(
-        "What Θ adds under its root, relative to the mean square of the scores. It keeps a row of "
-        "zeros from giving NaN; the authors' released code has none."
-    ),
+    text=__doc__,
     variants=(
         Variant("1e-12", "1e-12", pattention(eps=1e-12)),
         Variant("1e-6", "1e-6", arguments()),
@@ -20,6 +18,4 @@ QUESTION = Question(
 )
 
 if __name__ == "__main__":
-    from tokenformer_vit.experiments.sweep import main
-
     main(QUESTION)

@@ -1,14 +1,14 @@
 """Does the tanh approximation of GELU cost accuracy?
 
-python ablations/gelu.py --config configs/cifar10_tiny.py --seeds 3
+The exact GELU, as in the authors' code, against its approximation by tanh.
 """
 
-from tokenformer_vit.experiments.questions import Question, Variant, arguments
+from tokenformer_vit.experiments import Steps, Variant, arguments, main
 
-QUESTION = Question(
+QUESTION = Steps(
     name="gelu",
     title="GELU, exact or by tanh",
-    text="The exact GELU, which the authors' code uses, against its approximation by tanh.",
+    text=__doc__,
     variants=(
         Variant("gelu_l2", "exact (erf)", arguments(theta="gelu_l2")),
         Variant("gelu_tanh_l2", "by tanh", arguments(theta="gelu_tanh_l2")),
@@ -16,6 +16,4 @@ QUESTION = Question(
 )
 
 if __name__ == "__main__":
-    from tokenformer_vit.experiments.sweep import main
-
     main(QUESTION)

@@ -1,131 +1,97 @@
-"""What does growth save? Grown TokenFormers against from-scratch ones, and against grown ViTs.
+"""What does growth save? Grown TokenFormers, TokenFormers from scratch, and grown ViTs.
 
-python ablations/growth.py --config configs/cifar10_micro.py --seeds 3
+A TokenFormer has a quarter of the config's pairs at first, half of them after a third of the
+epochs, and all of them after two thirds. It is compared with models that have their size from the
+start, in the same learning rate schedule. *Zero keys* and *duplicates* keep what the model
+computes; *random* pairs, as in the paper, do not (arXiv:2410.23168, Section 3.3). The ViT has as
+many parameters as the whole TokenFormer. It grows by its hidden layers (Net2Net, arXiv:1511.05641,
+which keeps the function) or by its blocks (stacking, Gong et al. 2019, which does not). FLOPs are
+those of all forward and backward passes. *The largest, fewer epochs* has a whole schedule over two
+thirds of the epochs, and *a quarter, twice the epochs* one over twice as many: they cost about as
+much as the grown models. Published savings for ViTs on ImageNet are 56.7 % (LEMON,
+arXiv:2310.07999) and 76 % (Mango, arXiv:2310.10699, DeiT-S to DeiT-B). Both start from a trained
+small model and do not count its cost, which is counted here.
 """
 
-from typing import Any
-
-from tokenformer_vit.experiments.questions import (
-    Backbone,
-    Change,
-    Question,
+from tokenformer_vit.experiments import (
+    Part,
     Shape,
+    TrainingCost,
     Variant,
     arguments,
+    in_stages,
+    lasting,
+    main,
     matched_vit,
+    share_of_pairs,
 )
 
-# The model has a quarter of its pairs for the first third of the epochs, then half of them.
-STAGES = ((0, 1 / 4), (1 / 3, 1 / 2), (2 / 3, 1))
+SHARES = (1 / 4, 1 / 2, 1)  # of the full size, each for a third of the epochs
+QUARTER = share_of_pairs(SHARES[0])
 
 
-def pairs(share: float) -> Change:
-    """Keep a share of all pairs."""
-    return lambda backbone, shape: {**backbone, **shape.pairs(share)}
+def narrow_vit(backbone: Part, shape: Shape) -> Part:
+    """Take the matched ViT with the hidden layers of the first stage."""
+    hidden = shape.hidden(SHARES[0])["hidden_features"]
+    return {**matched_vit(backbone, shape), "mlp_ratio": (hidden + 0.5) / shape.embed_dim}
 
 
-def _hook(epochs: int, sizes: list[dict[str, int]], **how: Any) -> dict[str, Any]:
-    schedule = [
-        {"epoch": round(begin * epochs), **size}
-        for (begin, _), size in zip(STAGES[1:], sizes, strict=True)
-    ]
-    return {"custom_hooks": [{"type": "GrowthHook", "schedule": schedule, **how}]}
+def shallow_vit(backbone: Part, shape: Shape) -> Part:
+    """Take the matched ViT with the blocks of the first stage."""
+    return {**matched_vit(backbone, shape), **depth(shape, SHARES[0])}
 
 
-def grown(**how: Any):
-    """Grow by pairs at the stages."""
-    return lambda shape, epochs: _hook(
-        epochs, [shape.pairs(share) for _, share in STAGES[1:]], **how
-    )
+def depth(shape: Shape, share: float) -> dict[str, int]:
+    """Return a share of the blocks."""
+    return {"depth": max(1, round(share * shape.depth))}
 
 
-def _hidden(shape: Shape, share: float) -> int:
-    return round(share * (shape.num_param_tokens - 2 * shape.embed_dim))
+def grown(name: str, label: str, **how: str) -> Variant:
+    """Grow a TokenFormer by pairs."""
+    schedule = in_stages("epoch", SHARES, Shape.pairs, **how)
+    return Variant(name, label, QUARTER, outside=schedule, grown=True)
 
 
-def narrow_vit(backbone: Backbone, shape: Shape) -> Backbone:
-    """Give the matched ViT the hidden layers of the first stage."""
-    vit = matched_vit(backbone, shape)
-    return {**vit, "mlp_ratio": (_hidden(shape, STAGES[0][1]) + 0.5) / shape.embed_dim}
-
-
-def widened(shape: Shape, epochs: int) -> dict[str, Any]:
-    """Widen hidden layers at the stages; the last width is that of the matched ViT."""
-    return _hook(epochs, [{"hidden_features": _hidden(shape, share)} for _, share in STAGES[1:]])
-
-
-def shallow_vit(backbone: Backbone, shape: Shape) -> Backbone:
-    """Give the matched ViT the blocks of the first stage."""
-    return {**matched_vit(backbone, shape), "depth": _depth(shape, STAGES[0][1])}
-
-
-def _depth(shape: Shape, share: float) -> int:
-    return max(1, round(share * shape.depth))
-
-
-def stacked(shape: Shape, epochs: int) -> dict[str, Any]:
-    """Stack blocks at the stages."""
-    return _hook(epochs, [{"depth": _depth(shape, share)} for _, share in STAGES[1:]])
-
-
-QUESTION = Question(
+QUESTION = TrainingCost(
     name="growth",
     title="Growth",
-    text=(
-        "A TokenFormer with a quarter of the config's pairs, with half of them from a third of the "
-        "epochs on and with all of them from two thirds on, against models that have their size "
-        "from the start, in one schedule of the learning rate. *Zero keys* and *duplicates* leave "
-        "what the model computes as it is, *random* pairs, the paper's, do not (arXiv:2410.23168, "
-        "Section 3.3). The ViT has as many parameters as the whole TokenFormer; it grows by its "
-        "hidden layers (Net2Net, arXiv:1511.05641, which leaves the function as it is) or by its "
-        "blocks (stacking, Gong et al. 2019, which does not). FLOPs are those of all forward and "
-        "backward passes. *The largest, fewer epochs* has a whole schedule of its own over two "
-        "thirds of the epochs, and *a quarter, twice the epochs* one over twice as many, at about "
-        "the cost of the grown ones. Published for ViTs on ImageNet are savings of 56.7 % (LEMON, "
-        "arXiv:2310.07999) and 76 % (Mango, arXiv:2310.10699, DeiT-S to DeiT-B); both start from a "
-        "trained small model and leave its cost out, which is counted here."
-    ),
+    text=__doc__,
     variants=(
-        Variant("small", "a quarter of the pairs", pairs(STAGES[0][1])),
-        Variant("medium", "half of the pairs", pairs(STAGES[1][1])),
+        Variant("small", "a quarter of the pairs", QUARTER),
+        Variant("medium", "half of the pairs", share_of_pairs(SHARES[1])),
         Variant("large", "all pairs: the largest", arguments()),
         Variant(
             "large_short",
             "the largest, fewer epochs",
             arguments(),
-            outside=lambda shape, epochs: {"train_cfg": {"max_epochs": round(2 / 3 * epochs)}},
+            outside=lasting(2 / 3, "max_epochs"),
         ),
         Variant(
-            "small_long",
-            "a quarter, twice the epochs",
-            pairs(STAGES[0][1]),
-            outside=lambda shape, epochs: {"train_cfg": {"max_epochs": 2 * epochs}},
+            "small_long", "a quarter, twice the epochs", QUARTER, outside=lasting(2, "max_epochs")
         ),
-        Variant("zero_key", "grown, zero keys", pairs(STAGES[0][1]), outside=grown(), grown=True),
-        Variant(
-            "duplicate",
-            "grown, duplicates",
-            pairs(STAGES[0][1]),
-            outside=grown(init="duplicate"),
-            grown=True,
-        ),
-        Variant(
-            "random",
-            "grown, random",
-            pairs(STAGES[0][1]),
-            outside=grown(init="random"),
-            grown=True,
-        ),
+        grown("zero_key", "grown, zero keys"),
+        grown("duplicate", "grown, duplicates", init="duplicate"),
+        grown("random", "grown, random", init="random"),
         Variant("vit", "ViT, matched", matched_vit, reference=True),
-        Variant("net2net", "ViT, Net2Net", narrow_vit, outside=widened, reference=True, grown=True),
         Variant(
-            "stacking", "ViT, stacking", shallow_vit, outside=stacked, reference=True, grown=True
+            "net2net",
+            "ViT, Net2Net",
+            narrow_vit,
+            outside=in_stages("epoch", SHARES, Shape.hidden),
+            reference=True,
+            grown=True,
+        ),
+        Variant(
+            "stacking",
+            "ViT, stacking",
+            shallow_vit,
+            outside=in_stages("epoch", SHARES, depth),
+            reference=True,
+            grown=True,
         ),
     ),
-    compute="large",
+    largest="large",
 )
 
 if __name__ == "__main__":
-    from tokenformer_vit.experiments.sweep import main
-
     main(QUESTION)

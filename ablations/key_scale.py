@@ -1,18 +1,16 @@
 """Does the scale at which keys are initialised matter?
 
-python ablations/key_scale.py --config configs/cifar10_tiny.py --seeds 3
+Under `gelu_l2` the output of a layer does not depend on the scale of its keys, but a training step
+turns large keys less. The scale is relative to the default, which gives scores of unit variance.
+The paper reports no comparison.
 """
 
-from tokenformer_vit.experiments.questions import Question, Variant, arguments, pattention
+from tokenformer_vit.experiments import Steps, Variant, arguments, main, pattention
 
-QUESTION = Question(
+QUESTION = Steps(
     name="key_scale",
     title="Scale of the keys at initialisation",
-    text=(
-        "Under `gelu_l2` a layer computes the same whatever the scale of its keys, but a step of "
-        "training turns large keys less. The scale is relative to the default, scores of unit "
-        "variance. The paper reports no comparison."
-    ),
+    text=__doc__,
     variants=(
         Variant("tenth", "0.1", pattention(key_init_scale=0.1)),
         Variant("one", "1", arguments()),
@@ -21,6 +19,4 @@ QUESTION = Question(
 )
 
 if __name__ == "__main__":
-    from tokenformer_vit.experiments.sweep import main
-
     main(QUESTION)

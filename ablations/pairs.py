@@ -1,18 +1,16 @@
-"""How should a block's pairs be shared out between attention and the feed-forward layer?
+"""How should the pairs of a block be divided between attention and the feed-forward layer?
 
-python ablations/pairs.py --config configs/cifar10_tiny.py --seeds 3
+q, k, v and o each get pairs in proportion to the width C, and the feed-forward layer gets the rest
+of the config's total: parameters and FLOPs stay the same. The paper's base model has C and 4 C, and
+its matched model 3/4 C and 3 C; it reports no other shares.
 """
 
-from tokenformer_vit.experiments.questions import Question, Variant, attention_share
+from tokenformer_vit.experiments import Steps, Variant, attention_share, main
 
-QUESTION = Question(
+QUESTION = Steps(
     name="pairs",
     title="Pairs of attention and feed-forward",
-    text=(
-        "q, k, v and o each get a share of the width C in pairs, the feed-forward layer what is "
-        "left of the config's total: parameters and FLOPs stay the same. The paper's base model "
-        "has C and 4 C, its matched one 3/4 C and 3 C; it reports no other shares."
-    ),
+    text=__doc__,
     variants=(
         Variant("half", "1/2 C each", attention_share(0.5)),
         Variant("three_quarters", "3/4 C each", attention_share(0.75)),
@@ -22,6 +20,4 @@ QUESTION = Question(
 )
 
 if __name__ == "__main__":
-    from tokenformer_vit.experiments.sweep import main
-
     main(QUESTION)

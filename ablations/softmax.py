@@ -1,20 +1,17 @@
 """Which Θ? The rows of the paper's Table 4, and a ViT with as many parameters.
 
-python ablations/softmax.py --config configs/cifar10_tiny.py --seeds 3
+From exp with an L1 norm, as in ordinary attention, to the default, GELU with an L2 norm
+(arXiv:2410.23168, Table 4). `gelu_l2_post` is the GELU before the norm, as in the authors' language
+code; the paper's table does not have it. The ViT is timm's, of the same width and depth, with as
+many parameters. The paper's figure for it is ViT-B/16 by MAE's recipe, 86.6 M parameters.
 """
 
-from tokenformer_vit.experiments.questions import Question, Variant, arguments, matched_vit
+from tokenformer_vit.experiments import Steps, Variant, arguments, main, matched_vit
 
-QUESTION = Question(
+QUESTION = Steps(
     name="softmax",
     title="Θ",
-    text=(
-        "From ordinary attention, exp with an L1 norm, to the default, GELU with an L2 norm "
-        "(arXiv:2410.23168, Table 4). `gelu_l2_post` is the GELU before the norm, which the "
-        "authors' language code has and the table has not. The ViT is timm's, of the same width "
-        "and depth, with as many parameters; the paper's figure is that of ViT-B/16 by MAE's "
-        "recipe, 86.6 M parameters."
-    ),
+    text=__doc__,
     variants=(
         Variant("softmax", "exp + L1", arguments(theta="softmax"), paper=79.6),
         Variant("gelu_l1", "GELU + L1", arguments(theta="gelu_l1"), paper=81.7),
@@ -25,6 +22,4 @@ QUESTION = Question(
 )
 
 if __name__ == "__main__":
-    from tokenformer_vit.experiments.sweep import main
-
     main(QUESTION)

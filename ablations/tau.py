@@ -1,19 +1,17 @@
 """What should τ be: √P, one, or learned?
 
-python ablations/tau.py --config configs/cifar10_tiny.py --seeds 3
+Θ multiplies by τ, the root of the number of pairs P. With τ = 1 the scores that reach the GELU are
+small, where it is nearly linear. The outputs of a layer also start smaller, because the values are
+drawn for τ = √P. A learned τ is one number per layer and starts from √P. The paper reports no
+comparison.
 """
 
-from tokenformer_vit.experiments.questions import Question, Variant, arguments, pattention
+from tokenformer_vit.experiments import Steps, Variant, arguments, main, pattention
 
-QUESTION = Question(
+QUESTION = Steps(
     name="tau",
     title="τ",
-    text=(
-        "Θ multiplies by τ, the root of the number of pairs. With 1 instead the scores that reach "
-        "the GELU are small, where it is nearly linear, and the outputs of a layer start smaller, "
-        "since the values are drawn for the usual τ. Learned, τ starts from √P, one number a "
-        "layer. The paper reports no comparison."
-    ),
+    text=__doc__,
     variants=(
         Variant("one", "1", pattention(tau=1.0)),
         Variant("root", "√P", arguments()),
@@ -22,6 +20,4 @@ QUESTION = Question(
 )
 
 if __name__ == "__main__":
-    from tokenformer_vit.experiments.sweep import main
-
     main(QUESTION)

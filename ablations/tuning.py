@@ -1,80 +1,83 @@
-"""What to train of a model that others' data taught? Appended pairs against LoRA and the rest.
+"""What to train of a model that was trained on other data? Appended pairs, LoRA, and the rest.
 
-python ablations/growth.py --config configs/cifar10_micro.py --variants large vit
-python ablations/tuning.py --config configs/tuning_imagenette.py --seeds 3
+A TokenFormer and a ViT with as many parameters were trained on CIFAR-10 in the same way. They are
+tuned to other images in four ways: the head alone (a linear probe); the head and pairs appended to
+every layer, with all else frozen and with zero keys, which keep the model as it was at first; LoRA
+on every linear layer of the ViT (arXiv:2106.09685; a TokenFormer has no linear layers); and the
+whole model. Pairs and LoRA have as many parameters. All seeds share one trained model of each kind.
+They differ in the order and augmentation of the images, in the new pairs and in LoRA. The probe
+shows how well each trained model suits these images. Images are few and small: this compares
+methods, and does not show how good they can get.
 """
 
 from pathlib import Path
 from typing import Any
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.experiments.questions import (
-    Backbone,
+from tokenformer_vit.experiments import (
     Change,
     Outside,
-    Question,
+    Part,
     Shape,
+    Tuning,
     Variant,
     arguments,
+    main,
     matched_vit,
 )
 
 RANKS = {"small": 4, "large": 16}
-FULL_LR = 1e-3  # the config's rate is meant for few parameters
+FULL_LR = 1e-3  # the config's learning rate is for few parameters
 
 
 def pairs_like_lora(shape: Shape, rank: int) -> int:
-    """Count the pairs that a block gets for as many parameters as LoRA of a rank has in a ViT.
+    """Count the pairs of a block with as many parameters as LoRA has in a block of the ViT.
 
     LoRA has ``rank * (C_in + C_out)`` for each of the four linear layers of a block of the matched
-    ViT (C to 3C, C to C, C to hidden and back), a pair 2C.
+    ViT (C to 3C, C to C, C to hidden and back). A pair has 2C.
     """
-    width = shape.embed_dim
-    hidden = shape.num_param_tokens - 2 * width
-    return round(rank * (8 * width + 2 * hidden) / (2 * width))
+    hidden = shape.hidden(1)["hidden_features"]
+    return round(rank * (8 * shape.embed_dim + 2 * hidden) / (2 * shape.embed_dim))
 
 
 def appended(rank: int) -> Change:
-    """Append as many parameters as LoRA of a rank has, to each layer by its size."""
+    """Append pairs to each layer by its size, with as many parameters as LoRA of a rank has."""
 
-    def change(backbone: Backbone, shape: Shape) -> Backbone:
-        share = pairs_like_lora(shape, rank) / shape.num_param_tokens
+    def change(backbone: Part, shape: Shape) -> Part:
+        new = pairs_like_lora(shape, rank)
+        share = new / shape.num_param_tokens
         sizes = (shape.num_qkv_param_tokens, shape.num_proj_param_tokens)
         qkv, proj = (size + round(share * size) for size in sizes)
-        ffn = shape.num_param_tokens + pairs_like_lora(shape, rank) - 3 * qkv - proj
-        return {
-            **backbone,
-            "growth": {
-                **(backbone.get("growth") or {}),
-                "num_qkv_param_tokens": qkv,
-                "num_proj_param_tokens": proj,
-                "num_ffn_param_tokens": ffn,
-                "freeze": "old",
-            },
+        growth = {
+            "num_qkv_param_tokens": qkv,
+            "num_proj_param_tokens": proj,
+            "num_ffn_param_tokens": shape.num_param_tokens + new - 3 * qkv - proj,
+            "freeze": "old",
         }
+        return {**backbone, "growth": {**(backbone.get("growth") or {}), **growth}}
 
     return change
 
 
-def vit(backbone: Backbone, shape: Shape, **new: Any) -> Backbone:
-    """Take the matched ViT, of the same sweep and seed as the weights of the TokenFormer."""
+def vit(backbone: Part, shape: Shape, **new: Any) -> Part:
+    """Take the matched ViT of the same sweep and seed as the TokenFormer's weights."""
     weights = Path(backbone["checkpoint_path"])
     variant, _, seed = weights.parent.name.rpartition("_")
     if variant != "large":
         raise InputError(
-            f"the weights of the ViT are looked for beside those of the TokenFormer, in vit_seed0 "
-            f"beside large_seed0 or so, but these are in {weights.parent}; name the folders so, or "
-            "leave the ViT out by --variants"
+            "the weights of the ViT must be in vit_seedN beside those of the TokenFormer in "
+            f"large_seedN, but these are in {weights.parent}; rename the folders, or give "
+            "--variants without the ViT"
         )
-    matched = {
+    return {
         **matched_vit(backbone, shape),
         "checkpoint_path": str(weights.parent.parent / f"vit_{seed}" / weights.name),
         "growth": None,
+        **new,
     }
-    return {**matched, **new}
 
 
-def vit_probe(backbone: Backbone, shape: Shape) -> Backbone:
+def vit_probe(backbone: Part, shape: Shape) -> Part:
     """Freeze the ViT."""
     return vit(backbone, shape, frozen=True)
 
@@ -91,23 +94,14 @@ def lora(rank: int) -> Change:
 
 
 def rate(lr: float) -> Outside:
-    """Train at another rate than the config's."""
+    """Train with another learning rate than the config's."""
     return lambda shape, epochs: {"optim_wrapper": {"optimizer": {"lr": lr}}}
 
 
-QUESTION = Question(
+QUESTION = Tuning(
     name="tuning",
     title="Tuning",
-    text=(
-        "A TokenFormer and a ViT with as many parameters, trained on CIFAR-10 alike, are tuned to "
-        "other images: by their head alone (a linear probe), with pairs appended to every layer "
-        "and trained beside the head (all else is frozen; zero keys, so that tuning starts from "
-        "the model as it was), by LoRA on every linear layer (arXiv:2106.09685; a TokenFormer has "
-        "none), and as a whole. Pairs and LoRA have as many parameters. One pre-trained model of "
-        "each kind serves all seeds, which are those of the order and augmentation of the images, "
-        "of new pairs and of LoRA; how good each is for these images, its probe tells. Images are "
-        "few and small, so that this compares methods and says nothing of what they can reach."
-    ),
+    text=__doc__,
     variants=(
         Variant("probe", "head alone", arguments(frozen=True, growth=None)),
         Variant("tokens_small", "appended pairs, few", appended(RANKS["small"])),
@@ -130,6 +124,4 @@ QUESTION = Question(
 )
 
 if __name__ == "__main__":
-    from tokenformer_vit.experiments.sweep import main
-
     main(QUESTION)

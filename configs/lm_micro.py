@@ -1,4 +1,4 @@
-# A TokenFormer of 0.15 M parameters on tiny Shakespeare, byte by byte, for the language ablations.
+# A TokenFormer of 0.15 M parameters on the bytes of tiny Shakespeare, for the language ablations.
 #
 # Paper:     none
 # Data:      tokenformer-vit prepare-text input.txt data/tinyshakespeare_64 --context-length 64 \

@@ -4,7 +4,7 @@
 # Paper:     perplexity 16.41 on OpenWebText (arXiv:2410.23168, Figure 3)
 # Data:      tokenformer-vit prepare-text --hub Skylion007/openwebtext data/openwebtext \
 #                --tokenizer gpt2 --context-length 1024
-#            (if it is refused as a script: --hub-revision refs/convert/parquet)
+#            (if datasets refuses it as a script: --hub-revision refs/convert/parquet)
 # Batch:     480 = 8 GPUs x 12 with 5 steps
 # Hardware:  not run
 # Command:   torchrun --nproc_per_node=8 --no-python \

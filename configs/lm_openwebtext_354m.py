@@ -2,7 +2,7 @@
 # billion more tokens, with a new warm-up and cosine.
 #
 # Paper:     perplexity 14.02 on OpenWebText (arXiv:2410.23168, Figure 3), with random new pairs
-# Data:      as for lm_openwebtext_124m, whose run comes first
+# Data:      as for lm_openwebtext_124m; run that config first
 # Batch:     480 = 8 GPUs x 12 with 5 steps
 # Hardware:  not run
 # Command:   torchrun --nproc_per_node=8 --no-python \

@@ -1,4 +1,4 @@
-# The Transformer in GPT-2's form, 124,475,904 parameters, trained as lm_openwebtext_124m.
+# The Transformer in the form of GPT-2, 124,475,904 parameters, trained like lm_openwebtext_124m.
 #
 # Paper:     perplexity 17.06 on OpenWebText (arXiv:2410.23168, Figure 3)
 # Data:      as for lm_openwebtext_124m

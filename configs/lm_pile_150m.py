@@ -1,4 +1,4 @@
-# TokenFormer LM of 151,881,216 parameters on the Pile: the smallest of the released models.
+# TokenFormer LM of 151,881,216 parameters on the Pile: the smallest released model.
 #
 # Paper:     perplexity 10.45 on the Pile; zero-shot average of six tasks 44.7
 # Data:      tokenformer-vit prepare-text --hub monology/pile-uncopyrighted data/pile \
@@ -13,7 +13,7 @@
 # Expected:  not run
 _base_ = "_base_/language.py"
 
-# Keys N(0, 0.02²) and values N(0, (2 / (12·√768))²), as the authors' code draws them.
+# Keys N(0, 0.02²) and values N(0, (2 / (12·√768))²), as in the authors' code.
 model = dict(config=dict(pattention_args=dict(init="released")))
 
 train_dataloader = dict(dataset=dict(data_root="data/pile"))

@@ -1,4 +1,4 @@
-# A TokenFormer of 0.6 M parameters on tiny Shakespeare, byte by byte.
+# A TokenFormer of 0.6 M parameters on the bytes of tiny Shakespeare.
 #
 # Paper:     none
 # Data:      tokenformer-vit prepare-text input.txt data/tinyshakespeare --context-length 128 \

@@ -1,12 +1,22 @@
+import io
+import itertools
 import os
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from importlib import import_module
 from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+ROOT = Path(__file__).resolve().parents[1]
 # `make fuzz` takes the long one. How long an example took says nothing on a busy machine.
 _COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 settings.register_profile("short", max_examples=25, **_COMMON)
@@ -44,3 +54,106 @@ def shared_data() -> Callable[[str], Path]:
         return Path(root, name).resolve()
 
     return find
+
+
+class Done(NamedTuple):
+    """How a command ended, and what it printed; ``output`` is stdout and stderr as they came."""
+
+    status: int
+    out: str
+    err: str
+    output: str
+
+
+class _Printed(io.StringIO):
+    def __init__(self, together: io.StringIO) -> None:
+        super().__init__()
+        self.together = together
+
+    def write(self, text: str) -> int:
+        self.together.write(text)
+        return super().write(text)
+
+
+class Command:
+    """Commands of tools/: run within this process, which is faster, or started as a user does."""
+
+    numbers = itertools.count()
+
+    def __call__(self, tool: str, *words: object) -> Done:
+        """Run to the end within this process."""
+        from tokenformer_vit import cli
+
+        (name,) = (name for name, command in cli.COMMANDS.items() if command.module == tool)
+        together, status, threads = io.StringIO(), 0, torch.get_num_threads()
+        out, err = _Printed(together), _Printed(together)
+        with ExitStack() as stack:
+            stack.enter_context(redirect_stdout(out))
+            stack.enter_context(redirect_stderr(err))
+            argv = [str(self.path(tool)), *map(str, words)]
+            stack.enter_context(patch.object(sys, "argv", argv))
+            if tool == "train":
+                self._name_runs(stack)
+            torch.set_num_threads(1)  # as many as a process has: sums in the same order
+            try:
+                cli.run(name)
+            except SystemExit as error:
+                status = error.code
+            finally:
+                torch.set_num_threads(threads)
+                torch.use_deterministic_algorithms(False)
+        return Done(status, out.getvalue(), err.getvalue(), together.getvalue())
+
+    def start(
+        self,
+        tool: str,
+        *words: object,
+        launcher: Sequence[str] = (),
+        environment: dict[str, str] | None = None,
+        **how: Any,
+    ) -> subprocess.Popen:
+        """Start a process, whose stdout and stderr are pipes."""
+        own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
+        return subprocess.Popen(
+            [sys.executable, *launcher, str(self.path(tool)), *map(str, words)],
+            **{
+                "env": {**os.environ, **own, **(environment or {})},
+                "stdout": subprocess.PIPE,
+                "stderr": subprocess.PIPE,
+                "text": True,
+                **how,
+            },
+        )
+
+    def process(self, tool: str, *words: object, **how: Any) -> Done:
+        """Run to the end in a process."""
+        with self.start(tool, *words, **how) as process:
+            out, err = process.communicate(timeout=240)
+        return Done(process.returncode, out, err or "", out + (err or ""))
+
+    @staticmethod
+    def path(tool: str) -> Path:
+        return ROOT / "tools" / f"{tool}.py"
+
+    def _name_runs(self, stack: ExitStack) -> None:
+        runner = import_module("tokenformer_vit.training.launch").TrainingRunner
+        from_cfg = runner.from_cfg
+
+        def named(cfg):
+            # mmengine keeps what it logs by this name, for the whole process; by itself it takes
+            # the second in which a run began.
+            cfg.experiment_name = f"run_{next(self.numbers)}"
+            return from_cfg(cfg)
+
+        stack.enter_context(patch.object(runner, "from_cfg", named))
+
+
+@pytest.fixture(scope="session")
+def command() -> Command:
+    return Command()
+
+
+@pytest.fixture
+def generator(seed) -> np.random.Generator:
+    """NumPy's random numbers, from the printed seed."""
+    return np.random.default_rng(seed)

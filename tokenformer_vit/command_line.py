@@ -1,4 +1,4 @@
-"""What the commands share: how they end, what they print, and types of arguments."""
+"""What the commands share: how they end, what they print, and types of their arguments."""
 
 import argparse
 import datetime
@@ -6,6 +6,7 @@ import errno
 import logging
 import math
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -15,24 +16,40 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from .errors import InputError
+from .errors import InputError, one_line
 from .interrupts import INTERRUPTED, leave_on_interrupt
 
-__all__ = ["positive_number", "printable", "run_tool", "whole_number"]
+__all__ = [
+    "EXTRAS",
+    "positive_number",
+    "printable",
+    "run_tool",
+    "typed_command",
+    "whole_number",
+]
 
+# Modules that the extras of setup.py install.
+EXTRAS = {
+    "train": (
+        *("mmengine", "mmcv", "mmpretrain", "matplotlib"),
+        *("pyarrow", "sklearn"),  # sources of images
+    ),
+    "language": ("transformers", "tokenizers", "datasets", "zstandard"),
+    "evaluation": ("lm_eval", "accelerate"),
+}
 _DEBUG = "--debug"
-# Reported without the file's name where a library writes it.
+# A library that writes a file reports these without the name of the file.
 _NO_SPACE = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 # Characters that change the direction of the text after them; Python calls some printable.
 _BIDI = set(map(chr, (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))))
 
 
 def run_tool(main: Callable[[], None], status: int = 1) -> None:
-    """Run a command's ``main`` and end it in one line, whatever happens.
+    """Run the ``main`` of a command and end it in one line, whatever happens.
 
-    An error of what the user gave says what to do. Any other error is a defect: its line names the
-    file that the traceback went to, or the traceback is printed if the command line has
-    ``--debug``. A first Ctrl-C ends the command in one line, a second one at once.
+    If the user can correct an error, the line says how. Any other error is a defect: the line names
+    a file with the traceback. With ``--debug`` the traceback is printed. A first Ctrl-C ends the
+    command in one line, a second one ends it at once.
 
     Args:
         main: Takes its arguments from ``sys.argv``.
@@ -41,7 +58,7 @@ def run_tool(main: Callable[[], None], status: int = 1) -> None:
     Raises:
         SystemExit: With ``status`` after an error, 130 after Ctrl-C, else as ``main`` does.
     """
-    logging.raiseExceptions = False  # a log on a full disk would print a traceback for each line
+    logging.raiseExceptions = False  # on a full disk, each log line would print a traceback
     debug = _DEBUG in sys.argv
     sys.argv = [word for word in sys.argv if word != _DEBUG]
     try:
@@ -64,7 +81,7 @@ def run_tool(main: Callable[[], None], status: int = 1) -> None:
 
 
 def _reader_is_gone() -> bool:
-    """Tell whether nobody reads standard output, and keep Python from complaining at its exit."""
+    """Tell whether the reader of standard output is gone; if so, silence Python's last flush."""
     try:
         sys.stdout.flush()
         return False
@@ -75,7 +92,7 @@ def _reader_is_gone() -> bool:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    if os.getpid() == _PROCESS:  # else a worker of ours, which its parent ends
+    if os.getpid() == _PROCESS:  # the parent ends a worker
         leave_on_interrupt()
     raise KeyboardInterrupt
 
@@ -92,10 +109,15 @@ def _explain(error: Exception) -> str:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, OSError) and error.errno in _NO_SPACE:
         return f"{error.strerror}: free some space, then run the same command again"
-    what = " ".join(str(error).split())[:300]
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # PyTorch's
-        return f"not enough memory: use a smaller --batch-size ({what or type(error).__name__})"
-    line = f"{type(error).__name__}: {what}" if what else type(error).__name__
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        module = error.name.partition(".")[0]
+        for extra, modules in EXTRAS.items():
+            if module in modules:
+                return f"{module} is not installed: pip install 'tokenformer-vit[{extra}]'"
+    what, kind = one_line(error), type(error).__name__
+    if isinstance(error, MemoryError) or kind == "OutOfMemoryError":  # PyTorch's
+        return f"not enough memory: use a smaller --batch-size ({what})"
+    line = kind if what == kind else f"{kind}: {what}"
     try:
         return f"{line} (unexpected; the traceback is in {_keep_traceback(error)})"
     except OSError:
@@ -110,20 +132,26 @@ def _keep_traceback(error: Exception) -> Path:
     return Path(name)
 
 
+def typed_command() -> str:
+    """Return the command line of this process as a user types it, for a record."""
+    first = sys.argv[0].split(" ") if sys.argv[0].startswith("tokenformer-vit ") else []
+    return shlex.join([*(first or ["python", sys.argv[0]]), *sys.argv[1:]])
+
+
 def _say(line: str) -> None:
-    # A full disk behind stderr, or a closed one, must not hide the status.
+    # A full or closed stderr must not hide the status.
     with suppress(OSError, ValueError):
         print(printable(line), file=sys.stderr, flush=True)
 
 
 def printable(text: str) -> str:
-    r"""Escape what would do something to a terminal instead of being shown, such as ``\x1b``.
+    r"""Escape the characters that a terminal would obey instead of showing, such as ``\x1b``.
 
     Args:
         text: A name or a message that may come from a file.
 
     Returns:
-        The text in one line. Letters of every script stay.
+        The text in one line. Letters of every script stay as they are.
     """
     return "".join(
         char if char.isprintable() and char not in _BIDI else char.encode("unicode_escape").decode()

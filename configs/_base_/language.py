@@ -1,6 +1,6 @@
-# A causal language model on rows of tokens that tools/prepare_text.py has packed: what every such
-# run shares. The recipe is that of the released models (arXiv:2410.23168, Section 4.2, and their
-# configuration files): AdamW, warm-up over 1 % of the steps, a cosine to a tenth, clipping.
+# What all language runs share: a causal language model on rows of tokens that prepare-text wrote.
+# The recipe is that of the released models (arXiv:2410.23168, Section 4.2, and their configuration
+# files): AdamW, warm-up over 1 % of the steps, a cosine to a tenth, clipping.
 _base_ = "runtime.py"
 
 custom_imports = dict(
@@ -46,13 +46,13 @@ optim_wrapper = dict(
     accumulative_counts=1,
     clip_grad=dict(max_norm=1.0),
     optimizer=dict(type="AdamW", lr=6e-4, weight_decay=0.1, eps=1e-8, betas=(0.9, 0.95)),
-    # As in the released code, embeddings and parameter tokens decay, norms and biases do not.
+    # As in the released code, embeddings and parameter tokens decay; norms and biases do not.
     paramwise_cfg=dict(
         norm_decay_mult=0.0,
         bias_decay_mult=0.0,
         flat_decay_mult=0.0,
         bypass_duplicate=True,  # the tied head of the Transformer
-        custom_keys={".tau": dict(decay_mult=0.0)},  # if learned
+        custom_keys={".tau": dict(decay_mult=0.0)},  # a learned τ
     ),
 )
 param_scheduler = [
@@ -77,5 +77,5 @@ default_hooks = dict(
 )
 custom_hooks = [dict(type="CostHook")]
 
-# With --auto-scale-lr, the learning rate above is that of this many sequences an optimiser step.
+# The learning rate above is for this number of sequences an optimiser step (--auto-scale-lr).
 auto_scale_lr = dict(base_batch_size=1024, enable=False)

@@ -1,10 +1,10 @@
-# Small models on small text, byte by byte, in minutes on a CPU.
+# Small models on the bytes of small texts: minutes on a CPU.
 _base_ = "language.py"
 
 model = dict(
     config=dict(
         _delete_=True,
-        vocab_size=264,  # 256 bytes, one end of text, filled up to a multiple of eight
+        vocab_size=264,  # 256 bytes and the end of a text, padded to a multiple of eight
         context_length=128,
         embed_dim=96,
         depth=4,

@@ -1,19 +1,22 @@
 """Costs in closed form are what PyTorch counts, part by part: of models of images."""
 
+from typing import Any
+
 import pytest
 import timm
 import torch
 from timm.layers import SwiGLU
 from timm.models.vision_transformer import ParallelScalingBlock
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import tokenformer_vit  # noqa: F401
 from tokenformer_vit.benchmarking.costs import PARTS, model_costs, total, training_flops
-from tokenformer_vit.benchmarking.lengths import Pairs, language_costs
+from tokenformer_vit.benchmarking.lengths import transformer_of_width
+from tokenformer_vit.benchmarking.measures import counted_flops
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.segments import split_tokens
+from tokenformer_vit.models import LMConfig, TokenFormerLM
 
 pytestmark = pytest.mark.usefixtures("plain_attention")
 SMALL = {"depth": 2, "embed_dim": 24, "num_heads": 3, "img_size": 32, "patch_size": 8}
@@ -33,7 +36,7 @@ MODELS = {
 
 
 def build(name, fused=False, **kwargs):
-    model = timm.create_model(name, **{"num_classes": 7, **SMALL, **kwargs})
+    model: Any = timm.create_model(name, **{"num_classes": 7, **SMALL, **kwargs})
     if name.startswith("tokenformer"):
         model.set_backend("reference")
     for block in model.blocks:
@@ -44,12 +47,14 @@ def build(name, fused=False, **kwargs):
 def count(model, backward=False):
     """Let PyTorch count the FLOPs of an image, by the module that needs them."""
     image = torch.randn(1, 3, *model.patch_embed.img_size)
-    with FlopCounterMode(display=False) as counter:
+
+    def run():
         out = model(image)
         for output in out if isinstance(out, tuple) else [out]:
             if backward:
                 output.sum().backward(retain_graph=True)
-    return {name: sum(flops.values()) for name, flops in counter.get_flop_counts().items()}
+
+    return counted_flops(run)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["products", "sdpa"])
@@ -169,15 +174,15 @@ def test_other_lengths_are_those_of_other_images(name):
 
 
 def test_too_few_tokens():
-    with pytest.raises(InputError, match="1 tokens leave none for patches"):
+    with pytest.raises(InputError, match="num_tokens is 1, but the model adds 1"):
         model_costs(build("tokenformer_tiny"), 1)
 
 
 @pytest.mark.parametrize(
     ("name", "kwargs", "said"),
     [
-        ("resnet18", {}, "ResNet is neither a TokenFormerViT nor a timm VisionTransformer"),
-        ("vit_tiny_patch16_224", {"global_pool": "map"}, "pool by attention"),
+        ("resnet18", {}, "ResNet are unknown; give a TokenFormerViT"),
+        ("vit_tiny_patch16_224", {"global_pool": "map"}, "attention pooling .* global_pool"),
         ("vit_tiny_patch16_224", {"attn_layer": "diff"}, "DiffAttention"),
         ("vit_tiny_r_s16_p8_224", {}, "HybridEmbed"),
         ("vit_medium_patch16_rope_reg1_gap_256", {}, "Eva"),
@@ -191,12 +196,18 @@ def test_models_of_other_kinds(name, kwargs, said):
         training_flops(model)
 
 
-@pytest.mark.parametrize("name", ["tokenformer_tiny", "vit_tiny_patch16_224"])
-def test_blocks_cost_the_same_for_images_and_for_words(name):
-    ours = name.startswith("tokenformer")
-    model = model_costs(build(name, **(PAIRS if ours else {"qkv_bias": False})))
-    sizes = language_costs(2, 24, 101, 17, Pairs(20, 28, 50) if ours else None)
+def test_blocks_cost_the_same_for_images_and_for_words():
+    images = model_costs(build("tokenformer_tiny", **PAIRS))
+    config = LMConfig(embed_dim=24, depth=2, num_heads=3, **PAIRS, rotary_share=0.5)
+    words = model_costs(TokenFormerLM(config, device="meta"), 17)
     for part in ("qkv", "token_token", "output", "feed_forward"):
-        assert model[part].forward_flops == sizes[part].forward_flops
-        if ours or part == "qkv":  # a Transformer's other parts have biases
-            assert model[part].parameters == sizes[part].parameters
+        assert images[part] == words[part]
+
+
+def test_a_transformer_costs_what_its_width_says():
+    vit = model_costs(build("vit_tiny_patch16_224"))
+    sizes = model_costs(transformer_of_width(LMConfig(depth=2), 24), 17)
+    assert vit["token_token"] == sizes["token_token"]
+    parts = ("qkv", "output", "feed_forward")
+    of = [sum(costs[part].forward_flops for part in parts) for costs in (vit, sizes)]
+    assert of[0] == of[1]

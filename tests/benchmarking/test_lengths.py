@@ -1,41 +1,52 @@
-"""Costs of language models by their sizes alone are those that the paper publishes."""
+"""Costs by sizes are the costs that the paper publishes, and its figure shows them."""
 
 import random
 from itertools import pairwise
 
 import pytest
 
-from tokenformer_vit.benchmarking.costs import PARTS, total
-from tokenformer_vit.benchmarking.lengths import Pairs, draw_lengths, equal_width, language_costs
+from tokenformer_vit.benchmarking.costs import model_costs, total
+from tokenformer_vit.benchmarking.lengths import draw_lengths, equal_width, transformer_of_width
+from tokenformer_vit.models import LMConfig, TokenFormerLM, lm_config
+
+SIZES = {"depth": 5, "embed_dim": 24, "num_heads": 3, "vocab_size": 101, "rotary_share": 0.5}
+PAIRS = {"num_qkv_param_tokens": 20, "num_proj_param_tokens": 28, "num_ffn_param_tokens": 50}
 
 
 @pytest.mark.parametrize(
-    ("depth", "width", "pairs", "parameters"),
-    [
-        (12, 768, 768, 151_881_216),
-        (24, 1024, 1024, 454_166_528),
-        (32, 1280, 1280, 903_252_480),
-        (40, 1536, 1536, 1_587_219_456),
-    ],
+    ("preset", "parameters"),
+    [("150m", 151_881_216), ("450m", 454_166_528), ("900m", 903_252_480), ("1.5b", 1_587_219_456)],
 )
-def test_published_language_models(depth, width, pairs, parameters):
-    costs = language_costs(depth, width, 50_304, 2048, Pairs(pairs, pairs, 4 * pairs))
+def test_published_language_models(preset, parameters):
+    config = lm_config(preset)
+    costs = model_costs(TokenFormerLM(config, device="meta"))
+    assert total(costs).parameters == parameters
     # The released models have one norm with weight and bias, which the paper's table leaves out.
-    assert total(costs).parameters + 2 * width == parameters
-    assert costs["qkv"].parameters == depth * 3 * 2 * width * pairs
+    assert costs["other"].parameters == 2 * config.embed_dim
+    assert costs["qkv"].parameters == config.depth * 3 * 2 * config.embed_dim**2
 
 
-@pytest.mark.parametrize("pairs", [None, Pairs(20, 28, 50)])
-def test_totals_of_table_3(pairs):
-    depth, width, tokens = 5, 24, 17
-    costs = language_costs(depth, width, 101, tokens, pairs)
-    size = depth * width * (12 * width if pairs is None else 2 * (3 * 20 + 28 + 50))
-    blocks = {part: costs[part] for part in ("qkv", "token_token", "output", "feed_forward")}
+@pytest.mark.parametrize("width", [24, 25])
+@pytest.mark.parametrize("transformer", [False, True])
+def test_totals_of_table_3(transformer, width):
+    if transformer:
+        model, size = transformer_of_width(LMConfig(**SIZES), width), 5 * 12 * width**2
+        weights = {"qkv": 3 * width**2, "output": width**2, "feed_forward": 8 * width**2}
+    else:
+        width = 24
+        model = TokenFormerLM(LMConfig(**SIZES, **PAIRS), device="meta")
+        size = 5 * 2 * width * (3 * 20 + 28 + 50)
+        weights = {"qkv": 6 * 20 * width, "output": 2 * 28 * width, "feed_forward": 100 * width}
+    costs = model_costs(model, 17)
+    if not transformer:
+        assert {part: costs[part].parameters for part in weights} == {
+            part: 5 * weight for part, weight in weights.items()
+        }
+    blocks = {part: costs[part] for part in (*weights, "token_token")}
     assert total(blocks).parameters == size
-    assert total(blocks).forward_flops == 2 * size * tokens + 4 * depth * width * tokens**2
-    assert costs["embedding"].parameters == total(costs).parameters - size == 101 * width
-    assert costs["head"].forward_flops == 2 * 101 * width * tokens
-    assert list(costs) == list(PARTS)
+    assert total(blocks).forward_flops == 2 * size * 17 + 4 * 5 * width * 17**2
+    assert costs["embedding"].parameters == (101 + transformer) * width  # one row of positions
+    assert costs["head"].forward_flops == 2 * 101 * width * 17
 
 
 def test_transformer_of_equal_parameters(seed):
@@ -69,5 +80,5 @@ def test_drawing_against_length(tmp_path, monkeypatch):
     assert list(between[theirs[0]]) == list(between[ours[0]])
     for smaller, larger in pairwise(theirs):
         assert all(between[larger] > between[smaller])
-    costs = total(language_costs(12, 768, 50_304, 1024, Pairs(576, 576, 2304)))
+    costs = total(model_costs(TokenFormerLM(lm_config("grown_124m"), device="meta"), 1024))
     assert whole["TokenFormer, 124M, width 768"][0] == costs.training_flops / 1024 / 1e9

@@ -47,12 +47,12 @@ def test_a_released_file_becomes_a_folder_and_the_same_file_again(source, tmp_pa
     before, after = (torch.load(path, weights_only=True) for path in (source, back))
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     assert [path.name for path in folder.parent.iterdir()] == ["folder"]
-    with pytest.raises(InputError, match="is there already"):
+    with pytest.raises(InputError, match="exists already; name another"):
         run(source, folder)
 
 
 def test_what_does_not_fit_leaves_nothing(source, tmp_path):
-    with pytest.raises(InputError, match="say its number of heads"):
+    with pytest.raises(InputError, match="give its number of heads"):
         run(source, tmp_path / "out")
     with pytest.raises(InputError, match=r"there is no .*config\.json"):
         run(tmp_path, tmp_path / "out", "--to-released")

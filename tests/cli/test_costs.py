@@ -132,15 +132,15 @@ def test_language_models(tmp_path, capsys):
     (ours, _) = json.loads(capsys.readouterr().out)
     assert ours["feed_forward"]["parameters"] == 2 * 128 * 600
     costs.main(["--lm", "tiny"])
-    assert "to train on a sequence: tiny (left)" in " ".join(capsys.readouterr().out.split())
-    assert "there is no folder 15m, nor a preset" in failure(capsys, "--lm", "15m")
+    assert "GFLOPs per sequence: tiny (left)" in " ".join(capsys.readouterr().out.split())
+    assert "no preset or folder 15m; choose one of 150m" in failure(capsys, "--lm", "15m")
 
 
 def test_every_tool_takes_the_number_of_classes_from_either_place():
     for given in ((7,), (None,)):  # of --num-classes; else of --model-kwargs
         more = {} if given[0] else {"num_classes": 7}
         assert load_model("tokenformer_tiny", None, *given, **SMALL, **more).num_classes == 7
-    with pytest.raises(InputError, match=r"num_classes is 7 among .* and 3 elsewhere"):
+    with pytest.raises(InputError, match=r"num_classes must be one .* 7 and 3"):
         load_model("tokenformer_tiny", None, 3, **SMALL, num_classes=7)
 
 
@@ -192,16 +192,16 @@ def test_plot_that_cannot_be_written(tmp_path, capsys):
     [
         (["--model", "tokenformer_bsae"], "'tokenformer_bsae'; did you mean tokenformer_base"),
         (["--against", "vit_bas_patch16_224"], "did you mean vit_base_patch16_224"),
-        (["--against", "resnet18"], "ResNet is neither"),
+        (["--against", "resnet18"], "ResNet are unknown; give a"),
         (["--model", "local-dir:nowhere"], "nowhere"),
         ([*TINY[:2], "--model-kwargs", "imgsize=32"], "imgsize"),
-        ([*TINY[:2], "--tokens", "1"], "leave none for patches"),
-        (["--model", "vit_tiny_patch16_224"], "no TokenFormer: name what it is compared with by"),
+        ([*TINY[:2], "--tokens", "1"], "num_tokens is 1, but the model adds 1"),
+        (["--model", "vit_tiny_patch16_224"], "name the other model with --against"),
         (
             [*TINY[:2], "--model-kwargs", "num_ffn_param_tokens=1", "num_qkv_param_tokens=1"],
             "width",
         ),
-        ([*TINY[:2], "--model-kwargs", "num_classes=x"], "num_classes is 'x'"),
+        ([*TINY[:2], "--model-kwargs", "num_classes=x"], "but got 'x'"),
         ([*TINY[:2], "--model-kwargs", "model_name=x"], "model_name"),
     ],
 )
@@ -213,7 +213,7 @@ def test_bad_input(arguments, said, capsys):
     ("arguments", "said"),
     [
         (["--model-kwargs", "depth"], "KEY=VALUE"),
-        (["--lm", "tiny", "--model", "tokenformer_tiny"], "--lm is instead of --model"),
+        (["--lm", "tiny", "--model", "tokenformer_tiny"], "--lm cannot be combined"),
         (["--against-kwargs", "depth=1"], "--against-kwargs needs --against"),
     ],
 )

@@ -1,10 +1,12 @@
-"""Digits, a config that trains on them in seconds, and the files of ablations/ as modules."""
+"""Digits, a config that trains on them in seconds, a stand-in for training, empty results."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tokenformer_vit.experiments import launch, tables
 from tokenformer_vit.vision.folders import unpack
 from tokenformer_vit.vision.sources import digits_splits
 
@@ -36,3 +38,28 @@ def config(tmp_path) -> Path:
     path = tmp_path / "small.py"
     path.write_text(CONFIG)
     return path
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    """The root of a repository without records."""
+    (tmp_path / "ablations" / "results").mkdir(parents=True)
+    return tmp_path
+
+
+@pytest.fixture
+def replace_training(tmp_path, monkeypatch) -> Callable[[str], Callable[[], list[str]]]:
+    """Replace the training by a script; the result lists what it wrote into starts.txt."""
+
+    def replace(script: str) -> Callable[[], list[str]]:
+        path = tmp_path / "trainer.py"
+        path.write_text(script)
+        monkeypatch.setattr(launch, "TRAIN", ["trainer.py"])
+        monkeypatch.setattr(launch, "LOOK", 0.05)
+        monkeypatch.setattr(tables, "write_own", lambda question, out: out)  # takes seconds
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        starts = tmp_path / "work" / "starts.txt"
+        return lambda: starts.read_text().splitlines() if starts.is_file() else []
+
+    return replace

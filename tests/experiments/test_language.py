@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,23 +12,21 @@ from lm_growth import QUESTION as GROWTH
 from lm_languages import QUESTION as LANGUAGES
 from lm_schedules import QUESTION as SCHEDULES
 from lm_transformer import QUESTION as TRANSFORMER
+from tables import QUESTIONS
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.experiments import execution, plans, recording, tables
-from tokenformer_vit.experiments.fields import LANGUAGE
-from tokenformer_vit.experiments.runs import prepare
+from tokenformer_vit.experiments import LANGUAGE, Texts
+from tokenformer_vit.experiments.plan import plan
 from tokenformer_vit.experiments.sweep import parse, sweep
-from tokenformer_vit.training import config as run_config
 from tokenformer_vit.training.config import load_config
 
 pytest.importorskip("transformers", reason="language models need the extra [language]")
 pytest.importorskip("datasets", reason="language models need the extra [language]")
 
-from tokenformer_vit.experiments import language_models
 from tokenformer_vit.language import byte_tokenizer
 from tokenformer_vit.language.data import SplitWriter
 
-QUESTIONS = [question for question in tables.QUESTIONS if question.field is LANGUAGE]
+OF_LANGUAGE = [question for question in QUESTIONS if question.field is LANGUAGE]
 LENGTH, WIDTH = 16, 32
 PAIRS = {"num_qkv_param_tokens": 32, "num_proj_param_tokens": 40, "num_ffn_param_tokens": 120}
 CONFIG = """
@@ -98,30 +97,25 @@ def words(tmp_path, texts):
     """The options that every sweep of these tests has."""
     config = tmp_path / "small_lm.py"
     sizes = {"length": LENGTH, "width": WIDTH, "pairs": repr(PAIRS)}
-    root = tables.HERE.parent
+    root = Path(__file__).resolve().parents[2]
     config.write_text(CONFIG.format(root=root, data=texts, **sizes))
     options = {"config": config, "work-dir": tmp_path / "work", "out": tmp_path / "results" / "x"}
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
 @pytest.fixture
-def trainer(tmp_path, monkeypatch):
+def trainer(replace_training):
     """Replace the training; returns the list of what was started."""
-    path = tmp_path / "trainer.py"
-    path.write_text(TRAINER)
-    monkeypatch.setattr(execution, "TRAIN", path)
-    monkeypatch.chdir(tmp_path)
-    starts = tmp_path / "work" / "starts.txt"
-    return lambda: starts.read_text().splitlines() if starts.is_file() else []
+    return replace_training(TRAINER)
 
 
-def plan(question, words, *more):
-    planned = plans.plan(question, parse(question, run_config, [*words, *more]))
+def planned_runs(question, words, *more):
+    planned = plan(question, parse(question, [*words, *more]))
     return {run.about["variant"]: run for run in planned}
 
 
 def located(question, words, texts):
-    return [*words, "--data-root", str(texts)] if question.texts else words
+    return [*words, "--data-root", str(texts)] if isinstance(question, Texts) else words
 
 
 def records(tmp_path):
@@ -134,27 +128,27 @@ def block_weights(model):
     return [sum(p.numel() for p in block.parameters() if p.ndim > 1) for block in blocks]
 
 
-@pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question.name)
+@pytest.mark.parametrize("question", OF_LANGUAGE, ids=lambda question: question.name)
 def test_every_variant_is_a_run_of_its_own(question, words, texts):
-    planned = plan(question, located(question, words, texts))
+    planned = planned_runs(question, located(question, words, texts))
     assert list(planned) == [variant.name for variant in question.variants]
     said = []
     for variant in question.variants:
         run = planned[variant.name]
-        prepare(run)
+        run.write_config()
         cfg = load_config(run.config).to_dict()
         assert {"type": "CostHook"} in cfg["custom_hooks"]
         assert variant.grown == ("GrowthHook" in {hook["type"] for hook in cfg["custom_hooks"]})
         said.append(json.dumps([run.settings, run.start and run.start.name]))
         if variant.start is None:
             assert run.start is None
-            model = language_models.build(cfg)
+            model = LANGUAGE.build(cfg)
             assert run.about["parameters"] == sum(p.numel() for p in model.parameters())
         else:
             assert run.start is planned[variant.start]
             assert cfg["model"]["checkpoint"] == str(run.start.folder)
             assert not cfg["model"]["config"]
-        if question.texts:
+        if isinstance(question, Texts):
             assert cfg["train_dataloader"]["dataset"]["data_root"] == str(texts / variant.text)
             measured = cfg["val_dataloader"]["dataset"]["data_root"]
             assert measured == [str(texts / text) for text in question.texts]
@@ -162,11 +156,11 @@ def test_every_variant_is_a_run_of_its_own(question, words, texts):
 
 
 def test_the_matched_models_weigh_and_cost_as_much(words):
-    planned = plan(TRANSFORMER, words)
+    planned = planned_runs(TRANSFORMER, words)
     models = {}
     for name, run in planned.items():
-        prepare(run)
-        models[name] = language_models.build(load_config(run.config).to_dict())
+        run.write_config()
+        models[name] = LANGUAGE.build(load_config(run.config).to_dict())
     weights = {name: block_weights(model) for name, model in models.items()}
     costs = {name: model.training_flops(LENGTH) for name, model in models.items()}
     assert weights["matched"] == weights["matched_learned"] == weights["transformer"]
@@ -177,7 +171,7 @@ def test_the_matched_models_weigh_and_cost_as_much(words):
 
 
 def test_growth_ends_with_the_whole_model(words):
-    planned = plan(GROWTH, words)
+    planned = planned_runs(GROWTH, words)
     (hook,) = (h for h in planned["duplicate"].settings["custom_hooks"] if "schedule" in h)
     assert hook["init"] == "duplicate"
     assert [event["iteration"] for event in hook["schedule"]] == [10, 20, 30]
@@ -198,7 +192,9 @@ def test_growth_ends_with_the_whole_model(words):
 
 
 def test_schedules_end_at_one_size(words):
-    for name, run in plan(SCHEDULES, words, "--cfg-options", "train_cfg.max_iters=100").items():
+    for name, run in planned_runs(
+        SCHEDULES, words, "--cfg-options", "train_cfg.max_iters=100"
+    ).items():
         if name == "large":
             continue
         (hook,) = (h for h in run.settings["custom_hooks"] if "schedule" in h)
@@ -210,7 +206,7 @@ def test_schedules_end_at_one_size(words):
 
 
 def test_languages_get_pairs_of_their_own(words, texts):
-    planned = plan(LANGUAGES, words, "--data-root", str(texts))
+    planned = planned_runs(LANGUAGES, words, "--data-root", str(texts))
     double = {key: 2 * count for key, count in PAIRS.items()}
     assert planned["first"].settings["model"]["masks"]["new"] == "newstest_en"
     masked, frozen, unmasked = (
@@ -278,11 +274,11 @@ def test_a_start_of_which_only_the_record_is_left(tmp_path, words, texts, traine
     with pytest.raises(SystemExit, match="1"):
         sweep(CONTINUE, [*words, "--variants", "same"])
     reason = records(tmp_path)["same_seed0"]["failed"]
-    assert "work/first_seed0 has nothing: delete its record, too" in reason
+    assert "work/first_seed0 delete the record" in reason
 
 
 def test_what_others_start_from_is_trained_here(tmp_path, words, texts, trainer, monkeypatch):
-    monkeypatch.setattr(recording, "environment", lambda: {"commit": "abc"})
+    monkeypatch.setattr("tokenformer_vit.experiments.record.environment", lambda: {"commit": "abc"})
     words += ["--data-root", str(texts)]
     out, work = (words.index(option) + 1 for option in ("--out", "--work-dir"))
     words[out] = str(tmp_path / "results" / "lm_languages_small_lm")
@@ -304,11 +300,11 @@ def test_what_others_start_from_is_trained_here(tmp_path, words, texts, trainer,
     [
         (["--data-root", "absent"], r"there is no folder absent; make a folder of tokens with"),
         (["--cfg-options", "model.checkpoint=x"], r"checkpoint is x, but an ablation trains from"),
-        (["--cfg-options", "train_cfg.max_iters=1"], r"no room for a warm-up, leave it out by"),
+        (["--cfg-options", "train_cfg.max_iters=1"], r"no room for a warm-up"),
         (["--cfg-options", "model.config.depht=1"], r"has no 'depht'; it has depth"),
         (
             ["--cfg-options", *(f"model.config.{key}=1" for key in PAIRS)],
-            r"no Transformer of width 32 has as few weights as 5 pairs .* leave the Transformers",
+            r"width 32 has as few weights as 5 pairs .* --variants without",
         ),
     ],
 )

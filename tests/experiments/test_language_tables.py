@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,11 +10,11 @@ from lm_growth import QUESTION as GROWTH
 from lm_languages import QUESTION as LANGUAGES
 from lm_transformer import QUESTION as TRANSFORMER
 from PIL import Image
+from tables import QUESTIONS
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.experiments import render, tables
-from tokenformer_vit.experiments.comparable import read_groups
-from tokenformer_vit.experiments.fields import LANGUAGE, VISION
+from tokenformer_vit.experiments import IMAGES, LANGUAGE, tables
+from tokenformer_vit.experiments.results import read_groups
 from tokenformer_vit.experiments.rows import best_lr
 
 SIZES = {"eighth": 1, "quarter": 2, "half": 4, "large": 8, "large_short": 8, "eighth_long": 1}
@@ -75,21 +74,13 @@ def write(root, question, variant, seed, result, flops=1e12, parameters=1000, **
         record["loss"] = {"iteration": done, "loss": [2.5 - i / 50 for i in done]}
         if row.grown:
             record["growth"] = [{"iteration": 5, "parameters": 8 * parameters}]
-    path = root / "results" / f"{question.name}_small" / f"{variant}_seed{seed}.json"
+    path = root / "ablations" / "results" / f"{question.name}_small" / f"{variant}_seed{seed}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**record, **changes}))
 
 
-@pytest.fixture
-def root(tmp_path, monkeypatch) -> Path:
-    (tmp_path / "results").mkdir()
-    monkeypatch.setattr(tables, "HERE", tmp_path)
-    monkeypatch.setattr(render, "RESULTS", tmp_path / "results")
-    return tmp_path
-
-
 def rendered(root):
-    return tables.render(read_groups(tables.QUESTIONS, root / "results"))
+    return tables.render(QUESTIONS, read_groups(QUESTIONS, root / "ablations" / "results"))
 
 
 def cells(text, question, variant):
@@ -107,7 +98,7 @@ def picture(path):
 
 
 def test_a_measure_knows_which_way_is_better():
-    perplexity, top1 = LANGUAGE.measure, VISION.measure
+    perplexity, top1 = LANGUAGE.measure, IMAGES.measure
     assert perplexity.score(8.0) > perplexity.score(9.0)
     assert top1.score(9.0) > top1.score(8.0)
     for measure in (perplexity, top1):
@@ -196,36 +187,42 @@ def test_a_language_of_no_earlier_stage_is_not_forgotten(root):
 
 
 def test_charts_and_the_table_of_the_readme(root):
-    text = (
+    readme = root / "README.md"
+    readme.write_text(
         "<!-- language-growth -->\n<!-- /language-growth -->\n<!-- growth -->\n<!-- /growth -->\n"
     )
-    assert render.render(text).count("| not run | | | | |") == 2
+    tables.main(QUESTIONS, [], root)
+    assert readme.read_text().count("| not run |") == 2
     for question in (TRANSFORMER, GROWTH, CONTINUE, LANGUAGES):
         for seed in (0, 1):
             for number, variant in enumerate(question.variants):
                 final = 6.0 + number + seed / 4
-                of_texts = {name: final + i for i, name in enumerate(question.texts)}
+                of_texts = {
+                    name: final + i for i, name in enumerate(getattr(question, "texts", ()))
+                }
                 write(root, question, variant.name, seed, of_texts or final, 1e12 * (number + 1))
-    tables.main([])
-    tables.main(["--check"])
+    tables.main(QUESTIONS, [], root)
+    tables.main(QUESTIONS, ["--check"], root)
     for question in (TRANSFORMER, GROWTH, CONTINUE, LANGUAGES):
-        assert f"(results/{question.name}_small.png)" in (root / "TABLES.md").read_text()
-        width, colours = picture(root / "results" / f"{question.name}_small.png")
+        assert (
+            f"(results/{question.name}_small.png)" in (root / "ablations" / "TABLES.md").read_text()
+        )
+        width, colours = picture(root / "ablations" / "results" / f"{question.name}_small.png")
         assert width > 600
         assert colours > 50
-    readme = render.render(text)
-    assert readme.count("| not run | | | | |") == 1  # of images
-    assert "| perplexity | n |" in readme
-    assert "| grown, zero keys | 1,000 → 8,000 | 1.75 | 12.12 ± 0.18 | 2 |" in readme
+    text = readme.read_text()
+    assert text.count("| not run |") == 1  # of images
+    assert "| perplexity | n |" in text
+    assert "| grown, zero keys | 1,000 → 8,000 | 1.75 | 12.12 ± 0.18 | 2 |" in text
 
 
 def test_charts_of_part_of_a_sweep(root):
     write(root, GROWTH, "zero_key", 0, "out of memory")
     write(root, LANGUAGES, "first", 0, dict.fromkeys(LANGUAGES.texts, 5.0))
     write(root, LANGUAGES, "masked_fr", 0, "out of memory")
-    tables.main([])
+    tables.main(QUESTIONS, [], root)
     for question in (GROWTH, LANGUAGES):
-        assert (root / "results" / f"{question.name}_small.png").is_file()
+        assert (root / "ablations" / "results" / f"{question.name}_small.png").is_file()
 
 
 @pytest.mark.parametrize(

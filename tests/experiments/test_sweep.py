@@ -1,6 +1,5 @@
 """A sweep trains what is missing, goes on where it was stopped, and drops no run that failed."""
 
-import fcntl
 import json
 import os
 import re
@@ -15,15 +14,21 @@ import pytest
 import torch
 from layernorm import QUESTION as LAYERNORM
 from mmengine.config import Config
+from PIL import Image
 from softmax import QUESTION as SOFTMAX
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.experiments import execution, image_models, plans, recording, runs
+from tokenformer_vit.experiments import IMAGES, tables
+from tokenformer_vit.experiments.plan import LARGEST_GAP, plan
+from tokenformer_vit.experiments.record import adopt, error_line, read_layers
+from tokenformer_vit.experiments.run import difference
 from tokenformer_vit.experiments.sweep import parse, sweep
-from tokenformer_vit.training import config as run_config
+from tokenformer_vit.records import write_record
 from tokenformer_vit.training.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
+WRITE_OWN = tables.write_own
+ENVIRONMENT = "tokenformer_vit.experiments.record.environment"
 # A model that is to grow starts with fewer weights than any ViT of its width.
 CONFIGS = sorted(
     path.stem
@@ -73,15 +78,9 @@ def words(tmp_path, config, digits) -> list[str]:
 
 
 @pytest.fixture
-def trainer(tmp_path, monkeypatch):
+def trainer(replace_training):
     """Replace the training; returns the list of what was started."""
-    path = tmp_path / "trainer.py"
-    path.write_text(TRAINER)
-    monkeypatch.setattr(execution, "TRAIN", path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    starts = tmp_path / "work" / "starts.txt"
-    return lambda: starts.read_text().splitlines() if starts.is_file() else []
+    return replace_training(TRAINER)
 
 
 def records(tmp_path, folder="softmax_small"):
@@ -118,9 +117,10 @@ def test_from_one_end_to_the_other(tmp_path, words, capfd):
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
     assert re.search(r"^gelu_l2_seed0: top-1 \d+\.\d+ %$", output, re.MULTILINE)
-    assert "1 of 2 runs are left; the same command goes on from their last checkpoints" in output
-    with (vit / "output.log").open() as log:
-        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the training is gone, with its workers
+    assert "1 of 2 runs are left; run the same command again" in output
+    (leader,) = re.findall(r"process (\d+)", (vit / ".lock").read_text())
+    with pytest.raises(ProcessLookupError):
+        os.killpg(int(leader), 0)  # the training is gone, with its workers
     first = records(tmp_path)
     assert list(first) == ["gelu_l2_seed0"]
 
@@ -157,7 +157,7 @@ def test_from_one_end_to_the_other(tmp_path, words, capfd):
 
     # What is finished is not trained again, with its record or, if that is lost, without.
     before = {path: path.stat().st_mtime_ns for path in (ours, vit)}
-    path.unlink()
+    (tmp_path / "results" / "softmax_small" / "vit_seed0.json").unlink()
     capfd.readouterr()
     sweep(SOFTMAX, words)
     again = records(tmp_path)
@@ -254,7 +254,7 @@ def test_another_setting_is_not_taken_for_the_same_run(words, tmp_path, trainer,
         (tmp_path / "results" / "softmax_small" / "gelu_l2_seed0.json").unlink()
     if lost == "config":
         (tmp_path / "work" / "gelu_l2_seed0.py").unlink()
-    with pytest.raises(InputError, match=r"train_dataloader\.batch_size: 16 there and 8 here; cho"):
+    with pytest.raises(InputError, match=r"train_dataloader\.batch_size: 16 there and 8 here"):
         sweep(SOFTMAX, [*words, "--batch-size", "8"])
     assert len(trainer()) == 1
 
@@ -263,7 +263,9 @@ def test_the_configs_own_model_is_trained_once_for_all_questions(
     tmp_path, words, trainer, monkeypatch, capfd
 ):
     # The first sweep's records have made the tree dirty.
-    monkeypatch.setattr(recording, "environment", lambda: {"commit": "abc-dirty"})
+    monkeypatch.setattr(
+        "tokenformer_vit.experiments.record.environment", lambda: {"commit": "abc-dirty"}
+    )
     sweep(SOFTMAX, [*words, "--variants", "gelu_l2"])
     words[words.index("--out") + 1] = str(tmp_path / "results" / "layernorm_small")
     sweep(LAYERNORM, [*words, "--variants", "none", "bias"])
@@ -281,22 +283,24 @@ def test_what_other_code_or_more_processes_trained_is_not_taken_over(
     tmp_path, words, trainer, monkeypatch, commit, more
 ):
     sweep(SOFTMAX, [*words, "--variants", "gelu_l2"])
-    monkeypatch.setattr(recording, "environment", lambda: {"commit": commit})
+    monkeypatch.setattr(
+        "tokenformer_vit.experiments.record.environment", lambda: {"commit": commit}
+    )
     words[words.index("--out") + 1] = str(tmp_path / "results" / "layernorm_small")
-    args = parse(LAYERNORM, run_config, [*words, "--variants", "none", *more])
-    (run,) = plans.plan(LAYERNORM, args)
-    assert recording.adopt(run, args.nproc_per_node or 1) is None
+    args = parse(LAYERNORM, [*words, "--variants", "none", *more])
+    (run,) = plan(LAYERNORM, args)
+    assert adopt(run, args.nproc_per_node or 1) is None
 
 
 @pytest.mark.parametrize("rate", ["nan", "inf", "0", "-0.1", "x"])
 def test_a_learning_rate_that_is_none(words, capsys, rate):
     with pytest.raises(SystemExit):
-        parse(SOFTMAX, run_config, [*words, "--lr", "1e-3", rate])
+        parse(SOFTMAX, [*words, "--lr", "1e-3", rate])
     assert f"{rate!r} is not a finite number above 0" in capsys.readouterr().err
 
 
 def test_the_batch_size_is_that_of_training(words):
-    (run, *_) = plans.plan(SOFTMAX, parse(SOFTMAX, run_config, [*words, "--batch-size", "5"]))
+    (run, *_) = plan(SOFTMAX, parse(SOFTMAX, [*words, "--batch-size", "5"]))
     assert run.settings["train_dataloader"]["batch_size"] == 5
     assert "batch_size" not in run.settings.get("val_dataloader", {})
 
@@ -312,22 +316,71 @@ def test_an_edited_base_config_is_noticed(tmp_path, config, words, trainer):
         sweep(SOFTMAX, words)
 
 
-@pytest.mark.slow
-def test_a_run_of_another_process_is_left_to_it(tmp_path, words, trainer, monkeypatch, capfd):
-    words += ["--variants", "gelu_l2"]
-    monkeypatch.setenv("SLEEP", "60")
-    args = parse(SOFTMAX, run_config, words)
-    (run,) = plans.plan(SOFTMAX, args)
-    runs.prepare(run)
-    other = execution.start(run, 0, args)
-    try:
+# Trains the run that it is given, as far as others can tell.
+OTHER = """
+import sys
+from pathlib import Path
+from tokenformer_vit.files import locked_folder
+
+with locked_folder(Path(sys.argv[1])):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_run_of_another_process_is_left_to_it(tmp_path, words, trainer, capfd):
+    folder = tmp_path / "work" / "gelu_l2_seed0"
+    folder.mkdir(parents=True)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", OTHER, str(folder)], **pipes) as other:
+        assert other.stdout.readline() == b"locked\n"
         with pytest.raises(SystemExit, match="1"):
-            sweep(SOFTMAX, words)
-    finally:
-        execution._stop([other])
+            sweep(SOFTMAX, [*words, "--variants", "gelu_l2"])
+        other.stdin.close()
+    assert trainer() == []
+    assert records(tmp_path) == {}
     out, err = capfd.readouterr()
-    assert "gelu_l2_seed0: another process is training it" in out
+    assert "gelu_l2_seed0 is left alone: another process is training it" in out
     assert "0 of 1 runs are recorded" in err
+
+
+def test_a_run_that_another_process_began_first_has_not_failed(
+    tmp_path, words, trainer, monkeypatch, capfd
+):
+    monkeypatch.setenv("FAIL", "gelu_l2")
+    in_use = iter([False, True])
+    monkeypatch.setattr("tokenformer_vit.experiments.launch._in_use", lambda run: next(in_use))
+    with pytest.raises(SystemExit, match="1"):
+        sweep(SOFTMAX, [*words, "--variants", "gelu_l2"])
+    assert len(trainer()) == 1
+    assert records(tmp_path) == {}
+    assert "another process is training it" in capfd.readouterr().out
+
+
+def test_the_table_of_own_records_is_beside_them(tmp_path, words, trainer, monkeypatch, capfd):
+    """A config that is not the project's has its records and table in the work directory."""
+    monkeypatch.setattr(tables, "write_own", WRITE_OWN)
+    out = words.index("--out")
+    words = words[:out] + words[out + 2 :]
+    sweep(SOFTMAX, [*words, "--variants", "softmax"])
+    folder = tmp_path / "work" / "results"
+    assert [path.name for path in folder.glob("softmax_small/*")] == ["softmax_seed0.json"]
+    assert "their table is work/results/softmax_small.md" in capfd.readouterr().err
+    text = (folder / "softmax_small.md").read_text()
+    assert "| exp + L1 | 0.001 |" in text
+    assert "75.50 (n = 1)" in text
+    assert "(softmax_small.png)" in text
+    with Image.open(folder / "softmax_small.png") as picture:
+        assert picture.width > 600
+
+
+def test_records_of_a_shipped_config_are_the_project_s(digits, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["--config", "digits_demo", "--data-root", str(digits), "--variants", "gelu_l2"]
+    (run,) = plan(SOFTMAX, parse(SOFTMAX, words))
+    assert run.out == ROOT / "ablations" / "results" / "softmax_digits_demo"
+    assert run.about["config"] == "configs/digits_demo.py"
+    assert run.work_dir == Path("work_dirs", "ablations", "softmax", "digits_demo")
 
 
 def test_jobs_run_side_by_side_and_share_the_gpus_out(words, trainer, monkeypatch):
@@ -347,11 +400,11 @@ def test_jobs_run_side_by_side_and_share_the_gpus_out(words, trainer, monkeypatc
     [
         (["--data-root", "absent"], "there is no folder absent/train"),
         (["--cfg-options", "model.backbone.thetta=softmax"], "has no 'thetta'; it has theta"),
-        (["--cfg-options", "train_cfg.max_epochs=1"], "no room for a warm-up, leave it out by"),
+        (["--cfg-options", "train_cfg.max_epochs=1"], "no room for a warm-up"),
         (["--cfg-options", "model.backbone.checkpoint_path=x.pth"], "trains from scratch"),
         (
             ["--cfg-options", "model.backbone.embed_dim=24", "model.head.in_channels=24"],
-            r"vit has .* parameters .* leave vit out by --variants",
+            r"vit has .* parameters .* --variants without vit",
         ),
     ],
 )
@@ -362,7 +415,6 @@ def test_mistakes_end_before_any_training(words, trainer, extra, message):
 
 
 def test_how_a_training_ended():
-    error_line = recording.error_line
     assert error_line("", -9) == "killed by SIGKILL"
     assert error_line("a\nerror: no good\nb", 1) == "no good"
     torchrun = """
@@ -378,9 +430,9 @@ def test_how_a_training_ended():
 def test_a_derived_config_says_just_what_differs(tmp_path):
     base = {"a": {"b": 1, "c": [1, 2], "d": None}, "e": 1, "g": {"x": 1, "y": {"z": 1}}}
     new = {"a": {"b": 2, "c": [1, 2], "d": {"k": (1, None)}}, "e": {"f": 0.5}, "g": {"y": {"z": 1}}}
-    said = runs.difference(base, {**new, "h": "x"})
+    said = difference(base, {**new, "h": "x"})
     assert said["a"] == {"b": 2, "d": {"_delete_": True, "k": (1, None)}}
-    assert runs.difference(base, base) == {}
+    assert difference(base, base) == {}
     (tmp_path / "base.py").write_text("\n".join(f"{k} = {v!r}" for k, v in base.items()))
     lines = ["_base_ = 'base.py'", *(f"{k} = {v!r}" for k, v in said.items())]
     (tmp_path / "new.py").write_text("\n".join(lines))
@@ -401,7 +453,7 @@ def test_diagnostics_are_thinned(tmp_path):
                 measured[layers[3]] = {**figures, "entropy": None}
                 line = {"epoch": epoch, "iteration": 9 * epoch, "layers": measured}
                 file.write(json.dumps(line) + "\n")
-        return recording._diagnostics(path)["diagnostics"]
+        return read_layers(path)["diagnostics"]
 
     diagnostics = write(learned=False)
     assert list(diagnostics) == ["epoch", "layers", *names]
@@ -410,7 +462,7 @@ def test_diagnostics_are_thinned(tmp_path):
     assert diagnostics["kurtosis"][0][7] == 1.235e-5
     assert diagnostics["kurtosis"][-1][7] == pytest.approx(1.235e-5 * 301, rel=1e-3)
     assert {row[3] for row in diagnostics["entropy"]} == {None}
-    recording.write_record(tmp_path / "record.json", diagnostics)
+    write_record(tmp_path / "record.json", diagnostics)
     assert (tmp_path / "record.json").stat().st_size < 50_000
     assert write(learned=True)["tau"][0][0] == 27.7
 
@@ -418,12 +470,12 @@ def test_diagnostics_are_thinned(tmp_path):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_vit_has_as_many_weights(name, monkeypatch):
     cfg = load_config(ROOT / "configs" / f"{name}.py").to_dict()
-    shape, parameters = image_models.shape_of(cfg)
-    ours = image_models.build(cfg)
+    shape, parameters = IMAGES.shape_of(cfg)
+    ours = IMAGES.build(cfg)
     vit = SOFTMAX.variants[-1]
     assert vit.name == "vit"
     cfg["model"]["backbone"] = vit.change(cfg["model"]["backbone"], shape)
-    matched = image_models.build(cfg)
+    matched = IMAGES.build(cfg)
 
     def weights(model):
         blocks = model.backbone.model.blocks
@@ -439,6 +491,6 @@ def test_the_vit_has_as_many_weights(name, monkeypatch):
     assert weights(ours) == weights(matched)
     assert outside(ours) == outside(matched)
     count = sum(parameter.numel() for parameter in matched.parameters())
-    assert count == pytest.approx(parameters, rel=plans.LARGEST_GAP)
+    assert count == pytest.approx(parameters, rel=LARGEST_GAP)
     if name == "imagenet_base_matched":
         assert count == 86_567_656  # ViT-B/16

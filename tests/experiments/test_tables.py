@@ -6,17 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from tables import QUESTIONS
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.experiments import diagnostics_plots, image_models, plans, runs, tables
-from tokenformer_vit.experiments.comparable import read_groups
-from tokenformer_vit.experiments.fields import VISION
-from tokenformer_vit.experiments.questions import Question
+from tokenformer_vit.experiments import IMAGES, Question, Tuning, plan, plots, run, tables
+from tokenformer_vit.experiments.results import read_groups
 from tokenformer_vit.training.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
-IMAGES = [question for question in tables.QUESTIONS if question.field is VISION]
-SOFTMAX = IMAGES[0]
+OF_IMAGES = [question for question in QUESTIONS if question.field is IMAGES]
 SMALLER = ("small", "medium", "small_long")  # than the largest from start to end
 LAYERS = [f"blocks.{block}.{part}" for block in (0, 1) for part in ("attn.query", "mlp")]
 
@@ -49,26 +47,19 @@ def write(root, variant, seed, top1, lr=1e-3, folder="softmax_small", **changes)
         record["loss"]["loss"] = [2.5, 2.0, 1.5 + seed]
         if variant != "vit":
             record["diagnostics"] = {"epoch": [0, 1, 2], "layers": LAYERS} | {
-                name: [[0.1, 0.2, None, 0.4]] * 3 for name in diagnostics_plots.FIGURES
+                name: [[0.1, 0.2, None, 0.4]] * 3 for name in plots.FIGURES
             }
     if variant == "vit":
         backbone = {"_delete_": True, "model_name": "vit_base_patch16_224", "mlp_ratio": 6.0}
         record["options"] = {"model": {"backbone": {"mlp_ratio": 6.0}}}
         record["settings"]["model"]["backbone"] = backbone
-    path = root / "results" / folder / f"{variant}_seed{seed}_{lr}.json"
+    path = root / "ablations" / "results" / folder / f"{variant}_seed{seed}_{lr}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**record, **changes}))
 
 
-@pytest.fixture
-def root(tmp_path, monkeypatch) -> Path:
-    (tmp_path / "results").mkdir()
-    monkeypatch.setattr(tables, "HERE", tmp_path)
-    return tmp_path
-
-
 def rendered(root):
-    text = tables.render(read_groups(tables.QUESTIONS, root / "results"))
+    text = tables.render(QUESTIONS, read_groups(QUESTIONS, root / "ablations" / "results"))
     return text.partition(tables.LANGUAGE_TITLE)[0]
 
 
@@ -153,7 +144,7 @@ def test_learning_rates_are_groups_and_the_best_is_marked(root):
 
 def test_what_was_never_run_is_said(root):
     text = rendered(root)
-    for question in IMAGES:
+    for question in OF_IMAGES:
         for variant in question.variants:
             assert any("not run" in row[3:5] for row in cells(text, variant.label)), variant
     assert "[records]" not in text
@@ -170,25 +161,25 @@ def test_charts_and_check(root):
     write(root, "softmax", 1, 81.0)
     write(root, "gelu_l1", 0, "the loss is nan")
     write(root, "vit", 0, 79.0)
-    with pytest.raises(SystemExit, match=r"TABLES\.md is not what the records say; run"):
-        tables.main(["--check"])
-    tables.main([])
-    tables.main(["--check"])
-    text = (root / "TABLES.md").read_text()
+    with pytest.raises(SystemExit, match=r"TABLES\.md .*; run `ablations/tables\.py`"):
+        tables.main(QUESTIONS, ["--check"], root)
+    tables.main(QUESTIONS, [], root)
+    tables.main(QUESTIONS, ["--check"], root)
+    text = (root / "ablations" / "TABLES.md").read_text()
     for name in ("softmax_small.png", "softmax_small_diagnostics.png"):
         assert f"(results/{name})" in text
-        with Image.open(root / "results" / name) as picture:
+        with Image.open(root / "ablations" / "results" / name) as picture:
             assert picture.width > 400
             assert len(picture.convert("RGB").getcolors(1_000_000)) > 50
     write(root, "softmax", 1, 82.0)
     with pytest.raises(SystemExit):
-        tables.main(["--check"])
+        tables.main(QUESTIONS, ["--check"], root)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"epochs": 3}, r"epochs is .* in .*softmax_seed0.* they cannot be compared; give"),
+        ({"epochs": 3}, r"epochs is .* in .*softmax_seed0.* cannot be compared; give"),
         ({"config": "configs/other.py"}, r"config is .* cannot be compared"),
         (
             {"settings": {"optim_wrapper": {"optimizer": {"weight_decay": 0.3}}}},
@@ -198,49 +189,49 @@ def test_charts_and_check(root):
             {"settings": {"model": {"backbone": {"theta": "softmax", "drop_path_rate": 0.3}}}},
             r"backbone is .*drop_path_rate.* cannot be compared",
         ),
-        ({"variant": "gelu_l3"}, r"is of gelu_l3, which ablations/softmax\.py does not know"),
+        ({"variant": "gelu_l3"}, r"gelu_l3, .*softmax\.py does not have; add"),
     ],
 )
 def test_records_that_are_no_comparison_are_refused(root, changes, message):
     write(root, "softmax", 0, 80.0)
     write(root, **{"variant": "softmax", "seed": 1, "top1": 80.0, **changes})
     with pytest.raises(InputError, match=message):
-        tables.main([])
+        tables.main(QUESTIONS, [], root)
 
 
 def test_diagnostics_are_averaged_over_runs_and_layers():
     layers = ["blocks.0.attn.query", "blocks.0.attn.key", "blocks.0.mlp"]
     one = {"epoch": [0, 5], "layers": layers, "entropy": [[0.1, 0.3, 0.5], [0.2, None, 0.4]]}
     two = {"epoch": [0, 5], "layers": layers, "entropy": [[0.3, 0.5, 0.7], [0.4, 0.6, 0.8]]}
-    averaged = diagnostics_plots._mean_diagnostics([one, two])["entropy"]
-    assert averaged[0, "attn"] == pytest.approx({0: 0.3, 5: 0.4})
-    assert averaged[0, "mlp"] == pytest.approx({0: 0.6, 5: 0.6})
+    averaged = plots.mean_diagnostics([one, two])["entropy"]
+    assert averaged[0, "attn"].to_dict() == pytest.approx({0: 0.3, 5: 0.4})
+    assert averaged[0, "mlp"].to_dict() == pytest.approx({0: 0.6, 5: 0.6})
 
 
 @pytest.mark.parametrize(
     "question",
-    [question for question in IMAGES if question.pretraining is None],
+    [question for question in OF_IMAGES if not isinstance(question, Tuning)],
     ids=lambda question: question.name,
 )
 def test_every_question_can_be_asked_of_the_paper_s_model(question: Question):
     """Each variant builds, and has the parameters of the others unless its size is the question."""
     cfg = load_config(ROOT / tables.PAPERS_CONFIG).to_dict()
-    shape, parameters = image_models.shape_of(cfg)
+    shape, parameters = IMAGES.shape_of(cfg)
     assert (ROOT / "ablations" / f"{question.name}.py").is_file()
     backbone, settings = cfg["model"]["backbone"], []
     for variant in question.variants:
         changed = variant.change(dict(backbone), shape)
         outside = variant.outside(shape, 300) if variant.outside else {}
-        settings.append(json.dumps([runs.difference(backbone, changed), outside]))
+        settings.append(json.dumps([run.difference(backbone, changed), outside]))
         hooks = [hook["type"] for hook in outside.get("custom_hooks", ())]
         assert variant.grown == ("GrowthHook" in hooks)
-        model = image_models.build({**cfg, "model": {**cfg["model"], "backbone": changed}})
+        model = IMAGES.build({**cfg, "model": {**cfg["model"], "backbone": changed}})
         count = sum(parameter.numel() for parameter in model.parameters())
-        if question.compute is None:
-            assert count == pytest.approx(parameters, rel=plans.LARGEST_GAP)
+        if question.same_size:
+            assert count == pytest.approx(parameters, rel=plan.LARGEST_GAP)
         else:
             assert (count < 0.7 * parameters) == (variant.grown or variant.name in SMALLER)
-        if variant.name == question.compute:
+        if variant.name == "large":
             assert count == parameters
         if question.name == "pairs":
             assert count == parameters

@@ -11,9 +11,9 @@ from softmax import QUESTION as SOFTMAX
 from tuning import QUESTION as TUNING
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.experiments import image_models, plans, recording, runs
+from tokenformer_vit.experiments import image_models, record
+from tokenformer_vit.experiments import plan as plans
 from tokenformer_vit.experiments.sweep import parse
-from tokenformer_vit.training import config as run_config
 from tokenformer_vit.training.config import load_config
 
 SIZES = {"img_size": 8, "patch_size": 4, "embed_dim": 96, "depth": 1, "num_heads": 3}
@@ -48,7 +48,7 @@ def words(tmp_path, config, digits, weights):
 
 
 def plan(words, *more, question=TUNING):
-    return plans.plan(question, parse(question, run_config, [*words, *more]))
+    return plans.plan(question, parse(question, [*words, *more]))
 
 
 def test_the_methods_train_what_they_are_compared_for(words, weights):
@@ -68,13 +68,13 @@ def test_the_methods_train_what_they_are_compared_for(words, weights):
     assert parameters["full"] == pytest.approx(parameters["vit_full"], rel=plans.LARGEST_GAP)
 
     for name, run in planned.items():
-        runs.prepare(run)
+        run.write_config()
         cfg = load_config(run.config)
         start = weights["vit_seed0" if name.startswith(("vit", "lora")) else "large_seed0"]
         digest = hashlib.sha256(start.read_bytes()).hexdigest()
         said = None if name == "scratch" else {"file": str(start), "sha256": digest}
         assert run.about["start"] == said
-        backbone = image_models.timms(cfg.model.backbone)
+        backbone = image_models.timm_part(cfg.model.backbone)
         assert backbone.checkpoint_path == ("" if said is None else str(start))
         assert backbone.get("stem_seed") is None
         assert not cfg.get("custom_hooks")
@@ -87,16 +87,16 @@ def test_the_methods_train_what_they_are_compared_for(words, weights):
 
 def test_records_of_other_weights_are_not_taken_for_these(words, weights):
     (run,) = plan(words, "--variants", "probe")
-    recording._write(run, run.about)
-    assert recording.read_record(run) == run.about
+    record._write(run, run.about)
+    assert record.read_record(run) == run.about
     other = timm.create_model("tokenformer_tiny", **SIZES, num_classes=10).state_dict()
     save_file(other, weights["large_seed0"])
     (again,) = plan(words, "--variants", "probe")
     with pytest.raises(InputError, match=r"other settings, such as base: "):
-        recording.read_record(again)
-    runs.prepare(run)
+        record.read_record(again)
+    run.write_config()
     with pytest.raises(InputError, match=r"other settings, such as base: "):
-        runs.prepare(again)
+        again.write_config()
 
 
 def test_missing_weights_and_the_command_that_makes_them(words, weights):
@@ -106,10 +106,10 @@ def test_missing_weights_and_the_command_that_makes_them(words, weights):
     assert len(plan(words, "--variants", "probe", "scratch")) == 2
     odd = weights["large_seed0"].parent.rename(weights["large_seed0"].parents[1] / "odd")
     words[-1] = f"model.backbone.checkpoint_path={odd / 'model.safetensors'}"
-    with pytest.raises(InputError, match=r"but these are in .*odd; name the folders so"):
+    with pytest.raises(InputError, match=r"but these are in .*odd; rename the folders"):
         plan(words)
     words[-1] = "model.backbone.checkpoint_path="
-    with pytest.raises(InputError, match=r"starts from no trained weights, .*growth\.py"):
+    with pytest.raises(InputError, match=r"no trained weights.*growth\.py"):
         plan(words)
 
 

@@ -1,16 +1,16 @@
 """The tables of tuning say what was trained, and compare what can be compared."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from tables import QUESTIONS
 from tuning import QUESTION
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.experiments import tables
-from tokenformer_vit.experiments.comparable import read_groups
+from tokenformer_vit.experiments.results import read_groups
 
 TRAINABLE = {"probe": 970, "tokens_small": 31_690, "full": 600_000, "scratch": 600_000}
 
@@ -52,20 +52,13 @@ def write(root, variant, seed, top1, lr=1e-2, start="abc", **changes):
         record |= {"epochs": 2, "train_images": 5000, "images_per_step": 64, "dtype": "float32"}
         record |= {"seconds": 90.0, "resumed_at_iteration": 0, "final": {"top1": top1}}
         record |= {"validation": {"epoch": [1, 2], "top1": [top1 - 5, top1]}}
-    path = root / "results" / "tuning_small" / f"{variant}_seed{seed}_{lr}.json"
+    path = root / "ablations" / "results" / "tuning_small" / f"{variant}_seed{seed}_{lr}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**record, **changes}))
 
 
-@pytest.fixture
-def root(tmp_path, monkeypatch) -> Path:
-    (tmp_path / "results").mkdir()
-    monkeypatch.setattr(tables, "HERE", tmp_path)
-    return tmp_path
-
-
 def rendered(root):
-    return tables.render(read_groups(tables.QUESTIONS, root / "results"))
+    return tables.render(QUESTIONS, read_groups(QUESTIONS, root / "ablations" / "results"))
 
 
 def cells(text, variant):
@@ -94,10 +87,10 @@ def test_trained_parameters_means_and_rates(root):
     assert cells(text, "vit_full") == [["", "", "", "not run", "", ""]]
     assert "configs/imagenet_base.py --seeds 3" not in text[text.index("## Tuning") :]
 
-    tables.main([])
-    with Image.open(root / "results" / "tuning_small.png") as chart:
+    tables.main(QUESTIONS, [], root)
+    with Image.open(root / "ablations" / "results" / "tuning_small.png") as chart:
         assert chart.convert("L").getextrema()[0] < 100
-    tables.main(["--check"])
+    tables.main(QUESTIONS, ["--check"], root)
 
 
 def test_what_was_never_run_is_said(root):

@@ -173,7 +173,7 @@ def test_masks_survive_a_file_and_growth(tasks, tmp_path):
             before = active(model)
         with loaded.use(*names):
             assert active(model) == before
-            assert 95 not in before[1]
+            assert 95 not in (before[1] or [95])
     assert [file.name for file in tmp_path.iterdir()] == ["masks.safetensors"]
 
 
@@ -189,9 +189,9 @@ def test_a_mask_follows_its_model_and_is_no_part_of_it(tasks):
 
 def test_masks_that_cannot_be_used(tasks):
     model, masks = tasks
-    with pytest.raises(InputError, match="no mask 'german'; there are base, french, spanish"):
+    with pytest.raises(InputError, match="no mask 'german'; choose from base, french, spanish"):
         masks.activate("base", "german")
-    with pytest.raises(InputError, match=r"spanish: blocks.0.attn.query has 0 active pairs"):
+    with pytest.raises(InputError, match=r"spanish: blocks.0.attn.query would have 0 active pairs"):
         masks.activate("spanish")
     model.blocks[1].mlp.top_k = 60
     with pytest.raises(InputError, match=r"blocks.1.mlp has 56 active pairs, but needs .* 60"):
@@ -208,12 +208,12 @@ def test_masks_that_cannot_be_used(tasks):
 @pytest.mark.parametrize(
     ("pairs", "said"),
     [
-        ({"mlp": [0]}, "'mlp' is neither a kind"),
-        ({"ffn": [56]}, r"mask 'x' has no indices of the 56 pairs of blocks.0.mlp"),
-        ({"ffn": [0.5]}, "no indices of the 56 pairs"),
-        ({"ffn": torch.ones(57, dtype=torch.bool)}, "no indices of the 56 pairs"),
-        ({"ffn": "all"}, "no indices of the 56 pairs"),
-        (lambda name, layer: None, "no indices of the 24 pairs"),
+        ({"mlp": [0]}, "'mlp' .* or a kind: qkv, proj or ffn"),
+        ({"ffn": [56]}, r"mask 'x' does not index the 56 pairs of blocks.0.mlp"),
+        ({"ffn": [0.5]}, "does not index the 56 pairs"),
+        ({"ffn": torch.ones(57, dtype=torch.bool)}, "does not index the 56 pairs"),
+        ({"ffn": "all"}, "does not index the 56 pairs"),
+        (lambda name, layer: None, "does not index the 24 pairs"),
     ],
 )
 def test_pairs_that_there_are_not(pairs, said):
@@ -231,9 +231,9 @@ def test_files_that_cannot_be_read(tasks, tmp_path):
         TokenMasks.load(path, model)
     masks.save(path)
     larger = {**LARGER, "num_ffn_param_tokens": 90}
-    with pytest.raises(InputError, match=r"mask 'base' says nothing of blocks.2.attn.key"):
+    with pytest.raises(InputError, match=r"mask 'base' has no entry for blocks.2.attn.key"):
         TokenMasks.load(path, build(depth=3, **larger))
-    with pytest.raises(InputError, match=r"'base:blocks.1.attn.key' is no mask of a layer"):
+    with pytest.raises(InputError, match=r"'base:blocks.1.attn.key' is not a mask"):
         TokenMasks.load(path, build(depth=1, **larger))
     with pytest.raises(InputError, match=r"for 90 pairs of blocks.0.mlp, which has 80"):
         TokenMasks.load(path, build(**LARGER))
@@ -243,5 +243,5 @@ def test_files_that_cannot_be_read(tasks, tmp_path):
 
 
 def test_models_without_parameter_tokens():
-    with pytest.raises(InputError, match="Linear has no Pattention layer"):
+    with pytest.raises(InputError, match="give a TokenFormer"):
         TokenMasks(nn.Linear(2, 2))

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import timm
@@ -53,7 +54,7 @@ def assert_same(actual, expected, limit):
     assert error <= limit, error
 
 
-def alone(pairs, theta="gelu_l2", tau=None, eps=1e-6, gate="none", keys=None):
+def alone(pairs, theta="gelu_l2", tau=None, eps=1e-6, gate="none", keys=None) -> Any:
     """Build a model that is one layer, in float64."""
     model = in_float64(nn.Sequential(Pattention(12, 20, pairs, theta, tau, eps, gate=gate)))
     with torch.no_grad():
@@ -288,7 +289,7 @@ def test_how_models_were_trained_and_run_does_not_matter():
 
 
 def test_models_without_parameter_tokens():
-    with pytest.raises(InputError, match="Linear has no Pattention layer"):
+    with pytest.raises(InputError, match="give a TokenFormer"):
         merge(build(), nn.Linear(2, 2))
 
 

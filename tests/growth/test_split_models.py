@@ -289,7 +289,7 @@ def test_joining_keeps_what_is_computed_and_the_state_of_the_optimizer():
     optimizer.step()
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
     join_tokens(plain)  # nothing to do
-    with pytest.raises(InputError, match="has no Pattention layer"):
+    with pytest.raises(InputError, match="give a TokenFormer"):
         join_tokens(torch.nn.Linear(2, 2))
 
 
@@ -302,12 +302,12 @@ def test_an_optimizer_of_replaced_parameters_is_refused():
     grow(model, **LARGER, init="random")
     F.cross_entropy(model(x), torch.tensor([0, 1])).backward()
     for stale in (optimizer, timms):
-        with pytest.raises(InputError, match=r"replaced .* grow\(..., optimizer=optimizer\)"):
+        with pytest.raises(InputError, match=r"grow\(..., optimizer=optimizer\)"):
             stale.step()
     vit = timm.create_model("vit_tiny_patch16_224", **SHAPE)
     optimizer = torch.optim.SGD(vit.parameters(), lr=0.1)
     widen_mlp(vit, 80)
-    with pytest.raises(InputError, match="this SGD holds parameters that were replaced"):
+    with pytest.raises(InputError, match=r"this SGD holds parameters .* build a new optimizer"):
         optimizer.step()
     fresh = torch.optim.AdamW(model.parameters())
     fresh.step()

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +21,11 @@ from tokenformer_vit.growth import grow
 from tokenformer_vit.language import (
     TokenFormerConfig,
     TokenFormerForCausalLM,
+    byte_tokenizer,
     load_language_model,
     load_tokenizer,
+    save_language_model,
+    transformer_lm,
 )
 from tokenformer_vit.models import LMConfig, TokenFormerLM
 
@@ -48,9 +52,14 @@ def build(**changes):
 
 def reload(model, folder, **kwargs):
     model.save_pretrained(folder)
-    loaded, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **kwargs)
+    loaded, found = load(folder, **kwargs)
     assert not any(found.values()), found
     return loaded
+
+
+def load(folder, **kwargs) -> Any:
+    """Return a model, and what transformers says of its weights."""
+    return AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **kwargs)
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -126,14 +135,14 @@ def test_what_a_checkpoint_lacks_is_drawn_and_the_rest_is_not(tmp_path):
         tmp_path / "model.safetensors",
         {"format": "pt"},
     )
-    loaded, found = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    loaded, found = load(tmp_path)
     assert set(found["missing_keys"]) == {absent}
     own = loaded.state_dict()
     for name, tensor in tensors.items():
         if name != absent:
             torch.testing.assert_close(own[name], tensor, rtol=0, atol=0)
     assert own[absent].std().item() == pytest.approx(32**-0.5, rel=0.1)
-    with pytest.raises(InputError, match=rf"{absent} is not there"):
+    with pytest.raises(InputError, match=rf"{absent} is missing"):
         load_language_model(tmp_path)
 
 
@@ -246,6 +255,18 @@ def test_a_grown_model_is_saved_as_grown(kind, tmp_path):
     assert counts.items() <= json.loads((tmp_path / "config.json").read_text()).items()
 
 
+@pytest.mark.parametrize("kind", ["tokenformer", "gpt2"])
+def test_the_code_of_the_model_card_runs(kind, tmp_path, monkeypatch, capsys):
+    model = build(vocab_size=257) if kind == "tokenformer" else transformer_lm(257, 40, 32, 1, 2)
+    save_language_model(model, tmp_path / "FOLDER", byte_tokenizer())
+    card = (tmp_path / "FOLDER" / "README.md").read_text()
+    assert f"Parameters: {model.num_parameters():,}" in card
+    assert ("Key-value pairs: q, k, v 32, output 32, FFN 128" in card) == (kind == "tokenformer")
+    monkeypatch.chdir(tmp_path)
+    exec(re.search(r"```python\n(.*?)```", card, re.DOTALL)[1])
+    assert capsys.readouterr().out.startswith("Once upon a time")
+
+
 def test_a_full_disk_is_said_of_the_folder_and_leaves_what_was_there(tmp_path):
     code = f"""
 import resource
@@ -294,7 +315,7 @@ def test_what_it_does_not_have_is_refused():
         model.generate(tokens, max_new_tokens=3, cache_implementation="static")
     with pytest.raises(InputError, match="context_length is 40"):
         model.generate(tokens, max_new_tokens=40, do_sample=False)
-    with pytest.raises(InputError, match="unknown positions 'alibi'"):
+    with pytest.raises(InputError, match="one of rotary, learned, but got 'alibi'"):
         TokenFormerConfig(positions="alibi")
 
 
@@ -323,7 +344,9 @@ def test_the_published_tokenizers_serve(shared_data, tmp_path):
         assert 5 < len(numbers) < 25
         assert tokenizer.decode(numbers) == sentence
         assert tokenizer.eos_token == tokenizer.pad_token == "<|endoftext|>"
-        with pytest.raises(InputError, match=rf"has {size} entries.*has {size - 1} \(vocab_size\)"):
+        with pytest.raises(
+            InputError, match=rf"has {size} entries.* vocab_size is {size - 1}: give"
+        ):
             load_tokenizer(source, size - 1)
 
         folder = tmp_path / str(size)

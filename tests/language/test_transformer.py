@@ -1,5 +1,7 @@
 """The Transformer in GPT-2's form: what it is built of, and that it is read again."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -54,7 +56,8 @@ def test_residual_parts_start_smaller():
 def test_a_saved_model_is_the_same_model(tie, tmp_path):
     model = transformer_lm(**SHAPE, hidden_features=48, tie_embeddings=tie).eval()
     model.save_pretrained(tmp_path)
-    loaded, found = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    both: Any = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    loaded, found = both
     assert not any(found.values()), found
     tokens = torch.randint(61, (2, 9))
     assert torch.equal(loaded(tokens).logits, model(tokens).logits)
@@ -64,9 +67,9 @@ def test_a_saved_model_is_the_same_model(tie, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_heads": 3}, "embed_dim 32 cannot be divided among 3 heads"),
-        ({"depth": 0}, "depth must be at least 1, but it is 0"),
-        ({"hidden_features": 0}, "hidden_features must be at least 1, but it is 0"),
+        ({"num_heads": 3}, "embed_dim 32 must be a multiple of num_heads 3"),
+        ({"depth": 0}, "depth must be at least 1, but got 0"),
+        ({"hidden_features": 0}, "hidden_features must be at least 1, but got 0"),
     ],
 )
 def test_sizes_that_do_not_fit(change, message):

@@ -100,7 +100,7 @@ def test_shared_arguments_reach_all_four_projections():
 
 
 def test_heads_must_divide_the_width():
-    with pytest.raises(ValueError, match="dim 48 is not a multiple of num_heads 0"):
+    with pytest.raises(ValueError, match=r"num_heads .* 48.* got 0"):
         Attention(48, 0, 8, 8)
-    with pytest.raises(ValueError, match="dim 48 is not a multiple of num_heads 5"):
+    with pytest.raises(ValueError, match=r"num_heads .* 48.* got 5"):
         Attention(48, 5, 64, 64)

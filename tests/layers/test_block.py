@@ -52,10 +52,10 @@ def test_shared_arguments_reach_all_five_layers():
     "build", [partial(TokenFormerBlock, 48, 3), partial(Attention, 48, 3, 8, 8)]
 )
 def test_other_arguments_are_not_shared(build):
-    allowed = "choose among tau, learn_tau, eps, key_init_scale"
-    with pytest.raises(InputError, match=f"unknown key 'theta' in pattention_args; {allowed}"):
+    allowed = "tau, learn_tau, eps, key_init_scale"
+    with pytest.raises(InputError, match=f"pattention_args .*{allowed}.*'theta'"):
         build(pattention_args={"eps": 0.0, "theta": "softmax"})
-    with pytest.raises(InputError, match=r"pattention_args must be a dict .* but it is 3\.5"):
+    with pytest.raises(InputError, match=r"pattention_args must be a dict .* got 3\.5"):
         build(pattention_args=3.5)
 
 

@@ -35,5 +35,5 @@ def test_can_be_scripted():
 
 @pytest.mark.parametrize("rate", [-0.1, 1.0])
 def test_a_rate_that_is_none_is_refused(rate):
-    with pytest.raises(InputError, match=f"rate must be in .*, but it is {rate}"):
+    with pytest.raises(InputError, match=f"rate must be in .*, but got {rate}"):
         DropPath(rate)

@@ -45,10 +45,10 @@ def test_keeps_bfloat16_and_sums_in_float32(affine):
 
 
 def test_unknown_switch_lists_the_known():
-    with pytest.raises(ValueError, match=r"'weight'; choose one of none, bias, weight\+bias"):
+    with pytest.raises(ValueError, match=r"none, bias, weight\+bias.*'weight'"):
         BlockLayerNorm(48, "weight")
     for eps in (-1e-6, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=f"eps must be 0 or positive, but it is {eps}"):
+        with pytest.raises(ValueError, match=f"eps must be 0.* got {eps}"):
             BlockLayerNorm(48, eps=eps)
 
 

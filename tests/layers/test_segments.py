@@ -128,9 +128,9 @@ def test_bad_splits_are_refused(layer):
     with pytest.raises(InputError, match="split already"):
         split_tokens(layer, 3)
     for number in (0, 20):
-        with pytest.raises(InputError, match=f"num_old is {number}"):
+        with pytest.raises(InputError, match=f"num_old .* from 1 to 19 .*got {number}"):
             split_tokens(Pattention(8, 12, 20), number)
-    with pytest.raises(InputError, match="a Derived, derived from Pattention"):
+    with pytest.raises(InputError, match=r"Derived.* grow it without split"):
         split_tokens(Derived(8, 12, 20), 3)
     plain = Pattention(8, 12, 20)
     fuse_tokens(plain)

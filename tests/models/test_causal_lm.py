@@ -170,7 +170,7 @@ def test_it_learns_to_repeat():
     torch.manual_seed(0)
     config = LMConfig(vocab_size=12, context_length=16, embed_dim=32, depth=2, num_heads=2)
     model = TokenFormerLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer, loss = torch.optim.AdamW(model.parameters(), lr=3e-3), torch.tensor(torch.inf)
     for _ in range(150):
         half = torch.randint(12, (32, 4))
         tokens = torch.cat((half, half), dim=1)
@@ -184,21 +184,21 @@ def test_it_learns_to_repeat():
 
 def test_what_does_not_fit_is_said():
     model = build()
-    with pytest.raises(InputError, match="has 41 tokens, and the model's context_length is 40"):
+    with pytest.raises(InputError, match=r"has 41 tokens, .* context_length is 40: shorten"):
         model(torch.zeros(1, 41, dtype=torch.long))
     cache = KVCache()
     model(torch.zeros(1, 40, dtype=torch.long), cache=cache)
     with pytest.raises(InputError, match="ask for fewer new tokens"):
         model(torch.zeros(1, 1, dtype=torch.long), cache=cache)
-    with pytest.raises(InputError, match="unknown positions 'alibi'"):
+    with pytest.raises(InputError, match="one of rotary, learned, but got 'alibi'"):
         LMConfig(positions="alibi")
-    with pytest.raises(InputError, match="num_heads must be at least 1, but it is 0"):
+    with pytest.raises(InputError, match="num_heads must be at least 1, but got 0"):
         LMConfig(num_heads=0)
     with pytest.raises(InputError, match="vocab_size must be at least 1"):
         LMConfig(vocab_size=0)
-    with pytest.raises(InputError, match="makes 1 of a head's 4 dimensions"):
+    with pytest.raises(InputError, match="rotates 1 of the 4 dimensions of a head: choose"):
         LMConfig(embed_dim=16, num_heads=4)
-    with pytest.raises(InputError, match="unknown preset '124m'"):
+    with pytest.raises(InputError, match=r"preset must be one of 150m, .*, but got '124m'"):
         lm_config("124m")
 
 

@@ -118,7 +118,7 @@ def test_shared_arguments_reach_every_layer(small):
     layers = pattentions(small(pattention_args={"eps": 1e-3, "learn_tau": True}))
     assert {layer.eps for layer in layers} == {1e-3}
     assert all(layer.tau.requires_grad for layer in layers)
-    with pytest.raises(ValueError, match="unknown key 'thta' in pattention_args; choose among tau"):
+    with pytest.raises(ValueError, match=r"pattention_args .* tau.*'thta'"):
         small(pattention_args={"thta": 3.0})
 
 
@@ -133,7 +133,7 @@ def test_the_released_initialization_is_recorded_and_rebuilt(small, tmp_path):
     again = timm.create_model(f"local-dir:{tmp_path}", pretrained=False)
     assert get_model_args(again)["pattention_args"] == {"init": "released"}
     assert {layer.key_init_std for layer in pattentions(again)} == {0.02}
-    with pytest.raises(ValueError, match="unknown init 'wang'"):
+    with pytest.raises(ValueError, match=r"init .* scaled, released.*'wang'"):
         small(pattention_args={"init": "wang"})
 
 
@@ -153,7 +153,7 @@ def test_argument_without_a_counterpart_is_named(name):
     [({"theta": "relu"}, list(THETAS)), ({"norm": "weight"}, ["none", "bias", "weight+bias"])],
 )
 def test_unknown_theta_or_norm_lists_the_known(small, arguments, known):
-    with pytest.raises(ValueError, match="choose one of") as error:
+    with pytest.raises(ValueError, match="must be one of") as error:
         small(**arguments)
     assert all(name in str(error.value) for name in known)
 

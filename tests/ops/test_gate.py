@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.ops import pattention, pattention_reference, theta_weights
+from tokenformer_vit.ops import THETAS, pattention, pattention_reference, theta_weights
 
 OPEN, CLOSED = 40, 9
 TAU = torch.tensor(40.0, dtype=torch.float64)
@@ -130,9 +131,11 @@ def test_layer_computes_with_its_gate():
     torch.testing.assert_close(layer.weights(x) @ layer.value_param_tokens, few)
 
 
-@pytest.mark.parametrize("theta", ["gelu_l1", "gelu_l2", "gelu_l2_post", "gelu_tanh_l2"])
-def test_other_variants_have_none(theta):
-    with pytest.raises(ValueError, match="only softmax has a gate"):
+@pytest.mark.parametrize("theta", [name for name in THETAS if not THETAS[name].has_gate])
+def test_other_variants_have_none_because_zero_keys_close_pairs(theta):
+    zero = theta_weights(torch.tensor([[1.0, 0.0]]), theta, torch.tensor(1.0), 1e-6)[0, 1]
+    assert zero == 0
+    with pytest.raises(ValueError, match=r"no gate.* zero key"):
         theta_weights(torch.randn(2, 3), theta, torch.tensor(1.0), 1e-6, torch.ones(3))
-    with pytest.raises(ValueError, match="only softmax has a gate"):
+    with pytest.raises(InputError, match=rf"{theta}.* no gate.*'none'.*'learned'"):
         Pattention(8, 8, 8, theta, gate="learned")

@@ -1,20 +1,20 @@
 import functools
 import math
 import operator
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from tokenformer_vit.ops import (
     THETAS,
-    check_theta,
     default_tau,
-    norm_order,
+    find_theta,
     norm_shares,
+    theta_weights,
     triton_theta,
 )
-from tokenformer_vit.ops.fused import PLAIN
-from tokenformer_vit.ops.theta import VARIANTS, theta_weights
 
 SIZES = [(1, 64), (1, 576), (197, 72), (197, 100)]
 
@@ -143,14 +143,17 @@ def test_keeps_the_dtype(theta, dtype):
 
 
 @pytest.mark.parametrize("theta", THETAS)
-def test_dict_and_dispatch_agree(theta):
+def test_every_variant_has_hand_written_gradients(theta):
     scores, tau = torch.randn(7, 100), torch.tensor(10.0)
-    assert torch.equal(theta_weights(scores, theta, tau, 1e-6), THETAS[theta](scores, tau, 1e-6))
+    kernels = THETAS[theta].kernels
+    assert kernels is not None
+    weights, _ = kernels.forward(scores, tau, 1e-6)
+    torch.testing.assert_close(weights, theta_weights(scores, theta, tau, 1e-6))
 
 
-def test_every_table_of_variants_has_all_of_them():
-    for table in (VARIANTS, PLAIN, triton_theta.KERNELS):
-        assert list(table) == list(THETAS)
+def test_triton_kernels_are_of_known_variants():
+    assert triton_theta.KERNELS.keys() <= THETAS.keys()
+    assert {name for name in THETAS if THETAS[name].has_gate} == {"softmax"}
 
 
 @pytest.mark.parametrize("theta", THETAS)
@@ -161,13 +164,13 @@ def test_what_is_normed_is_what_the_weights_depend_on(theta):
     shares = norm_shares(scores, weights, theta)
     torch.testing.assert_close(shares.sum(-1), torch.ones(5, dtype=torch.float64))
     # Without half the pairs, a τ that follows their shares leaves the weights of the others.
-    left = shares[:, 30:].sum(-1, keepdim=True) ** (1 / norm_order(theta))
+    left = shares[:, 30:].sum(-1, keepdim=True) ** (1 / THETAS[theta].norm_order)
     for row in range(5):
         alone = theta_weights(scores[row, 30:], theta, tau * left[row, 0], 0.0)
         torch.testing.assert_close(alone, weights[row, 30:])
 
 
-@pytest.mark.parametrize("theta", [theta for theta in THETAS if norm_order(theta) == 2])
+@pytest.mark.parametrize("theta", [theta for theta in THETAS if THETAS[theta].norm_order == 2])
 @pytest.mark.parametrize("implementation", ["reference", "fused"])
 def test_the_range_of_the_l2_variants(theta, implementation):
     """A row's norm may be up to 1.8e19; the gradient of the reference needs one below 1e12 τ."""
@@ -177,10 +180,10 @@ def test_the_range_of_the_l2_variants(theta, implementation):
         scores = size * direction
         exact = scores.double().requires_grad_()
         expected = theta_weights(exact, theta, tau.double(), 1e-6)
-        expected.backward(grad.double())
+        (exact_slope,) = torch.autograd.grad(expected, exact, grad.double())
         if implementation == "fused":
-            weights, kept = PLAIN[theta].forward(scores, tau, 1e-6)
-            slope = PLAIN[theta].backward(kept, tau, grad)[1]
+            weights, kept = THETAS[theta].kernels.forward(scores, tau, 1e-6)
+            slope = THETAS[theta].kernels.backward(kept, tau, grad)[1]
         else:
             scores.requires_grad_()
             weights = theta_weights(scores, theta, tau, 1e-6)
@@ -188,7 +191,7 @@ def test_the_range_of_the_l2_variants(theta, implementation):
             slope = scores.grad
         torch.testing.assert_close(weights.double(), expected, rtol=1e-5, atol=1e-5)
         if implementation == "fused" or size < 1e12:
-            error = (slope.double() - exact.grad).norm() / exact.grad.norm()
+            error = (slope.double() - exact_slope).norm() / exact_slope.norm()
             assert error < 1e-5, size
 
 
@@ -199,7 +202,7 @@ def test_the_range_of_float16(theta):
     tau = torch.tensor(default_tau(theta, 576))
     for weights in (
         theta_weights(scores, theta, tau, 1e-6),
-        PLAIN[theta].forward(scores, tau, 1e-6)[0],
+        THETAS[theta].kernels.forward(scores, tau, 1e-6)[0],
     ):
         expected = theta_weights(scores.double(), theta, tau.double(), 1e-6)
         torch.testing.assert_close(weights.double(), expected, rtol=1e-3, atol=1e-6)
@@ -208,7 +211,7 @@ def test_the_range_of_float16(theta):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: check_theta("relu"),
+        lambda: find_theta("relu"),
         lambda: default_tau("relu", 4),
         lambda: theta_weights(torch.randn(2, 4), "relu", torch.tensor(2.0), 1e-6),
     ],
@@ -217,3 +220,12 @@ def test_unknown_theta_lists_the_known(call):
     with pytest.raises(ValueError, match="'relu'") as error:
         call()
     assert all(theta in str(error.value) for theta in THETAS)
+
+
+def test_the_readme_derives_every_hand_written_gradient():
+    readme = Path(triton_theta.__file__).with_name("README.md").read_text(encoding="utf-8")
+    kept, _, _ = readme.partition("## What is kept")
+    table = kept[kept.index("| Θ | kept") :]
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == {
+        name for name, theta in THETAS.items() if theta.kernels is not None
+    }

@@ -1,29 +1,17 @@
 """A small image data set and a config that trains on it in seconds."""
 
-import io
-import itertools
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from tokenformer_vit.cli import train as tool
-from tokenformer_vit.command_line import run_tool
-from tokenformer_vit.training.launch import TrainingRunner
-
 ROOT = Path(__file__).resolve().parents[2]
-TOOL = ROOT / "tools" / "train.py"
-NUMBERS = itertools.count()
 CLASSES = ("bright", "dark", "split")
 
 CONFIG = f"""
@@ -79,20 +67,16 @@ def config(tmp_path_factory) -> Path:
 class Train:
     """Runs of tools/train.py: each a process as a user starts it, or, sooner, within this one."""
 
-    def __init__(self, config: Path, data_root: Path) -> None:
+    def __init__(self, config: Path, data_root: Path, command) -> None:
         self.arguments = [str(config), "--data-root", str(data_root)]
+        self.command = command
         # What a process gets besides the present environment.
         self.environment: dict[str, str] = {}
 
-    def start(self, work_dir: Path, *extra: str, launcher: tuple[str, ...] = (), **how):
-        own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **self.environment}
-        return subprocess.Popen(
-            [sys.executable, *launcher, str(TOOL), *self._words(work_dir, extra)],
-            env={**os.environ, **own},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            **how,
+    def start(self, work_dir: Path, *extra: str, **how):
+        words = self._words(work_dir, extra)
+        return self.command.start(
+            "train", *words, environment=self.environment, stderr=subprocess.STDOUT, **how
         )
 
     def __call__(self, work_dir: Path, *extra: str, launcher: tuple[str, ...] = ()) -> str:
@@ -117,40 +101,13 @@ class Train:
             process = self.start(work_dir, *extra, launcher=launcher)
             output, _ = process.communicate(timeout=240)
             return process.returncode, output
-        return run_here(self._words(work_dir, extra))
-
-
-def run_here(words: Sequence[str]) -> tuple[int, str]:
-    """Run tools/train.py within this process, and return its status and what it printed."""
-    printed, status, threads = io.StringIO(), 0, torch.get_num_threads()
-    from_cfg = TrainingRunner.from_cfg
-
-    def named(cfg):
-        # mmengine keeps what it logs by this name, for the whole process; by itself it takes the
-        # second in which a run began.
-        cfg.experiment_name = f"run_{next(NUMBERS)}"
-        return from_cfg(cfg)
-
-    with (
-        redirect_stdout(printed),
-        redirect_stderr(printed),
-        patch.object(sys, "argv", [str(TOOL), *words]),
-        patch.object(TrainingRunner, "from_cfg", named),
-    ):
-        torch.set_num_threads(1)  # as many as a process has: sums in the same order
-        try:
-            run_tool(tool.main)
-        except SystemExit as error:
-            status = int(error.code or 0)
-        finally:
-            torch.set_num_threads(threads)
-            torch.use_deterministic_algorithms(False)
-    return status, printed.getvalue()
+        done = self.command("train", *self._words(work_dir, extra))
+        return done.status, done.output
 
 
 @pytest.fixture(scope="session")
-def train(config, data_root) -> Train:
-    return Train(config, data_root)
+def train(config, data_root, command) -> Train:
+    return Train(config, data_root, command)
 
 
 class Trained(NamedTuple):

@@ -159,7 +159,7 @@ def test_an_empty_class_folder_is_named(config, data_root, tmp_path):
 
 def test_unknown_theta_lists_the_known(train, tmp_path):
     line = train.fails(tmp_path, "--cfg-options", "model.backbone.theta=gelu_l3")
-    assert "unknown Θ 'gelu_l3'; choose one of softmax, gelu_l1, gelu_l2, gelu_l2_post" in line
+    assert "theta must be one of softmax, gelu_l1, gelu_l2, gelu_l2_post" in line
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(train, tmp_path):

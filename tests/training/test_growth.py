@@ -253,7 +253,7 @@ def test_growth_after_the_end_of_the_run_is_said(growing, tmp_path):
         ({"schedule": [{"epoch": 1, "num_ffn_param_tokens": 60}]}, "cannot grow to 60"),
         ({"init": "zero_keys"}, "unknown init 'zero_keys'"),
         ({"init": "duplicate"}, "is no multiple"),
-        ({"gate": "learned"}, "gates are for softmax"),
+        ({"gate": "learned"}, "or use softmax with zero_key or random"),
     ],
 )
 def test_what_would_fail_later_fails_at_once(growing, tmp_path, changes, message):

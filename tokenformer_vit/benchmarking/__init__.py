@@ -1,1 +1,1 @@
-"""Speed and memory of models: how they are measured, and how a record of them is shown."""
+"""Speed, memory and FLOPs of models, and the matched baseline."""

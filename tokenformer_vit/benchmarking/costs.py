@@ -1,12 +1,12 @@
 """Parameters and FLOPs of every part of a model, in closed form: Table 3 of the paper.
 
-A multiplication and an addition are two FLOPs, and a backward pass costs two forward passes. Of
-the FLOPs are left out, as in the paper, those of Θ and other activations, softmax, norms, biases
-and sums.
+A multiplication and an addition are two FLOPs, and a backward pass costs as much as two forward
+passes. As in the paper, the FLOPs of Θ and other activations, softmax, norms, biases and sums are
+not counted.
 
 The first version of the paper prints d·n parameters for a Pattention of q, k, v or the output, and
-2·d·n for that of the feed-forward part. Each has keys and values, 2·d·n, as a later version prints.
-What the table calls training FLOPs is one forward pass; here it is three times that.
+2·d·n for the feed-forward part. Every Pattention has keys and values, 2·d·n, as a later version
+prints. The training FLOPs of the table are one forward pass; here they are three.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -32,7 +32,7 @@ __all__ = [
     "training_flops",
 ]
 
-# Of a model, and how a table calls them.
+# Parts of a model, with their names in tables.
 PARTS = {
     "embedding": "embedding, positions",
     "qkv": "q, k, v projections",
@@ -46,59 +46,58 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Cost:
-    """What a part of a model costs; the FLOPs are those of one image or one sequence."""
+    """Cost of a part of a model. The FLOPs are per image or per sequence."""
 
     parameters: int = 0
     forward_flops: int = 0
 
     @property
     def training_flops(self) -> int:
-        """Of a forward and a backward pass."""
+        """FLOPs of a forward and a backward pass."""
         return 3 * self.forward_flops
 
     def __add__(self, other: "Cost") -> "Cost":
-        """Put two parts together."""
+        """Add the costs of two parts."""
         return Cost(self.parameters + other.parameters, self.forward_flops + other.forward_flops)
 
 
 def total(costs: Mapping[str, Cost]) -> Cost:
-    """Add up the parts of a model."""
+    """Return the cost of all parts of a model."""
     return sum(costs.values(), Cost())
 
 
 def model_costs(model: nn.Module, num_tokens: int | None = None) -> dict[str, Cost]:
     """Count the parameters and the forward FLOPs of every part of a model.
 
-    Sizes are read off the parameters, so that a model may have grown. None of them is computed
-    with: they may be on the device ``meta``.
+    Sizes are read from the parameters, also after growth. Nothing is computed with them: they may
+    be on the device ``meta``.
 
     Args:
-        model: A ``TokenFormerViT``, or a timm ``VisionTransformer`` of ordinary blocks; or a
-            ``TokenFormerLM``, or a GPT-2 of transformers with its head, or a module that holds one
-            of these two, of which alone the parameters are counted.
-        num_tokens: Length of the sequence, class token and the like included; default: as many as
-            an image of the model's size gives, or the whole context.
+        model: ``TokenFormerViT``, timm ``VisionTransformer`` with ordinary blocks,
+            ``TokenFormerLM``, or GPT-2 of transformers with its head. A language model may be
+            inside another module, whose own parameters are not counted.
+        num_tokens: Length of the sequence, including class and register tokens; default: the length
+            for an image of the model's size, or the whole context.
 
     Returns:
-        A cost for each of ``PARTS``, for one image or one sequence. Every parameter belongs to one
-        part; an embedding that is the head, too, to the embedding, and its product to the head. Of
-        a layer with ``active`` or ``top_k`` all pairs are counted, and the FLOPs of those that are
-        read. A language model predicts after every token, each of which attends to every other, as
-        in the paper: what a causal kernel saves is not taken off.
+        The cost of each of ``PARTS``, per image or per sequence. Every parameter belongs to one
+        part. An embedding that is also the head belongs to the embedding, its product to the head.
+        In a layer with ``active`` or ``top_k``, all pairs count as parameters, and only the pairs
+        that are read count as FLOPs. A language model predicts after every token, and every token
+        attends to all others, as in the paper: the savings of a causal kernel are not subtracted.
 
     Raises:
-        InputError: If the model is of another kind, or has no room for its class token in
-            ``num_tokens``.
+        InputError: If the model is of another kind, or ``num_tokens`` leaves no token for patches.
 
     Source:
-        TokenFormer, arXiv:2410.23168, Table 3; for images, patches instead of a vocabulary.
+        TokenFormer, arXiv:2410.23168, Table 3, with patches instead of a vocabulary for images.
     """
     plan = _plan(model, num_tokens)
     tokens = plan.rows["qkv"]
     costs = dict.fromkeys(PARTS, Cost())
     for name, parameter in plan.model.named_parameters():
         part, count = plan.part(name), parameter.numel()
-        # Positions and the class token, which are only added, stand outside of every module.
+        # Positions and the class token are only added; they are parameters of the model itself.
         is_matrix = parameter.ndim > 1 and "." in name
         flops = product_flops(count, plan.rows.get(part, 0)) if is_matrix else 0
         costs[part] += Cost(count, flops)
@@ -112,28 +111,33 @@ def model_costs(model: nn.Module, num_tokens: int | None = None) -> dict[str, Co
 
 
 def training_flops(model: nn.Module, num_tokens: int | None = None) -> int:
-    """Count the FLOPs of training a model on one image or sequence, all parameters being trained.
+    """Count the FLOPs of training all parameters of a model on one image or sequence.
 
-    Arguments and errors are those of :func:`model_costs`.
+    Args:
+        model: Model, as for :func:`model_costs`.
+        num_tokens: Length of the sequence, as for :func:`model_costs`.
 
     Returns:
-        FLOPs of a forward and a backward pass, three times those of the forward.
+        FLOPs of a forward and a backward pass: three times the forward FLOPs.
+
+    Raises:
+        InputError: In the cases of :func:`model_costs`.
     """
     return total(model_costs(model, num_tokens)).training_flops
 
 
 def product_flops(elements: int, tokens: int) -> int:
-    """Count the FLOPs of multiplying tokens with matrices of so many elements."""
+    """Return the FLOPs of multiplying tokens with matrices of ``elements`` elements."""
     return 2 * elements * tokens
 
 
 def attention_flops(width: int, tokens: int) -> int:
-    """Count those of scores and weighted sums; ``width`` is that of all heads of all blocks."""
+    """Return the FLOPs of scores and weighted sums; ``width`` sums all heads of all blocks."""
     return 2 * 2 * width * tokens**2
 
 
 def _idle_elements(layer: Pattention) -> int:
-    """Count the elements of keys and values that a token of this layer does not meet."""
+    """Count the elements of keys and values that a token does not read in this layer."""
     pairs = layer.num_param_tokens
     active = pairs if layer.active is None else len(layer.active)
     chosen = active if layer.top_k is None else layer.top_k
@@ -141,10 +145,14 @@ def _idle_elements(layer: Pattention) -> int:
 
 
 class _Plan(NamedTuple):
-    """What is to be known of a model to count it.
+    """How to count a model.
 
-    ``rows`` says how many tokens each matrix of a part is multiplied with, ``part`` which part a
-    parameter belongs to, and ``shared`` how many elements of the embedding are the head, too.
+    Args:
+        model: Model whose parameters count.
+        blocks: Its blocks.
+        rows: Number of tokens that the matrices of a part are multiplied with.
+        part: Function from the name of a parameter to its part.
+        shared: Number of elements of the embedding that are also the head.
     """
 
     model: nn.Module
@@ -162,17 +170,17 @@ def _plan(model: nn.Module, num_tokens: int | None) -> _Plan:
             shared = module.embedding.weight.numel() if module.head is None else 0
             rows = _rows(num_tokens, module.config.context_length)
             return _Plan(module, module.blocks, rows, _part, shared)
-        # By what it has, since transformers is not needed here.
+        # Recognised by its attributes, because transformers may not be installed.
         if hasattr(module, "lm_head") and hasattr(getattr(module, "transformer", None), "wpe"):
             return _gpt2(module, num_tokens)
     raise InputError(
-        f"{type(model).__name__} is neither a TokenFormerViT nor a timm VisionTransformer, and "
-        "holds no language model of TokenFormer or in GPT-2's form"
+        f"the costs of a {type(model).__name__} are unknown; give a TokenFormerViT, a timm "
+        "VisionTransformer, a TokenFormer language model or a GPT-2 with its head"
     )
 
 
 def _rows(num_tokens: int | None, context: int) -> dict[str, int]:
-    """Return the rows of a language model, whose embedding is looked up."""
+    """Return the rows of a language model; its embedding is looked up, not multiplied."""
     tokens = context if num_tokens is None else num_tokens
     if tokens < 1:
         raise InputError(f"num_tokens must be at least 1, but it is {tokens}")
@@ -186,7 +194,7 @@ def _vision(vit: Any, num_tokens: int | None) -> _Plan:
     tokens = patches + prefix
     if patches < 1:
         raise InputError(
-            f"{tokens} tokens leave none for patches: the model adds {prefix} of its own"
+            f"num_tokens is {tokens}, but the model adds {prefix} tokens of its own: give more"
         )
     rows = {
         "embedding": patches,
@@ -197,26 +205,35 @@ def _vision(vit: Any, num_tokens: int | None) -> _Plan:
 
 
 def _check_vision(vit: Any) -> None:
-    """See that the rules hold for it."""
+    """Check that the closed form holds for this model."""
     kind = type(vit).__name__
     if vit.attn_pool is not None:
-        raise InputError(f"the costs of a pool by attention are not known: {kind} has one")
+        raise InputError(
+            f"the costs of attention pooling in {kind} are unknown; choose another global_pool"
+        )
     if not isinstance(vit.patch_embed, PatchEmbed):
-        raise InputError(f"the costs of a {type(vit.patch_embed).__name__} stem are not known")
+        raise InputError(
+            f"the costs of a {type(vit.patch_embed).__name__} stem are unknown; give a plain ViT"
+        )
     for block in vit.blocks:
         for module, known in (
             (block, TokenFormerBlock | Block),
             (getattr(block, "attn", None), Attention | LinearAttention),
         ):
             if not isinstance(module, known):
-                raise InputError(f"the costs of a {type(module).__name__} are not known")
+                raise InputError(
+                    f"the costs of a {type(module).__name__} are unknown; give a plain ViT"
+                )
 
 
 def _gpt2(model: Any, num_tokens: int | None) -> _Plan:
     trunk = model.transformer
     for block in trunk.h:
         if not hasattr(block.attn, "c_attn") or hasattr(block, "crossattention"):
-            raise InputError(f"the costs of a {type(block).__name__} like this are not known")
+            raise InputError(
+                f"the costs of this {type(block).__name__} are unknown; give a GPT-2 without "
+                "cross-attention"
+            )
     tied = model.lm_head.weight is trunk.wte.weight
     rows = _rows(num_tokens, trunk.wpe.num_embeddings)
     return _Plan(model, trunk.h, rows, _gpt2_part, trunk.wte.weight.numel() if tied else 0)
@@ -246,7 +263,7 @@ def _gpt2_part(name: str) -> str:
         ("wpe", "embedding"),
         ("mlp", "feed_forward"),
         ("c_attn", "qkv"),
-        ("c_proj", "output"),  # behind mlp, which has one as well
+        ("c_proj", "output"),  # after mlp, which also has one
     ):
         if module in path:
             return part

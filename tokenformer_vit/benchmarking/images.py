@@ -1,4 +1,4 @@
-"""A TokenFormer for images and the timm model that it is measured against."""
+"""Benchmark of a TokenFormer for images against a timm model."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -18,7 +18,14 @@ CLASSES = 1000
 
 
 class Images(NamedTuple):
-    """What is measured on images; ``depth`` is None for as many blocks as a model has."""
+    """Two image models to measure.
+
+    Args:
+        model: timm name of the TokenFormer.
+        baseline: timm name of the baseline.
+        img_size: Height and width of the images.
+        depth: Number of blocks of both models; None for the depth of each model.
+    """
 
     model: str
     baseline: str
@@ -29,7 +36,7 @@ class Images(NamedTuple):
     modes = ("train", "infer")
 
     def create(self, implementation: str, seed: int) -> Any:
-        """Build the baseline, or the model with one of its backends; see ``Subject``."""
+        """Build the baseline, or the TokenFormer with a backend; see ``Subject``."""
         sizes: dict[str, Any] = {"img_size": self.img_size, "num_classes": CLASSES}
         if self.depth is not None:
             sizes["depth"] = self.depth
@@ -43,15 +50,15 @@ class Images(NamedTuple):
         return model
 
     def costs(self, implementation: str) -> tuple[int, dict[str, int]]:
-        """Count the parameters, and the FLOPs of an image in each mode.
+        """Count the parameters, and the FLOPs per image in each mode.
 
         Raises:
-            TypeError: If it has no blocks.
+            TypeError: If the model has no blocks.
         """
         with torch.device("meta"):
             model = self.create(implementation, 0)
         if not hasattr(model, "blocks"):
-            raise TypeError("it has no blocks to be compiled; choose one of timm's ViTs")
+            raise TypeError("it has no blocks to compile; choose one of timm's ViTs")
         flops = measures.count_flops(model, (3, self.img_size, self.img_size))
         return sum(parameter.numel() for parameter in model.parameters()), flops
 
@@ -60,7 +67,7 @@ class Images(NamedTuple):
         return [group.batch_size, 3, self.img_size, self.img_size]
 
     def items(self, group: Group) -> int:
-        """Return the number of images of a step."""
+        """Return the number of images in a step."""
         return group.batch_size
 
     def draw(self, group: Group, random: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -71,7 +78,7 @@ class Images(NamedTuple):
     def bind(
         self, model: nn.Module, group: Group, batches: Sequence[tuple[Tensor, Tensor]]
     ) -> Callable[[], Tensor]:
-        """Return what computes the loss in training, the scores of the classes otherwise."""
+        """Return a function that computes the loss in training, and class scores otherwise."""
         turn = itertools.cycle(batches)
 
         def forward() -> Tensor:

@@ -1,6 +1,7 @@
-"""A TokenFormer for language and the Transformer that it is measured against.
+"""Benchmark of a TokenFormer for language against a Transformer.
 
-Both are models of transformers, which is not needed here: what builds them is handed in.
+Both are models of transformers. This module does not import transformers: the caller gives
+functions that build the models.
 """
 
 import itertools
@@ -18,12 +19,12 @@ from .variants import Group, as_released
 
 __all__ = ["Language"]
 
-# Most tokens of a sequence that a step of decoding adds, one by one.
+# Largest number of tokens of a sequence that a decoding step adds, one by one.
 _DECODED = 32
 
 
 class Decoder(nn.Module):
-    """A causal language model of transformers, with its blocks where they are looked for."""
+    """A causal language model of transformers, with its blocks in ``blocks``."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -31,18 +32,18 @@ class Decoder(nn.Module):
         self.blocks = model.transformer.h if hasattr(model, "transformer") else model.model.blocks
 
     def forward(self, tokens: Tensor, **kwargs: Any) -> Any:
-        """Return what the model does, of (B, N) tokens."""
+        """Return the output of the model for (B, N) tokens."""
         return self.model(input_ids=tokens, **kwargs)
 
 
 class Language(NamedTuple):
-    """What is measured on text.
+    """Two language models to measure.
 
     Args:
-        model: Builds the TokenFormer, as a causal language model of transformers.
-        baseline: Builds the Transformer in GPT-2's form.
+        model: Function that builds the TokenFormer, as a causal language model of transformers.
+        baseline: Function that builds the Transformer in GPT-2's form.
         vocab_size: Entries of both embeddings.
-        num_tokens: N, length of a sequence.
+        num_tokens: Length N of a sequence.
     """
 
     model: Callable[[], nn.Module]
@@ -55,11 +56,11 @@ class Language(NamedTuple):
 
     @property
     def decoded(self) -> int:
-        """Tokens of a sequence that a step of decoding adds to those before them."""
+        """Number of tokens that a decoding step adds to each sequence."""
         return min(_DECODED, self.num_tokens // 2)
 
     def create(self, implementation: str, seed: int) -> Decoder:
-        """Build the baseline, or the model with one of its backends; see ``Subject``."""
+        """Build the baseline, or the TokenFormer with a backend; see ``Subject``."""
         torch.manual_seed(seed)
         if implementation == "baseline":
             return Decoder(self.baseline())
@@ -72,17 +73,17 @@ class Language(NamedTuple):
         return decoder
 
     def costs(self, implementation: str) -> tuple[int, dict[str, int]]:
-        """Count the parameters, and the FLOPs of a token in each mode.
+        """Count the parameters, and the FLOPs per token in each mode.
 
-        Of a prompt the last token alone is given to the head; a token that is decoded attends to
-        those before it and itself.
+        In a prompt, the head gets only the last token. A decoded token attends to itself and to the
+        tokens before it.
         """
         with torch.device("meta"):
             model = self.create(implementation, 0)
         whole, single = (model_costs(model, tokens) for tokens in (self.num_tokens, 1))
         forward, attention = total(whole).forward_flops, single["token_token"].forward_flops
         prompt = forward - whole["head"].forward_flops + single["head"].forward_flops
-        others = self.num_tokens - (self.decoded + 1) / 2  # on the average; the single one is there
+        others = self.num_tokens - (self.decoded + 1) / 2  # on average; ``single`` has one of them
         return total(whole).parameters, {
             "train": 3 * forward // self.num_tokens,
             "prefill": prompt // self.num_tokens,
@@ -94,11 +95,11 @@ class Language(NamedTuple):
         return [group.batch_size, self.num_tokens]
 
     def items(self, group: Group) -> int:
-        """Return the number of tokens that a step learns from, reads or adds."""
+        """Return the number of tokens that a step trains on, reads or adds."""
         return group.batch_size * (self.decoded if group.mode == "decode" else self.num_tokens)
 
     def draw(self, group: Group, random: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Draw tokens, and for each the one to be predicted."""
+        """Draw tokens, and the next token of each."""
         shape = (group.batch_size, self.num_tokens + 1)
         rows = torch.randint(self.vocab_size, shape, generator=random)
         return rows[:, :-1], rows[:, 1:]
@@ -106,7 +107,7 @@ class Language(NamedTuple):
     def bind(
         self, model: nn.Module, group: Group, batches: Sequence[tuple[Tensor, Tensor]]
     ) -> Callable[[], Tensor]:
-        """Return what computes the loss in training, the logits of the last token otherwise."""
+        """Return a function that computes the loss in training, and last logits otherwise."""
         if group.mode == "decode":
             return self._decoding(model, batches[0][0])
         turn = itertools.cycle(batches)
@@ -122,13 +123,13 @@ class Language(NamedTuple):
         return train if group.mode == "train" else prefill
 
     def _decoding(self, model: nn.Module, tokens: Tensor) -> Callable[[], Tensor]:
-        """Return what goes on from the sequences' beginnings, always the likeliest token."""
+        """Return a function that continues the sequences greedily."""
         known = self.num_tokens - self.decoded
         cache: Any = None
 
         def decode() -> Tensor:
             nonlocal cache
-            if cache is None:  # in the warm-up, which is of the precision that the rest is of
+            if cache is None:  # in the warm-up, which runs in the same precision
                 start = model(tokens[:, :known], use_cache=True, logits_to_keep=1)
                 cache = start.past_key_values
             token = tokens[:, known : known + 1]

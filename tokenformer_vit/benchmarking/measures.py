@@ -1,7 +1,6 @@
-"""Measure the time and the memory that a model takes, on a GPU or a CPU.
+"""Measure time, memory and FLOPs of any call, on a GPU or a CPU.
 
-Nothing here knows what is measured: calls are functions without arguments, models any module.
-Rates are per second; bytes are bytes.
+A call is a function without arguments, a model is any module. Rates are per second.
 """
 
 import ctypes
@@ -24,6 +23,7 @@ __all__ = [
     "compiled_graphs",
     "copy_rate",
     "count_flops",
+    "counted_flops",
     "frozen_compilations",
     "many_compilations",
     "matmul_rate",
@@ -44,7 +44,7 @@ def percentiles(values: Sequence[float]) -> list[float]:
 
 
 def seconds_of(call: Call, device: torch.device) -> float:
-    """Time one call: by events on a GPU, which is not waited for before, by the clock elsewhere."""
+    """Time one call: by events on a GPU, without waiting for it before; by the clock on a CPU."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -63,19 +63,19 @@ def measure_rounds(
     device: torch.device,
     tick: Callable[[str], object] = lambda name: None,
 ) -> dict[str, list[float]]:
-    """Time calls against each other, each once a round.
+    """Time calls in turns, each once per round.
 
-    Every round starts at the next call, and each timed call follows an untimed one of its own, so
-    that none profits from its place or from what another left in the caches.
+    Every round starts with another call, and an untimed run precedes each timed one. Neither its
+    place nor the caches that another call left give a call an advantage.
 
     Args:
-        calls: By name, warmed up.
-        rounds: How many.
-        device: Where they run.
-        tick: Told the name after each.
+        calls: Calls by name, already warmed up.
+        rounds: Number of rounds.
+        device: Device on which the calls run.
+        tick: Function that gets the name after each timed call.
 
     Returns:
-        The seconds of every round, by name.
+        Seconds of every round, by name.
     """
     names = list(calls)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -90,11 +90,11 @@ def measure_rounds(
 
 @contextmanager
 def many_compilations() -> Iterator[None]:
-    """Let one process compile many models in turn.
+    """Let one process compile many models.
 
-    Their blocks run through the same Python functions, of which torch.compile gives up after a
-    few versions and quietly goes on uncompiled. Here the limit is far off and reaching it is an
-    error. Whatever was compiled before is forgotten.
+    All blocks run the same Python functions. After a few versions of a function, torch.compile
+    would silently stop compiling it. In this context the limit is much higher, and reaching it is
+    an error. Earlier compiled code is discarded.
     """
     names = ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit")
     if not hasattr(dynamo_config, names[0]):  # an older PyTorch
@@ -105,35 +105,35 @@ def many_compilations() -> Iterator[None]:
 
 
 def compiled_graphs() -> int:
-    """Count the graphs that torch.compile has made so far."""
+    """Return the number of graphs that torch.compile has made so far."""
     return counters["stats"]["unique_graphs"]
 
 
 def frozen_compilations() -> AbstractContextManager[object]:
-    """Make it an error to compile again, a context in which to measure what is warmed up."""
+    """Return a context in which a new compilation is an error, to measure after the warm-up."""
     return dynamo_config.patch(error_on_recompile=True)  # type: ignore[attr-defined]
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Add up the bytes of tensors."""
+    """Return the number of bytes of tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def saved_bytes(forward: Call, model: nn.Module) -> int:
-    """Add up what a forward call keeps for the backward.
+    """Count the bytes that a forward call keeps for the backward pass.
 
-    Counted are whole storages, each once, since a view keeps all of its storage. Not counted are
-    those of parameters and buffers, and copies of parameters in another precision (recognised by
-    their values), whose size does not depend on the batch. What torch.compile keeps goes through
-    the same hooks, without a recompilation. A custom autograd function that puts a tensor on its
-    context by itself, without ``save_for_backward``, escapes.
+    Whole storages are counted, each once, because a view keeps its whole storage. Parameters and
+    buffers are not counted, nor are copies of parameters in another precision, which are recognised
+    by their values: their size does not depend on the batch. Tensors that torch.compile keeps go
+    through the same hooks, without a new compilation. A tensor that a custom autograd function
+    stores on its context without ``save_for_backward`` is not seen.
 
     Args:
-        forward: Computes the loss.
-        model: Owns the parameters.
+        forward: Function that computes the loss.
+        model: Model with the parameters.
 
     Returns:
-        Bytes.
+        Number of bytes.
     """
     kept: dict[int, list[Tensor]] = {}
 
@@ -162,28 +162,30 @@ def saved_bytes(forward: Call, model: nn.Module) -> int:
 
 
 def _is_cast(tensor: Tensor, parameters: Sequence[Tensor]) -> bool:
-    """Say whether a tensor has the values of a parameter, or of one transposed."""
+    """Return whether a tensor has the values of a parameter or of its transpose."""
     for parameter in parameters:
         for other in (parameter, parameter.t()) if parameter.ndim == 2 else (parameter,):
             if other.shape == tensor.shape and all(
                 torch.equal(other[rows].to(tensor.dtype), tensor[rows])
-                for rows in (slice(1), slice(None))  # the first row alone tells most apart
+                for rows in (slice(1), slice(None))  # the first row is enough for most
             ):
                 return True
     return False
 
 
 def peak_bytes(call: Call, device: torch.device) -> int | None:
-    """Measure by how much memory rises during a call.
+    """Measure how much memory rises during a call.
+
+    On a GPU, memory is that of tensors. On a CPU it is the resident memory of this process, after
+    the C library has returned its reserve to the system.
 
     Args:
-        call: Warmed up.
-        device: Where it runs. On a GPU tensors are counted; elsewhere the memory of this process
-            in the RAM, after what the C library held in reserve went back to the system.
+        call: Call that is already warmed up.
+        device: Device on which it runs.
 
     Returns:
-        Bytes of the highest point over those before the call; None where the system does not
-        tell, which on a CPU is any but Linux.
+        Peak bytes minus the bytes before the call. None if the system does not report them, as on a
+        CPU without Linux.
     """
     gc.collect()
     if device.type == "cuda":
@@ -201,7 +203,7 @@ def peak_bytes(call: Call, device: torch.device) -> int | None:
         Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the high-water mark
         before, mark = _resident("VmRSS"), _resident("VmHWM")
         if mark > before + 2**24:
-            return None  # it was accepted, but without effect
+            return None  # the reset was accepted but had no effect
         call()
         return _resident("VmHWM") - before
     except (OSError, ValueError):
@@ -219,8 +221,8 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Measure the FLOP/s of a large square matrix product of random numbers.
 
     Args:
-        device: A product of size 8192 on a GPU, 2048 on a CPU.
-        dtype: Of the operands.
+        device: Device; the size is 8192 on a GPU and 2048 on a CPU.
+        dtype: Dtype of the operands.
     """
     size = 8192 if device.type == "cuda" else 2048
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
@@ -229,7 +231,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def copy_rate(device: torch.device) -> float:
-    """Measure the bytes per second, read and written both counted, of a large copy."""
+    """Measure the bytes per second of a large copy; read and written bytes both count."""
     size = 2**30 if device.type == "cuda" else 2**28
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -239,33 +241,46 @@ def copy_rate(device: torch.device) -> float:
 def _least_seconds(call: Call, device: torch.device) -> float:
     for _ in range(3):
         call()
-    # The least, not the median: what disturbs a measurement never makes it faster.
+    # The minimum, not the median: disturbances only make a measurement slower.
     return min(seconds_of(call, device) for _ in range(11))
 
 
-def count_flops(model: nn.Module, image_shape: Sequence[int]) -> dict[str, int]:
-    """Count the floating-point operations that a classifier needs for an image.
+def counted_flops(call: Call) -> dict[str, int]:
+    """Count the floating-point operations of a call with PyTorch's counter.
 
-    Matrix products and convolutions, a multiplication and an addition each; attention as its two
-    products forward and four backward, whatever a kernel computes again.
+    It counts matrix products, convolutions and attention; a multiplication and an addition are two
+    operations.
 
     Args:
-        model: On the device ``meta``, uncompiled.
+        call: Function to count; tensors may be on the device ``meta``.
+
+    Returns:
+        FLOPs by module name; ``Global`` is the sum.
+    """
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return {name: sum(flops.values()) for name, flops in counter.get_flop_counts().items()}
+
+
+def count_flops(model: nn.Module, image_shape: Sequence[int]) -> dict[str, int]:
+    """Count the FLOPs of a classifier per image; see :func:`counted_flops`.
+
+    Attention is counted as two products in the forward pass and four in the backward pass, even if
+    a kernel computes some of them again.
+
+    Args:
+        model: Uncompiled classifier on the device ``meta``.
         image_shape: (C, H, W).
 
     Returns:
-        ``infer``: of the forward; ``train``: of forward and backward.
+        ``infer``: FLOPs of a forward pass; ``train``: of a forward and a backward pass.
     """
     for module in model.modules():
         if hasattr(module, "fused_attn"):
             module.fused_attn = False  # type: ignore[assignment]
     images = torch.empty(2, *image_shape, device="meta")
     labels = torch.zeros(2, dtype=torch.long, device="meta")
-    with FlopCounterMode(display=False) as infer, torch.no_grad():
-        model.eval()(images)
-    with FlopCounterMode(display=False) as train:
-        F.cross_entropy(model.train()(images), labels).backward()
-    return {
-        "infer": infer.get_total_flops() // len(images),
-        "train": train.get_total_flops() // len(images),
-    }
+    with torch.no_grad():
+        infer = counted_flops(lambda: model.eval()(images))["Global"]
+    train = counted_flops(lambda: F.cross_entropy(model.train()(images), labels).backward())
+    return {"infer": infer // len(images), "train": train["Global"] // len(images)}

@@ -1,7 +1,4 @@
-"""What follows from the times of a group of variants, as figures, a table and a chart.
-
-A group and its record are those that tools/benchmark.py writes; its description has the keys.
-"""
+"""Figures, tables and charts of a benchmark's record; its keys are described in records.py."""
 
 import io
 import math
@@ -14,23 +11,30 @@ from tokenformer_vit.files import write_whole
 from .measures import percentiles
 from .variants import BACKENDS, PRECISIONS, short
 
-__all__ = ["draw", "figures", "table", "unit_of"]
+__all__ = ["draw", "draw_summary", "figures", "table", "unit_of"]
 
 _TOKEN_BYTES = 8
-# How a table prints what is kept: a token has less than an image, which has hundreds.
+LABELS = {
+    "baseline": "baseline",
+    "released": "authors' formula",
+    "reference": "ours, reference",
+    "fused": "ours, fused",
+    "triton": "ours, Triton",
+}
+# Number format of the memory kept: a token keeps far less than an image.
 _SAVED = {"image": "16.1f", "token": "16.4f"}
 COLOURS = {"baseline": "0.6", "released": "C1", "reference": "C9", "fused": "C0", "triton": "C2"}
 
 
 def figures(group: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
-    """Work out the figures of a group.
+    """Compute the figures of a group.
 
     Args:
-        group: The group's entry, with the seconds and the memory of its variants.
-        record: Has the counts and the ceilings.
+        group: Entry of the group, with the seconds and the memory of its variants.
+        record: Record with the counts and the ceilings.
 
     Returns:
-        The entry with all of its keys.
+        The entry with all its keys.
     """
     items, unit, rate = items_of(group), unit_of(record), record["ceilings"][group["precision"]]
     matmul, copy = rate["matmul_tflops"] * 1e12, rate["copy_gb_per_s"] * 1e9
@@ -55,7 +59,7 @@ def figures(group: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, An
     bound = {"matmul": flops["model"] / matmul, "copy": least / copy}
     by = max(bound, key=lambda name: bound[name])
 
-    # Decoding is compiled by none.
+    # Decoding is never compiled.
     against = "baseline eager" if group["mode"] == "decode" else "baseline compiled"
     baseline = next((row for row in rows if row["variant"] == against), {})
     return {
@@ -76,12 +80,12 @@ def figures(group: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, An
 
 
 def unit_of(record: Mapping[str, Any]) -> str:
-    """Return what a record counts speed in; one of before there was a choice does not say."""
+    """Return the unit of speed in a record; older records do not have it and count images."""
     return record.get("unit", "image")
 
 
 def items_of(group: Mapping[str, Any]) -> int:
-    """Return how many images or tokens a step of a group is about."""
+    """Return the number of images or tokens in a step of a group."""
     return group.get("items", group["batch_size"])
 
 
@@ -91,10 +95,13 @@ def _row_figures(
     per_step: Mapping[str, int],
     ideal: float,
 ) -> dict[str, Any]:
-    """Work out the figures of a variant.
+    """Compute the figures of a variant.
 
-    ``per_step`` names a speed and says what a step counts for it; ``ideal`` are the seconds at the
-    matmul ceiling.
+    Args:
+        row: Entry of the variant.
+        baseline: Seconds of the baseline in every round, if it was measured.
+        per_step: Names of speeds, and the number of units in a step for each.
+        ideal: Seconds of a step at the matmul ceiling.
     """
     if "failed" in row:
         return dict(row)
@@ -116,12 +123,12 @@ def _named(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def title(group: Mapping[str, Any]) -> str:
-    """Name a group."""
+    """Return the title of a group."""
     return f"{group['mode']}, {group['dtype']}, batch {group['batch_size']}"
 
 
 def table(group: Mapping[str, Any], unit: str) -> str:
-    """Lay out a group of a record, whose speed is counted in ``unit``, as text."""
+    """Lay out a group of a record as text; ``unit`` is the unit of speed."""
     lines = [
         f"{title(group)}: at most {group[f'bound_{unit}s_per_s']:.1f} {unit}s/s "
         f"(by the {group['bound_by']} ceiling)",
@@ -148,13 +155,17 @@ def _cell(value: float | None, form: str) -> str:
 
 
 def draw(record: Mapping[str, Any], path: Path) -> None:
-    """Draw the images or tokens per second of every variant, a bar each, into a PNG file.
+    """Draw the images or tokens per second of every variant as bars.
+
+    Args:
+        record: Record of a benchmark.
+        path: PNG file to write.
 
     Raises:
         ImportError: If matplotlib is not installed.
         OSError: If the file cannot be written.
     """
-    from matplotlib.figure import Figure  # what measures does without it
+    from matplotlib.figure import Figure  # only charts need it
 
     groups, speed = record["groups"], f"{unit_of(record)}s/s"
     heights = [len(group["variants"]) + 2 for group in groups]
@@ -177,7 +188,55 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
         axis.axvline(bound, color="k", linestyle="--")
         axis.invert_yaxis()
         axis.set(title=f"{title(group)}; dashed: the bound, {bound:.4g} ({group['bound_by']})")
-    axes[-1].set_xlabel(f"{speed}: median, and from the 20th to the 80th percentile")
+    axes[-1].set_xlabel(f"{speed}: median, and 20th to 80th percentile")
     picture = io.BytesIO()
     figure.savefig(picture, dpi=120, format="png")
     write_whole(path, picture.getvalue())
+
+
+def draw_summary(record: Mapping[str, Any], path: Path) -> bool:
+    """Draw two bars for each compiled variant of the first training group: memory and speed.
+
+    Args:
+        record: Record of a benchmark.
+        path: PNG file to write.
+
+    Returns:
+        False if the record has no training group with compiled variants; then nothing is drawn.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+        OSError: If the file cannot be written.
+    """
+    from matplotlib.figure import Figure  # only charts need it
+
+    unit = unit_of(record)
+    for group in record["groups"]:
+        rows = [row for row in group["variants"] if row["compiled"] and "failed" not in row]
+        if group["mode"] == "train" and rows:
+            break
+    else:
+        return False
+    names = [LABELS[row["implementation"]] for row in rows]
+    names[0] = record["baseline"] if rows[0]["implementation"] == "baseline" else names[0]
+    colours = [COLOURS[row["implementation"]] for row in rows]
+    figure = Figure(figsize=(9, 0.4 * len(rows) + 1.4), layout="constrained")
+    figure.suptitle(f"{record['model']}, {title(group)}, compiled, {record['hardware']}")
+    axes = figure.subplots(1, 2, sharey=True)
+    for axis, key, words in (
+        (
+            axes[0],
+            f"saved_mb_per_{unit}",
+            f"kept for backward, MB per {unit}: less is better",
+        ),
+        (axes[1], f"{unit}s_per_s", f"training, {unit}s per second: more is better"),
+    ):
+        bars = axis.barh(names, [row[key] for row in rows], color=colours)
+        axis.bar_label(bars, fmt="%.3g", padding=3)
+        axis.margins(x=0.15)
+        axis.set_xlabel(words)
+    axes[0].invert_yaxis()
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120, format="png")
+    write_whole(path, picture.getvalue())
+    return True

@@ -1,4 +1,4 @@
-"""The ways to compute a model that are measured against each other, and the measuring."""
+"""Measure the variants of a model in turns: baseline, authors' formula, backends."""
 
 import gc
 import math
@@ -32,7 +32,7 @@ BACKENDS = ("reference", "fused", "triton")
 
 
 class Precision(NamedTuple):
-    """Dtype of the weights, that of the matrix products, and how a record says it."""
+    """Dtype of the weights, dtype of the matrix products, and the name in a record."""
 
     weights: torch.dtype
     products: torch.dtype
@@ -47,7 +47,7 @@ PRECISIONS = {
 
 
 class Group(NamedTuple):
-    """What variants have in common that are measured against each other."""
+    """Mode, precision and batch size of variants that are compared."""
 
     mode: str
     precision: str
@@ -55,35 +55,35 @@ class Group(NamedTuple):
 
 
 class Subject(Protocol):
-    """What is measured: a model of ours, and the baseline that it is compared with."""
+    """A TokenFormer and a baseline to measure."""
 
     @property
     def unit(self) -> str:
-        """What speed is counted in: ``image`` or ``token``."""
+        """Unit of speed: ``image`` or ``token``."""
         ...
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """Ways in which the models can run; ``train`` is one of them."""
+        """Modes in which the models can run; one of them is ``train``."""
         ...
 
     def create(self, implementation: str, seed: int) -> Any:
-        """Build the baseline, or our model with one of its backends, always of the same weights.
+        """Build the baseline, or the TokenFormer with a backend.
 
-        Its blocks are in ``blocks``.
+        The weights depend only on the seed. The blocks are in ``blocks``.
         """
         ...
 
     def costs(self, implementation: str) -> tuple[int, dict[str, int]]:
-        """Count a model's parameters, and the FLOPs of an image or a token in each mode."""
+        """Count a model's parameters, and the FLOPs per image or token in each mode."""
         ...
 
     def shape(self, group: Group) -> list[int]:
-        """Return that of a step's inputs."""
+        """Return the shape of the inputs of a step."""
         ...
 
     def items(self, group: Group) -> int:
-        """Return how many images or tokens a step is about."""
+        """Return the number of images or tokens in a step."""
         ...
 
     def draw(self, group: Group, random: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -93,12 +93,12 @@ class Subject(Protocol):
     def bind(
         self, model: nn.Module, group: Group, batches: Sequence[tuple[Tensor, Tensor]]
     ) -> Callable[[], Tensor]:
-        """Return what computes the loss in mode ``train``, and what is timed in another."""
+        """Return a function that computes the loss (``train``) or the output to time."""
         ...
 
 
 class Setting(NamedTuple):
-    """What all groups have in common."""
+    """Settings of all groups."""
 
     subject: Subject
     device: torch.device
@@ -107,26 +107,26 @@ class Setting(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """``implementation`` is one of ``BACKENDS``, ``released`` or ``baseline``."""
+    """One of ``BACKENDS``, ``released`` or ``baseline``; eager or compiled."""
 
     implementation: str
     compiled: bool
 
     @property
     def name(self) -> str:
-        """What a record calls it."""
+        """Name in a record."""
         return f"{self.implementation} {'compiled' if self.compiled else 'eager'}"
 
 
 def short(value: float) -> float:
-    """Round to six significant digits, as many as a measured time deserves."""
+    """Round to six significant digits, enough for a measured time."""
     return float(f"{value:.6g}")
 
 
 class Released(nn.Module):
-    """Pattention as the authors' language code computes it, over the parameters of a layer.
+    """Pattention by the formula of the authors' language code, with the parameters of a layer.
 
-    Unlike ours it has no eps and no float32 in between, and its scale follows the number of pairs.
+    It has no eps, computes nothing in float32, and its scale depends on the number of pairs.
     """
 
     def __init__(self, layer: Pattention) -> None:
@@ -142,7 +142,7 @@ class Released(nn.Module):
 
 
 def as_released(model: Any) -> Any:
-    """Let the blocks of a model compute as the authors' language code does, in place."""
+    """Replace the formula in the blocks of a model by that of the authors' code, in place."""
     for parent in list(model.blocks.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, Pattention):
@@ -154,7 +154,7 @@ def as_released(model: Any) -> Any:
 
 
 class Run:
-    """A variant, ready to be run in a group over and over."""
+    """A variant that is ready to run in a group."""
 
     def __init__(
         self,
@@ -171,29 +171,29 @@ class Run:
         model = setting.subject.create(variant.implementation, setting.seed)
         self.model = model.to(setting.device, weights).train(self.training)
         if variant.compiled:
-            # A graph break is an error; and as in a process of its own, no shape is seen to vary.
+            # A graph break is an error. Shapes are static, as in a process with one model.
             compile_blocks(self.model, fullgraph=True, dynamic=False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
         self._compute = setting.subject.bind(self.model, group, batches)
 
     def forward(self) -> Tensor:
-        """Compute the loss in training, and what is timed otherwise."""
+        """Compute the loss in training, and the output otherwise."""
         with self.precision:
             return self._compute()
 
     def step(self) -> None:
-        """Do what is timed."""
+        """Run one step, which is timed."""
         if self.training:
             self.forward().backward()
             self.optimizer.step()
-            # Last rather than first, so that no other variant runs beside these gradients.
+            # Last, not first: otherwise these gradients would occupy memory while others run.
             self.optimizer.zero_grad(set_to_none=True)
         else:
             with torch.no_grad():
                 self.forward()
 
     def own_bytes(self) -> int:
-        """Count what stays between steps: parameters, buffers, the optimiser's state."""
+        """Count the bytes between steps: parameters, buffers and optimizer state."""
         state = [value for values in self.optimizer.state.values() for value in values.values()]
         return measures.tensor_bytes([*self.model.parameters(), *self.model.buffers(), *state])
 
@@ -204,20 +204,20 @@ def measure_group(
     variants: Sequence[Variant],
     tick: Callable[[str], object] = lambda name: None,
 ) -> dict[str, Any]:
-    """Measure variants against each other.
+    """Measure the variants of a group in turns.
 
     Args:
-        setting: What all groups have in common.
-        group: The group.
-        variants: What is measured in it.
-        tick: Told the name of a variant after its warm-up and after each of its rounds.
+        setting: Settings of all groups.
+        group: Mode, precision and batch size.
+        variants: Variants to measure.
+        tick: Function that gets the name of a variant after its warm-up and after each round.
 
     Returns:
-        The group's entry in the record, with the seconds and the memory of its variants; a variant
-        that the GPU has no room for has ``failed`` instead.
+        Entry of the group in the record, with the seconds and the memory of its variants. A variant
+        that needs more memory than the GPU has gets ``failed`` instead.
 
     Raises:
-        RuntimeError: If a variant that is to be compiled is not, or not as a whole.
+        RuntimeError: If torch.compile does not compile a variant, or only parts of it.
     """
     precision = PRECISIONS[group.precision]
     subject, device = setting.subject, setting.device
@@ -261,7 +261,7 @@ def measure_group(
                 do(variant)
             except torch.OutOfMemoryError:
                 row["failed"] = "out of memory"
-            if "failed" in row:  # only here has the error let go of the tensors
+            if "failed" in row:  # after the error has released its tensors
                 runs.pop(variant.name, None)
                 gc.collect()
                 torch.cuda.empty_cache()

@@ -1,15 +1,18 @@
 """The commands: ``tokenformer-vit train``, ``tokenformer-vit predict`` and so on.
 
-Each other module of this package is one command, with a function ``main``. In a clone,
+Each other module but ``arguments`` is one command and has a function ``main``. In a clone,
 ``python tools/train.py`` is the same as ``tokenformer-vit train``.
 """
 
 import argparse
+import difflib
 import sys
 from importlib import import_module
 from typing import NamedTuple
 
+import tokenformer_vit
 from tokenformer_vit.command_line import run_tool
+from tokenformer_vit.errors import InputError
 
 __all__ = ["COMMANDS", "main", "run"]
 
@@ -29,26 +32,27 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command("train", "train an image classifier or a language model from a config"),
-    "test": Command("test", "measure a trained classifier on a config's validation images"),
+    "train": Command("train", "train a model from a config, or from a folder of images"),
+    "test": Command("test", "measure the accuracy of a trained classifier"),
     "predict": Command("predict", "classify images", status=2),
-    "export": Command("export", "turn a checkpoint of a run into model.safetensors"),
-    "grow": Command("grow", "append pairs to a trained model"),
-    "compress": Command("compress", "measure accuracy against the pairs kept or read"),
+    "export": Command("export", "convert a checkpoint for timm, or for mmpretrain"),
+    "grow": Command("grow", "append parameter tokens to a trained model"),
+    "compress": Command("compress", "measure accuracy with fewer parameter tokens"),
     "inspect": Command("inspect_tokens", "draw what parameter tokens respond to"),
     "costs": Command("costs", "count parameters and FLOPs"),
     "benchmark": Command("benchmark", "measure speed and memory"),
     "prepare-data": Command("prepare_data", "unpack or check a data set of images"),
-    "prepare-text": Command("prepare_text", "turn text into rows of tokens"),
+    "prepare-text": Command("prepare_text", "tokenize a text"),
     "generate": Command("generate", "continue a text with a language model"),
     "evaluate-lm": Command("evaluate_lm", "measure a language model"),
-    "convert": Command("convert_checkpoint", "convert released language models, and back"),
-    "timm": Command("timm_script", "run one of timm's own scripts with our models"),
+    "lm-eval": Command("harness", "run lm-evaluation-harness on TokenFormer models"),
+    "convert": Command("convert_checkpoint", "convert released language models"),
+    "timm": Command("timm_script", "run a script of timm with the TokenFormer models", 2),
 }
 
 
 def run(name: str) -> None:
-    """Run a command with the arguments of ``sys.argv``, and end it in one line.
+    """Run a command with the arguments in ``sys.argv``; see :func:`run_tool` for how it ends.
 
     Args:
         name: A key of ``COMMANDS``.
@@ -59,10 +63,30 @@ def run(name: str) -> None:
 
 def main() -> None:
     """Run the command that the first argument names."""
-    parser = argparse.ArgumentParser(prog="tokenformer-vit", description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, command in COMMANDS.items():
-        commands.add_parser(name, help=command.help, add_help=False)
-    name = parser.parse_args(sys.argv[1:2]).command
-    sys.argv = [f"tokenformer-vit {name}", *sys.argv[2:]]
-    run(name)
+    listed = "\n".join(f"  {name:<14}{command.help}" for name, command in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="tokenformer-vit",
+        usage="%(prog)s COMMAND ...",
+        description=f"TokenFormer vision transformers and language models.\n\ncommands:\n{listed}",
+        epilog="`tokenformer-vit COMMAND --help` explains a command. With --debug, a command that "
+        "fails\nprints its traceback.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    version = f"%(prog)s {tokenformer_vit.__version__}"
+    parser.add_argument("--version", action="version", version=version)
+    words = sys.argv[1:] or ["--help"]
+    if words[0] in COMMANDS:
+        sys.argv = [f"tokenformer-vit {words[0]}", *words[1:]]
+        run(words[0])
+    elif words[0].startswith("-"):
+        parser.parse_args(words)
+    else:
+        run_tool(lambda: _refuse(words[0]), status=2)
+
+
+def _refuse(word: str) -> None:
+    close = difflib.get_close_matches(word, COMMANDS) or COMMANDS
+    raise InputError(
+        f"there is no command {word!r}; did you mean {', '.join(close)}? "
+        "`tokenformer-vit --help` explains them"
+    )

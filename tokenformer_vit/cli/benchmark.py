@@ -1,78 +1,35 @@
-"""Measure speed and memory of a TokenFormer against what one would run instead.
+"""Measure speed and memory of a TokenFormer against a baseline.
 
-Every way to compute the model is measured in one process against a timm baseline and against the
-formula of the authors' language code with the same parameters; each eager, and with its blocks
-compiled. Needs torch and timm alone, and matplotlib for the chart::
+One process measures every backend of the TokenFormer, the formula of the authors' language code
+with the same parameters, and a timm baseline, each eager and with compiled blocks. Needs only torch
+and timm, and matplotlib for the chart::
 
-    python tools/benchmark.py --quick                              # two minutes on two CPU cores
-    python tools/benchmark.py --batch-sizes 128 256 --precisions autocast bfloat16
-    python tools/benchmark.py --lm 150m --num-tokens 1024          # needs transformers
+    tokenformer-vit benchmark --quick                              # two minutes on two CPU cores
+    tokenformer-vit benchmark --batch-sizes 128 256 --precisions autocast bfloat16
+    tokenformer-vit benchmark --lm 150m --num-tokens 1024          # needs transformers
 
-With ``--lm`` it is a language model against the Transformer in GPT-2's form of the same width,
-depth, heads and vocabulary, with as many weights in its blocks. Both run as models of transformers.
+With ``--lm`` it measures a language model. The baseline is a Transformer in GPT-2's form with the
+same width, depth, heads and vocabulary, and as many weights in its blocks. Both are models of
+transformers.
 
-A *group* is a mode, a precision and a batch size. Modes: ``train`` is forward, cross entropy,
-backward and a step of fused AdamW; of images ``infer`` is the forward without gradients, and of
-language ``prefill`` that up to the logits of the last token, and ``decode`` adds the last 32 tokens
-of each sequence (half of it, if it is shorter than 64) one by one, with the keys and values of all
-before them in transformers' cache; it is never compiled. Precisions: ``float32``; ``autocast``, to
-bfloat16 over float32 weights; ``bfloat16``, weights included. Within a group all variants are built
-and warmed up first, and then timed in turn, round after round.
+A *group* is a mode, a precision and a batch size. Mode ``train`` is forward pass, cross entropy,
+backward pass and a step of fused AdamW. For images, ``infer`` is the forward pass without
+gradients. For language, ``prefill`` is the forward pass up to the logits of the last token, and
+``decode`` adds the last 32 tokens of each sequence (half of a sequence shorter than 64) one by one,
+with transformers' cache; it is never compiled. Precisions: ``float32``; ``autocast`` to bfloat16
+with float32 weights; ``bfloat16`` with bfloat16 weights. In a group, all variants are first built
+and warmed up, then timed in turns, round by round.
 
-The record (``--out``) is rewritten after each group. Interrupted, the same command with
-``--resume`` leaves out the groups that are there. Beside what every record says (command, commit,
-date, hardware, versions) it holds::
-
-    device, threads            cpu or cuda; threads of a CPU operation
-    unit                       image or token; called UNIT below
-    model, baseline            timm names; or the preset, and "transformer"
-    img_size                   of images
-    num_tokens                 of language: in a sequence
-    config, hidden_features    of language: fields of LMConfig; the Transformer's hidden layers
-    depth                      null where each model has its own
-    seed, n                    n is the number of rounds
-    parameters                 {model, baseline}: how many
-    flops_per_UNIT             {model, baseline}: {mode}
-    ceilings                   {precision: {matmul_tflops, copy_gb_per_s}}, the most of the run
-    groups                     a list of
-      mode, precision, dtype, batch_size, input_shape
-      items                    images of a step, or tokens that it learns from, reads or adds
-      minimal_bytes            of a step, see below
-      bound_UNITs_per_s        what the ceilings allow our model, and by which of the two:
-      bound_by                 matmul or copy
-      variants                 a list of
-        variant                such as "fused compiled" or "baseline eager"
-        implementation         baseline, released, or a backend: reference, fused or triton
-        compiled               true or false
-        failed                 why there is none of the following, such as "out of memory"
-        seconds                of every round
-        seconds_p20, _p50, _p80
-        UNITs_per_s            at the median
-        ratio_p20, _p50, _p80  of seconds, the compiled baseline's over its own in the same round,
-                               in decoding the eager one's: above 1 is faster; absent if that
-                               baseline failed
-        saved_mb_per_UNIT      kept from forward to backward, in 10^6 bytes; null if not training
-        peak_mib               most memory in a step, were the variant alone: its parameters, what
-                               its optimiser keeps, and the rise during the step, but not the keys
-                               and values of before it; null if unknown
-        mfu                    FLOPs needed over those that the matmul ceiling allows in that time
-
-Minimal bytes: inferring reads the inputs and every parameter once, decoding every parameter once
-for each token of a sequence (cached keys and values come on top). Training reads the inputs, reads
-every parameter for the forward and for the backward, writes every gradient and reads it, reads and
-writes every parameter and both moments in the optimiser, and writes and reads the activations that
-our most frugal variant of the group keeps. The bound is the larger of these bytes over the copy
-ceiling and the FLOPs over the matmul ceiling.
+The record (``--out``) is rewritten after each group. After an interruption, run the same command
+with ``--resume``: it skips the groups that the record has. The keys of a record are described in
+tokenformer_vit/benchmarking/records.py.
 """
 
 import argparse
 import itertools
-import json
 import os
 import re
-import shlex
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
@@ -82,10 +39,17 @@ import timm
 import torch
 from tqdm import tqdm
 
-from tokenformer_vit.benchmarking import measures
 from tokenformer_vit.benchmarking.images import Images
 from tokenformer_vit.benchmarking.language import Language
-from tokenformer_vit.benchmarking.reports import draw, figures, table
+from tokenformer_vit.benchmarking.records import (
+    counted,
+    group_of,
+    new_record,
+    raise_ceilings,
+    read_record,
+    resume,
+)
+from tokenformer_vit.benchmarking.reports import draw, draw_summary, figures, table
 from tokenformer_vit.benchmarking.variants import (
     BACKENDS,
     PRECISIONS,
@@ -93,15 +57,15 @@ from tokenformer_vit.benchmarking.variants import (
     Setting,
     Variant,
     measure_group,
-    short,
 )
 from tokenformer_vit.command_line import whole_number
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.models import LM_PRESETS, lm_config
-from tokenformer_vit.records import environment, write_record
+from tokenformer_vit.records import write_record
 
-ROOT = Path(__file__).resolve().parents[2]
-# What --quick means where the command line does not say otherwise.
+from .arguments import choose_device
+
+# Defaults of --quick.
 QUICK = {
     "depth": 2,
     "precisions": ["float32"],
@@ -110,14 +74,9 @@ QUICK = {
     "rounds": 5,
 }
 QUICK_TOKENS = 128
-# Of images, where the command line does not say otherwise.
+# Defaults for images.
 IMAGES = {"model": "tokenformer_base_matched", "baseline": "vit_base_patch16_224", "img_size": 224}
 COMPILE_OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
-# What a run must have in common with the one that it goes on from.
-SAME = (
-    *("model", "baseline", "img_size", "num_tokens", "depth", "n", "seed"),
-    *("device", "threads", "hardware", "versions", "commit"),
-)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -128,11 +87,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if args.threads:
         torch.set_num_threads(args.threads)
-    subject, told = language_subject(args) if args.lm else image_subject(args)
+    subject, models = language_subject(args) if args.lm else image_subject(args)
     setting = Setting(subject, torch.device(args.device), args.seed, args.rounds)
-    record = new_record(setting, told)
+    record = new_record(setting, models)
     if args.resume and args.out.exists():
-        take_over(args.out, record)
+        resume(args.out, record)
     args.out.parent.mkdir(parents=True, exist_ok=True)
 
     asked = map(Group._make, itertools.product(args.modes, args.precisions, args.batch_sizes))
@@ -156,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise_ceilings(record["ceilings"].setdefault(group.precision, {}), setting, group)
             entry = measure_group(setting, group, variants, tick)
             others = [other for other in record["groups"] if group_of(other) != group]
-            # All of them anew, since their ceilings may be higher by now.
+            # All groups again, because the ceilings may be higher by now.
             record["groups"] = [figures(each, record) for each in (*others, entry)]
             write_record(args.out, record)
             bar.write(f"{table(record['groups'][-1], subject.unit)}\n")
@@ -167,7 +126,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line.
 
     Raises:
-        InputError: If options do not go together, the device is not there, or a backend does not
+        InputError: If options exclude each other, the device does not exist, or a backend does not
             run on it.
     """
     parser = argparse.ArgumentParser(
@@ -183,34 +142,42 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--num-tokens",
         type=whole_number(2),
         metavar="N",
-        help="of a sequence; default: the context",
+        help="length of a sequence; default: the context length",
     )
     add("--backends", nargs="+", choices=BACKENDS, help="default: all that run on the device")
-    add("--modes", nargs="+", metavar="MODE", help="default: all; see above")
+    add("--modes", nargs="+", metavar="MODE", help="default: all modes")
     add("--precisions", nargs="+", choices=PRECISIONS, default=[*PRECISIONS], help="default: all")
     add(
         "--batch-sizes",
         nargs="+",
         type=positive,
         metavar="B",
-        help="default: 128, on a CPU 4; of language 8 and 1",
+        help="default: 128 (CPU: 4); language: 8 (CPU: 1)",
     )
     add("--rounds", type=positive, default=11, metavar="N", help="default: %(default)s")
-    add("--depth", type=positive, metavar="N", help="blocks; default: as many as each model has")
-    add("--device", choices=["cpu", "cuda"], help="default: cuda, if there is one")
+    add(
+        "--depth",
+        type=positive,
+        metavar="N",
+        help="blocks; default: the depth of each model",
+    )
+    add("--device", choices=["cpu", "cuda"], help="default: cuda if available")
     add("--threads", type=positive, metavar="N", help="threads of a CPU operation")
     add("--seed", type=whole_number(0), default=0, metavar="N", help="default: %(default)s")
     add(
         "--out",
         type=Path,
         metavar="FILE",
-        help="default: speed_MODEL_DEVICE.json in ablations/results, or in work_dirs with --quick, "
-        "--eager, --depth or --img-size; of language MODEL is lm_PRESET_N",
+        help="default: work_dirs/speed_MODEL_DEVICE.json",
     )
-    add("--resume", action="store_true", help="keep the groups that FILE has")
-    add("--eager", action="store_true", help="nothing compiled: no C++ compiler, no ratios")
-    add("--quick", action="store_true", help="two blocks and a few variants; FILE is in work_dirs")
-    add("--draw", type=Path, metavar="RECORD", help="draw the chart of a record, nothing else")
+    add("--resume", action="store_true", help="skip the groups that FILE has")
+    add(
+        "--eager",
+        action="store_true",
+        help="compile nothing: no C++ compiler, no ratios",
+    )
+    add("--quick", action="store_true", help="two blocks and a few variants")
+    add("--draw", type=Path, metavar="RECORD", help="only draw the charts of a record")
     args = parser.parse_args(argv)
     if args.quick:
         parser.set_defaults(**QUICK)
@@ -221,14 +188,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def complete(args: argparse.Namespace) -> None:
-    """Fill in what depends on the field and on the device.
+    """Set the defaults that depend on the kind of model and on the device.
 
     Raises:
-        InputError: As :func:`parse`.
+        InputError: In the cases of :func:`parse`.
     """
     for name in IMAGES if args.lm else ("num_tokens",):
         if getattr(args, name) is not None:
-            reason = "is of images, and --lm is not" if args.lm else "needs --lm"
+            reason = "is for images, not for --lm" if args.lm else "needs --lm"
             raise InputError(f"--{name.replace('_', '-')} {reason}; leave one out")
     modes = Language.modes if args.lm else Images.modes
     args.modes = args.modes or modes
@@ -244,15 +211,12 @@ def complete(args: argparse.Namespace) -> None:
         for name, default in IMAGES.items():
             setattr(args, name, getattr(args, name) or default)
 
-    cuda = torch.cuda.is_available()
-    if args.device == "cuda" and not cuda:
-        raise InputError("--device cuda, but this PyTorch sees no CUDA device; use --device cpu")
-    args.device = args.device or ("cuda" if cuda else "cpu")
+    args.device = choose_device(args.device or "auto").type
     off = [name for name in COMPILE_OFF if os.environ.get(name) == "1"]
     if off and not args.eager:
-        raise InputError(f"{off[0]} switches torch.compile off; unset it, or give --eager")
+        raise InputError(f"{off[0]}=1 disables torch.compile; unset it, or give --eager")
     if args.device == "cpu" and "triton" in (args.backends or ()):
-        raise InputError("--backends triton needs a CUDA device")
+        raise InputError("--backends triton needs a CUDA device; choose reference or fused")
     if args.device == "cpu":
         kind, backends, batch_size = "cpu", ["reference", "fused"], 1 if args.lm else 4
     else:
@@ -263,14 +227,11 @@ def complete(args: argparse.Namespace) -> None:
     if args.out is None:
         model = f"lm_{args.lm}_{args.num_tokens}" if args.lm else args.model
         name = f"speed_{model}_{re.sub('[^a-z0-9]+', '_', kind.lower())}"
-        # What is committed and rendered are whole models, images at their own size, compiled too.
-        special = args.quick or args.eager or args.depth or args.img_size not in (None, 224)
-        folder = ROOT / "work_dirs" if special else ROOT / "ablations" / "results"
-        args.out = folder / (f"{name}_quick.json" if args.quick else f"{name}.json")
+        args.out = Path("work_dirs", f"{name}_quick.json" if args.quick else f"{name}.json")
 
 
 def variants_of(mode: str, args: argparse.Namespace) -> list[Variant]:
-    """Return what is measured in a mode."""
+    """Return the variants to measure in a mode."""
     compiled = (False,) if args.eager or mode == "decode" else (False, True)
     variants = [
         Variant(implementation, each)
@@ -284,10 +245,10 @@ def variants_of(mode: str, args: argparse.Namespace) -> list[Variant]:
 
 
 def image_subject(args: argparse.Namespace) -> tuple[Images, dict[str, Any]]:
-    """Return the models for images, and what a record says of them.
+    """Return the models for images, and their entries in the record.
 
     Raises:
-        InputError: If there is no such model, or it is none that can be measured.
+        InputError: If a model does not exist or cannot be measured.
     """
     subject = Images(args.model, args.baseline, args.img_size, args.depth)
     ours = timm.list_models("tokenformer*")
@@ -299,24 +260,25 @@ def image_subject(args: argparse.Namespace) -> tuple[Images, dict[str, Any]]:
             raise InputError(f"{option}: there is no model {name!r}; did you mean {close}?")
         if key == "model" and name.partition(".")[0] not in ours:
             raise InputError(
-                f"{option} {name} is no TokenFormer; choose one of {', '.join(ours)}, and give "
-                "what it is compared with as --baseline"
+                f"{option} {name} is not a TokenFormer; choose one of {', '.join(ours)}, and give "
+                "the other model as --baseline"
             )
         try:
             counts[key] = subject.costs(implementation)
         except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise InputError(f"{option} {name} cannot be measured: {reason}") from error
+            raise InputError(
+                f"{option} {name} cannot be measured: {one_line(error)}; choose another model"
+            ) from error
     return subject, {**subject._asdict(), **counted(subject.unit, counts)}
 
 
 def language_subject(args: argparse.Namespace) -> tuple[Language, dict[str, Any]]:
-    """Return the models for language, and what a record says of them.
+    """Return the models for language, and their entries in the record.
 
     Raises:
-        InputError: If transformers is not installed, or the TokenFormer has no match.
+        InputError: If transformers is not installed, or no Transformer matches the TokenFormer.
     """
-    from tokenformer_vit import language  # of all that is measured, this alone needs transformers
+    from tokenformer_vit import language  # needs transformers
 
     config = lm_config(args.lm, **({"depth": args.depth} if args.depth else {}))
     subject = Language(
@@ -335,88 +297,13 @@ def language_subject(args: argparse.Namespace) -> tuple[Language, dict[str, Any]
     }
 
 
-def counted(unit: str, counts: Mapping[str, tuple[int, dict[str, int]]]) -> dict[str, Any]:
-    """Say how many parameters two models have, and how many FLOPs they need."""
-    return {
-        "unit": unit,
-        "parameters": {name: parameters for name, (parameters, _) in counts.items()},
-        f"flops_per_{unit}": {name: flops for name, (_, flops) in counts.items()},
-    }
-
-
-def new_record(setting: Setting, told: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe the run that begins, on models of which ``told`` is known."""
-    packages = ("torch", "timm", "triton", *(("transformers",) if told["unit"] == "token" else ()))
-    return {
-        "command": shlex.join(["python", *sys.argv]),
-        **environment(packages, setting.device.type),
-        "device": setting.device.type,
-        "threads": torch.get_num_threads(),
-        **told,
-        "n": setting.rounds,
-        "seed": setting.seed,
-        "ceilings": {},
-        "groups": [],
-    }
-
-
-def raise_ceilings(ceilings: dict[str, float], setting: Setting, group: Group) -> None:
-    """Measure what the device does at most, and keep the most that was seen in this run.
-
-    On a machine that does other work, too, a single measurement may come at a bad moment.
-    """
-    products = PRECISIONS[group.precision].products
-    for name, rate in (
-        ("matmul_tflops", measures.matmul_rate(setting.device, products) / 1e12),
-        ("copy_gb_per_s", measures.copy_rate(setting.device) / 1e9),
-    ):
-        ceilings[name] = max(ceilings.get(name, 0.0), short(rate))
-
-
-def group_of(entry: dict[str, Any]) -> Group:
-    """Return the group that an entry of a record is about."""
-    return Group(entry["mode"], entry["precision"], entry["batch_size"])
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """Read a record that this tool wrote.
-
-    Raises:
-        InputError: If it is no such record.
-        OSError: If there is no such file.
-    """
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if record["groups"] and record["ceilings"]:
-            return record
-    except (KeyError, TypeError, ValueError):
-        pass  # told below, as for any other content
-    raise InputError(f"{path} is no record of tools/benchmark.py")
-
-
-def take_over(path: Path, record: dict[str, Any]) -> None:
-    """Take what an earlier run measured into the record of the run that begins.
-
-    Raises:
-        InputError: If that run was not like this one.
-    """
-    earlier = read_record(path)
-    for key in SAME:
-        # The record itself, once written, can be what makes a tree dirty.
-        old, new = (str(r.get(key)).removesuffix("-dirty") for r in (earlier, record))
-        if old != new:
-            raise InputError(
-                f"{path} has {key} {old}, and now it is {new}: give another --out, or leave out "
-                "--resume to replace it"
-            )
-    record["ceilings"], record["groups"] = earlier["ceilings"], earlier["groups"]
-
-
 def chart(path: Path, record: dict[str, Any]) -> str:
-    """Draw a record, and say where the chart is or what it takes to draw it."""
-    picture = path.with_suffix(".png")
+    """Draw the charts of a record; return where they are, or how to draw them."""
+    pictures = [path.with_suffix(".png"), path.with_name(f"{path.stem}_summary.png")]
     try:
-        draw(record, picture)
+        draw(record, pictures[0])
+        if not draw_summary(record, pictures[1]):
+            del pictures[1]
     except ImportError:
-        return f"no chart: pip install matplotlib, then python tools/benchmark.py --draw {path}"
-    return f"chart: {picture}"
+        return f"no chart: pip install matplotlib, then tokenformer-vit benchmark --draw {path}"
+    return f"chart: {', '.join(map(str, pictures))}"

@@ -1,32 +1,33 @@
-"""Measure how accuracy falls when a trained TokenFormer keeps or reads fewer pairs.
+"""Measure the accuracy of a trained TokenFormer that keeps or reads fewer pairs.
 
-With the folder that training exported, and the data that it was trained on::
+Give an exported folder and the data that the model was trained on::
 
-    python tools/compress.py work_dirs/run data/digits --keep 0.75 0.5 0.25
+    tokenformer-vit compress work_dirs/run data/digits --keep 0.75 0.5 0.25
 
-Methods (``--method``): ``prune`` takes away the least used pairs of every layer, as measured on
-training images; ``random`` takes any, to compare with; ``top-k`` keeps all and lets every token
-read the values of its strongest pairs. Nothing is trained afterwards. Accuracy is top-1 on
-DATA/val, class folders whose sorted positions are the labels, with the model's own preprocessing;
-the images that usage is measured on are others. FLOPs are counted, not timed: the gathers of
-``top-k`` take longer than a dense product of as many FLOPs.
+Methods (``--method``): ``prune`` removes the least used pairs of every layer, measured on training
+images. ``random`` removes random pairs, for comparison. ``top-k`` keeps all pairs, but every token
+reads only the values of its strongest pairs. Nothing is trained afterwards. Accuracy is top-1 on
+DATA/val, with the model's own preprocessing; the label of a class folder is its position among the
+sorted folders. Usage is never measured on these images. FLOPs are counted, not timed: the gathers
+of ``top-k`` take longer than a dense product with as many FLOPs.
 
-Writes compression.json and compression.png into ``--out``; with ``--save`` also every pruned model,
-as a folder that timm and the other tools load.
+The command writes compression.json and compression.png into ``--out``. With ``--save`` it also
+writes every pruned model, as a folder that timm and the other commands load.
 """
 
 import argparse
 import os
-import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import torch
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 from tqdm import tqdm
 
-from tokenformer_vit.command_line import whole_number
+from tokenformer_vit.command_line import printable, typed_command, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import pattention_layers
 from tokenformer_vit.growth.prune import measure_usage
@@ -36,28 +37,28 @@ from tokenformer_vit.vision.compression import (
     KINDS,
     METHODS,
     candidates,
-    draw,
     labelled_images,
     measure_top1,
     sample_images,
-    table,
     tensor_batches,
 )
-from tokenformer_vit.vision.prediction import choose_device, model_arguments
+from tokenformer_vit.vision.drawing import draw_compression
+
+from .arguments import choose_device, model_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line.
 
     Raises:
-        InputError: If the model, the data or the folder for the results cannot be used.
+        InputError: If the model, the data or the output folder cannot be used.
     """
     args = parse(argv)
     device, val = choose_device(args.device), args.data / "val"
     model = load_model(args.model, args.checkpoint, args.num_classes, **args.model_kwargs).to(
         device
     )
-    pattention_layers(model)  # asked before images are read: has it parameter tokens at all?
+    pattention_layers(model)  # before images are read: raises if the model has no parameter tokens
     samples = labelled_images(val, model.num_classes)  # type: ignore[arg-type]
     prunes = [method for method in args.method if method != "top-k"]
     measured_on = args.measure_on or args.data / "train"
@@ -66,25 +67,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     out = args.out or beside / "compression"
     out.mkdir(parents=True, exist_ok=True)
     if not os.access(out, os.W_OK):
-        raise InputError(f"the folder {out} cannot be written into; choose another --out")
+        raise InputError(f"the folder {out} is not writable; choose another --out")
 
     usage = None
-    try:
-        if prunes:
-            tqdm.write(f"usage, on {len(chosen)} images of {measured_on}", file=sys.stderr)
-            usage = measure_usage(model, tensor_batches(model, chosen, args.batch_size, device))
-        made = candidates(
-            model, dict.fromkeys(args.method), args.keep, usage, args.kinds, args.seed
-        )
-        tqdm.write(f"accuracy, on {len(samples)} images of {val}", file=sys.stderr)
-        points = measure_top1(made, samples, args.batch_size, device)
-    except torch.OutOfMemoryError as error:
-        raise InputError(
-            f"not enough GPU memory for --batch-size {args.batch_size} and "
-            f"{len(args.method)} × {len(args.keep)} models; make one of them smaller"
-        ) from error
+    if prunes:
+        tqdm.write(f"measuring usage on {len(chosen)} images of {measured_on}", file=sys.stderr)
+        usage = measure_usage(model, tensor_batches(model, chosen, args.batch_size, device))
+    made = candidates(model, dict.fromkeys(args.method), args.keep, usage, args.kinds, args.seed)
+    tqdm.write(f"measuring accuracy on {len(samples)} images of {val}", file=sys.stderr)
+    points = measure_top1(made, samples, args.batch_size, device)
     record = {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": typed_command(),
         **environment(("torch", "torchvision", "timm"), device.type),
         "checkpoint": str(args.checkpoint),
         "data": str(val),
@@ -96,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "points": points,
     }
     write_record(out / "compression.json", record)
-    draw(record, out / "compression.png")
+    draw_compression(record, out / "compression.png")
     Console().print(table(record))
     saved = []
     for candidate in made:
@@ -104,6 +97,25 @@ def main(argv: Sequence[str] | None = None) -> None:
             saved.append(f"prune_{candidate.keep:g}/")
             save_model(candidate.model, out / saved[-1])
     print(f"Done. In {out}: {', '.join(('compression.json', 'compression.png', *saved))}")
+
+
+def table(record: Mapping[str, Any]) -> Table:
+    """Lay out the points of a record as a table."""
+    data = printable(record["data"])
+    # Text: the name of a folder may look like rich's markup
+    rows = Table(title=Text(f"top-1 accuracy on {record['images']} images of {data}"))
+    for name in ("method", "keep", "q, k, v", "output", "FFN", "parameters", "GFLOPs", "top-1 %"):
+        rows.add_column(name, justify="left" if name == "method" else "right")
+    for point in record["points"]:
+        rows.add_row(
+            point["method"],
+            f"{point['keep']:g}",
+            *(f"{point['pairs'][kind]}" for kind in KINDS),
+            f"{point['parameters']:,}",
+            f"{point['flops_per_image'] / 1e9:.4g}",
+            f"{point['top1']:.2f}",
+        )
+    return rows
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -115,7 +127,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="exported folder, .safetensors or .pth")
-    add("data", type=Path, metavar="DATA", help="folder with train/ and val/, of class folders")
+    add(
+        "data",
+        type=Path,
+        metavar="DATA",
+        help="folder with train/ and val/, both with a folder per class",
+    )
     add(
         "--method",
         nargs="+",
@@ -129,13 +146,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=share,
         default=[0.75, 0.5, 0.25],
         metavar="SHARE",
-        help="of the pairs, that are kept or read; default: 0.75 0.5 0.25",
+        help="shares of the pairs to keep or read; default: 0.75 0.5 0.25",
     )
-    add("--kinds", nargs="+", choices=KINDS, default=KINDS, help="layers; default: all")
+    add("--kinds", nargs="+", choices=KINDS, default=KINDS, help="kinds of layers; default: all")
     add("--measure-on", type=Path, metavar="FOLDER", help="training images; default: DATA/train")
     add("--measure-images", type=whole_number(1), default=1000, metavar="N", help="default: 1000")
-    add("--seed", type=whole_number(0), default=0, help="of all random choices; default: 0")
-    add("--save", action="store_true", help="write the models of the method prune, too")
+    add("--seed", type=whole_number(0), default=0, help="seed of random choices; default: 0")
+    add("--save", action="store_true", help="also write the models of method prune")
     add("--out", type=Path, metavar="FOLDER", help="default: compression/ beside the checkpoint")
     return parser.parse_args(argv)
 

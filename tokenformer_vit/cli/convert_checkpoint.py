@@ -1,16 +1,15 @@
-"""Turn the authors' language checkpoints into folders for Hugging Face's transformers, and back.
+"""Convert the authors' language checkpoints to folders for transformers, and back.
 
 From a file of the released 150M, 450M, 900M or 1.5B model::
 
-    python tools/convert_checkpoint.py model.bin tokenformer_150m --tokenizer tokenizer.json
+    tokenformer-vit convert model.bin tokenformer_150m --tokenizer tokenizer.json
 
-AutoModelForCausalLM and AutoTokenizer (after ``import tokenformer_vit.language``),
-tools/generate.py and others read the folder. And from a folder to a file that the released code
-reads::
+generate, evaluate-lm, and, after `import tokenformer_vit.language`, AutoModelForCausalLM read the
+folder. From a folder to a file of the released code::
 
-    python tools/convert_checkpoint.py tokenformer_150m model.bin --to-released
+    tokenformer-vit convert tokenformer_150m model.bin --to-released
 
-OUT appears whole or not at all.
+OUT appears only when it is complete.
 """
 
 import argparse
@@ -35,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if args.target.exists():
-        raise InputError(f"{args.target} is there already; name another place, or remove it")
+        raise InputError(f"{args.target} exists already; name another place, or remove it")
     if args.to_released:
         _to_released(args, language)
     else:
@@ -75,16 +74,16 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("source", type=Path, metavar="IN", help="released file, or folder")
-    parser.add_argument("target", type=Path, metavar="OUT", help="folder, or file to be released")
+    parser.add_argument("target", type=Path, metavar="OUT", help="folder, or released file")
     parser.add_argument("--to-released", action="store_true", help="from a folder to a file")
     parser.add_argument(
-        "--tokenizer", type=Path, metavar="PATH", help="folder or file, to be put into OUT"
+        "--tokenizer", type=Path, metavar="PATH", help="folder or file that is saved in OUT"
     )
     parser.add_argument(
         "--num-heads",
         type=whole_number(1),
         metavar="H",
-        help="of a model that is none of the published sizes",
+        help="attention heads, needed if the model has no published size",
     )
     parser.add_argument(
         "--context-length", type=whole_number(1), default=2048, metavar="N", help="default: 2048"
@@ -93,6 +92,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--eps",
         type=float,
         default=0.0,
-        help="of Pattention (default: 0 as in the released code; 1e-6 to train on)",
+        help="eps of Pattention (default: 0, as in the released code; use 1e-6 to train further)",
     )
     return parser.parse_args(argv)

@@ -1,20 +1,20 @@
-"""Show what every part of a TokenFormer costs beside a Transformer: parameters and training FLOPs.
+"""Count the parameters and training FLOPs of each part of a TokenFormer and of a Transformer.
 
-Nothing is computed with the models, so that their size does not matter::
+The models are built without weights: large ones need no memory::
 
-    python tools/costs.py
-    python tools/costs.py --model tokenformer_large --against vit_large_patch16_224 --tokens 577
-    python tools/costs.py --model-kwargs num_ffn_param_tokens=1536 --json
-    python tools/costs.py --model local-dir:work_dirs/grown --plot lengths.png
-    python tools/costs.py --lm 150m --tokens 1024
+    tokenformer-vit costs
+    tokenformer-vit costs --model tokenformer_large --against vit_large_patch16_224 --tokens 577
+    tokenformer-vit costs --model-kwargs num_ffn_param_tokens=1536 --json
+    tokenformer-vit costs --model local-dir:work_dirs/grown --plot lengths.png
+    tokenformer-vit costs --lm 150m --tokens 1024
 
-Without ``--against`` the Transformer is that of the same width and depth (and vocabulary) with as
-many weights in its blocks. With ``--lm`` they are language models.
+Without ``--against``, the Transformer has the same width and depth, and as many weights in its
+blocks. With ``--lm``, both are language models with the same vocabulary.
 
-FLOPs are those of one image or sequence, a multiplication and an addition being two; training takes
-three times the forward. Those of Θ and other activations, softmax, norms, biases and sums are left
-out, as in Table 3 of the paper (arXiv:2410.23168); tokenformer_vit/benchmarking/costs.py has the
-formulas.
+FLOPs are per image or per sequence. A multiplication and an addition are two FLOPs, and training
+takes three times the forward FLOPs. As in Table 3 of the paper (arXiv:2410.23168), the FLOPs of Θ
+and other activations, softmax, norms, biases and sums are not counted. The formulas are in
+tokenformer_vit/benchmarking/costs.py.
 """
 
 import argparse
@@ -41,7 +41,8 @@ from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import LM_PRESETS, TokenFormerLM, TokenFormerViT, lm_config
 from tokenformer_vit.models.checkpoints import load_model
-from tokenformer_vit.vision.prediction import KeyValues
+
+from .arguments import KeyValues
 
 MODEL = "tokenformer_base"
 
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.json:
         print(json.dumps([as_json(name, each) for name, each in zip(names, costs, strict=True)]))
     else:
-        item = "a sequence" if args.lm else "an image"
+        item = "sequence" if args.lm else "image"
         Console().print(as_table(names, costs, item))
 
 
@@ -93,68 +94,70 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--lm",
         metavar="PRESET|FOLDER",
-        help="a language model instead: one of the presets, or a folder that save_pretrained wrote",
+        help="language model: a preset, or a folder that save_pretrained wrote",
     )
     parser.add_argument(
         "--tokens",
         type=whole_number(1),
         metavar="N",
-        help="tokens of a sequence, class token included; default: as many as each model makes of "
-        "an image, or the whole context",
+        help="length of the sequence, with class token; default: the length for an image of each "
+        "model's size, or the whole context",
     )
     parser.add_argument("--json", action="store_true", help="print the counts as JSON")
     parser.add_argument(
         "--plot",
         type=Path,
         metavar="FILE.png",
-        help="also draw cost against sequence length, of the models that are named; without any, "
-        "of the paper's growing language models",
+        help="also draw the costs of the given models against the sequence length; without models, "
+        "draw the paper's growing language models",
     )
     args = parser.parse_args(argv)
     if args.lm and (args.model or args.against):
-        parser.error("--lm is instead of --model and --against")
+        parser.error("--lm cannot be combined with --model or --against")
     if args.against_kwargs and not args.against:
         parser.error("--against-kwargs needs --against NAME")
     return args
 
 
 def build_vision(args: argparse.Namespace) -> tuple[list[str], list[nn.Module]]:
-    """Build the model that was named and the one that it is compared with, with their names.
+    """Return the names of two vision models, and the models.
 
     Raises:
-        InputError: If there is no such model, or none to compare it with.
+        InputError: If a model does not exist, or no ViT matches the model.
     """
     name = args.model or MODEL
     model = build(name, args.model_kwargs)
     if args.against:
         return [name, args.against], [model, build(args.against, args.against_kwargs)]
     if not isinstance(model, TokenFormerViT):
-        raise InputError(f"{name} is no TokenFormer: name what it is compared with by --against")
+        raise InputError(f"{name} is not a TokenFormer: name the other model with --against")
     vit, hidden = matched_vit(model)
     return [name, f"ViT, {hidden} hidden"], [model, vit]
 
 
 def build(name: str, kwargs: dict[str, Any]) -> nn.Module:
-    """Build a model of which only the sizes are real.
+    """Build a model on the device ``meta``.
 
     Raises:
-        InputError: If there is no such model, or not with these arguments.
+        InputError: If the model does not exist, or does not take these arguments.
     """
     if not name.startswith("local-dir:") and not timm.is_model(name):
         close = get_close_matches(name, timm.list_models(), n=3) or timm.list_models("tokenformer*")
         raise InputError(f"there is no model {name!r}; did you mean {', '.join(close)}?")
     with torch.device("meta"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*to a meta parameter")  # exported weights: not needed
+        warnings.filterwarnings(
+            "ignore", ".*to a meta parameter"
+        )  # exported weights are not needed
         return load_model(name, None, **kwargs)
 
 
 def build_language(name: str) -> tuple[list[str], list[nn.Module]]:
-    """Build a language model and the Transformer that is its match, with their names.
+    """Return the names of a language model and its matched Transformer, and the models.
 
     Raises:
-        InputError: If there is no such preset or folder, or no such Transformer.
+        InputError: If the preset or folder does not exist, or no Transformer matches.
     """
-    from tokenformer_vit import language  # says why, if transformers is missing
+    from tokenformer_vit import language  # raises InputError without transformers
 
     if name in LM_PRESETS:
         config = lm_config(name)
@@ -164,8 +167,8 @@ def build_language(name: str) -> tuple[list[str], list[nn.Module]]:
         config = model.config.lm_config()
     else:
         raise InputError(
-            f"there is no folder {name}, nor a preset of this name; choose one of "
-            f"{', '.join(LM_PRESETS)}, or give a folder that save_pretrained wrote"
+            f"there is no preset or folder {name}; choose one of {', '.join(LM_PRESETS)}, or give "
+            "a folder that save_pretrained wrote"
         )
     with torch.device("meta"):
         transformer = language.matched_transformer(config)
@@ -173,7 +176,7 @@ def build_language(name: str) -> tuple[list[str], list[nn.Module]]:
 
 
 def as_json(name: str, costs: dict[str, Cost]) -> dict[str, Any]:
-    """List the counts of a model, by part and in all."""
+    """Return the counts of a model, by part and in total."""
     counts = {
         part: {**asdict(cost), "training_flops": cost.training_flops}
         for part, cost in {**costs, "total": total(costs)}.items()
@@ -182,8 +185,8 @@ def as_json(name: str, costs: dict[str, Cost]) -> dict[str, Any]:
 
 
 def as_table(names: Sequence[str], costs: Sequence[dict[str, Cost]], item: str) -> Table:
-    """Lay the counts of two models out side by side."""
-    title = "Parameters, and GFLOPs to train on {}: {} (left) and {} (right)"
+    """Lay out the counts of two models side by side."""
+    title = "Parameters, and training GFLOPs per {}: {} (left) and {} (right)"
     table = Table("part", title=Text(title.format(item, *names), "bold"), show_footer=True)
     table.columns[0].footer = "total"
     for each in costs:
@@ -196,5 +199,5 @@ def as_table(names: Sequence[str], costs: Sequence[dict[str, Cost]], item: str) 
 
 
 def figures(cost: Cost) -> tuple[str, str]:
-    """Write out the parameters of a part and the GFLOPs of its training."""
+    """Format the parameters and the training GFLOPs of a part."""
     return f"{cost.parameters:,}", f"{cost.training_flops / 1e9:,.3f}"

@@ -1,58 +1,74 @@
-"""Evaluate a language model: perplexity of texts, and zero-shot tasks.
+"""Evaluate a language model: perplexity of texts, and the zero-shot tasks of the paper.
 
-Perplexity of text files, or of a folder of tokens that tools/prepare_text.py made::
+Perplexity of text files, or of a folder of tokens that prepare-text made::
 
-    python tools/evaluate_lm.py work_dirs/run --text valid.txt test.txt
-    python tools/evaluate_lm.py work_dirs/run --data data/tinyshakespeare --split val --stride 512
+    tokenformer-vit evaluate-lm work_dirs/run --text valid.txt test.txt
+    tokenformer-vit evaluate-lm work_dirs/run --data data/tinyshakespeare --split val --stride 512
 
-The six zero-shot tasks of the TokenFormer paper, by lm-evaluation-harness: from local files, or,
-without --task-data, from Hugging Face's hub::
+The six zero-shot tasks of the paper, by lm-evaluation-harness, from local files or, without
+--task-data, from the Hugging Face hub. `tokenformer-vit lm-eval` runs any other task of the
+harness::
 
-    python tools/evaluate_lm.py work_dirs/run --tasks --task-data data/eval
-    python tools/evaluate_lm.py work_dirs/run --tasks lambada piqa --task-data data/eval --limit 50
+    tokenformer-vit evaluate-lm work_dirs/run --tasks --task-data data/eval
+    tokenformer-vit evaluate-lm work_dirs/run --tasks lambada piqa --task-data data/eval --limit 50
 
 MODEL is a folder with config.json, model.safetensors and the tokenizer: a TokenFormer, or any other
-causal language model of transformers. All weights are taken as float32.
+causal language model of transformers. All weights are converted to float32.
 
-The folder --out gets results.json, a record of the run; results.md, the tables as they are printed;
-and parts/, what each text and task gave. Interrupted, the same command goes on with those that are
-not there; what was measured with another model, data or setting is measured anew.
+The folder --out gets results.json, a record of the run; results.md, the printed tables; and parts/,
+the results of each text and task. If interrupted, run the same command again: it skips what is
+finished. Another model, text or setting is measured again.
 
-Beside what every record says (command, commit, date, hardware, versions) results.json holds::
+results.json has what every record has (command, commit, date, hardware, versions), and::
 
-    model, parameters          folder; how many
+    model, parameters          folder; number of parameters
     dtype                      float32, or "autocast bfloat16"
-    n                          texts and tasks
+    n                          number of texts and tasks
     seed, settings             mask, context, stride, batch_size, limit, device
     texts                      {name: tokens, bytes, words, loss in nats a token, perplexity,
-                               bits_per_byte, word_perplexity}; null where not known
+                               bits_per_byte, word_perplexity}; null if not known
     tasks                      {name: n, version, and every metric with its standard error}
-    average, average_stderr    mean accuracy of the six tasks, if all were asked
+    average, average_stderr    mean accuracy of the six tasks, if all were evaluated
 """
 
 import argparse
 import hashlib
 import json
 import math
-import os
-import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from tokenformer_vit.command_line import printable, whole_number
+from tokenformer_vit.command_line import printable, typed_command, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
 from tokenformer_vit.records import environment, write_record
-from tokenformer_vit.vision.prediction import choose_device
+
+from .arguments import choose_device
 
 TASKS = ("lambada", "hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande")
+
+
+class Job(NamedTuple):
+    """The evaluation of one text or task.
+
+    Attributes:
+        name: Name of the text or task in results.json.
+        settings: What its values follow from, apart from the settings of all jobs.
+        needed: Names of the values that must be numbers.
+        compute: Computes the values.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    needed: Sequence[str]
+    compute: Callable[[], dict[str, Any]]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -62,13 +78,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     from transformers.utils import logging
 
     from tokenformer_vit.language.evaluation import context_of, float32_head
-    from tokenformer_vit.language.published import average, loss_table, zero_shot_table
+    from tokenformer_vit.language.published import (
+        accuracies_of,
+        average,
+        loss_table,
+        zero_shot_table,
+    )
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     device, items = choose_device(args.device), read_tasks(args)
     if not args.mask and (args.model / language.MASKS).is_file():
-        print("the model has masks, and all its pairs are read; --mask chooses", file=sys.stderr)
+        print("the model has masks, but reads all its pairs; choose one by --mask", file=sys.stderr)
     model = language.load_language_model(args.model, None, args.mask).float().to(device)
     float32_head(model)
     context = context_of(model, args.context)
@@ -82,32 +103,34 @@ def main(argv: Sequence[str] | None = None) -> None:
     (out / "parts").mkdir(parents=True, exist_ok=True)
     same = {
         "model": fingerprint([args.model / "config.json", *args.model.glob("*.safetensors")]),
-        "tokenizer": vocabulary(tokenizer),
+        "tokenizer": tokenizer and vocabulary(tokenizer),
         "mask": args.mask,
         "context": context,
         "amp": args.amp,
         "device": device.type,
     }
     try:
-        texts = measure_texts(args, model, tokenizer, context, stride, out, same)
-        tasks = ask_tasks(args, items, model, tokenizer, context, out, same)
+        texts, tasks = (
+            {job.name: once(job, out / "parts", {**same, **job.settings}) for job in jobs}
+            for jobs in (
+                text_jobs(args, model, tokenizer, context, stride),
+                task_jobs(args, items, model, tokenizer, context),
+            )
+        )
     except torch.cuda.OutOfMemoryError as error:
         raise InputError(
-            f"the GPU's memory is too small for --batch-size {args.batch_size}: give fewer"
+            f"--batch-size {args.batch_size} is too large for the GPU's memory: use a smaller one"
         ) from error
 
-    accuracies = {
-        name: (values[metric], values[f"{metric}_stderr"])
-        for name, (metric, values) in tasks.items()
-    }
-    mean = average(accuracies)
+    accuracies = accuracies_of(tasks)
+    mean, mean_stderr = average(accuracies) or (None, None)
     tables = [loss_table(texts)] if texts else []
     if tasks:
         tables.append(zero_shot_table(args.model.resolve().name, accuracies, args.limit))
     write_record(
         out / "results.json",
         {
-            "command": shlex.join(["python", *sys.argv]),
+            "command": typed_command(),
             **environment(("torch", "transformers", "tokenizers", "lm_eval"), device.type),
             "model": str(args.model),
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -123,9 +146,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 "device": device.type,
             },
             "texts": texts,
-            "tasks": {name: values for name, (_, values) in tasks.items()},
-            "average": mean and mean[0],
-            "average_stderr": mean and mean[1],
+            "tasks": tasks,
+            "average": mean,
+            "average_stderr": mean_stderr,
         },
     )
     report = "\n\n".join(tables)
@@ -137,28 +160,28 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line.
 
     Raises:
-        InputError: If there is nothing to evaluate, or a file is not there.
+        InputError: If there is nothing to evaluate, or a file is missing.
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add, positive = parser.add_argument, whole_number(1)
-    add("model", type=Path, help="folder with config.json and model.safetensors")
-    add("--tokenizer", type=Path, metavar="PATH", help="folder or file (default: in the model's)")
-    add("--mask", metavar="NAME", help="of a model with masks: read the pairs of this one alone")
-    add("--text", type=Path, nargs="+", default=[], metavar="FILE", help="UTF-8 texts")
-    add("--data", type=Path, metavar="FOLDER", help="tokens that tools/prepare_text.py made")
-    add("--split", default="val", help="of --data (default: %(default)s)")
+    add("model", type=Path, metavar="MODEL", help="folder with config.json and model.safetensors")
+    add("--tokenizer", type=Path, metavar="PATH", help="folder or file (default: MODEL)")
+    add("--mask", metavar="NAME", help="use the pairs of this mask alone")
+    add("--text", type=Path, nargs="+", default=[], metavar="FILE", help="UTF-8 text files")
+    add("--data", type=Path, metavar="FOLDER", help="folder of tokens that prepare-text made")
+    add("--split", default="val", help="split of --data (default: %(default)s)")
     add(
         "--stride",
         type=positive,
         metavar="N",
-        help="tokens from a window to the next; with less than the context, the default, windows "
-        "overlap: slower, and a lower perplexity",
+        help="tokens from one window to the next (default: the context). A smaller stride makes "
+        "windows overlap: slower, and a lower perplexity",
     )
     add("--tasks", nargs="*", choices=TASKS, metavar="TASK", help=f"default: {' '.join(TASKS)}")
     add("--task-data", type=Path, metavar="FOLDER", help="items of the tasks (default: the hub)")
-    add("--limit", type=positive, metavar="N", help="ask so many items of each task, for a try")
+    add("--limit", type=positive, metavar="N", help="the first N items of each task, for a try")
     add("--context", type=positive, metavar="N", help="tokens read at once (default: the model's)")
     add("--batch-size", type=positive, default=8, metavar="B", help="default: %(default)s")
     add("--amp", action="store_true", help="bfloat16 by autocast; logits and losses stay float32")
@@ -172,10 +195,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add("--out", type=Path, metavar="FOLDER", help="default: evaluation in MODEL")
     args = parser.parse_args(argv)
-    if args.tasks is None:
-        args.tasks = ()
-    else:
-        args.tasks = tuple(dict.fromkeys(args.tasks)) or TASKS
+    args.tasks = () if args.tasks is None else tuple(dict.fromkeys(args.tasks)) or TASKS
     if not (args.text or args.data or args.tasks):
         raise InputError("there is nothing to evaluate: give --text, --data or --tasks")
     if missing := [file for file in args.text if not file.is_file()]:
@@ -183,23 +203,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def measure_texts(
-    args: argparse.Namespace,
-    model: Any,
-    tokenizer: Any,
-    context: int,
-    stride: int,
-    out: Path,
-    same: Mapping[str, Any],
-) -> dict[str, dict[str, Any]]:
-    """Return the losses of all texts, by their names."""
+def text_jobs(
+    args: argparse.Namespace, model: Any, tokenizer: Any, context: int, stride: int
+) -> Iterator[Job]:
+    """Yield a job for each text."""
     from tokenformer_vit import language
     from tokenformer_vit.language.data import stored_rows
     from tokenformer_vit.language.evaluation import TextLoss, flatten_rows, measure_text, read_text
 
     how = {"batch_size": args.batch_size, "amp": args.amp}
     needed = ("tokens", "loss", "perplexity")
-    results = {}
     for file in args.text:
 
         def measure(file: Path = file) -> dict[str, Any]:
@@ -208,8 +221,7 @@ def measure_texts(
             found = measure_text(model, tokens, context, stride, title=str(file), **how)
             return TextLoss(*found, len(text.encode()), len(text.split())).values()
 
-        settings = {**same, "stride": stride, "text": fingerprint([file])}
-        results[str(file)] = once(part(out, "text", str(file)), settings, needed, measure)
+        yield Job(str(file), {"stride": stride, "text": fingerprint([file])}, needed, measure)
     if args.data:
         title = f"{args.data} {args.split}"
 
@@ -222,17 +234,15 @@ def measure_texts(
             size = predicted * counts["bytes"] / counts["tokens"]
             return TextLoss(predicted, nats, size).values()
 
-        language.read_text_meta(args.data)  # says why, if it is no such folder
+        language.read_text_meta(args.data)  # says what is wrong with the folder
         if all((path / "tokenizer_config.json").is_file() for path in (args.model, args.data)):
             language.check_tokens_agree(args.model, args.data)
         files = [args.data / "meta.json", *args.data.glob(f"{args.split}-*.arrow")]
-        settings = {**same, "stride": stride, "text": fingerprint(files)}
-        results[title] = once(part(out, "text", title), settings, needed, measure_split)
-    return results
+        yield Job(title, {"stride": stride, "text": fingerprint(files)}, needed, measure_split)
 
 
 def read_tasks(args: argparse.Namespace) -> dict[str, Any]:
-    """Read the items of all tasks, before anything is computed: None for those of the hub."""
+    """Read the items of all tasks before anything is computed; None if the hub has them."""
     if not args.tasks:
         return {}
     from tokenformer_vit.language.tasks import TASKS as definitions
@@ -242,35 +252,19 @@ def read_tasks(args: argparse.Namespace) -> dict[str, Any]:
     return {name: folder and read_items(definitions[name], folder) for name in args.tasks}
 
 
-def ask_tasks(
-    args: argparse.Namespace,
-    items: Mapping[str, Any],
-    model: Any,
-    tokenizer: Any,
-    context: int,
-    out: Path,
-    same: Mapping[str, Any],
-) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return of all tasks the name of the metric that counts, and what the harness found."""
+def task_jobs(
+    args: argparse.Namespace, items: Mapping[str, Any], model: Any, tokenizer: Any, context: int
+) -> Iterator[Job]:
+    """Yield a job for each task."""
     if not args.tasks:
-        return {}
+        return
+    from tokenformer_vit.language.published import METRICS
     from tokenformer_vit.language.tasks import TASKS as definitions
     from tokenformer_vit.language.tasks import Harness, run_task
 
     folder = args.task_data
     harness = Harness(model, tokenizer, context, args.batch_size, args.amp)
-    results = {}
     for name in args.tasks:
-        task = definitions[name]
-        settings = {
-            **same,
-            "items": fingerprint([folder / task.file]) if folder else "hub",
-            "limit": args.limit,
-            "seed": args.seed,
-            "lm_eval": version("lm_eval"),
-        }
-
-        needed = ("n", task.metric)
 
         def ask(name: str = name) -> dict[str, Any]:
             print(f"{name}:", file=sys.stderr)
@@ -279,52 +273,44 @@ def ask_tasks(
             except InputError as error:
                 raise InputError(f"{name}: {error}") from error
 
-        results[name] = (task.metric, once(part(out, "task", name), settings, needed, ask))
-    return results
+        settings = {
+            "task": name,
+            "items": fingerprint([folder / definitions[name].file]) if folder else "hub",
+            "limit": args.limit,
+            "seed": args.seed,
+            "lm_eval": version("lm_eval"),
+        }
+        yield Job(name, settings, ("n", METRICS[name]), ask)
 
 
-def once(
-    file: Path,
-    settings: Mapping[str, Any],
-    needed: Iterable[str],
-    compute: Callable[[], dict[str, Any]],
-) -> dict[str, Any]:
-    """Return what a file holds, if that was found with the same settings; else find and keep it.
+def once(job: Job, folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that an earlier run found with the same settings, or compute them.
 
     Args:
-        file: Of the part.
-        settings: All that the values follow from.
-        needed: Names of the values that have to be numbers.
-        compute: Finds the values.
+        job: The text or task.
+        folder: Folder of the files with the values.
+        settings: Everything that the values follow from.
     """
     from tokenformer_vit.language.schemas import Part, read_json
 
-    # If there is none, or none of ours, it is made anew.
-    with suppress(OSError, InputError):
-        kept = read_json(file, Part, "a part of the results", "")
-        found = [kept["values"].get(name) for name in needed]
-        whole = all(value is not None and math.isfinite(value) for value in found)
-        if whole and kept["settings"] == settings:
+    text = json.dumps(settings, sort_keys=True)
+    file = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    with suppress(OSError, InputError):  # no such file, or a damaged one
+        values = read_json(file, Part, "a part of the results", "")["values"]
+        found = [values.get(name) for name in job.needed]
+        if all(value is not None and math.isfinite(value) for value in found):
             print(f"from {printable(str(file))}, which an earlier run left", file=sys.stderr)
-            return kept["values"]
-    values = compute()
+            return values
+    values = job.compute()
     write_record(file, {"settings": settings, "values": values})
     return values
 
 
-def part(out: Path, kind: str, name: str) -> Path:
-    """Name the file of a part's results; texts of one name can lie in several folders."""
-    short = name
-    if kind == "text":
-        short = f"{Path(name).stem}_{hashlib.sha256(os.fsencode(name)).hexdigest()[:8]}"
-    return out / "parts" / f"{kind}_{short}.json"
-
-
 def fingerprint(files: Iterable[Path]) -> str:
-    """Return a hash of what files hold, in the order of their names.
+    """Return a hash of the content of files, in the order of their names.
 
     Raises:
-        OSError: If one cannot be read.
+        OSError: If a file cannot be read.
     """
     digest = hashlib.sha256()
     for file in sorted(files):
@@ -334,9 +320,7 @@ def fingerprint(files: Iterable[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def vocabulary(tokenizer: Any) -> str | None:
+def vocabulary(tokenizer: Any) -> str:
     """Return a hash of a tokenizer's entries."""
-    if tokenizer is None:
-        return None
     entries = json.dumps(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(entries.encode()).hexdigest()[:16]

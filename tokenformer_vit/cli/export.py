@@ -1,15 +1,20 @@
-"""Write a training checkpoint as a folder that timm and the other tools load.
+"""Convert a checkpoint: from training to timm, or from timm to mmpretrain.
 
-From a checkpoint of a run, also of one that was stopped::
+A folder for timm and the other commands, from any checkpoint of a run::
 
-    python tools/export.py work_dirs/run/epoch_3.pth exported
+    tokenformer-vit export work_dirs/run/epoch_3.pth exported
 
-From one that does not describe its model and its images, with the config it was trained with::
+The folder gets model.safetensors (the averaged weights, if the run averages) and config.json
+(architecture, arguments, preprocessing, class names). Checkpoints of old versions and of LoRA do
+not describe their model; give the config that they were trained with::
 
-    python tools/export.py old/epoch_3.pth exported --config configs/imagenet_base.py
+    tokenformer-vit export old/epoch_3.pth exported --config configs/imagenet_base.py
 
-The folder gets model.safetensors (the averaged weights, if the run averaged) and config.json
-(architecture, arguments, preprocessing, class names). OUT appears whole or not at all.
+A checkpoint for mmpretrain (load_from, init_cfg), from a folder or a checkpoint of timm::
+
+    tokenformer-vit export exported start.pth
+
+OUT appears whole or not at all.
 """
 
 import argparse
@@ -18,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models.checkpoints import load_model, save_model
+from tokenformer_vit.models.checkpoints import load_model, save_classifier, save_model
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -26,18 +31,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="such as epoch_3.pth")
-    parser.add_argument("folder", type=Path, metavar="OUT", help="folder that is made")
+    parser.add_argument("checkpoint", type=Path, metavar="IN", help="checkpoint or exported folder")
+    parser.add_argument("target", type=Path, metavar="OUT", help="new folder, or file *.pth")
     parser.add_argument("--config", metavar="CONFIG", help="config of the training")
+    parser.add_argument("--model", metavar="NAME", help="timm model that IN does not describe")
     args = parser.parse_args(argv)
-    if args.folder.exists():
-        raise InputError(f"{args.folder} is there already; name another place, or remove it")
+    if args.target.exists():
+        raise InputError(f"{args.target} exists already; choose another OUT, or remove it")
+    if args.target.suffix == ".pth":
+        save_classifier(load_model(args.model, args.checkpoint), args.target)
+        print(f"Done. In {args.target}: the state dict of an mmpretrain classifier")
+        return
     if args.config is None:
         model: Any = load_model(None, args.checkpoint)
-        save_model(model, args.folder, facts=model.card_facts)
+        save_model(model, args.target, facts=model.card_facts)
     else:
         from tokenformer_vit.training import config  # says why, if mmengine fails
         from tokenformer_vit.training.export import export_checkpoint
 
-        export_checkpoint(config.load_config(args.config), args.checkpoint, args.folder)
-    print(f"Done. In {args.folder}: model.safetensors, config.json and README.md")
+        export_checkpoint(config.load_config(args.config), args.checkpoint, args.target)
+    print(f"Done. In {args.target}: model.safetensors, config.json and README.md")

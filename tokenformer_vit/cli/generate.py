@@ -1,15 +1,15 @@
-"""Let a language model continue a text.
+"""Continue texts with a language model.
 
-With a folder that holds the model and its tokenizer::
+With a folder that has the model and its tokenizer::
 
-    python tools/generate.py work_dirs/run "The parameters of a model are" --temperature 0.8
+    tokenformer-vit generate work_dirs/run "The parameters of a model are" --temperature 0.8
 
-With a tokenizer from elsewhere, several prompts, the likeliest token each time::
+With another tokenizer, two prompts, and the most likely token each time::
 
-    python tools/generate.py run "Once upon" "In the end" --tokenizer tokenizer.json --greedy
+    tokenformer-vit generate run "Once upon" "In the end" --tokenizer tokenizer.json --greedy
 
-Without prompts each line on stdin is one. The text appears on stdout as it is made. The same
---seed draws the same text for the same prompts.
+Without prompts, each line of stdin is a prompt. The text appears on stdout as it is generated. The
+same --seed and prompts give the same text.
 """
 
 import argparse
@@ -21,7 +21,8 @@ import torch
 
 from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.vision.prediction import choose_device
+
+from .arguments import choose_device
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -35,9 +36,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = choose_device(args.device)
     prompts = args.prompts or _read_prompts()
     if not args.mask and (args.model / language.MASKS).is_file():
-        print("the model has masks, and all its pairs are read; --mask chooses", file=sys.stderr)
+        print("the model has masks, but reads all its pairs; choose one by --mask", file=sys.stderr)
     if not prompts:
-        raise InputError("there is no prompt: give one behind the model, or one a line on stdin")
+        raise InputError("there is no prompt: give one after the model, or one a line on stdin")
     kinds = ("tokenformer", "gpt2")
     model = language.load_language_model(args.model, kinds, args.mask).to(device)
     tokenizer = language.load_tokenizer(args.tokenizer or args.model, model.config.vocab_size)
@@ -73,33 +74,31 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", type=Path, help="folder with config.json and model.safetensors")
+    parser.add_argument(
+        "model", type=Path, metavar="MODEL", help="folder with config.json and model.safetensors"
+    )
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="default: the lines of stdin")
     parser.add_argument(
-        "--tokenizer", type=Path, metavar="PATH", help="folder or file (default: in the model's)"
+        "--tokenizer", type=Path, metavar="PATH", help="folder or file (default: MODEL)"
     )
-    parser.add_argument(
-        "--mask", metavar="NAME", help="of a model with masks: read the pairs of this one alone"
-    )
+    parser.add_argument("--mask", metavar="NAME", help="use the pairs of this mask alone")
     parser.add_argument(
         "--max-new-tokens", type=whole_number(1), default=64, metavar="N", help="default: 64"
     )
-    parser.add_argument("--greedy", action="store_true", help="the likeliest token each time")
+    parser.add_argument("--greedy", action="store_true", help="the most likely token each time")
     parser.add_argument(
         "--temperature", type=float, default=1.0, metavar="T", help="divides logits (default: 1)"
     )
     parser.add_argument(
-        "--top-k", type=whole_number(1), metavar="K", help="draw among the K likeliest"
+        "--top-k", type=whole_number(1), metavar="K", help="draw from the K most likely tokens"
     )
     parser.add_argument(
         "--top-p",
         type=float,
         default=1.0,
         metavar="P",
-        help="draw among the likeliest that make up P of the probability (default: 1)",
+        help="draw from the most likely tokens of total probability P (default: 1)",
     )
-    parser.add_argument(
-        "--seed", type=whole_number(0, 2**64 - 1), default=0, help="of what is drawn (default: 0)"
-    )
+    parser.add_argument("--seed", type=whole_number(0, 2**64 - 1), default=0, help="default: 0")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     return parser.parse_args(argv)

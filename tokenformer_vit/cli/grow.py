@@ -1,19 +1,19 @@
-"""Enlarge a trained model without changing what it computes.
+"""Append pairs to a trained model without changing its outputs.
 
-From and to the folder that training exports (model.safetensors beside config.json)::
+From an exported folder (model.safetensors and config.json) to a new one::
 
-    python tools/grow.py work_dirs/run work_dirs/run_grown --ffn 3072 --qkv 768 --proj 768
+    tokenformer-vit grow work_dirs/run work_dirs/run_grown --ffn 3072 --qkv 768 --proj 768
 
-From any checkpoint of a model that timm knows::
+From any checkpoint of a timm model::
 
-    python tools/grow.py checkpoint.pth grown --model tokenformer_base --ffn 6144
+    tokenformer-vit grow checkpoint.pth grown --model tokenformer_base --ffn 6144
 
-From one file of tensors to another, whatever model they are of::
+From one file of tensors to another, for any model::
 
-    python tools/grow.py checkpoint.pth grown.safetensors --ffn 6144 --theta gelu_l2
+    tokenformer-vit grow checkpoint.pth grown.safetensors --ffn 6144 --theta gelu_l2
 
-Numbers are those of pairs in each layer from now on; the paper's growth series keeps
-qkv = proj = ffn / 4. OUT appears whole or not at all.
+The numbers are the new numbers of pairs in each layer. The paper's growth series keeps
+qkv = proj = ffn / 4. OUT is written whole or not at all.
 """
 
 import argparse
@@ -31,14 +31,15 @@ from tokenformer_vit.models.card import CardFacts, describe_pairs
 from tokenformer_vit.models.checkpoints import load_model, save_model
 from tokenformer_vit.models.weights import read_state_dict, write_tensors
 from tokenformer_vit.ops import THETAS
-from tokenformer_vit.vision.prediction import KeyValues
+
+from .arguments import KeyValues
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     args = _parse(argv)
     if args.target.exists():
-        raise InputError(f"{args.target} is there already; name another place, or remove it")
+        raise InputError(f"{args.target} exists already; choose another OUT, or remove it")
     how = {
         "num_qkv_param_tokens": args.qkv,
         "num_proj_param_tokens": args.proj,
@@ -56,11 +57,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _grow_file(args: argparse.Namespace, how: dict) -> None:
     if args.theta is None:
         raise InputError(
-            f"{args.target} is a file of tensors alone, which do not say their Θ: give --theta, "
-            "or a folder as OUT"
+            f"{args.target} is a file of tensors, which does not contain Θ: give --theta, or a "
+            "folder as OUT"
         )
     if args.source.is_dir():
-        raise InputError(f"{args.source} is a folder and grows into one; {args.target} is none")
+        raise InputError(
+            f"{args.source} is a folder, but {args.target} is a file; give a folder as OUT"
+        )
     if not args.source.is_file():
         raise InputError(f"there is no checkpoint file {args.source}")
     before = read_state_dict(args.source)
@@ -74,7 +77,7 @@ def _grow_file(args: argparse.Namespace, how: dict) -> None:
 def _grow_model(args: argparse.Namespace, how: dict) -> None:
     model = load_model(args.model, args.source, **args.model_kwargs)
     if not isinstance(model, TokenFormerViT):
-        raise InputError(f"{args.source} is a {type(model).__name__}; TokenFormers alone grow")
+        raise InputError(f"{args.source} is a {type(model).__name__}; only a TokenFormer can grow")
     before = copy.deepcopy(model)
     grow(model, **how)
     history = {
@@ -88,9 +91,10 @@ def _grow_model(args: argparse.Namespace, how: dict) -> None:
     print(
         f"{counts[0]:,} -> {counts[1]:,} parameters; on random images the output changed by "
         f"{_change(before, model):.1e}, relative to its largest entry\n"
-        f"Done. In {args.target}: model.safetensors, config.json and README.md. To train on: "
-        f"tools/train.py with load_from={args.target}/model.safetensors and the new numbers of "
-        "pairs" + (", and pattention_args=dict(gate='learned')" if gated else "") + " in the config"
+        f"Done. In {args.target}: model.safetensors, config.json and README.md. To continue "
+        f"training, set load_from={args.target}/model.safetensors and the new numbers of pairs"
+        + (" and pattention_args=dict(gate='learned')" if gated else "")
+        + " in the config"
     )
 
 
@@ -120,10 +124,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--gate",
         choices=("learned",),
-        help="of softmax, behind which new pairs start (default with zero_key)",
+        help="gate of new pairs under softmax (default with zero_key)",
     )
-    parser.add_argument("--seed", type=whole_number(0), default=0, help="of random numbers")
-    parser.add_argument("--model", metavar="NAME", help="timm model that the checkpoint is of")
+    parser.add_argument("--seed", type=whole_number(0), default=0, help="seed of random numbers")
+    parser.add_argument("--model", metavar="NAME", help="timm model of the checkpoint")
     parser.add_argument(
         "--model-kwargs",
         nargs="+",
@@ -132,11 +136,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="KEY=VALUE",
         help="arguments of the model, such as img_size=32 patch_size=4",
     )
-    parser.add_argument("--theta", choices=list(THETAS), help="Θ of a file of tensors")
+    parser.add_argument("--theta", choices=list(THETAS), help="Θ, for a file of tensors")
     parser.add_argument(
         "--missing-tau",
         choices=("error", "default"),
         default="error",
-        help="what to do where a file of tensors has no τ: stop, or take that of its pairs",
+        help="if a file of tensors has no τ: stop, or take the default for its number of pairs",
     )
     return parser.parse_args(argv)

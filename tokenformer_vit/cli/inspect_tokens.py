@@ -1,19 +1,20 @@
-"""Show what the parameter tokens (key-value pairs) of a trained TokenFormer respond to.
+"""Draw what the parameter tokens (key-value pairs) of a trained TokenFormer respond to.
 
-Where in a few images the pairs of a layer fire, a row for each image and a map for each pair::
+Maps of a few images: one row for each image, one map of weights for each pair::
 
-    python tools/inspect_tokens.py work_dirs/run/model.safetensors cat.jpg dog.jpg --out inspection
+    tokenformer-vit inspect work_dirs/run/model.safetensors cat.jpg dog.jpg --out inspection
 
-Which images of a data set excite them most, a row for each pair, the patch in a frame::
+Exemplars from a data set: one row for each pair, with the images for which its weight is largest
+and a frame around the patch::
 
-    python tools/inspect_tokens.py work_dirs/run/model.safetensors data/val --exemplars 9 \
+    tokenformer-vit inspect work_dirs/run/model.safetensors data/val --exemplars 9 \
 --layer blocks.3.mlp --out inspection
 
-Writes tokens.png and its numbers, tokens.json, into the folder --out. CHECKPOINT is the
-model.safetensors of an exported folder, that folder, or any checkpoint of the --model.
+The command writes tokens.png and its numbers, tokens.json, into the folder --out. CHECKPOINT is an
+exported folder, the model.safetensors in it, or any checkpoint of the model that --model names.
 
-Files that are no readable images are named on stderr and skipped. Exit status: 0 if every image
-was read, 1 if some were skipped or after an error, 130 after Ctrl-C.
+A file that is not a readable image is printed on stderr and skipped. Exit status: 0 if every image
+was read, 1 if an image was skipped or after an error, 130 after Ctrl-C.
 """
 
 import argparse
@@ -22,8 +23,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import load_model
@@ -31,27 +30,25 @@ from tokenformer_vit.records import write_record
 from tokenformer_vit.vision.drawing import draw_exemplars, draw_maps
 from tokenformer_vit.vision.images import find_images, say_skipped
 from tokenformer_vit.vision.inspection import MOST, find_exemplars, map_tokens
-from tokenformer_vit.vision.prediction import (
-    choose_device,
-    model_arguments,
-)
+
+from .arguments import choose_device, model_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line.
 
     Raises:
-        InputError: If nothing can be shown; the message says why.
-        OSError: If the folder cannot be written into.
-        SystemExit: With 1 if images were skipped.
+        InputError: If nothing can be drawn; the message says why.
+        OSError: If the folder is not writable.
+        SystemExit: With status 1 if an image was skipped.
     """
     args = parse(argv)
     device = choose_device(args.device)
     paths = find_images(args.images)
-    # Tried first: a data set may take hours.
+    # Checked first: a data set may take hours.
     args.out.mkdir(parents=True, exist_ok=True)
     if not os.access(args.out, os.W_OK):
-        raise InputError(f"the folder {args.out} cannot be written into; choose another --out")
+        raise InputError(f"the folder {args.out} is not writable; choose another --out")
     model = load_model(args.model, args.checkpoint, args.num_classes, **args.model_kwargs)
 
     skipped: list[Path] = []
@@ -64,15 +61,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         **{"layer": args.layer, "tokens": args.tokens, "top": args.top, "skipped": skip},
         **{"batch_size": args.batch_size, "device": device},
     }
-    try:
-        if args.exemplars:
-            record = find_exemplars(model, paths, number=args.exemplars, **wanted)
-        else:
-            record = map_tokens(model, paths, **wanted)
-    except torch.OutOfMemoryError as error:
-        raise InputError(
-            f"not enough GPU memory for --batch-size {args.batch_size}; make it smaller"
-        ) from error
+    if args.exemplars:
+        record = find_exemplars(model, paths, number=args.exemplars, **wanted)
+    else:
+        record = map_tokens(model, paths, **wanted)
     draw = draw_exemplars if args.exemplars else draw_maps
     draw(record, model, args.out / "tokens.png")
     write_record(args.out / "tokens.json", {"checkpoint": str(args.checkpoint), **record})
@@ -90,30 +82,30 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="CHECKPOINT", help=".safetensors or .pth")
-    add("images", type=Path, nargs="+", metavar="IMAGE", help="image file, or folder of them")
-    add("--out", type=Path, required=True, metavar="FOLDER", help="where the two files go")
+    add("images", type=Path, nargs="+", metavar="IMAGE", help="image file, or folder of images")
+    add("--out", type=Path, required=True, metavar="FOLDER", help="folder for the two files")
     add(
         "--layer",
         metavar="NAME",
-        help="such as blocks.3.mlp or blocks.0.attn.query; default: the mlp of the middle block",
+        help="layer, such as blocks.3.mlp or blocks.0.attn.query; default: mlp of the middle block",
     )
     add(
         "--exemplars",
         type=whole_number(1),
         metavar="N",
-        help=f"show the N images (at most {MOST}) that excite each pair most, rather than maps",
+        help=f"draw the N images (at most {MOST}) with the largest weights of each pair, not maps",
     )
     add(
         "--tokens",
         type=numbers,
         metavar="5,17",
-        help="numbers of the pairs; default: those with the largest weights or, with --exemplars, "
-        "the most selective of those that add most to the output",
+        help="numbers of the pairs; default: the pairs with the largest weights or, with "
+        "--exemplars, the most selective among the pairs that add most to the output",
     )
-    add("--top", type=whole_number(1), default=8, metavar="K", help="how many pairs; default: 8")
+    add("--top", type=whole_number(1), default=8, metavar="K", help="number of pairs; default: 8")
     return parser.parse_args(argv)
 
 
 def numbers(text: str) -> list[int]:
-    """Read whole numbers between commas."""
+    """Read whole numbers that are separated by commas."""
     return [whole_number(0)(part.strip()) for part in text.split(",")]

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -30,11 +29,9 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import compile_blocks
 from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.vision.images import find_images, say_skipped
-from tokenformer_vit.vision.prediction import (
-    choose_device,
-    model_arguments,
-    predict,
-)
+from tokenformer_vit.vision.prediction import predict
+
+from .arguments import choose_device, model_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -45,21 +42,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         SystemExit: With 1 if images were skipped.
     """
     args = _parse(argv)
-    try:
-        device = choose_device(args.device)
-        paths = find_images(args.images)
-        model = load_model(args.model, args.checkpoint, args.num_classes, **args.model_kwargs)
-        if args.compile:
-            compile_blocks(model)
-        if args.checkpoint is None and not args.model.startswith("local-dir:"):
-            warning = f"{args.model} has random weights, so its answers are too"
-            tqdm.write(f"warning: no --checkpoint: {warning}", file=sys.stderr)
-        results = predict(model, paths, args.topk, args.batch_size, device)
-        done = _print_json(results) if args.json else _print_table(results)
-    except torch.OutOfMemoryError as error:
-        raise InputError(
-            f"not enough GPU memory for --batch-size {args.batch_size}; make it smaller"
-        ) from error
+    device = choose_device(args.device)
+    paths = find_images(args.images)
+    model = load_model(args.model, args.checkpoint, args.num_classes, **args.model_kwargs)
+    if args.compile:
+        compile_blocks(model)
+    if args.checkpoint is None and not args.model.startswith("local-dir:"):
+        warning = f"{args.model} has random weights, so its answers are random"
+        tqdm.write(f"warning: no --checkpoint: {warning}", file=sys.stderr)
+    results = predict(model, paths, args.topk, args.batch_size, device)
+    done = _print_json(results) if args.json else _print_table(results)
     if done == 0:
         raise InputError("none of the images could be read")
     if done < len(paths):

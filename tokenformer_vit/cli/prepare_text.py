@@ -1,19 +1,19 @@
-"""Turn text into the rows of tokens that language models are trained on and measured with.
+"""Turn text into rows of tokens, on which language models are trained and evaluated.
 
 From files of text, .jsonl, .json (also .gz) or .parquet, or folders of them::
 
-    python tools/prepare_text.py SOURCE... OUT --tokenizer tokenizer.json --context-length 1024
+    tokenformer-vit prepare-text SOURCE... OUT --tokenizer tokenizer.json --context-length 1024
 
-From a data set of the Hugging Face hub, streamed; the first 2 billion tokens of it::
+From a data set of the Hugging Face hub, streamed; here its first 2 billion tokens::
 
-    python tools/prepare_text.py --hub Skylion007/openwebtext OUT --limit-tokens 2000000000
+    tokenformer-vit prepare-text --hub Skylion007/openwebtext OUT --limit-tokens 2000000000
 
 Digits and their reversal, the smallest check of language training::
 
-    python tools/prepare_text.py --reversal 20000 OUT
+    tokenformer-vit prepare-text --reversal 20000 OUT
 
-Part of the text is held out for validation, or --val names other text. OUT appears when it is
-whole: after an interruption the same command continues, and ends with the same files.
+A part of the text is held out for validation, or --val names other text. OUT appears only when it
+is complete. If interrupted, run the same command again: it resumes, and gives the same files.
 """
 
 import argparse
@@ -37,15 +37,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     from transformers.utils import logging
 
     try:
-        import datasets
+        from datasets import config
+        from datasets import logging as datasets_logging
     except ImportError as error:
         raise InputError(
-            "text is read by Hugging Face's datasets: `pip install -e '.[language]'`"
+            "reading text needs Hugging Face's datasets: pip install 'tokenformer-vit[language]'"
         ) from error
     logging.set_verbosity_error()
-    # What it logs as an error is raised as well, and told in one line.
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # it would tell the hub of local files, too
+    # An error that it logs is also raised, and ends the command in one line.
+    datasets_logging.set_verbosity(datasets_logging.CRITICAL)
+    config.HF_UPDATE_DOWNLOAD_COUNTS = False  # it would report local files to the hub
 
     sources, files = _sources(args, language)
     if args.tokenizer == "bytes":
@@ -82,14 +83,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _sources(args: argparse.Namespace, language: ModuleType) -> tuple[list[Any], list[Path]]:
-    """Make the sources, and list the files among them."""
+    """Make the sources, and list their files."""
     if args.reversal:
         return [language.reversal_source(args.reversal, args.digits, args.val_share, args.seed)], []
     held_out = [file for path in args.val for file in language.find_files(path)]
     files = [file for path in args.sources for file in language.find_files(path)]
     both = {file.resolve() for file in files} & {file.resolve() for file in held_out}
     if both:
-        raise InputError(f"{min(both)} is given both as a source and to --val: leave one out")
+        raise InputError(f"{min(both)} is both a source and in --val: leave one out")
     how = (args.documents, args.column, args.val_share)
     sources = [language.file_source(file, *how, split="val") for file in held_out]
     sources += [language.file_source(file, *how) for file in files]
@@ -100,7 +101,7 @@ def _sources(args: argparse.Namespace, language: ModuleType) -> tuple[list[Any],
 
 
 def _settings(args: argparse.Namespace, files: Sequence[Path]) -> dict[str, Any]:
-    """All that the result follows from."""
+    """Return everything that the result follows from."""
     settings = {name: value for name, value in vars(args).items() if name != "target"}
     settings["sources"] = [str(path) for path in args.sources] or [args.hub or "reversal"]
     settings["val"] = [str(path) for path in args.val]
@@ -110,7 +111,7 @@ def _settings(args: argparse.Namespace, files: Sequence[Path]) -> dict[str, Any]
 
 
 def _plain(value: Any) -> Any:
-    """Escape what is no UTF-8 in names of files, since JSON must be."""
+    """Escape bytes of file names that are not UTF-8, because JSON must be UTF-8."""
     if isinstance(value, list):
         return [_plain(entry) for entry in value]
     return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
@@ -121,52 +122,52 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "sources", type=Path, nargs="*", metavar="SOURCE", help="file, or folder of such"
+        "sources", type=Path, nargs="*", metavar="SOURCE", help="file, or folder of files"
     )
-    parser.add_argument("target", type=Path, metavar="OUT", help="folder that is made")
+    parser.add_argument("target", type=Path, metavar="OUT", help="new folder")
     parser.add_argument(
         "--documents",
         choices=["file", "line"],
         default="file",
-        help="what one document is in a file of text: all of it (default), or each line",
+        help="what is a document in a text file: the whole file (default), or each line",
     )
     parser.add_argument(
-        "--column", default="text", metavar="NAME", help="of the text in rows (default: text)"
+        "--column", default="text", metavar="NAME", help="column of the text (default: text)"
     )
     parser.add_argument("--hub", metavar="NAME", help="data set of the Hugging Face hub")
-    parser.add_argument("--hub-config", metavar="NAME", help="its configuration, if it has several")
-    parser.add_argument("--hub-revision", metavar="NAME", help="its branch, tag or commit")
+    parser.add_argument("--hub-config", metavar="NAME", help="configuration of the data set")
+    parser.add_argument("--hub-revision", metavar="NAME", help="branch, tag or commit")
     parser.add_argument("--split", default="train", help="split of --hub (default: train)")
     parser.add_argument(
         "--reversal",
         type=whole_number(2, 10**7),
         metavar="LINES",
-        help="draw so many lines of digits",
+        help="draw this number of lines of digits",
     )
     parser.add_argument(
-        "--digits", type=whole_number(1), default=16, help="a side of --reversal (default: 16)"
+        "--digits", type=whole_number(1), default=16, help="digits of --reversal (default: 16)"
     )
     parser.add_argument(
-        "--seed", type=whole_number(0), default=0, help="of --reversal (default: 0)"
+        "--seed", type=whole_number(0), default=0, help="seed of --reversal (default: 0)"
     )
     parser.add_argument(
         "--tokenizer",
         default="bytes",
         metavar="WHICH",
-        help="bytes (default); bpe:N, trained on the training text to N entries; path of a "
-        "tokenizer's folder or file; or its name on the hub",
+        help="bytes (default); bpe:N, trained on the training text to N entries; path of a folder "
+        "or file; or a name on the hub",
     )
     parser.add_argument(
         "--context-length",
-        type=whole_number(1, 2**31 - 2),  # Arrow counts the entries of a row, one more, by 32 bits
+        type=whole_number(1, 2**31 - 2),  # Arrow counts the N + 1 entries of a row in 32 bits
         metavar="N",
-        help="rows have N + 1 tokens (default: 1024; of --reversal, one line)",
+        help="rows have N + 1 tokens (default: 1024; with --reversal, one line)",
     )
     parser.add_argument(
         "--val-share",
         type=_share,
         metavar="SHARE",
-        help="held out: the end of a file that is one document; of other documents those that a "
+        help="share that is held out: the end of a file that is one document, or documents that a "
         "hash of their content picks (default: 0.005; 0 for none)",
     )
     parser.add_argument(
@@ -175,32 +176,31 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="SOURCE",
-        help="held out are these files instead",
+        help="hold out these files instead",
     )
     parser.add_argument(
         "--limit-tokens",
         type=whole_number(1),
         metavar="N",
-        help="stop where training has N tokens (at the next end of a document, or of 8192 "
-        "characters of a file)",
+        help="stop at N training tokens (at the next end of a document, or of 8192 characters)",
     )
     parser.add_argument(
         "--shard-tokens",
         type=whole_number(1),
         default=100_000_000,
         metavar="N",
-        help="of a file, about; what is finished survives an interruption (default: 100 million)",
+        help="about N tokens a file; an interruption loses no finished file (default: 100 million)",
     )
     args = parser.parse_intermixed_args(argv)
     if bool(args.sources) + bool(args.hub) + bool(args.reversal) != 1:
-        behind = "; --val takes all paths behind it, so put it last" if args.val else ""
-        parser.error(f"give SOURCE... OUT, or --hub NAME OUT, or --reversal LINES OUT{behind}")
+        last = "; --val takes all paths after it, so put it last" if args.val else ""
+        parser.error(f"give SOURCE... OUT, or --hub NAME OUT, or --reversal LINES OUT{last}")
     if args.val and args.val_share is not None:
         parser.error("--val and --val-share both say what is held out; give one of them")
     if args.val_share is None:
         args.val_share = 0.0 if args.val else 0.005
     if re.fullmatch(r"bpe:(?!\d{1,9}$).*", args.tokenizer, re.DOTALL):
-        parser.error(f"--tokenizer {args.tokenizer}: N of bpe:N is a whole number below 10⁹")
+        parser.error(f"--tokenizer {args.tokenizer}: N of bpe:N must be a whole number below 10⁹")
     if args.reversal:
         _check_reversal(parser, args)
     args.context_length = args.context_length or 1024
@@ -211,13 +211,13 @@ def _check_reversal(parser: argparse.ArgumentParser, args: argparse.Namespace) -
     line = 2 * args.digits + 2
     args.context_length = args.context_length or line
     if args.digits > 18:
-        parser.error(f"--digits {args.digits}: at most 18")
+        parser.error(f"--digits must be at most 18, but got {args.digits}")
     if args.tokenizer != "bytes" or args.val or args.limit_tokens:
-        parser.error("--reversal is of bytes; --tokenizer, --val and --limit-tokens do not go")
+        parser.error("--reversal uses bytes; leave out --tokenizer, --val and --limit-tokens")
     if args.context_length % line:
         parser.error(
             f"--context-length {args.context_length}: give a multiple of {line}, the bytes of a "
-            "line of --reversal, so that each row begins with a line"
+            "line of --reversal: each row must begin with a line"
         )
 
 
@@ -227,5 +227,5 @@ def _share(text: str) -> float:
     except ValueError:
         share = -1.0
     if not 0 <= share < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to below 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share: give 0 to below 1")
     return share

@@ -1,55 +1,60 @@
 """Run one of timm's own scripts with the TokenFormer models registered.
 
-timm finds models by what has been imported, and its scripts other than ``train.py`` have no
-option for importing a package first::
+timm finds models by what has been imported, and its scripts have no option that imports a package::
 
-    python -m tokenformer_vit.cli.timm_script path/to/validate.py DATA --model tokenformer_base ...
+    tokenformer-vit timm path/to/validate.py DATA --model tokenformer_base ...
 
-Several processes: ``torchrun --nproc_per_node=8 -m tokenformer_vit.cli.timm_script train.py ...``.
+In several processes::
+
+    torchrun --nproc_per_node=8 -m tokenformer_vit timm path/to/train.py DATA ...
 """
 
 import runpy
+import signal
 import sys
+import threading
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-# `python -m` has imported the package by now; this line also serves whoever calls main().
-import tokenformer_vit  # noqa: F401
+import tokenformer_vit.models  # noqa: F401  # registers them
+from tokenformer_vit.errors import InputError
 
 __all__ = ["main"]
 
-_USAGE = "python -m tokenformer_vit.cli.timm_script SCRIPT [ARGS...]"
+_USAGE = "tokenformer-vit timm SCRIPT [ARGS...]"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a script as ``python SCRIPT ARGS...`` would, after our models are registered.
 
     Args:
-        argv: The script's path and its arguments; default ``sys.argv[1:]``. Options before the
-            path are ours (``--help`` alone), all after it are the script's.
+        argv: Path of the script and its arguments; default ``sys.argv[1:]``. ``--help`` before the
+            path explains this command; everything after the path belongs to the script.
 
     Raises:
-        SystemExit: With status 2 if there is no such script; else as the script exits.
+        InputError: If there is no such script.
+        SystemExit: As the script exits.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] in (["-h"], ["--help"]):
         print(f"usage: {_USAGE}\n\n{__doc__}")
         return
     if not argv:
-        _fail(f"no script given; usage: {_USAGE}")
+        raise InputError(f"no script is given; usage: {_USAGE}")
     script = Path(argv[0])
     if not script.is_file():
-        _fail(
-            f"there is no script {script}; timm's are not in its wheel, take them from the tag of "
-            "your timm version at https://github.com/huggingface/pytorch-image-models"
+        raise InputError(
+            f"there is no script {script}; timm's wheel has none, download them for your version "
+            "of timm from https://github.com/huggingface/pytorch-image-models"
         )
     sys.argv = [str(script), *argv[1:]]
     # As `python SCRIPT` does, so that a script finds the modules beside it.
     sys.path.insert(0, str(script.resolve().parent))
-    runpy.run_path(str(script), run_name="__main__")
-
-
-def _fail(message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # timm's train.py catches it
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except Exception:  # of the script, which explains it as Python does
+        traceback.print_exc()
+        sys.exit(1)

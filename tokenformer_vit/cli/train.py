@@ -1,4 +1,16 @@
-"""Train an image classifier or a language model from a config; see README.md."""
+"""Train a model: from a config, or an image classifier from a folder of images.
+
+A config is a file of your own, or one of those that come with the package::
+
+    tokenformer-vit train configs/imagenet_base.py
+
+A folder has one folder of images for each class, also within train/ and val/. A first run needs
+nothing else; it writes the config that it uses::
+
+    tokenformer-vit train photos
+    tokenformer-vit train photos --model vit_tiny_patch16_224 --work-dir work_dirs/photos_vit
+    tokenformer-vit train photos --checkpoint work_dirs/run --work-dir work_dirs/photos_tuned
+"""
 
 import argparse
 import os
@@ -14,6 +26,7 @@ def main(argv: list[str] | None = None) -> None:
     from tokenformer_vit.training import config  # isort: skip  # says why, if mmengine fails
 
     from tokenformer_vit.files import locked_folder, remove_leftovers
+    from tokenformer_vit.training.folder import Start, configure_folder
     from tokenformer_vit.training.launch import (
         config_explained,
         is_first,
@@ -23,28 +36,48 @@ def main(argv: list[str] | None = None) -> None:
     from tokenformer_vit.training.reports import ExportHook
     from tokenformer_vit.training.schedule import check_schedule
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("config", help="config file, such as configs/imagenet_base.py")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "config", metavar="CONFIG", help="config, such as configs/imagenet_base.py, or a folder"
+    )
     config.add_run_arguments(parser)
-    parser.add_argument("--work-dir", help="where the run goes (default: work_dirs/CONFIG)")
+    parser.add_argument("--work-dir", help="folder of the results (default: work_dirs/CONFIG)")
     parser.add_argument(
         "--resume",
         nargs="?",
         const="auto",
-        help="go on from the last checkpoint of the work directory if there is one, or from a file",
+        help="continue from the last checkpoint in the work directory, if any, or from this file",
     )
     parser.add_argument("--amp", action="store_true", help="train under bfloat16 autocast")
     parser.add_argument(
         "--auto-scale-lr",
         action="store_true",
-        help="scale the learning rate with the batch of an optimiser step, accumulation included",
+        help="scale the learning rate with the images of an optimiser step",
     )
     parser.add_argument("--seed", type=whole_number(0), help="seed of every random generator")
     parser.add_argument(
         "--deterministic", action="store_true", help="use deterministic CUDA kernels"
     )
+    first_run = parser.add_argument_group("a folder of images").add_argument
+    first_run("--model", metavar="NAME", help="timm model (default: a small TokenFormer)")
+    first_run(
+        "--checkpoint",
+        type=Path,
+        metavar="FILE",
+        help="exported folder, or checkpoint, to fine-tune",
+    )
+    first_run("--freeze", action="store_true", help="train the head of --checkpoint alone")
     args = config.parse_run_arguments(parser, argv)
 
+    first = is_first(args.launcher)
+    start = Start(args.model, args.checkpoint, args.freeze)
+    if Path(args.config).is_dir():
+        args.work_dir = args.work_dir or f"work_dirs/{Path(args.config).resolve().name}"
+        args.config = configure_folder(args.config, args.work_dir, start, args.resume, first)
+    elif start != Start():
+        parser.error("--model, --checkpoint and --freeze go with a folder, not with a config")
     options = dict(args.cfg_options or {})
     if args.seed is not None:
         options["randomness.seed"] = args.seed
@@ -73,7 +106,6 @@ def main(argv: list[str] | None = None) -> None:
         config.scale_for_accumulation(cfg)
     work_dir = config.make_work_dir(cfg)
     # One process of a run holds the lock for all of them.
-    first = is_first(args.launcher)
     with locked_folder(work_dir) if first else nullcontext():
         if first:
             remove_leftovers(work_dir)

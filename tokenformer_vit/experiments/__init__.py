@@ -1,1 +1,41 @@
-"""The machinery of ablations: questions, plans, runs, records, tables and charts."""
+"""The machinery of ablations: questions, plans, runs, records, tables and charts.
+
+A file in ``ablations/`` asks a question: it makes an object of one of the kinds below, and calls
+:func:`main` with it. ``ablations/README.md`` says how.
+"""
+
+from .fields import Field, Measure
+from .image_models import IMAGES, attention_share, matched_vit, pattention, share_of_pairs
+from .language_models import LANGUAGE
+from .questions import Baseline, Question, Steps
+from .sweep import main
+from .texts import Texts
+from .training_cost import TrainingCost
+from .tuning import Tuning
+from .variants import Change, Outside, Part, Shape, Variant, arguments, in_stages, lasting
+
+__all__ = [
+    "IMAGES",
+    "LANGUAGE",
+    "Baseline",
+    "Change",
+    "Field",
+    "Measure",
+    "Outside",
+    "Part",
+    "Question",
+    "Shape",
+    "Steps",
+    "Texts",
+    "TrainingCost",
+    "Tuning",
+    "Variant",
+    "arguments",
+    "attention_share",
+    "in_stages",
+    "lasting",
+    "main",
+    "matched_vit",
+    "pattention",
+    "share_of_pairs",
+]

@@ -1,162 +1,120 @@
-"""The two fields that ablations are of, images and language, and all that differs between them.
+"""The fields of ablations, images and language: what their configs, logs and records call things.
 
-Plain values alone, so that the tables are rendered without OpenMMLab and without transformers.
+Tables need these names alone. What builds a model imports OpenMMLab or Hugging Face when called.
 """
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
-from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
+
+from torch import nn
+
+from tokenformer_vit.errors import InputError
+
+from .variants import Shape
 
 Config = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Measure:
-    """What a validation measures.
+    """What a validation measures."""
 
-    Args:
-        name: In records.
-        keys: What it is called in the log of a run, with others that are recorded beside it: a
-            regular expression, whose first group is the name in records.
-        title: At the beginning of a sentence.
-        heading: For tables.
-        axis: For charts.
-        form: Says one figure of it, in a line.
-        higher_is_better: Which way it goes.
-        logarithmic: Whether its logarithm is what can be averaged and drawn straight lines through.
-    """
+    name: str  # in records
+    label: str  # in tables, charts and messages
+    unit: str  # "%" or empty
+    keys: str  # regular expression for keys of a log; its first group is the name in records
+    logarithmic: bool = False  # perplexity: lower is better, and its logarithm is averaged
 
-    name: str
-    keys: str
-    title: str
-    heading: str
-    axis: str
-    form: str
-    higher_is_better: bool
-    logarithmic: bool
+    @property
+    def heading(self) -> str:
+        """Heading of a column."""
+        return f"{self.label} {self.unit}".rstrip()
+
+    @property
+    def axis(self) -> str:
+        """Label of an axis."""
+        return f"{self.label} ({self.unit})" if self.unit else self.label
 
     def read(self, line: Mapping[str, Any]) -> dict[str, float]:
-        """Return what a line of a log says of it, under the names of records."""
+        """Read the figures of a log line, under their names in records."""
         matches = ((re.fullmatch(self.keys, key), value) for key, value in line.items())
         return {match[1]: round(float(value), 3) for match, value in matches if match}
 
     def score(self, value: float) -> float:
-        """Return what is the higher, the better; of perplexity −ln, the loss with its sign turned.
-
-        Args:
-            value: As records have it.
-        """
-        scale = math.log(value) if self.logarithmic else value
-        return scale if self.higher_is_better else -scale
+        """Turn a figure of a record into a score, where higher is better: of perplexity −ln."""
+        return -math.log(value) if self.logarithmic else value
 
     def value(self, score: float) -> float:
-        """Return what has a score."""
-        scale = score if self.higher_is_better else -score
-        return math.exp(scale) if self.logarithmic else scale
+        """Turn a score back into a figure."""
+        return math.exp(-score) if self.logarithmic else score
 
 
-@dataclass(frozen=True)
-class Field:
-    """What the runs of a field have in common, and those of the other have otherwise.
+class Field(ABC):
+    """What the runs of a field have in common."""
 
-    Args:
-        measure: How good a model is.
-        path: Where in a config the part is that variants change.
-        own: Keys of that part which belong to a run and not to a variant.
-        seed_key: The one of them that draws alike what variants have in common; empty for none.
-        unit: In which the length of a run is counted, as validations are in records.
-        length: That length, in records.
-        limit: The key of ``train_cfg`` that sets it.
-        begun: How the log of a run says which unit it has begun; its first group is the number.
-        examples: How many a training set has, in records and in words.
-        per_step: How many a step of the optimiser takes, in records.
-        costs: Whether what a training costs is recorded of every run.
-        transformer: What a TokenFormer is compared with.
-        models: Module that builds the models: ``shape_of`` and ``build``.
-    """
+    measure: ClassVar[Measure]
+    path: ClassVar[tuple[str, ...]]  # keys of the part of a config that variants change
+    weights_key: ClassVar[str]  # key of that part which names the weights to start from
+    seed_key: ClassVar[str] = ""  # key of that part which seeds the weights outside the blocks
+    unit: ClassVar[str]  # in which a run and its validations are counted
+    limit: ClassVar[str]  # key of ``train_cfg`` that sets the length of a run
+    begun: ClassVar[bytes]  # regular expression for the unit that a log line was written in
+    examples: ClassVar[str]  # what a training set consists of
+    counts_flops: ClassVar[bool]  # whether every run counts its training FLOPs
+    transformer: ClassVar[str]  # what a TokenFormer is compared with
 
-    measure: Measure
-    path: tuple[str, ...]
-    own: frozenset[str]
-    seed_key: str
-    unit: str
-    length: str
-    limit: str
-    begun: bytes
-    examples: tuple[str, str]
-    per_step: str
-    costs: bool
-    transformer: str
-    models: str
+    @property
+    def length(self) -> str:
+        """Key of the length of a run in a record."""
+        return f"{self.unit}s"
 
     def part(self, cfg: Mapping[str, Any]) -> Any:
-        """Return the part of a config, or of what is said of one, that variants change."""
+        """Return the part of a config that variants change."""
         return reduce(lambda node, key: node.get(key, {}), self.path, cfg)
 
     def within(self, part: Config) -> Config:
-        """Say of a part where in a config it is."""
+        """Return a config that has nothing but this part."""
         return reduce(lambda node, key: {key: node}, reversed(self.path), part)
 
     def replace(self, cfg: Config, part: Config) -> None:
-        """Put a part into a config."""
+        """Replace the part of a config."""
         *above, last = self.path
         reduce(lambda node, key: node[key], above, cfg)[last] = part
 
-    def builder(self) -> Any:
-        """Import the module that builds the models, which needs more than tables do."""
-        return import_module(f".{self.models}", __package__)
+    def from_scratch(self, cfg: Config) -> Config:
+        """Check that a config starts from no trained weights.
 
+        Raises:
+            InputError: If it does.
+        """
+        if weights := self.part(cfg).get(self.weights_key):
+            raise InputError(
+                f"{'.'.join((*self.path, self.weights_key))} is {weights}, but an ablation trains "
+                "from scratch; set it to an empty string"
+            )
+        return cfg
 
-VISION = Field(
-    measure=Measure(
-        name="top1",
-        keys=r"accuracy/(\w+)",
-        title="Top-1",
-        heading="top-1 %",
-        axis="top-1 (%)",
-        form="top-1 {:.2f} %",
-        higher_is_better=True,
-        logarithmic=False,
-    ),
-    path=("model", "backbone"),
-    own=frozenset({"stem_seed", "checkpoint_path"}),  # the weights that are tuned are checked apart
-    seed_key="stem_seed",
-    unit="epoch",
-    length="epochs",
-    limit="max_epochs",
-    begun=rb'"epoch": (\d+)',
-    examples=("train_images", "training images"),
-    per_step="images_per_step",
-    costs=False,
-    transformer="ViT",
-    models="image_models",
-)
+    @abstractmethod
+    def check_data(self, cfg: Mapping[str, Any]) -> None:
+        """Check that the data of a config can be read.
 
-LANGUAGE = Field(
-    measure=Measure(
-        name="perplexity",
-        keys=r"(perplexity(?:/.+)?)",
-        title="Perplexity",
-        heading="perplexity",
-        axis="perplexity",
-        form="perplexity {:.2f}",
-        higher_is_better=False,
-        logarithmic=True,
-    ),
-    path=("model",),
-    own=frozenset({"checkpoint"}),  # the end of another run, which has a digest of its own
-    seed_key="",
-    unit="iteration",
-    length="iterations",
-    limit="max_iters",
-    begun=rb'"step": (\d+)',
-    examples=("train_sequences", "training sequences"),
-    per_step="sequences_per_step",
-    costs=True,
-    transformer="Transformer",
-    models="language_models",
-)
+        Raises:
+            InputError: If not.
+        """
+
+    @abstractmethod
+    def build(self, cfg: Mapping[str, Any], loaded: bool = False) -> nn.Module:
+        """Build the model of a config, on the device ``meta`` unless it loads weights."""
+
+    @abstractmethod
+    def shape_of(self, cfg: Mapping[str, Any]) -> tuple[Shape, int]:
+        """Return the sizes of a config's TokenFormer and the number of its parameters.
+
+        Raises:
+            InputError: If the model is no TokenFormer.
+        """

@@ -1,103 +1,146 @@
-"""The image classifiers of a sweep: what they are built of, and how large they are."""
+"""The image classifiers of ablations: how they are built, and what variants change of them."""
 
 import copy
-import hashlib
 import inspect
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from mmengine.config import Config
-from mmengine.registry import DefaultScope
-from mmpretrain.registry import MODELS
 from timm.models import VisionTransformer
+from torch import nn
 
+from tokenformer_vit.benchmarking.matched import matched_hidden
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.growth.transformer import mlp_ratio
 from tokenformer_vit.models import TokenFormerViT
-from tokenformer_vit.training.config import check_data_folders
 
-from .questions import ImageShape
-
-
-def check_data(cfg: Mapping[str, Any]) -> None:
-    """Check that the images of a config can be trained on; see :func:`check_data_folders`."""
-    check_data_folders(Config(cfg), ("train_dataloader", "val_dataloader"))
+from .fields import Field, Measure
+from .variants import Change, Part, Shape
 
 
-def build(cfg: Mapping[str, Any], loaded: bool = False) -> Any:
-    """Build the classifier of a config with no memory behind its weights, unless it loads some."""
-    model = copy.deepcopy({**cfg["model"], "train_cfg": None})  # mixup logs a line
-    timms(model["backbone"]).update(compile=False, stem_seed=None)
-    preprocessor = copy.deepcopy(cfg["data_preprocessor"])
-    logging.disable(logging.INFO)  # of LoRA, a line for each layer
-    try:
-        with (
-            torch.device("cpu" if loaded else "meta"),
-            DefaultScope.overwrite_default_scope("mmpretrain"),
-        ):
-            return MODELS.build({"data_preprocessor": preprocessor, **model})
-    finally:
-        logging.disable(logging.NOTSET)
+class Images(Field):
+    """Image classifiers, measured by top-1 accuracy."""
+
+    measure = Measure("top1", "top-1", "%", r"accuracy/(\w+)")
+    path = ("model", "backbone")
+    weights_key = "checkpoint_path"
+    seed_key = "stem_seed"
+    unit = "epoch"
+    limit = "max_epochs"
+    begun = rb'"epoch": (\d+)'
+    examples = "images"
+    counts_flops = False
+    transformer = "ViT"
+
+    def check_data(self, cfg: Mapping[str, Any]) -> None:
+        """Check that the images of a config can be read; see :class:`Field`."""
+        from mmengine.config import Config
+
+        from tokenformer_vit.training.config import check_data_folders
+
+        check_data_folders(Config(dict(cfg)), ("train_dataloader", "val_dataloader"))
+
+    def build(self, cfg: Mapping[str, Any], loaded: bool = False) -> nn.Module:
+        """Build the classifier of a config; see :class:`Field`."""
+        from mmengine.registry import DefaultScope
+        from mmpretrain.registry import MODELS
+
+        model = copy.deepcopy({**cfg["model"], "train_cfg": None})  # mixup logs a line
+        timm_part(model["backbone"]).update(compile=False, stem_seed=None)
+        preprocessor = copy.deepcopy(cfg["data_preprocessor"])
+        logging.disable(logging.INFO)  # LoRA logs a line for each layer
+        try:
+            with (
+                torch.device("cpu" if loaded else "meta"),
+                DefaultScope.overwrite_default_scope("mmpretrain"),
+            ):
+                return MODELS.build({"data_preprocessor": preprocessor, **model})
+        finally:
+            logging.disable(logging.NOTSET)
+
+    def shape_of(self, cfg: Mapping[str, Any]) -> tuple[Shape, int]:
+        """Return the sizes and the parameter count of a config's TokenFormer; see Field."""
+        model: Any = self.build(cfg)
+        vit = getattr(model.backbone, "model", None)
+        if not isinstance(vit, TokenFormerViT):
+            raise InputError(
+                f"the backbone of the config is {type(vit or model.backbone).__name__}, but an "
+                "ablation starts from a TokenFormer; choose another --config"
+            )
+        block: Any = vit.blocks[0]
+        patches: Any = vit.patch_embed
+        shape = Shape(
+            embed_dim=vit.embed_dim,
+            depth=len(vit.blocks),
+            num_heads=block.attn.num_heads,
+            num_qkv_param_tokens=block.attn.query.num_param_tokens,
+            num_proj_param_tokens=block.attn.proj.num_param_tokens,
+            num_ffn_param_tokens=block.mlp.num_param_tokens,
+            outside={"img_size": patches.img_size[0], "patch_size": patches.patch_size[0]},
+        )
+        return shape, sum(parameter.numel() for parameter in model.parameters())
 
 
-def timms(backbone: Mapping[str, Any]) -> Any:
-    """Return the config of the timm model, which LoRA has within its own."""
+IMAGES = Images()
+
+
+def timm_part(backbone: Mapping[str, Any]) -> Any:
+    """Return the config of the timm model, which LoRA wraps in its own."""
     return backbone["module"] if backbone["type"] == "LoRABackbone" else backbone
 
 
-def shape_of(cfg: Mapping[str, Any], pretraining: str | None = None) -> tuple[ImageShape, int]:
-    """Return the sizes of a config's TokenFormer, and the number of its parameters.
+def pattention(**new: Any) -> Change:
+    """Set arguments of every Pattention layer; the config's other ones stay."""
+    return lambda backbone, shape: {
+        **backbone,
+        "pattention_args": {**(backbone.get("pattention_args") or {}), **new},
+    }
 
-    Where it starts from trained weights they are those before any pair is appended.
+
+def share_of_pairs(share: float) -> Change:
+    """Keep a share of all pairs."""
+    return lambda backbone, shape: {**backbone, **shape.pairs(share)}
+
+
+def attention_share(pairs_per_channel: float) -> Change:
+    """Give q, k, v and o a number of pairs per channel, and the rest to the feed-forward layer.
+
+    Every split has as many parameters and FLOPs as the config's model.
     """
-    weights = cfg["model"]["backbone"].get("checkpoint_path")
-    if pretraining is None and weights:
-        raise InputError(
-            f"model.backbone.checkpoint_path is {weights}, but an ablation trains from scratch"
-        )
-    if pretraining is not None:
-        if not weights:
+
+    def change(backbone: Part, shape: Shape) -> Part:
+        pairs = round(pairs_per_channel * shape.embed_dim)
+        left = shape.num_param_tokens - 4 * pairs
+        if left < 1:
             raise InputError(
-                "the config starts from no trained weights, but they are what is tuned here: set "
-                f"model.backbone.checkpoint_path to those that `{pretraining}` makes"
+                f"{pairs} pairs for each of q, k, v and o leave none of {shape.num_param_tokens} "
+                "for the feed-forward layer; give --variants without this one"
             )
-        backbone = {**cfg["model"]["backbone"], "checkpoint_path": "", "growth": None}
-        cfg = {**cfg, "model": {**cfg["model"], "backbone": backbone}}
-    model = build(cfg)
-    vit = getattr(model.backbone, "model", None)
-    if not isinstance(vit, TokenFormerViT):
-        raise InputError(
-            f"the backbone of the config is {type(vit or model.backbone).__name__}; an ablation "
-            "starts from a TokenFormer"
-        )
-    block = vit.blocks[0]
-    own, plain = (
-        set(inspect.signature(kind).parameters) for kind in (TokenFormerViT, VisionTransformer)
-    )
-    shape = ImageShape(
-        embed_dim=vit.embed_dim,
-        depth=len(vit.blocks),
-        num_heads=block.attn.num_heads,
-        img_size=vit.patch_embed.img_size[0],
-        patch_size=vit.patch_embed.patch_size[0],
-        num_qkv_param_tokens=block.attn.query.num_param_tokens,
-        num_proj_param_tokens=block.attn.proj.num_param_tokens,
-        num_ffn_param_tokens=block.mlp.num_param_tokens,
-        own_arguments=frozenset(own - plain - {"kwargs"}),
-    )
-    return shape, sum(parameter.numel() for parameter in model.parameters())
+        if pairs == shape.num_qkv_param_tokens == shape.num_proj_param_tokens:
+            return backbone  # the config's own model, written as in the config
+        return {
+            **backbone,
+            "num_qkv_param_tokens": pairs,
+            "num_proj_param_tokens": pairs,
+            "num_ffn_param_tokens": left,
+        }
+
+    return change
 
 
-def start_of(backbone: Mapping[str, Any], pretraining: str) -> dict[str, str] | None:
-    """Name the weights from which a backbone starts, and what is in them, if it is from any."""
-    path = timms(backbone)["checkpoint_path"]
-    if not path:
-        return None
-    if not Path(path).is_file():
-        raise InputError(
-            f"there is no file {path} to start from: `{pretraining}` makes it, or give "
-            "`--cfg-options model.backbone.checkpoint_path=...`"
-        )
-    return {"file": path, "sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest()}
+def matched_vit(backbone: Part, shape: Shape) -> Part:
+    """Replace the TokenFormer by timm's ViT of its width and depth with as many weights."""
+    hidden = matched_hidden(shape.embed_dim, shape.num_param_tokens, "give --variants without vit")
+    ours, timms = (
+        inspect.signature(model).parameters.keys() for model in (TokenFormerViT, VisionTransformer)
+    )
+    return {
+        **{key: value for key, value in backbone.items() if key not in ours - timms},
+        "model_name": "vit_base_patch16_224",
+        **shape.outside,
+        "embed_dim": shape.embed_dim,
+        "depth": shape.depth,
+        "num_heads": shape.num_heads,
+        "mlp_ratio": mlp_ratio(hidden, shape.embed_dim),
+    }

@@ -1,83 +1,123 @@
-"""The language models of a sweep: what they are built of, and how large they are."""
+"""The language models of ablations: how they are built, and what variants change of them."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from mmengine.registry import DefaultScope
-from mmpretrain.registry import MODELS
+from torch import nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.language import TokenFormerForCausalLM
-from tokenformer_vit.training.language import TokenDataset  # which registers CausalLM, too
 
-from .questions import PAIRS, TextShape
-
-
-def check_data(cfg: Mapping[str, Any]) -> None:
-    """Check that the texts of a config can be read; see :class:`TokenDataset`."""
-    for name in ("train_dataloader", "val_dataloader"):
-        dataset = cfg[name]["dataset"]
-        TokenDataset(dataset["data_root"], dataset["split"])
+from .fields import Field, Measure
+from .variants import PAIRS, Change, Part, Shape
 
 
-def build(cfg: Mapping[str, Any], loaded: bool = False) -> Any:
-    """Build the language model of a config with no memory behind its weights.
+class Language(Field):
+    """Language models, measured by perplexity."""
+
+    measure = Measure("perplexity", "perplexity", "", r"(perplexity(?:/.+)?)", logarithmic=True)
+    path = ("model",)
+    weights_key = "checkpoint"
+    unit = "iteration"
+    limit = "max_iters"
+    begun = rb'"step": (\d+)'
+    examples = "sequences"
+    counts_flops = True
+    transformer = "Transformer"
+
+    def check_data(self, cfg: Mapping[str, Any]) -> None:
+        """Check that the texts of a config can be read; see :class:`Field`."""
+        from tokenformer_vit.training.language import TokenDataset
+
+        for name in ("train_dataloader", "val_dataloader"):
+            dataset = cfg[name]["dataset"]
+            TokenDataset(dataset["data_root"], dataset["split"])
+
+    def build(self, cfg: Mapping[str, Any], loaded: bool = False) -> nn.Module:
+        """Build the language model of a config, which loads no weights; see :class:`Field`."""
+        from mmengine.registry import DefaultScope
+        from mmpretrain.registry import MODELS
+
+        import tokenformer_vit.training.language  # noqa: F401  # registers CausalLM
+
+        sizes = {key: cfg["model"][key] for key in ("type", "architecture", "config")}
+        with torch.device("meta"), DefaultScope.overwrite_default_scope("mmpretrain"):
+            return MODELS.build(sizes)
+
+    def shape_of(self, cfg: Mapping[str, Any]) -> tuple[Shape, int]:
+        """Return the sizes and the parameter count of a config's TokenFormer; see Field."""
+        from tokenformer_vit.language import TokenFormerForCausalLM
+
+        model: Any = self.build(cfg)
+        if not isinstance(model.model, TokenFormerForCausalLM):
+            raise InputError(
+                f"the model of the config is a {cfg['model']['architecture']}, but an ablation "
+                "starts from a TokenFormer; choose another --config"
+            )
+        lm: Any = model.model.model
+        block, config = lm.blocks[0], lm.config
+        shape = Shape(
+            embed_dim=config.embed_dim,
+            depth=config.depth,
+            num_heads=config.num_heads,
+            num_qkv_param_tokens=block.attn.query.num_param_tokens,
+            num_proj_param_tokens=block.attn.proj.num_param_tokens,
+            num_ffn_param_tokens=block.mlp.num_param_tokens,
+            outside={
+                key: getattr(config, key)
+                for key in ("vocab_size", "context_length", "tie_embeddings")
+            },
+        )
+        return shape, sum(parameter.numel() for parameter in model.parameters())
+
+
+LANGUAGE = Language()
+
+
+def sizes(**new: Any) -> Change:
+    """Set sizes and other arguments of the TokenFormer; without any, it stays as it is."""
+    return lambda model, shape: {**model, "config": {**model["config"], **new}}
+
+
+def share(part: float) -> Change:
+    """Keep a share of all pairs; with all of them, the config's model stays as it is."""
+    return lambda model, shape: model if part == 1 else sizes(**shape.pairs(part))(model, shape)
+
+
+def pairs_by_width(attention: float, ffn: float, **new: Any) -> Change:
+    """Set the pairs as multiples of the width.
 
     Args:
-        cfg: The config, which starts from no checkpoint.
-        loaded: Of models that load weights, which is none of these.
+        attention: Pairs of each of q, k, v and o, as a multiple of the width.
+        ffn: Pairs of the feed-forward layer, as a multiple of the width.
+        new: Other arguments to set.
     """
-    del loaded
-    sizes = {key: cfg["model"][key] for key in ("type", "architecture", "config")}
-    with torch.device("meta"), DefaultScope.overwrite_default_scope("mmpretrain"):
-        return MODELS.build(sizes)
+
+    def change(model: Part, shape: Shape) -> Part:
+        multiples = zip(PAIRS, (attention, attention, ffn), strict=True)
+        pairs = {key: round(multiple * shape.embed_dim) for key, multiple in multiples}
+        same = all(getattr(shape, key) == number for key, number in pairs.items())
+        # The config's own model is written as in the config.
+        return sizes(**({} if same else pairs), **new)(model, shape)
+
+    return change
 
 
-def shape_of(cfg: Mapping[str, Any], pretraining: str | None = None) -> tuple[TextShape, int]:
-    """Return the sizes of a config's TokenFormer, and the number of its parameters.
-
-    Args:
-        cfg: The config.
-        pretraining: Of a question about trained weights, which none is about language.
-
-    Raises:
-        InputError: If the config starts from a checkpoint, or from no TokenFormer.
-    """
-    del pretraining
-    if cfg["model"].get("checkpoint"):
-        raise InputError(
-            f"model.checkpoint is {cfg['model']['checkpoint']}, but an ablation trains from scratch"
-        )
-    model = build(cfg)
-    if not isinstance(model.model, TokenFormerForCausalLM):
-        raise InputError(
-            f"the model of the config is a {cfg['model']['architecture']}; an ablation starts from "
-            "a TokenFormer"
-        )
-    lm: Any = model.model.model
-    block: Any = lm.blocks[0]
-    shape = TextShape(
-        embed_dim=lm.config.embed_dim,
-        depth=lm.config.depth,
-        num_heads=lm.config.num_heads,
-        vocab_size=lm.config.vocab_size,
-        context_length=lm.config.context_length,
-        tie_embeddings=lm.config.tie_embeddings,
-        num_qkv_param_tokens=block.attn.query.num_param_tokens,
-        num_proj_param_tokens=block.attn.proj.num_param_tokens,
-        num_ffn_param_tokens=block.mlp.num_param_tokens,
-    )
-    return shape, sum(parameter.numel() for parameter in model.parameters())
+def transformer(model: Part, shape: Shape, hidden_features: int) -> Part:
+    """Take a Transformer in GPT-2's form, of the TokenFormer's width and depth."""
+    return {
+        **model,
+        "architecture": "transformer",
+        "config": {
+            **shape.outside,
+            "embed_dim": shape.embed_dim,
+            "depth": shape.depth,
+            "num_heads": shape.num_heads,
+            "hidden_features": hidden_features,
+        },
+    }
 
 
-def end_of(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model that a stage ends with, as one of that size from scratch."""
-    grown = {key: size for key, size in (part.get("growth") or {}).items() if key in PAIRS}
-    config = {**part["config"], **grown}
-    return {**part, "config": config, "growth": None, "masks": None, "frozen_stem": False}
-
-
-def started(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model that has its sizes from the checkpoint that it starts from."""
-    return {**part, "config": {}}
+def matched_transformer(part: float = 1, pairs: float = 1) -> Change:
+    """Take the Transformer of :meth:`Shape.hidden`."""
+    return lambda model, shape: transformer(model, shape, **shape.hidden(part, pairs))

@@ -1,216 +1,250 @@
-"""What an ablation asks: its variants, as changes to the model of a config.
+"""What an ablation asks: the base of all kinds of questions, and the two simplest kinds."""
 
-Plain values alone, so that the tables are rendered without OpenMMLab.
-"""
-
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from tokenformer_vit.errors import InputError
+from matplotlib.figure import Figure
+from torch import nn
 
-from .fields import VISION, Field
-
-Backbone = dict[str, Any]
-
-PAIRS = ("num_qkv_param_tokens", "num_proj_param_tokens", "num_ffn_param_tokens")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """The sizes of a config's TokenFormer, whether the config gives them or a registry.
-
-    Args:
-        embed_dim: Width C.
-        depth: Number of blocks.
-        num_heads: Number of attention heads.
-        num_qkv_param_tokens: Pairs of each query, key and value projection.
-        num_proj_param_tokens: Pairs of each output projection.
-        num_ffn_param_tokens: Pairs of each feed-forward layer.
-    """
-
-    embed_dim: int
-    depth: int
-    num_heads: int
-    num_qkv_param_tokens: int
-    num_proj_param_tokens: int
-    num_ffn_param_tokens: int
-
-    def pairs(self, share: float) -> dict[str, int]:
-        """Return a share of all pairs, at least one a layer, as a model or a growth takes them."""
-        return {key: max(1, round(share * getattr(self, key))) for key in PAIRS}
-
-    @property
-    def num_param_tokens(self) -> int:
-        """Count the pairs of a block."""
-        return (
-            3 * self.num_qkv_param_tokens + self.num_proj_param_tokens + self.num_ffn_param_tokens
-        )
+from .fields import Config, Field
+from .image_models import IMAGES
+from .plots import band, curves_of, name_of, points, scale
+from .rows import (
+    FAILED,
+    MINUTES,
+    Column,
+    Record,
+    Row,
+    at_best_lr,
+    best_lr,
+    by_variant,
+    finished,
+    head,
+    line,
+    minus,
+    result_column,
+)
+from .variants import Shape, Variant
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageShape(Shape):
-    """The sizes of a TokenFormer for images.
+class Question(ABC):
+    """One question, with a table and a chart of its own. Subclasses are the kinds of questions.
 
     Args:
-        img_size: Height and width of the images.
-        patch_size: Height and width of a patch.
-        own_arguments: Names of the arguments that a TokenFormer takes and timm's ViT does not.
-    """
-
-    img_size: int
-    patch_size: int
-    own_arguments: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextShape(Shape):
-    """The sizes of a TokenFormer for language.
-
-    Args:
-        vocab_size: Entries of the embedding.
-        context_length: Most tokens of a sequence.
-        tie_embeddings: Whether the embedding is the head, too.
-    """
-
-    vocab_size: int
-    context_length: int
-    tie_embeddings: bool = True
-
-
-# Of the part of a config that variants change, and of the sizes of the config's own model.
-Change = Callable[[Backbone, Any], Backbone]
-# Of those sizes, and of the length of the config's run in epochs or iterations.
-Outside = Callable[[Any, int], dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One row of a table.
-
-    Args:
-        name: For files and the command line.
-        label: For tables and charts.
-        change: Makes the variant's backbone, or language model, out of the config's.
-        outside: Says what the variant changes of the config besides, of the sizes and the length
-            that the config has.
-        paper: Top-1 in % that the paper reports for it on ImageNet-1K at base size.
-        reference: It is there for comparison, and no step from the row above.
-        grown: It gets larger while it trains.
-        start: The variant from whose end it starts, one that comes before it, of the same seed.
-        text: Folder of the text that it trains on, of those of its question.
-    """
-
-    name: str
-    label: str
-    change: Change
-    paper: float | None = None
-    reference: bool = False
-    outside: Outside | None = None
-    grown: bool = False
-    start: str | None = None
-    text: str | None = None
-
-
-@dataclass(frozen=True)
-class Question:
-    """One table.
-
-    Args:
-        name: That of the file which asks it.
-        title: For the heading.
-        text: What is asked, what the paper says, in a sentence or two of Markdown.
-        variants: The rows, in order.
-        field: Of images or of language.
-        compute: The variant whose training cost is the measure of the others'; that is what the
-            question is about, so that its variants differ in size. None where all have as many
-            parameters.
-        pretraining: The command that makes the weights from which the config starts; the question
-            is then what to train of them, and how many parameters that are. None where every
-            variant trains from scratch.
-        baseline: The variant beside which all others are set, in size, cost and measure. None
-            where rows are steps from one to the next.
-        texts: Folders of the texts on which every run is measured; a variant says on which of them
-            it trains, and may start from the end of another.
+        name: Name of the file that asks it.
+        title: Heading.
+        text: What is asked, and what the paper says, in Markdown: the docstring of the file.
+        variants: Rows of the table, in order.
+        field: Images or language.
     """
 
     name: str
     title: str
-    text: str
+    text: str | None
     variants: tuple[Variant, ...]
-    field: Field = VISION
-    compute: str | None = None
-    pretraining: str | None = None
-    baseline: str | None = None
-    texts: tuple[str, ...] = ()
+    field: Field = IMAGES
+
+    same_size: ClassVar[bool] = True  # all variants have as many parameters, within 1 %
+    loads_weights: ClassVar[bool] = False  # the config starts from trained weights
+    counts_flops: ClassVar[bool] = False  # every run counts its training FLOPs
+    papers_run: ClassVar[str] = "the paper's setting"  # in the table of images; empty for none
+    chart: ClassVar[str] = "{} and curves"  # what the chart shows of the measure
+
+    # The runs.
+
+    def start(self, cfg: Config) -> Config:
+        """Return the config whose model variants are changes of.
+
+        Raises:
+            InputError: If it starts from weights and should not, or the reverse.
+        """
+        return self.field.from_scratch(cfg)
+
+    def start_of(self, part: Mapping[str, Any]) -> dict[str, Any]:
+        """Say for the record what weights a variant starts from."""
+        return {}
+
+    def end_of(self, part: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the model that a run ends with, as a model from scratch."""
+        return dict(part)
+
+    def counts(self, model: nn.Module) -> dict[str, int]:
+        """Count parameters for the record."""
+        return {"parameters": sum(parameter.numel() for parameter in model.parameters())}
+
+    def put_data_root(self, cfg: Config, data_root: str | None) -> None:
+        """Put ``--data-root`` into a config."""
+        for name in ("train_dataloader", "val_dataloader", "test_dataloader"):
+            if data_root is not None:
+                cfg[name]["dataset"]["data_root"] = data_root
+
+    def outside(
+        self, variant: Variant, shape: Shape, length: int, data_root: str | None
+    ) -> dict[str, Any]:
+        """Return what a variant changes outside the model."""
+        return variant.outside(shape, length) if variant.outside is not None else {}
+
+    # The table.
 
     @property
-    def equal(self) -> bool:
-        """Tell whether all variants should have as many parameters."""
-        return not (self.compute or self.pretraining or self.baseline or self.texts)
+    def common(self) -> tuple[str, ...]:
+        """Keys of a record whose values all runs of a table must share."""
+        examples = self.field.examples
+        return "config", self.field.length, f"train_{examples}", f"{examples}_per_step", "dtype"
 
+    @property
+    def note(self) -> str:
+        """How to read the table."""
+        return ""
 
-def arguments(**new: Any) -> Change:
-    """Set arguments of the backbone; none leaves the config's model as it is."""
-    return lambda backbone, shape: {**backbone, **new}
+    @abstractmethod
+    def columns(self) -> Sequence[Column]:
+        """Return the columns of the table."""
 
+    def rows(self, records: Sequence[Record]) -> Iterator[Row | str]:
+        """Sort the runs into rows, and headings of groups where there are several learning rates.
 
-def pattention(**new: Any) -> Change:
-    """Set arguments of every Pattention layer, and keep those that the config sets."""
-    return lambda backbone, shape: {
-        **backbone,
-        "pattention_args": {**(backbone.get("pattention_args") or {}), **new},
-    }
+        Args:
+            records: The runs of a table; without any, every variant has an empty row.
+        """
+        measure = self.field.measure
+        rates = sorted({record["lr"] for record in records})
+        of_variants = by_variant(self.variants, records)
+        best = {variant: best_lr(measure, runs) for variant, runs in of_variants.items()}
+        for lr in rates if len(rates) > 1 else ():
+            group = by_variant(self.variants, [run for run in records if run["lr"] == lr])
+            yield f"lr {lr:g}"
+            yield from (Row(each, group, measure, best[each] == lr) for each in self.variants)
+        if len(rates) > 1:
+            yield "each at its best lr"
+        group = at_best_lr(measure, self.variants, records)
+        yield from (Row(variant, group, measure) for variant in self.variants)
 
-
-def attention_share(pairs_per_channel: float) -> Change:
-    """Give each of q, k, v and o so many pairs a channel, and what is left to the feed-forward.
-
-    Every split has as many parameters and FLOPs as the config's.
-    """
-
-    def change(backbone: Backbone, shape: Shape) -> Backbone:
-        pairs = round(pairs_per_channel * shape.embed_dim)
-        left = shape.num_param_tokens - 4 * pairs
-        if left < 1:
-            raise InputError(
-                f"{pairs} pairs for each of q, k, v and o leave none of {shape.num_param_tokens} "
-                "to the feed-forward layer; leave this variant out by --variants"
-            )
-        if pairs == shape.num_qkv_param_tokens == shape.num_proj_param_tokens:
-            return backbone  # the config's own model, said as the config says it
-        return {
-            **backbone,
-            "num_qkv_param_tokens": pairs,
-            "num_proj_param_tokens": pairs,
-            "num_ffn_param_tokens": left,
-        }
-
-    return change
-
-
-def matched_vit(backbone: Backbone, shape: ImageShape) -> Backbone:
-    """Replace the TokenFormer by timm's ViT of its width and depth with as many weights.
-
-    A block has 2C(3·P_qkv + P_proj + P_ffn) weights as a TokenFormer and 4C² + 2C·hidden as a ViT.
-    """
-    width = shape.embed_dim
-    hidden = shape.num_param_tokens - 2 * width
-    if hidden < 1:
-        raise InputError(
-            f"no ViT of width {width} has as few weights as {shape.num_param_tokens} pairs a "
-            f"block: its attention alone takes those of {2 * width}; leave vit out by --variants"
+    def table(self, records: Sequence[Record]) -> str:
+        """Render the table of some runs."""
+        columns = self.columns()
+        rows = (
+            f"| **{row}** |{' |' * len(columns)}\n" if isinstance(row, str) else line(row, columns)
+            for row in self.rows(records)
         )
-    ratio = hidden / width
-    if int(width * ratio) != hidden:  # timm rounds down
-        ratio = (hidden + 0.5) / width
-    return {
-        **{key: value for key, value in backbone.items() if key not in shape.own_arguments},
-        "model_name": "vit_base_patch16_224",
-        "img_size": shape.img_size,
-        "patch_size": shape.patch_size,
-        "embed_dim": width,
-        "depth": shape.depth,
-        "num_heads": shape.num_heads,
-        "mlp_ratio": ratio,
-    }
+        return head(columns) + "".join(rows)
+
+    @abstractmethod
+    def draw(self, records: Sequence[Record]) -> Figure:
+        """Draw the chart of some runs, each variant at its best learning rate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps(Question):
+    """Each variant is a step from the one above; all have as many parameters."""
+
+    def columns(self) -> Sequence[Column]:
+        """Return the columns of the table."""
+        return (
+            Column("lr", Row.lr),
+            Column("parameters", Row.parameters),
+            result_column(self.field.measure),
+            Column("paper", _paper, _paper),
+            Column("Δ", self._step),
+            Column("Δ, paper", self._papers_step),
+            MINUTES,
+            FAILED,
+        )
+
+    def _above(self, row: Row) -> Row | None:
+        """Return the row above, if there is a step from it."""
+        index = self.variants.index(row.variant)
+        above = row.other(self.variants[index - 1])
+        return above if index and above.records and not row.variant.reference else None
+
+    def _step(self, row: Row) -> str:
+        above = self._above(row)
+        return row.difference(above) if above else ""
+
+    def _papers_step(self, row: Row) -> str:
+        if (above := self._above(row)) is None:
+            return ""
+        mine, theirs = row.variant.paper, above.variant.paper
+        return "–" if mine is None or theirs is None else minus(f"{mine - theirs:+.1f}")
+
+    def draw(self, records: Sequence[Record]) -> Figure:
+        """Draw results, loss and validation."""
+        return _draw_results(self, records)
+
+
+def _paper(row: Row) -> str:
+    return "–" if row.variant.paper is None else f"{row.variant.paper:.1f}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline(Question):
+    """Every variant is compared with one of them, in parameters, FLOPs and result.
+
+    Args:
+        baseline: Name of that variant.
+    """
+
+    baseline: str
+    same_size: ClassVar[bool] = False
+
+    def columns(self) -> Sequence[Column]:
+        """Return the columns of the table."""
+        (base,) = (variant for variant in self.variants if variant.name == self.baseline)
+
+        def parameters(row: Row) -> str:
+            if not (others := row.other(base).records):
+                return "–"
+            return f"{row.records[0]['parameters'] / others[0]['parameters']:.3f}"
+
+        return (
+            Column("parameters", Row.parameters),
+            Column(f"× {base.label}", parameters),
+            Column("training FLOPs", Row.flops),
+            Column(f"× {base.label}", lambda row: row.times_flops(row.other(base))),
+            result_column(self.field.measure),
+            Column(
+                f"Δ to {base.label}",
+                lambda row: "" if row.variant is base else row.difference(row.other(base)),
+            ),
+            MINUTES,
+            FAILED,
+        )
+
+    def draw(self, records: Sequence[Record]) -> Figure:
+        """Draw results, loss and validation."""
+        return _draw_results(self, records)
+
+
+def _draw_results(question: Question, records: Sequence[Record]) -> Figure:
+    """Draw the results with their deviation, training loss and validation.
+
+    Curves are means over seeds, with a band of one standard deviation. The loss of a failed run is
+    dotted up to its end. Every variant is drawn at its best learning rate.
+    """
+    field, measure = question.field, question.field.measure
+    figure = Figure(figsize=(13, 3.8), layout="constrained")
+    result, loss, validation = figure.subplots(1, 3)
+    group = at_best_lr(measure, question.variants, records)
+    for index, (variant, runs) in enumerate(group.items()):
+        style: dict[str, Any] = {"color": f"C{index}", "label": name_of(variant, runs, records)}
+        if done := finished(runs):
+            points(result, index, Row(variant, group, measure).results(), fmt="o", **style)
+            band(loss, curves_of(done, "loss", "iteration", "loss"), **style)
+            band(validation, curves_of(done, "validation", field.unit, measure.name), **style)
+        for run in runs:
+            curve = curves_of([run], "loss", "iteration", "loss")
+            if "failed" in run and len(curve):
+                loss.plot(curve, ":", color=f"C{index}")
+                loss.plot(curve[-1:], "x", color=f"C{index}")
+    labels = [variant.label for variant in question.variants]
+    result.set_xticks(range(len(labels)), labels, rotation=20, ha="right")
+    result.set(title=f"{measure.axis}, mean ± standard deviation", xlim=(-0.5, len(labels) - 0.5))
+    loss.set(title="training loss", xlabel="iteration")
+    validation.set(title=f"validation {measure.axis}", xlabel=field.unit)
+    scale(validation, measure)
+    if loss.get_legend_handles_labels()[0]:
+        loss.legend(fontsize="small")
+    return figure

@@ -1,135 +1,193 @@
-"""The rows of a table: the runs of each variant, and what is said of them."""
+"""The rows of a table: the runs of each variant, and the cells that say how they went."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from statistics import mean, stdev
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pandas as pd
 
 from .fields import Measure
-from .questions import Question, Variant
+from .variants import Variant
 
-LONGEST_ERROR = 90
+LONGEST_ERROR = 90  # characters
 
 Record = dict[str, Any]
-Rows = Mapping[Variant, Sequence[Record]]
+Group = Mapping[Variant, Sequence[Record]]  # the runs of a table, or of one learning rate
 
 
 def finished(records: Iterable[Record]) -> list[Record]:
-    """Leave out the runs that failed."""
+    """Return the records of runs that did not fail."""
     return [record for record in records if "failed" not in record]
 
 
-def by_variant(question: Question, records: Iterable[Record]) -> dict[Variant, list[Record]]:
-    """Sort records into the rows of a table, in its order."""
-    rows: dict[Variant, list[Record]] = {variant: [] for variant in question.variants}
-    names = {variant.name: variant for variant in question.variants}
+def by_variant(variants: Sequence[Variant], records: Iterable[Record]) -> dict[Variant, list]:
+    """Sort records by variant, in the order of the variants."""
+    rows = {variant.name: (variant, []) for variant in variants}
     for record in records:
-        rows[names[record["variant"]]].append(record)
-    return rows
+        rows[record["variant"]][1].append(record)
+    return dict(rows.values())
 
 
 def best_lr(measure: Measure, records: Iterable[Record]) -> float | None:
-    """Return the learning rate of the best mean, if any run came to its end.
+    """Return the learning rate of the best mean, or None if all runs failed.
 
-    Only rates at which the most runs came to their end are candidates: where some diverged, the
-    mean of the others is no measure.
+    Only rates with the most finished runs are candidates. Where some runs diverged, the mean of
+    the others says little.
     """
-    rates: dict[float, list[float]] = {}
-    for record in finished(records):
-        rates.setdefault(record["lr"], []).append(record["final"][measure.name])
-    most = max(map(len, rates.values()), default=0)
-    candidates = [lr for lr in sorted(rates) if len(rates[lr]) == most]
-    return max(candidates, key=lambda lr: measure.score(mean(rates[lr])), default=None)
+    done = [(record["lr"], record["final"][measure.name]) for record in finished(records)]
+    rates = pd.DataFrame(done, columns=["lr", "result"]).groupby("lr").result.agg(["count", "mean"])
+    means = rates.loc[rates["count"] == rates["count"].max(), "mean"]
+    return max(means.index, key=lambda lr: measure.score(means[lr]), default=None)
 
 
-def at_best_lr(question: Question, records: Iterable[Record]) -> dict[Variant, list[Record]]:
-    """Leave of each variant the runs of its best learning rate; all, if it never came to an end."""
-    chosen = {}
-    for variant, own in by_variant(question, records).items():
-        best = best_lr(question.field.measure, own)
-        chosen[variant] = [record for record in own if best in (None, record["lr"])]
-    return chosen
+def at_best_lr(
+    measure: Measure, variants: Sequence[Variant], records: Iterable[Record]
+) -> dict[Variant, list[Record]]:
+    """Keep each variant's runs at its best learning rate, or all of them if all failed."""
+    return {
+        variant: [run for run in runs if best_lr(measure, runs) in (None, run["lr"])]
+        for variant, runs in by_variant(variants, records).items()
+    }
 
 
+@dataclass(frozen=True)
 class Row:
-    """A variant at one learning rate.
+    """A variant at one learning rate."""
 
-    Args:
-        variant: The variant.
-        records: Its runs, those that failed included.
-        measure: What is told of them.
-    """
+    variant: Variant
+    group: Group  # its own runs, and those that it is compared with
+    measure: Measure
+    best: bool = False  # of several learning rates; it is printed in bold
 
-    def __init__(self, variant: Variant, records: Sequence[Record], measure: Measure) -> None:
-        self.variant = variant
-        self.records = records
-        self.done = finished(records)
-        self.failed = [record for record in records if "failed" in record]
-        self.by_seed = {record["seed"]: record["final"][measure.name] for record in self.done}
+    @property
+    def records(self) -> Sequence[Record]:
+        """The runs."""
+        return self.group[self.variant]
+
+    def other(self, variant: Variant) -> "Row":
+        """Return the row of another variant in the same group."""
+        return Row(variant, self.group, self.measure)
+
+    def by_seed(self, value: Callable[[Record], float]) -> pd.Series:
+        """Return a figure of each finished run, by seed."""
+        runs = finished(self.records)
+        return pd.Series({run["seed"]: value(run) for run in runs}, dtype=float).sort_index()
+
+    def results(self) -> pd.Series:
+        """Return the results by seed."""
+        return self.by_seed(lambda run: run["final"][self.measure.name])
+
+    def mean(self) -> str:
+        """Mean and standard deviation of the results."""
+        results = self.results()
+        return with_deviation(results, ".2f") if len(results) else "–"
 
     def result(self) -> str:
-        """Give mean, deviation and n."""
-        return f"{self.mean_result()} (n = {len(self.by_seed)})" if self.by_seed else "–"
-
-    def mean_result(self) -> str:
-        """Give mean and deviation."""
-        values = list(self.by_seed.values())
-        return with_deviation(values, ".2f") if values else "–"
+        """Mean, standard deviation and number of the results."""
+        text = f"{self.mean()} (n = {n})" if (n := len(self.results())) else "–"
+        return f"**{text}**" if self.best else text
 
     def difference(self, other: "Row") -> str:
-        """Give the difference of the means over the seeds that both rows have."""
-        seeds = sorted(self.by_seed.keys() & other.by_seed.keys())
-        own = [self.by_seed[seed] - other.by_seed[seed] for seed in seeds]
-        step = with_deviation(own, "+.2f") if own else "–"
-        if own and len(own) < max(len(self.by_seed), len(other.by_seed)):
-            step += f" (n = {len(own)})"
-        return step
-
-    def papers_difference(self, other: "Row") -> str:
-        """Give the difference that the paper reports."""
-        papers = (self.variant.paper, other.variant.paper)
-        return "–" if None in papers else minus(f"{papers[0] - papers[1]:+.1f}")
+        """Mean and deviation of the differences, over the seeds that both rows have."""
+        mine, theirs = self.results(), other.results()
+        steps = (mine - theirs).dropna()
+        if steps.empty:
+            return "–"
+        text = with_deviation(steps, "+.2f")
+        most = max(len(mine), len(theirs))
+        return text if len(steps) == most else f"{text} (n = {len(steps)})"
 
     def lr(self) -> str:
-        """Give the learning rate."""
+        """Learning rate."""
         return ", ".join(f"{lr:g}" for lr in sorted({run["lr"] for run in self.records}))
 
+    def counts(self, key: str) -> str:
+        """Counts that all records have, such as of parameters."""
+        return ", ".join(f"{count:,}" for count in sorted({run[key] for run in self.records}))
+
     def parameters(self) -> str:
-        """Give their number at the start and, where it is another, at the end."""
+        """Number of parameters at the start and, if the model grew, at the end."""
         sizes = {
             (record["parameters"], (record.get("growth") or [record])[-1]["parameters"])
-            for record in self.done or self.failed
+            for record in finished(self.records) or self.records
         }
         return ", ".join(
             f"{start:,}" if start == end else f"{start:,} → {end:,}" for start, end in sorted(sizes)
         )
 
+    def flops(self) -> str:
+        """Mean training FLOPs."""
+        flops = self.by_seed(lambda run: run["flops"])
+        return scientific(flops.mean()) if len(flops) else "–"
+
+    def times_flops(self, other: "Row") -> str:
+        """Training FLOPs relative to those of another row."""
+        mine, theirs = (row.by_seed(lambda run: run["flops"]) for row in (self, other))
+        return f"{mine.mean() / theirs.mean():.2f}" if len(mine) and len(theirs) else "–"
+
     def minutes(self) -> str:
-        """Give the mean time; the record of a resumed run knows that of its last part alone."""
-        whole = [r["seconds"] / 60 for r in self.done if not r["resumed_at_iteration"]]
-        return f"{mean(whole):.1f}" if whole else "–"
+        """Mean time. The record of a resumed run has the time of its last part only."""
+        whole = [run for run in finished(self.records) if not run["resumed_at_iteration"]]
+        seconds = pd.Series([run["seconds"] for run in whole], dtype=float)
+        return f"{seconds.mean() / 60:.1f}" if len(seconds) else "–"
 
     def failures(self) -> str:
-        """Name the runs that failed, and why."""
-        told = []
-        for record in sorted(self.failed, key=lambda record: record["seed"]):
-            error = record["failed"].replace("|", "\\|")
-            if len(error) > LONGEST_ERROR:
-                error = f"{error[:LONGEST_ERROR].rstrip()} …"
-            told.append(f"seed {record['seed']}: {error}")
-        return "; ".join(told)
+        """The seeds that failed, and why."""
+        texts = []
+        for record in sorted(self.records, key=lambda record: record["seed"]):
+            if error := record.get("failed", "").replace("|", "\\|"):
+                if len(error) > LONGEST_ERROR:
+                    error = f"{error[:LONGEST_ERROR].rstrip()} …"
+                texts.append(f"seed {record['seed']}: {error}")
+        return "; ".join(texts)
 
 
-def with_deviation(values: Sequence[float], form: str) -> str:
-    """Give the mean and, of several, the standard deviation."""
-    text = minus(format(mean(values), form))
-    return f"{text} ± {stdev(values):.2f}" if len(values) > 1 else text
+class Column(NamedTuple):
+    """A column of a table: its heading, and the cells of rows that have runs and that have none."""
+
+    heading: str
+    cell: Callable[[Row], str]
+    without: Callable[[Row], str] = lambda row: ""
+
+
+def result_column(measure: Measure, cell: Callable[[Row], str] = Row.result) -> Column:
+    """Return the column of the results, where a variant without runs says so."""
+    return Column(measure.heading, cell, lambda row: "not run")
+
+
+MINUTES = Column("minutes", Row.minutes)
+FAILED = Column("failed", Row.failures)
+
+
+def head(columns: Sequence[Column]) -> str:
+    """Render the head of a table."""
+    names = "".join(f" {column.heading} |" for column in columns)
+    return f"| |{names}\n|---|{'---|' * len(columns)}\n"
+
+
+def line(row: Row, columns: Sequence[Column]) -> str:
+    """Render a row of a table."""
+    cells = [column.cell(row) if row.records else column.without(row) for column in columns]
+    return f"| {' | '.join([row.variant.label, *cells])} |\n"
+
+
+def with_deviation(values: pd.Series, form: str) -> str:
+    """Format the mean and, of several values, the standard deviation."""
+    text = minus(format(values.mean(), form))
+    return f"{text} ± {values.std():.2f}" if len(values) > 1 else text
 
 
 def minus(text: str) -> str:
-    """Write a minus as one."""
+    """Replace hyphens by minus signs."""
     return text.replace("-", "−")
 
 
-def line(*cells: str) -> str:
-    """Write a line of a table."""
-    return "| " + " | ".join(cells) + " |\n"
+def scientific(value: float) -> str:
+    """Format a large number with three digits and a power of ten."""
+    digits, exponent = f"{value:.2e}".split("e")
+    return f"{digits} · {power_of_ten(int(exponent))}"
+
+
+def power_of_ten(exponent: int) -> str:
+    """Format a power of ten."""
+    return f"10{str(exponent).translate(str.maketrans('0123456789', '⁰¹²³⁴⁵⁶⁷⁸⁹'))}"

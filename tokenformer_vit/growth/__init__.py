@@ -1,4 +1,4 @@
-"""What may be done to a trained model's parameter tokens."""
+"""Change the parameter tokens of a trained model: grow, freeze, merge, prune, mask, top-k."""
 
 from .grow import INITS, grow, grow_state_dict
 from .masks import TokenMasks, count_pairs

@@ -1,4 +1,4 @@
-"""Growth: pairs of parameter tokens are appended, and the model computes what it did before."""
+"""Growth: append pairs of parameter tokens to a trained model without changing its outputs."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.arguments import released_stds
 from tokenformer_vit.layers.segments import TOKENS, fuse_state_dict, is_split, token_segments
-from tokenformer_vit.ops import check_theta, default_tau
+from tokenformer_vit.ops import THETAS, default_tau, find_theta
 
 from .new_pairs import freeze_old
 from .optimizer import carry_over, check_optimizer
@@ -28,8 +28,8 @@ from .tokens import (
 )
 
 INITS = ("zero_key", "random", "duplicate", "released")
-# What the two copies of a pair differ by, relative to the values. Equal copies would get equal
-# gradients and stay equal for ever.
+# How much the copies of a pair differ, relative to the values. Equal copies would get equal
+# gradients and stay equal forever.
 _SPREAD = 0.1
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -52,61 +52,62 @@ def grow(
 ) -> Model:
     """Append pairs of parameter tokens to every layer of a model, in place.
 
-    ============= ====================== ==================== ==========================
-    ``init``      new keys, values       τ                    what the model computes
-    ============= ====================== ==================== ==========================
-    ``zero_key``  zero, random           kept                 stays; ``softmax``: by its gate
-    ``duplicate`` those of the old pair, times m (L1 norms)   stays, for every Θ
-                  values / m ± δ         or √m (L2 norms)
-    ``random``    random, random         kept                 changes (stays behind a gate)
-    ``released``  random, random         √P or P anew         changes
-    ============= ====================== ==================== ==========================
+    ============= ========================= ===================== ===========================
+    ``init``      new keys, values          τ                     outputs of the model
+    ============= ========================= ===================== ===========================
+    ``zero_key``  zero, random              kept                  stay; ``softmax``: by a gate
+    ``duplicate`` keys of the old pair,     times m (L1 norms) or stay, for every Θ
+                  values / m ± δ            √m (L2 norms)
+    ``random``    random, random            kept                  change (stay with a gate)
+    ``released``  random, random            default of new count  change
+    ============= ========================= ===================== ===========================
 
     Args:
-        model: Any module with TokenFormer blocks. Its Pattention parameters are new objects
-            afterwards; what timm saves and rebuilds it from says the new counts.
-        num_qkv_param_tokens: Pairs of each query, key and value projection from now on; None
-            leaves them as they are.
-        num_proj_param_tokens: So for the output projections.
-        num_ffn_param_tokens: So for the feed-forward layers.
-        init: How new pairs start, as above. What is random is normal, of the root mean square of
-            the layer's present keys or values. ``duplicate`` takes m times the present count; its
-            δ has a tenth of the values' root mean square, and the δ of all copies of a pair sum
-            to zero. ``released`` draws as the authors' code does, keys N(0, 0.02²) and values
-            N(0, (2 / (depth · √width))²), and sets τ to what a new layer of that many pairs has
-            (:func:`~tokenformer_vit.ops.default_tau`): every old pair gets another weight.
-        gate: Of ``softmax``: start new pairs behind a gate of 0, ``learned`` or ``fixed`` (to be
-            opened by :func:`open_gates`). None takes ``learned`` for ``zero_key`` and no gate for
-            the others. All layers have gates of one kind: fixed ones become learned where new ones
-            are, and the other way round is refused.
-        seed: Of the random numbers. The same seed draws others for each layer and each old count.
-        split: Hold new pairs in parameters of their own, as
-            :mod:`tokenformer_vit.layers.segments` says, so that they can be trained otherwise.
-            Those of an earlier growth are joined to the old ones, in every layer.
-        freeze: ``old`` trains the new pairs alone: every other parameter of ``model``, its head
-            included, needs no gradient any more. It implies ``split``.
-        optimizer: Of the model's parameters; it goes on with the new ones. Any other optimizer of
-            them raises InputError at its next step: build a new one. A schedule of learning rates
-            that was made before (PyTorch's, timm's) does not know of groups that this adds, for
-            gates and for ``new_lr_scale``: make a new one. So it is with an average of the weights
-            (timm's ``ModelEmaV3``), whose tensors are of the old shapes.
-        moments: What becomes of its state; see :func:`carry_over`.
-        new_lr_scale: Factor on the learning rate of the new pairs in ``optimizer``. Other than 1
-            implies ``split``.
+        model: Any module with TokenFormer blocks. Its Pattention parameters become new objects, and
+            the arguments from which timm rebuilds it get the new counts.
+        num_qkv_param_tokens: New number of pairs in each query, key and value projection; None
+            keeps the present number.
+        num_proj_param_tokens: New number of pairs in each output projection.
+        num_ffn_param_tokens: New number of pairs in each feed-forward layer.
+        init: Values of new pairs, see the table. Random tokens are normal with the root mean square
+            of the layer's present keys or values. ``duplicate`` needs m times the present count;
+            its δ has a tenth of the values' root mean square, and the δ of all copies of a pair sum
+            to zero. ``released`` draws as the authors' code does: keys from N(0, 0.02²), values
+            from N(0, (2 / (depth · √width))²), and τ becomes the default of a new layer with as
+            many pairs (:func:`~tokenformer_vit.ops.default_tau`), which changes the weight of every
+            old pair.
+        gate: Gate of new pairs under ``softmax``, which starts at 0: ``learned``, or ``fixed`` and
+            opened by :func:`open_gates`. None means ``learned`` for ``zero_key`` and no gate
+            otherwise. All gates of a model are of one kind: old fixed gates become learned if new
+            gates are learned; fixed gates cannot be added to learned ones.
+        seed: Seed of the random numbers, which differ between layers and between old counts.
+        split: Store new pairs in parameters of their own, see
+            :mod:`tokenformer_vit.layers.segments`, to train them differently. New pairs of an
+            earlier growth are joined to the old pairs in every layer.
+        freeze: ``old`` trains only the new pairs: no other parameter of ``model``, not even the
+            head, needs a gradient. It implies ``split``.
+        optimizer: Optimizer of the model's parameters, which continues with the new parameters. Any
+            other optimizer of these parameters raises InputError at its next step: build a new one.
+            Also build a new learning-rate scheduler (PyTorch's or timm's), because it does not know
+            the groups that are added for gates and for ``new_lr_scale``, and a new average of the
+            weights (timm's ``ModelEmaV3``), because its tensors have the old shapes.
+        moments: What to do with the optimizer's state; see :func:`carry_over`.
+        new_lr_scale: Factor on the learning rate of new pairs in ``optimizer``. A factor other than
+            1 implies ``split``.
 
     Returns:
         ``model``.
 
     Raises:
-        InputError: If a count is smaller than the present one, an argument is none of those that
-            exist, ``init`` cannot serve the model's Θ and counts, the parameters are on the meta
-            device, or ``model`` is a part of a model whose other blocks would keep their counts.
+        InputError: If a count is smaller than the present one, an argument has an unknown value,
+            ``init`` does not fit the model's Θ and counts, the parameters are on the meta device,
+            or ``model`` is only a part of a model, whose other blocks would keep their counts.
 
     Note:
-        In float32 what the model computes stays to about 1e-6 (rounding in sums of another
-        length); on a CPU it stays to the last bit where the counts are multiples of 16. New zero
-        keys with zero values would be exact too, but under a GELU both have gradients of exactly
-        zero, for ever: there is no such ``init``.
+        In float32, outputs stay equal to about 1e-6, because sums of another length round
+        differently. On a CPU they stay equal bit for bit if the counts are multiples of 16. New
+        zero keys with zero values would also be exact, but under a GELU the gradients of both are
+        exactly zero forever; therefore there is no such ``init``.
 
     Source:
         TokenFormer, arXiv:2410.23168v2, Section 3.3 and Appendix B, for zero keys and the kept τ.
@@ -140,8 +141,8 @@ def grow(
         and any(each.gate is not None and (each.gate == 0).any() for each in grown.values())
     ):
         raise InputError(
-            "freeze is 'old', but the gates behind which new pairs of softmax start are learned, "
-            "each one parameter of old and new pairs: give gate='fixed', or init='duplicate'"
+            "freeze is 'old', but a learned gate is one parameter for old and new pairs: give "
+            "gate='fixed', or init='duplicate'"
         )
     if not new_lr_scale > 0:
         raise InputError(f"new_lr_scale must be positive, but it is {new_lr_scale}")
@@ -150,7 +151,7 @@ def grow(
         name: layer
         for name, layer in layers.items()
         if grown[name].num > layer.num_param_tokens
-        or is_split(layer)  # what was new by the last growth is old by this one
+        or is_split(layer)  # pairs that were new in the last growth are now old
         or grown[name].gate is not None
     }
     parts = [
@@ -185,45 +186,48 @@ def grow_state_dict(
     """Append pairs of parameter tokens in a state dict, as :func:`grow` does in a model.
 
     Args:
-        state_dict: Of any model with TokenFormer blocks; layers that are held in two parts are
-            joined.
-        num_qkv_param_tokens: As in :func:`grow`, and so the next two.
-        num_proj_param_tokens: As said.
-        num_ffn_param_tokens: As said.
-        theta: Θ of the model: a state dict does not tell.
-        init: As in :func:`grow`, and so the next two.
-        gate: As said. The state dict then holds a ``gate`` for each layer; a model that loads it
-            is built with ``pattention_args={"gate": "learned"}``.
-        seed: As said. The same seed draws what it draws for the model.
-        missing_tau: ``error``, or ``default`` to take √P, or P under an L1 norm, for a checkpoint
-            that stores none, such as the authors' own.
+        state_dict: State dict of any model with TokenFormer blocks. Split layers are joined.
+        num_qkv_param_tokens: New number of pairs, as in :func:`grow`.
+        num_proj_param_tokens: New number of pairs, as in :func:`grow`.
+        num_ffn_param_tokens: New number of pairs, as in :func:`grow`.
+        theta: Name of the model's Θ, which a state dict does not contain.
+        init: Values of new pairs, as in :func:`grow`.
+        gate: Gate of new pairs, as in :func:`grow`. With a gate, every layer of the state dict has
+            a ``gate``; build the model that loads it with ``pattention_args={"gate": "learned"}``.
+        seed: Seed of the random numbers; :func:`grow` draws the same numbers from it.
+        missing_tau: What to do if a layer stores no τ, as in the authors' checkpoints: ``error``,
+            or ``default`` for √P (P under an L1 norm).
 
     Returns:
-        A new state dict; tensors that did not grow are the same objects.
+        A new state dict. Tensors that did not grow are the same objects.
 
     Raises:
-        InputError: As :func:`grow`; also if there are no parameter tokens or a layer has no τ.
+        InputError: In the cases of :func:`grow`, and if there are no parameter tokens or a layer
+            has no τ.
     """
     counts = _counts(num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens)
-    check_theta(theta)
+    find_theta(theta)
     result = fuse_state_dict(state_dict)
     suffix = f".{TOKENS[0]}"
     names = sorted(key.removesuffix(suffix) for key in result if key.endswith(suffix))
     if not names:
-        raise InputError("the state dict holds no parameter tokens (key_param_tokens) to add to")
+        raise InputError(
+            "the state dict has no parameter tokens (key_param_tokens); give that of a TokenFormer"
+        )
     grown = {}
     for index, name in enumerate(names):
         keys, values, tau, gates = (
             result.get(f"{name}.{part}") for part in (*TOKENS, "tau", "gate")
         )
         if values is None or keys is None or len(values) != len(keys):
-            raise InputError(f"{name}: there must be as many value_param_tokens as keys")
+            raise InputError(
+                f"{name}: there must be as many value_param_tokens as key_param_tokens"
+            )
         if tau is None:
             if missing_tau != "default":
                 raise InputError(
-                    f"{name} has no tau, so that its scale would have to be guessed from the "
-                    f"number of pairs ({len(keys)}); where it was trained with that many, give "
-                    "missing_tau='default' (--missing-tau default)"
+                    f"{name} has no tau; if it was trained with {len(keys)} pairs, give "
+                    "missing_tau='default' (--missing-tau default) to compute tau from this number"
                 )
             tau = torch.tensor(default_tau(theta, len(keys)))
         grown[name] = _grow_layer(
@@ -249,7 +253,7 @@ def _counts(qkv: int | None, proj: int | None, ffn: int | None) -> dict[str, int
     counts = {"qkv": qkv, "proj": proj, "ffn": ffn}
     if all(count is None for count in counts.values()):
         raise InputError(
-            "no number of pairs is given: say num_qkv_param_tokens, num_proj_param_tokens or "
+            "no number of pairs is given: give num_qkv_param_tokens, num_proj_param_tokens or "
             "num_ffn_param_tokens"
         )
     return counts
@@ -258,28 +262,28 @@ def _counts(qkv: int | None, proj: int | None, ffn: int | None) -> dict[str, int
 def _kind_of_gate(
     layers: Mapping[str, Pattention], grown: Mapping[str, LayerTokens], gate: str | None
 ) -> bool | None:
-    """Tell whether gates will be learned; None if what there is stays, or there is none."""
+    """Return whether gates will be learned; None if gates stay as they are or there are none."""
     present = [layer.gate for layer in layers.values() if layer.gate is not None]
     learned = [each for each in present if isinstance(each, nn.Parameter)]
     if gate == "fixed" and learned:
         raise InputError(
-            "gate is 'fixed', but the model's gates are learned, and would be overwritten while "
-            "new ones open: give gate='learned'"
+            "gate is 'fixed', but the model's gates are learned, and opening new gates would "
+            "overwrite them: give gate='learned'"
         )
     if gate == "fixed" and any((each != 1).any() for each in present):
         raise InputError(
-            "gate is 'fixed', but those of the last growth are not all open yet: open them first "
+            "gate is 'fixed', but gates of the last growth are not open yet: open them first "
             "(open_gates), or grow later"
         )
     if gate == "fixed":
         return False
-    # Nothing would open a fixed gate that is shut now.
+    # Nothing would open a fixed gate that is closed now.
     shut = any(each.gate is not None and (each.gate == 0).any() for each in grown.values())
     return True if gate == "learned" or shut else None
 
 
 def _gate_alike(layers: dict[str, LayerTokens]) -> dict[str, LayerTokens]:
-    """Give all layers a gate if one has: a model is rebuilt with gates or without."""
+    """Give all layers a gate if one has a gate: a model is rebuilt with or without gates."""
     if all(tokens.gate is None for tokens in layers.values()):
         return layers
     return {
@@ -301,32 +305,36 @@ def _grow_layer(
     index: int,
     depth: int,
 ) -> LayerTokens:
-    """Return a layer's tokens with as many more as are wanted."""
+    """Return a layer's tokens with ``num`` pairs; None keeps the present number."""
     if init not in INITS:
         hint = " (zero keys with zero values would never learn)" if init == "zero" else ""
         raise InputError(f"unknown init {init!r}{hint}; choose one of {', '.join(INITS)}")
     if gate not in (None, "learned", "fixed"):
         raise InputError(f"unknown gate {gate!r}; choose 'learned' or 'fixed'")
-    if gate and (theta != "softmax" or init not in ("zero_key", "random")):
+    needs_gate = find_theta(theta).has_gate
+    if gate and not (needs_gate and init in ("zero_key", "random")):
+        gated = ", ".join(name for name in THETAS if THETAS[name].has_gate)
         raise InputError(
-            f"gate is {gate!r}, but {theta} with init {init!r} does not need one; gates are for "
-            "softmax with zero_key or random"
+            f"gate is {gate!r}, but {theta} with init {init!r} needs no gate; leave it out, or use "
+            f"{gated} with zero_key or random"
         )
     if tokens.keys.is_meta or tokens.tau.is_meta:
         raise InputError(
-            f"{name} is on the meta device and has no values yet: grow the model after its weights "
-            "are loaded, or build it with the new number of pairs"
+            f"{name} is on the meta device and has no values: load the weights before growth, or "
+            "build the model with the new number of pairs"
         )
     if num is None or num == tokens.num:
         return tokens
     if num < tokens.num:
         raise InputError(
-            f"{name} has {tokens.num} pairs and cannot grow to {num}; "
-            "tokenformer_vit.growth.prune() makes models smaller"
+            f"{name} has {tokens.num} pairs and cannot grow to {num}; to remove pairs, use "
+            "tokenformer_vit.growth.prune()"
         )
     for what, tensor in (("keys", tokens.keys), ("values", tokens.values)):
         if not tensor.any() and init in ("zero_key", "random"):
-            raise InputError(f"all {what} of {name} are zero, which says nothing of their scale")
+            raise InputError(
+                f"all {what} of {name} are zero and give no scale; use init='released'"
+            )
     text = f"{seed} {index} {tokens.num}".encode()
     generator = torch.Generator().manual_seed(
         int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
@@ -334,7 +342,7 @@ def _grow_layer(
     if init == "duplicate":
         return _duplicate(tokens, num, theta, name, generator)
     new = num - tokens.num
-    keys_std = values_std = None  # those of the present ones
+    keys_std = values_std = None  # the scale of the present tokens
     if init == "released":
         keys_std, values_std = released_stds(tokens.values.shape[1], depth)
         tau = torch.full_like(tokens.tau, default_tau(theta, num))
@@ -344,7 +352,7 @@ def _grow_layer(
         keys.zero_()
     values = _normal_like(tokens.values, new, generator, values_std)
     gates = tokens.gate
-    gated = gates is not None or gate is not None or (theta == "softmax" and init == "zero_key")
+    gated = gates is not None or gate is not None or (needs_gate and init == "zero_key")
     if gated:
         gates = tokens.keys.new_ones(tokens.num) if gates is None else gates
         closed = gate is not None or init == "zero_key"
@@ -355,14 +363,14 @@ def _grow_layer(
 
 
 def _depth(names: Iterable[str]) -> int:
-    """Count the blocks that Pattention layers belong to."""
+    """Count the blocks with these Pattention layers."""
     return max(1, sum(kind_of(name) == "proj" for name in names))
 
 
 def _normal_like(
     tokens: Tensor, count: int, generator: torch.Generator, std: float | None = None
 ) -> Tensor:
-    """Draw rows of a standard deviation, or of the root mean square of those that are there."""
+    """Draw rows with a standard deviation; default: the root mean square of ``tokens``."""
     rms = tokens.double().square().mean().sqrt()
     if std is not None:
         rms = torch.full_like(rms, std)
@@ -376,9 +384,9 @@ def _duplicate(
     times, rest = divmod(num, tokens.num)
     if rest:
         raise InputError(
-            f"{name} has {tokens.num} pairs, and 'duplicate' repeats all of them: {num} is no "
+            f"{name} has {tokens.num} pairs and cannot be duplicated to {num}, which is not a "
             f"multiple; take {max(times, 2) * tokens.num} or {(max(times, 2) + 1) * tokens.num}, "
-            "or zero_key"
+            "or init='zero_key'"
         )
     spread = torch.stack(
         [_SPREAD * _normal_like(tokens.values, tokens.num, generator) for _ in range(times)]

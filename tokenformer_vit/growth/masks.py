@@ -1,4 +1,4 @@
-"""Named subsets of a model's pairs, one for each task, switched on batch by batch."""
+"""Named subsets of a model's pairs, such as one for each task, to switch between batches."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,53 +16,52 @@ from .tokens import kind_of, pattention_layers
 
 __all__ = ["TokenMasks", "count_pairs"]
 
-# What says which pairs of a layer are in a mask: anything that indexes a tensor of P entries.
+# Anything that indexes a tensor of P entries, one for each pair.
 Pairs = Any
 
 
 def count_pairs(model: nn.Module) -> dict[str, int]:
-    """Count the pairs of each Pattention layer of a model, by the layer's name.
+    """Count the pairs of each Pattention layer of a model, by layer name.
 
     Args:
         model: Any module with TokenFormer blocks.
 
     Raises:
-        InputError: If it has none.
+        InputError: If the model has no Pattention layer.
     """
     return {name: layer.num_param_tokens for name, layer in pattention_layers(model).items()}
 
 
 class TokenMasks:
-    """Subsets of a model's pairs under names, such as one for each language or task.
+    """Named subsets of a model's pairs, such as one for each language or task.
 
     ::
 
         masks = TokenMasks(model)
-        masks.add("english")                       # all pairs that the model has by now
+        masks.add("english")                       # all present pairs
         before = count_pairs(model)
         grow(model, 1024, 1024, 4096)
         masks.add_appended("french", before)
         with masks.use("english"):
             model(x)                               # as before growth
         with masks.use("english", "french"):
-            model(x).sum().backward()              # gradients are those of both
+            model(x).sum().backward()              # uses the pairs of both
 
-    A mask leaves pairs out of their layers, rather than multiply them by zero, and keeps the
-    layers' τ. With the pairs that a model had before growth, which keeps τ, it computes exactly
-    what it did then, for every Θ, ``softmax`` without a gate included. (A factor of zero would be
-    exact for the GELU variants alone: under ``softmax`` a pair of score 0 still takes its share.)
+    A mask removes the other pairs from their layers and keeps τ. Growth keeps τ as well. Therefore
+    a mask of the pairs from before growth gives exactly the outputs from before growth, for every
+    Θ, also for ``softmax`` without a gate. Multiplying other pairs by zero would be exact only for
+    the GELU variants: under ``softmax`` a pair with score 0 still takes a share.
 
     Args:
-        model: Any module with TokenFormer blocks. Masks hold neither the model's parameters nor
-            its mode; they act on its layers' ``active``.
+        model: Any module with TokenFormer blocks. Masks set ``active`` of its layers; they do not
+            hold parameters.
 
     Note:
-        Other pairs than the active ones get gradients of zero. An optimiser's momentum and weight
-        decay move them even so; pairs that must stay as they are have to be frozen.
+        Inactive pairs get zero gradients, but an optimizer's momentum and weight decay still change
+        them. Freeze pairs that must not change.
 
     Source:
-        This project's; masks of parts of a network, one a task, are those of PackNet,
-        arXiv:1711.05769.
+        This project. One mask for each task is the idea of PackNet, arXiv:1711.05769.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -71,7 +70,7 @@ class TokenMasks:
 
     @property
     def names(self) -> list[str]:
-        """The names of the masks, in the order in which they were added."""
+        """Names of the masks, in the order in which they were added."""
         return list(self._masks)
 
     def add(
@@ -79,18 +78,18 @@ class TokenMasks:
         name: str,
         pairs: Mapping[str, Pairs] | Callable[[str, Pattention], Pairs] | None = None,
     ) -> None:
-        """Add a mask, or replace it. Pairs that are appended later are not in it.
+        """Add or replace a mask. It does not contain pairs that are appended later.
 
         Args:
-            name: How it is called from now on.
-            pairs: Which pairs are in it: for each layer something that indexes P entries (a slice,
-                a list or tensor of indices, a boolean tensor), by the layer's full name or by its
-                kind, ``qkv``, ``proj`` or ``ffn``, a layer without an entry having none; or a
-                function of a layer's name and the layer that returns such a thing. None takes all
-                pairs that there are.
+            name: Name of the mask.
+            pairs: Pairs in the mask; None for all present pairs. Either a mapping from the full
+                name of a layer, or its kind (``qkv``, ``proj`` or ``ffn``), to something that
+                indexes P entries: a slice, a list or tensor of indices, or a boolean tensor. Layers
+                without an entry have no pairs in the mask. Or a function of a layer's name and the
+                layer that returns such an index.
 
         Raises:
-            InputError: If there is no such layer, or an entry does not index its pairs.
+            InputError: If a layer does not exist, or an entry does not index its pairs.
         """
         if pairs is None:
             pairs = _all
@@ -102,8 +101,8 @@ class TokenMasks:
                 masks[layer_name] = _mask(pairs(layer_name, layer), layer.num_param_tokens)
             except (IndexError, RuntimeError, TypeError, ValueError) as error:
                 raise InputError(
-                    f"mask {name!r} has no indices of the {layer.num_param_tokens} pairs of "
-                    f"{layer_name} ({' '.join(str(error).split())})"
+                    f"mask {name!r} does not index the {layer.num_param_tokens} pairs of "
+                    f"{layer_name}: {' '.join(str(error).split())}"
                 ) from error
         self._masks[name] = masks
 
@@ -111,8 +110,8 @@ class TokenMasks:
         known = {*self._layers, *map(kind_of, self._layers)}
         if unknown := [key for key in chosen if key not in known]:
             raise InputError(
-                f"mask {name!r}: {unknown[0]!r} is neither a kind (qkv, proj, ffn) nor a "
-                "Pattention layer of the model"
+                f"mask {name!r}: {unknown[0]!r} is not a Pattention layer of the model; give its "
+                "full name, or a kind: qkv, proj or ffn"
             )
         return lambda layer, _: chosen.get(layer, chosen.get(kind_of(layer), []))
 
@@ -120,33 +119,33 @@ class TokenMasks:
         """Add a mask of the pairs that growth appended.
 
         Args:
-            name: How it is called from now on.
-            before: What :func:`count_pairs` returned before growth.
+            name: Name of the mask.
+            before: Counts that :func:`count_pairs` returned before growth.
 
         Raises:
-            InputError: If a layer is not counted in ``before``, or no pair is new.
+            InputError: If ``before`` has other layers than the model, or no pair is new.
         """
         now = {layer: self._layers[layer].num_param_tokens for layer in self._layers}
         if now.keys() != before.keys() or not any(now[layer] > before[layer] for layer in now):
             raise InputError(
-                f"mask {name!r}: the model has no pairs beyond those counted before; call "
-                "count_pairs(model) before growth, and this behind it"
+                f"mask {name!r}: the model has no more pairs than were counted before; call "
+                "count_pairs(model) before growth and add_appended() after it"
             )
         self.add(name, {layer: slice(before[layer], None) for layer in now})
 
     def activate(self, *names: str) -> None:
-        """Let the pairs of some masks take part from now on, and no others; without a name, all.
+        """Use only the pairs of some masks from now on; without names, use all pairs.
 
         Args:
-            names: Of masks, whose pairs are united.
+            names: Names of masks; a pair is active if it is in any of them.
 
         Raises:
-            InputError: If there is no such mask, or a layer would be left without pairs, or with
-                less than its ``top_k``. Nothing is changed then.
+            InputError: If a mask does not exist, or a layer would have no active pair, or fewer
+                than its ``top_k``. Then nothing is changed.
         """
         for name in names:
             if name not in self._masks:
-                raise InputError(f"there is no mask {name!r}; there are {', '.join(self.names)}")
+                raise InputError(f"there is no mask {name!r}; choose from {', '.join(self.names)}")
         chosen: dict[str, Tensor | None] = {}
         for layer_name, layer in self._layers.items():
             mask = torch.zeros(layer.num_param_tokens, dtype=torch.bool)
@@ -157,8 +156,8 @@ class TokenMasks:
             count = int(mask.sum())
             if names and count < (layer.top_k or 1):
                 raise InputError(
-                    f"{' and '.join(names)}: {layer_name} has {count} active pairs, but needs at "
-                    f"least {layer.top_k or 1}; use the mask together with another one"
+                    f"{' and '.join(names)}: {layer_name} would have {count} active pairs, but "
+                    f"needs at least {layer.top_k or 1}; use the mask together with another one"
                 )
             everything = not names or count == len(mask)
             index = None if everything else mask.nonzero()[:, 0].to(layer.key_param_tokens.device)
@@ -168,13 +167,13 @@ class TokenMasks:
 
     @contextmanager
     def use(self, *names: str) -> Iterator[None]:
-        """Activate masks within a ``with`` block; behind it, what was active before is again.
+        """Activate masks within a ``with`` block, then restore the former state.
 
         Args:
-            names: As for :meth:`activate`.
+            names: Names of masks, as in :meth:`activate`.
 
         Raises:
-            InputError: As :meth:`activate` does.
+            InputError: In the cases of :meth:`activate`.
         """
         before = {name: layer.active for name, layer in self._layers.items()}
         self.activate(*names)
@@ -187,10 +186,10 @@ class TokenMasks:
     def save(self, path: str | Path) -> None:
         """Write the masks as a safetensors file, whole or not at all.
 
-        The file holds a (P,) boolean tensor for each mask and layer, under ``mask:layer``.
+        The file has one (P,) boolean tensor for each mask and layer, named ``mask:layer``.
 
         Args:
-            path: The file.
+            path: File to write.
 
         Raises:
             OSError: If it cannot be written.
@@ -204,31 +203,33 @@ class TokenMasks:
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module) -> "TokenMasks":
-        """Read what :meth:`save` wrote.
+        """Read masks that :meth:`save` wrote.
 
         Args:
-            path: The file.
-            model: The model it is for; it may have grown since.
+            path: File to read.
+            model: Model of the masks; it may have grown since they were saved.
 
         Raises:
-            InputError: If the file is missing or damaged, or is of another model.
+            InputError: If the file is missing or damaged, or belongs to another model.
         """
         path, masks = Path(path), cls(model)
         if not path.is_file():
             raise InputError(f"there is no file {path}")
         tensors = read_checkpoint(path)["state_dict"]
-        for key, mask in sorted(tensors.items()):  # a file has no order of its own
+        for key, mask in sorted(tensors.items()):  # a file has no order
             name, _, layer_name = key.rpartition(":")
             layer = masks._layers.get(layer_name)
             if layer is None or mask.dtype != torch.bool or mask.dim() != 1:
-                raise InputError(f"{path}: {key!r} is no mask of a layer of this model")
+                raise InputError(
+                    f"{path}: {key!r} is not a mask of this model's layers; give the masks' model"
+                )
             _check_size(mask, layer, name, layer_name)
             masks._masks.setdefault(name, {})[layer_name] = mask
         for name, own in masks._masks.items():
             if missing := masks._layers.keys() - own.keys():
                 raise InputError(
-                    f"{path}: mask {name!r} says nothing of {min(missing)}; the file is of another "
-                    "model"
+                    f"{path}: mask {name!r} has no entry for {min(missing)}; the file belongs to "
+                    "another model: give that model"
                 )
         return masks
 
@@ -238,11 +239,11 @@ def _all(name: str, layer: Pattention) -> Pairs:
 
 
 def _mask(index: Pairs, num: int) -> Tensor:
-    """Turn what indexes P pairs into a (P,) boolean tensor."""
+    """Turn an index of P pairs into a (P,) boolean tensor."""
     mask = torch.zeros(num, dtype=torch.bool)
     if not isinstance(index, slice):
         index = torch.as_tensor(index).cpu()
-        if not index.numel():  # an empty list becomes a tensor of floats, which indexes nothing
+        if not index.numel():  # an empty list becomes a float tensor, which cannot index
             return mask
     mask[index] = True
     return mask
@@ -251,6 +252,6 @@ def _mask(index: Pairs, num: int) -> Tensor:
 def _check_size(mask: Tensor, layer: Pattention, name: str, layer_name: str) -> None:
     if len(mask) > layer.num_param_tokens:
         raise InputError(
-            f"mask {name!r} is for {len(mask)} pairs of {layer_name}, which has "
-            f"{layer.num_param_tokens}: it is of another model, or of before pairs were taken away"
+            f"mask {name!r} has {len(mask)} pairs for {layer_name}, which has only "
+            f"{layer.num_param_tokens}: give the model of the mask, before any pruning"
         )

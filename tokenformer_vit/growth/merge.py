@@ -13,7 +13,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.drop_path import DropPath
 from tokenformer_vit.models import LMConfig
-from tokenformer_vit.ops import norm_order
+from tokenformer_vit.ops import find_theta
 
 from .tokens import LayerTokens, pattention_layers, read_tokens, record_counts, write_tokens
 
@@ -129,7 +129,7 @@ def merge(model_a: Model, model_b: nn.Module, ancestor: nn.Module | None = None)
         a = read_tokens(layer)
         b = _moved_to(read_tokens(layers_b[name]), a.keys)
         if layers_0 is None:
-            tokens = _side_by_side(a, b, norm_order(layer.theta))
+            tokens = _side_by_side(a, b, find_theta(layer.theta).norm_order)
         else:
             old = _moved_to(read_tokens(layers_0[name]), a.keys)
             tokens = _behind(old, a, b, name)

@@ -1,4 +1,4 @@
-"""What may be done with the new pairs of a grown model: train them alone, open them, join them."""
+"""Train only the new pairs of a grown model, open their gates, or join them to the old pairs."""
 
 from typing import TypeVar
 
@@ -18,15 +18,14 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def freeze_old(model: nn.Module) -> None:
-    """Train the new pairs of a grown model alone.
+    """Freeze all parameters of a grown model except its new pairs.
 
     Args:
-        model: Grown with ``split=True``; no other parameter needs a gradient afterwards. A
-            classifier that is to be trained too is switched on again by
-            ``model.get_classifier().requires_grad_()``.
+        model: Model that was grown with ``split=True``. To train also its classifier, call
+            ``model.get_classifier().requires_grad_()`` afterwards.
 
     Raises:
-        InputError: If no layer holds new pairs apart from the old.
+        InputError: If no layer stores new pairs in parameters of their own.
     """
     parts = [
         token_segments(layer, name)
@@ -34,29 +33,29 @@ def freeze_old(model: nn.Module) -> None:
         for name in TOKENS
     ]
     if all(len(part) == 1 for part in parts):
-        raise InputError("no layer holds new pairs apart from the old ones: grow with split=True")
+        raise InputError("no layer stores its new pairs separately: grow with split=True")
     model.requires_grad_(False)
     for part in parts:
         for new in part[1:]:
             new.requires_grad_()
     for parameter in model.parameters():
         if not parameter.requires_grad:
-            parameter.grad = None  # an optimiser would still make a step of it
+            parameter.grad = None  # otherwise an optimizer would still make a step with it
 
 
 @torch.no_grad()
 def open_gates(model: nn.Module, opened: float) -> None:
-    """Open the fixed gates of new pairs so far.
+    """Set the fixed gates of new pairs.
 
     Args:
-        model: Grown with ``gate="fixed"``.
-        opened: From 0, where it was at growth, to 1, where a new pair is like any other.
+        model: Model that was grown with ``gate="fixed"``.
+        opened: Value of the gates, from 0 (as at growth) to 1 (the pair counts fully).
 
     Raises:
         InputError: If ``opened`` is out of range, or no layer has a fixed gate.
     """
     if not 0 <= opened <= 1:
-        raise InputError(f"gates open from 0 to 1, but opened is {opened}")
+        raise InputError(f"opened must be from 0 to 1, but it is {opened}")
     gates = [
         layer.gate
         for layer in pattention_layers(model).values()
@@ -69,23 +68,23 @@ def open_gates(model: nn.Module, opened: float) -> None:
 
 
 def join_tokens(model: Model, optimizer: Optimizer | None = None, moments: str = "keep") -> Model:
-    """Hold the old and the new pairs of a grown model in one parameter again, in place.
+    """Store the old and the new pairs of a grown model in one parameter again, in place.
 
-    A model need not be joined to be saved: its state dict is joined in any case.
+    This is not necessary for saving: a state dict always contains joined pairs.
 
     Args:
-        model: Any module with TokenFormer blocks; layers that are not split stay as they are. A
-            joined parameter needs a gradient if one of its parts did.
-        optimizer: Of the model's parameters; it goes on with the joined ones, in the group of the
-            old ones. Without it, build a new optimizer.
-        moments: What becomes of its state; see :func:`carry_over`.
+        model: Any module with TokenFormer blocks. Layers that are not split do not change. A joined
+            parameter needs a gradient if one of its parts needed one.
+        optimizer: Optimizer of the model's parameters, which continues with the joined parameters,
+            in the group of the old pairs. Without it, build a new optimizer.
+        moments: What to do with the optimizer's state; see :func:`carry_over`.
 
     Returns:
-        ``model``. It computes what it did.
+        ``model``, with the same outputs.
 
     Raises:
         InputError: If the model has no Pattention layer, or the optimizer's state cannot be carried
-            over. Nothing is changed then.
+            over. Then nothing is changed.
     """
     layers = [layer for layer in pattention_layers(model).values() if is_split(layer)]
     parts = [part for layer in layers for name in TOKENS for part in token_segments(layer, name)]

@@ -1,4 +1,4 @@
-"""An optimiser goes on after its parameters were replaced by larger ones."""
+"""Continue with an optimizer after its parameters were replaced by larger ones."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,7 +12,7 @@ from tokenformer_vit.errors import InputError
 from .tokens import Change
 
 MOMENTS = ("keep", "reset")
-# Their state is of the parameter's shape, but a new entry of it is not zero.
+# Their state has the shape of the parameter, but does not start at zero.
 _START_ELSEWHERE = ("MADGRAD", "RMSpropTF")
 
 
@@ -23,29 +23,29 @@ def carry_over(
     moments: str = "keep",
     new_lr_scale: float = 1.0,
 ) -> None:
-    """Put new parameters where the old ones were in an optimiser.
+    """Replace the old parameters of an optimizer by the new ones, in place.
+
+    The groups stay, in their order. A parameter without a predecessor gets a group of its own at
+    the end, with the settings of the group that it came from. It has no weight decay if it has
+    fewer than two dimensions.
 
     Args:
-        optimizer: One whose state is of the parameters' shape and starts at zero (Adam and its
-            kin, SGD, Lion, LAMB, ...), or any under ``reset``; changed in place. Its groups stay,
-            in their order. A parameter that no old one stood for gets a group of its own behind
-            them, with the settings of the group it came from, and without weight decay if it has
-            less than two dimensions.
-        changes: What was replaced.
-        moments: ``keep`` what the optimiser knows of old entries and start new ones at zero; or
-            ``reset``, which forgets what it knows of these parameters.
-        new_lr_scale: Factor on the learning rate in the groups of new pairs that are held apart
-            from the old.
+        optimizer: Optimizer. With ``keep``, its state must have the shape of the parameters and
+            start at zero, as in Adam, SGD, Lion and LAMB.
+        changes: Parameters that were replaced.
+        moments: ``keep`` keeps the state of old entries and starts new entries at zero; ``reset``
+            deletes the state of these parameters.
+        new_lr_scale: Factor on the learning rate of new pairs with parameters of their own.
 
     Raises:
-        InputError: If ``moments`` is neither, the optimiser has not the parameters that were
-            replaced, or its state cannot be carried over.
+        InputError: If ``moments`` is unknown, the optimizer does not have the replaced parameters,
+            or its state cannot be carried over.
 
     Note:
-        Gradients that are still accumulating are carried over too. Under ``keep`` the number of
-        steps goes on, so that Adam does not correct new moments for their start at zero: the first
-        steps of a new pair are up to (1 − β₁)/√(1 − β₂) times the learning rate, as those of an
-        entry whose gradient was zero until then.
+        Accumulated gradients are carried over. With ``keep`` the step count continues, and Adam
+        does not correct new moments for their start at zero. Therefore the first steps of a new
+        pair are up to (1 − β₁)/√(1 − β₂) times the learning rate, like the steps of an entry whose
+        gradient has been zero so far.
     """
     changes = list(changes)
     check_optimizer(optimizer, (p for change in changes for p in change.sources), moments)
@@ -66,7 +66,7 @@ def carry_over(
                 group = groups.pop(old[index])
                 place = next(i for i, p in enumerate(group["params"]) if p is old[index])
                 group["params"][place] = target
-            elif target.requires_grad:  # else it is frozen, as its source was
+            elif target.requires_grad:  # otherwise it is frozen, like its source
                 group = _group_like(template, target, new_lr_scale if old else 1.0)
                 optimizer.add_param_group(group)
             else:
@@ -80,15 +80,15 @@ def carry_over(
 def check_optimizer(
     optimizer: Optimizer | None, parameters: Iterable[nn.Parameter], moments: str
 ) -> None:
-    """See that :func:`carry_over` will be possible, before anything is changed.
+    """Check that :func:`carry_over` is possible, before anything is changed.
 
     Args:
-        optimizer: The optimiser, or None if there is none.
-        parameters: Those that will be replaced.
-        moments: As there.
+        optimizer: Optimizer, or None.
+        parameters: Parameters that will be replaced.
+        moments: ``keep`` or ``reset``.
 
     Raises:
-        InputError: As there.
+        InputError: In the cases of :func:`carry_over`.
     """
     if moments not in MOMENTS:
         raise InputError(f"moments is {moments!r}; choose one of {', '.join(MOMENTS)}")
@@ -99,8 +99,8 @@ def check_optimizer(
     for parameter in parameters:
         if id(parameter) not in known and parameter.requires_grad:
             raise InputError(
-                "the optimiser does not have all parameters that grow: build it from "
-                "model.parameters() before growth, or build a new one after it"
+                "the optimizer does not have all parameters that grow: build it from "
+                "model.parameters() before growth, or build a new one after growth"
             )
         odd = [
             name
@@ -109,8 +109,8 @@ def check_optimizer(
         ]
         if moments == "keep" and (odd or kind in _START_ELSEWHERE):
             raise InputError(
-                f"{kind} keeps {', '.join(odd) or 'what does not start at zero'} for a parameter, "
-                "which cannot be carried over to a larger one: give moments='reset'"
+                f"{kind} has a state ({', '.join(odd) or 'not zero at the start'}) that cannot be "
+                "carried over to a larger parameter: give moments='reset'"
             )
 
 
@@ -142,7 +142,7 @@ def _carry_state(optimizer: Optimizer, change: Change, states: list[dict[str, An
 
 
 def _fit(parts: list[Tensor], change: Change) -> list[Tensor]:
-    """Join tensors of the sources' shapes, fill up with zeros, and cut to the targets' shapes."""
+    """Join tensors of the sources' shapes, append zeros, and split to the targets' shapes."""
     dim = change.dim
     sizes = [target.shape[dim] for target in change.targets]
     shape = list(parts[0].shape)

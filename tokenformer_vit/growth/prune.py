@@ -1,4 +1,4 @@
-"""Pairs that add little to a layer's output are found and taken away."""
+"""Find and remove the pairs that add little to a layer's output."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.ops import norm_order, norm_shares
+from tokenformer_vit.ops import find_theta, norm_shares
 
 from .tokens import (
     LayerTokens,
@@ -29,12 +29,13 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @dataclass(frozen=True)
 class Usage:
-    """How much input tokens make of each pair of a layer, on average; float64, on the CPU.
+    """Mean usage of each pair of a layer over input tokens; float64, on the CPU.
 
     Args:
-        sizes: (P,) mean of |weight| · ‖value‖₂, the length of what a pair adds to an output token.
-        shares: (P,) mean share of a pair in the sum of p-th powers that Θ divides a row by; they
-            sum to 1. Which p: :func:`~tokenformer_vit.ops.norm_order`.
+        sizes: (P,) mean of |weight| · ‖value‖₂: the length of the vector that a pair adds to an
+            output token.
+        shares: (P,) mean share of a pair in the sum of p-th powers in Θ's divisor; the shares sum
+            to 1. p is ``norm_order`` in ``ops.theta``.
     """
 
     sizes: Tensor
@@ -46,25 +47,28 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
     """Measure how much each pair of a model adds to the outputs of its layer.
 
     Args:
-        model: Any module with TokenFormer blocks; it is run in evaluation mode and left as it was.
-        batches: What it is called with, a tensor at a time, or tuples such as a data loader's,
-            whose first entry is taken. They should be of training data: pruning is a choice that
-            data make. Each is moved to the model's device.
+        model: Any module with TokenFormer blocks. It runs in evaluation mode; its mode is restored
+            afterwards.
+        batches: Input tensors, or tuples whose first entry is one, as from a data loader. Use
+            training data, because pruning is a choice that must not see test data. Batches are
+            moved to the model's device.
 
     Returns:
-        For each Pattention layer by name the mean over all input tokens of all batches.
+        The usage of each Pattention layer by name, averaged over all input tokens of all batches.
 
     Raises:
-        InputError: If there is no batch, a mask is in use, or a weight is not finite.
+        InputError: If there is no batch, a mask is active, or a weight is not finite.
 
     Note:
-        Weights are computed in float32 (float64 for float64), sums in float64. What every layer
-        sees is computed as the model computes it, under the caller's autocast, if any.
+        Weights are computed in float32 (float64 for a float64 model) and sums in float64. The
+        inputs of layers are computed under the caller's autocast, if any.
     """
     layers = pattention_layers(model)
     for name, layer in layers.items():
         if layer.active is not None:
-            raise InputError(f"{name} has a mask in use; usage is measured with all pairs active")
+            raise InputError(
+                f"{name} has an active mask; call TokenMasks.activate() to use all pairs"
+            )
     sums = {name: _Sums(layer) for name, layer in layers.items()}
     device = next(model.parameters()).device
     in_training = [module for module in model.modules() if module.training]
@@ -79,7 +83,7 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
 
 
 class _Sums:
-    """The sums over input tokens behind the usage of a layer."""
+    """Sums over input tokens for the usage of a layer."""
 
     def __init__(self, layer: Pattention) -> None:
         self.count = 0
@@ -98,11 +102,13 @@ class _Sums:
 
     def usage(self, name: str) -> Usage:
         if not self.count:
-            raise InputError(f"there was no batch to measure the usage of {name} on")
+            raise InputError(
+                f"cannot measure the usage of {name} without a batch; give at least one"
+            )
         sizes, shares = self.weights * self.lengths / self.count, self.shares / self.shares.sum()
         if not (sizes.isfinite() & shares.isfinite()).all():
             raise InputError(
-                f"the usage of {name} is not finite; the weights are of a training that diverged"
+                f"the usage of {name} is not finite: training diverged; use an earlier checkpoint"
             )
         return Usage(sizes.cpu(), shares.cpu())
 
@@ -116,35 +122,35 @@ def prune(
     num_ffn_param_tokens: int | None = None,
     adapt_tau: bool = True,
 ) -> Model:
-    """Take the least used pairs of every layer away, in place.
+    """Remove the least used pairs of every layer, in place.
 
-    A pair that stays has the weight h/r, of which r, a function of (Σ hᵖ)/τᵖ over all pairs (of
-    Aᵖ for ``gelu_l2``), becomes smaller with them. τ follows the sum, so that r stays what it was:
-    τ'ᵖ = τᵖ · E[Σ_kept hᵖ / Σ_all hᵖ], measured as the sum of the kept pairs' shares. eps, which
-    is relative to τ, stays in proportion. For an input token whose own ratio is the mean one, the
-    output then differs by what the lost pairs added, and by nothing else. With τ kept, the weights
-    of the others would grow instead.
+    The weight of a pair is h/r. The divisor r depends on (Σ hᵖ)/τᵖ over all pairs (Aᵖ instead of hᵖ
+    for ``gelu_l2``), and becomes smaller when pairs are removed. To keep r, τ is reduced with the
+    sum: τ'ᵖ = τᵖ · E[Σ_kept hᵖ / Σ_all hᵖ], where the mean is the sum of the kept pairs' shares.
+    eps is relative to τ and stays in proportion. For an input token with the mean ratio, the output
+    then changes only by the contribution of the removed pairs. Without this, the weights of the
+    other pairs would grow.
 
     Args:
-        model: Any module with TokenFormer blocks. Its Pattention parameters are new objects
-            afterwards: build optimisers after this; a step of an older one raises InputError.
-        usage: What :func:`measure_usage` returned for this model.
-        num_qkv_param_tokens: Pairs that stay of each query, key and value projection; None leaves
-            them as they are.
-        num_proj_param_tokens: So of the output projections.
-        num_ffn_param_tokens: So of the feed-forward layers.
-        adapt_tau: Let τ follow, as above; False keeps it.
+        model: Any module with TokenFormer blocks. Its Pattention parameters become new objects:
+            build optimizers afterwards. A step of an older optimizer raises InputError.
+        usage: Usage that :func:`measure_usage` returned for this model.
+        num_qkv_param_tokens: Number of pairs to keep in each query, key and value projection; None
+            keeps all.
+        num_proj_param_tokens: Number of pairs to keep in each output projection.
+        num_ffn_param_tokens: Number of pairs to keep in each feed-forward layer.
+        adapt_tau: Whether to adapt τ as above.
 
     Returns:
-        ``model``; the pairs that stayed are in their order, held in one parameter.
+        ``model``. The kept pairs are in their old order, in one parameter.
 
     Raises:
-        InputError: If a count is not between 1 and the present one, the usage is of another
-            model, or ``model`` is a part of a model whose other blocks would keep their counts.
+        InputError: If a count is not between 1 and the present one, the usage is of another model,
+            or ``model`` is only a part of a model, whose other blocks would keep their counts.
 
     Source:
-        This project's; the measure is the mean output norm, as for neurons in arXiv:1611.06440,
-        Section 2.2, with the length of a vector in place of an activation.
+        This project. The measure is the mean output norm of arXiv:1611.06440, Section 2.2, with the
+        length of a vector instead of an activation.
     """
     counts = {
         "qkv": num_qkv_param_tokens,
@@ -158,16 +164,17 @@ def prune(
         have, wanted = layer.num_param_tokens, counts[kind_of(name)]
         if name not in usage or len(usage[name].sizes) != have:
             raise InputError(
-                f"the usage was measured on another model: of {name} with its {have} pairs it has "
-                + (f"{len(usage[name].sizes)}" if name in usage else "nothing")
+                f"the usage was measured on another model: {name} has {have} pairs, the usage has "
+                + (f"{len(usage[name].sizes)}" if name in usage else "none")
+                + "; measure it again"
             )
         if wanted is None or wanted == have:
             continue
         if not 1 <= wanted < have:
-            raise InputError(
-                f"{name} has {have} pairs and cannot be pruned to {wanted}"
-                + ("; tokenformer_vit.growth.grow() adds pairs" if wanted > have else "")
-            )
+            remedy = "keep at least 1"
+            if wanted > have:
+                remedy = "to add pairs, use tokenformer_vit.growth.grow()"
+            raise InputError(f"{name} has {have} pairs and cannot be pruned to {wanted}; {remedy}")
         order = usage[name].sizes.sort(descending=True, stable=True).indices
         kept[name] = order[:wanted].sort().values
     for name, index in kept.items():
@@ -181,7 +188,7 @@ def _keep(layer: Pattention, usage: Usage, index: Tensor, adapt_tau: bool) -> La
     here = index.to(tokens.keys.device)
     tau = tokens.tau
     share = usage.shares[index].sum().item()
-    if adapt_tau and share > 0:  # pairs with keys of zero have none, and need no τ
-        tau = tau.double() * share ** (1 / norm_order(layer.theta))
+    if adapt_tau and share > 0:  # pairs with zero keys have no share and need no τ
+        tau = tau.double() * share ** (1 / find_theta(layer.theta).norm_order)
     gate = None if tokens.gate is None else tokens.gate[here]
     return LayerTokens(tokens.keys[here], tokens.values[here], tau, gate)

@@ -1,4 +1,4 @@
-"""A trained model reads only the values of each input token's strongest pairs."""
+"""Let each input token read only the values of its strongest pairs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,24 +19,23 @@ def set_top_k(
     proj: int | float | None = None,
     ffn: int | float | None = None,
 ) -> None:
-    """Let every input token read the values of so many pairs of a layer, those it weighs most.
+    """Let each input token read only the values of the pairs with its largest weights.
 
-    Θ still normalises over all pairs, so that weights are those of the dense layer: see
-    :func:`tokenformer_vit.ops.pattention_top_k`. It is not saved with the model. The FLOPs that it
-    saves are not time: rows of values are gathered for each token, which takes longer than a
-    dense product of as many FLOPs. (:func:`tokenformer_vit.benchmarking.costs.model_costs` counts
-    them.)
+    Θ still normalises over all pairs, and weights stay those of the dense layer; see
+    :func:`tokenformer_vit.ops.pattention_top_k`. The setting is not saved with the model. It saves
+    FLOPs (see :func:`tokenformer_vit.benchmarking.costs.model_costs`) but no time: gathering rows
+    of values for each token takes longer than a dense product with as many FLOPs.
 
     Args:
         model: Any module with TokenFormer blocks, changed in place.
-        qkv: Pairs that are read in each query, key and value projection: a number of them (int),
-            or a share of those that take part (float, in (0, 1], rounded, at least one pair). None
-            reads all, densely.
-        proj: So in the output projections.
-        ffn: So in the feed-forward layers.
+        qkv: Pairs to read in each query, key and value projection. An int is a number of pairs; a
+            float in (0, 1] is a share of the active pairs, rounded, at least one pair. None reads
+            all pairs densely.
+        proj: Pairs to read in each output projection.
+        ffn: Pairs to read in each feed-forward layer.
 
     Raises:
-        InputError: If a number or a share is out of its range. Nothing is changed then.
+        InputError: If a number or a share is out of range. Then nothing is changed.
     """
     wanted = {"qkv": qkv, "proj": proj, "ffn": ffn}
     layers = pattention_layers(model)
@@ -51,10 +50,10 @@ def _number(wanted: int | float | None, name: str, layer: Pattention) -> int | N
     pairs = _num_active(layer)
     if isinstance(wanted, float):
         if not 0 < wanted <= 1:
-            raise InputError(f"{name}: a share of pairs is above 0 and at most 1, but not {wanted}")
+            raise InputError(f"{name}: a share must be above 0 and at most 1, but it is {wanted}")
         return max(1, round(wanted * pairs))
     if not 1 <= wanted <= pairs:
-        raise InputError(f"{name}: {wanted} of {pairs} pairs cannot be read; give 1 to {pairs}")
+        raise InputError(f"{name} cannot read {wanted} of {pairs} pairs; give 1 to {pairs}")
     return wanted
 
 
@@ -65,16 +64,16 @@ def top_k(
     proj: int | float | None = None,
     ffn: int | float | None = None,
 ) -> Iterator[None]:
-    """Do what :func:`set_top_k` does within a ``with`` block, and undo it behind it.
+    """Apply :func:`set_top_k` within a ``with`` block, then restore the former setting.
 
     Args:
-        model: As for :func:`set_top_k`, and so the others.
-        qkv: As said.
-        proj: As said.
-        ffn: As said.
+        model: Any module with TokenFormer blocks.
+        qkv: Pairs to read in each query, key and value projection.
+        proj: Pairs to read in each output projection.
+        ffn: Pairs to read in each feed-forward layer.
 
     Raises:
-        InputError: As :func:`set_top_k` does.
+        InputError: In the cases of :func:`set_top_k`.
     """
     layers = pattention_layers(model).values()
     before = [layer.top_k for layer in layers]

@@ -1,4 +1,4 @@
-"""The parameter tokens of a model: found, read, and put back in another number."""
+"""Find, read and replace the parameter tokens of a model."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from tokenformer_vit.layers.segments import (
 )
 from tokenformer_vit.models import TokenFormerLM, TokenFormerViT
 
-# Parameters that others took the place of, by id, for as long as somebody still holds them.
+# Replaced parameters by id, for as long as somebody still holds them.
 _replaced: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
 
-# Which of a model's three counts of pairs a layer belongs to, by the layer's own name.
+# The kind of a layer, which has its own count of pairs, by the last part of the layer's name.
 KINDS = {"query": "qkv", "key": "qkv", "value": "qkv", "proj": "proj", "mlp": "ffn"}
 
 
 @dataclass(frozen=True)
 class LayerTokens:
-    """All that a Pattention layer stores.
+    """All tensors of a Pattention layer.
 
     Args:
-        keys: (P, C_in).
-        values: (P, C_out).
-        tau: 0-dim, float32.
-        gate: (P,), or None where the layer has none.
+        keys: (P, C_in) key parameter tokens.
+        values: (P, C_out) value parameter tokens.
+        tau: 0-dim float32 scale.
+        gate: (P,) gates, or None.
     """
 
     keys: Tensor
@@ -55,14 +55,14 @@ class LayerTokens:
 
 @dataclass(frozen=True)
 class Change:
-    """Parameters that took the place of others, for :func:`~tokenformer_vit.growth.carry_over`.
+    """Parameters that replace others, for :func:`~tokenformer_vit.growth.carry_over`.
 
     Args:
-        sources: Those that were there.
-        targets: Those that are there now. Along ``dim`` the sources' entries, one source after
-            another, are the first of the targets', and what is beyond them is new.
-        dim: The dimension that grew.
-        like: Where there are no sources, a parameter that is trained as the targets are to be.
+        sources: Old parameters.
+        targets: New parameters. Along ``dim``, the entries of all sources come first; later entries
+            are new.
+        dim: Dimension that grew.
+        like: If there are no sources, a parameter with the optimizer settings for the targets.
     """
 
     sources: tuple[nn.Parameter, ...]
@@ -72,19 +72,19 @@ class Change:
 
 
 def kind_of(name: str) -> str:
-    """Tell which count of pairs, ``qkv``, ``proj`` or ``ffn``, a layer belongs to.
+    """Return the kind of a layer: ``qkv``, ``proj`` or ``ffn``.
 
     Args:
         name: Full name of a Pattention layer in a model.
 
     Raises:
-        InputError: If it is not a layer of a TokenFormer block.
+        InputError: If the name is not that of a layer of a TokenFormer block.
     """
     last = name.rpartition(".")[2]
     if last not in KINDS:
         raise InputError(
-            f"the Pattention layer {name!r} is none of a TokenFormer block's "
-            f"({', '.join(KINDS)}); its pairs cannot be changed by kind"
+            f"the Pattention layer {name!r} has no kind; the layers of a TokenFormer block are "
+            f"{', '.join(KINDS)}"
         )
     return KINDS[last]
 
@@ -96,30 +96,30 @@ def pattention_layers(model: nn.Module) -> dict[str, Pattention]:
         model: Any module that holds TokenFormer blocks: a backbone, a classifier, a language model.
 
     Returns:
-        The layers by name, in the model's order.
+        The layers by name, in the order of the model.
 
     Raises:
-        InputError: If there is none.
+        InputError: If the model has no Pattention layer.
     """
     layers = {name: each for name, each in model.named_modules() if isinstance(each, Pattention)}
     if not layers:
         raise InputError(
-            f"{type(model).__name__} has no Pattention layer, hence no parameter tokens to change"
+            f"{type(model).__name__} has no Pattention layer to change; give a TokenFormer"
         )
     return layers
 
 
 def check_rebuildable(model: nn.Module, layers: Mapping[str, Pattention]) -> None:
-    """See that layers whose number of pairs is to change are not only a part of a model.
+    """Check that layers whose number of pairs will change are not only a part of a model.
 
-    A TokenFormerViT or TokenFormerLM is rebuilt by one count for all layers of a kind.
+    A TokenFormerViT or TokenFormerLM is rebuilt with one count for all layers of a kind.
 
     Args:
-        model: What holds the layers.
-        layers: Its Pattention layers by name.
+        model: Module that holds the layers.
+        layers: Pattention layers by name.
 
     Raises:
-        InputError: If a layer belongs to such a model, and ``model`` does not hold that model.
+        InputError: If a layer belongs to such a model, and ``model`` does not contain that model.
     """
     whole = {
         layer
@@ -130,14 +130,14 @@ def check_rebuildable(model: nn.Module, layers: Mapping[str, Pattention]) -> Non
     for name, layer in layers.items():
         if layer.of_model and layer not in whole:
             raise InputError(
-                f"{name or 'the layer'} belongs to a model whose other blocks would keep their "
-                "number of pairs, which could not be saved and rebuilt: give the whole model, not "
-                f"its {type(model).__name__}"
+                f"{name or 'the layer'} is only a part of a model, which cannot be rebuilt if its "
+                "other blocks keep their number of pairs: give the whole model, not its "
+                f"{type(model).__name__}"
             )
 
 
 def read_tokens(layer: Pattention) -> LayerTokens:
-    """Return what a layer stores, without history; of an ordinary layer not copied."""
+    """Return the tensors of a layer, detached; without a copy unless the layer is split."""
     gate = layer.gate
     return LayerTokens(
         layer.key_param_tokens.detach(),
@@ -154,18 +154,18 @@ def write_tokens(
     num_old: int | None = None,
     learn_gate: bool | None = None,
 ) -> list[Change]:
-    """Give a layer other tokens, in any number.
+    """Replace the tokens of a layer; their number may change.
 
     Args:
-        layer: Changed in place; its parameters are new objects, which need a gradient if the old
-            ones did. A selection of pairs (``active``) and ``top_k`` are given up.
-        tokens: What it stores from now on.
-        num_old: Hold so many pairs apart from the others; None holds all in one.
-        learn_gate: Make the gate, if there is one, a parameter (True) or a buffer (False); None
-            leaves it what it is, and makes a new one a parameter.
+        layer: Layer to change in place. Its parameters become new objects, which need a gradient
+            if the old ones needed one. ``active`` and ``top_k`` are reset.
+        tokens: New tensors of the layer.
+        num_old: Number of old pairs to store apart from the others; None stores all pairs together.
+        learn_gate: Whether the gate is a parameter (True) or a buffer (False). None keeps the kind
+            of the present gate, and makes a new gate a parameter.
 
     Returns:
-        What an optimiser has to know.
+        The changes that an optimizer must follow.
     """
     before = {name: token_segments(layer, name) for name in TOKENS}
     fuse_tokens(layer)
@@ -182,12 +182,12 @@ def write_tokens(
             learn_gate = gate is None or was_learned
         if learn_gate:
             trained = gate.requires_grad if was_learned else True  # type: ignore[union-attr]
-            del layer.gate  # it may be a buffer, maybe an empty one
+            del layer.gate  # it may be a buffer, even an empty one
             layer.gate = nn.Parameter(opened, requires_grad=trained)
         else:
             del layer.gate
             layer.register_buffer("gate", opened)
-    # After the gate: the parts come last among the layer's parameters.
+    # After the gate, because the parts are the last parameters of a layer.
     if num_old is not None and 0 < num_old < tokens.num:
         split_tokens(layer, num_old)
     changes = [Change(before[name], token_segments(layer, name)) for name in TOKENS]
@@ -201,13 +201,13 @@ def write_tokens(
 
 
 def join_layer(layer: Pattention) -> list[Change]:
-    """Hold the old and the new pairs of a split layer in one parameter each for keys, values.
+    """Store the old and new keys of a split layer in one parameter, and its values in another.
 
     Args:
-        layer: Changed in place; what it computes stays, and so do ``active`` and ``top_k``.
+        layer: Layer to change in place. Its outputs, ``active`` and ``top_k`` stay.
 
     Returns:
-        What an optimiser has to know; nothing where the layer was not split.
+        The changes that an optimizer must follow; none if the layer was not split.
     """
     if not is_split(layer):
         return []
@@ -219,12 +219,12 @@ def join_layer(layer: Pattention) -> list[Change]:
 
 
 def mark_replaced(changes: Iterable[Change]) -> None:
-    """Let a step of any optimiser that still holds a replaced parameter raise InputError.
+    """Make steps of optimizers that still hold a replaced parameter raise InputError.
 
-    Such a step would train nothing, without a word.
+    Otherwise such a step would silently train nothing.
 
     Args:
-        changes: What was replaced.
+        changes: Parameters that were replaced.
     """
     _watch_optimizers()
     for change in changes:
@@ -235,7 +235,7 @@ def mark_replaced(changes: Iterable[Change]) -> None:
 
 @functools.cache
 def _watch_optimizers() -> None:
-    # At the first replacement, not at import: a process in which nothing grows has no hook.
+    # Not at import: a process in which nothing grows needs no hook.
     register_optimizer_step_pre_hook(_refuse_replaced)
 
 
@@ -246,17 +246,17 @@ def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for parameter in group["params"]
     ):
         raise InputError(
-            f"this {type(optimizer).__name__} holds parameters that were replaced when the model "
-            "was grown, pruned or joined, and would train nothing of what took their place: build "
-            "a new optimizer, or hand this one to grow(..., optimizer=optimizer)"
+            f"this {type(optimizer).__name__} holds parameters that growth, pruning or joining has "
+            "replaced, and would not train the new ones: build a new optimizer, or call "
+            "grow(..., optimizer=optimizer)"
         )
 
 
 def record_counts(model: nn.Module) -> None:
-    """Write a model's present counts of pairs into what it is saved and rebuilt by.
+    """Update the counts of pairs in the arguments from which a model is rebuilt.
 
     Args:
-        model: A module that is, or holds, TokenFormer backbones or language models.
+        model: Module that is or contains TokenFormer backbones or language models.
     """
     for module in model.modules():
         if isinstance(module, TokenFormerViT | TokenFormerLM):

@@ -1,8 +1,7 @@
-"""Language models under Hugging Face's transformers; importing it registers them there.
+"""Language models under Hugging Face's transformers.
 
-``AutoModelForCausalLM.from_pretrained``, ``generate``, ``Trainer`` and what builds on these then
-know the model type ``tokenformer``. It is the one place that imports Hugging Face's libraries, and
-it needs none of OpenMMLab's.
+Importing this package registers the model type ``tokenformer`` with the Auto classes of
+transformers. It imports Hugging Face's libraries, and none of OpenMMLab's. See README.md.
 """
 
 from tokenformer_vit.errors import InputError
@@ -11,7 +10,7 @@ try:
     from transformers import AutoConfig, AutoModelForCausalLM
 except ImportError as error:
     raise InputError(
-        "language models need Hugging Face's transformers: `pip install -e '.[language]'`"
+        "language models need Hugging Face's transformers: pip install 'tokenformer-vit[language]'"
     ) from error
 
 from .corpora import Source, file_source, find_files, hub_source, reversal_source
@@ -19,16 +18,20 @@ from .data import read_text_meta, read_tokens
 from .generation import (
     MASKS,
     TerminalStreamer,
-    check_tokens_agree,
     generate_text,
     load_language_model,
-    load_tokenizer,
     save_language_model,
 )
 from .modeling import TokenFormerConfig, TokenFormerForCausalLM
 from .preparation import prepare_text, training_texts
 from .released import from_released, read_released, released_config, to_released
-from .tokenizers import byte_tokenizer, find_tokenizer, train_tokenizer
+from .tokenizers import (
+    byte_tokenizer,
+    check_tokens_agree,
+    find_tokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
 from .transformer import matched_transformer, transformer_lm
 
 __all__ = [

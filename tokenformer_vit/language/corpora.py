@@ -1,4 +1,4 @@
-"""Text from files and from the Hugging Face hub, as one stream that can go on where it stopped."""
+"""Text from files and from the Hugging Face hub, as one stream that can be resumed."""
 
 import codecs
 import glob
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import from_json
 
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, one_line
 
 from .schemas import Position
 
@@ -32,14 +32,14 @@ __all__ = [
 
 _JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 _SUFFIXES = (".txt", *_JSON, ".parquet")
-_KNOWN_ROWS = 10_000  # after so many rows without the column of the text, it is not there
+_KNOWN_ROWS = 10_000  # rows without the column of the text, after which it is missing
 _PIECE = 8192  # characters of a file that are tokenised at once
-# A held-out part below so many bytes is less than a paragraph: short files are held out whole.
+# Bytes. A smaller held-out part is less than a paragraph: such a file is held out whole or not.
 _LEAST_HELD_OUT = 1024
-# The last place where byte-level tokenizers begin a new word in any case, so that a text cut there
-# has the same tokens as in one: before a single space, or behind a single line end.
+# The last place where every byte-level tokenizer begins a new word: before a single space, or after
+# a single line end. A text that is cut there has the same tokens as a whole.
 _WORDS = re.compile(r"(?s:.*)\S(?:\n(?=\S)|(?= \S))")
-# What errors of the libraries below do not say.
+# What to do about errors of the libraries; their messages do not say it.
 _WAYS_OUT = {
     "scripts are no longer supported": "the hub may have made a copy of it that can be read: "
     "--hub-revision refs/convert/parquet",
@@ -52,9 +52,9 @@ class Piece:
     """Text of a document, or a part of it.
 
     Attributes:
-        text: Not empty.
+        text: The text, not empty.
         split: ``train`` or ``val``.
-        ends: The document ends behind it.
+        ends: Whether the document ends after this text.
     """
 
     text: str
@@ -64,13 +64,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Source:
-    """Where text comes from.
+    """A source of text.
 
     Attributes:
-        name: For people.
-        open: Makes the stream of rows.
-        piece: Makes a piece of a row; None if it holds no text.
-        size: UTF-8 bytes of its text, if known before it is read.
+        name: Name for messages.
+        open: Opens the stream of rows.
+        piece: Turns a row into a piece; returns None for a row without text.
+        size: Size of the text in UTF-8 bytes; None if it is unknown before reading.
     """
 
     name: str
@@ -80,14 +80,14 @@ class Source:
 
 
 class TextReader:
-    """Iterates over the pieces of several sources, one after the other.
+    """Iterates over the pieces of several sources, one source after the other.
 
     Args:
-        sources: The same as before, if it is to go on.
-        position: What :meth:`position` gave; None begins.
+        sources: The sources; to resume, the same as before.
+        position: Result of :meth:`position`, to resume there; None to begin.
 
     Raises:
-        InputError: While it iterates, if a source cannot be read; it names the source.
+        InputError: During iteration, if a source cannot be read; the message names it.
     """
 
     def __init__(self, sources: Sequence[Source], position: Position | None = None) -> None:
@@ -97,7 +97,7 @@ class TextReader:
         self._stream: Any = None
 
     def __iter__(self) -> Iterator[Piece]:
-        """Go through the pieces that follow the position."""
+        """Yield the pieces after the position."""
         while self._number < len(self._sources):
             source = self._sources[self._number]
             try:
@@ -105,13 +105,12 @@ class TextReader:
                 if self._state is not None:
                     self._stream.load_state_dict(self._state)
                 for row in self._stream:
-                    piece = source.piece(row)
-                    if piece:
+                    if piece := source.piece(row):
                         yield piece
             except InputError:
                 raise
-            except Exception as error:  # each of the libraries below has errors of its own
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            except Exception as error:  # each library has errors of its own
+                reason = one_line(error)
                 for sign, way_out in _WAYS_OUT.items():
                     if sign in reason:
                         reason += f"; {way_out}"
@@ -119,62 +118,58 @@ class TextReader:
             self._number, self._state, self._stream = self._number + 1, None, None
 
     def position(self) -> Position:
-        """Tell where to go on behind the last piece; it can be written as JSON."""
+        """Return the position after the last piece, in values for JSON."""
         state = self._stream.state_dict() if self._stream else self._state
         return {"source": self._number, "state": state}
 
 
 def find_files(path: Path) -> list[Path]:
-    """List the files of text that a path stands for: the file itself, or those below a folder.
+    """List the text files of a path: the file itself, or all files of known types in a folder.
 
     Raises:
-        InputError: If there is nothing, or the folder has no file of a known kind.
+        InputError: If the path does not exist, or the folder has no such file.
     """
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise InputError(f"there is no file or folder {path} (--hub NAME reads from the hub)")
+        raise InputError(f"there is no file or folder {path}; --hub NAME reads from the hub")
     files = sorted(
         file
         for file in path.rglob("*")
         if file.is_file() and file.name.endswith(_SUFFIXES) and not file.name.startswith(".")
     )
     if not files:
-        raise InputError(f"{path} holds no file of text: none ends in {', '.join(_SUFFIXES)}")
+        raise InputError(f"{path} has no text file: no name ends in {', '.join(_SUFFIXES)}")
     return files
 
 
 def file_source(
     path: Path, documents: str, column: str, val_share: float, split: str | None = None
 ) -> Source:
-    """Read a file: rows of ``.parquet`` or ``.json(l)(.gz)``, of other names UTF-8 text.
-
-    A JSON file holds one object a line, or a list of objects or of texts.
+    """Make a source of a file: rows of ``.parquet`` or ``.json(l)(.gz)``, or UTF-8 text.
 
     Args:
-        path: The file.
-        documents: ``file`` takes a file of text as one document, ``line`` each of its lines,
-            without the line end.
-        column: Holds the text of a row.
-        val_share: Part of the text that is held out, 0 to 1. Of documents those whose content's
-            hash is below it: equal ones stay together. Of a file that is one document its end,
-            from the beginning of a line on, or of a word; it comes first in the stream.
-        split: Where all of it goes, instead of a part being held out.
+        path: The file. JSON is one object a line, or a list of objects or of texts.
+        documents: What is a document in a text file: ``file`` for the whole file, ``line`` for
+            each line without its line end.
+        column: Column of the text in rows.
+        val_share: Share of the text that is held out, 0 to 1. Documents are chosen by a hash of
+            their content, which keeps equal ones in one split. Of a file that is one document the
+            end is held out, from the beginning of a line or word, and comes first in the stream.
+        split: Split of the whole file; None holds out a part.
 
     Returns:
         The source.
 
     Raises:
-        InputError: If it is empty, or a Parquet file that is damaged or without that column.
+        InputError: If the file is empty, or a Parquet file that is damaged or lacks the column.
     """
     if not path.stat().st_size:
         raise InputError(f"{path} is empty; leave it out")
     if path.suffix == ".parquet":
         _check_column(path, column)
-        data_files = [glob.escape(str(path))]
-        open_stream = _streamed(
-            path="parquet", data_files=data_files, split="train", columns=[column]
-        )
+        files = [glob.escape(str(path))]
+        open_stream = _streamed(path="parquet", data_files=files, split="train", columns=[column])
     elif path.name.endswith(_JSON):
         open_stream = _generated(_json_rows, {"path": str(path), "column": column})
     else:
@@ -194,7 +189,7 @@ def hub_source(
     val_share: float,
     revision: str | None = None,
 ) -> Source:
-    """Stream a data set of the Hugging Face hub; arguments as in ``load_dataset`` and above."""
+    """Make a source of a data set of the Hugging Face hub; arguments as in ``load_dataset``."""
     where = f"the data set {name} of the Hugging Face hub"
     return Source(
         where,
@@ -204,13 +199,13 @@ def hub_source(
 
 
 def reversal_source(lines: int, digits: int, val_share: float, seed: int) -> Source:
-    """Draw lines of digits and their reversal, such as ``8307>7038``; no line occurs twice.
+    """Draw different lines of digits and their reversal, such as ``8307>7038``.
 
     Args:
-        lines: How many, those that are held out among them.
-        digits: On each side of ``>``, at most 18.
-        val_share: Part of the lines that is held out.
-        seed: Of what is drawn.
+        lines: Number of lines, with the held-out ones.
+        digits: Number of digits on each side of ``>``, at most 18.
+        val_share: Share of the lines that is held out.
+        seed: Seed of the drawn digits.
 
     Returns:
         The source; each split is one document.
@@ -221,7 +216,7 @@ def reversal_source(lines: int, digits: int, val_share: float, seed: int) -> Sou
     if lines > 10**digits:
         raise InputError(
             f"there are {10**digits} sequences of {digits} digits, too few for {lines} different "
-            "lines: give more --digits, or fewer lines"
+            "lines: use more --digits or fewer lines"
         )
     arguments = {"lines": lines, "digits": digits, "val_share": val_share, "seed": seed}
     size = lines * (2 * digits + 2)
@@ -232,7 +227,7 @@ def _streamed(**options: Any) -> Callable[[], "IterableDataset"]:
     def open_stream() -> Any:
         from datasets import load_dataset
 
-        # Else old versions of it ask whether the code of a data set may run.
+        # Without this, old versions ask whether the code of a data set may run.
         return load_dataset(**options, streaming=True, trust_remote_code=False)
 
     return open_stream
@@ -260,9 +255,7 @@ def _check_column(path: Path, column: str) -> None:
 
 
 def _no_column(where: str, column: str, names: Sequence[str]) -> str:
-    return f"{where} has no column {column!r}; name that of the text with --column: " + ", ".join(
-        names
-    )
+    return f"{where} has no column {column!r}; choose one by --column: {', '.join(names)}"
 
 
 def _of_column(
@@ -281,22 +274,22 @@ def _text(where: str, row: dict[str, Any], column: str) -> str | None:
     text = row[column]
     if not isinstance(text, str | None):
         raise InputError(
-            f"{where}: the column {column!r} holds {type(text).__name__}, not text; name "
-            f"another with --column: {', '.join(row)}"
+            f"{where}: the column {column!r} holds {type(text).__name__}, not text; choose "
+            f"another by --column: {', '.join(row)}"
         )
     return text
 
 
 def _json_rows(path: str, column: str) -> Iterator[dict[str, Any]]:
-    """Yield the text of each row; rows may lack it, but not all of them."""
+    """Yield the text of each row; some rows, but not all, may lack it."""
     names: list[str] = []
     found = False
     for number, row in enumerate(_json_values(path)):
         row = {"text": row} if isinstance(row, str) else row
         if not isinstance(row, dict):
             raise InputError(
-                f"{path}: row {number}, counted from 0, is {type(row).__name__}, not an object "
-                f"whose {column!r} is a text"
+                f"{path}: row {number}, counted from 0, is {type(row).__name__}; it must be an "
+                f"object whose {column!r} is a text"
             )
         names = names or list(row)
         if column in row:
@@ -311,8 +304,8 @@ def _json_rows(path: str, column: str) -> Iterator[dict[str, Any]]:
 
 
 def _json_values(path: str) -> Iterator[Any]:
-    # Arrow's reader, which datasets uses, overflows the stack in lines that are nested 20,000 deep;
-    # this one refuses them at 200.
+    # Arrow's reader, which datasets uses, overflows the stack on lines that are nested 20,000 deep;
+    # this reader refuses them at 200.
     opened: Any = gzip.open if path.endswith(".gz") else open
     with opened(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -372,7 +365,7 @@ def _parts(path: str, val_share: float, split: str | None) -> Iterator[dict[str,
 
 
 def _cut(file: Any, val_share: float, split: str | None) -> list[tuple[str, int, int]]:
-    """Say which bytes of a file go where."""
+    """Return the split, first byte and last byte + 1 of each part of a file."""
     size = file.seek(0, 2)
     if split or not val_share:
         return [(split or "train", 0, size)]
@@ -382,15 +375,15 @@ def _cut(file: Any, val_share: float, split: str | None) -> list[tuple[str, int,
     position = file.seek(int(size * (1 - val_share)))
     line = file.readline()
     start = file.tell()
-    if start == size and b" " in line:  # no other line begins there, as in text8, which is one
+    if start == size and b" " in line:  # no line begins after it; text8 is a single line
         start = position + line.index(b" ") + 1
     return [(name, a, b) for name, a, b in (("val", start, size), ("train", 0, start)) if a < b]
 
 
 def _not_utf8(path: str, position: int) -> InputError:
     return InputError(
-        f"{path} is not UTF-8 text: byte {position} (counted from 0) does not belong there; "
-        "convert it, for example with iconv"
+        f"{path} is not UTF-8 text: byte {position} (counted from 0) is invalid; convert the file, "
+        "for example with iconv"
     )
 
 

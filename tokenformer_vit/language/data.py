@@ -1,9 +1,9 @@
-"""Token files of language models: rows of one context each, in Arrow files that are memory-mapped.
+"""Token files of language models: rows of tokens in memory-mapped Arrow files.
 
 A folder holds ``meta.json``, the files of the tokenizer, and for every split
 ``<split>-00000.arrow``, ``<split>-00001.arrow``, ...: streams of one column ``input_ids``, lists
-of context_length + 1 tokens. Rows overlap by one token, so that the inputs ``row[:-1]`` and the
-targets ``row[1:]`` predict every token but the first exactly once.
+of context_length + 1 tokens. Rows overlap by one token: the inputs ``row[:-1]`` and the targets
+``row[1:]`` predict every token but the first exactly once.
 """
 
 import os
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, one_line
 
 from .schemas import TextMeta, WriterState, read_json
 
@@ -30,36 +30,36 @@ __all__ = [
     "stored_rows",
 ]
 
-# Present while a folder is being written: what is done, and where to go on.
+# Exists while a folder is being written: what is done, and where to resume.
 PROGRESS = "progress.json"
 META = "meta.json"
 
 
 def read_text_meta(folder: Path) -> TextMeta:
-    """Read what is known of a folder of tokens.
+    """Read the description of a folder of tokens.
 
     Args:
-        folder: Written by ``tools/prepare_text.py``.
+        folder: Folder that ``tokenformer-vit prepare-text`` wrote.
 
     Returns:
-        ``context_length``; ``vocab_size``, entries of the tokenizer; ``end``, the number of the
-        token that ends a text, or None; ``tokenizer`` and ``sources``, as they were given; and
-        ``splits``: of each its ``rows``, and of the text that these were cut from its ``tokens``,
-        ``documents`` and UTF-8 ``bytes``; ``settings``, from which the folder was made.
+        ``context_length``; ``vocab_size``, the number of entries of the tokenizer; ``end``, the
+        number of the end-of-text token, or None; ``tokenizer``, ``sources`` and ``settings`` of
+        the command; and ``splits``: for each split the number of its ``rows``, and of the
+        ``tokens``, ``documents`` and UTF-8 ``bytes`` of the text that they were cut from.
 
     Raises:
-        InputError: If there is no such folder, it is unfinished, or it is none of tokens.
-        OSError: If its description cannot be read.
+        InputError: If there is no such folder, it is unfinished, or it is no folder of tokens.
+        OSError: If the description cannot be read.
     """
     file = folder / META
     if not file.is_file():
         if (partial_folder(folder) / PROGRESS).is_file():
             raise InputError(
-                f"{folder} is not finished: run its tools/prepare_text.py again, which goes on"
+                f"{folder} is not finished: run the same prepare-text command again to resume it"
             )
         missing = f"{folder} has no {META}" if folder.is_dir() else f"there is no folder {folder}"
-        raise InputError(f"{missing}; make a folder of tokens with tools/prepare_text.py")
-    way_out = "make it anew with tools/prepare_text.py"
+        raise InputError(f"{missing}; make a folder of tokens by tokenformer-vit prepare-text")
+    way_out = "make it again by tokenformer-vit prepare-text"
     meta = read_json(file, TextMeta, "a description of tokens", way_out)
     for split, counts in meta["splits"].items():
         if counts["rows"] and counts["tokens"] <= counts["rows"] * meta["context_length"]:
@@ -71,24 +71,24 @@ def read_text_meta(folder: Path) -> TextMeta:
 
 
 def read_tokens(folder: Path, split: str) -> "Dataset":
-    """Open the rows of a split, memory-mapped: they are read from the disk as they are asked for.
+    """Open the rows of a split; they are memory-mapped, and read only when they are used.
 
     Args:
-        folder: Written by ``tools/prepare_text.py``.
-        split: Such as ``train`` or ``val``.
+        folder: Folder that ``tokenformer-vit prepare-text`` wrote.
+        split: Name of the split, such as ``train`` or ``val``.
 
     Returns:
         Data set in numpy's format: ``dataset[row]["input_ids"]`` is (context_length + 1,), int64.
 
     Raises:
-        InputError: As in :func:`read_text_meta`; or there is no such split, a file of it is missing
-            or damaged, or it has no rows.
+        InputError: As :func:`read_text_meta` does; or if there is no such split, it has no rows,
+            or a file is missing or damaged.
     """
     try:
         from datasets import Dataset, concatenate_datasets
     except ImportError as error:
         raise InputError(
-            "reading tokens needs Hugging Face's datasets: `pip install -e '.[language]'`"
+            "reading tokens needs Hugging Face's datasets: pip install 'tokenformer-vit[language]'"
         ) from error
     meta = read_text_meta(folder)
     if split not in meta["splits"]:
@@ -99,20 +99,21 @@ def read_tokens(folder: Path, split: str) -> "Dataset":
         try:
             shard = Dataset.from_file(str(path))
         except Exception as error:  # pyarrow raises errors of many types
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise InputError(f"{path} is damaged ({reason}); prepare the text again") from error
+            raise InputError(
+                f"{path} is damaged ({one_line(error)}); prepare the text again"
+            ) from error
         column = shard.features.get("input_ids")
         kind = getattr(getattr(column, "feature", None), "dtype", None)
         if getattr(column, "length", None) != length or kind not in ("uint16", "uint32"):
             raise InputError(
-                f"{path} does not hold rows of {length} tokens, as {folder / META} says; prepare "
+                f"{path} does not hold rows of {length} tokens as {folder / META} says; prepare "
                 "the text again"
             )
         shards.append(shard)
     rows = sum(map(len, shards))
     if rows != expected:
         raise InputError(
-            f"the {split} files in {folder} hold {rows} rows, and its {META} says {expected}: a "
+            f"the {split} files in {folder} hold {rows} rows, but its {META} says {expected}: a "
             "file is missing or damaged; copy or prepare them again"
         )
     if not rows:
@@ -121,37 +122,39 @@ def read_tokens(folder: Path, split: str) -> "Dataset":
 
 
 def stored_rows(dataset: "Dataset") -> np.ndarray:
-    """Read all rows of what :func:`read_tokens` opened, in the type they are stored in.
+    """Read all rows of a data set in the type that they are stored in.
 
     Args:
-        dataset: As it was opened.
+        dataset: Data set of :func:`read_tokens`.
 
     Returns:
-        (R, context_length + 1) uint16 or uint32, an eighth or a half of what numpy's format takes.
+        (R, context_length + 1) uint16 or uint32, a quarter or a half of the memory of int64.
     """
     chunks = dataset.data.column("input_ids").chunks
     return np.concatenate([chunk.flatten().to_numpy().reshape(len(chunk), -1) for chunk in chunks])
 
 
 def partial_folder(folder: Path) -> Path:
-    """Name the place where a folder of tokens is written until it is whole."""
+    """Return the folder in which tokens are written until they are complete."""
     return folder.parent / f"{folder.name}.partial"
 
 
 class SplitWriter:
-    """Cuts the tokens of a split into rows and appends these to Arrow files.
+    """Cuts the tokens of a split into rows and writes them to Arrow files.
 
     Args:
-        folder: Where the files go.
-        split: Such as ``train`` or ``val``.
-        context_length: Rows have one token more.
-        vocab_size: Tokens are stored as uint16 where it allows, else as uint32.
-        state: What :meth:`state` gave; the next file is begun, over what may stand there.
+        folder: Folder of the files.
+        split: Name of the split, such as ``train`` or ``val``.
+        context_length: Number of tokens of a row less one.
+        vocab_size: Number of entries of the tokenizer; up to 65,536 are stored as uint16, more as
+            uint32.
+        state: Result of :meth:`state`, to resume with the next file. A file of this name is
+            replaced.
 
     Attributes:
-        counts: ``rows`` written; ``tokens``, ``documents`` and ``bytes`` got (documents and bytes
-            are counted by the caller).
-        shard_tokens: Tokens in the open file.
+        counts: Number of ``rows`` written and ``tokens`` received. The caller counts ``documents``
+            and ``bytes``.
+        shard_tokens: Number of tokens in the open file.
     """
 
     def __init__(
@@ -179,7 +182,7 @@ class SplitWriter:
 
     @property
     def left_over(self) -> int:
-        """Tokens behind the last target of the last row, which fill no row yet."""
+        """Number of tokens after the last row; they do not fill a row yet."""
         return max(len(self._rest) - 1, 0) if self.counts["rows"] else len(self._rest)
 
     @property
@@ -190,10 +193,10 @@ class SplitWriter:
         """Append tokens, and write the rows that are complete.
 
         Args:
-            tokens: Arrays (any length), in their order.
+            tokens: Arrays of any length, in order.
 
         Raises:
-            OSError: If they cannot be written; it names the file.
+            OSError: If a row cannot be written; the error names the file.
         """
         parts = [part.astype(self._dtype) for part in tokens]
         self.counts["tokens"] += sum(map(len, parts))
@@ -206,7 +209,7 @@ class SplitWriter:
         column = self._pa.FixedSizeListArray.from_arrays(flat, type=self._type)
         try:
             if self._stream is None:
-                self._path.unlink(missing_ok=True)  # a link goes, and what it leads to stays
+                self._path.unlink(missing_ok=True)  # removes a link, but not the file behind it
                 self._file = self._path.open("xb")
                 schema = self._pa.schema([("input_ids", self._type)])
                 self._stream = self._pa.ipc.new_stream(self._file, schema)
@@ -218,10 +221,10 @@ class SplitWriter:
         self._rest = self._rest[rows * self._length :].copy()
 
     def close_shard(self) -> None:
-        """Finish the open file, if there is one, down to the disk.
+        """Finish the open file, if there is one, and flush it to the disk.
 
         Raises:
-            OSError: If it cannot be written; it names the file.
+            OSError: If it cannot be written; the error names the file.
         """
         if self._stream is None:
             return
@@ -237,6 +240,6 @@ class SplitWriter:
         self.shard_tokens = 0
 
     def state(self) -> WriterState:
-        """Tell where to go on; to be asked while no file is open. It can be written as JSON."""
+        """Return where to resume, in values for JSON; call it while no file is open."""
         counts: Any = self.counts
         return {"counts": counts, "shards": self._shards, "rest": self._rest.tolist()}

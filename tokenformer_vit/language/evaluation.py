@@ -29,19 +29,19 @@ __all__ = [
     "windows",
 ]
 
-_IGNORED = -100  # what F.cross_entropy leaves out
-_MOST_NATS = 700.0  # exp() of more is no float
+_IGNORED = -100  # targets that F.cross_entropy ignores
+_MOST_NATS = 700.0  # exp() of more overflows
 
 
 @dataclass(frozen=True)
 class TextLoss:
-    """What the predictions of a text come to.
+    """How well a model predicted a text.
 
     Attributes:
-        tokens: How many were predicted: all but the first.
-        nats: Sum of -log p of these, p being the probability that the model gave each.
-        bytes: Of the text in UTF-8, where known; also of its first token.
-        words: Of the text, separated by white space, where known.
+        tokens: Number of predicted tokens: all but the first.
+        nats: Sum of -log p over these tokens.
+        bytes: UTF-8 bytes of the text, with its first token; None if unknown.
+        words: Number of words, separated by white space; None if unknown.
     """
 
     tokens: int
@@ -51,44 +51,44 @@ class TextLoss:
 
     @property
     def loss(self) -> float:
-        """Nats a token: the loss of training."""
+        """Nats a token, as the loss of training."""
         return self.nats / self.tokens
 
     @property
     def perplexity(self) -> float:
-        """Of a token; models of different tokenizers cannot be compared by it."""
+        """Perplexity of a token; only models with the same tokenizer can be compared by it."""
         return math.exp(min(self.loss, _MOST_NATS))
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Of any tokenizer, since the text's bytes are the same."""
+        """Bits a byte; models with different tokenizers can be compared by it."""
         return self.nats / math.log(2) / self.bytes if self.bytes else None
 
     @property
     def word_perplexity(self) -> float | None:
-        """Of a word; None too where a "word" has over 700 nats, as without spaces."""
+        """Perplexity of a word; also None above 700 nats a word, as in text without spaces."""
         if not self.words or self.nats / self.words > _MOST_NATS:
             return None
         return math.exp(self.nats / self.words)
 
     def values(self) -> dict[str, float | None]:
-        """Return all of these under their names, ready for JSON."""
+        """Return all values by name, ready for JSON."""
         names = ("tokens", "bytes", "words", "loss")
         names += ("perplexity", "bits_per_byte", "word_perplexity")
         return {name: getattr(self, name) for name in names}
 
 
 def windows(predicted: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Cover a text of ``predicted`` + 1 tokens by windows, so that each prediction counts once.
+    """Cover a text of ``predicted`` + 1 tokens by windows that count each prediction once.
 
     Args:
-        predicted: Tokens to be predicted, all but the first.
-        context: Most tokens that the model reads.
-        stride: Tokens from the start of a window to that of the next, at most ``context``.
+        predicted: Number of predicted tokens: all but the first.
+        context: Largest number of tokens that the model reads at once.
+        stride: Number of tokens from the start of one window to the next, at most ``context``.
 
     Yields:
-        ``begin, end, known``: the model reads tokens ``begin`` to ``end`` - 1 and predicts those
-        at ``begin`` + 1 to ``end``, of which the window before has predicted ``known``.
+        ``begin, end, known``: the model reads tokens ``begin`` to ``end`` - 1 and predicts tokens
+        ``begin`` + 1 to ``end``. The window before has predicted the first ``known`` already.
     """
     done = 0
     for begin in range(0, predicted, stride):
@@ -114,41 +114,40 @@ def measure_text(
 
     Args:
         model: Causal language model of transformers, in evaluation mode.
-        tokens: (T,) at least two, below the model's ``vocab_size``.
-        context: Most tokens that the model is to read at once.
-        stride: Tokens from a window to the next. The default, ``context``, is what training's
-            validation does: windows side by side. With less each token but the first ``context``
-            is predicted from at least ``context - stride`` others, which takes longer and gives a
-            lower loss.
-        batch_size: Windows computed at once.
-        amp: Compute in bfloat16 where torch.autocast does.
-        title: What the progress bar and errors call the text.
+        tokens: (T,) two or more tokens below the model's ``vocab_size``.
+        context: Largest number of tokens that the model reads at once.
+        stride: Number of tokens from one window to the next; default: ``context``, as validation
+            in training does. With a smaller stride each token after the first window is
+            predicted from at least ``context - stride`` others: slower, and a lower loss.
+        batch_size: Number of windows computed at once.
+        amp: Whether to compute in bfloat16 under torch.autocast.
+        title: Name of the text in the progress bar and in errors.
 
     Returns:
         The number of predicted tokens, and the sum of their -log p in nats.
 
     Raises:
-        InputError: If there are too few tokens, one is not in the vocabulary, the stride is out
-            of its range, or the loss is not finite.
+        InputError: If there are too few tokens, a token is not in the vocabulary, the stride is
+            out of range, or the loss is not finite.
 
     Note:
         The log-softmax is float32 and the sum float64. After :func:`float32_head` the logits are
-        float32 with ``amp``, too.
+        also float32 with ``amp``.
 
     Source:
-        "Perplexity of fixed-length models" in the documentation of transformers, whose windows
-        side by side do not predict their first token; these do, from the window before.
+        "Perplexity of fixed-length models" in the documentation of transformers. Its windows
+        without overlap do not predict their first token; these do, from the window before.
     """
     stride = stride or context
     predicted, vocab_size = len(tokens) - 1, model.config.vocab_size
     if predicted < 1:
-        raise InputError(f"{title} has {len(tokens)} tokens; at least 2 are needed to predict one")
+        raise InputError(f"{title} has {len(tokens)} tokens; give a text of at least 2")
     if not 1 <= stride <= context:
-        raise InputError(f"the stride must be 1 to {context}, the context, but it is {stride}")
+        raise InputError(f"stride must be from 1 to {context}, the context, but got {stride}")
     if int(tokens.max()) >= vocab_size:
         raise InputError(
-            f"{title} has the token {int(tokens.max())}, and the model's vocab_size is "
-            f"{vocab_size}: it was made with another tokenizer"
+            f"{title} has the token {int(tokens.max())}, but the model's vocab_size is "
+            f"{vocab_size}: prepare the text with the tokenizer of the model"
         )
     device, nats = model.device, 0.0
     spans = windows(predicted, context, stride)
@@ -156,7 +155,7 @@ def measure_text(
         total=predicted, desc=printable(title), unit="token", unit_scale=True, disable=None
     ) as bar:
         while batch := list(islice(spans, batch_size)):
-            # Causal attention: what fills up a shorter window on the right changes nothing.
+            # Under causal attention padding on the right changes nothing.
             size = max(end - begin for begin, end, _ in batch)
             inputs = np.zeros((len(batch), size), dtype=np.int64)
             targets = np.full((len(batch), size), _IGNORED, dtype=np.int64)
@@ -173,20 +172,20 @@ def measure_text(
             bar.update(sum(end - begin - known for begin, end, known in batch))
     if not math.isfinite(nats):
         raise InputError(
-            f"the model's loss on {title} is {nats}: its weights, or --amp, are at fault"
+            f"the model's loss on {title} is {nats}: try without --amp, or another checkpoint"
         )
     return predicted, nats
 
 
 def float32_head(model: Any) -> None:
-    """Take a model's last product, that gives the logits, out of any autocast.
+    """Keep the product that gives the logits in float32 under autocast.
 
-    bfloat16 logits are rounded to steps of up to 1/8 above 16: as much as what answers differ by.
+    bfloat16 rounds logits above 16 to steps of 1/8 and more: as much as answers differ by.
 
     Args:
-        model: Causal language model of transformers with float32 weights; is changed.
+        model: Causal language model of transformers with float32 weights; changed in place.
     """
-    # A TokenFormer's head can be its embedding; other models have a layer for it.
+    # The head of a TokenFormer can be its embedding; other models have a layer for it.
     ours = isinstance(model, TokenFormerForCausalLM)
     owner, name = (model.model, "logits") if ours else (model.get_output_embeddings(), "forward")
     inner = getattr(owner, name)
@@ -199,17 +198,18 @@ def float32_head(model: Any) -> None:
 
 
 def context_of(model: Any, asked: int | None = None) -> int:
-    """Return how many tokens a model is to read at once: as many as it can, or fewer if asked.
+    """Return how many tokens the model reads at once: ``asked``, or all that it can.
 
     Raises:
-        InputError: If more are asked for than the model can read, or it does not say how many.
+        InputError: If ``asked`` is more than the model can read, or its configuration does not
+            say how many.
     """
     most: int | None = getattr(model.config, "max_position_embeddings", None)
     context = asked or most
     if context is None:
         raise InputError(
-            f"the configuration of this {model.config.model_type} has no context length: give one "
-            "(--context)"
+            f"the configuration of this {model.config.model_type} has no context length: give "
+            "--context"
         )
     if most and context > most:
         raise InputError(f"--context {context} is more than the model's context of {most} tokens")
@@ -217,7 +217,7 @@ def context_of(model: Any, asked: int | None = None) -> int:
 
 
 def read_text(path: Path) -> str:
-    """Read a UTF-8 file as it is.
+    """Read a UTF-8 file without changing its line ends.
 
     Raises:
         InputError: If it is not UTF-8.
@@ -226,7 +226,10 @@ def read_text(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text: byte {error.start} is no character") from error
+        raise InputError(
+            f"{path} is not UTF-8 text: byte {error.start} is invalid; convert the file, for "
+            "example with iconv"
+        ) from error
 
 
 def flatten_rows(rows: NDArray[np.integer]) -> NDArray[np.integer]:

@@ -1,7 +1,6 @@
-"""The language model in the shape that transformers expects, around the one that computes."""
+"""TokenFormerLM as a model of Hugging Face's transformers."""
 
 from dataclasses import fields, replace
-from os import PathLike
 from typing import Any
 
 import torch
@@ -12,29 +11,28 @@ from transformers.utils import can_return_tuple
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.layers.segments import fuse_state_dict
 from tokenformer_vit.models import LMConfig, TokenFormerLM
 
 from .schemas import LMShape, check
 
 __all__ = ["TokenFormerConfig", "TokenFormerForCausalLM"]
 
-# What other models of transformers answer to, and this one does not.
+# Arguments that other models of transformers have.
 _UNSUPPORTED = ("inputs_embeds", "output_attentions", "output_hidden_states")
 
 
 class TokenFormerConfig(PretrainedConfig):
-    """What transformers knows of a language model; ``config.json`` holds it.
+    """The configuration of a language model, which ``config.json`` holds.
 
     Args:
-        **kwargs: The fields of :class:`~tokenformer_vit.models.LMConfig`, with its defaults, and
-            what every configuration of transformers takes. ``hidden_size``, ``num_hidden_layers``,
-            ``num_attention_heads``, ``max_position_embeddings`` and ``tie_word_embeddings`` are
-            other names of its ``embed_dim``, ``depth``, ``num_heads``, ``context_length`` and
+        **kwargs: Fields of :class:`~tokenformer_vit.models.LMConfig`, and the arguments of every
+            configuration of transformers. ``hidden_size``, ``num_hidden_layers``,
+            ``num_attention_heads``, ``max_position_embeddings`` and ``tie_word_embeddings`` also
+            name ``embed_dim``, ``depth``, ``num_heads``, ``context_length`` and
             ``tie_embeddings``.
 
     Raises:
-        InputError: As LMConfig.
+        InputError: As LMConfig does.
     """
 
     model_type = "tokenformer"
@@ -55,33 +53,33 @@ class TokenFormerConfig(PretrainedConfig):
         super().__init__(**names)
 
     def __eq__(self, other: object) -> bool:
-        """Compare everything; what the base class makes compares the fields that it knows."""
+        """Compare all attributes; the base class compares only those that it knows."""
         return isinstance(other, TokenFormerConfig) and self.__dict__ == other.__dict__
 
     __hash__ = None  # type: ignore[assignment]
 
     def take(self, config: LMConfig) -> None:
-        """Set all fields that LMConfig has to those of ``config``."""
+        """Copy all fields of ``config``."""
         for each in fields(LMConfig):
             setattr(self, each.name, getattr(config, each.name))
 
     def lm_config(self) -> LMConfig:
-        """Return the same as what TokenFormerLM is built from."""
+        """Return the configuration that TokenFormerLM takes."""
         return LMConfig(**{each.name: getattr(self, each.name) for each in fields(LMConfig)})
 
 
 class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
-    """A :class:`~tokenformer_vit.models.TokenFormerLM` for transformers; see its documentation.
+    """A :class:`~tokenformer_vit.models.TokenFormerLM` for transformers.
 
     Args:
         config: Shape of the model.
 
     Attributes:
-        model: What computes. Growth, pruning and so on take it, or this class, alike.
-        config: Always that of ``model``, also after growth.
+        model: The TokenFormerLM. Growth, pruning and masks accept it or this class.
+        config: Configuration, which follows the growth of ``model``.
 
     Note:
-        In any type of parameters τ stays float32.
+        τ stays float32 when the model is cast to another dtype.
     """
 
     config_class = TokenFormerConfig
@@ -95,12 +93,12 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: TokenFormerConfig) -> None:
         super().__init__(config)
         self.model = TokenFormerLM(config.lm_config())
-        self.model.record_param_tokens()  # config.json is to say numbers, not "as many as C"
+        self.model.record_param_tokens()  # config.json gets numbers, not None for "as many as C"
         self.post_init()
 
     @property
     def config(self) -> TokenFormerConfig:  # type: ignore[override]
-        """The model's configuration, brought up to what TokenFormerLM says of itself."""
+        """Configuration, updated from ``model.config`` if that has changed."""
         model = self._modules.get("model")
         if isinstance(model, TokenFormerLM) and model.config is not self._known:
             self._config.take(model.config)
@@ -112,11 +110,11 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
         self._config = config
 
     def init_weights(self) -> None:
-        """Leave a new model as it is: its layers have drawn their weights when they were made."""
+        """Do nothing: the layers of a new model have drawn their weights already."""
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw what a checkpoint lacks; transformers guards what it has loaded."""
+        """Draw weights that a checkpoint lacks; transformers protects those that it loaded."""
         if isinstance(module, Pattention | nn.LayerNorm):
             module.reset_parameters()
         elif isinstance(module, nn.Embedding | nn.Linear):
@@ -131,7 +129,7 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
         self.model.embedding = value  # type: ignore[assignment]
 
     def get_output_embeddings(self) -> nn.Linear | None:
-        """Return the head, or None where the embedding is the head, too."""
+        """Return the head, or None if the embedding is also the head."""
         return self.model.head
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
@@ -139,7 +137,7 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
         self.model.head = new_embeddings  # type: ignore[assignment]
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Change the size of the vocabulary, as in every model of transformers."""
+        """Change the size of the vocabulary, as every model of transformers does."""
         embedding = super().resize_token_embeddings(*args, **kwargs)
         self.model.config = replace(self.model.config, vocab_size=embedding.num_embeddings)
         return embedding
@@ -156,31 +154,29 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Predict the token after each.
+        """Predict the next token at each position.
 
         Args:
-            input_ids: (B, N) integers below V: the whole sequence, or what follows that in
-                ``past_key_values``.
-            attention_mask: (B, all tokens) 1 where a token is one, and 0 where it fills up a
-                shorter sequence, on the left or the right.
-            position_ids: (B, N) place of each token in its sequence; default: counted from the
-                first that the mask lets in.
-            past_key_values: Cache of earlier tokens, which grows; any of transformers whose length
-                is that of the tokens it holds.
-            labels: (B, N) tokens, as ``input_ids``: the one at N is what is to be predicted at
-                N - 1. Where it is -100 there is no loss.
-            use_cache: Make a cache where none is given; default: unless the model trains.
-            logits_to_keep: Number of last tokens for which logits are wanted, or the indices of
-                tokens along N; 0 for all.
-            **kwargs: What ``loss_function`` takes; what tokenizers and ``generate`` hand on
-                besides is left alone.
+            input_ids: (B, N) integers below V: the whole sequence, or the tokens that follow those
+                in ``past_key_values``.
+            attention_mask: (B, all tokens) 1 for tokens, 0 for padding on the left or right.
+            position_ids: (B, N) position of each token in its sequence; default: counted from the
+                first token that is not padding.
+            past_key_values: Cache of earlier tokens; any cache of transformers that grows.
+            labels: (B, N) tokens, not shifted: the label at N is the target at N - 1. -100 gives
+                no loss.
+            use_cache: Whether to make a cache if none is given; default: only in evaluation mode.
+            logits_to_keep: Number of last tokens that get logits, or the indices of tokens along
+                N; 0 for all.
+            **kwargs: Arguments of ``loss_function``. Other arguments of tokenizers and
+                ``generate`` are ignored.
 
         Returns:
-            Logits (B, N, V), and, where asked for, the mean loss and the cache.
+            Logits (B, N, V), the mean loss if there are labels, and the cache if there is one.
 
         Raises:
-            InputError: If the sequence is longer than the context, or something is asked for that
-                the model does not have.
+            InputError: If the sequence is longer than the context, or an argument is not
+                supported.
         """
         for name in _UNSUPPORTED:
             if kwargs.pop(name, None) not in (None, False):
@@ -188,11 +184,11 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
         if attention_mask is not None:
             if attention_mask.dim() != 2:
                 raise InputError(
-                    f"attention_mask has the shape {tuple(attention_mask.shape)}, but (batch, all "
-                    "tokens) is wanted; of caches, give one that grows (cache_implementation "
-                    "'dynamic')"
+                    f"attention_mask must have the shape (batch, all tokens), but got "
+                    f"{tuple(attention_mask.shape)}; use a cache that grows "
+                    "(cache_implementation 'dynamic')"
                 )
-            # Without a mask attention can take its fast causal path.
+            # Without a mask attention takes its fast causal path.
             if not torch.compiler.is_compiling() and bool(attention_mask.all()):
                 attention_mask = None
         if past_key_values is None and (not self.training if use_cache is None else use_cache):
@@ -209,22 +205,3 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
-
-    def save_pretrained(  # type: ignore[override]
-        self,
-        save_directory: str | PathLike,
-        is_main_process: bool = True,
-        state_dict: dict[str, Tensor] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Write a folder that ``from_pretrained`` reads, as every model of transformers does.
-
-        Args:
-            save_directory: Gets ``config.json`` and ``model.safetensors``.
-            is_main_process: As in the base class.
-            state_dict: As in the base class. Layers that hold old and new pairs apart are joined,
-                so that the model is read as an ordinary one.
-            **kwargs: As in the base class.
-        """
-        state_dict = fuse_state_dict(self.state_dict() if state_dict is None else state_dict)
-        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)

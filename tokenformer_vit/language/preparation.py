@@ -1,4 +1,4 @@
-"""Text to tokens on the disk, in a stream: any amount of it, and what is interrupted goes on."""
+"""Turn text of any size into tokens on the disk, as a stream that can be interrupted."""
 
 import json
 import os
@@ -17,16 +17,16 @@ from tokenformer_vit.files import locked_folder, new_folder, remove_leftovers, w
 
 from .corpora import Piece, Source, TextReader
 from .data import META, PROGRESS, SplitWriter, partial_folder, read_text_meta
-from .generation import load_tokenizer
 from .schemas import Progress, TextMeta, read_json
+from .tokenizers import load_tokenizer
 
 __all__ = ["prepare_text", "training_texts"]
 
 _BATCH = 2**21  # characters that are tokenised at once
-_TOKENIZER_BYTES = 2**30  # of text are enough to train a tokenizer on
-_LOCK = ".lock"  # of locked_folder
+_TOKENIZER_BYTES = 2**30  # of text are enough to train a tokenizer
+_LOCK = ".lock"  # file of locked_folder
 _SHARD = re.compile(r"(train|val)-\d{5,}\.arrow")
-_NO_PROGRESS = ("the progress of tools/prepare_text.py", "move its folder away")
+_NO_PROGRESS = ("the progress of prepare-text", "move its folder away")
 
 
 def prepare_text(
@@ -40,40 +40,40 @@ def prepare_text(
     limit_tokens: int | None = None,
     shard_tokens: int = 100_000_000,
 ) -> TextMeta:
-    """Write the tokens of text as :mod:`tokenformer_vit.language.data` describes them.
+    """Write a folder of tokens as :mod:`tokenformer_vit.language.data` describes it.
 
-    All is written in ``<target>.partial``, which is renamed when it is whole. Called again after an
-    interruption, it goes on behind the last finished file, to the same result; where the target is
-    there already, it does nothing. A folder of that name that it did not make is left as it is.
+    The files go to ``<target>.partial``, which is renamed when it is complete. After an
+    interruption the same call resumes after the last finished file, and gives the same result. If
+    the target is complete already, nothing is done. Folders that it did not make stay untouched.
 
     Args:
-        sources: Read in their order. Each document is followed by the token that ends a text, if
-            the tokenizer has one; rows run over it.
+        sources: Sources, read in order. The end-of-text token of the tokenizer, if there is one,
+            follows each document; rows do not stop at it.
         target: The folder.
-        make_tokenizer: Called once, at the beginning.
-        context_length: Rows have one token more.
-        settings: All that the result follows from, for JSON; a call with others is refused.
-            ``tokenizer`` and ``sources`` of it are told in ``meta.json``.
-        held_out: A split ``val`` is to be there.
-        limit_tokens: Stop after the piece of text in which training has so many tokens.
-        shard_tokens: A file is finished after the batch in which it has so many tokens.
+        make_tokenizer: Makes the tokenizer; called once, at the beginning.
+        context_length: Number of tokens of a row less one.
+        settings: Everything that the result follows from, in values for JSON, with ``tokenizer``
+            and ``sources``. A folder that was begun with other settings is refused.
+        held_out: Whether there is a split ``val``.
+        limit_tokens: Number of tokens after which training text ends, with the piece that has the
+            last one; None for no limit.
+        shard_tokens: Number of tokens after which a file ends, with the batch that has the last.
 
     Returns:
-        As :func:`read_text_meta`.
+        The description of the folder; see :func:`read_text_meta`.
 
     Raises:
-        InputError: If the target or an unfinished one was made with other settings or is something
-            else, another process is at work on it, a source cannot be read, or a split does not
-            fill a row.
-        OSError: If something cannot be written; it names the file.
+        InputError: If the folder is something else or was made with other settings, another
+            process is writing it, a source cannot be read, or a split does not fill a row.
+        OSError: If a file cannot be written; the error names it.
     """
     if there := _finished(target, settings):
         return there
     if target.exists():
-        raise InputError(f"{target} is there already, and no folder of tokens; name another place")
+        raise InputError(f"{target} exists, and is no folder of tokens; name another place")
     partial = partial_folder(target)
     with _held(partial):
-        # It is whole already if a run was killed just before the renaming.
+        # It is complete already if a run was killed just before the renaming.
         meta = _finished(partial, settings) or _fill(
             partial,
             sources,
@@ -93,7 +93,7 @@ def prepare_text(
 
 @contextmanager
 def _held(partial: Path) -> Iterator[None]:
-    """Keep other processes out of the unfinished folder; remove it if it stays empty."""
+    """Keep other processes out of the unfinished folder, and remove it if it stays empty."""
     if (partial / PROGRESS).is_file():
         read_json(partial / PROGRESS, Progress, *_NO_PROGRESS)  # before anything is written there
     elif partial.is_symlink() or (partial.exists() and not _is_empty(partial)):
@@ -111,14 +111,14 @@ def _held(partial: Path) -> Iterator[None]:
 
 
 def _is_empty(partial: Path) -> bool:
-    """Tell whether there is nothing, or the lock alone of a run that began or was killed."""
+    """Tell whether the folder has no file but the lock of a run that began or was killed."""
     return partial.is_dir() and {path.name for path in partial.iterdir()} <= {_LOCK}
 
 
 def _in_the_way(partial: Path) -> InputError:
     return InputError(
-        f"{partial} is in the way, and holds something else than unfinished tokens: move it, "
-        "or name another place"
+        f"{partial} is in the way, and holds other files than unfinished tokens: move it, or name "
+        "another place"
     )
 
 
@@ -140,7 +140,7 @@ def _fill(
     limit_tokens: int | None,
     shard_tokens: int,
 ) -> TextMeta:
-    """Write what is missing in the unfinished folder, its description last."""
+    """Write all missing files to the unfinished folder, the description last."""
     progress = _begin(partial, make_tokenizer, settings)
     tokenizer = load_tokenizer(partial)
     vocab_size = max(tokenizer.get_vocab().values()) + 1
@@ -179,14 +179,14 @@ def _fill(
 
 
 def training_texts(sources: Iterable[Source], limit_tokens: int | None) -> Iterator[str]:
-    """Iterate over what a tokenizer may be trained on: nothing held out, and no more than is used.
+    """Iterate over the texts that a tokenizer may be trained on: no held-out or unused text.
 
     Args:
         sources: As in :func:`prepare_text`.
-        limit_tokens: As there; a token is at least a byte.
+        limit_tokens: As in :func:`prepare_text`; a token is at least one byte.
 
     Yields:
-        Texts.
+        Training texts.
     """
     room = min(_TOKENIZER_BYTES, limit_tokens or _TOKENIZER_BYTES)
     for piece in TextReader(list(sources)):
@@ -214,13 +214,13 @@ def _begin(
         written = [file for file in folder.rglob("*") if file.is_file()]
         files = [file.relative_to(folder).as_posix() for file in written]
         progress: Progress = {"settings": settings, "position": None, "splits": {}, "files": files}
-        # First, because it tells the next run what to remove if this one is killed.
+        # Written first: it tells the next run what to remove if this one is killed.
         write_whole(partial / PROGRESS, json.dumps(progress).encode())
     return progress
 
 
 def _check_progress(progress: Progress, partial: Path, sources: int, vocab_size: int) -> None:
-    """See that what is to go on fits what it was begun with."""
+    """Check that the progress fits the sources and the tokenizer."""
     position = progress["position"] or {"source": 0}
     rests = [token for state in progress["splits"].values() for token in state["rest"]]
     if position["source"] > sources or max(rests, default=0) >= vocab_size:
@@ -229,7 +229,7 @@ def _check_progress(progress: Progress, partial: Path, sources: int, vocab_size:
 
 
 def _remove(partial: Path, files: Sequence[str]) -> None:
-    """Remove what was written to an unfinished folder, unless a link leads out of it."""
+    """Remove the files of an unfinished folder, unless a link leads out of it."""
     inside = Path(os.path.realpath(partial))
     folders = {(partial / name).parent for name in files} - {partial}
     if not all(Path(os.path.realpath(folder)).is_relative_to(inside) for folder in folders):
@@ -249,7 +249,7 @@ def _check_settings(folder: Path, there: dict[str, Any], here: dict[str, Any]) -
             f"{name}: {str(there.get(name))[:60]}, now {str(here.get(name))[:60]}" for name in names
         )
         raise InputError(
-            f"{folder} was made from something else ({told}): give the same again, remove that "
+            f"{folder} was made with other settings ({told}): give the same again, remove that "
             "folder, or name another place"
         )
 
@@ -266,7 +266,7 @@ def _write(
     limit_tokens: int | None,
     size: int | None,
 ) -> Iterator[None]:
-    """Tokenise and write; comes back after each batch, when nothing read is unwritten."""
+    """Tokenise and write; yield after each batch, when everything that was read is written."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     train = writers["train"].counts
     limit = limit_tokens or float("inf")
@@ -283,7 +283,7 @@ def _write(
             numbers = tokenizer(
                 [piece.text for piece in batch],
                 add_special_tokens=False,
-                split_special_tokens=True,  # "<|endoftext|>" written in a text does not end it
+                split_special_tokens=True,  # a text that contains "<|endoftext|>" goes on
                 return_attention_mask=False,
                 return_token_type_ids=False,
                 verbose=False,
@@ -318,9 +318,9 @@ def _check_rows(
 ) -> None:
     for split, writer in writers.items():
         if not writer.counts["rows"]:
-            _remove(partial, files)  # the same again would end here again
+            _remove(partial, files)  # resuming would end here again
             raise InputError(
                 f"the {split} part has {writer.counts['tokens']} tokens, too few for one row of "
-                f"{context_length + 1}: give more text, a shorter --context-length"
+                f"{context_length + 1}: give more text, a smaller --context-length"
                 + (", or a larger --val-share (0 for no val part)" if split == "val" else "")
             )

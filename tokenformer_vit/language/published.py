@@ -1,4 +1,4 @@
-"""Published figures of language models, and tables that set others beside them."""
+"""Published results of language models, and tables with other results beside them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,9 +6,18 @@ from typing import Any, NamedTuple
 
 from tokenformer_vit.command_line import printable
 
-__all__ = ["PUBLISHED", "TITLES", "Published", "average", "loss_table", "zero_shot_table"]
+__all__ = [
+    "METRICS",
+    "PUBLISHED",
+    "TITLES",
+    "Published",
+    "accuracies_of",
+    "average",
+    "loss_table",
+    "zero_shot_table",
+]
 
-# The tasks, in the order of the figures below, by their names on the command line.
+# Name of each task on the command line, and its title; in the order of the figures below.
 TITLES = {
     "lambada": "LAMBADA",
     "hellaswag": "HellaSwag",
@@ -17,16 +26,19 @@ TITLES = {
     "arc_challenge": "ARC-c",
     "winogrande": "WinoGrande",
 }
+# Metric of the harness that the published figures are. Source: the authors' README takes the
+# zero-shot benchmark from Mamba, arXiv:2312.00752, Appendix E.2.3.
+METRICS = dict.fromkeys(TITLES, "acc") | {"hellaswag": "acc_norm", "arc_challenge": "acc_norm"}
 
 
 class Published(NamedTuple):
-    """A model's zero-shot results.
+    """The zero-shot results of a model.
 
     Attributes:
-        model: Its name.
-        accuracies: In percent, of the tasks in :data:`TITLES`.
-        average: In percent, as printed.
-        pile_perplexity: On the Pile's validation part; None if not known here.
+        model: Name of the model.
+        accuracies: Accuracy in percent of each task in :data:`TITLES`.
+        average: Average in percent, as it was printed.
+        pile_perplexity: Perplexity on the validation split of the Pile; None if unknown.
     """
 
     model: str
@@ -36,8 +48,8 @@ class Published(NamedTuple):
 
 
 # Source: TokenFormer, arXiv:2410.23168, Table 1, and the same table in the authors' model cards
-# (huggingface.co/Haiyang-W/TokenFormer-1-5B), which has the single figures. The average of Pythia
-# 160M is printed as 40.1 in both; its six figures have the mean 41.1.
+# (huggingface.co/Haiyang-W/TokenFormer-1-5B), which has a figure for each task. Both print 40.1 as
+# the average of Pythia 160M; the mean of its six figures is 41.1.
 PUBLISHED = (
     Published("Pythia 160M", (35.4, 30.3, 62.3, 43.6, 23.6, 51.3), 40.1),
     Published("TokenFormer 150M", (45.0, 35.5, 64.9, 47.3, 24.9, 50.4), 44.7, 10.45),
@@ -49,19 +61,33 @@ PUBLISHED = (
 )
 
 
+def accuracies_of(
+    tasks: Mapping[str, Mapping[str, Any]],
+) -> dict[str, tuple[float, float | None]]:
+    """Return the published metric of each task with its standard error.
+
+    Args:
+        tasks: Values of each task as :func:`~tokenformer_vit.language.tasks.run_task` returns them.
+    """
+    return {
+        name: (values[METRICS[name]], values[f"{METRICS[name]}_stderr"])
+        for name, values in tasks.items()
+    }
+
+
 def average(
     accuracies: Mapping[str, tuple[float, float | None]],
 ) -> tuple[float, float | None] | None:
-    """Return the mean over the six tasks with its standard error; None if one is not there.
+    """Return the mean of the six tasks with its standard error; None if a task is missing.
 
     Args:
-        accuracies: Of each task the accuracy and its standard error.
+        accuracies: Accuracy of each task with its standard error.
     """
     if any(name not in accuracies for name in TITLES):
         return None
     values, errors = zip(*(accuracies[name] for name in TITLES), strict=True)
     known = [error for error in errors if error is not None]
-    # The tasks' items are drawn independently.
+    # Errors add up like this because the items of the tasks are drawn independently.
     error = math.hypot(*known) / len(TITLES) if len(known) == len(TITLES) else None
     return sum(values) / len(TITLES), error
 
@@ -69,13 +95,12 @@ def average(
 def zero_shot_table(
     model: str, accuracies: Mapping[str, tuple[float, float | None]], limit: int | None = None
 ) -> str:
-    """Set a model's accuracies beside the published ones.
+    """Make a table of a model's accuracies and the published ones.
 
     Args:
-        model: What to call it.
-        accuracies: Of each task, by its name in :data:`TITLES`, the accuracy from 0 to 1 and its
-            standard error.
-        limit: So many items were asked of each task; None for all.
+        model: Name of the model.
+        accuracies: Accuracy, from 0 to 1, of each task in :data:`TITLES` with its standard error.
+        limit: Number of items of each task that were evaluated; None for all.
 
     Returns:
         A Markdown table in percent.
@@ -89,19 +114,19 @@ def zero_shot_table(
         rows.append([published.model, *figures, "–" if perplexity is None else f"{perplexity:.2f}"])
     table = _markdown(["model", *TITLES.values(), "average", "Pile perplexity"], rows)
     notes = [
-        "Accuracy in percent, of HellaSwag and ARC-c normalised by the answers' lengths; ± is the "
-        "standard error. All rows but the first are published ones (arXiv:2410.23168, Table 1)."
+        "Accuracy in percent ± standard error; for HellaSwag and ARC-c normalised by the length "
+        "of the answer. All rows but the first are published (arXiv:2410.23168, Table 1)."
     ]
     if limit:
-        notes.append(f"The first row is of the first {limit} items of each task only.")
+        notes.append(f"The first row is for the first {limit} items of each task only.")
     return "\n\n".join((table, *notes))
 
 
 def loss_table(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Tell how well texts were predicted.
+    """Make a table of how well texts were predicted.
 
     Args:
-        results: Of each text ``TextLoss.values()``.
+        results: ``TextLoss.values()`` of each text.
 
     Returns:
         A Markdown table.
@@ -133,8 +158,8 @@ def _percent(value: tuple[float, float | None] | None) -> str:
 
 
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table whose columns line up as text, too: the first to the left, others right."""
-    # Names of files come from others.
+    """Return a table whose columns also line up as plain text."""
+    # Names of files may hold anything.
     rows = [[printable(cell).replace("|", r"\|") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     ruler = [f"{'-' * (width - 1)}{'-' if not at else ':'}" for at, width in enumerate(widths)]

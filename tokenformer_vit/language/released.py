@@ -1,7 +1,8 @@
-"""The authors' language checkpoints: their tensors under our names, and back.
+"""The authors' language checkpoints: convert the names of their tensors to ours, and back.
 
-Theirs hold no τ, since their code computes it from the number of pairs, and no shape but that of
-the tensors: the number of heads is known by the published sizes.
+The released files hold no τ, because the released code computes it from the number of pairs. They
+hold no configuration: the shapes of the tensors tell it, except the number of heads, which follows
+from the published sizes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import pattention_layers
-from tokenformer_vit.layers.segments import TOKENS, fuse_state_dict
+from tokenformer_vit.layers.segments import TOKENS
 from tokenformer_vit.models import LMConfig, TokenFormerLM, lm_config
 from tokenformer_vit.models.weights import read_state_dict
 from tokenformer_vit.ops import default_tau
@@ -21,12 +22,12 @@ from tokenformer_vit.ops import default_tau
 __all__ = ["from_released", "read_released", "released_config", "to_released"]
 
 _EMBEDDING = "sequential.0.word_embeddings.weight"
-_FIRST = "sequential.2"  # of the blocks; what comes between and after has no tensors
+_FIRST = "sequential.2"  # the first block; the modules without tensors also have numbers
 _HEADS = {
     (config.depth, config.embed_dim): config.num_heads
     for config in map(lm_config, ("150m", "450m", "900m", "1.5b"))
 }
-# What the released code computes; LMConfig's defaults are just that.
+# Fields that the released code fixes, to the defaults of LMConfig.
 _FIXED = (
     "positions",
     "rotary_share",
@@ -41,10 +42,10 @@ _FIXED = (
 def read_released(
     path: Path, num_heads: int | None = None, context_length: int = 2048, eps: float = 0.0
 ) -> tuple[LMConfig, dict[str, Tensor]]:
-    """Read a released checkpoint, without running its code; see :func:`from_released`.
+    """Read a released checkpoint without running code; arguments as in :func:`from_released`.
 
     Raises:
-        InputError: If there is no such file, it is damaged, or is something else.
+        InputError: If there is no such file, or it is no undamaged released checkpoint.
     """
     if not path.is_file():
         raise InputError(f"there is no checkpoint file {path}")
@@ -61,20 +62,20 @@ def from_released(
     context_length: int = 2048,
     eps: float = 0.0,
 ) -> tuple[LMConfig, dict[str, Tensor]]:
-    """Turn a released state dict into one of ours.
+    """Convert a released state dict to ours.
 
     Args:
-        state_dict: Of the released code, complete.
-        num_heads: As in :func:`released_config`, and so the next two.
-        context_length: As said.
-        eps: As said.
+        state_dict: Complete state dict of the released code.
+        num_heads: See :func:`released_config`.
+        context_length: See :func:`released_config`.
+        eps: See :func:`released_config`.
 
     Returns:
-        The shape, and what ``TokenFormerLM(shape).load_state_dict`` takes: the same tensors, and
-        τ = √P of every layer in float32.
+        The configuration, and the state dict of ``TokenFormerLM(configuration)``: the same tensors,
+        and τ = √P of every layer in float32.
 
     Raises:
-        InputError: As :func:`released_config`.
+        InputError: As :func:`released_config` does.
     """
     config = released_config(state_dict, num_heads, context_length, eps)
     result = {own: state_dict[theirs] for theirs, own in _names(config.depth)}
@@ -91,17 +92,20 @@ def released_config(
     context_length: int = 2048,
     eps: float = 0.0,
 ) -> LMConfig:
-    """Tell the shape of a released model from its tensors, and see that they fit each other.
+    """Derive the configuration of a released model from its tensors, and check them.
 
     Args:
-        state_dict: Of the released code, complete.
-        num_heads: Attention heads; None where depth and width are those of a published model.
-        context_length: Most tokens that a sequence may have.
-        eps: Of Pattention; the released code has none.
+        state_dict: Complete state dict of the released code.
+        num_heads: Number of attention heads; None for a model of a published size.
+        context_length: Largest number of tokens in a sequence.
+        eps: eps of Pattention; the released code has none.
+
+    Returns:
+        The configuration.
 
     Raises:
-        InputError: If tensors are missing, of another shape or dtype than the others tell, or not
-            of such a model; or the number of heads is not known.
+        InputError: If a tensor is missing, has a wrong shape or dtype, or belongs to another kind
+            of model; or the number of heads is unknown.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
     pairs = {
@@ -123,7 +127,7 @@ def released_config(
     num_heads = num_heads or _HEADS.get((depth, width))
     if num_heads is None:
         raise InputError(
-            f"no published model is {depth} blocks deep and {width} wide: say its number of heads "
+            f"no published model has {depth} blocks of width {width}: give its number of heads "
             "(--num-heads)"
         )
     if width % num_heads:
@@ -144,27 +148,27 @@ def released_config(
     dtypes = {tensor.dtype for tensor in state_dict.values()}
     if len(dtypes) > 1 or not state_dict[_EMBEDDING].is_floating_point():
         raise InputError(
-            "all tensors should be of one floating-point type, but there are "
+            "all tensors must have the same floating-point type, but there are "
             + ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         )
     return config
 
 
 def to_released(model: TokenFormerLM) -> dict[str, Tensor]:
-    """Name a model's tensors as the released code does.
+    """Convert a model to a state dict of the released code.
 
     Args:
-        model: Language model; layers that hold old and new pairs apart are joined.
+        model: Language model.
 
     Returns:
-        What the released code loads; the tensors are the model's own.
+        A state dict that the released code loads; it shares the tensors of the model.
 
     Raises:
-        InputError: If the released code would compute something else from them, such as for a
-            model that has grown, whose τ is no longer √P.
+        InputError: If the released code would compute something else, for example for a grown
+            model, whose τ is no longer √P.
 
     Note:
-        A model with ``eps`` other than 0 computes there what it does here to about 1e-6.
+        The released code has no ``eps``; a model with one computes the same there to about 1e-6.
     """
     default = LMConfig()
     differing = [
@@ -180,10 +184,10 @@ def to_released(model: TokenFormerLM) -> dict[str, Tensor]:
             )
     if differing:
         raise InputError(
-            f"the released format holds no such model: {_some(differing)}; its code computes τ "
-            "from the number of pairs, and has one Θ, norm and kind of position"
+            f"the released code cannot compute this model: {_some(differing)}; it computes τ from "
+            "the number of pairs, and has one Θ, norm and kind of position"
         )
-    state_dict = fuse_state_dict(model.state_dict())
+    state_dict = model.state_dict()
     return {theirs: state_dict[own] for theirs, own in _names(model.config.depth)}
 
 
@@ -202,9 +206,9 @@ def _names(depth: int) -> Iterator[tuple[str, str]]:
 
 
 def _check(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare names and shapes; tell all that differs in one line."""
+    """Compare names and shapes; name the differences in one line."""
     faults = [f"{name} {wanted[name]} is missing" for name in wanted if name not in found]
-    faults += [f"{name} {found[name]} is none of its tensors" for name in found.keys() - wanted]
+    faults += [f"{name} {found[name]} is not part of it" for name in found.keys() - wanted]
     faults += [
         f"{name} is {found[name]}, not {shape}"
         for name, shape in wanted.items()

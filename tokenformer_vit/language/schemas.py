@@ -1,13 +1,12 @@
-"""What JSON files must hold to be used: one schema for each, checked where the file is read."""
+"""Schemas of the JSON files that are read: one for each kind of file."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import NotRequired, TypedDict  # pydantic needs this one below Python 3.12
 
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, first_fault
 
 __all__ = [
     "MOST_CONTEXT",
@@ -20,7 +19,6 @@ __all__ = [
     "TextMeta",
     "WriterState",
     "check",
-    "first_fault",
     "read_json",
 ]
 
@@ -32,12 +30,12 @@ Context = Annotated[int, Field(ge=1, le=MOST_CONTEXT)]
 Vocabulary = Annotated[int, Field(ge=1, le=2**32)]
 Token = Annotated[int, Field(ge=0, lt=2**32)]
 SplitName = Annotated[str, Field(pattern=r"^[\w-][\w.-]*$")]
-# No path may lead out of the folder that the file lies in.
+# No path may lead out of the folder of the file.
 FileName = Annotated[str, Field(pattern=r"^[\w-][\w.-]*(/[\w-][\w.-]*)*$")]
 
 
 class Counts(TypedDict):
-    """What a split got, and the rows that were cut from it."""
+    """Size of a split: its rows, and the text that they were cut from."""
 
     rows: Count
     tokens: Count
@@ -59,7 +57,7 @@ class TextMeta(TypedDict):
 
 
 class WriterState(TypedDict):
-    """Where a split goes on."""
+    """Where a split is resumed."""
 
     counts: Counts
     shards: Count
@@ -67,14 +65,14 @@ class WriterState(TypedDict):
 
 
 class Position(TypedDict):
-    """Where the reading of the sources goes on."""
+    """Where reading the sources is resumed."""
 
     source: Count
     state: dict[str, Any] | None
 
 
 class Progress(TypedDict):
-    """``progress.json`` of a folder of tokens that is not finished."""
+    """``progress.json`` of an unfinished folder of tokens."""
 
     settings: dict[str, Any]
     position: Position | None
@@ -83,19 +81,19 @@ class Progress(TypedDict):
 
 
 class Part(TypedDict):
-    """What tools/evaluate_lm.py keeps of each text and task."""
+    """A file in ``parts``: what ``evaluate-lm`` keeps of each text and task."""
 
     settings: dict[str, Any]
     values: dict[str, int | float | None]
 
 
 class ConfigFile(TypedDict):
-    """``config.json`` of any model of transformers, as far as it is read before transformers."""
+    """Entries of ``config.json`` that are checked before transformers reads it."""
 
     model_type: NotRequired[str]
     is_encoder_decoder: NotRequired[Literal[False]]
     return_dict: NotRequired[Literal[True]]
-    num_labels: NotRequired[Annotated[int, Field(ge=0, le=10**6)]]  # a name is made for each
+    num_labels: NotRequired[Annotated[int, Field(ge=0, le=10**6)]]  # each gets a name in memory
 
 
 class ShardIndex(TypedDict):
@@ -108,7 +106,7 @@ Size = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class PattentionArgs(TypedDict, total=False):
-    """What the layer itself would not refuse, or not in one line."""
+    """Arguments that the layer itself does not check, or not in one line."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)  # type: ignore[misc]
 
@@ -143,19 +141,19 @@ class LMShape(TypedDict, total=False):
 
 
 def read_json(path: Path, schema: type[T], what: str, way_out: str) -> T:
-    """Read a JSON file that fits a schema.
+    """Read a JSON file and check it by a schema.
 
     Args:
         path: The file.
         schema: Type that pydantic knows; values are not converted.
-        what: What the file should be, for the error, such as ``a description of tokens``.
-        way_out: What to do about a file that does not fit.
+        what: Name of such a file for the error, such as ``a description of tokens``.
+        way_out: What to do if the file does not fit.
 
     Returns:
-        Its content.
+        The content of the file.
 
     Raises:
-        InputError: If it is no JSON, or does not fit.
+        InputError: If it is not JSON, or does not fit the schema.
         OSError: If it cannot be read.
     """
     try:
@@ -165,7 +163,7 @@ def read_json(path: Path, schema: type[T], what: str, way_out: str) -> T:
 
 
 def check(schema: type[T], value: Any) -> T:
-    """Check a value that was read; see :func:`read_json`.
+    """Check a value by a schema; see :func:`read_json`.
 
     Raises:
         InputError: If it does not fit; the message says where and why.
@@ -174,17 +172,3 @@ def check(schema: type[T], value: Any) -> T:
         return TypeAdapter(schema).validate_python(value)
     except ValidationError as error:
         raise InputError(first_fault(error)) from error
-
-
-def first_fault(error: ValidationError) -> str:
-    """Say in one line what does not fit, with the value."""
-    fault = error.errors(include_url=False)[0]
-    place = ".".join(map(str, fault["loc"]))
-    if fault["type"] in ("missing", "json_invalid"):
-        return f"{place}: {fault['msg']}" if place else fault["msg"]
-    try:
-        value = json.dumps(fault["input"])
-    except (TypeError, ValueError):
-        value = type(fault["input"]).__name__
-    told = value if len(value) <= 60 else f"{value[:60]}..."
-    return f"{place or 'it'} is {told}: {fault['msg']}"

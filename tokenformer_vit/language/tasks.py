@@ -1,28 +1,24 @@
-"""The six zero-shot tasks of the paper, by lm-evaluation-harness.
+"""The six zero-shot tasks of the paper on local files, by lm-evaluation-harness.
 
-Prompts, answers and metrics are the harness's own. The items come from local files, or, without
-them, from where the harness takes them: Hugging Face's hub.
+Prompts, answers and metrics are the harness's own. All its other tasks run by
+``tokenformer-vit lm-eval``, which is the harness's own command.
 """
 
 import logging
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
-from typing_extensions import TypedDict
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, first_fault
 
-from .schemas import first_fault
-
-# Standard errors are drawn in this process: workers would import everything again. To be set
-# before the harness computes one.
+# Compute standard errors in this process: each worker would import everything again.
 os.environ.setdefault("DISABLE_MULTIPROC", "1")
 
 try:
@@ -31,7 +27,7 @@ try:
     from lm_eval.tasks import TaskManager
 except ImportError as error:
     raise InputError(
-        "zero-shot tasks need lm-evaluation-harness: `pip install -e '.[evaluation]'`"
+        "zero-shot tasks need lm-evaluation-harness: pip install 'tokenformer-vit[evaluation]'"
     ) from error
 from datasets import Dataset, DatasetDict
 
@@ -46,37 +42,31 @@ class Task:
     """One of the tasks.
 
     Attributes:
-        name: Of the harness.
-        folder: Where the harness defines it, below its ``tasks``.
-        split: The part of the data that is asked.
-        metric: Which the table has.
-        file: Name of the local file of items, one JSON object a line.
-        fields: What each item has; what else it has is left out.
-        valid: Tells whether an item's answer is one of its choices, and so on.
-        item: Turns an item of the file into one of the hub.
-
-    Source:
-        The authors' README takes the zero-shot benchmark "described by mamba", that is, accuracy
-        normalised by the answers' lengths for HellaSwag and ARC-challenge, and plain accuracy for
-        the others: Mamba, arXiv:2312.00752, Appendix E.2.3.
+        name: Name of the task in the harness.
+        split: Split of the data that is evaluated.
+        fields: Name and type of each field of an item. Other fields are ignored.
+        valid: Tells whether the fields of an item fit each other.
+        convert: Turns an item of the file into an item of the hub.
     """
 
     name: str
-    folder: str
     split: str
-    metric: str
-    file: str
-    fields: Any
+    fields: Mapping[str, Any]
     valid: Callable[[dict[str, Any]], bool] = bool
-    item: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    convert: Callable[[dict[str, Any]], dict[str, Any]] = dict
+
+    @property
+    def file(self) -> str:
+        """Name of the local file, which has one JSON object a line."""
+        return f"{self.name}_{self.split.replace('validation', 'val')}.jsonl"
 
 
 def _hellaswag_item(item: dict[str, Any]) -> dict[str, Any]:
-    """Take a query "activity: context" apart, as the harness wants it.
+    """Split a query "activity: context" into the fields of the hub.
 
-    On the hub the beginning of a sentence that the endings complete is a field of its own, ctx_b,
-    which the harness capitalises. In the query it is what follows the last full stop with a small
-    letter.
+    On the hub the beginning of the sentence that the endings complete is a field of its own,
+    ctx_b, and the harness capitalises it. In the query it follows the last full stop and begins
+    with a small letter.
     """
     activity, _, context = item["query"].partition(": ")
     *sentences, last = re.split(r"(?<=[.!?]) ", context)
@@ -90,103 +80,48 @@ def _hellaswag_item(item: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _answer_is_a_choice(item: dict[str, Any]) -> bool:
+def _has_answer(item: dict[str, Any]) -> bool:
+    """Tell whether the answer to a question of ARC is one of its choices."""
     text, label = (item["choices"][key] for key in ("text", "label"))
     return len(text) == len(label) and item["answerKey"] in label
 
 
+_STRICT = ConfigDict(strict=True)
 _Answer = Annotated[str, Field(min_length=1)]
 
 
-class _Lambada(TypedDict):
-    text: str
-
-
-class _Hellaswag(TypedDict):
-    query: str
-    endings: list[_Answer]
-    label: int
-
-
-class _Piqa(TypedDict):
-    goal: str
-    sol1: _Answer
-    sol2: _Answer
-    label: Annotated[int, Field(ge=0, le=1)]
-
-
-class _Choices(TypedDict):
+class _Choices(BaseModel):
     text: list[_Answer]
     label: list[str]
 
 
-class _Arc(TypedDict):
-    question: str
-    choices: _Choices
-    answerKey: str
-
-
-class _Winogrande(TypedDict):
-    sentence: str
-    option1: _Answer
-    option2: _Answer
-    answer: Literal["1", "2"]
-
+_ARC = {"question": str, "choices": _Choices, "answerKey": str}
 
 TASKS = {
-    "lambada": Task(
-        "lambada_openai",
-        "lambada",
-        "test",
-        "acc",
-        "lambada_openai_test.jsonl",
-        _Lambada,
-        valid=lambda item: " " in item["text"],
-    ),
+    "lambada": Task("lambada_openai", "test", {"text": Annotated[str, Field(pattern=" ")]}),
     "hellaswag": Task(
         "hellaswag",
-        "hellaswag",
         "validation",
-        "acc_norm",
-        "hellaswag_val.jsonl",
-        _Hellaswag,
-        valid=lambda item: ": " in item["query"] and 0 <= item["label"] < len(item["endings"]),
-        item=_hellaswag_item,
+        {"query": Annotated[str, Field(pattern=": ")], "endings": list[_Answer], "label": int},
+        valid=lambda item: 0 <= item["label"] < len(item["endings"]),
+        convert=_hellaswag_item,
     ),
     "piqa": Task(
         "piqa",
-        "piqa",
         "validation",
-        "acc",
-        "piqa_val.jsonl",
-        _Piqa,
+        {"goal": str, "sol1": _Answer, "sol2": _Answer, "label": Annotated[int, Field(ge=0, le=1)]},
     ),
-    "arc_easy": Task(
-        "arc_easy",
-        "arc",
-        "test",
-        "acc",
-        "arc_easy_test.jsonl",
-        _Arc,
-        valid=_answer_is_a_choice,
-    ),
-    "arc_challenge": Task(
-        "arc_challenge",
-        "arc",
-        "test",
-        "acc_norm",
-        "arc_challenge_test.jsonl",
-        _Arc,
-        valid=_answer_is_a_choice,
-    ),
+    "arc_easy": Task("arc_easy", "test", _ARC, valid=_has_answer),
+    "arc_challenge": Task("arc_challenge", "test", _ARC, valid=_has_answer),
     "winogrande": Task(
         "winogrande",
-        "winogrande",
         "validation",
-        "acc",
-        "winogrande_val.jsonl",
-        _Winogrande,
-        valid=lambda item: "_" in item["sentence"],
+        {
+            "sentence": Annotated[str, Field(pattern="_")],
+            "option1": _Answer,
+            "option2": _Answer,
+            "answer": Literal["1", "2"],
+        },
     ),
 }
 
@@ -195,48 +130,49 @@ def read_items(task: Task, folder: Path) -> list[dict[str, Any]]:
     """Read the items of a task from its local file.
 
     Args:
-        task: Which.
-        folder: Holds :attr:`Task.file`.
+        task: The task.
+        folder: Folder with :attr:`Task.file`.
 
     Returns:
-        Them, with the fields that they have on the hub.
+        Items with the fields that they have on the hub.
 
     Raises:
-        InputError: If there is no such file, or an item lacks something.
+        InputError: If there is no such file, or an item does not fit the task.
     """
     path = folder / task.file
     if not path.is_file():
-        raise InputError(f"there is no {path}, which the items of {task.name} are read from")
+        raise InputError(f"there is no {path} with the items of {task.name}")
+    fields: Any = {name: (kind, ...) for name, kind in task.fields.items()}
+    schema = create_model(task.name, __config__=_STRICT, **fields)
     items: list[dict[str, Any]] = []
-    adapter: Any = TypeAdapter(task.fields)
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                item = adapter.validate_json(line, strict=True)
+                item = schema.model_validate_json(line).model_dump()
             except ValidationError as error:
                 raise InputError(f"{path}, line {number}: {first_fault(error)}") from error
             if not task.valid(item):
-                raise InputError(f"{path}, line {number}: its answer does not fit its question")
-            items.append(task.item(item))
+                raise InputError(f"{path}, line {number}: the answer is none of the choices")
+            items.append(task.convert(item))
     if not items:
         raise InputError(f"{path} is empty")
     return items
 
 
 class Harness(_HFLM):
-    """A model and its tokenizer, as the harness calls them.
+    """A model and its tokenizer for the harness.
 
     Args:
         model: Causal language model of transformers.
-        tokenizer: Its tokenizer.
-        context: Most tokens that it reads at once; of longer prompts the harness leaves the
-            beginning out.
-        batch_size: Sequences computed at once.
-        amp: Compute in bfloat16 where torch.autocast does; the log-softmax is float32.
+        tokenizer: Tokenizer of the model.
+        context: Largest number of tokens that the model reads at once. The harness cuts off the
+            beginning of longer prompts.
+        batch_size: Number of sequences computed at once.
+        amp: Compute in bfloat16 under torch.autocast. The log-softmax stays float32.
 
     Raises:
-        InputError: If no token of the tokenizer begins or ends a text: the harness puts it where a
-            prompt is empty.
+        InputError: If the tokenizer has no token that begins or ends a text: the harness takes it
+            for an empty prompt.
     """
 
     def __init__(
@@ -247,7 +183,7 @@ class Harness(_HFLM):
                 "the tokenizer has no token that begins or ends a text, which zero-shot tasks "
                 "need: set eos_token in its tokenizer_config.json"
             )
-        # It warns of a model that is given rather than named, and of each prompt that is cut.
+        # The harness warns about each prompt that it cuts.
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         super().__init__(
             pretrained=model,
@@ -261,11 +197,11 @@ class Harness(_HFLM):
         )
 
     def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
-        """See before the first is computed that the model can read all answers."""
+        """Check that the model can read every answer before the first one is computed."""
         longest = max((len(answer) for _, _, answer in requests), default=0)
         if longest > self.max_length:
             raise InputError(
-                f"an answer has {longest} tokens, and the model reads {self.max_length} at once: "
+                f"an answer has {longest} tokens, but the model reads {self.max_length} at once: "
                 "leave this task out"
             )
         return super()._loglikelihood_tokens(requests, *args, **kwargs)
@@ -278,28 +214,27 @@ def run_task(
     limit: int | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Ask a model all items of a task.
+    """Evaluate a model on a task.
 
     Args:
         harness: The model.
-        name: Of the task, in :data:`TASKS`.
-        items: As :func:`read_items` returns them; None takes them from Hugging Face's hub.
-        limit: Ask so many of the first only.
-        seed: Of Python, NumPy and PyTorch, which the harness sets.
+        name: Name of the task in :data:`TASKS`.
+        items: Items from :func:`read_items`; None downloads them from the Hugging Face hub.
+        limit: Number of items, the first ones of the task; None for all.
+        seed: Seed of Python, NumPy and PyTorch; the harness sets all three.
 
     Returns:
-        ``n`` and ``version``, how many items were asked and which version of the harness's
-        definition they follow; and every metric of the harness, such as ``acc``, with its standard
-        error such as ``acc_stderr`` (None for a single item).
+        ``n``, the number of items; ``version``, the version of the task in the harness; and every
+        metric of the harness, such as ``acc``, with its standard error, such as ``acc_stderr``
+        (None for a single item).
 
     Raises:
-        InputError: If the items cannot be fetched, or an answer is longer than the context.
+        InputError: If the items cannot be downloaded, or an answer is longer than the context.
     """
     task = TASKS[name]
-    manager = TaskManager(
-        include_defaults=False,  # thousands, which take long to look through
-        include_path=str(Path(lm_eval.__file__).parent / "tasks" / task.folder),
-    )
+    # The folder of this task alone: to search all the thousands takes long.
+    folder = Path(lm_eval.__file__).parent / "tasks" / task.name.partition("_")[0]
+    manager = TaskManager(include_defaults=False, include_path=str(folder))
     spec: Any = task.name
     if items is not None:
         data = DatasetDict({task.split: Dataset.from_list(items)})
@@ -310,19 +245,19 @@ def run_task(
             **dict.fromkeys(("training_split", "validation_split", "test_split")),
             f"{task.split}_split": task.split,
         }
-        # Within a group the harness takes its own definition and changes just what is said here.
+        # Within a group the harness keeps its own definition and changes these entries alone.
         spec = {"group": "local", "task": [own]}
     try:
         loaded = manager.load([spec])["tasks"][task.name]
-    except Exception as error:  # whatever the hub's libraries raise
+    except Exception as error:  # the hub's libraries raise errors of many types
         if items is not None:
             raise
         raise InputError(
-            f"its items cannot be fetched from Hugging Face's hub ({type(error).__name__}); "
+            f"the items cannot be downloaded from the Hugging Face hub ({type(error).__name__}): "
             "give a folder of local files (--task-data)"
         ) from error
     evaluate: Any = lm_eval.simple_evaluate
-    with redirect_stdout(sys.stderr):  # where the progress is told, too
+    with redirect_stdout(sys.stderr):  # the harness prints its progress to both
         results = evaluate(
             model=harness,
             tasks=[loaded],

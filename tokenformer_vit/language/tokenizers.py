@@ -1,31 +1,46 @@
-"""The tokenizers that text is prepared with: of bytes, trained on the text, or ready-made."""
+"""Tokenizers: bytes, byte-level BPE trained on the text, or a ready-made one."""
 
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    GPT2Tokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, one_line
 
-from .generation import load_tokenizer
+__all__ = [
+    "END",
+    "byte_tokenizer",
+    "check_tokens_agree",
+    "find_tokenizer",
+    "load_tokenizer",
+    "reason_of",
+    "train_tokenizer",
+]
 
-__all__ = ["END", "byte_tokenizer", "find_tokenizer", "train_tokenizer"]
-
+# End of a text for the tokenizers of GPT-2 and GPT-NeoX; their bare files do not say so.
 END = "<|endoftext|>"
+# No code of a folder runs, and transformers does not ask whether it may.
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 BYTES = 256
-_MOST_ENTRIES = 10_000_000  # the library reserves memory for all of them, and aborts without it
+_MOST_ENTRIES = 10_000_000  # the library reserves memory for all entries, and aborts without it
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Make the tokenizer whose tokens are the bytes of a text's UTF-8.
+    """Make the tokenizer whose tokens are UTF-8 bytes.
 
     Returns:
-        257 entries: each byte has its own value as its number, 256 ends a text.
+        A tokenizer of 257 entries: the number of a byte is its value, and 256 ends a text.
     """
-    # Byte-level tokenizers write a byte as one character: as itself where that is printable, and
-    # the others, in their order, as the characters from 256 on.
+    # Byte-level tokenizers write a printable byte as itself, and the other bytes, in order, as the
+    # characters from 256 on.
     letters = pre_tokenizers.ByteLevel.alphabet()
     others = iter(sorted(set(range(BYTES)) - {ord(letter) for letter in letters}))
     numbers = {
@@ -35,23 +50,23 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def train_tokenizer(texts: Iterable[str], entries: int) -> PreTrainedTokenizerFast:
-    """Train byte-level BPE, which writes any text without loss, as GPT-2's does.
+    """Train byte-level BPE as GPT-2 has it; it encodes any text without loss.
 
     Args:
-        texts: What to train on.
-        entries: Size of the vocabulary, the 256 bytes and the end of a text among them; of little
-            text it becomes fewer.
+        texts: Training texts.
+        entries: Size of the vocabulary, with the 256 bytes and the end of a text. A short text
+            gives fewer.
 
     Returns:
         The tokenizer.
 
     Raises:
-        InputError: If there is no room for the bytes, or the number is absurd.
+        InputError: If ``entries`` has no room for the bytes, or is over ten million.
     """
     if entries <= BYTES:
         raise InputError(
-            f"bpe:{entries} is too small: {BYTES} bytes and the end of a text are among the "
-            f"entries, give at least bpe:{BYTES + 1}"
+            f"bpe:{entries} is too small for {BYTES} bytes and the end of a text: give at least "
+            f"bpe:{BYTES + 1}"
         )
     if entries > _MOST_ENTRIES:
         raise InputError(f"bpe:{entries} is too large: give at most bpe:{_MOST_ENTRIES}")
@@ -67,28 +82,98 @@ def train_tokenizer(texts: Iterable[str], entries: int) -> PreTrainedTokenizerFa
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END, pad_token=END)
 
 
-def find_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Read a ready-made tokenizer.
+def load_tokenizer(path: Path, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
+    """Load a tokenizer and check that it fits a model.
 
     Args:
-        name: Path of a folder or file, as in :func:`load_tokenizer`; where there is none, a name
-            on the Hugging Face hub, such as ``EleutherAI/gpt-neox-20b``.
+        path: Folder that ``save_pretrained`` of a tokenizer wrote, or with ``tokenizer.json``, or
+            with GPT-2's ``vocab.json`` and ``merges.txt``; or a file such as ``tokenizer.json``.
+        vocab_size: Number of entries of the model's embedding; None skips the check.
+
+    Returns:
+        The tokenizer. ``<|endoftext|>`` ends a text if the tokenizer has it and names no other.
+
+    Raises:
+        InputError: If there is no tokenizer, it is damaged, or it has more entries than the
+            embedding.
+    """
+    vocab, merges, whole = (path / name for name in ("vocab.json", "merges.txt", "tokenizer.json"))
+    try:
+        if (path / "tokenizer_config.json").is_file():
+            tokenizer = AutoTokenizer.from_pretrained(path, **LOCAL)
+        elif path.is_file() or whole.is_file():
+            file = path if path.is_file() else whole
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
+        elif vocab.is_file() and merges.is_file():
+            tokenizer = GPT2Tokenizer.from_pretrained(path, **LOCAL)
+        else:
+            raise InputError(
+                f"there is no tokenizer in {path}: give its folder or file (--tokenizer)"
+            )
+        used: Any = tokenizer("a")["input_ids"]  # fails here if its settings do not work
+    except InputError:
+        raise
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise InputError(f"{path} holds no readable tokenizer: {reason_of(error)}") from error
+    numbers = tokenizer.get_vocab()
+    if tokenizer.eos_token is None and END in numbers:
+        tokenizer.eos_token = END
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    entries = max((*numbers.values(), *used), default=-1) + 1
+    if vocab_size is not None and entries > vocab_size:
+        raise InputError(
+            f"the tokenizer {path} has {entries} entries, but the model's vocab_size is "
+            f"{vocab_size}: give the tokenizer that the model was trained with"
+        )
+    return tokenizer
+
+
+def check_tokens_agree(one: Path, other: Path) -> None:
+    """Check that the tokenizers of two folders give the same numbers to the same tokens.
+
+    Their names do not tell: two that were trained on different text may both be ``bpe:4096``.
+
+    Args:
+        one: Folder with a tokenizer.
+        other: Folder with a tokenizer.
+
+    Raises:
+        InputError: If a number stands for different tokens, or there is no tokenizer.
+    """
+    known, found = (
+        {number: token for token, number in load_tokenizer(folder).get_vocab().items()}
+        for folder in (one, other)
+    )
+    for number in sorted(known.keys() & found.keys()):
+        if known[number] != found[number]:
+            raise InputError(
+                f"the tokenizers in {one} and {other} differ: {number} is {known[number]!r} in the "
+                f"first, {found[number]!r} in the second; prepare its text with --tokenizer {one}"
+            )
+
+
+def find_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Load a ready-made tokenizer.
+
+    Args:
+        name: Path of a folder or file, as in :func:`load_tokenizer`; or a name on the Hugging Face
+            hub, such as ``EleutherAI/gpt-neox-20b``.
 
     Returns:
         The tokenizer.
 
     Raises:
-        InputError: If there is none, neither here nor there.
+        InputError: If there is no such path, and no such name on the hub.
     """
     if Path(name).exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         return load_tokenizer(Path(name))
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # of many types: no network, no such name, no tokenizer there
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    except Exception as error:  # of many types: no network, no such name, no tokenizer
         raise InputError(
-            f"there is no tokenizer {name!r}: no such file or folder here, and the Hugging Face "
-            f"hub gave none ({reason})"
+            f"there is no file or folder {name!r}, and no such tokenizer on the Hugging Face hub "
+            f"({one_line(error)}): give a path or a name of the hub"
         ) from error
 
 
@@ -97,3 +182,11 @@ def _byte_level(model: models.BPE, words: bool) -> PreTrainedTokenizerFast:
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
     core.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END, pad_token=END)
+
+
+def reason_of(error: BaseException) -> str:
+    """Describe an error of the libraries in one line."""
+    reason = str(error) if isinstance(error, InputError) else one_line(error)
+    if "custom code" in reason:
+        reason += "; code of a folder is not run: use a model type that transformers has"
+    return reason

@@ -18,24 +18,24 @@ def transformer_lm(
     hidden_features: int | None = None,
     tie_embeddings: bool = True,
 ) -> GPT2LMHeadModel:
-    """Build a causal Transformer in GPT-2's form, with weights drawn as GPT-2's are.
+    """Build a causal Transformer in the form of GPT-2, with the initialisation of GPT-2.
 
-    That is: learned positions, added to the embedding; a LayerNorm before each of a block's two
-    residual parts and one before the head; GELU in its tanh approximation; biases in every linear
-    layer but the head. It has no dropout.
+    It has learned positions, added to the embedding; a LayerNorm before each of the two residual
+    parts of a block and one before the head; GELU in its tanh approximation; and biases in every
+    linear layer but the head. It has no dropout.
 
     Args:
-        vocab_size: V, entries of the embedding.
-        context_length: Most tokens that a sequence may have.
+        vocab_size: V, number of entries of the embedding.
+        context_length: Largest number of tokens in a sequence.
         embed_dim: Width C.
         depth: Number of blocks.
         num_heads: Number of attention heads; divides ``embed_dim``.
         hidden_features: Neurons of each hidden layer; None for 4 C.
-        tie_embeddings: Use the embedding as the head, too.
+        tie_embeddings: Whether the embedding is also the head.
 
     Returns:
-        The model, which computes attention by PyTorch's own function. It knows no token that ends
-        a text, which is the tokenizer's to say.
+        The model. Its attention is PyTorch's own function. Its configuration names no end-of-text
+        token; the tokenizer does.
 
     Raises:
         InputError: If a size does not fit.
@@ -54,9 +54,9 @@ def transformer_lm(
     }
     for name, size in sizes.items():
         if size < 1:
-            raise InputError(f"{name} must be at least 1, but it is {size}")
+            raise InputError(f"{name} must be at least 1, but got {size}")
     if embed_dim % num_heads:
-        raise InputError(f"embed_dim {embed_dim} cannot be divided among {num_heads} heads")
+        raise InputError(f"embed_dim {embed_dim} must be a multiple of num_heads {num_heads}")
     config = GPT2Config(
         vocab_size=vocab_size,
         n_positions=context_length,

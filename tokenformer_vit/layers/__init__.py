@@ -1,4 +1,4 @@
-"""The modules a TokenFormer is built of."""
+"""The modules of a TokenFormer."""
 
 from .attention import Attention
 from .block import TokenFormerBlock

@@ -1,4 +1,4 @@
-"""Multi-head self-attention whose four projections are Pattention layers."""
+"""Multi-head self-attention with Pattention layers as its four projections."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -21,17 +21,17 @@ class Attention(nn.Module):
 
     Args:
         dim: Width C of the tokens.
-        num_heads: Number of heads; divides ``dim``.
-        num_qkv_param_tokens: Pairs of each of the query, key and value projections.
-        num_proj_param_tokens: Pairs of the output projection.
+        num_heads: Number of heads; must divide ``dim``.
+        num_qkv_param_tokens: Number of pairs in each of the query, key and value projections.
+        num_proj_param_tokens: Number of pairs in the output projection.
         theta: Name of the Θ variant.
-        qk_norm: Normalise queries and keys over each head's width, without parameters.
+        qk_norm: Normalise queries and keys over the width of a head, without parameters.
         attn_drop: Dropout rate of the attention weights.
         proj_drop: Dropout rate of the output.
         proj_init_gain: ``init_gain`` of the output projection.
-        pattention_args: ``tau``, ``learn_tau``, ``eps``, ``key_init_scale`` and ``gate`` of all
-            four projections, any of them.
-        device: Where parameters are made.
+        pattention_args: Any of ``tau``, ``learn_tau``, ``eps``, ``key_init_scale`` and ``gate``,
+            for all four projections.
+        device: Device of the parameters.
         dtype: Type of the parameters.
 
     Raises:
@@ -64,7 +64,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         if num_heads < 1 or dim % num_heads:
-            raise InputError(f"dim {dim} is not a multiple of num_heads {num_heads}")
+            raise InputError(f"num_heads must divide dim {dim}, but got {num_heads}")
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
         self.scale = self.head_dim**-0.5
@@ -89,10 +89,10 @@ class Attention(nn.Module):
         """Attend over (B, N, C) tokens.
 
         Args:
-            x: (B, N, C).
-            attn_mask: Added to the (B, heads, N, N) scores if floating-point, or, if boolean,
-                true where a token may be attended to.
-            is_causal: Attend to earlier tokens only; excludes ``attn_mask``.
+            x: (B, N, C) tokens.
+            attn_mask: Mask that broadcasts to (B, heads, N, N). A floating-point mask is added to
+                the scores; a boolean mask is true where a token may be attended to.
+            is_causal: Attend to the token itself and earlier ones only; excludes ``attn_mask``.
         """
         B, N, C = x.shape
         q = self.query(x).reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The TokenFormer block, in the shape in which timm's VisionTransformer asks for one."""
+"""The TokenFormer block, with the arguments that timm's VisionTransformer passes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from .drop_path import DropPath
 from .norm import BlockLayerNorm
 from .pattention import Pattention
 
-# What timm passes to every block and a block without linear layers has no use for.
+# timm passes these to every block; a block without linear layers does not use them.
 TIMM_ONLY = frozenset(
     {
         "act_layer",
@@ -31,34 +31,36 @@ TIMM_ONLY = frozenset(
 class TokenFormerBlock(nn.Module):
     """Pre-norm block: attention over tokens, then one Pattention layer as the feed-forward part.
 
-    The first group of arguments is TokenFormer's; the second is what timm passes to every block.
+    The arguments up to ``pattention_args`` are TokenFormer's; timm passes the others to any block.
 
     Args:
         dim: Width C of the tokens.
-        num_heads: Number of attention heads; divides ``dim``.
-        num_qkv_param_tokens: Pairs of each of query, key and value; ``None`` for ``dim``.
-        num_proj_param_tokens: Pairs of the output projection; ``None`` for ``dim``.
-        num_ffn_param_tokens: Pairs of the feed-forward layer; ``None`` for ``mlp_ratio * dim``.
+        num_heads: Number of attention heads; must divide ``dim``.
+        num_qkv_param_tokens: Number of pairs in each of query, key and value; ``None`` for
+            ``dim``.
+        num_proj_param_tokens: Number of pairs in the output projection; ``None`` for ``dim``.
+        num_ffn_param_tokens: Number of pairs in the feed-forward layer; ``None`` for
+            ``mlp_ratio * dim``.
         theta: Name of the Θ variant.
         norm: Parameters of the two LayerNorms: ``none``, ``bias`` or ``weight+bias``.
-        norm_eps: What they add to the variance.
-        residual_init_gain: Standard deviation, at initialisation, of what each of the two parts
-            adds to the residual stream; 1/√(2·depth) keeps the stream at unit scale.
-        pattention_args: ``tau``, ``learn_tau``, ``eps``, ``key_init_scale`` and ``gate`` of all
-            five :class:`Pattention` layers, any of them.
-        mlp_ratio: Feed-forward pairs for each channel where no count is given.
+        norm_eps: Number that the LayerNorms add to the variance.
+        residual_init_gain: Initial standard deviation of the output of attention and feed-forward,
+            which are added to the residual stream; 1/√(2·depth) keeps the stream at unit scale.
+        pattention_args: Any of ``tau``, ``learn_tau``, ``eps``, ``key_init_scale`` and ``gate``,
+            for all five :class:`Pattention` layers.
+        mlp_ratio: Number of feed-forward pairs for each channel, if no count is given.
         qk_norm: Normalise queries and keys, without parameters.
         proj_drop: Dropout rate after the output projection and the feed-forward layer.
         attn_drop: Dropout rate of the attention weights.
-        init_values: Initial value of LayerScale; ``None`` leaves LayerScale out.
+        init_values: Initial value of LayerScale; ``None`` for no LayerScale.
         drop_path: Stochastic depth rate.
-        device: Where parameters are made.
+        device: Device of the parameters.
         dtype: Type of the parameters.
-        **timm_only: A block's index (``depth``) and the linear, bias, activation and norm choices
-            of an ordinary block: accepted, and without effect.
+        **timm_only: Index of the block (``depth``), and timm's choices of linear layers, biases,
+            activations and norms; they have no effect.
 
     Raises:
-        TypeError: If an argument is neither named here nor one that timm passes.
+        TypeError: If an argument is neither listed here nor passed by timm.
         InputError: If ``pattention_args`` has another key.
 
     Shape:
@@ -135,13 +137,13 @@ class TokenFormerBlock(nn.Module):
         self.drop_path2 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
 
     def token_arguments(self, pattention_args: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the arguments that a model of this block's present pairs is built by.
+        """Return the arguments that build a model with the current pairs of this block.
 
         Args:
-            pattention_args: Those that the model was built by.
+            pattention_args: The ``pattention_args`` that the model was built with.
 
         Returns:
-            The three counts of pairs; of layers with a gate ``pattention_args`` with it, too.
+            The three numbers of pairs; also ``pattention_args`` with the gate, if there is one.
         """
         gate = self.mlp.gate
         kind = "learned" if isinstance(gate, nn.Parameter) else "fixed"
@@ -154,7 +156,7 @@ class TokenFormerBlock(nn.Module):
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """Map (B, N, C) tokens to (B, N, C); the mask is that of :class:`Attention`."""
+        """Map (B, N, C) tokens to (B, N, C); for masks see :meth:`Attention.forward`."""
         attended = self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)
         x = x + self.drop_path1(self.ls1(attended))
         return x + self.drop_path2(self.ls2(self.mlp_drop(self.mlp(self.norm2(x)))))

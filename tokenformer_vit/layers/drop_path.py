@@ -1,4 +1,4 @@
-"""Stochastic depth that can be compiled once for all blocks."""
+"""Stochastic depth that torch.compile compiles once for all blocks."""
 
 import timm.layers
 import torch
@@ -8,22 +8,22 @@ from tokenformer_vit.errors import InputError
 
 
 class DropPath(timm.layers.DropPath):
-    """timm's DropPath, for (B, N, C) tokens, with a rate that torch.compile takes as an input.
+    """timm's DropPath for (B, N, C) tokens; its rate is an input of compiled code.
 
     Args:
-        drop_prob: Probability with which a sample's path is dropped, in [0, 1).
+        drop_prob: Probability of dropping a sample's path, in [0, 1).
 
     Raises:
-        InputError: If it is not in that range.
+        InputError: If ``drop_prob`` is not in this range.
 
     Shape:
-        (B, N, C) -> (B, N, C); while training, each sample is either zero or divided by
+        (B, N, C) -> (B, N, C); in training each sample is either zero or divided by
         1 - ``drop_prob``.
 
     Note:
-        timm draws from ``bernoulli_(rate)``, which compiled code holds as a constant: each block,
-        having a rate of its own, would be compiled anew, and those beyond PyTorch's limit of eight
-        versions not at all, without a word.
+        timm calls ``bernoulli_(rate)``, and compiled code holds this rate as a constant. Each block
+        has another rate, so each would be compiled again, and PyTorch silently leaves the blocks
+        after its limit of eight versions uncompiled.
 
     Source:
         Deep Networks with Stochastic Depth, arXiv:1603.09382.
@@ -31,7 +31,7 @@ class DropPath(timm.layers.DropPath):
 
     def __init__(self, drop_prob: float) -> None:
         if not 0 <= drop_prob < 1:
-            raise InputError(f"the drop path rate must be in [0, 1), but it is {drop_prob}")
+            raise InputError(f"the drop path rate must be in [0, 1), but got {drop_prob}")
         super().__init__(drop_prob)
 
     def forward(self, x: Tensor) -> Tensor:

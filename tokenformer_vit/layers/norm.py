@@ -9,28 +9,27 @@ from tokenformer_vit.ops import check_backend, layer_norm
 
 from .arguments import check_argument
 
-# As for pattention(): fx keeps it whole.
+# fx must not trace into it, as with pattention().
 torch.fx.wrap("layer_norm")
 
 
 class BlockLayerNorm(nn.LayerNorm):
-    """LayerNorm whose learnable parameters can be left out, as in Table 5 of the paper.
+    """LayerNorm with or without learnable parameters, as in Table 5 of the paper.
 
     Args:
-        num_channels: Size of the last axis, which is normalised.
+        num_channels: Size of the normalised last axis.
         affine: ``none`` (the TokenFormer default), ``bias``, or ``weight+bias``.
-        eps: Added to the variance.
+        eps: Number added to the variance.
         backend: Implementation of the norm without parameters, as for
             :func:`tokenformer_vit.ops.layer_norm`; with parameters it is always PyTorch's.
-        device: Where the parameters are made.
+        device: Device of the parameters.
         dtype: Type of the parameters.
 
     Raises:
-        InputError: If ``affine`` is none of the three, the backend is unknown, or ``eps`` is
-            negative or not finite.
+        InputError: If ``affine`` or the backend is unknown, or ``eps`` is negative or not finite.
 
     Note:
-        Mean and variance are accumulated in float32 whatever the input's dtype is.
+        Mean and variance are accumulated in float32 for every input dtype but float64.
 
     Source:
         TokenFormer, arXiv:2410.23168, Section 3.3 and Table 5.
@@ -48,7 +47,7 @@ class BlockLayerNorm(nn.LayerNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         if affine not in self.AFFINE:
-            raise InputError(f"unknown norm {affine!r}; choose one of {', '.join(self.AFFINE)}")
+            raise InputError(f"norm must be one of {', '.join(self.AFFINE)}, but got {affine!r}")
         check_argument("eps", eps)
         super().__init__(
             num_channels, eps=eps, elementwise_affine=affine != "none", device=device, dtype=dtype
@@ -59,7 +58,7 @@ class BlockLayerNorm(nn.LayerNorm):
             self.register_parameter("weight", None)
 
     def reset_parameters(self) -> None:
-        """Set the weight to one and the bias to zero, where there are any."""
+        """Set the weight to one and the bias to zero, if they exist."""
         if self.weight is not None:
             nn.init.ones_(self.weight)
         if self.bias is not None:

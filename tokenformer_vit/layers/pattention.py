@@ -1,4 +1,4 @@
-"""Pattention as a module: the layer that stands where a transformer has a linear projection."""
+"""Pattention as a module: the layer that replaces the linear projections of a transformer."""
 
 import math
 import re
@@ -7,26 +7,27 @@ from numbers import Integral
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.ops import (
     check_backend,
-    check_theta,
     default_tau,
+    find_theta,
     pattention,
     pattention_top_k,
-    second_moment,
+    strongest_values,
     theta_weights,
 )
 
 from .arguments import check_argument
 
-# A path of pattention() may branch on its inputs or run custom kernels, so fx keeps it whole.
+# pattention() branches on its inputs and may run custom kernels, so fx must not trace into it.
 torch.fx.wrap("pattention")
 
 TOKENS = ("key_param_tokens", "value_param_tokens")
-# How earlier versions named the two parts of a split layer; see segments.py.
+# The names of the two parts of a split layer in earlier versions; see segments.py.
 SEGMENT = re.compile(rf"(.*\.|)parametrizations\.({'|'.join(TOKENS)})\.original([01])")
 
 
@@ -34,11 +35,11 @@ def fuse_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Join the two parts of split layers that earlier versions saved apart.
 
     Args:
-        state_dict: Of a model; one without such parts is returned as it is.
+        state_dict: State dict of a model or layer.
 
     Returns:
-        The same tensors in the same order, joined ones at the place of their first part. Parts
-        that do not fit each other stay as they are, as tensors that no model has.
+        A dict of the same tensors in the same order; a joined tensor takes the place of its first
+        part. Parts that do not fit together stay as they are, so that strict loading reports them.
     """
     fused = {}
     for key, tensor in state_dict.items():
@@ -59,36 +60,35 @@ class Pattention(nn.Module):
         out_features: C_out, width of the output tokens.
         num_param_tokens: P, number of key-value pairs of parameter tokens.
         theta: Name of the Θ variant, a key of ``tokenformer_vit.ops.THETAS``.
-        tau: Scale of Θ; ``None`` takes P under an L1 norm and √P under an L2 norm. It is kept in
-            the state dict and never follows P, so that a grown layer reloads to what it computed.
-        eps: Added where Θ divides, relative to ``tau``; 0 reproduces the released formulas, which
-            give NaN for a row of zeros.
-        init_gain: Standard deviation of the outputs at initialisation, for inputs of unit RMS. It
-            has no effect where ``value_init_std`` is given.
-        learn_tau: Make ``tau`` a parameter that starts at the value said above, rather than a
-            buffer. Its name in the state dict is the same.
-        key_init_scale: Multiplies the standard deviation of the keys at initialisation, and that
-            alone. Under ``gelu_l2`` and ``gelu_tanh_l2`` it does not change what a fresh layer
-            computes, but how far a step of training turns its keys; under the other variants
-            outputs no longer start at ``init_gain``.
-        gate: Give each pair a factor on exp(A), ``learned`` (a parameter) or ``fixed`` (a buffer),
-            that starts at 1; for ``softmax`` alone. A model of softmax grows exactly through
-            it. ``none`` leaves it out.
+        tau: Scale of Θ; ``None`` for P under an L1 norm and √P under an L2 norm. It is stored in
+            the state dict and never follows P, so a grown layer reloads to the same function.
+        eps: Number added to the divisor of Θ, relative to ``tau``. 0 gives the released formulas,
+            which return NaN for a row of zeros.
+        init_gain: Standard deviation of the initial outputs, for inputs of unit RMS. It has no
+            effect if ``value_init_std`` is given.
+        learn_tau: Make ``tau`` a parameter with the same initial value, instead of a buffer. Its
+            name in the state dict is the same.
+        key_init_scale: Factor on the standard deviation of the initial keys. Under a Θ that
+            normalises the scores (``normalizes_scores``) it does not change what a fresh layer
+            computes, only how far a training step turns its keys. Under the others the outputs no
+            longer start at ``init_gain``.
+        gate: Factor on exp(A) for each pair, initially 1: ``learned`` (a parameter), ``fixed`` (a
+            buffer), or ``none``. Only for a Θ that has a gate (``softmax``), which needs it to
+            grow exactly.
         backend: Implementation, as for :func:`tokenformer_vit.ops.pattention`; it may be changed
             at any time.
-        key_init_std: Standard deviation of the keys at initialisation; ``None`` for 1/√C_in.
-        value_init_std: Standard deviation of the values at initialisation; ``None`` follows
-            ``init_gain``.
-        device: Where parameters and buffers are made.
-        dtype: Type of the parameters. ``tau`` is float32 in any case.
+        key_init_std: Standard deviation of the initial keys; ``None`` for 1/√C_in.
+        value_init_std: Standard deviation of the initial values; ``None`` to follow ``init_gain``.
+        device: Device of the parameters and buffers.
+        dtype: Type of the parameters. ``tau`` is always float32.
 
     Attributes:
-        active: (S,) indices of the pairs that take part, or ``None`` for all. Others are left out
-            as if they did not exist, but for τ, which stays. Not in the state dict.
-        top_k: Number of pairs that each input token reads the values of, its strongest, or
+        active: (S,) indices of the pairs to use, or ``None`` for all. The layer computes as if the
+            other pairs did not exist, but ``tau`` stays. Not in the state dict.
+        top_k: Number of pairs, the strongest ones, whose values each input token reads, or
             ``None`` for all. Not in the state dict.
-        of_model: Whether the layer belongs to a model that is rebuilt by one number of pairs for
-            all layers of a kind, so that it cannot grow alone.
+        of_model: Whether the layer belongs to a model that is rebuilt from one number of pairs for
+            all layers of a kind. Such a layer cannot grow alone.
 
     Raises:
         InputError: If ``theta``, ``gate`` or ``backend`` is unknown, ``theta`` has no gate, a
@@ -99,21 +99,22 @@ class Pattention(nn.Module):
         (..., C_in) -> (..., C_out), of the input's dtype.
 
     Note:
-        Initialisation: keys N(0, 1/C_in), so that inputs of unit RMS (what LayerNorm hands over)
-        meet scores of unit variance; values N(0, init_gain² / (P · E[Θ²])), with E[Θ²] of
-        standard normal scores, so that outputs have the standard deviation ``init_gain``. The
-        released language code takes N(0, 0.02²) and N(0, (2 / (depth · √width))²) instead; a model
-        with ``pattention_args={"init": "released"}`` does so, too. Under ``gelu_l2``, which ignores
-        the scale of the keys, the released keys compute the same. The values do not: in a model of
-        12 blocks of width 768 with 768 pairs, ours of query, key and value are 9.2 times the
-        released ones, those of the output projection 1.9 times, and those of the feed-forward layer
-        (3072 pairs) 0.94 times. Under the other variants scores of standard deviation 0.02·√width
-        depend on the width and leave Θ nearly linear (or, for ``softmax``, nearly constant), and
-        the released rule of the values knows neither P nor Θ: the variants would start from outputs
-        of unlike size.
+        Initialisation: keys N(0, 1/C_in), so inputs of unit RMS (the output of a LayerNorm) give
+        scores of unit variance. Values N(0, init_gain² / (P · E[Θ²])), with E[Θ²] for standard
+        normal scores, so outputs have the standard deviation ``init_gain``.
+
+        The released language code draws keys from N(0, 0.02²) and values from
+        N(0, (2 / (depth · √width))²); a model with ``pattention_args={"init": "released"}`` does
+        the same. Under ``gelu_l2``, which ignores the scale of the keys, the released keys compute
+        the same. The values do not: in a model of 12 blocks of width 768 with 768 pairs, our
+        values are 9.2 times the released ones in query, key and value, 1.9 times in the output
+        projection, and 0.94 times in the feed-forward layer (3072 pairs). Under a Θ that does not
+        normalise the scores, their standard deviation of 0.02·√width depends on the width and
+        leaves Θ nearly linear (``softmax``: nearly constant). The released rule for values knows
+        neither P nor Θ, so each Θ would start from outputs of another size.
 
         Range: a row of scores must have an L2 norm below 1.8e19 (√ of the largest float32) under
-        the L2 variants, and float16 scores must be below 65504 each; see README.md of
+        the L2 variants, and each float16 score must be below 65504; see README.md of
         ``tokenformer_vit.ops``.
 
     Source:
@@ -151,7 +152,7 @@ class Pattention(nn.Module):
             ("num_param_tokens", num_param_tokens),
         ):
             if not isinstance(size, Integral) or size < 1:
-                raise InputError(f"{name} must be at least 1, but it is {size!r}; give an integer")
+                raise InputError(f"{name} must be a whole number of at least 1, but got {size!r}")
         for name, value in (
             ("tau", tau),
             ("eps", eps),
@@ -163,15 +164,18 @@ class Pattention(nn.Module):
             ("value_init_std", value_init_std),
         ):
             check_argument(name, value)
-        if gate != "none" and theta != "softmax":
+        variant = find_theta(theta)
+        if gate != "none" and not variant.has_gate:
             raise InputError(
-                f"gate is {gate!r}, but Θ is {theta!r}: only softmax has a gate, under GELU a zero "
-                "key closes a pair"
+                f"theta {theta!r} has no gate, because a zero key closes a pair: gate must be "
+                f"'none', but got {gate!r}"
             )
         self.in_features = in_features
         self.out_features = out_features
         self.num_param_tokens = num_param_tokens
-        self.theta = check_theta(theta)
+        self.theta = theta
+        # TorchScript cannot look functions up by name, but it compiles those that a module holds.
+        self._theta_weights, self._gated_weights = variant.weights, variant.gated
         self.eps = eps
         self.init_gain = init_gain
         self.key_init_scale = key_init_scale
@@ -200,14 +204,14 @@ class Pattention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the parameter tokens anew, as the class describes, and set τ to its start value."""
+        """Draw new parameter tokens, as the class describes, and reset τ to its initial value."""
         if self.key_init_std is None:
             key_std = self.key_init_scale / math.sqrt(self.in_features)
         else:
             key_std = self.key_init_scale * self.key_init_std
         value_std = self.value_init_std
         if value_std is None:
-            square = self.num_param_tokens * second_moment(self.theta)
+            square = self.num_param_tokens * find_theta(self.theta).second_moment
             value_std = self.init_gain / math.sqrt(square)
         nn.init.normal_(self.whole_tokens("key_param_tokens"), std=key_std)
         nn.init.normal_(self.whole_tokens("value_param_tokens"), std=value_std)
@@ -217,7 +221,7 @@ class Pattention(nn.Module):
 
     @torch.jit.unused
     def whole_tokens(self, name: str) -> Tensor:
-        """Return the keys or values of all pairs as one tensor that may be written to.
+        """Return the keys or values of all pairs as one tensor; writing to it changes the layer.
 
         Args:
             name: ``key_param_tokens`` or ``value_param_tokens``.
@@ -225,14 +229,14 @@ class Pattention(nn.Module):
         return getattr(self, name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Pattention":
-        # √768 has no close neighbour in bfloat16: a cast of the model must not move τ.
+        # √768 has no close neighbour in bfloat16: a cast of the model must not change τ.
         tau, grad = self.tau, self.tau.grad
 
         def guarded(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
             if tensor is not tau and tensor is not grad:
                 return moved
-            if tensor.is_meta:  # to_empty(): there is a place for τ now, but no value yet
+            if tensor.is_meta:  # to_empty(): τ has memory now, but no value yet
                 return moved.to(tensor.dtype)
             return tensor.detach().to(moved.device)
 
@@ -242,18 +246,11 @@ class Pattention(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Tensor], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        self._join_loaded(state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-    def _join_loaded(self, state_dict: dict[str, Tensor], prefix: str) -> None:
-        """Join tokens that an earlier version saved in two pieces, in place."""
-        for name in TOKENS:
-            keys = [f"{prefix}parametrizations.{name}.original{index}" for index in (0, 1)]
-            if all(key in state_dict for key in keys):
-                state_dict[prefix + name] = torch.cat([state_dict.pop(key) for key in keys])
+        fused = fuse_state_dict(state_dict)
+        super()._load_from_state_dict(fused, prefix, *args, **kwargs)
 
     def _tokens(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return keys, values and gate of the pairs that take part."""
+        """Return keys, values and gate of the active pairs."""
         keys, values, gate = self.key_param_tokens, self.value_param_tokens, self.gate
         active = self.active
         if active is not None:
@@ -266,14 +263,28 @@ class Pattention(nn.Module):
         """Map (..., C_in) tokens to (..., C_out)."""
         keys, values, gate = self._tokens()
         top_k = self.top_k
-        if top_k is not None:
+        if torch.jit.is_scripting():
+            scores = F.linear(x, keys)  # (..., P)
+            if gate is None:
+                weights = self._theta_weights(scores, self.tau, self.eps)
+            else:
+                weights = self._gated_weights(scores, self.tau, gate)
+            if top_k is None:
+                return F.linear(weights, values.t())
+            return strongest_values(weights, values, top_k)
+        else:  # TorchScript must not compile this branch
+            if top_k is None:
+                return pattention(
+                    x, keys, values, self.theta, self.tau, self.eps, self.backend, gate
+                )
             return pattention_top_k(x, keys, values, self.theta, self.tau, self.eps, top_k, gate)
-        return pattention(x, keys, values, self.theta, self.tau, self.eps, self.backend, gate)
 
     @torch.jit.unused
     @torch.no_grad()
     def weights(self, x: Tensor) -> Tensor:
-        """Return how strongly each input token reads each pair that takes part, Θ(X K_Pᵀ).
+        """Return how strongly each input token reads each active pair, Θ(X K_Pᵀ).
+
+        ``top_k`` has no effect here: it keeps the largest of these weights.
 
         Args:
             x: (..., C_in) input tokens.
@@ -286,13 +297,14 @@ class Pattention(nn.Module):
     @torch.jit.unused
     @torch.no_grad()
     def scores_and_weights(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scores X K_Pᵀ of the pairs that take part, and Θ of them.
+        """Return the scores X K_Pᵀ of the active pairs, and their weights.
 
         Args:
             x: (..., C_in) input tokens.
 
         Returns:
             (..., P) scores and (..., P) weights in float32 (float64 for float64), without history.
+            ``top_k`` has no effect on them.
         """
         keys, _, gate = self._tokens()
         dtype = torch.promote_types(x.dtype, torch.float32)

@@ -1,12 +1,12 @@
-"""The pairs of a layer in two parts that are trained apart: the old ones and the new ones.
+"""Layers with two groups of pairs, old and new, that are trained differently.
 
-An optimiser treats a tensor as one. To freeze the old pairs, or to give them another learning rate
-than the new ones, keys and values are held as two parameters each: ``old_key_param_tokens`` and
-``new_key_param_tokens``, and so for the values. The layer computes as before.
+An optimiser treats a tensor as a whole. To freeze the old pairs, or to train them with another
+learning rate, a layer holds keys and values as two parameters each: ``old_key_param_tokens`` and
+``new_key_param_tokens``, and the same for values. What the layer computes does not change.
 
-Both parts are views of one tensor. A state dict has that tensor under the usual name, so it is the
-state dict of an ordinary layer, and code that averages weights by writing into the tensors of a
-state dict (timm's ``ModelEmaV3``) reaches both parts.
+Both parts are views of one tensor. The state dict holds this tensor under the usual name, so it
+equals the state dict of an ordinary layer. Code that averages weights by writing into the tensors
+of a state dict (timm's ``ModelEmaV3``) reaches both parts.
 """
 
 from typing import Any
@@ -34,28 +34,29 @@ _PARTS = {name: (f"old_{name}", f"new_{name}") for name in TOKENS}
 
 
 def part_name(name: str) -> str:
-    """Return the present name of a parameter, given the one that an earlier version had for it.
+    """Return the current name of a parameter, given its name in an earlier version.
 
     Args:
-        name: Full name of any parameter. ``parametrizations.key_param_tokens.original0`` is
-            ``old_key_param_tokens`` now.
+        name: Full name of any parameter. ``parametrizations.key_param_tokens.original0`` becomes
+            ``old_key_param_tokens``; other names do not change.
     """
     part = SEGMENT.fullmatch(name)
     return name if part is None else part[1] + _PARTS[part[2]][int(part[3])]
 
 
 class SplitPattention(Pattention):
-    """A :class:`Pattention` layer that holds old and new pairs in parameters of their own.
+    """A :class:`Pattention` layer that holds old and new pairs in separate parameters.
 
-    :func:`split_tokens` makes it of an ordinary layer, :func:`fuse_tokens` turns it back.
+    :func:`split_tokens` converts an ordinary layer to it, :func:`fuse_tokens` converts it back.
 
     Attributes:
         key_param_tokens: (P, C_in) keys of all pairs, old ones first; computed at each access.
-        value_param_tokens: (P, C_out) values of all pairs, likewise.
+        value_param_tokens: (P, C_out) values of all pairs, old ones first; computed at each
+            access.
 
     Note:
-        ``state_dict()`` joins the parts. ``state_dict(keep_vars=True)``, by which ``torch.export``
-        looks parameters up, has the parameters themselves.
+        ``state_dict()`` joins the parts. ``state_dict(keep_vars=True)``, which ``torch.export``
+        uses to find parameters, returns the parts.
     """
 
     old_key_param_tokens: Tensor
@@ -65,23 +66,23 @@ class SplitPattention(Pattention):
 
     @property
     def key_param_tokens(self) -> Tensor:  # type: ignore[override]
-        """Join the keys; gradients reach both parts."""
+        """Keys of all pairs; gradients reach both parts."""
         return torch.cat((self.old_key_param_tokens, self.new_key_param_tokens))
 
     @property
     def value_param_tokens(self) -> Tensor:  # type: ignore[override]
-        """Join the values; gradients reach both parts."""
+        """Values of all pairs; gradients reach both parts."""
         return torch.cat((self.old_value_param_tokens, self.new_value_param_tokens))
 
     @torch.jit.unused
     def whole_tokens(self, name: str) -> Tensor:
-        """Return the keys or values of all pairs as one tensor, of which the parts are views.
+        """Return the keys or values of all pairs as one tensor; the parts are views of it.
 
         Args:
             name: ``key_param_tokens`` or ``value_param_tokens``.
 
         Returns:
-            (P, C). Of parameters that are sharded (FSDP2) it is a copy.
+            (P, C) tokens; a copy if the parameters are sharded (FSDP2).
         """
         old, new = token_segments(self, name)
         if type(old.detach()) is not Tensor:
@@ -89,7 +90,7 @@ class SplitPattention(Pattention):
         end = old.storage_offset() + old.numel()
         one = old.untyped_storage() is new.untyped_storage() and new.storage_offset() == end
         if not (one and old.is_contiguous() and new.is_contiguous()):
-            # A move, a cast or a copy gave each part memory of its own.
+            # A move, a cast or a copy has put the parts into separate memory.
             whole = torch.cat((old.detach(), new.detach()))
             old.data, new.data = whole.split([len(old), len(new)])
         return old.detach().as_strided((len(old) + len(new), old.shape[1]), (old.shape[1], 1))
@@ -101,7 +102,7 @@ class SplitPattention(Pattention):
         super()._save_to_state_dict(own, "", keep_vars)
         if not keep_vars:
             others = {name: own[name] for name in own if not name.endswith(TOKENS)}
-            # In the order of an ordinary layer: there is code that goes by position.
+            # The order of an ordinary layer: some code relies on positions.
             own = {name: self.whole_tokens(name) for name in TOKENS} | others
         for name, tensor in own.items():
             destination[prefix + name] = tensor
@@ -109,7 +110,7 @@ class SplitPattention(Pattention):
     def _load_from_state_dict(
         self, state_dict: dict[str, Tensor], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        self._join_loaded(state_dict, prefix)
+        state_dict = fuse_state_dict(state_dict)
         for name, parts in _PARTS.items():
             if (tokens := state_dict.pop(prefix + name, None)) is not None:
                 num_old = len(token_segments(self, name)[0])
@@ -123,32 +124,32 @@ class SplitPattention(Pattention):
 
 
 def is_split(layer: Pattention) -> bool:
-    """Tell whether a layer holds its pairs in two parts."""
+    """Return whether a layer holds its pairs in two parts."""
     return isinstance(layer, SplitPattention)
 
 
 def split_tokens(layer: Pattention, num_old: int) -> None:
-    """Hold the first pairs of a layer and the others in parameters of their own.
+    """Split the parameters of a layer into the first pairs and the others.
 
     Args:
-        layer: Changed in place, its class too; what it computes stays.
-        num_old: Number of pairs in the first part, from 1 to one less than the layer has.
+        layer: Layer to change in place, including its class. It computes the same as before.
+        num_old: Number of pairs in the first part, from 1 to the number of pairs minus one.
 
     Raises:
-        InputError: If the number is not within that range, the layer is split already, or it is of
-            a class that is derived from Pattention.
+        InputError: If ``num_old`` is out of range, the layer is split already, or its class is
+            derived from Pattention.
     """
     if is_split(layer):
-        raise InputError("the layer is split already; fuse_tokens() undoes that")
+        raise InputError("the layer is split already; call fuse_tokens() first")
     if type(layer) is not Pattention:
         raise InputError(
-            f"the layer is a {type(layer).__name__}, derived from Pattention, and cannot hold old "
-            "and new pairs apart: grow it without split, freeze and new_lr_scale"
+            f"a {type(layer).__name__}, which is derived from Pattention, cannot be split into old "
+            "and new pairs: grow it without split, freeze and new_lr_scale"
         )
     if not 0 < num_old < layer.num_param_tokens:
         raise InputError(
-            f"num_old is {num_old}, but of a layer's {layer.num_param_tokens} pairs both parts "
-            "must have some"
+            f"num_old must be from 1 to {layer.num_param_tokens - 1} in a layer of "
+            f"{layer.num_param_tokens} pairs, but got {num_old}"
         )
     tokens = {name: getattr(layer, name) for name in TOKENS}
     for name in TOKENS:
@@ -161,11 +162,11 @@ def split_tokens(layer: Pattention, num_old: int) -> None:
 
 
 def fuse_tokens(layer: Pattention) -> None:
-    """Undo :func:`split_tokens`: hold all pairs of a layer in one parameter each for keys, values.
+    """Undo :func:`split_tokens`: hold all keys in one parameter, and all values in another.
 
     Args:
-        layer: Changed in place; what it computes stays. A joined parameter needs a gradient if one
-            of its parts did.
+        layer: Layer to change in place. It computes the same as before. A joined parameter
+            requires a gradient if one of its parts did.
     """
     if not is_split(layer):
         return
@@ -178,16 +179,16 @@ def fuse_tokens(layer: Pattention) -> None:
         for part in parts:
             delattr(layer, part)
     layer.__class__ = Pattention
-    others = dict(layer._parameters)  # a τ or a gate that is learned
+    others = dict(layer._parameters)  # a learned τ or gate
     layer._parameters.clear()
     layer._parameters.update({**joined, **others})
 
 
 def token_segments(layer: Pattention, name: str) -> tuple[nn.Parameter, ...]:
-    """Return the parameters that hold a layer's keys or values: one, or the old and the new.
+    """Return the parameters that hold a layer's keys or values: one, or old and new.
 
     Args:
-        layer: The layer.
+        layer: Ordinary or split layer.
         name: ``key_param_tokens`` or ``value_param_tokens``.
     """
     return tuple(getattr(layer, part) for part in (_PARTS[name] if is_split(layer) else (name,)))

@@ -1,4 +1,4 @@
-"""Models built of Pattention; importing this package registers the vision models with timm."""
+"""TokenFormer models; importing this package registers the vision models with timm."""
 
 from .causal_lm import LM_PRESETS, KVCache, LMConfig, TokenFormerLM, lm_config
 from .compilation import compile_blocks

@@ -1,12 +1,12 @@
 """Causal language models of TokenFormer blocks.
 
-The blocks are those of the vision models; what is added is an embedding, a causal mask, rotary or
-learned positions, a cache of keys and values, and a head. Read from top to bottom.
+They add an embedding, a causal mask, rotary or learned positions, a cache of keys and values, and a
+head to the blocks of the vision models. Read from top to bottom.
 """
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,32 +27,31 @@ class LMConfig:
     """The shape of a causal language model.
 
     Args:
-        vocab_size: V, entries of the embedding.
-        context_length: Most tokens that a sequence may have.
+        vocab_size: V, number of entries of the embedding.
+        context_length: Largest number of tokens in a sequence.
         embed_dim: Width C.
         depth: Number of blocks.
         num_heads: Number of attention heads; divides ``embed_dim``.
         num_qkv_param_tokens: Pairs of each query, key and value projection; None for C.
         num_proj_param_tokens: Pairs of each output projection; None for C.
         num_ffn_param_tokens: Pairs of each feed-forward layer; None for 4 C.
-        positions: ``rotary``, or ``learned`` and added to the embedding.
-        rotary_share: Share of each head's dimensions, the first ones, that are rotated.
+        positions: ``rotary``, or ``learned``, which are added to the embedding.
+        rotary_share: Share of the dimensions of each head that are rotated, the first ones.
         rotary_base: Base of the wavelengths of the rotation.
-        tie_embeddings: Use the embedding as the head, too; else the head is a matrix of its own.
-            It has no bias in either case.
+        tie_embeddings: Whether the embedding is also the head. The head has no bias.
         theta: Name of the Θ variant.
         norm: Parameters of the LayerNorms in blocks; the final one has weight and bias.
-        norm_eps: What all LayerNorms add to the variance.
-        pattention_args: What all Pattention layers have in common, and ``init``; see
+        norm_eps: Epsilon of all LayerNorms.
+        pattention_args: Arguments of all Pattention layers, and ``init``; see
             :class:`~tokenformer_vit.layers.Pattention` and
             :func:`~tokenformer_vit.layers.arguments.model_pattention_args`.
 
     Raises:
-        InputError: If ``positions`` is none of those that exist, or a size does not fit.
+        InputError: If ``positions`` is unknown or a size does not fit.
 
     Source:
-        The defaults are the released 150M model's: TokenFormer, arXiv:2410.23168, Section 4.2, and
-        the authors' configuration files.
+        The defaults are those of the released 150M model: TokenFormer, arXiv:2410.23168, Section
+        4.2, and the authors' configuration files.
     """
 
     vocab_size: int = 50_304
@@ -73,19 +72,19 @@ class LMConfig:
     pattention_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        """Check what no layer checks."""
+        """Check the values that no layer checks."""
         if self.positions not in POSITIONS:
             raise InputError(
-                f"unknown positions {self.positions!r}; choose one of {', '.join(POSITIONS)}"
+                f"positions must be one of {', '.join(POSITIONS)}, but got {self.positions!r}"
             )
         for name in ("vocab_size", "context_length", "embed_dim", "depth", "num_heads"):
             if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1, but it is {getattr(self, name)}")
+                raise InputError(f"{name} must be at least 1, but got {getattr(self, name)}")
         if self.positions == "rotary" and (self.rotary_dims < 2 or self.rotary_dims % 2):
             raise InputError(
-                f"rotary_share {self.rotary_share} makes {self.rotary_dims} of a head's "
-                f"{self.embed_dim // self.num_heads} dimensions to be rotated, which must be an "
-                "even number of at least 2"
+                f"rotary_share {self.rotary_share} rotates {self.rotary_dims} of the "
+                f"{self.embed_dim // self.num_heads} dimensions of a head: choose it for an even "
+                "number of at least 2"
             )
 
     @property
@@ -95,7 +94,7 @@ class LMConfig:
 
 
 def _grown(pairs: int) -> dict[str, int]:
-    """Return the counts of the paper's growth series, which stays 12 × 768."""
+    """Return the numbers of pairs of one model of the paper's growth series, all 12 × 768."""
     return {
         "num_qkv_param_tokens": pairs,
         "num_proj_param_tokens": pairs,
@@ -109,7 +108,7 @@ LM_PRESETS: dict[str, dict[str, Any]] = {
     "450m": {"embed_dim": 1024, "depth": 24, "num_heads": 16},
     "900m": {"embed_dim": 1280, "depth": 32, "num_heads": 16},
     "1.5b": {"embed_dim": 1536, "depth": 40, "num_heads": 16},
-    # The growth series, Figure 3: each is the one before with more pairs.
+    # The growth series, Figure 3: each model is the one before with more pairs.
     "grown_124m": _grown(576),
     "grown_354m": _grown(2140),
     "grown_757m": _grown(4850),
@@ -126,30 +125,21 @@ def lm_config(preset: str, **changes: Any) -> LMConfig:
         InputError: If there is no such preset.
     """
     if preset not in LM_PRESETS:
-        raise InputError(f"unknown preset {preset!r}; choose one of {', '.join(LM_PRESETS)}")
+        raise InputError(f"preset must be one of {', '.join(LM_PRESETS)}, but got {preset!r}")
     return LMConfig(**{**LM_PRESETS[preset], **changes})
 
 
-class Cache(Protocol):
-    """What the model asks of a cache; those of Hugging Face's transformers are such."""
-
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Append (B, heads, N, D) keys and values of a layer, and return all it has."""
-        ...
-
-    def get_seq_length(self) -> int:
-        """Return how many tokens have been appended."""
-        ...
-
-
 class KVCache:
-    """Keys and values of the tokens so far, layer by layer."""
+    """Keys and values of the tokens so far, for each layer.
+
+    A cache of transformers has the same two methods and serves as well.
+    """
 
     def __init__(self) -> None:
         self._layers: list[tuple[Tensor, Tensor]] = []
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Append those of new tokens, and return all of the layer's."""
+        """Append (B, heads, N, D) keys and values to a layer, and return all of the layer."""
         if layer == len(self._layers):
             self._layers.append((keys, values))
         else:
@@ -161,20 +151,22 @@ class KVCache:
         return self._layers[layer]
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens that the first layer has seen."""
+        """Return the number of tokens that the first layer has read."""
         return self._layers[0][0].shape[2] if self._layers else 0
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first dimensions of each head by its position, the first half against the second.
+    """Rotate the first R dimensions of each head by the angle of its position.
+
+    Dimensions r and r + R / 2 form a pair.
 
     Args:
-        x: (B, heads, N, D).
-        cos: (B or 1, 1, N, R) with R ≤ D, each angle twice: once in either half.
-        sin: As ``cos``.
+        x: (B, heads, N, D) queries or keys.
+        cos: (B or 1, 1, N, R) with R ≤ D; both halves along R hold the same angles.
+        sin: (B or 1, 1, N, R).
 
     Returns:
-        (B, heads, N, D), of the dtype of ``x``; the rotation itself is of that of ``cos``.
+        (B, heads, N, D) in the dtype of ``x``, rotated in the dtype of ``cos``.
 
     Source:
         RoFormer, arXiv:2104.09864, in the form of GPT-NeoX, which the authors' code uses.
@@ -187,25 +179,28 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class CausalAttention(Attention):
-    """The attention of the vision models, with rotation and a cache."""
+    """The attention of the vision models with a causal mask, rotation and a cache."""
 
     def forward(  # type: ignore[override]
         self,
         x: Tensor,
         mask: Tensor | None,
         rotation: tuple[Tensor, Tensor] | None,
-        cache: Cache | None,
+        cache: KVCache | None,
         layer: int,
     ) -> Tensor:
-        """Attend from (B, N, C) tokens to themselves and to those in the cache.
+        """Attend from each token to the tokens before it and in the cache.
 
         Args:
-            x: (B, N, C).
-            mask: Boolean, (B or 1, 1, N, all tokens), true where a token may be attended to; None
-                for each token to see those before it and itself, the cache being empty.
-            rotation: Cosines and sines of the tokens' positions.
-            cache: Gets the keys and values of these tokens.
-            layer: Number of the block, by which the cache knows it.
+            x: (B, N, C) tokens.
+            mask: (B or 1, 1, N, all tokens) boolean, true where attention is allowed; None for a
+                causal mask over an empty cache.
+            rotation: Cosines and sines of the positions.
+            cache: Cache that gets the keys and values of these tokens.
+            layer: Number of the block in the cache.
+
+        Returns:
+            (B, N, C) tokens.
         """
         B, N, C = x.shape
         heads = (B, N, self.num_heads, self.head_dim)
@@ -231,7 +226,7 @@ class CausalBlock(TokenFormerBlock):
         x: Tensor,
         mask: Tensor | None,
         rotation: tuple[Tensor, Tensor] | None,
-        cache: Cache | None,
+        cache: KVCache | None,
         layer: int,
     ) -> Tensor:
         """Map (B, N, C) tokens to (B, N, C); see :class:`CausalAttention`."""
@@ -240,24 +235,24 @@ class CausalBlock(TokenFormerBlock):
 
 
 class TokenFormerLM(nn.Module):
-    """A causal language model whose blocks hold no linear layer.
+    """A causal language model without linear layers in its blocks.
 
     Args:
-        config: Its shape.
-        device: Where parameters are made.
+        config: Shape of the model.
+        device: Device of the parameters.
         dtype: Type of the parameters.
 
     Attributes:
-        gradient_checkpointing: In training, compute each block again in the backward pass rather
-            than keep what it computed.
+        gradient_checkpointing: Whether training computes each block again in the backward pass, to
+            save memory.
 
     Shape:
         (B, N) token numbers -> (B, N, V) logits.
 
     Note:
         Initialisation: embeddings N(0, 0.02²), parameter tokens as
-        :class:`~tokenformer_vit.layers.Pattention` says, with residual parts of 1/√(2·depth). The
-        released models started otherwise: ``pattention_args={"init": "released"}``.
+        :class:`~tokenformer_vit.layers.Pattention` says, with residual parts of 1/√(2·depth).
+        ``pattention_args={"init": "released"}`` draws them as the released code does.
 
     Source:
         TokenFormer, arXiv:2410.23168, Sections 3 and 4.2.
@@ -271,7 +266,7 @@ class TokenFormerLM(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        # Named as transformers, which sets both, looks for them.
+        # transformers looks for these two names and sets both.
         self.gradient_checkpointing = False
         self._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
         width, place = config.embed_dim, {"device": device, "dtype": dtype}
@@ -316,28 +311,29 @@ class TokenFormerLM(nn.Module):
         self,
         tokens: Tensor,
         attention_mask: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: KVCache | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Predict the token after each: :meth:`logits` of :meth:`features`."""
+        """Predict the next token at each position: :meth:`logits` of :meth:`features`."""
         return self.logits(self.features(tokens, attention_mask, cache, positions))
 
     def features(
         self,
         tokens: Tensor,
         attention_mask: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: KVCache | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Compute what the head reads.
+        """Compute the features that the head reads.
 
         Args:
-            tokens: (B, N) integers below V: the whole sequence, or what follows that in ``cache``.
-            attention_mask: (B, all tokens) true, or 1, where a token is one, and false where it
-                fills up a shorter sequence; the cache's tokens come first. None: all are tokens.
-            cache: Keys and values of earlier tokens; those of these are appended.
-            positions: (B, N) place of each token in its sequence; default: counted from the first
-                that the mask lets in.
+            tokens: (B, N) integers below V: the whole sequence, or the tokens that follow those in
+                ``cache``.
+            attention_mask: (B, all tokens) true or 1 for tokens, false or 0 for padding; tokens of
+                the cache come first. None if there is no padding.
+            cache: Keys and values of earlier tokens, which gets those of ``tokens``.
+            positions: (B, N) position of each token in its sequence; default: counted from the
+                first token that is not padding.
 
         Returns:
             (B, N, C) normalised features.
@@ -349,7 +345,7 @@ class TokenFormerLM(nn.Module):
         total = past + tokens.shape[1]
         if total > self.config.context_length:
             raise InputError(
-                f"the sequence has {total} tokens, and the model's context_length is "
+                f"the sequence has {total} tokens, but the model's context_length is "
                 f"{self.config.context_length}: shorten the prompt, or ask for fewer new tokens"
             )
         if positions is None:
@@ -362,7 +358,7 @@ class TokenFormerLM(nn.Module):
             x = x + self.positions(positions)
         mask = _causal_mask(tokens, past, attention_mask)
         rotation = None if self.positions is not None else self._rotation(positions)
-        # A block that runs twice would append to the cache twice.
+        # A block that is computed twice would append to the cache twice.
         again = self.gradient_checkpointing and self.training and cache is None
         for layer, block in enumerate(self.blocks):
             run = partial(self._gradient_checkpointing_func, block) if again else block
@@ -370,11 +366,11 @@ class TokenFormerLM(nn.Module):
         return self.norm(x)
 
     def logits(self, features: Tensor) -> Tensor:
-        """Map (..., C) features to (..., V) logits, of the precision of the head's product."""
+        """Map (..., C) features to (..., V) logits."""
         return F.linear(features, (self.embedding if self.head is None else self.head).weight)
 
     def record_param_tokens(self) -> None:
-        """Bring the configuration up to the present pairs, after growth or pruning."""
+        """Update the numbers of pairs in ``config`` after growth or pruning."""
         block: Any = self.blocks[0]
         own = block.token_arguments(self.config.pattention_args)
         self.config = replace(self.config, **own)
@@ -389,17 +385,14 @@ class TokenFormerLM(nn.Module):
 
 
 def _causal_mask(tokens: Tensor, past: int, attention_mask: Tensor | None) -> Tensor | None:
-    """Return (B or 1, 1, N, all) booleans, or None where the plain causal mask will do."""
+    """Return a (B or 1, 1, N, all tokens) boolean mask, or None for the plain causal mask."""
     N = tokens.shape[1]
-    if attention_mask is None:
-        if past == 0:
-            return None
-        if N == 1:
-            return torch.ones(1, 1, 1, past + 1, dtype=torch.bool, device=tokens.device)
+    if attention_mask is None and past == 0:
+        return None
     causal = torch.ones(N, past + N, dtype=torch.bool, device=tokens.device).tril(past)
     if attention_mask is None:
         return causal[None, None]
     mask = causal & attention_mask.bool()[:, None, None, :]
-    # A place that fills up sees nothing; let it see itself, since no row may be empty.
+    # Padding may attend to itself: a row without any token would give NaN.
     own = torch.eye(past + N, dtype=torch.bool, device=tokens.device)[past:]
     return mask | own

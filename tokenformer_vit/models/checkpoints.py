@@ -1,6 +1,7 @@
-"""Models from files and to files, with all that describes them."""
+"""Load models from files and save them to files, with their description."""
 
 import errno
+import io
 import json
 import logging
 import tempfile
@@ -15,18 +16,26 @@ from safetensors import SafetensorError
 from timm.models import save_for_hf
 from torch import Tensor, nn
 
-from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import new_folder
+from tokenformer_vit.errors import InputError, one_line
+from tokenformer_vit.files import new_folder, write_whole
 
 from .card import CardFacts, vision_card
-from .description import CARD, CONFIG, WEIGHT_FILES, find_description, read_description
-from .vit import TokenFormerViT, fit_state_dict
-from .weights import one_line, read_checkpoint, seal_tensors, state_dict_in
+from .description import (
+    CARD,
+    CONFIG,
+    DESCRIPTION,
+    WEIGHT_FILES,
+    describe_model,
+    find_description,
+    read_description,
+)
+from .vit import TokenFormerViT, classifier_state_dict, fit_state_dict, timm_state_dict
+from .weights import read_checkpoint, seal_tensors, state_dict_in
 
-__all__ = ["load_model", "model_faults", "save_model"]
+__all__ = ["load_model", "model_faults", "save_classifier", "save_model"]
 
 _LOCAL = "local-dir:"
-# What images need, and what answers mean: this part of a description serves any model arguments.
+# The part of a description that is valid for any model arguments.
 _PREPROCESSING = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
 _log = logging.getLogger("tokenformer_vit")
 
@@ -43,15 +52,15 @@ def load_model(
     """Build a timm model and load its weights strictly.
 
     Args:
-        name: timm model name, or ``local-dir:FOLDER`` of a model that timm's ``save_for_hf``
-            wrote; None where the checkpoint says what it is of.
-        checkpoint: ``.safetensors`` file, PyTorch checkpoint (of timm, of a training by this
-            package), or exported folder; None for the weights in a local folder, otherwise random
-            ones.
-        num_classes: Default: as many as the checkpoint's ``head.weight`` has rows. It may stand
-            among the arguments of the model instead.
-        for_images: The model is to answer for images, so its preprocessing matters: it is taken
-            from the checkpoint's description, and if there is none, this is said or refused.
+        name: timm model name, or ``local-dir:FOLDER`` for a folder that timm's ``save_for_hf``
+            wrote; None if the checkpoint contains a description of its model.
+        checkpoint: ``.safetensors`` file, PyTorch checkpoint (of timm or of a training by this
+            package), or exported folder; None for the weights in a ``local-dir:`` folder, or for
+            random weights.
+        num_classes: Number of classes; default: the number of rows of the checkpoint's
+            ``head.weight``. It may also be given in ``kwargs``.
+        for_images: Whether the model will be used on images. Their preprocessing comes from the
+            checkpoint's description; without one there is a warning or an error.
         **kwargs: Arguments of the model.
 
     Returns:
@@ -59,15 +68,14 @@ def load_model(
         says of data and recipe.
 
     Raises:
-        InputError: If there is no such model or file, the two do not fit, or a training checkpoint
-            of this package does not say how images are prepared.
+        InputError: If the model or the file does not exist, they do not fit together, or a training
+            checkpoint of this package has no description of its preprocessing.
     """
     if (given := kwargs.pop("num_classes", None)) is not None:
         if num_classes not in (None, given) or not isinstance(given, int) or given < 0:
-            other = "" if num_classes is None else f", and {num_classes} elsewhere"
+            other = "" if num_classes is None else f" and {num_classes}"
             raise InputError(
-                f"num_classes is {given!r} among the arguments of the model{other}: give one whole "
-                "number of at least 0"
+                f"num_classes must be one whole number of at least 0, but got {given!r}{other}"
             )
         num_classes = given
     if checkpoint is not None and checkpoint.is_dir() and name is None:
@@ -91,9 +99,9 @@ def load_model(
         _say_preprocessing(name, checkpoint, state_dict)
     if name is None and description is None:
         raise InputError(
-            f"no model given, and {checkpoint or 'no checkpoint'} does not say which one it is of: "
-            "name it with --model, or give an exported folder with config.json; ours are "
-            f"{', '.join(timm.list_models('tokenformer*'))}"
+            f"no model given, and {checkpoint or 'no checkpoint'} does not name one: "
+            "name it with --model, or give an exported folder with config.json; models of this "
+            f"package are {', '.join(timm.list_models('tokenformer*'))}"
         )
     if num_classes is None and state_dict is not None:
         num_classes = _head_rows(state_dict, checkpoint)
@@ -128,14 +136,16 @@ def save_model(
 
     Args:
         model: timm model.
-        folder: Gets ``model.safetensors``, with the SHA-256 of its tensors, ``config.json`` and
-            the model card ``README.md``. It appears whole, or each file replaces that of its name.
-        label_names: Of the classes, in order; default: those that the model's export had, if any.
-        data_config: What timm is to know of the preprocessing; default: what the model says of it.
-        facts: What the model card says besides the model: data, training, results.
+        folder: Folder for ``model.safetensors``, with the SHA-256 of its tensors, ``config.json``
+            and the model card ``README.md``. A new folder appears complete; in an existing one
+            these files are replaced.
+        label_names: Names of the classes, in order; default: the names in the model's
+            configuration, if any.
+        data_config: Preprocessing, in timm's words; default: that of the model's configuration.
+        facts: What the model card says of data, training and results.
 
     Raises:
-        OSError: If it cannot be written; what was there stays.
+        OSError: If the folder cannot be written; existing files stay.
     """
     own: Any = model
     names = label_names or own.pretrained_cfg.get("label_names")
@@ -148,18 +158,49 @@ def save_model(
                 safe_serialization=True,
                 data_config=data_config,
             )
-        except SafetensorError as error:  # so it reports a full disk
+        except SafetensorError as error:  # a full disk, for example
             raise OSError(errno.EIO, one_line(error)) from error
         seal_tensors(partial / WEIGHT_FILES[0])
         card = vision_card(model, names, data_config, facts or CardFacts())
         (partial / CARD).write_text(card, encoding="utf-8", errors="backslashreplace")
 
 
+def save_classifier(model: nn.Module, path: Path) -> None:
+    """Write a checkpoint that ``load_from`` and ``init_cfg`` of an mmpretrain classifier read.
+
+    The classifier has a ``TimmClassificationBackbone`` and a ``LinearClsHead``.
+
+    Args:
+        model: timm model whose classifier is a linear ``head``.
+        path: The file. It also holds the description of the model, as training writes it.
+
+    Raises:
+        InputError: If the model has another classifier, or none.
+        OSError: If it cannot be written.
+    """
+    own: Any = model
+    if not isinstance(getattr(own, "head", None), nn.Linear):
+        raise InputError(
+            f"{type(model).__name__} has no linear classifier called 'head': export a TokenFormer "
+            "or one of timm's ViTs that was trained to classify"
+        )
+    names = own.pretrained_cfg.get("label_names")
+    content = {
+        "meta": {"dataset_meta": {"classes": list(names)}} if names else {},
+        "state_dict": classifier_state_dict(model.state_dict()),
+        DESCRIPTION: describe_model(model, own.num_classes, names, None),
+    }
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, buffer.getvalue())
+
+
 def _check_name(name: str) -> None:
     if name.startswith(_LOCAL):
         config = Path(name.removeprefix(_LOCAL)) / CONFIG
         if not config.is_file():
-            raise InputError(f"there is no {config}; {_LOCAL} takes a folder that timm exported")
+            raise InputError(f"there is no {config}; {_LOCAL} needs a folder that timm exported")
     elif not timm.is_model(name):
         ours = timm.list_models("tokenformer*")
         close = get_close_matches(name, ours, n=3) or ours
@@ -182,7 +223,7 @@ def _build(
     own = dict(kwargs)
     try:
         if name is not None and (description is None or not name.startswith(_LOCAL)):
-            if description is not None:  # the caller says of which shape, the file what it sees
+            if description is not None:  # the caller decides the shape, the file the preprocessing
                 known = description.get("pretrained_cfg") or description
                 overlay = {key: known[key] for key in _PREPROCESSING if known.get(key) is not None}
                 names = description.get("label_names")
@@ -191,10 +232,10 @@ def _build(
                     **({"label_names": names} if names else {}),
                 }
             return timm.create_model(name, num_classes=num_classes, **own)
-        with tempfile.TemporaryDirectory() as folder:  # timm reads a description from a file alone
+        with tempfile.TemporaryDirectory() as folder:  # timm reads a description only from a file
             Path(folder, CONFIG).write_text(json.dumps(description), encoding="utf-8")
             return timm.create_model(f"{_LOCAL}{folder}", num_classes=num_classes, **own)
-    except Exception as error:  # what foreign arguments lead to is anything
+    except Exception as error:  # foreign arguments may cause any error
         what = name or description["architecture"]  # type: ignore[index]
         raise InputError(f"the model {what} cannot be built: {one_line(error)}") from error
 
@@ -207,13 +248,13 @@ def _check_size(
     state_dict: Mapping[str, Tensor],
     checkpoint: Path | None,
 ) -> None:
-    """Refuse a description of a model far larger than its weights, before it takes all memory."""
-    # Even without values, as below, a block takes memory. Each block has tensors.
+    """Refuse a description of a model far larger than its weights, before it fills the memory."""
+    # A block takes memory even on the meta device, and each block has tensors.
     depth = {**(description.get("model_args") or {}), **kwargs}.get("depth")
     if isinstance(depth, int) and depth > len(state_dict):
         raise InputError(
-            f"{checkpoint} holds {len(state_dict)} tensors, but its description is of a model with "
-            f"{depth} blocks; export the model again"
+            f"{checkpoint} holds {len(state_dict)} tensors, but its description has {depth} "
+            "blocks; export the model again"
         )
     with torch.device("meta"):
         model = _build(name, description, num_classes, kwargs)
@@ -223,8 +264,8 @@ def _check_size(
     )
     if wanted > 2 * found + 1_000_000:
         raise InputError(
-            f"{checkpoint} holds {found:,} numbers, but its description is of a model with "
-            f"{wanted:,} parameters; export the model again"
+            f"{checkpoint} holds {found:,} numbers, but its description has {wanted:,} "
+            "parameters; export the model again"
         )
 
 
@@ -233,8 +274,8 @@ def _head_rows(state_dict: Mapping[str, Tensor], checkpoint: Path | None) -> int
         if name in state_dict:
             if state_dict[name].dim() != 2:
                 raise InputError(
-                    f"{checkpoint}: {name} has the shape {tuple(state_dict[name].shape)}, but a "
-                    "head is a matrix of (classes, width)"
+                    f"{checkpoint}: {name} must be a (classes, width) matrix, but has the shape "
+                    f"{tuple(state_dict[name].shape)}; export the model again"
                 )
             return len(state_dict[name])
     return None
@@ -245,26 +286,26 @@ def _say_preprocessing(
 ) -> None:
     if any(key.startswith("backbone.") for key in state_dict):
         raise InputError(
-            f"{checkpoint} is a training checkpoint that does not say how images are prepared nor "
-            "what its classes are: write a folder that does by `tools/export.py "
-            f"{checkpoint} FOLDER --config CONFIG`, with the config that it was trained with"
+            f"{checkpoint} is a training checkpoint without preprocessing and class names: run "
+            f"`tokenformer-vit export {checkpoint} FOLDER --config CONFIG` with the config of the "
+            "training, and give FOLDER"
         )
     if name is None:
         return  # the caller refuses it
     _log.warning(
-        "%s does not say how images are prepared or what its classes are called: taking those of "
-        "%s. An exported folder says both.",
+        "%s has no preprocessing and no class names, so those of %s are used. An exported folder "
+        "contains both.",
         checkpoint,
         name,
     )
 
 
 def _load(model: nn.Module, state_dict: dict[str, Tensor], what: str, resample: bool) -> None:
-    """Load strictly; ``resample`` allows positions of another image size."""
+    """Load strictly; ``resample`` permits position embeddings of another image size."""
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
-    # The filter would resample these two to any size without a word, and so predict with a model
-    # that nobody has trained.
+    # timm's filter would silently resample these two to any size, and the model would predict with
+    # weights that nobody has trained.
     stem = ["patch_embed.proj.weight"] if resample else ["patch_embed.proj.weight", "pos_embed"]
     faults = []
     for name in stem:
@@ -274,6 +315,8 @@ def _load(model: nn.Module, state_dict: dict[str, Tensor], what: str, resample: 
     if not faults:
         if isinstance(model, TokenFormerViT):
             state_dict = fit_state_dict(state_dict, model)
+        elif any(name.startswith("backbone.model.") for name in state_dict):
+            state_dict = timm_state_dict(state_dict)
         faults = model_faults(model.state_dict(), state_dict)
     if faults:
         more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
@@ -285,11 +328,11 @@ def _load(model: nn.Module, state_dict: dict[str, Tensor], what: str, resample: 
 
 
 def model_faults(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
-    """List by what two state dicts differ in names, shapes and kinds of numbers.
+    """List the differences of two state dicts in names, shapes and kinds of numbers.
 
     Args:
-        wanted: Of the model.
-        found: Of the file.
+        wanted: State dict of the model.
+        found: State dict of the file.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
     faults = [
@@ -298,7 +341,7 @@ def model_faults(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> l
         if name in found and shapes[name] != tuple(tensor.shape)
     ]
     faults += [
-        f"{name} is of {found[name].dtype} in the file and of {tensor.dtype} in the model"
+        f"{name} is {found[name].dtype} in the file and {tensor.dtype} in the model"
         for name, tensor in wanted.items()
         if name in found and found[name].is_floating_point() != tensor.is_floating_point()
     ]

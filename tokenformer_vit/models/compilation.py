@@ -7,42 +7,41 @@ from torch import nn
 
 from tokenformer_vit.errors import InputError
 
-# Blocks of one shape share their compiled code, but training, evaluation, the last batch of an
-# epoch and a first block without stochastic depth each have a version of their own. PyTorch would
-# by default stop at eight and go on uncompiled without a word.
+# Blocks of one shape share compiled code, but training, evaluation, the last batch of an epoch and
+# a first block without stochastic depth each need another version. By default PyTorch stops at
+# eight versions and silently runs the rest uncompiled.
 _MOST_VERSIONS = 64
 
 
 def compile_blocks(model: nn.Module, **kwargs: Any) -> None:
     """Compile each transformer block of a timm model, in place.
 
-    All blocks run the same code on other weights, so that it is compiled once, in seconds, where
-    compiling the whole model takes minutes. State-dict keys stay as they are, and a copy or a
-    pickle of the model is an uncompiled one.
+    All blocks run the same code on other weights, so one compilation, which takes seconds, serves
+    all; compiling the whole model takes minutes. State-dict keys do not change, and a copy or a
+    pickle of the model is not compiled.
 
     Args:
-        model: A model whose blocks are in ``model.blocks``, as those of timm's ViTs are.
+        model: Model whose blocks are in ``model.blocks``, as in timm's ViTs.
         **kwargs: Arguments of ``torch.compile``.
 
     Raises:
         InputError: If the model has no blocks.
 
     Note:
-        For the whole process, torch.compile's limit of versions is raised from 8 to 64, and its
-        ``optimize_ddp`` is switched off.
+        This raises torch.compile's limit of versions from 8 to 64 and switches ``optimize_ddp``
+        off, for the whole process.
     """
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.Module):
         raise InputError(
-            f"{type(model).__name__} has no transformer blocks to compile; leave --compile out, or "
+            f"{type(model).__name__} has no transformer blocks to compile; omit --compile, or "
             "choose a ViT"
         )
     config: Any = torch._dynamo.config
     limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
     setattr(config, limit, max(getattr(config, limit), _MOST_VERSIONS))
-    # DistributedDataParallel overlaps its communication block by block anyway. What it does to
-    # graphs is meant for whole models, and refuses graphs that hold others, as autograd functions'
-    # may.
+    # DistributedDataParallel overlaps its communication block by block without it. It splits the
+    # graph of a whole model, and fails on graphs within graphs, which autograd functions may have.
     config.optimize_ddp = False
     for block in blocks.children():
         block.compile(**kwargs)

@@ -1,7 +1,7 @@
-"""What describes a model besides its weights: architecture, arguments, preprocessing, class names.
+"""The description of a model: architecture, arguments, preprocessing and class names.
 
-The description is what timm writes into ``config.json``. An exported folder has that file, and a
-training checkpoint of this package has the same content under :data:`DESCRIPTION`.
+It is what timm writes into ``config.json``. An exported folder has this file, and a training
+checkpoint of this package has the same content under :data:`DESCRIPTION`.
 """
 
 import json
@@ -14,9 +14,7 @@ from timm.data import ImageNetInfo, resolve_model_data_config
 from timm.models import get_model_args
 from torch import nn
 
-from tokenformer_vit.errors import InputError
-
-from .weights import one_line
+from tokenformer_vit.errors import InputError, first_fault, one_line
 
 __all__ = [
     "CARD",
@@ -31,13 +29,13 @@ __all__ = [
     "read_description",
 ]
 
-# Key of a training checkpoint under which its model is described.
+# Key of the description in a training checkpoint.
 DESCRIPTION = "timm_config"
 CONFIG = "config.json"
 CARD = "README.md"
-# What timm's save_for_hf writes beside it, the safe format first.
+# What timm's save_for_hf writes next to it, the safe format first.
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
-# Where weights came from, and what stands in a description by itself.
+# The origin of weights, and what a description holds outside of pretrained_cfg.
 _NOT_DESCRIBED = (
     *("url", "file", "hf_hub_id", "hf_hub_filename", "state_dict", "source", "tag"),
     *("architecture", "num_classes", "label_names", "label_descriptions"),
@@ -49,10 +47,10 @@ _Std = Annotated[float, Field(strict=True, gt=0, le=10)]
 
 
 class _DataConfig(BaseModel):
-    """Arguments of timm's ``create_transform``, within what timm's own models use, and some room.
+    """Arguments of timm's ``create_transform``, in ranges somewhat wider than in timm's models.
 
-    Their crop_pct is 0.875 to 1.15, their sides 106 to 1024, their means 0 to 0.5, and their
-    deviations 0.143 to 1, of values from 0 to 1.
+    timm's models have a crop_pct of 0.875 to 1.15, sides of 106 to 1024, means of 0 to 0.5, and
+    standard deviations of 0.143 to 1, for values from 0 to 1.
     """
 
     input_size: tuple[Literal[3], _Side, _Side]
@@ -74,9 +72,9 @@ class _Card(BaseModel):
 
 
 class _Description(BaseModel):
-    """The content of ``config.json``; what is not named here is timm's own business.
+    """The content of ``config.json``; timm reads other keys without a check.
 
-    Old files have no ``pretrained_cfg``: its values stand beside the others.
+    Old files have no ``pretrained_cfg``, but its values as keys of their own.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -95,13 +93,13 @@ def describe_model(
     label_names: Sequence[str] | None,
     data_config: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return what ``config.json`` says of a model, as plain values.
+    """Return the description of a model, the content of ``config.json``, as plain values.
 
     Args:
         model: timm model, with or without its head.
-        num_classes: Of the head.
-        label_names: Of the classes, in order.
-        data_config: Preprocessing, in timm's words; default: what the model says of it.
+        num_classes: Number of classes of the head.
+        label_names: Names of the classes, in order.
+        data_config: Preprocessing, in timm's words; default: that of the model's configuration.
     """
     own: Any = model
     architecture = own.pretrained_cfg["architecture"]
@@ -121,7 +119,11 @@ def describe_model(
 
 
 def class_names(model: nn.Module) -> list[str]:
-    """Name a model's classes: as its export says, else ImageNet-1K's if 1000, else by number."""
+    """Return the names of a model's classes.
+
+    They are the names in its configuration, or those of ImageNet-1K if there are 1000 classes, or
+    numbers.
+    """
     own: Any = model
     names = own.pretrained_cfg.get("label_names")
     if names and len(names) == own.num_classes:
@@ -132,72 +134,66 @@ def class_names(model: nn.Module) -> list[str]:
 
 
 def data_config(model: nn.Module) -> dict[str, Any]:
-    """Return how images are prepared for a model, as arguments of timm's ``create_transform``.
+    """Return the preprocessing of a model, as arguments of timm's ``create_transform``.
 
     Args:
-        model: timm model of RGB images.
+        model: timm model for RGB images.
 
     Returns:
-        ``input_size`` (3, H, W), ``mean``, ``std``, and how to resize and crop.
+        ``input_size`` (3, H, W), ``mean``, ``std``, ``interpolation``, ``crop_pct``, ``crop_mode``.
 
     Raises:
-        InputError: If the model takes no RGB images, or one of the values makes no sense.
+        InputError: If the model is not for RGB images, or a value is out of range.
     """
     if model.in_chans != 3:
-        raise InputError(f"the model takes images of {model.in_chans} channels; only RGB is read")
-    # The size that the model was built for; its configuration may still say timm's default.
+        raise InputError(f"the model needs images of {model.in_chans} channels; only RGB is read")
+    # The size of the built model; its configuration may still have timm's default.
     size = getattr(getattr(model, "patch_embed", None), "img_size", None)
     try:
         config = resolve_model_data_config(model, {"input_size": (3, *size)} if size else None)
-    except Exception as error:  # it counts and compares what a description may say in any type
+    except Exception as error:  # it computes with values that may be of any type
         raise InputError(
-            f"the preprocessing of the model is unusable: {one_line(error)}"
+            f"the preprocessing of the model cannot be used: {one_line(error)}"
         ) from error
     check_data_config(config)
     return config
 
 
 def check_data_config(config: dict[str, Any]) -> None:
-    """Check how images are prepared for a model, before an image is.
+    """Check the preprocessing of a model.
 
     Args:
-        config: What timm's ``resolve_model_data_config`` returns: ``input_size`` (3, H, W),
-            ``mean`` and ``std`` of values from 0 to 1, ``interpolation``, ``crop_pct`` and
-            ``crop_mode``.
+        config: Result of timm's ``resolve_model_data_config``: ``input_size`` (3, H, W), ``mean``
+            and ``std`` of values from 0 to 1, ``interpolation``, ``crop_pct`` and ``crop_mode``.
 
     Raises:
-        InputError: If one of them is missing, or no value that makes sense; the message gives it.
+        InputError: If a value is missing or out of range; the message names it.
     """
     try:
         _DataConfig.model_validate(config)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0])
-        reason = first["msg"][:1].lower() + first["msg"][1:]
-        if first["type"] == "missing":
-            reason = "it must have three values" if name in config else "it must be given"
         raise InputError(
-            f"the preprocessing of the model has {name} = {config.get(name)!r:.100}, but {reason}; "
-            "correct it in the config.json beside the weights"
+            f"the preprocessing of the model cannot be used: {first_fault(error)}; correct it in "
+            "the config.json beside the weights"
         ) from error
 
 
 def find_description(checkpoint: Path, content: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Find and check what describes the model of a checkpoint: in it, or beside it.
+    """Find and check the description of a checkpoint, in the file or in ``config.json`` next to it.
 
     Args:
-        checkpoint: The file.
-        content: What it holds.
+        checkpoint: Path of the checkpoint.
+        content: Content of the checkpoint.
 
     Returns:
-        The content of ``config.json``; None if nothing describes the model.
+        The description; None if there is none.
 
     Raises:
-        InputError: If the description holds something that cannot be.
+        InputError: If the description is invalid.
     """
     if DESCRIPTION in content:
         return _check_description(content[DESCRIPTION], checkpoint)
-    # Beside a file of tensors alone; a training checkpoint there may be of another epoch's size.
+    # Only for an exported file: a training checkpoint in this folder may have another size.
     config = checkpoint.with_name(CONFIG)
     if checkpoint.name in WEIGHT_FILES and config.is_file():
         return read_description(config)
@@ -208,7 +204,7 @@ def read_description(path: Path) -> dict[str, Any]:
     """Read and check a ``config.json``.
 
     Raises:
-        InputError: If it is no JSON, or holds something that cannot be.
+        InputError: If the file is not JSON, or the description is invalid.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -221,10 +217,5 @@ def _check_description(content: Any, path: Path) -> dict[str, Any]:
     try:
         _Description.model_validate(content)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(map(str, first["loc"])) or "its content"
-        raise InputError(
-            f"{path}: {key} is {str(first['input'])[:80]!r}, but: {first['msg']}; export the model "
-            "again"
-        ) from error
+        raise InputError(f"{path}: {first_fault(error)}; export the model again") from error
     return content

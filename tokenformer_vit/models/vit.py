@@ -1,7 +1,7 @@
-"""TokenFormer vision backbones: timm's VisionTransformer over TokenFormer blocks.
+"""TokenFormer vision models: timm's VisionTransformer with TokenFormer blocks.
 
-Patch embedding, positions, pooling, the head and everything done to a model from outside are
-timm's. What is ours is the block, the block's norm, and the counts of parameter tokens.
+Patch embedding, positions, pooling, the head and all methods for users are timm's. This file adds
+the block, its norm, and the numbers of parameter tokens.
 """
 
 import math
@@ -35,7 +35,7 @@ __all__ = [
     "timm_state_dict",
 ]
 
-# timm's ViT has these and Pattention has no place for them, or (pools) has no Pattention form.
+# Arguments and pools of timm's ViT that need linear layers.
 _NOT_OURS = TIMM_ONLY | {"block_fn", "fix_init"}
 _ATTENTION_POOLS = ("map", "prr")
 
@@ -47,32 +47,33 @@ class TokenFormerViT(VisionTransformer):
         theta: Name of the Θ variant, a key of ``tokenformer_vit.ops.THETAS``.
         norm: Parameters of the LayerNorms inside blocks: ``none``, ``bias`` or ``weight+bias``
             (Table 5). The final norm always has both.
-        num_qkv_param_tokens: Pairs of each query, key and value projection; default ``embed_dim``.
-        num_proj_param_tokens: Pairs of each output projection; default ``embed_dim``.
-        num_ffn_param_tokens: Pairs of each feed-forward layer; default ``mlp_ratio * embed_dim``.
-        pattention_args: What all Pattention layers have in common, any of ``tau`` (default: by the
-            number of pairs), ``learn_tau`` (make it a parameter), ``eps``, ``key_init_scale``,
-            ``gate`` and ``init`` (``released``: parameter tokens start as in the authors' code);
-            see :class:`~tokenformer_vit.layers.Pattention` and
+        num_qkv_param_tokens: Number of pairs in each query, key and value projection; default
+            ``embed_dim``.
+        num_proj_param_tokens: Number of pairs in each output projection; default ``embed_dim``.
+        num_ffn_param_tokens: Number of pairs in each feed-forward layer; default
+            ``mlp_ratio * embed_dim``.
+        pattention_args: Arguments of all Pattention layers, any of ``tau``, ``learn_tau``, ``eps``,
+            ``key_init_scale``, ``gate`` and ``init`` (``released``: initial parameter tokens as in
+            the authors' code); see :class:`~tokenformer_vit.layers.Pattention` and
             :func:`~tokenformer_vit.layers.arguments.model_pattention_args`.
         embed_dim: Width C.
         depth: Number of blocks.
-        weight_init: As in timm; it concerns the stem and the head, parameter tokens are always
-            drawn as :class:`~tokenformer_vit.layers.Pattention` says.
-        **kwargs: Every other argument of timm's ``VisionTransformer``, save those that describe
-            linear layers (``qkv_bias``, ``mlp_layer``, ...), which have no counterpart here.
+        weight_init: timm's initialisation of the stem and the head. Parameter tokens are always
+            drawn as :class:`~tokenformer_vit.layers.Pattention` describes.
+        **kwargs: Other arguments of timm's ``VisionTransformer``, except those of linear layers
+            (``qkv_bias``, ``mlp_layer``, ...).
 
     Raises:
-        TypeError: If an argument is unknown or has no counterpart.
-        InputError: If ``theta``, ``norm``, ``global_pool`` or a key of ``pattention_args`` is none
-            of those that exist.
+        TypeError: If an argument is unknown or belongs to linear layers.
+        InputError: If ``theta``, ``norm``, ``global_pool`` or a key of ``pattention_args`` is
+            unknown, or a value of ``pattention_args`` is out of range.
 
     Shape:
         (B, in_chans, H, W) -> (B, num_classes).
 
     Source:
-        TokenFormer, arXiv:2410.23168, Section 3 and Table 4; the training of its vision models
-        follows MAE, arXiv:2111.06377, Table 11, whence the LayerNorm eps of 1e-6.
+        TokenFormer, arXiv:2410.23168, Section 3 and Table 4. Its vision models are trained as in
+        MAE, arXiv:2111.06377, Table 11, which also gives the LayerNorm eps of 1e-6.
     """
 
     def __init__(
@@ -115,20 +116,20 @@ class TokenFormerViT(VisionTransformer):
 
     @torch.jit.ignore()
     def no_weight_decay(self) -> set[str]:
-        """Name the parameters that weight decay leaves alone, besides those of one dimension."""
+        """Return the names of parameters without weight decay that have more than one dimension."""
         return {name for name in super().no_weight_decay() if getattr(self, name, None) is not None}
 
     @torch.jit.ignore()
     def set_backend(self, backend: str) -> None:
-        """Choose how every block computes Pattention and LayerNorm; what it computes stays.
+        """Choose the implementation of Pattention and LayerNorm in all blocks.
 
-        Like ``set_grad_checkpointing``, this is no part of the model's config: it is not saved.
+        Like ``set_grad_checkpointing``, it is not saved with the model.
 
         Args:
             backend: One of ``tokenformer_vit.ops.BACKENDS``.
 
         Raises:
-            InputError: If there is no such backend.
+            InputError: If the backend is unknown.
         """
         check_backend(backend)
         for module in self.blocks.modules():
@@ -137,10 +138,10 @@ class TokenFormerViT(VisionTransformer):
 
     @torch.jit.ignore()
     def record_param_tokens(self) -> None:
-        """Bring the arguments that timm rebuilds this model from up to its present pairs.
+        """Update the arguments from which timm rebuilds this model to its current pairs.
 
-        To be called after pairs were appended or taken away, so that the model is saved and
-        exported as what it has become. A model that was not built by timm has no such arguments.
+        Call it after pairs were added or removed; then the model is saved and exported with its
+        new size. It does nothing for a model that timm did not build.
         """
         args = getattr(self, "_model_args", None)  # what timm's get_model_args() returns
         if args is None or not len(self.blocks):
@@ -149,28 +150,28 @@ class TokenFormerViT(VisionTransformer):
         args |= block.token_arguments(args.get("pattention_args"))
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the head by a fresh one, and the pooling where it is given."""
+        """Replace the head by a new one; also the pooling, if it is given."""
         _check_pool(global_pool)
         super().reset_classifier(num_classes, global_pool)
 
     @torch.jit.ignore()
     def load_pretrained(self, checkpoint_path: str, prefix: str = "") -> None:
-        """Refuse ViT's ``.npz`` files: they hold linear layers.
+        """Refuse the ``.npz`` files of ViTs, which hold linear layers.
 
         Raises:
             InputError: Always.
         """
         raise InputError(
-            f"{checkpoint_path}: NumPy checkpoints are those of ordinary ViTs; a TokenFormer loads "
-            ".safetensors or .pth files of its own"
+            f"{checkpoint_path} is a NumPy checkpoint of an ordinary ViT: give the .safetensors or "
+            ".pth file of a TokenFormer"
         )
 
 
 def _check_pool(global_pool: str | None) -> None:
     if global_pool in _ATTENTION_POOLS:
         raise InputError(
-            f"global_pool {global_pool!r} pools by linear attention, which a TokenFormer does not "
-            "have; choose 'token', 'avg', 'avgmax', 'max' or ''"
+            f"global_pool {global_pool!r} needs linear layers, which a TokenFormer does not have: "
+            "choose 'token', 'avg', 'avgmax', 'max' or ''"
         )
 
 
@@ -196,18 +197,18 @@ def classifier_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TokenFormerViT) -> dict[str, Tensor]:
-    """Check a checkpoint that timm has read, and fit it to ``model``.
+    """Check a checkpoint that timm has read, and adapt it to ``model``.
 
     Args:
-        state_dict: Of a timm model, or of an mmpretrain classifier trained by this package, where
-            the backbone stands under ``backbone.model.`` and the head under ``head.fc.``.
-        model: The model it is for.
+        state_dict: State dict of a timm model, or of an mmpretrain classifier of this package,
+            with the backbone under ``backbone.model.`` and the head under ``head.fc.``.
+        model: Model that will load it.
 
     Returns:
-        As :func:`fit_state_dict`.
+        The result of :func:`fit_state_dict`.
 
     Raises:
-        InputError: If a tensor is not what a model can use, or the file from a local folder is
+        InputError: If a model cannot use one of the tensors, or the file in a local folder is
             damaged.
     """
     state_dict = state_dict.get("state_dict", state_dict)  # type: ignore[assignment]
@@ -221,15 +222,15 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TokenFormerViT) -
 
 
 def fit_state_dict(state_dict: Mapping[str, Tensor], model: TokenFormerViT) -> dict[str, Tensor]:
-    """Bring a state dict to timm's names and to a model's image and patch size.
+    """Convert a state dict to timm's names and to the image and patch size of a model.
 
     Args:
-        state_dict: As for :func:`checkpoint_filter_fn`.
-        model: The model it is for.
+        state_dict: State dict as in :func:`checkpoint_filter_fn`.
+        model: Model that will load it.
 
     Returns:
-        A state dict with timm's names, and positions and patches of the model's size; the old and
-        the new pairs of a layer that was trained in two parts are joined.
+        A state dict with timm's names, position embeddings and patch embedding of the model's
+        size, and the old and new pairs of split layers joined.
     """
     fused = fuse_state_dict(timm_state_dict(state_dict) or state_dict)
     return vit_checkpoint_filter_fn(fused, model)
@@ -257,12 +258,8 @@ def _cfg(**kwargs: Any) -> dict[str, Any]:
 
 default_cfgs = generate_default_cfgs(
     {
-        "tokenformer_tiny.untrained": _cfg(),
-        "tokenformer_small.untrained": _cfg(),
-        "tokenformer_base.untrained": _cfg(),
-        "tokenformer_large.untrained": _cfg(),
-        "tokenformer_base_matched.untrained": _cfg(),
-        "tokenformer_large_matched.untrained": _cfg(),
+        f"tokenformer_{name}.untrained": _cfg()
+        for name in ("tiny", "small", "base", "large", "base_matched", "large_matched")
     }
 )
 

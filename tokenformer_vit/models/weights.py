@@ -1,8 +1,8 @@
-"""The one reader of weight files: no code runs, damage is found, nonsense is refused.
+"""The only reader of weight files: it runs no code and refuses damaged and senseless files.
 
-Every tensor of a model that enters from a file passes :func:`check_tensors`. Files of our own
-carry a SHA-256 of their tensors, which :func:`read_checkpoint` verifies. PyTorch's files are zip
-archives with a checksum of every member. ``torch.load`` does not look at it, so this module does.
+:func:`check_tensors` checks every tensor of a model that comes from a file. Files of this package
+contain a SHA-256 of their tensors, which :func:`read_checkpoint` verifies. PyTorch's files are zip
+archives with a checksum for every member; ``torch.load`` does not verify it, but this module does.
 """
 
 import hashlib
@@ -20,13 +20,12 @@ from safetensors.torch import load_file, save
 from timm.models import clean_state_dict
 from torch import Tensor
 
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.files import write_whole
 
 __all__ = [
     "check_digest",
     "check_tensors",
-    "one_line",
     "read_checkpoint",
     "read_state_dict",
     "seal_tensors",
@@ -35,12 +34,12 @@ __all__ = [
     "write_tensors",
 ]
 
-# Where training scripts keep weights, averaged ones first: timm's, then mmengine's, whose
-# `state_dict` is the averaged model.
+# The keys of weights in training checkpoints, averaged weights first: those of timm, then those of
+# mmengine, whose `state_dict` is the averaged model.
 _STATE_DICTS = ("state_dict_ema", "model_ema", "state_dict", "model")
-# What learns is of a floating type, whatever the model is.
+# Names of learned tensors, which must have a floating-point type in every model.
 _LEARNED = re.compile(r"(.*[._])?(weight|bias|gamma|tokens?|pos_embed|tau|gate|original[01])")
-# Causal masks, which old files of GPT-2 and GPT-NeoX hold under the name of a bias.
+# Names of causal masks in old files of GPT-2 and GPT-NeoX.
 _MASK = re.compile(r"(.*\.)?(attn|attention)\.bias")
 _SHA256 = "sha256"
 
@@ -49,18 +48,18 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
     """Read a weight file or a training checkpoint without running code from it.
 
     Args:
-        path: ``.safetensors`` file, or a file that ``torch.save`` wrote.
-        map_location: Where tensors go, as in ``torch.load``.
+        path: ``.safetensors`` file, or a file of ``torch.save``.
+        map_location: Device of the tensors, as in ``torch.load``.
 
     Returns:
-        What the file holds; of a ``.safetensors`` file ``{"state_dict": tensors}``.
+        The content of the file; ``{"state_dict": tensors}`` for a ``.safetensors`` file.
 
     Raises:
-        InputError: If there is no such file, it is damaged, it holds more than tensors and plain
-            values, or a tensor is not what a model can use (see :func:`check_tensors`).
+        InputError: If the file does not exist, is damaged, holds more than tensors and plain
+            values, or has a tensor that a model cannot use (see :func:`check_tensors`).
     """
     path = Path(path).expanduser()
-    if not path.is_file():  # a named pipe or a device is none either
+    if not path.is_file():  # also refuses named pipes and devices
         raise InputError(f"there is no checkpoint file {path}")
     try:
         if path.suffix == ".safetensors":
@@ -73,14 +72,14 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
     except pickle.UnpicklingError as error:
         raise InputError(
             f"{path} is damaged or holds more than tensors and plain values. It was not loaded, "
-            "because loading could run code. Save only the state dict, best as .safetensors "
+            "because loading could run code. Save only the state dict, preferably as .safetensors "
             f"({one_line(error)}){_others(path)}"
         ) from error
     except SafetensorError as error:
         raise InputError(
             f"{path} is not a readable safetensors file: {one_line(error)}{_others(path)}"
         ) from error
-    except Exception as error:  # torch.load answers foreign bytes with nearly any exception
+    except Exception as error:  # on foreign bytes torch.load may raise nearly anything
         raise InputError(
             f"{path} is not a readable checkpoint ({one_line(error)}){_others(path)}"
         ) from error
@@ -96,22 +95,22 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
 
 
 def read_state_dict(path: str | Path) -> dict[str, Tensor]:
-    """Read the tensors of a model; of a training checkpoint the averaged ones, if it has any.
+    """Read the tensors of a model; from a training checkpoint the averaged ones, if it has any.
 
     Args:
-        path: As for :func:`read_checkpoint`; of timm, mmengine or a plain ``torch.save``.
+        path: File for :func:`read_checkpoint`, written by timm, mmengine or ``torch.save``.
 
     Returns:
         The tensors by name, on the CPU, without the prefix of a data-parallel wrapper.
 
     Raises:
-        InputError: As :func:`read_checkpoint`; or if there is no state dict.
+        InputError: As :func:`read_checkpoint`, or if the file has no state dict.
     """
     return state_dict_in(read_checkpoint(path), path)
 
 
 def state_dict_in(checkpoint: Mapping[str, Any], path: str | Path) -> dict[str, Tensor]:
-    """Return the tensors of a model in what :func:`read_checkpoint` returned."""
+    """Return the tensors of a model from the result of :func:`read_checkpoint`."""
     found = next(
         (checkpoint[name] for name in _STATE_DICTS if isinstance(checkpoint.get(name), Mapping)),
         checkpoint,
@@ -128,12 +127,12 @@ def check_tensors(tensors: Mapping[str, Any], where: str | Path) -> None:
     """Refuse tensors that no trained model has.
 
     Args:
-        tensors: By name. What is no tensor is passed over.
-        where: The file they are from, for the message.
+        tensors: Tensors by name. Values that are not tensors are skipped.
+        where: Name of their file, for the message.
 
     Raises:
-        InputError: If a floating-point tensor holds NaN or infinity, a learned one is not of a
-            floating type, a τ is not one positive number, or one is sparse or quantised.
+        InputError: If a floating-point tensor holds NaN or infinity, a learned tensor has no
+            floating-point type, a τ is not one positive number, or a tensor is sparse or quantised.
     """
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -147,26 +146,26 @@ def _fault(name: str, tensor: Tensor) -> str | None:
     kind = str(tensor.dtype).removeprefix("torch.")
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         return "is sparse, quantised or without values; save it as an ordinary tensor"
-    if tensor.untyped_storage().nbytes() < tensor.nbytes:  # looking at it would exhaust the memory
+    if tensor.untyped_storage().nbytes() < tensor.nbytes:  # reading it would exhaust the memory
         return f"repeats few values as {tuple(tensor.shape)}; save it as an ordinary tensor"
     if not tensor.is_floating_point():
         mask = tensor.dtype in (torch.bool, torch.uint8) and _MASK.fullmatch(name)
         if _LEARNED.fullmatch(name) and not mask:
-            return f"is of type {kind}, but weights are of a floating type; the file is no model's"
+            return f"is of type {kind}, but weights must have a floating-point type"
         return None
     values = tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no isfinite
     if not values.isfinite().all():
         return (
-            "holds NaN or infinity: the file is damaged or of a training that diverged; take an "
-            "earlier checkpoint"
+            "holds NaN or infinity: the file is damaged, or the training diverged; use an earlier "
+            "checkpoint"
         )
     if name.rpartition(".")[2] == "tau" and not (tensor.numel() == 1 and tensor.item() > 0):
-        return f"is {tensor.tolist()}, but τ is one positive number; the file is damaged"
+        return f"is {tensor.tolist()}, but τ must be one positive number; the file is damaged"
     return None
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of tensors, their names, types and shapes, in hexadecimal."""
+    """Return the SHA-256 of the names, types, shapes and values of tensors, in hexadecimal."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
@@ -176,7 +175,7 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def check_digest(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Compare tensors with the SHA-256 that their ``.safetensors`` file carries, if it does.
+    """Compare tensors with the SHA-256 in their ``.safetensors`` file, if it has one.
 
     Raises:
         InputError: If they differ.
@@ -185,41 +184,41 @@ def check_digest(tensors: Mapping[str, Tensor], path: Path) -> None:
         expected = (file.metadata() or {}).get(_SHA256)
     if expected is not None and expected != tensors_digest(tensors):
         raise InputError(
-            f"{path} is damaged: its tensors do not have the SHA-256 that it carries; copy or "
-            f"export it again{_others(path)}"
+            f"{path} is damaged: the SHA-256 of its tensors is wrong; copy or export it again"
+            f"{_others(path)}"
         )
 
 
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write a ``.safetensors`` file that carries the SHA-256 of its tensors, whole or not at all.
+    """Write a ``.safetensors`` file with the SHA-256 of its tensors, completely or not at all.
 
     Args:
-        path: The file.
-        tensors: By name, none sharing memory with another.
-        metadata: Further text for its header.
+        path: Path of the file.
+        tensors: Tensors by name; no two may share memory.
+        metadata: More text for the header.
 
     Raises:
-        OSError: If it cannot be written; ``filename`` is ``path``.
+        OSError: If the file cannot be written; ``filename`` is ``path``.
     """
     plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     data = save(plain)
-    # The library writes several entries of metadata in a random order. Here, equal tensors make
-    # equal files: 8 bytes of length, the header in JSON, then the numbers.
+    # The library writes several entries of metadata in random order, but equal tensors should give
+    # equal files. A file has 8 bytes of length, the header in JSON, then the numbers.
     start = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:start])
     header["__metadata__"] = {"format": "pt", **(metadata or {}), _SHA256: tensors_digest(plain)}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # numbers begin at a multiple of 8 bytes
+    text += b" " * (-len(text) % 8)  # the numbers must begin at a multiple of 8 bytes
     write_whole(path, len(text).to_bytes(8, "little") + text + data[start:])
 
 
 def seal_tensors(path: Path) -> None:
-    """Add the SHA-256 to a ``.safetensors`` file that another library wrote.
+    """Add the SHA-256 to a ``.safetensors`` file of another library.
 
     Raises:
-        OSError: If it cannot be written; ``filename`` is ``path``.
+        OSError: If the file cannot be written; ``filename`` is ``path``.
     """
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
@@ -233,15 +232,15 @@ def _read_safetensors(path: Path, map_location: Any) -> dict[str, Tensor]:
 
 
 def _check_archive(path: Path) -> None:
-    """Verify the checksums of a zip archive, which is what ``torch.save`` writes."""
+    """Verify the checksums of a file of ``torch.save``, which is a zip archive."""
     if not zipfile.is_zipfile(path):
-        return  # the format of before 2020, which has no checksums
+        return  # the format from before 2020, which has no checksums
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
         packed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
         if packed or sum(member.file_size for member in members) > path.stat().st_size:
             raise InputError(
-                f"{path} is a compressed archive, which torch.save does not write: unpack it"
+                f"{path} is a compressed archive, which torch.save does not write; unpack it"
             )
         damaged = archive.testzip()
     if damaged is not None:
@@ -251,15 +250,9 @@ def _check_archive(path: Path) -> None:
 
 
 def _others(path: Path) -> str:
-    """Name the other checkpoints of a run, newest first, where one of them cannot be read."""
+    """Name the other checkpoints in the folder of one that cannot be read, newest first."""
     if path.suffix != ".pth":
         return ""
     others = [file for file in path.parent.glob("*.pth") if file != path and file.is_file()]
     others.sort(key=lambda file: file.stat().st_mtime, reverse=True)
     return f"; others there are {', '.join(file.name for file in others[:3])}" if others else ""
-
-
-def one_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its type."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:200] if lines else type(error).__name__

@@ -1,14 +1,13 @@
 """Pattention and the LayerNorm before it, as functions on tensors; needs torch alone.
 
-Both choose one of several implementations that compute the same: ``backend`` forces one, and where
-it is left at ``auto`` the environment variable ``PATTENTION_BACKEND`` does, read when this module
-is imported.
+Both have several implementations that compute the same. ``backend`` chooses one. If it is
+``auto``, the environment variable ``PATTENTION_BACKEND`` chooses; it is read at import.
 
 ========= ==============================================================================
-reference plain PyTorch, the ground truth; TorchScript and ``torch.jit.trace`` always get it
-fused     hand-written gradients that keep less; ``auto`` means this one
-triton    as fused, with ``gelu_l2`` in Triton kernels where τ is not learned; NVIDIA GPUs
-          only, never by itself
+reference plain PyTorch, the ground truth; ``torch.jit.trace`` and TorchScript always use it
+fused     hand-written gradients that keep less; the meaning of ``auto``
+triton    ``fused`` with Triton kernels for ``gelu_l2`` if τ is not learned; NVIDIA GPUs
+          only, never chosen by ``auto``
 ========= ==============================================================================
 """
 
@@ -20,32 +19,24 @@ from torch import Tensor
 from tokenformer_vit.errors import InputError
 
 from .fused import pattention_fused
+from .kernels import Kernels
 from .norm import layer_norm_fused, layer_norm_reference
 from .reference import pattention_reference
-from .theta import (
-    THETAS,
-    check_theta,
-    default_tau,
-    norm_order,
-    norm_shares,
-    second_moment,
-    theta_weights,
-)
-from .top_k import pattention_top_k
+from .theta import THETAS, default_tau, find_theta, norm_shares, theta_weights
+from .top_k import pattention_top_k, strongest_values
 
 __all__ = [
     "BACKENDS",
     "THETAS",
     "check_backend",
-    "check_theta",
     "default_tau",
+    "find_theta",
     "layer_norm",
-    "norm_order",
     "norm_shares",
     "pattention",
     "pattention_reference",
     "pattention_top_k",
-    "second_moment",
+    "strongest_values",
     "theta_weights",
 ]
 
@@ -55,7 +46,7 @@ _DEFAULT = os.environ.get(_ENVIRONMENT) or "auto"
 
 
 def check_backend(backend: str) -> str:
-    """Return the name of a backend if there is such a backend; check the environment's, too.
+    """Return the name of a backend if it exists; check ``PATTENTION_BACKEND`` as well.
 
     Args:
         backend: One of ``BACKENDS``.
@@ -64,49 +55,21 @@ def check_backend(backend: str) -> str:
         ``backend``.
 
     Raises:
-        InputError: If it, or the value of ``PATTENTION_BACKEND``, is none of those.
+        InputError: If it, or the value of ``PATTENTION_BACKEND``, is not one of ``BACKENDS``.
     """
     for name, where in ((backend, "backend"), (_DEFAULT, _ENVIRONMENT)):
         if name not in BACKENDS:
-            raise InputError(f"unknown {where} {name!r}; choose one of {', '.join(BACKENDS)}")
+            raise InputError(f"{where} must be one of {', '.join(BACKENDS)}, but got {name!r}")
     return backend
 
 
 def _choose(backend: str) -> str:
     check_backend(backend)
     if torch.jit.is_tracing():
-        return "reference"  # a trace keeps an autograd function as a call that it cannot save
+        return "reference"  # a trace with a Python autograd function cannot be saved
     if backend == "auto":
         backend = _DEFAULT
     return "fused" if backend == "auto" else backend
-
-
-def _pattention(
-    x: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    theta: str,
-    tau: Tensor,
-    eps: float,
-    backend: str,
-    gate: Tensor | None,
-) -> Tensor:
-    check_theta(theta)
-    backend = _choose(backend)
-    # A gate is there for a while, or for softmax alone: plain autograd is good enough for it.
-    if backend == "reference" or gate is not None:
-        return pattention_reference(x, keys, values, theta, tau, eps, gate)
-    if backend == "fused":
-        return pattention_fused(x, keys, values, theta, tau, eps)
-    from .triton_theta import KERNELS
-
-    return pattention_fused(x, keys, values, theta, tau, eps, KERNELS)
-
-
-def _layer_norm(x: Tensor, num_channels: int, eps: float, backend: str) -> Tensor:
-    if _choose(backend) == "reference":
-        return layer_norm_reference(x, num_channels, eps)
-    return layer_norm_fused(x, num_channels, eps)
 
 
 def pattention(
@@ -123,20 +86,21 @@ def pattention(
 
     Args:
         x: (..., C_in) input tokens.
-        key_param_tokens: (P, C_in).
-        value_param_tokens: (P, C_out).
+        key_param_tokens: (P, C_in) keys.
+        value_param_tokens: (P, C_out) values.
         theta: Name of the Θ variant, a key of ``THETAS``.
         tau: 0-dim tensor, the stored scale of the layer; see :func:`default_tau`.
-        eps: Added where Θ divides, relative to ``tau``.
+        eps: Number added to the divisor of a row, relative to ``tau``.
         backend: ``auto``, ``reference``, ``fused`` or ``triton``; see the module's description.
-        gate: (P,), for ``softmax`` alone: how far each pair is opened, 0 being not at all. It is
-            computed by the reference whatever the backend.
+        gate: (P,) factors on exp(A), only for a variant with gates; 0 closes a pair. With a gate
+            every backend computes the reference.
 
     Returns:
         (..., C_out) output tokens, of the dtype that PyTorch's ``linear`` gives for ``x``.
 
     Raises:
-        ValueError: If the variant or the backend is unknown, or the backend cannot serve here.
+        ValueError: If the variant or the backend is unknown, the backend does not support these
+            inputs, or ``gate`` is given and the variant has no gate.
 
     Note:
         Θ is computed in float32, the two products in the precision of their operands or of
@@ -145,10 +109,17 @@ def pattention(
     Source:
         TokenFormer, arXiv:2410.23168, Eq. 4.
     """
-    if torch.jit.is_scripting():
-        return pattention_reference(x, key_param_tokens, value_param_tokens, theta, tau, eps, gate)
-    else:  # what TorchScript does not read has to stand in a branch
-        return _pattention(x, key_param_tokens, value_param_tokens, theta, tau, eps, backend, gate)
+    operands = (x, key_param_tokens, value_param_tokens)
+    backend = _choose(backend)
+    # Few layers have a gate, most of them for a short time: plain autograd is good enough.
+    if backend == "reference" or gate is not None:
+        return pattention_reference(*operands, theta, tau, eps, gate)
+    kernels: Kernels | None = None
+    if backend == "triton":
+        from .triton_theta import KERNELS
+
+        kernels = KERNELS.get(theta)
+    return pattention_fused(*operands, theta, tau, eps, kernels)
 
 
 def layer_norm(x: Tensor, num_channels: int, eps: float = 1e-6, backend: str = "auto") -> Tensor:
@@ -157,12 +128,12 @@ def layer_norm(x: Tensor, num_channels: int, eps: float = 1e-6, backend: str = "
     Args:
         x: (..., C) tokens.
         num_channels: C.
-        eps: Added to the variance.
-        backend: As for :func:`pattention`; ``triton`` is ``fused`` here.
+        eps: Number added to the variance.
+        backend: Name of a backend, as for :func:`pattention`; ``triton`` means ``fused`` here.
 
     Returns:
-        (..., C) tokens. Under autocast ``fused`` gives them in the precision of autocast, which is
-        that of the products behind the norm, and ``reference`` in float32, as PyTorch does.
+        (..., C) tokens. Under autocast ``fused`` returns them in the precision of autocast, which
+        the products after the norm use; ``reference`` returns float32, as PyTorch does.
 
     Raises:
         ValueError: If the backend is unknown.
@@ -170,9 +141,11 @@ def layer_norm(x: Tensor, num_channels: int, eps: float = 1e-6, backend: str = "
 
     Note:
         Mean and variance are accumulated in float32; float64 inputs stay float64. ``fused`` keeps
-        its output for the backward, so that it must not be changed in place.
+        its output for the backward, so do not change the output in place.
     """
     if torch.jit.is_scripting():
         return layer_norm_reference(x, num_channels, eps)
-    else:
-        return _layer_norm(x, num_channels, eps, backend)
+    else:  # TorchScript must not compile this branch
+        if _choose(backend) == "reference":
+            return layer_norm_reference(x, num_channels, eps)
+        return layer_norm_fused(x, num_channels, eps)

@@ -1,4 +1,4 @@
-"""LayerNorm without learnable parameters, as the blocks of a TokenFormer have it."""
+"""LayerNorm without learnable parameters, as in the blocks of a TokenFormer."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from .precision import accumulation_dtype, product_dtype
 
 
 def layer_norm_reference(x: Tensor, num_channels: int, eps: float) -> Tensor:
-    """Normalise (..., C) tokens over their last axis by PyTorch's own LayerNorm."""
+    """Normalise (..., C) tokens over their last axis with PyTorch's LayerNorm."""
     return F.layer_norm(x, [num_channels], None, None, eps)
 
 
 class _LayerNorm(torch.autograd.Function):
-    """LayerNorm that keeps its output and 1/σ, from which its gradient follows, not its input."""
+    """LayerNorm that computes its gradient from its output and 1/σ, and does not keep its input."""
 
     generate_vmap_rule = True
 
@@ -23,7 +23,7 @@ class _LayerNorm(torch.autograd.Function):
     def forward(  # type: ignore[override]
         x: Tensor, num_channels: int, eps: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        # On a CPU 1/σ would otherwise come in the precision of x.
+        # Without the cast, a CPU returns 1/σ in the precision of x.
         x = x.to(accumulation_dtype(x))
         y, _, rstd = torch.native_layer_norm(x, [num_channels], None, None, eps)
         return y.to(dtype), rstd
@@ -47,7 +47,7 @@ class _LayerNorm(torch.autograd.Function):
         grad_x = grad - grad.mean(-1, keepdim=True) - y * (grad * y).mean(-1, keepdim=True)
         grad_x = grad_x * rstd
         if grad_rstd is not None:
-            # Only where a gradient is differentiated once more: 1/σ took part in the first.
+            # Only for gradients of gradients: the first gradient depends on 1/σ.
             grad_x = grad_x - grad_rstd * rstd.square() * y / y.shape[-1]
         return grad_x.to(ctx.dtype), None, None, None
 
@@ -58,17 +58,20 @@ def layer_norm_fused(x: Tensor, num_channels: int, eps: float) -> Tensor:
     Args:
         x: (..., C) tokens.
         num_channels: C.
-        eps: Added to the variance.
+        eps: Number added to the variance.
 
     Returns:
-        (..., C) tokens of mean 0 and variance 1, of the dtype of autocast where it is on and of
-        ``x`` elsewhere. It is the tensor that the Pattention layers behind it keep as their input,
-        so that the norm itself keeps one float32 number a row.
+        (..., C) tokens of mean 0 and variance 1, in the dtype of autocast if it is on, otherwise
+        of ``x``. The next Pattention layers keep the same tensor as their input, so the norm itself
+        keeps one float32 number for each row.
+
+    Raises:
+        TypeError: If ``x`` is not of a floating-point dtype.
 
     Note:
-        Mean and variance are accumulated in float32 (float64 for float64). The gradient is
-        differentiable in turn.
+        Mean and variance are accumulated in float32 (float64 for float64). The gradient can be
+        differentiated again.
     """
     if not x.is_floating_point():
-        raise TypeError(f"LayerNorm takes floating-point tokens, not {x.dtype}")
+        raise TypeError(f"LayerNorm needs floating-point tokens, but got {x.dtype}")
     return _LayerNorm.apply(x, num_channels, eps, product_dtype(x))[0]

@@ -1,4 +1,4 @@
-"""In which precision a product or a sum is computed."""
+"""The precision of sums and products."""
 
 import torch
 from torch import Tensor
@@ -10,11 +10,11 @@ def accumulation_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def product_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype to which autocast, where it is on, would cast ``tensor`` for a product."""
+    """Return the dtype of ``tensor`` in a product: that of autocast, if it is on."""
     device = tensor.device.type
     if tensor.dtype == torch.float64 or not tensor.is_floating_point():
         return tensor.dtype
-    # PyTorch raises for devices that have no autocast, of which only meta runs models.
+    # PyTorch raises for devices without autocast; of these only meta runs models.
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensor.dtype
     return torch.get_autocast_dtype(device)

@@ -19,22 +19,22 @@ def pattention_reference(
 
     Args:
         x: (..., C_in) input tokens.
-        key_param_tokens: (P, C_in).
-        value_param_tokens: (P, C_out).
+        key_param_tokens: (P, C_in) keys.
+        value_param_tokens: (P, C_out) values.
         theta: Name of the variant, a key of ``THETAS``.
         tau: 0-dim tensor, the stored scale of the layer.
-        eps: See :mod:`tokenformer_vit.ops.theta`.
-        gate: (P,), for ``softmax`` alone: how far each pair is opened.
+        eps: Number added to the divisor of a row, relative to ``tau``.
+        gate: (P,) factors on exp(A), only for a variant with gates.
 
     Returns:
         (..., C_out) output tokens, of the dtype that PyTorch's ``linear`` gives for ``x``.
 
     Raises:
-        ValueError: If the variant is unknown.
+        ValueError: If the variant is unknown, or ``gate`` is given and the variant has no gate.
 
     Note:
-        The two products run in the precision of their operands (of autocast, where it is on),
-        Θ in float32; float64 inputs stay float64 throughout.
+        The two products run in the precision of their operands (of autocast, if it is on), and Θ
+        in float32. float64 inputs stay float64.
 
     Source:
         TokenFormer, arXiv:2410.23168, Eq. 4.

@@ -1,28 +1,32 @@
-"""Θ, the normalised activation of Pattention, in every variant that has been published.
+"""Θ, the normalised activation of Pattention: every published variant, and every fact about it.
 
-A variant maps the scores A (..., P) of the input tokens against P parameter tokens to weights of
-the same shape, normalising each row over its P entries. Every function here has the signature
-``(scores, tau, eps) -> weights``:
+:data:`THETAS` is the only place that lists variants. A new one is a function here and an entry
+there. With hand-written gradients (see ``kernels.py``) it trains faster and takes less memory.
+
+A variant maps the scores A (..., P) of input tokens against P parameter tokens to weights of the
+same shape, and normalises each row over its P entries. Each function has the signature
+``(scores, tau, eps) -> weights``, and TorchScript must be able to compile it:
 
 Args:
     scores: (..., P) floating-point scores, one row for each input token.
     tau: 0-dim tensor, the stored scale of the layer (see :func:`default_tau`).
-    eps: Added where the row is divided, relative to ``tau``, so that a zero row gives finite
-        weights and gradients. 0 reproduces the authors' released formulas, where it does not.
+    eps: Number added to the divisor of a row, relative to ``tau``. It keeps the weights and
+        gradients of a row of zeros finite. 0 gives the authors' released formulas, which divide
+        zero by zero there.
 
 Returns:
-    (..., P) weights of the dtype of ``scores``.
+    (..., P) weights in the dtype of ``scores``.
 
 Note:
-    Everything between reading the scores and the one rounding of the result is float32 (float64
-    for float64 scores), under autocast too: summed in bfloat16, a row of squares is off by 5 to
-    20 %. Under the L2 variants a row of scores must have a norm below 1.8e19, and for autograd's
-    gradient one below 1e12 τ; README.md beside this file has the ranges.
+    Everything between reading the scores and rounding the result once is float32 (float64 for
+    float64 scores), also under autocast: summed in bfloat16, a row of squares is off by 5 to 20 %.
+    Under the L2 variants the norm of a row must be below 1.8e19, and below 1e12 τ for autograd's
+    gradient; README.md in this folder lists the ranges.
 
 Source:
     TokenFormer, arXiv:2410.23168: Eq. 5 and 6 for the definition, Table 4 for the variants. The
-    factor of ``softmax`` and the post-normalised form are those of the authors' language code.
-    ``gelu_tanh_l2`` is not among the paper's: it asks what the exact GELU is worth.
+    factor of ``softmax`` and the post-normalised form come from the authors' language code.
+    ``gelu_tanh_l2`` is not in the paper: it measures what the exact GELU is worth.
 """
 
 import math
@@ -35,38 +39,49 @@ from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 
+from . import kernels
+from .kernels import Kernels
 from .precision import accumulation_dtype
 
 
 def softmax(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
-    """τ · exp(A) / ‖exp(A)‖₁; its denominator cannot vanish, so eps plays no part."""
+    """τ · exp(A) / ‖exp(A)‖₁; the divisor is never 0, so eps is not used."""
     return (tau * torch.softmax(scores.to(accumulation_dtype(scores)), dim=-1)).to(scores.dtype)
 
 
 def gated_softmax(scores: Tensor, tau: Tensor, gate: Tensor) -> Tensor:
     """τ · g exp(A) / ‖g exp(A)‖₁ with a gate g for each parameter token.
 
-    A token whose gate is 0 takes no part, whatever its score, and its gate still has a gradient;
-    with gates of 1 this is :func:`softmax`.
+    A gate of 0 takes a token out, whatever its score, but the gate still has a gradient. With
+    gates of 1 this is :func:`softmax`.
 
     Args:
         scores: (..., P) scores.
         tau: 0-dim tensor, the stored scale of the layer.
-        gate: (P,), of either sign, not all of them 0.
+        gate: (P,) gates of either sign, not all of them 0.
 
     Returns:
-        (..., P) weights of the dtype of ``scores``.
+        (..., P) weights in the dtype of ``scores``.
 
     Source:
-        This project's. arXiv:2410.23168v2, Appendix B, leaves exp out of exact growth, since a
+        This project. arXiv:2410.23168v2, Appendix B, removes exp for exact growth, because a
         score of zero still has the weight exp(0).
     """
     a = scores.to(accumulation_dtype(scores))
     gate = gate.to(a.dtype)
     peak = a.masked_fill(gate == 0, -torch.inf).amax(dim=-1, keepdim=True).detach()
-    # A closed token may score far above the open ones; what it would weigh must stay finite.
+    # A closed token may score far above the open ones; its exponential must stay finite.
     opened = gate * (a - peak).clamp(max=60.0).exp()
     return (tau * opened / opened.abs().sum(dim=-1, keepdim=True)).to(scores.dtype)
+
+
+def no_gate(scores: Tensor, tau: Tensor, gate: Tensor) -> Tensor:
+    """Refuse a gate.
+
+    Raises:
+        ValueError: Always.
+    """
+    raise ValueError("this Θ has no gate: a pair with a zero key is closed already")
 
 
 def gelu_l1(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
@@ -89,7 +104,7 @@ def gelu_l2(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
 
 
 def gelu_tanh_l2(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
-    """As ``gelu_l2``, with the tanh approximation of GELU, which is within 5e-4 of it."""
+    """``gelu_l2`` with the tanh approximation of GELU, which is within 5e-4 of it."""
     return _gelu_l2(scores, tau, eps, "tanh")
 
 
@@ -100,102 +115,81 @@ def gelu_l2_post(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
     return (activation * torch.rsqrt(mean_square + eps)).to(scores.dtype)
 
 
-class Variant(NamedTuple):
-    """What the rest of the package has to know of a Θ variant.
+class Theta(NamedTuple):
+    """Facts about one Θ variant.
 
     Args:
-        weights: The function from scores to weights.
-        norm_order: p of the Lₚ norm over pairs that a row is divided by; see :func:`norm_order`.
-        normalizes_scores: Whether that norm is of the scores A, before the activation. Else it is
-            of the activation, which the weights are a multiple of.
-        second_moment: E[Θ(A)²] of a weight when the scores are standard normal and τ is the
-            default. The variance of an output is P · E[Θ²] · Var[V].
+        weights: Function from scores to weights.
+        norm_order: 1 or 2, the p of the Lₚ norm that a row is divided by. The p-th power of the
+            norm is a sum over pairs, so τᵖ must follow this sum when pairs are added or removed
+            and the other pairs must keep their weights.
+        normalizes_scores: True if this norm is of the scores A, before the activation; False if it
+            is of the activation. If True, the scale of the keys does not change the weights.
+        second_moment: E[Θ(A)²] of a weight for standard normal scores and the default τ. The
+            variance of an output is P · E[Θ²] · Var[V].
+        kernels: Hand-written gradients. Without them every backend uses plain autograd.
+        gated: Function from scores, τ and a gate to weights. Only a variant that gives a zero key
+            a weight needs one; in the others a zero key closes a pair.
     """
 
     weights: Callable[[Tensor, Tensor, float], Tensor]
     norm_order: int
     normalizes_scores: bool
     second_moment: float
+    kernels: Kernels | None = None
+    gated: Callable[[Tensor, Tensor, Tensor], Tensor] = no_gate
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether a pair can have a gate."""
+        return self.gated is not no_gate
 
 
-VARIANTS = {
-    "softmax": Variant(softmax, 1, False, math.e),
-    "gelu_l1": Variant(gelu_l1, 1, False, 2.67175),
-    "gelu_l2": Variant(gelu_l2, 2, True, 0.42522),
-    "gelu_l2_post": Variant(gelu_l2_post, 2, False, 1.0),
-    "gelu_tanh_l2": Variant(gelu_tanh_l2, 2, True, 0.42519),
+THETAS = {
+    "softmax": Theta(softmax, 1, False, math.e, kernels.SOFTMAX, gated_softmax),
+    "gelu_l1": Theta(gelu_l1, 1, False, 2.67175, kernels.GELU_L1),
+    "gelu_l2": Theta(gelu_l2, 2, True, 0.42522, kernels.GELU_L2),
+    "gelu_l2_post": Theta(gelu_l2_post, 2, False, 1.0, kernels.GELU_L2_POST),
+    "gelu_tanh_l2": Theta(gelu_tanh_l2, 2, True, 0.42519, kernels.GELU_TANH_L2),
 }
-THETAS = {name: variant.weights for name, variant in VARIANTS.items()}
+"""Every variant by name."""
+
+
+def find_theta(name: str) -> Theta:
+    """Return the facts about a variant.
+
+    Args:
+        name: Name of the variant, a key of :data:`THETAS`.
+
+    Raises:
+        InputError: If there is no such variant; the message lists the existing ones.
+    """
+    if name not in THETAS:
+        raise InputError(f"theta must be one of {', '.join(THETAS)}, but got {name!r}")
+    return THETAS[name]
 
 
 def theta_weights(
     scores: Tensor, theta: str, tau: Tensor, eps: float, gate: Tensor | None = None
 ) -> Tensor:
-    """Apply the variant of a name.
+    """Compute the weights of scores.
 
     Args:
         scores: (..., P) scores.
         theta: Name of the variant, a key of :data:`THETAS`.
         tau: 0-dim tensor, the stored scale of the layer.
-        eps: As in the module's description.
-        gate: (P,), for ``softmax`` alone; see :func:`gated_softmax`.
+        eps: Number added to the divisor of a row, relative to ``tau``.
+        gate: (P,) gates, only for a variant that has them; see :func:`gated_softmax`.
 
     Returns:
-        (..., P) weights of the dtype of ``scores``.
+        (..., P) weights in the dtype of ``scores``.
 
     Raises:
-        ValueError: If the variant is unknown, or has no gate and is given one.
+        ValueError: If the variant is unknown, or ``gate`` is given and the variant has no gate.
     """
-    if gate is not None:
-        if theta != "softmax":
-            raise ValueError("only softmax has a gate: under GELU a zero key closes a token")
-        return gated_softmax(scores, tau, gate)
-    # Written out because TorchScript cannot look a function up in a dict.
-    if theta == "softmax":
-        return softmax(scores, tau, eps)
-    if theta == "gelu_l1":
-        return gelu_l1(scores, tau, eps)
-    if theta == "gelu_l2":
-        return gelu_l2(scores, tau, eps)
-    if theta == "gelu_l2_post":
-        return gelu_l2_post(scores, tau, eps)
-    if theta == "gelu_tanh_l2":
-        return gelu_tanh_l2(scores, tau, eps)
-    # The names stand here again because TorchScript reads neither THETAS nor f"{theta!r}".
-    names = "softmax, gelu_l1, gelu_l2, gelu_l2_post, gelu_tanh_l2"
-    raise ValueError(f"unknown Θ '{theta}'; choose one of {names}")
-
-
-def check_theta(theta: str) -> str:
-    """Return the name of a variant if there is such a variant.
-
-    Args:
-        theta: The name.
-
-    Returns:
-        ``theta``.
-
-    Raises:
-        InputError: If it does not; the message lists those that exist.
-    """
-    if theta not in THETAS:
-        raise InputError(f"unknown Θ {theta!r}; choose one of {', '.join(THETAS)}")
-    return theta
-
-
-def norm_order(theta: str) -> int:
-    """Return p of the Lₚ norm over pairs that a Θ variant divides a row by: 1 or 2.
-
-    The p-th power of that norm is a sum over pairs. Hence τᵖ is what has to follow that sum where
-    pairs come or go and the others are to keep their weight.
-
-    Args:
-        theta: Name of the variant.
-
-    Raises:
-        InputError: If the variant is unknown.
-    """
-    return VARIANTS[check_theta(theta)].norm_order
+    if gate is None:
+        return find_theta(theta).weights(scores, tau, eps)
+    return find_theta(theta).gated(scores, tau, gate)
 
 
 def norm_shares(scores: Tensor, weights: Tensor, theta: str) -> Tensor:
@@ -203,39 +197,27 @@ def norm_shares(scores: Tensor, weights: Tensor, theta: str) -> Tensor:
 
     Args:
         scores: (..., P) scores in float32 or float64.
-        weights: (..., P) weights of these scores, of a gate too if there is one.
+        weights: (..., P) weights of these scores, after the gate if there is one.
         theta: Name of the variant.
 
     Returns:
-        (..., P) shares that sum to 1 along the last axis, or are all 0 where the sum is 0.
+        (..., P) shares that sum to 1 along the last axis; all 0 in a row whose sum is 0.
 
     Raises:
         InputError: If the variant is unknown.
     """
-    variant = VARIANTS[check_theta(theta)]
+    variant = find_theta(theta)
     normed = scores if variant.normalizes_scores else weights
     powers = normed.abs() ** variant.norm_order
     tiny = torch.finfo(powers.dtype).tiny
     return powers / powers.sum(dim=-1, keepdim=True).clamp(min=tiny)
 
 
-def second_moment(theta: str) -> float:
-    """Return E[Θ(A)²] of a weight for standard normal scores and the default τ.
-
-    Args:
-        theta: Name of the variant.
-
-    Raises:
-        InputError: If the variant is unknown.
-    """
-    return VARIANTS[check_theta(theta)].second_moment
-
-
 def default_tau(theta: str, num_param_tokens: int) -> float:
-    """Return the τ a layer of P parameter tokens starts with: P under an L1 norm, √P under L2.
+    """Return the initial τ of a layer with P parameter tokens: P under an L1 norm, √P under L2.
 
-    It is a constant of the layer from then on. A τ that followed P while a model grows would
-    change what the model computes (arXiv:2410.23168v2, Appendix B).
+    A layer keeps its τ from then on. A τ that followed P while a model grows would change what
+    the model computes (arXiv:2410.23168v2, Appendix B).
 
     Args:
         theta: Name of the variant.
@@ -244,4 +226,5 @@ def default_tau(theta: str, num_param_tokens: int) -> float:
     Raises:
         InputError: If the variant is unknown.
     """
-    return float(num_param_tokens) if norm_order(theta) == 1 else math.sqrt(num_param_tokens)
+    order = find_theta(theta).norm_order
+    return float(num_param_tokens) if order == 1 else math.sqrt(num_param_tokens)

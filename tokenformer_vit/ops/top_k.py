@@ -18,35 +18,40 @@ def pattention_top_k(
 ) -> Tensor:
     """Let each input token attend to its k strongest parameter tokens, a mixture of P experts.
 
-    Θ normalises over all P scores, so that the weights which are kept are those of the dense layer,
-    and the output differs from its by what is left out. All keys are read, k values a token: of
-    the 2·P·(C_in + C_out) FLOPs a token, 2·P·C_in + 2·k·C_out are left.
+    Θ still normalises over all P scores, so the k weights equal those of the dense layer, and the
+    output differs only by the values that are not read. A token reads all keys and k values: of
+    2·P·(C_in + C_out) FLOPs, 2·P·C_in + 2·k·C_out are left.
 
     Args:
         x: (..., C_in) input tokens.
-        key_param_tokens: (P, C_in).
-        value_param_tokens: (P, C_out).
+        key_param_tokens: (P, C_in) keys.
+        value_param_tokens: (P, C_out) values.
         theta: Name of the variant, a key of ``THETAS``.
         tau: 0-dim tensor, the stored scale of the layer.
-        eps: See :mod:`tokenformer_vit.ops.theta`.
-        k: Pairs that are kept, those whose weights are of largest magnitude; 1 to P.
-        gate: (P,), for ``softmax`` alone.
+        eps: Number added to the divisor of a row, relative to ``tau``.
+        k: Number of pairs to read, from 1 to P: those with the largest absolute weights.
+        gate: (P,) factors on exp(A), only for a variant with gates.
 
     Returns:
         (..., C_out) output tokens, of the dtype that PyTorch's ``linear`` gives for ``x``.
 
     Raises:
-        ValueError: If the variant is unknown.
+        ValueError: If the variant is unknown, or ``gate`` is given and the variant has no gate.
         RuntimeError: If ``k`` is larger than P.
     """
     scores = F.linear(x, key_param_tokens)  # (..., P)
     weights = theta_weights(scores, theta, tau, eps, gate)  # (..., P)
+    return strongest_values(weights, value_param_tokens, k)
+
+
+def strongest_values(weights: Tensor, values: Tensor, k: int) -> Tensor:
+    """Multiply (..., P) weights by (P, C_out) values, using the k largest weights of each row."""
     chosen = weights.abs().topk(k, dim=-1).indices  # (..., k)
     kept = weights.gather(-1, chosen)  # (..., k)
     output = F.embedding_bag(
         chosen.reshape(-1, k),
-        value_param_tokens.to(kept.dtype),
+        values.to(kept.dtype),
         per_sample_weights=kept.reshape(-1, k),
         mode="sum",
     )  # (R, C_out)
-    return output.reshape(x.shape[:-1] + output.shape[-1:])
+    return output.reshape(weights.shape[:-1] + output.shape[-1:])

@@ -1,15 +1,15 @@
 """Θ = ``gelu_l2`` in two Triton kernels, one for each direction; for NVIDIA GPUs.
 
 Both read a row once, hold it in registers, and write their results once. A row of P entries is
-split into two power-of-two blocks, of which only the second is masked: 576 = 512 + 64 takes no idle
-lane, where one block would be padded to 1024. README.md beside this file counts what that saves.
+split into two power-of-two blocks, and only the second is masked: 576 = 512 + 64 leaves no idle
+lane, but a single block would be padded to 1024. README.md in this folder counts the savings.
 
-The functions here are registered with PyTorch, so that torch.compile keeps them as they are.
+The functions are registered with PyTorch, so torch.compile does not trace into them.
 """
 
-# Pyright cannot know that Triton decides `if` on a constexpr, or that nothing runs without Triton.
+# Pyright does not know that Triton decides `if` on a constexpr, or that all of this needs Triton.
 # pyright: reportPossiblyUnboundVariable=false, reportArgumentType=false
-from __future__ import annotations  # there is no tl to annotate with where Triton is missing
+from __future__ import annotations  # without Triton there is no tl for annotations
 
 from typing import Any
 
@@ -18,17 +18,18 @@ from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 
-from .fused import PLAIN, Theta, flat
+from .fused import flat
+from .kernels import Kernels
 
 try:
     import triton
     import triton.language as tl
     from triton.language import constexpr
-except ImportError:  # a call says so
+except ImportError:  # a call raises an error
     triton = None
 
 MAX_PARAM_TOKENS = 16384
-"""The longest row: its backward takes all the registers that a block of threads can have."""
+"""The longest row: its backward uses all registers of a block of threads."""
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -36,15 +37,15 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def _kernel(function):
     if triton is None:
         return function
-    # A kernel serves any number of rows: their number is not worth a compilation.
+    # A kernel works for any number of rows and need not be compiled for each.
     return triton.jit(do_not_specialize=["num_rows"])(function)
 
 
 @_kernel
 def _exp2(x, PTX: constexpr):
-    """Return 2ˣ; PTX names NVIDIA's instruction, which neither other GPUs nor the interpreter have.
+    """Return 2ˣ; with PTX by NVIDIA's instruction, which other GPUs and the interpreter lack.
 
-    Flushing what is below 1e-38 to zero saves three instructions, and here it loses nothing.
+    Flushing results below 1e-38 to zero saves three instructions and does no harm here.
     """
     if PTX:
         return tl.inline_asm_elementwise(
@@ -56,7 +57,7 @@ def _exp2(x, PTX: constexpr):
 
 @_kernel
 def _reciprocal(x, PTX: constexpr):
-    """Return 1 / x for x ≥ 1, where the range checks of a division are four idle instructions."""
+    """Return 1 / x for x ≥ 1, without the range checks of a division (four instructions)."""
     if PTX:
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -70,8 +71,8 @@ def _normal(z, PTX: constexpr):
     """Return the density φ(z) of the normal distribution and its tail 1 - Φ(|z|).
 
     Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.2.17 (for erf, 7.1.26),
-    has this form with five terms and an error of 7.5e-8 in Φ, which float32 would show. These six
-    were fitted to the least maximum of max(1, |z|) times that error: 1.2e-8.
+    has this form with five terms and an error of 7.5e-8 in Φ, which is visible in float32. These
+    six terms minimise the maximum of max(1, |z|) times the error: 1.2e-8.
     """
     # exp(-z²/2) / √(2π); the constants are log2(e) / 2 and log2(√(2π)).
     density = _exp2(tl.fma(z * -0.7213475204444817, z, -1.3257480647361592), PTX)
@@ -86,7 +87,7 @@ def _normal(z, PTX: constexpr):
 
 @_kernel
 def _gelu(z, tail):
-    """Return zΦ(z), which is max(z, 0) - |z| (1 - Φ(|z|)) whatever the sign of z."""
+    """Return zΦ(z), which is max(z, 0) - |z| (1 - Φ(|z|)) for either sign of z."""
     return tl.fma(-tl.abs(z), tail, tl.maximum(z, 0.0))
 
 
@@ -98,7 +99,7 @@ def _gelu_slope(z, density, tail):
 
 @_kernel
 def _rows(num_rows, ROWS: constexpr):
-    """Return the rows of this program, a number or (ROWS, 1), and which of them there are."""
+    """Return the rows of this program, a number or (ROWS, 1), and which of them exist."""
     first = tl.program_id(0).to(tl.int64) * ROWS  # 64 bits: R · P may exceed 2³¹
     if ROWS == 1:
         return first, True
@@ -130,7 +131,7 @@ def _forward_kernel(
     P: constexpr, LEFT: constexpr, RIGHT: constexpr, ROWS: constexpr,
     PTX: constexpr,
 ):  # fmt: skip
-    """Write weights (R, P) and factor (R, 1), ROWS rows a program; see _layout, _exp2 for PTX."""
+    """Write weights (R, P) and factor (R, 1), ROWS rows in each program; see _layout and _exp2."""
     rows, there = _rows(num_rows, ROWS)
     left = rows * P + _columns(0, LEFT, ROWS)
     s_left = tl.load(scores + left, mask=there, other=0.0).to(tl.float32)
@@ -161,7 +162,7 @@ def _backward_kernel(
     P: constexpr, LEFT: constexpr, RIGHT: constexpr, ROWS: constexpr,
     PTX: constexpr,
 ):  # fmt: skip
-    """Write weights (R, P), and the gradient of the scores over that of the weights in grad."""
+    """Write weights (R, P); replace the weights' gradient in grad by the scores' gradient."""
     rows, there = _rows(num_rows, ROWS)
     dtype = weights.dtype.element_ty
     r = tl.load(factor + rows, mask=there, other=0.0)
@@ -190,7 +191,7 @@ def _backward_kernel(
         tl.store(grad + right, (r * g_right - c * z_right).to(dtype), mask=inside)
 
 
-# TRITON_INTERPRET=1 makes something else of a kernel.
+# With TRITON_INTERPRET=1 a kernel has another type.
 _INTERPRETED = triton is not None and not isinstance(_forward_kernel, triton.JITFunction)
 _PTX = not _INTERPRETED and torch.version.cuda is not None
 
@@ -200,16 +201,17 @@ def _layout(num_param_tokens: int, kept: int) -> dict[str, int]:
 
     Args:
         num_param_tokens: P, 1 to ``MAX_PARAM_TOKENS``.
-        kept: How many numbers a kernel keeps for each element of its rows.
+        kept: Number of values that a kernel keeps for each element of its rows.
 
     Returns:
-        Arguments of the launch: LEFT + RIGHT ≥ P, powers of two or 0, ROWS and num_warps.
+        Arguments of the launch: LEFT and RIGHT (powers of two or 0 with a sum of at least P), ROWS
+        and num_warps.
     """
     left = 1 << (num_param_tokens.bit_length() - 1)
     rest = num_param_tokens - left
     right = 1 << (rest - 1).bit_length() if rest else 0
     # A thread keeps 32 numbers, or up to 48 with the second block. A program of one warp needs no
-    # barrier for its sums, so it takes several short rows rather than a part of each.
+    # barrier for its sums, so it processes several short rows.
     elements = 1024 // kept
     rows = max(1, min(64, elements // left))
     warps = max(1, rows * (left + right) // elements)
@@ -254,9 +256,9 @@ def _(scores: Tensor, tau: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return weights, scores.new_empty(scores.shape[0], 1, dtype=torch.float32)
 
 
-# The gradient is written over the one that came in, which nobody reads again: of the (R, P) tensors
-# that are alive at the peak of a training step it saves one in four. torch.compile sees as much and
-# adds no copy; where it pads rows, as PyTorch before 2.8 may, there is one.
+# The gradient overwrites the incoming one, which is not read again. This saves one in four of the
+# (R, P) tensors alive at the peak of a training step. torch.compile knows of it and adds no copy,
+# unless it pads rows, as PyTorch before 2.8 may.
 @torch.library.custom_op(
     "tokenformer_vit::gelu_l2_backward",
     mutates_args=("grad",),
@@ -277,45 +279,46 @@ def _(scores: Tensor, factor: Tensor, tau: Tensor, grad: Tensor) -> Tensor:
 
 
 def _check(scores: Tensor, tau: Tensor) -> None:
-    """Raise InputError, with the way out, if the kernels cannot serve these scores."""
+    """Raise InputError if the kernels cannot be used with these scores."""
     if triton is None:
         raise InputError("the triton backend needs Triton: pip install triton, or choose fused")
     if scores.device.type == "cpu" and not _INTERPRETED:
         raise InputError(
             "the triton backend needs a GPU, but the scores are on the CPU: choose fused, or set "
-            "TRITON_INTERPRET=1 for a slow imitation"
+            "TRITON_INTERPRET=1 for Triton's slow interpreter"
         )
     if tau.device != scores.device:
-        raise InputError(f"tau is on {tau.device} and the scores on {scores.device}: move tau")
+        raise InputError(f"tau is on {tau.device}, but the scores on {scores.device}: move tau")
     if scores.dtype not in _DTYPES:
         names = ", ".join(str(dtype) for dtype in _DTYPES)
-        raise InputError(f"the triton backend takes {names}, not {scores.dtype}: choose fused")
+        raise InputError(f"the triton backend needs {names}, not {scores.dtype}: choose fused")
     if scores.ndim != 2 or not 1 <= scores.shape[1] <= MAX_PARAM_TOKENS:
         raise InputError(
-            f"the triton backend takes (rows, P) scores with P from 1 to {MAX_PARAM_TOKENS}, not "
+            f"the triton backend needs (rows, P) scores with P from 1 to {MAX_PARAM_TOKENS}, not "
             f"{tuple(scores.shape)}: choose fused"
         )
 
 
 def gelu_l2_forward(scores: Tensor, tau: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Compute Θ = gelu(r A), with one factor r = 1 / √(‖A‖² / τ² + eps) a row.
+    """Compute Θ = gelu(r A), with one factor r = 1 / √(‖A‖² / τ² + eps) for each row.
 
     Args:
-        scores: (R, P) float32, float16 or bfloat16, P at most :data:`MAX_PARAM_TOKENS`; copied if
-            it is not contiguous. R may be 0.
-        tau: 0-dim tensor on the device of ``scores``; it is read there, so nothing waits for it.
-        eps: At least 0; with 0 a row of zeros gives NaN.
+        scores: (R, P) float32, float16 or bfloat16 scores, P at most :data:`MAX_PARAM_TOKENS`;
+            copied if not contiguous. R may be 0.
+        tau: 0-dim tensor on the device of ``scores``. The kernel reads it, so the CPU does not
+            wait for its value.
+        eps: Number of at least 0; with 0 a row of zeros gives NaN.
 
     Returns:
         (R, P) weights of the dtype of ``scores``, and the (R, 1) float32 factors r.
 
     Raises:
-        InputError: If Triton is missing, or does not serve this device, dtype or size.
+        InputError: If Triton is missing, or does not support this device, dtype or size.
 
     Note:
-        Everything is float32 between reading the scores and one rounding of the weights. erf is an
-        approximation, off by less than float32 GELUs are. Reruns are bit-equal. No gradient is
-        registered: :func:`gelu_l2_backward` computes it.
+        Everything between reading the scores and rounding the weights once is float32. erf is an
+        approximation with a smaller error than that of float32 GELUs. Reruns are bit-equal. No
+        gradient is registered: :func:`gelu_l2_backward` computes it.
 
     Source:
         TokenFormer, arXiv:2410.23168, Eq. 5 and 6.
@@ -327,28 +330,29 @@ def gelu_l2_forward(scores: Tensor, tau: Tensor, eps: float) -> tuple[Tensor, Te
 def gelu_l2_backward(
     scores: Tensor, factor: Tensor, tau: Tensor, grad_weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradient of Θ, and Θ again: it costs less than to have kept it.
+    """Compute the gradient of Θ, and Θ again, which costs less than keeping it.
 
     With z = r A and g = gelu'(z) ∘ dΘ, dA = r (g - z (g · z) / τ²).
 
     Args:
-        scores: (R, P), as in :func:`gelu_l2_forward`.
-        factor: (R, 1) float32 factors r, the forward's second result.
-        tau: As in the forward.
-        grad_weights: (R, P) gradient of the weights, of the dtype of ``scores``. It is overwritten
-            by the gradient of the scores, unless it is not contiguous and so has to be copied.
+        scores: (R, P) scores, as in :func:`gelu_l2_forward`.
+        factor: (R, 1) float32 factors r, the second result of the forward.
+        tau: 0-dim tensor, as in the forward.
+        grad_weights: (R, P) gradient of the weights, in the dtype of ``scores``. If contiguous, it
+            is overwritten by the gradient of the scores, otherwise copied.
 
     Returns:
         (R, P) weights and (R, P) gradient of the scores, both of the dtype of ``scores``.
 
     Raises:
-        InputError: As in the forward, or if ``grad_weights`` or ``factor`` does not fit.
+        InputError: As in the forward, or if ``grad_weights`` or ``factor`` has a wrong shape or
+            dtype.
 
     Note:
         Precision as in the forward. Reruns are bit-equal.
 
     Source:
-        README.md beside this file derives the gradient.
+        README.md in this folder derives the gradient.
     """
     _check(scores, tau)
     for name, tensor, shape, dtype in (
@@ -372,12 +376,12 @@ def _theta_backward(
     kept: tuple[Tensor, ...], tau: Tensor, grad_weights: Tensor
 ) -> tuple[Tensor, Tensor]:
     scores, factor = kept
-    # Under autocast a backward hands over what was computed in its precision.
+    # Under autocast the incoming gradient has autocast's precision.
     grad = flat(grad_weights).to(scores.dtype)
     both = gelu_l2_backward(flat(scores), factor, tau, grad)
     weights, grad_scores = (tensor.view(scores.shape) for tensor in both)
     return weights, grad_scores
 
 
-KERNELS = {**PLAIN, "gelu_l2": Theta(_theta_forward, _theta_backward)}
-"""The variants for the triton backend; those without a kernel are plain PyTorch."""
+KERNELS = {"gelu_l2": Kernels(_theta_forward, _theta_backward)}
+"""The variants that have Triton kernels; the others use those of ``kernels.py``."""

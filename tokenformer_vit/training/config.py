@@ -13,7 +13,7 @@ from mmengine.config import Config, DictAction
 from mmengine.utils import import_modules_from_strings
 
 from tokenformer_vit.command_line import whole_number
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.vision.images import (
     IMAGE_SUFFIXES,
     class_folders,
@@ -23,6 +23,7 @@ from tokenformer_vit.vision.images import (
 
 from .mmengine_internals import base_files
 from .schema import check_values
+from .shipped import find_config, shipped_bases
 
 # What custom_imports named in configs of early versions.
 _FORMER_NAME = "tokenformer_vit.integrations"
@@ -95,7 +96,7 @@ def load_config(
     """Read a config file, override parts of it, and check the values.
 
     Args:
-        path: Python config, with classic ``_base_`` inheritance.
+        path: Python config with classic ``_base_`` inheritance, or the name of a shipped one.
         options: Values by dotted key, as from ``--cfg-options``; every key must exist.
         data_root: Root of the data, for all three loaders.
         batch_size: Images or sequences per process and iteration, for the loader ``batched``.
@@ -107,7 +108,7 @@ def load_config(
         InputError: If the file is missing or is not a Python config, an option names an unknown
             key, or a value is not allowed.
     """
-    cfg = _read(Path(path))
+    cfg = _read(find_config(path))
     missing = [key for key in _KEYS if key not in cfg]
     if missing:
         raise InputError(
@@ -154,11 +155,10 @@ def load_config(
 
 def _read(path: Path) -> Config:
     """Read a config in Python, and refuse one in another language."""
-    if not path.is_file():
-        raise InputError(f"there is no config {path}; `ls configs` shows those that come along")
     try:
         _check_is_python(path)
-        cfg = Config.fromfile(path, import_custom_modules=False)
+        with shipped_bases():
+            cfg = Config.fromfile(path, import_custom_modules=False)
         imports = cfg.get("custom_imports") or {}
         if _FORMER_NAME in str(imports.get("imports")):
             raise InputError(
@@ -170,9 +170,8 @@ def _read(path: Path) -> Config:
     except InputError:
         raise
     except Exception as error:  # a config is Python: it may fail in any way
-        reason = " ".join(str(error).split())
         raise InputError(
-            f"{path} is no usable config ({type(error).__name__}: {reason})"
+            f"{path} is no usable config ({type(error).__name__}: {one_line(error)})"
         ) from error
 
 
@@ -184,7 +183,7 @@ def _check_is_python(path: Path) -> None:
         )
     for base in base_files(str(path)):
         inherited = path.parent / base
-        if "::" in base:  # of another package, where mmengine finds it
+        if "::" in base:  # of a package; those of this one are Python
             inherited = Path(base.rpartition("::")[2])
         if inherited.is_file() or inherited.suffix != ".py":
             _check_is_python(inherited)
@@ -244,8 +243,8 @@ def check_data_folders(cfg: Config, loaders: tuple[str, ...] = LOADERS) -> None:
     said = set()
     for name in loaders:
         dataset = cfg[name].dataset
-        if dataset.type not in ("ImageNet", "CustomDataset"):
-            continue  # another data set checks its own files
+        if dataset.type not in ("ImageNet", "CustomDataset") or dataset.get("ann_file"):
+            continue  # another data set checks its own files, and a list names them
         if "extensions" not in dataset:
             dataset.extensions = list(IMAGE_SUFFIXES)
         root = Path(dataset.data_root)

@@ -14,7 +14,7 @@ from mmengine.logging import MMLogger
 from mmengine.runner import Runner
 from mmengine.utils.dl_utils import set_multi_processing
 
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, one_line
 
 from .checkpoint import ExactCheckpointHook
 from .storage import secure_files
@@ -93,10 +93,9 @@ def config_explained(cfg: Config, built: _Built | None = None) -> Iterator[None]
     except Exception as error:  # a config may name anything, so any error may follow
         if built is not None and built.done:
             raise
-        reason = " ".join(str(error).split())[:300]
         raise InputError(
-            f"{cfg.filename} cannot be used ({type(error).__name__}: {reason}); --debug shows "
-            "where it fails"
+            f"{cfg.filename} cannot be used ({type(error).__name__}: {one_line(error)}); --debug "
+            "shows where it fails"
         ) from error
 
 
@@ -167,9 +166,8 @@ def start_processes(cfg: Config) -> None:
         torch.distributed.init_process_group("gloo")
     except (RuntimeError, ValueError) as error:  # DistNetworkError, a port that is no number
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        reason = " ".join(str(error).split())[:200]
         raise InputError(
-            f"the processes cannot connect at {where} ({reason}): choose a free port, as in "
+            f"the processes cannot connect at {where} ({one_line(error)}): choose a free port, as in "
             "MASTER_PORT=29501 or `torchrun --master_port=29501`"
         ) from error
     cfg.model_wrapper_cfg = {

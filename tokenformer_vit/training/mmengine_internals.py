@@ -6,7 +6,9 @@ each against the installed version, so an upgrade fails there first and says whi
 What this package replaces in mmengine is in :func:`tokenformer_vit.training.storage.secure_files`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmengine.config import Config
@@ -21,6 +23,7 @@ __all__ = [
     "Internal",
     "accumulation",
     "base_files",
+    "bases_of_package",
     "checkpoint_schemes",
     "is_resuming",
     "set_last_values",
@@ -54,6 +57,12 @@ INTERNALS = (
         "_get_base_files",
         "Finds inherited configs before they are run: a YAML file among them could run code.",
         ("filename",),
+    ),
+    Internal(
+        Config,
+        "_get_cfg_path",
+        "mmengine looks for `package::config` in OpenMMLab's own packages alone.",
+        ("cfg_path", "filename"),
     ),
     # Used by a subclass of its owner.
     Internal(EpochBasedTrainLoop, "_iter", "The loop starts in the middle of an epoch."),
@@ -100,6 +109,28 @@ def set_last_values(scheduler: Any, values: Sequence[float]) -> None:
 def base_files(path: str) -> list[str]:
     """List the files that a config inherits from, as written in ``_base_``."""
     return Config._get_base_files(path)
+
+
+@contextmanager
+def bases_of_package(package: str, find: Callable[[str], Path]) -> Iterator[None]:
+    """Let configs that are read in a ``with`` block inherit from ``package::name``.
+
+    Args:
+        package: Name of the package.
+        find: Returns the file of a name.
+    """
+    find_others = Config._get_cfg_path
+
+    def find_base(cfg_path: str, filename: str) -> tuple[str, str | None]:
+        if cfg_path.startswith(f"{package}::"):
+            return str(find(cfg_path.partition("::")[2])), None
+        return find_others(cfg_path, filename)
+
+    Config._get_cfg_path = staticmethod(find_base)
+    try:
+        yield
+    finally:
+        Config._get_cfg_path = staticmethod(find_others)
 
 
 def checkpoint_schemes() -> dict[str, Callable[..., Any]]:

@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import shlex
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -17,6 +16,7 @@ from mmengine.hooks import EMAHook, Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop
 
+from tokenformer_vit.command_line import typed_command
 from tokenformer_vit.files import write_whole
 from tokenformer_vit.records import TRAINING_PACKAGES, environment, write_record
 
@@ -67,7 +67,7 @@ class RecordHook(Hook):
         scalars = runner.message_hub.log_scalars
         loss = scalars["train/loss"].data[0]
         record = {
-            "command": shlex.join(["python", *sys.argv]),
+            "command": typed_command(),
             **self._environment,
             "config": Path(runner.cfg.filename).name,
             "processes": runner.world_size,

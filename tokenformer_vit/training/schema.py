@@ -6,10 +6,18 @@ Other keys are not checked: other optimisers, schedules, data sets and models ha
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WrapValidator,
+)
 from pydantic_core import PydanticCustomError
 
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, first_fault
 
 from .sizes import check_classes, check_sizes
 
@@ -26,7 +34,9 @@ def _must_be(text: str) -> WrapValidator:
         try:
             return rules(value)
         except ValidationError as error:
-            raise PydanticCustomError("not_allowed", "{text}", {"text": text}) from error
+            raise PydanticCustomError(
+                "not_allowed", "Input should be {text}", {"text": text}
+            ) from error
 
     return WrapValidator(check)
 
@@ -36,6 +46,12 @@ def _listed(value: Any) -> Any:
     if isinstance(value, dict):
         return [value]
     return list(value) if isinstance(value, tuple) else value
+
+
+def _not_empty(value: list[Any]) -> list[Any]:
+    if not value:
+        raise ValueError("Input should be a list of at least one, or None")
+    return value
 
 
 def _float(value: Any) -> Any:
@@ -111,7 +127,9 @@ class _Augment(_Section):
 
 
 class _Augments(_Section):
-    augments: Annotated[list[_Augment], BeforeValidator(_listed)] | None = None
+    augments: (
+        Annotated[list[_Augment], AfterValidator(_not_empty), BeforeValidator(_listed)] | None
+    ) = None
 
 
 class _Loss(_Section):
@@ -310,15 +328,6 @@ class _Run(_Section):
     work_dir: str | None = None
 
 
-# What pydantic calls a type, in words.
-_TYPES = {
-    "bool_type": "True or False",
-    "dict_type": "a dict",
-    "float_type": "a number",
-    "list_type": "a list",
-    "model_type": "a dict",
-    "string_type": "a text",
-}
 _ADAMS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam")
 
 
@@ -355,18 +364,11 @@ def _check(schema: type[_Section], values: Mapping[str, Any], path: str, above: 
     try:
         schema.model_validate(values)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
         key: list[str] = [above] if above else []
         node: Any = values
-        for part in first["loc"]:
+        for part in error.errors(include_url=False)[0]["loc"]:
             if isinstance(part, int) and isinstance(node, Mapping):
                 continue  # it was read as a list of one
             key.append(str(part))
             node = node.get(part) if isinstance(node, Mapping) else node[part]
-        name = ".".join(key)
-        if first["type"] == "missing":
-            raise InputError(f"{path}: {name} is missing") from error
-        allowed = _TYPES.get(first["type"], first["msg"].removeprefix("Input should be "))
-        value = repr(first["input"])
-        value = value if len(value) < 80 else f"{value[:80]}..."
-        raise InputError(f"{path}: {name} is {value}, but must be {allowed}") from error
+        raise InputError(f"{path}: {first_fault(error, '.'.join(key))}") from error

@@ -1,7 +1,6 @@
-"""What a trained classifier loses when it keeps, or reads, a part of its pairs only."""
+"""Measure the accuracy of a trained classifier that keeps or reads only some of its pairs."""
 
 import copy
-import io
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,33 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor, nn
 
 from tokenformer_vit.benchmarking.costs import model_costs, total
-from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import write_whole
 from tokenformer_vit.growth.masks import count_pairs
 from tokenformer_vit.growth.prune import Usage, prune
 from tokenformer_vit.growth.sparse import top_k
 from tokenformer_vit.growth.tokens import kind_of
 from tokenformer_vit.models.description import data_config
-from tokenformer_vit.vision.images import class_folders, read_images, say_left_out, scan_images
+
+from .images import class_folders, read_images, say_left_out, scan_images
 
 __all__ = [
     "KINDS",
     "METHODS",
     "Candidate",
     "candidates",
-    "draw",
     "labelled_images",
     "measure_top1",
     "sample_images",
-    "table",
     "tensor_batches",
 ]
 
@@ -47,14 +39,14 @@ KINDS = ("qkv", "proj", "ffn")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model that keeps or reads a part of its pairs.
+    """A model that keeps or reads some of its pairs.
 
     Args:
-        method: One of ``METHODS``, or ``dense`` for the model as it is.
+        method: One of ``METHODS``, or ``dense`` for the original model.
         keep: Share of the pairs that are kept or read.
-        model: The model; candidates of ``top-k`` share it with the dense one.
-        pairs: Pairs of each layer that are kept or read, by kind.
-        read: Pairs that each input token reads, by kind; empty where it reads all there are.
+        model: The model. All candidates of ``top-k`` share the original model.
+        pairs: Number of pairs that each layer keeps or reads, by kind.
+        read: Number of pairs that each input token reads, by kind; empty if it reads all.
     """
 
     method: str
@@ -68,19 +60,24 @@ class Candidate:
         """Return the (B, K) scores of (B, 3, H, W) images.
 
         Raises:
-            InputError: If they are not finite.
+            InputError: If a score is not finite.
         """
         with top_k(self.model, **self.read):
             scores = self.model(images)
         if not scores.isfinite().all():
             raise InputError(
-                f"the model's output is not finite ({self.method}, {self.keep:g} of its pairs); "
-                "its checkpoint is of a training that diverged"
+                f"the model's output is not finite ({self.method}, {self.keep:g} of its pairs): "
+                "its training diverged; use an earlier checkpoint"
             )
         return scores
 
     def entry(self, correct: int, images: int) -> dict[str, Any]:
-        """Describe the candidate and its accuracy for a record."""
+        """Describe the candidate and its accuracy in a record.
+
+        Args:
+            correct: Number of images that it classifies correctly.
+            images: Number of images.
+        """
         with top_k(self.model, **self.read):
             flops = total(model_costs(self.model)).forward_flops
         return {
@@ -105,25 +102,27 @@ def candidates(
     """Compress a model in several ways.
 
     Args:
-        model: TokenFormer classifier; it stays as it is.
-        methods: Of ``METHODS``: ``prune`` keeps the most used pairs, ``random`` any, both with an
-            adapted τ; ``top-k`` lets each token read its strongest pairs.
-        keeps: Shares of the pairs of each layer that are kept or read, in (0, 1].
-        usage: Of the model, which the first two methods need.
-        kinds: Of the layers whose pairs are concerned.
-        seed: Of the random choice.
+        model: TokenFormer classifier, which is not changed.
+        methods: Some of ``METHODS``. ``prune`` keeps the most used pairs and ``random`` keeps
+            random pairs; both adapt τ. ``top-k`` lets each token read its strongest pairs.
+        keeps: Shares of each layer's pairs to keep or read, in (0, 1].
+        usage: Usage of the model's pairs, which ``prune`` and ``random`` need.
+        kinds: Kinds of layers to compress.
+        seed: Seed of the random choice.
 
     Returns:
-        The dense model, then the others by method, most pairs first.
+        The original model, then the candidates of each method from most to fewest pairs.
 
     Raises:
-        InputError: If the model has no parameter tokens, or layers of one kind differ in number.
+        InputError: If the model has no parameter tokens, or if layers of one kind have different
+            numbers of pairs.
     """
     counts: dict[str, int] = {}
     for name, count in count_pairs(model).items():
         if counts.setdefault(kind_of(name), count) != count:
             raise InputError(
-                f"{name} has {count} pairs, others of its kind {counts[kind_of(name)]}"
+                f"{name} has {count} pairs, but another layer of its kind has "
+                f"{counts[kind_of(name)]}; give a model whose blocks have equal numbers of pairs"
             )
     made = [Candidate("dense", 1.0, model, counts, {})]
     drawn = torch.Generator().manual_seed(seed)
@@ -145,20 +144,23 @@ def candidates(
 
 
 def labelled_images(folder: Path, num_classes: int) -> list[tuple[Path, int]]:
-    """List the images of class folders with their labels, the positions of the sorted folders.
+    """List the images in class folders with their labels.
+
+    A label is the position of the class folder among the sorted folders.
 
     Args:
-        folder: Holds a folder of images for each class.
-        num_classes: Of the model.
+        folder: Folder that holds one folder of images for each class.
+        num_classes: Number of classes of the model.
 
     Raises:
-        InputError: If there is no such folder, a class has no image, or there are not as many.
+        InputError: If the folder does not exist, a class has no image, or the number of class
+            folders is not ``num_classes``.
     """
     classes = _images_by_class(folder)
     if len(classes) != num_classes:
         raise InputError(
-            f"{folder} has {len(classes)} class folders, but the model tells "
-            f"{num_classes} classes apart: give the data that it was trained on"
+            f"{folder} has {len(classes)} class folders, but the model has {num_classes} classes: "
+            "give the data that it was trained on"
         )
     return [(path, label) for label, images in enumerate(classes) for path in images]
 
@@ -182,17 +184,17 @@ def _images_by_class(folder: Path) -> list[list[Path]]:
 
 
 def sample_images(folder: Path, number: int, seed: int, apart: Path) -> list[Path]:
-    """Choose images of class folders at random.
+    """Choose random images from class folders.
 
     Args:
-        folder: Holds a folder of images for each class, whichever these are.
-        number: How many, at most all.
-        seed: Of the choice.
-        apart: Folder whose images must not be among them.
+        folder: Folder that holds one folder of images for each class.
+        number: Number of images; all of them if there are fewer.
+        seed: Seed of the choice.
+        apart: Folder whose images must not be chosen.
 
     Raises:
-        InputError: If there is no such folder, a class has no image, or one of both folders is in
-            the other.
+        InputError: If ``folder`` does not exist, a class has no image, or one of the two folders
+            contains the other.
     """
     inner, outer = folder.resolve(), apart.resolve()
     if inner.is_relative_to(outer) or outer.is_relative_to(inner):
@@ -207,13 +209,13 @@ def sample_images(folder: Path, number: int, seed: int, apart: Path) -> list[Pat
 def tensor_batches(
     model: nn.Module, paths: Sequence[Path], batch_size: int, device: torch.device
 ) -> Iterator[Tensor]:
-    """Read images as the model's evaluation does, with a bar if there is more than one batch.
+    """Read images with the model's evaluation transform; show a progress bar for several batches.
 
     Args:
-        model: timm model of RGB images.
+        model: timm model for RGB images.
         paths: Image files.
-        batch_size: Images at a time.
-        device: Where the tensors go.
+        batch_size: Images in a batch.
+        device: Device of the returned tensors.
 
     Yields:
         (B, 3, H, W) images.
@@ -236,16 +238,16 @@ def measure_top1(
     batch_size: int,
     device: torch.device,
 ) -> list[dict[str, Any]]:
-    """Count the images whose likeliest class is theirs, for all candidates in one pass.
+    """Measure the top-1 accuracy of all candidates; each image is read once.
 
     Args:
-        candidates: On ``device``.
-        samples: What :func:`labelled_images` returned.
-        batch_size: Images at a time.
-        device: Where to compute.
+        candidates: Models on ``device``.
+        samples: Images and labels, as :func:`labelled_images` returns them.
+        batch_size: Images in a batch.
+        device: Device to compute on.
 
     Returns:
-        The entries of a record, one a candidate.
+        One record entry for each candidate.
 
     Raises:
         InputError: If an image cannot be read, or an output is not finite.
@@ -262,48 +264,3 @@ def measure_top1(
         candidate.entry(count, len(samples))
         for candidate, count in zip(candidates, correct, strict=True)
     ]
-
-
-def table(record: Mapping[str, Any]) -> Table:
-    """Lay out the points of a record."""
-    data = printable(record["data"])
-    # Text: the name of a folder may look like rich's markup
-    rows = Table(title=Text(f"top-1 accuracy on {record['images']} images of {data}"))
-    for name in ("method", "keep", "q, k, v", "output", "FFN", "parameters", "GFLOPs", "top-1 %"):
-        rows.add_column(name, justify="left" if name == "method" else "right")
-    for point in record["points"]:
-        rows.add_row(
-            point["method"],
-            f"{point['keep']:g}",
-            *(f"{point['pairs'][kind]}" for kind in KINDS),
-            f"{point['parameters']:,}",
-            f"{point['flops_per_image'] / 1e9:.4g}",
-            f"{point['top1']:.2f}",
-        )
-    return rows
-
-
-def draw(record: Mapping[str, Any], path: Path) -> None:
-    """Draw accuracy against the share of pairs and against FLOPs, a line a method, as a PNG.
-
-    Raises:
-        OSError: If the file cannot be written.
-    """
-    points = record["points"]
-    figure = Figure(figsize=(9, 3.8), layout="constrained")
-    shares, flops = figure.subplots(1, 2, sharey=True)
-    for index, method in enumerate(dict.fromkeys(p["method"] for p in points[1:])):
-        own = [points[0], *(p for p in points if p["method"] == method)]
-        style = {"marker": "o", "color": f"C{index}", "label": method}
-        top1 = [point["top1"] for point in own]
-        shares.plot([point["keep"] for point in own], top1, **style)
-        flops.plot([point["flops_per_image"] for point in own], top1, **style)
-    shares.axhline(points[0]["top1"], color="0.6", linestyle=":")
-    flops.axhline(points[0]["top1"], color="0.6", linestyle=":")
-    shares.set(xlabel="share of pairs kept or read", ylabel=f"top-1 (%), {record['images']} images")
-    flops.set(xlabel="FLOPs an image, forward")
-    flops.xaxis.set_major_formatter(EngFormatter())
-    shares.legend()
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=120, metadata={"Software": None})
-    write_whole(path, picture.getvalue())

@@ -1,8 +1,8 @@
-"""Pictures of what the pairs of a layer fire for."""
+"""Pictures of what pairs respond to, and of accuracy against the number of pairs."""
 
 import io
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,34 +13,39 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import EngFormatter
 from torch import nn
 
 from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
 from tokenformer_vit.models.description import data_config
-from tokenformer_vit.vision.images import read_images
 
+from .images import read_images
 from .inspection import MOST
+
+__all__ = ["draw_compression", "draw_exemplars", "draw_maps"]
 
 
 def draw_maps(record: dict[str, Any], model: nn.Module, path: Path) -> None:
-    """Draw a row for each image: what the model sees of it, then the map of each pair.
+    """Draw one row for each image: the image as the model sees it, then the map of each pair.
+
+    A pair has one colour scale for all images, symmetric around zero. Where a weight is small, the
+    image shows through.
 
     Args:
-        record: What :func:`map_tokens` returned.
-        model: The model it was made with.
-        path: The PNG file. A pair has one colour scale for all images, symmetric around zero; the
-            smaller a weight, the more of the image shows through.
+        record: Record that :func:`~tokenformer_vit.vision.inspection.map_tokens` returned.
+        model: Model that the record was made with.
+        path: PNG file to write.
 
     Raises:
-        InputError: If an image cannot be read any more.
+        InputError: If an image can no longer be read.
         OSError: If the file cannot be written; ``filename`` is ``path``.
     """
     pictures = _pictures(record["images"], model)
     tokens = record["tokens"]
-    title = f"{record['layer']}: weights of pairs, the largest above each map"
-    # Below the images, a narrow row of colour scales.
+    title = f"Weights of pairs in {record['layer']}; above each map, the largest weight"
+    # The last, narrow row holds the colour scales.
     figure, axes = _grid([1.0] * len(pictures) + [0.07], 1 + len(tokens), title)
     *below, corner = axes[:, 0]
     corner.set_axis_off()
@@ -58,7 +63,7 @@ def draw_maps(record: dict[str, Any], model: nn.Module, path: Path) -> None:
             column, pictures.values(), weights, entry["peaks"], strict=True
         ):
             axis.imshow(picture.mean(axis=-1), cmap="gray", vmin=0, vmax=255)
-            # The colour fades with the weight as well: in proportion, faint ones would be lost.
+            # By the square root: in proportion to the weight, small weights would be invisible.
             alpha = 0.85 * (weight.abs() / limit).sqrt()
             axis.imshow(weight, scale.cmap, scale.norm, extent=edges, alpha=alpha)
             axis.set(xlim=(-0.5, picture.shape[1] - 0.5), ylim=(picture.shape[0] - 0.5, -0.5))
@@ -70,15 +75,15 @@ def draw_maps(record: dict[str, Any], model: nn.Module, path: Path) -> None:
 
 
 def draw_exemplars(record: dict[str, Any], model: nn.Module, path: Path) -> None:
-    """Draw a row for each pair: its exemplars, with their weight and a frame around the patch.
+    """Draw one row for each pair: its exemplars, with their weight and a frame around the patch.
 
     Args:
-        record: What :func:`find_exemplars` returned.
-        model: The model it was made with.
-        path: The PNG file.
+        record: Record that :func:`~tokenformer_vit.vision.inspection.find_exemplars` returned.
+        model: Model that the record was made with.
+        path: PNG file to write.
 
     Raises:
-        InputError: If an image cannot be read any more.
+        InputError: If an image can no longer be read.
         OSError: If the file cannot be written; ``filename`` is ``path``.
     """
     entries = record["tokens"]
@@ -87,37 +92,67 @@ def draw_exemplars(record: dict[str, Any], model: nn.Module, path: Path) -> None
     figure, axes = _grid(
         [1.0] * len(entries),
         len(entries[0]["exemplars"]),
-        f"{record['layer']}: where pairs fire most, of {record['images']} images",
+        f"{record['layer']}: the images, of {record['images']}, with the largest weight of each "
+        "pair; frame: the patch",
     )
     height, width = record["patch_size"]
     for row, entry in enumerate(entries):
-        _label(axes[row, 0], f"pair {entry['token']}\n{entry['selectivity']:.3g} × its mean")
+        _label(axes[row, 0], f"pair {entry['token']}\n{entry['selectivity']:.2g} × mean")
         for axis, item in zip(axes[row], entry["exemplars"], strict=True):
             axis.imshow(pictures[item["file"]])
-            axis.set_title(f"{item['weight']:.3g}", fontsize=8)
+            axis.set_title(f"weight {item['weight']:.2f}", fontsize=8)
             corner = (item["patch"][1] * width - 0.5, item["patch"][0] * height - 0.5)
-            for colour, line in (("black", 3), ("yellow", 1.5)):  # seen on any ground
+            for colour, line in (("black", 3), ("yellow", 1.5)):  # visible on any background
                 frame = Rectangle(corner, width, height, fill=False, color=colour, linewidth=line)
-                frame.set(zorder=3, clip_on=False)  # whole at the edge of an image, too
+                frame.set(zorder=3, clip_on=False)  # also at the edge of an image
                 axis.add_patch(frame)
     _save(figure, path)
 
 
+def draw_compression(record: Mapping[str, Any], path: Path) -> None:
+    """Draw accuracy against the share of pairs and against FLOPs, one line for each method.
+
+    Args:
+        record: The record that ``tokenformer-vit compress`` writes.
+        path: PNG file to write.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    points = record["points"]
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    figure.suptitle("Accuracy against pairs kept or read")
+    shares, flops = figure.subplots(1, 2, sharey=True)
+    for index, method in enumerate(dict.fromkeys(p["method"] for p in points[1:])):
+        own = [points[0], *(p for p in points if p["method"] == method)]
+        style = {"marker": "o", "color": f"C{index}", "label": method}
+        top1 = [point["top1"] for point in own]
+        shares.plot([point["keep"] for point in own], top1, **style)
+        flops.plot([point["flops_per_image"] for point in own], top1, **style)
+    shares.axhline(points[0]["top1"], color="0.6", linestyle=":")
+    flops.axhline(points[0]["top1"], color="0.6", linestyle=":")
+    shares.set(xlabel="share of pairs kept or read", ylabel=f"top-1 (%), {record['images']} images")
+    flops.set(xlabel="forward FLOPs per image")
+    flops.xaxis.set_major_formatter(EngFormatter())
+    shares.legend()
+    _save(figure, path)
+
+
 def _pictures(names: Iterable[str], model: nn.Module) -> dict[str, Any]:
-    """Read images as the model sees them, as (H, W, 3) arrays of bytes."""
+    """Read images as the model sees them; return (H, W, 3) uint8 arrays."""
     config, pictures = data_config(model), {}
     mean, std = (torch.tensor(config[name])[:, None, None] for name in ("mean", "std"))
     with closing(read_images([Path(name) for name in names], config, MOST)) as batches:
         for path, image in (pair for batch in batches for pair in batch):
             if isinstance(image, Exception):
-                raise InputError(f"{image}; it could be read before")
+                raise InputError(f"{image}; it could be read before: restore it")
             pixels = ((image * std + mean) * 255).round().clamp(0, 255).byte()
             pictures[str(path)] = pixels.permute(1, 2, 0).numpy()
     return pictures
 
 
 def _grid(heights: list[float], columns: int, title: str) -> tuple[Figure, Any]:
-    layout = ConstrainedLayoutEngine(w_pad=0.1)  # room for the last number of a colour scale
+    layout = ConstrainedLayoutEngine(w_pad=0.1)  # space for the last number of a colour scale
     figure = Figure(figsize=(1.5 + 1.7 * columns, 0.7 + 1.7 * sum(heights)), layout=layout)
     axes = figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights)
     for axis in axes.flat:
@@ -127,7 +162,7 @@ def _grid(heights: list[float], columns: int, title: str) -> tuple[Figure, Any]:
 
 
 def _label(axis: Any, text: str) -> None:
-    # A file's name may look like a formula.
+    # A file name may look like a formula.
     axis.set_ylabel(text, rotation=0, ha="right", va="center", fontsize=8, parse_math=False)
 
 
@@ -139,6 +174,6 @@ def _shorten(name: str, most: int = 22) -> str:
 def _save(figure: Figure, path: Path) -> None:
     picture = io.BytesIO()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # a box stands for what the font lacks
+        warnings.filterwarnings("ignore", "Glyph")  # a character that the font lacks
         figure.savefig(picture, dpi=100, format="png")
     write_whole(path, picture.getvalue())

@@ -1,4 +1,4 @@
-"""Class folders of images: written so that an interruption costs nothing, and checked."""
+"""Write and check class folders of images. An interrupted write can be continued."""
 
 import io
 import os
@@ -20,44 +20,44 @@ from tqdm import tqdm
 from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import remove_leftovers, write_whole
-from tokenformer_vit.vision.images import (
+
+from .images import (
     FORMATS,
     IMAGE_SUFFIXES,
     read_image,
     say_left_out,
     scan_images,
 )
-
 from .sources import Split
 
-# Suffix by what the bytes are, not by what a name claims.
+# The suffix follows from the content, not from the name in the source.
 _SUFFIXES = {
     "BMP": ".bmp",
     "GIF": ".gif",
     "JPEG": ".jpg",
     "JPEG2000": ".jp2",
-    "MPO": ".jpg",  # a JPEG with a second picture behind it; readers see the first
+    "MPO": ".jpg",  # a JPEG that holds a second picture; readers see the first
     "PNG": ".png",
     "PPM": ".ppm",
     "TIFF": ".tif",
     "WEBP": ".webp",
 }
-# Training here reads all; on their own, timm and mmpretrain skip other suffixes in silence.
+# This package reads all of these. By default, timm and mmpretrain silently skip other suffixes.
 _READ_BY_ALL = {".jpg", ".png"}
 
 
 def folder_names(names: Sequence[str]) -> list[str]:
-    """Name the class folders so that every reader gives each class its index.
+    """Name class folders such that every library gives each class its index.
 
-    Readers number classes by sorting folder names, torchvision and mmpretrain as text, timm with
-    digits as numbers and case ignored. Where either order is not that of ``names``, or two names
-    would meet in one folder, the index goes in front: ``03_chain_saw``.
+    Libraries number classes by sorting folder names. torchvision and mmpretrain sort them as text;
+    timm ignores case and compares digits as numbers. If one of these orders differs from ``names``,
+    or if two names would give the same folder, the index is put first: ``03_chain_saw``.
 
     Args:
-        names: Class names in order of their index.
+        names: Class names in the order of their index.
 
     Returns:
-        One folder name a class.
+        One folder name for each class.
     """
     shown = ["".join(c if c.isprintable() else "_" for c in name) for name in names]
     safe = [re.sub(r'[/\\:*?"<>|]', "_", name).strip(" .") for name in shown]
@@ -74,26 +74,26 @@ def folder_names(names: Sequence[str]) -> list[str]:
 
 
 def _natural_key(name: str) -> tuple:
-    # timm's key alternates text and numbers and so compares; a tuple because types are checked.
+    # timm's key alternates text and numbers. A tuple, because the type checker rejects a list.
     return tuple(natural_key(name))
 
 
 def unpack(splits: dict[str, Split], folders: Sequence[str], target: Path) -> None:
-    """Write what is missing of the splits, and say what there is now.
+    """Write the images of splits that are missing in the target, and print a summary.
 
     Args:
-        splits: By folder name, ``train`` and ``val``.
-        folders: Folder of every class.
-        target: Folder above ``train`` and ``val``; may hold part of the same result.
+        splits: Splits by folder name, ``train`` and ``val``.
+        folders: Folder name of every class.
+        target: Folder for ``train`` and ``val``. It may hold part of the same result.
 
     Raises:
-        InputError: If the target holds other images, or a row is no image.
-        OSError: If a file cannot be written; its ``filename`` says which.
+        InputError: If the target holds other images, or a row is not an image.
+        OSError: If a file cannot be written; ``filename`` names the file.
     """
     missing = {name: _missing(split, folders, target / name) for name, split in splits.items()}
     suffixes: Counter[str] = Counter()
     for name, split in splits.items():
-        # All classes, also those of which a slice has no image: mmpretrain numbers the folders.
+        # Every class, even without images in this split: mmpretrain numbers the folders.
         for class_folder in folders:
             (target / name / class_folder).mkdir(parents=True, exist_ok=True)
         rows = missing[name]
@@ -113,7 +113,7 @@ def unpack(splits: dict[str, Split], folders: Sequence[str], target: Path) -> No
 
 
 def _missing(split: Split, folders: Sequence[str], root: Path) -> list[int]:
-    """Rows that are not yet written, after looking that the folder holds nothing else."""
+    """Return the rows that are not yet written; raise if the folder holds other images."""
     present: dict[str, set[str]] = {folder: set() for folder in folders}
     if root.is_dir():
         for folder in os.scandir(root):
@@ -121,10 +121,10 @@ def _missing(split: Split, folders: Sequence[str], root: Path) -> list[int]:
                 continue
             if folder.name not in present:
                 raise InputError(
-                    f"{root} holds another data set already (class {folder.name!r}); "
+                    f"{root} already holds another data set (class {folder.name!r}); "
                     "choose an empty TARGET"
                 )
-            remove_leftovers(Path(folder.path))  # of a run that was killed
+            remove_leftovers(Path(folder.path))  # from a run that was killed
             for file in os.scandir(folder.path):
                 stem, suffix = os.path.splitext(file.name)
                 if suffix.lower() in IMAGE_SUFFIXES:
@@ -139,27 +139,30 @@ def _missing(split: Split, folders: Sequence[str], root: Path) -> list[int]:
     if others:
         raise InputError(
             f"{root} holds {len(others)} images that this command would not write, such as "
-            f"{min(others)}; choose an empty TARGET, or the --limit that was used before"
+            f"{min(others)}; choose an empty TARGET, or give the --limit of the earlier run"
         )
     return rows
 
 
 def _suffix(data: bytes | None, where: str) -> str:
     if data is None:
-        raise InputError(f"{where}: the row names an image file but does not contain it")
+        raise InputError(
+            f"{where}: the row has the name of an image file but no bytes; take a data set that "
+            "contains its images"
+        )
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             return _SUFFIXES[image.format or ""]
     except Image.DecompressionBombError as error:
-        raise InputError(f"{where}: the image is too large: {error}; leave the row out") from error
+        raise InputError(f"{where}: the image is too large: {error}; remove the row") from error
     except UnidentifiedImageError as error:
         raise InputError(
-            f"{where}: {len(data)} bytes that are no readable image ({', '.join(FORMATS)}); "
-            "download the shard again, or leave the row out"
+            f"{where}: {len(data)} bytes are not a readable image ({', '.join(FORMATS)}); "
+            "download the shard again, or remove the row"
         ) from error
     except Exception as error:  # Pillow's decoders raise nearly anything on damaged data
         raise InputError(
-            f"{where}: {len(data)} bytes that are no readable image ({error}); download the shard "
+            f"{where}: {len(data)} bytes are not a readable image ({error}); download the shard "
             "again"
         ) from error
 
@@ -175,32 +178,32 @@ def _report(
         if used < len(folders):
             print(
                 f"warning: {len(folders) - used} of {len(folders)} classes have no image in "
-                f"{name}; tools/train.py refuses such a set, take a larger slice",
+                f"{name}, and training refuses such data: give a larger --limit",
                 file=sys.stderr,
             )
     for suffix in sorted(set(suffixes) - _READ_BY_ALL):
         print(
-            f"warning: {suffixes[suffix]} files are {suffix}; tools/train.py reads them, but other "
-            "programs skip them unless told (mmpretrain: extensions=..., timm: add_img_extensions)",
+            f"warning: {suffixes[suffix]} files are {suffix}; this package reads them, but others "
+            "skip them by default (mmpretrain: extensions=..., timm: add_img_extensions)",
             file=sys.stderr,
         )
     print(f"classes: {len(folders)} ({printable(folders[0])} ... {printable(folders[-1])})")
     if complete:
-        print(f"next: python tools/train.py CONFIG --data-root {shlex.quote(str(target))}")
+        print(f"next: tokenformer-vit train CONFIG --data-root {shlex.quote(str(target))}")
 
 
 def check(target: Path, workers: int) -> list[Path]:
-    """Decode every image below a folder, in several processes, and print those that fail.
+    """Decode every image in a folder, in several processes, and print the unreadable ones.
 
     Args:
-        target: Folder; images are told by suffix, at any depth.
+        target: Folder, searched at any depth; images are recognised by their suffix.
         workers: Number of processes.
 
     Returns:
         The unreadable files.
 
     Raises:
-        InputError: If there is no such folder, no image in it, or one of the processes is killed.
+        InputError: If the folder does not exist or has no image, or if a process is killed.
     """
     if not target.is_dir():
         raise InputError(f"there is no folder {target}; --check takes a folder of images")
@@ -208,9 +211,9 @@ def check(target: Path, workers: int) -> list[Path]:
     paths = [Path(entry.path) for entry in scan_images(target, left_out)]
     say_left_out(left_out, target)
     if not paths:
-        raise InputError(f"there is no image in {target} or below")
+        raise InputError(f"there is no image in {target}; --check takes a folder of images")
     bad = []
-    # Ctrl-C reaches the workers too; only this process shall answer it.
+    # Ctrl-C also reaches the workers, but only this process should handle it.
     ignore = (signal.SIGINT, signal.SIG_IGN)
     with ProcessPoolExecutor(workers, initializer=signal.signal, initargs=ignore) as pool:
         reasons = pool.map(_why_unreadable, paths, chunksize=32)
@@ -224,8 +227,8 @@ def check(target: Path, workers: int) -> list[Path]:
             raise
         except BrokenProcessPool as error:
             raise InputError(
-                f"a process that decodes images of {target} was killed, perhaps for lack of "
-                "memory; give a smaller number of --workers"
+                f"a process that decoded images of {target} was killed, perhaps for lack of "
+                "memory; give fewer --workers"
             ) from error
     if bad:
         print(f"{len(bad)} of {len(paths)} images are unreadable: replace or delete them")
@@ -236,7 +239,7 @@ def check(target: Path, workers: int) -> list[Path]:
 
 def _why_unreadable(path: Path) -> str | None:
     try:
-        read_image(path)  # as training does; it decodes every pixel
+        read_image(path)  # as in training; it decodes every pixel
     except InputError as error:
         return str(error)
     return None

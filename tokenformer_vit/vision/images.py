@@ -1,4 +1,4 @@
-"""The one reader of images: what is an image file, which there are in a folder, what it shows."""
+"""Find and read image files. All commands and the training use this reader."""
 
 import os
 import stat
@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tokenformer_vit.command_line import printable
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, one_line
 
 __all__ = [
     "FORMATS",
@@ -31,19 +31,20 @@ __all__ = [
     "scan_images",
 ]
 
-# What is decoded, whatever a file is called, by Pillow's names. Other formats are rare, and one of
-# them, EPS, starts an interpreter.
+# The formats that are decoded, by Pillow's names, whatever the suffix. Other formats are rare, and
+# one of them, EPS, starts an interpreter.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP", "JPEG2000")
-# What is looked for in folders, in upper case as well.
+# Suffixes of images in folders, in lower or upper case.
 IMAGE_SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".pbm", ".pnm"),
     *(".tif", ".tiff", ".webp", ".jp2"),
 )
-# A transform that resizes the shorter side to 256 makes 13 megapixels of such an image.
+# A transform that resizes the shorter side to 256 makes 13 megapixels out of such an image.
 _MOST_ELONGATED = 200
-_MOST_KINDS = 8  # of files left out that one line names
+_MOST_KINDS = 8  # kinds of skipped files that one line names
 
-# Pillow's error at twice that size is the limit here; a warning below would disturb a training.
+# Pillow warns at half the size at which it raises. Only its error matters here: a warning would
+# disturb the log of a training run.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
@@ -54,19 +55,20 @@ def read_image(path: str | Path) -> Image.Image:
         path: Regular file, or a link to one, in one of the :data:`FORMATS`.
 
     Returns:
-        The image in the mode RGB, turned upright as its EXIF orientation says. Of an animation or
-        of several pages, it is the first. Transparency is dropped and the colours under it are
-        kept, as timm and torchvision do by ``convert("RGB")``. Of 16 bits a value, the upper 8 are
-        kept; of 12 bits, the upper 8 also.
+        The image in mode RGB, turned upright by its EXIF orientation. An animation or a file of
+        several pages gives its first image. Transparency is dropped and the colours under it are
+        kept, as timm and torchvision do with ``convert("RGB")``. Values of 16 or 12 bits keep their
+        upper 8 bits.
 
     Raises:
-        InputError: If the file cannot be decoded, has more than Pillow's limit of 179 megapixels,
-            has a side more than 200 times the other, or has signed, 32-bit or float values, whose
-            range nothing says. The message is one line that begins with the path.
+        InputError: If the file cannot be decoded, has more pixels than Pillow's limit of 179
+            megapixels, has a side more than 200 times as long as the other, or has signed, 32-bit
+            or float values, whose range is unknown. The message is one line and begins with the
+            path.
     """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a named pipe would be waited for
-            raise InputError("it is no regular file")
+            raise InputError("it is not a regular file")
         with open(path, "rb") as file:
             return _upright_rgb(Image.open(file, formats=FORMATS))
     except Exception as error:  # Pillow's decoders raise nearly anything on damaged data
@@ -83,15 +85,15 @@ def _upright_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "RGB":
         return image
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
-        # Pillow's conversion would clip at 255. The upper byte is what it takes of 16-bit colours.
+        # Pillow's conversion would clip at 255. For 16-bit colours it takes the upper byte.
         (bits,) = getattr(image, "tag_v2", {}).get(258, (16,))  # TIFF's BitsPerSample
         return Image.fromarray((np.asarray(image) >> (bits - 8)).astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
         raise InputError(
-            f"nothing says which of its values is white (Pillow's mode {image.mode}); save it with "
-            "8 bits, or 16 without a sign"
+            f"the range of its values is unknown (Pillow's mode {image.mode}); save it with 8 "
+            "bits, or with 16 unsigned bits"
         )
-    image.info.pop("transparency", None)  # of a palette; the conversion would warn of it
+    image.info.pop("transparency", None)  # of a palette; the conversion would warn about it
     return image.convert("RGB")
 
 
@@ -99,31 +101,33 @@ def _reason(error: Exception, path: str | Path) -> str:
     """Say in one line why an image cannot be read."""
     if isinstance(error, Image.DecompressionBombError):
         limit = 2 * (Image.MAX_IMAGE_PIXELS or 0) / 1e6
-        return f"it has more than the {limit:.0f} megapixels that are read; make it smaller"
+        return f"it has more than {limit:.0f} megapixels, the limit; make it smaller"
     if isinstance(error, UnidentifiedImageError):
-        return f"it is no readable image ({', '.join(FORMATS)})"
+        return f"it is not a readable image ({', '.join(FORMATS)})"
     if isinstance(error, FileNotFoundError) and os.path.islink(path):
         return "it is a broken link"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return " ".join(str(error).split()) or type(error).__name__
+    return one_line(error)
 
 
 def scan_images(
     folder: str | Path, left_out: Counter[str], suffixes: Sequence[str] = IMAGE_SUFFIXES
 ) -> Iterator[os.DirEntry]:
-    """Find the images of a folder at any depth by their suffix, as mmpretrain does.
+    """Find the images in a folder, at any depth, by their suffix, as mmpretrain does.
 
     Args:
-        folder: The folder; links to folders are followed.
-        left_out: Counts what is no image, by kind. Hidden files do not count.
-        suffixes: In lower case, with the dot.
+        folder: Folder to search; links to folders are followed.
+        left_out: Counter of other files, by kind; the function adds to it. Hidden files are not
+            counted.
+        suffixes: Suffixes of images, in lower case, with the dot.
 
     Yields:
-        Images in the order of their names. They may be broken links, or no regular files.
+        Images in the order of their names. An image may be a broken link or not a regular file.
 
     Raises:
-        OSError: If a folder cannot be read, or contains itself by a link; ``filename`` names it.
+        OSError: If a folder cannot be read, or a link makes it contain itself; ``filename`` names
+            the folder.
     """
     with os.scandir(folder) as entries:
         inside = sorted(entries, key=lambda entry: entry.name)
@@ -139,17 +143,18 @@ def scan_images(
 
 
 def class_folders(folder: str | Path, left_out: Counter[str]) -> list[Path]:
-    """List the folders in a folder, each of which holds the images of a class.
+    """List the class folders in a folder.
 
     Args:
-        folder: The folder; links to folders are followed.
-        left_out: Counts what stands beside the class folders. Hidden files do not count.
+        folder: Folder to search; links to folders are followed.
+        left_out: Counter of other files, by kind; the function adds to it. Hidden files are not
+            counted.
 
     Returns:
-        The folders in the order of their names, which is that of the labels.
+        The class folders in the order of their names, which is also the order of the labels.
 
     Raises:
-        OSError: If the folder cannot be read; ``filename`` names it.
+        OSError: If the folder cannot be read; ``filename`` names the folder.
     """
     folders = []
     with os.scandir(folder) as entries:
@@ -165,12 +170,12 @@ def class_folders(folder: str | Path, left_out: Counter[str]) -> list[Path]:
 
 def _kind(entry: os.DirEntry) -> str:
     if not entry.is_file():
-        return "broken link" if entry.is_symlink() else "no regular file"
+        return "broken link" if entry.is_symlink() else "not a regular file"
     return os.path.splitext(entry.name)[1].lower() or "without a suffix"
 
 
 def say_left_out(left_out: Counter[str], folder: str | Path) -> None:
-    """Say in one line on stderr, once for all processes, what of a folder is not read."""
+    """Print one line on stderr, from the first process only, about files that are not read."""
     if left_out and os.environ.get("RANK", "0") == "0":
         tqdm.write(f"left out: {_counts(left_out)} in {printable(str(folder))}", file=sys.stderr)
 
@@ -183,18 +188,18 @@ def _counts(left_out: Counter[str]) -> str:
 
 
 def find_images(paths: Sequence[Path]) -> list[Path]:
-    """List the files among ``paths`` and the images in folders among them, at any depth.
+    """List the files in ``paths`` and the images in the folders in ``paths``.
 
     Args:
-        paths: Files, taken whatever their suffix, and folders. What is left out of a folder is
-            counted on stderr.
+        paths: Files with any suffix, and folders, which are searched at any depth. One line on
+            stderr counts the other files in a folder.
 
     Returns:
-        Files in the order given, those of a folder sorted.
+        Files in the order of ``paths``; the files of a folder are sorted.
 
     Raises:
-        InputError: If a path does not exist or a folder has no image.
-        OSError: If a folder cannot be read; ``filename`` names it.
+        InputError: If a path does not exist, or a folder has no image.
+        OSError: If a folder cannot be read; ``filename`` names the folder.
     """
     images: list[Path] = []
     for path in paths:
@@ -218,16 +223,15 @@ def find_images(paths: Sequence[Path]) -> list[Path]:
 def read_images(
     paths: Sequence[Path], config: dict[str, Any], batch_size: int
 ) -> Generator[list[tuple[Path, Tensor | InputError]], None, None]:
-    """Read images as a model's evaluation does, with a bar if there is more than one batch.
+    """Read images with a model's evaluation transform; show a progress bar for several batches.
 
     Args:
         paths: Image files.
-        config: How to prepare them, as :func:`~tokenformer_vit.models.description.data_config`
-            says.
-        batch_size: Images at a time.
+        config: Preprocessing, from :func:`~tokenformer_vit.models.description.data_config`.
+        batch_size: Images in a batch.
 
     Yields:
-        The paths of a batch in order, each with its (3, H, W) image or with the error of
+        One batch: the paths in order, each with its (3, H, W) image or with the error of
         :func:`read_image`.
     """
     transform: Any = create_transform(**config, is_training=False)
@@ -237,7 +241,7 @@ def read_images(
             return path, transform(read_image(path))
         except InputError as error:
             return path, error
-        except Exception as error:  # of the transform, such as a lack of memory
+        except Exception as error:  # raised by the transform, such as a lack of memory
             return path, InputError(f"{printable(str(path))}: {_reason(error, path)}")
 
     quiet = len(paths) <= batch_size  # tqdm's None: a bar if stderr is a terminal
@@ -252,10 +256,10 @@ def read_images(
 
 
 def say_skipped(path: Path, error: Exception) -> None:
-    """Name on stderr, above any bar, an image that could not be read, and why.
+    """Print on stderr, above any progress bar, why an image could not be read.
 
     Args:
-        path: The image.
-        error: Of :func:`read_images`; its message names the path.
+        path: Image file.
+        error: Error from :func:`read_images`; its message names the path.
     """
     tqdm.write(f"skipped: {error}", file=sys.stderr)

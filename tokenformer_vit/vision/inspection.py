@@ -1,4 +1,4 @@
-"""Which patches, and which images, the pairs of a layer fire for, in numbers."""
+"""Find the patches and the images that the pairs of a layer respond to."""
 
 import math
 from collections.abc import Callable, Generator, Sequence
@@ -15,44 +15,47 @@ from tokenformer_vit.growth import pattention_layers
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.models import TokenFormerViT
 from tokenformer_vit.models.description import data_config
-from tokenformer_vit.vision.images import read_images, say_skipped
 
-MOST = 32  # rows or columns of a picture that can still be looked at
+from .images import read_images, say_skipped
+
+__all__ = ["MOST", "find_exemplars", "map_tokens", "token_weights"]
+
+MOST = 32  # rows or columns of a picture that one can still look at
 
 
 def _find_layer(model: nn.Module, name: str | None) -> tuple[str, Pattention]:
     if not isinstance(model, TokenFormerViT):
-        raise InputError(f"{type(model).__name__} is no TokenFormer: it has no parameter tokens")
+        raise InputError(f"{type(model).__name__} has no parameter tokens; give a TokenFormer")
     layers = pattention_layers(model)
     if name is None:
-        # Early blocks see little but colours and edges; in the last, nothing that happens to
-        # patches reaches a head that reads the class token.
+        # Early blocks see little more than colours and edges. In the last block, patches do not
+        # affect a head that reads the class token.
         name = f"blocks.{len(model.blocks) // 2}.mlp"  # type: ignore[arg-type]
     if name not in layers:
         close = get_close_matches(name, layers, n=5) or list(layers)[-5:]
         raise InputError(
-            f"there is no layer {name!r} of parameter tokens in the model's "
-            f"{len(model.blocks)} blocks; choose one "  # type: ignore[arg-type]
-            f"such as {', '.join(close)}"
+            f"the model has no Pattention layer {name!r}; it has {len(model.blocks)} blocks: "  # type: ignore[arg-type]
+            f"choose a layer such as {', '.join(close)}"
         )
     return name, layers[name]
 
 
 @torch.no_grad()
 def token_weights(model: nn.Module, images: Tensor, layer: str) -> Tensor:
-    """Compute how strongly each patch of some images reads each key-value pair of a layer.
+    """Compute the weight of each key-value pair of a layer for each patch of some images.
 
     Args:
         model: :class:`~tokenformer_vit.models.TokenFormerViT` in evaluation mode.
-        images: (B, 3, H, W), normalised as the model expects, on its device.
+        images: (B, 3, H, W) images, normalised for the model, on its device.
         layer: Name of a Pattention layer; see :func:`~tokenformer_vit.growth.pattention_layers`.
 
     Returns:
-        (B, N, P) weights Θ(X K_Pᵀ) in float32, of the N patches, row by row, without class and
-        register tokens. Pairs that take no part in the layer have the weight zero.
+        (B, N, P) weights Θ(X K_Pᵀ) in float32 of the N patches, row by row. Class and register
+        tokens are left out. The weight of an inactive pair is zero.
 
     Raises:
-        InputError: If the model is no TokenFormer or has no such layer, or weights are not finite.
+        InputError: If the model is not a TokenFormer or does not have the layer, or if a weight is
+            not finite.
 
     Source:
         TokenFormer, arXiv:2410.23168, Eq. 4 to 6.
@@ -73,7 +76,7 @@ def token_weights(model: nn.Module, images: Tensor, layer: str) -> Tensor:
     weights = module.weights(inputs[0][:, model.num_prefix_tokens :])  # type: ignore[misc]
     if not weights.isfinite().all():
         raise InputError(
-            f"weights in {layer} are not finite; the checkpoint is of a training that diverged"
+            f"weights in {layer} are not finite: the training diverged; use an earlier checkpoint"
         )
     if module.active is None:
         return weights
@@ -92,32 +95,33 @@ def map_tokens(
     device: torch.device | str = "cpu",
     skipped: Callable[[Path, Exception], object] = say_skipped,
 ) -> dict[str, Any]:
-    """Map where in a few images some pairs of a layer fire.
+    """Map the weights of some pairs of a layer over a few images.
 
     Args:
-        model: As for :func:`token_weights`; it is moved to ``device``.
+        model: Model, as for :func:`token_weights`; it is moved to ``device``.
         paths: Image files, at most :data:`MOST`.
         layer: Name of the layer; default: the feed-forward layer of the middle block.
-        tokens: Numbers of the pairs; default: those with the largest weights on these images.
-        top: How many pairs, if they are not named.
+        tokens: Numbers of the pairs; default: the pairs with the largest weights on these images.
+        top: Number of pairs, if ``tokens`` is not given.
         batch_size: Images in a forward pass.
-        device: Where to compute.
-        skipped: Told of each image that cannot be read, and why.
+        device: Device to compute on.
+        skipped: Function that is called with each unreadable image and its error.
 
     Returns:
-        What :func:`draw_maps` shows, ready for JSON: ``layer``, ``theta``, ``num_param_tokens``,
-        ``grid`` [rows, columns] and ``patch_size`` [height, width] in pixels, ``images`` (files
-        that were read), ``chosen_by``, and ``tokens``, for each pair its number ``token``, its
-        ``value_norm``, and of every image the largest weight (``peaks``) and all of them
-        (``weights``, row by row), to six decimals.
+        A record for :func:`~tokenformer_vit.vision.drawing.draw_maps` and for JSON: ``layer``,
+        ``theta``, ``num_param_tokens``, ``grid`` [rows, columns], ``patch_size`` [height, width] in
+        pixels, ``images`` (the files that were read), ``chosen_by``, and ``tokens``. Each entry of
+        ``tokens`` has the number of the pair (``token``), its ``value_norm``, and for every image
+        the largest weight (``peaks``) and all weights (``weights``, row by row), to six decimals.
 
     Raises:
-        InputError: If there is no such layer or pair, too much to draw, or no readable image.
+        InputError: If a layer or pair does not exist, there is too much to draw, or no image can be
+            read.
     """
     if len(paths) > MOST:
         raise InputError(
-            f"{len(paths)} images are more than the {MOST} rows of maps that can be drawn: give "
-            "fewer, or ask for the exemplars of a data set (--exemplars 9)"
+            f"{len(paths)} images are too many for maps, which show at most {MOST}: give fewer "
+            "images, or show the exemplars of a data set (--exemplars 9)"
         )
     layer, module = _find_layer(model, layer)
     tokens = _check_tokens(tokens, top, layer, module)
@@ -158,43 +162,47 @@ def find_exemplars(
     device: torch.device | str = "cpu",
     skipped: Callable[[Path, Exception], object] = say_skipped,
 ) -> dict[str, Any]:
-    """Find the images of a data set that excite some pairs of a layer most.
+    """Find the images of a data set for which some pairs of a layer have the largest weights.
 
     Args:
-        model: As for :func:`token_weights`; it is moved to ``device``.
-        paths: Image files, as many as you like: memory holds the weights of one batch.
-        layer: As for :func:`map_tokens`.
-        number: Images for each pair, at most :data:`MOST`.
+        model: Model, as for :func:`token_weights`; it is moved to ``device``.
+        paths: Image files, any number of them: memory holds the weights of one batch.
+        layer: Name of the layer; default: the feed-forward layer of the middle block.
+        number: Number of exemplars for each pair, at most :data:`MOST`.
         tokens: Numbers of the pairs; default: the most selective ones, see Note.
-        top: How many pairs, if they are not named.
+        top: Number of pairs, if ``tokens`` is not given.
         batch_size: Images in a forward pass.
-        device: Where to compute.
-        skipped: Told of each image that cannot be read, and why.
+        device: Device to compute on.
+        skipped: Function that is called with each unreadable image and its error.
 
     Returns:
-        What :func:`draw_exemplars` shows, ready for JSON: ``layer``, ``theta``,
-        ``num_param_tokens``, ``grid`` and ``patch_size`` as for :func:`map_tokens`, ``images``
-        (how many were read), ``chosen_by``, and ``tokens``, for each pair its number ``token``,
-        ``value_norm``, ``mean_abs_weight`` over all patches, ``selectivity``, and ``exemplars``,
-        strongest first: ``file``, its largest ``weight``, and the ``patch`` [row, column] there.
+        A record for :func:`~tokenformer_vit.vision.drawing.draw_exemplars` and for JSON: ``layer``,
+        ``theta``, ``num_param_tokens``, ``grid`` and ``patch_size`` as in :func:`map_tokens`,
+        ``images`` (the number that was read), ``chosen_by``, and ``tokens``. Each entry of
+        ``tokens`` has the number of the pair (``token``), its ``value_norm``, its
+        ``mean_abs_weight`` over all patches, its ``selectivity``, and its ``exemplars``, largest
+        weight first. An exemplar has its ``file``, its largest ``weight``, and the ``patch`` [row,
+        column] with this weight.
 
     Raises:
-        InputError: If there is no such layer or pair, too much to draw, or no readable image.
+        InputError: If a layer or pair does not exist, there is too much to draw, or no image can be
+            read.
 
     Note:
-        ``selectivity`` is the mean of a pair's exemplary weights over its mean |weight|. Pairs are
-        chosen by it among the half with the largest mean |weight| · ‖value‖, which is how much a
-        pair adds to the output: by selectivity alone one would see pairs that do next to nothing,
-        by the other measure alone pairs that fire everywhere, whose exemplars say nothing. A
-        kurtosis would hang on a single outlier; here every image that is shown counts.
+        The ``selectivity`` of a pair is the mean weight of its exemplars, divided by its mean
+        |weight|. Only the half of the pairs with the largest mean |weight| · ‖value‖, which add
+        most to the output, can be chosen; among them, the most selective are. Selectivity alone
+        would choose pairs that do almost nothing. The other measure alone would choose pairs that
+        respond to everything, whose exemplars say nothing. Kurtosis would depend on single
+        outliers; selectivity depends on every image that is shown.
     """
     layer, module = _find_layer(model, layer)
     tokens = _check_tokens(tokens, top, layer, module)
     if not 1 <= number <= MOST:
-        raise InputError(f"{number} exemplars of a pair cannot be drawn; ask for 1 to {MOST}")
+        raise InputError(f"cannot draw {number} exemplars of a pair; ask for 1 to {MOST}")
     files: list[Path] = []
     total = torch.zeros(module.num_param_tokens, dtype=torch.float64)
-    # The best images so far of every pair: their largest weight, number and patch, each (<=K, P).
+    # The best images of every pair so far: largest weight, number and patch, each (<=K, P).
     peaks = torch.empty(0, module.num_param_tokens)
     images = patches = torch.empty(0, module.num_param_tokens, dtype=torch.long)
     with closing(_stream(model, paths, layer, batch_size, device, skipped)) as batches:
@@ -206,7 +214,7 @@ def find_exemplars(
             peaks, order = torch.cat([peaks, new]).topk(min(number, len(files)), dim=0)
             images = torch.cat([images, numbers[:, None].expand_as(new)]).gather(0, order)
             patches = torch.cat([patches, at]).gather(0, order)
-            del weights  # before the next come
+            del weights  # before the next batch is computed
     header = _header(model, layer, module)
     mean = total / (len(files) * math.prod(header["grid"]))
     norms = _value_norms(module)
@@ -245,16 +253,16 @@ def find_exemplars(
 def _check_tokens(
     tokens: Sequence[int] | None, top: int, layer: str, module: Pattention
 ) -> list[int]:
-    """Return the pairs that were named, each once; none if they are to be chosen."""
+    """Return the given pairs without repetitions; none if they are to be chosen."""
     tokens = list(dict.fromkeys(tokens or ()))
     for token in tokens:
         if not 0 <= token < module.num_param_tokens:
             raise InputError(
-                f"there is no pair {token} in {layer}, whose {module.num_param_tokens} pairs are "
-                f"0 to {module.num_param_tokens - 1}"
+                f"{layer} has no pair {token}; its {module.num_param_tokens} pairs are 0 to "
+                f"{module.num_param_tokens - 1}"
             )
     if not 1 <= (asked := len(tokens) or top) <= MOST:
-        raise InputError(f"{asked} pairs cannot be drawn at a time; ask for 1 to {MOST}")
+        raise InputError(f"cannot draw {asked} pairs in one picture; ask for 1 to {MOST}")
     return tokens
 
 
@@ -266,7 +274,7 @@ def _stream(
     device: torch.device | str,
     skipped: Callable[[Path, Exception], object],
 ) -> Generator[tuple[list[Path], Tensor], None, None]:
-    """Yield the readable paths of each batch and their (B, N, P) weights."""
+    """Yield the readable paths of each batch and their (B, N, P) weights; report the others."""
     config, model, found = data_config(model), model.to(device), False
     with closing(read_images(list(dict.fromkeys(paths)), config, batch_size)) as batches:
         for batch in batches:

@@ -1,4 +1,4 @@
-"""Where images come from: parquet files of the Hugging Face hub, scikit-learn's digits."""
+"""Sources of images: parquet files from the Hugging Face hub, and scikit-learn's digits."""
 
 import io
 import json
@@ -11,22 +11,22 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, one_line
 
 _VALIDATION_SPLITS = ("validation", "valid", "val", "dev", "test")  # best first
 _BATCH_ROWS = 64  # images in memory at a time
-# Of a data set that does not name them. Each is a folder, and a single wrong label would make many.
+# For a data set without class names. Each class is a folder, and one wrong label would make many.
 _MOST_CLASSES = 100_000
 
 
 @dataclass
 class Split:
-    """One folder of the result: train or val.
+    """The rows of one folder, train or val.
 
     Attributes:
-        labels: Class index of every row, in order; (rows,), int64.
-        stem: Gives a row's file name without suffix.
-        read: Yields (row, bytes, where it came from) of the rows asked for, given in order.
+        labels: (rows,) int64 class index of every row.
+        stem: Function that returns the file name of a row, without suffix.
+        read: Function that yields (row, bytes, source) for the given rows, which are in order.
     """
 
     labels: np.ndarray
@@ -37,27 +37,23 @@ class Split:
 def parquet_splits(
     source: Path, wanted: dict[str, str], image_column: str | None, label_column: str
 ) -> tuple[dict[str, Split], list[str]]:
-    """Open a Hugging Face image data set; labels are read and checked, images are not yet.
+    """Open a Hugging Face image data set. Labels are read and checked; images are not read yet.
 
     Args:
-        source: Folder in which parquet files are looked for at any depth.
-        wanted: Source split of ``train`` and ``val``, where it is not the usual one.
-        image_column: Column of {bytes, path}; None for ``image`` or ``img``.
-        label_column: Column of class indices.
+        source: Folder that is searched for parquet files, at any depth.
+        wanted: Source split for ``train`` and ``val``, if it has an unusual name.
+        image_column: Name of the column of {bytes, path}; None for ``image`` or ``img``.
+        label_column: Name of the column of class indices.
 
     Returns:
-        The splits by folder name, and the class names in order of their index: those of the
-        ``huggingface`` metadata, or the indices as text of equal length.
+        The splits by folder name, and the class names in the order of their index. The names come
+        from the ``huggingface`` metadata; without it, they are the indices as text, padded with
+        zeros.
 
     Raises:
-        InputError: If anything of that is missing or not as it should be.
+        InputError: If files, splits, columns or labels are missing or wrong.
     """
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise InputError(
-            "reading parquet files needs pyarrow: pip install 'tokenformer-vit[data]'"
-        ) from error
+    import pyarrow.parquet as parquet  # of the extra [train]
 
     if not source.is_dir():
         raise InputError(f"there is no folder {source}; SOURCE is a folder with *.parquet files")
@@ -65,7 +61,9 @@ def parquet_splits(
     for path in sorted(source.rglob("*.parquet")):
         shards.setdefault(_split_of(path), []).append(path)
     if not shards:
-        raise InputError(f"there is no *.parquet file in {source} or below")
+        raise InputError(
+            f"there is no *.parquet file in {source}; SOURCE is a folder with *.parquet files"
+        )
     chosen = _choose_splits(shards, wanted, source)
 
     splits: dict[str, Split] = {}
@@ -80,8 +78,8 @@ def parquet_splits(
                 own = _class_names(file.schema_arrow, label_column, path)
             if names and own and names != own:
                 raise InputError(
-                    f"{path} names its classes {_few(own)}, but other files {_few(names)}: they "
-                    "are of different data sets"
+                    f"{path} has the classes {_few(own)}, but other files have {_few(names)}: they "
+                    "belong to different data sets; give one data set as SOURCE"
                 )
             names = names or own
             files.append((path, image, len(found[path])))
@@ -90,12 +88,12 @@ def parquet_splits(
     _check_labels(found, names, label_column)
     count = max(int(split.labels.max(initial=-1)) for split in splits.values()) + 1
     if count == 0:
-        raise InputError(f"the parquet files in {source} have no rows")
+        raise InputError(f"the parquet files in {source} have no rows; download them again")
     return splits, names or [str(i).zfill(len(str(count - 1))) for i in range(count)]
 
 
 def _split_of(path: Path) -> str:
-    """Split of a shard: of train-00000-of-00001.parquet, train.parquet or train/0000.parquet."""
+    """Return the split: train-00000-of-00001.parquet, train.parquet or train/0000.parquet."""
     name = path.stem.split("-")[0]
     return path.parent.name if name.isdecimal() else name
 
@@ -112,19 +110,19 @@ def _choose_splits(
         chosen["val"] = validation[0]
     for folder, split in wanted.items():
         if split not in shards:
-            raise InputError(f"{source} has no split {split!r}; it has: {found}")
+            raise InputError(f"{source} has no split {split!r}; choose one of {found}")
         chosen[folder] = split
     if not chosen:
         raise InputError(
             f"no parquet file in {source} is named train-*, validation-* or test-*; found the "
-            f"splits {found}: say which is which with --splits train=... val=..."
+            f"splits {found}: assign them with --splits train=... val=..."
         )
     for split in chosen.values():
         folders = sorted({str(path.parent) for path in shards[split]})
         if len(folders) > 1:
             raise InputError(
-                f"{split} shards are in several folders ({', '.join(folders)}), which may be "
-                "different data sets; give the right one as SOURCE"
+                f"{split} shards are in several folders ({', '.join(folders)}), perhaps of "
+                "different data sets; give one folder as SOURCE"
             )
     return chosen
 
@@ -162,7 +160,10 @@ def _labels(file: Any, column: str, path: Path) -> np.ndarray:
         raise InputError(f"{path}, row {row}: the label is missing; remove the row or label it")
     labels = values.to_numpy()
     if labels.size and labels.dtype.kind not in "iu":
-        raise InputError(f"{path}: column {column!r} holds {values.type}, not class indices")
+        raise InputError(
+            f"{path}: column {column!r} holds {values.type}, not class indices; name the label "
+            "column with --label-column"
+        )
     if len(labels) != file.metadata.num_rows:
         raise InputError(
             f"{path} is damaged: it should have {file.metadata.num_rows} rows, but column "
@@ -179,13 +180,12 @@ def _check_labels(labels: dict[Path, np.ndarray], names: list[str] | None, colum
             row = int(bad.argmax())
             raise InputError(
                 f"{path}, row {row}: {column} is {shard[row]}, but must be 0 to {count - 1}"
-                f"{'' if names else ' where classes have no names'}; a split whose labels are "
-                "withheld cannot be used"
+                f"{'' if names else ' if classes have no names'}; use a split with labels"
             )
 
 
 def _class_names(schema: Any, column: str, path: Path) -> list[str] | None:
-    """Read the names that the library datasets writes beside a column of labels, if any."""
+    """Read the class names that the library datasets writes into the metadata, if any."""
     metadata = (schema.metadata or {}).get(b"huggingface")
     if metadata is None:
         return None
@@ -203,8 +203,8 @@ def _class_names(schema: Any, column: str, path: Path) -> list[str] | None:
         isinstance(names, list) and all(isinstance(name, str) for name in names)
     ):
         raise InputError(
-            f"{path}: the class names in its `huggingface` metadata must be a list of texts, but "
-            f"are {names!r:.100}"
+            f"{path}: the class names in its `huggingface` metadata must be a list of strings, but "
+            f"are {names!r:.100}; write the file again with the library datasets"
         )
     return names or None
 
@@ -215,25 +215,24 @@ def _few(names: Sequence[str]) -> str:
 
 @contextmanager
 def _opened(parquet: Any, path: Path) -> Iterator[Any]:
-    """Open a parquet file; what pyarrow raises in the ``with`` block becomes one line."""
+    """Open a parquet file; turn errors of pyarrow in the ``with`` block into an InputError."""
     try:
         if not path.is_file():  # a named pipe would be waited for
-            raise OSError("it is no regular file")
+            raise OSError("it is not a regular file")
         with parquet.ParquetFile(path) as file:
             yield file
     except InputError:
         raise
     except Exception as error:  # on damaged data, pyarrow raises more than its own errors
-        reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(
-            f"{path} is not a readable parquet file: {reason:.300}; download it again"
+            f"{path} is not a readable parquet file: {one_line(error)}; download it again"
         ) from error
 
 
 def _parquet_rows(
     parquet: Any, split: str, files: list[tuple[Path, str, int]]
 ) -> tuple[Callable[[int], str], Callable[[Sequence[int]], Iterator[tuple[int, bytes, str]]]]:
-    """Make a split's ``stem`` and ``read``; files are (path, image column, rows), in order."""
+    """Return ``stem`` and ``read`` of a split; ``files`` are (path, image column, rows)."""
     starts = np.cumsum([0, *(rows for _, _, rows in files)])
 
     def stem(row: int) -> str:
@@ -268,24 +267,17 @@ def _parquet_rows(
 
 
 def digits_splits(val_fraction: float = 0.2) -> tuple[dict[str, Split], list[str]]:
-    """Make splits of scikit-learn's 1,797 handwritten digits, (8, 8) grey, as PNG.
+    """Make splits from scikit-learn's 1,797 handwritten digits, 8 × 8 grey pixels, as PNG.
 
     Args:
-        val_fraction: Part of every class that goes to val, drawn with a fixed seed.
+        val_fraction: Share of every class that goes to val, drawn with a fixed seed.
 
     Returns:
-        As :func:`parquet_splits`; the classes are the digits "0" to "9".
-
-    Raises:
-        InputError: If scikit-learn is missing.
+        The splits by folder name, and the class names "0" to "9".
     """
-    try:
-        from sklearn.datasets import load_digits
-        from sklearn.model_selection import train_test_split
-    except ImportError as error:
-        raise InputError(
-            "the digits come with scikit-learn: pip install 'tokenformer-vit[demo]'"
-        ) from error
+    from sklearn.datasets import load_digits  # of the extra [train]
+    from sklearn.model_selection import train_test_split
+
     digits: Any = load_digits()
     pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)  # (1797, 8, 8), 0..16 -> 0..255
     train, val = train_test_split(

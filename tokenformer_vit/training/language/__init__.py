@@ -1,7 +1,9 @@
-"""Language models in mmengine's runner; importing it registers the pieces.
+"""Language models in mmengine's runner.
 
-The configs ``lm_*.py`` name this package in ``custom_imports``, beside
-``tokenformer_vit.training``, which does without Hugging Face's libraries.
+Importing this package registers its classes. The configs ``lm_*.py`` name it in
+``custom_imports``, with ``tokenformer_vit.training``, which needs none of Hugging Face's libraries.
+Loop, schedule, checkpoints, growth and record are those of image classifiers; this package has
+the data set, the model, the metrics, and what differs in the checks and the export.
 """
 
 from .data import TokenDataset

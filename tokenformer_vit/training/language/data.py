@@ -1,4 +1,8 @@
-"""Rows of tokens that tools/prepare_text.py has packed."""
+"""Rows of tokens that prepare-text wrote.
+
+An image data set of mmpretrain has a pipeline of transforms and makes data samples. Rows of tokens
+need neither: PyTorch's own ``default_collate`` makes the batches.
+"""
 
 import hashlib
 import json
@@ -17,24 +21,23 @@ from tokenformer_vit.language import check_tokens_agree, read_text_meta, read_to
 
 @DATASETS.register_module()
 class TokenDataset(Dataset):
-    """Memory-mapped rows of one folder, or of several behind each other.
+    """Memory-mapped rows of one folder, or of several folders one after the other.
 
     Args:
-        data_root: Folder that tools/prepare_text.py made, or several, of one context length and
-            one vocabulary.
+        data_root: Folder that ``tokenformer-vit prepare-text`` made, or several with the same
+            context length and vocabulary.
         split: ``train`` or ``val``.
 
     Attributes:
         metainfo: ``sources``, the names of the folders; ``context_length`` N; ``vocab_size``, the
-            entries of the tokenizer.
+            number of entries of the tokenizer.
 
     Raises:
-        InputError: If a folder is missing, damaged or empty, or those of several differ.
+        InputError: If a folder is missing, damaged or empty, or several folders do not fit.
 
     Shape:
-        A row is ``inputs``, (N + 1,) int64 tokens, and ``source``, the number of its folder.
-        Each token but the first is to be predicted from those before it; the last of a row is the
-        first of the next.
+        A row has ``inputs``, (N + 1,) int64 tokens, and ``source``, the number of its folder. Each
+        token but the first is a target. The last token of a row is the first of the next.
     """
 
     def __init__(self, data_root: str | Sequence[str], split: str) -> None:
@@ -47,14 +50,14 @@ class TokenDataset(Dataset):
             values = {meta[key]: folder for meta, folder in zip(metas, self.folders, strict=True)}
             if len(values) > 1:
                 told = " and ".join(f"{value} in {folder}" for value, folder in values.items())
-                raise InputError(f"{key} is {told}: prepare the texts alike")
+                raise InputError(f"{key} is {told}: prepare all texts with the same {key}")
         for folder in self.folders[1:]:
             check_tokens_agree(self.folders[0], folder)
         sources = tuple(folder.name for folder in self.folders)
         if len(set(sources)) < len(sources):
             raise InputError(
-                f"two of the folders {', '.join(roots)} have one name, by which their perplexities "
-                "are told apart; rename one"
+                f"two of the folders {', '.join(roots)} have the same name, but perplexities are "
+                "reported by name; rename one"
             )
         self._metas = metas
         self._rows: Any = ConcatDataset([read_tokens(folder, split) for folder in self.folders])  # type: ignore[arg-type]
@@ -65,7 +68,7 @@ class TokenDataset(Dataset):
         }
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 of what the rows were made from, and of two rows, for a resumed run."""
+        """Return a SHA-256 of the settings of prepare-text and of two rows, to check on resume."""
         made = [[meta.get("settings"), meta["splits"]] for meta in self._metas]
         digest = hashlib.sha256(json.dumps(made, sort_keys=True).encode())
         for row in (0, len(self) - 1):
@@ -86,8 +89,8 @@ class TokenDataset(Dataset):
         if row.max() >= self.metainfo["vocab_size"]:
             raise InputError(
                 f"row {index} of {' and '.join(map(str, self.folders))} has the token {row.max()}, "
-                f"but a vocabulary of {self.metainfo['vocab_size']}: a file is damaged; prepare "
-                "the text again"
+                f"but the vocabulary has {self.metainfo['vocab_size']} entries: a file is damaged; "
+                "prepare the text again"
             )
         source = np.searchsorted(self._rows.cumulative_sizes, index, side="right")
         return {"inputs": torch.from_numpy(row), "source": int(source)}

@@ -1,4 +1,8 @@
-"""The checks and the export of a run, where those of image classifiers do not fit."""
+"""Hooks of a language run: its checks and its export.
+
+They replace two hooks of image classifiers, which check classes and labels and write a timm folder.
+A language run checks tokens and tokenizers, and writes a folder of transformers.
+"""
 
 from pathlib import Path
 
@@ -13,6 +17,7 @@ from tokenformer_vit.language import (
     save_language_model,
 )
 
+from ..export import run_facts
 from ..guard import GuardHook, unwrap
 from ..reports import ExportHook, validated_model
 from .model import CausalLM
@@ -20,7 +25,7 @@ from .model import CausalLM
 
 @HOOKS.register_module()
 class LanguageGuardHook(GuardHook):
-    """Stop on text that does not fit the model, weights of another model, or a loss gone bad."""
+    """Stop a run if the text does not fit the model, weights do not fit, or the loss diverges."""
 
     unit = "sequences"
 
@@ -37,13 +42,13 @@ class LanguageGuardHook(GuardHook):
             where = f"the {split} text in {', '.join(map(str, dataset.folders))}"
             if length > model.context_length:
                 raise InputError(
-                    f"{where} has rows of {length} tokens, and the model's context_length is "
+                    f"{where} has rows of {length} tokens, but the model's context_length is "
                     f"{model.context_length}: set `--cfg-options model.config.context_length="
                     f"{length}`, or prepare the text with --context-length {model.context_length}"
                 )
             if entries > model.vocab_size:
                 raise InputError(
-                    f"{where} is of a tokenizer with {entries} entries, and the model's vocab_size "
+                    f"{where} has a tokenizer with {entries} entries, but the model's vocab_size "
                     f"is {model.vocab_size}: set `--cfg-options model.config.vocab_size={entries}` "
                     "or more, or prepare the text with the model's tokenizer"
                 )
@@ -56,32 +61,32 @@ class LanguageGuardHook(GuardHook):
                 check_tokens_agree(first, folder)
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
-        """Refuse weights of another model, and say how a run starts from those of a folder."""
+        """Refuse weights of another model, and say how to start from a folder."""
         try:
             super().after_load_checkpoint(runner, checkpoint)
         except InputError as error:
             raise InputError(
-                f"{error}; load_from takes the *.pth of a run, and model.checkpoint a folder with "
+                f"{error}; load_from takes a *.pth of a run, model.checkpoint takes a folder with "
                 "config.json and model.safetensors"
             ) from error
 
     def check_testing(self, runner) -> None:
         """Refuse to test: there are no classes."""
-        raise InputError("a language model is evaluated by tools/evaluate_lm.py")
+        raise InputError("test is for image classifiers; use tokenformer-vit evaluate-lm")
 
 
 @HOOKS.register_module()
 class LanguageExportHook(ExportHook):
-    """At the end, write model and tokenizer as a folder that transformers loads.
+    """Write model and tokenizer to the work directory after training, for transformers.
 
-    The work directory then holds ``model.safetensors``, ``config.json`` and the tokenizer's files,
-    and of a model with masks ``masks.safetensors``.
+    The work directory gets ``model.safetensors``, ``config.json``, the files of the tokenizer and
+    the model card ``README.md``; a model with masks also ``masks.safetensors``.
     """
 
-    purpose = "for transformers, tools/generate.py and tools/evaluate_lm.py"
+    purpose = "for transformers, generate and evaluate-lm"
 
     def before_train(self, runner) -> None:
-        """Read the tokenizer, while nothing is lost if it cannot be read."""
+        """Load the tokenizer: an error now costs no training."""
         text = runner.train_dataloader.dataset.folders[0]
         self._tokenizer = load_tokenizer(text, unwrap(runner.model).vocab_size)
 
@@ -90,6 +95,6 @@ class LanguageExportHook(ExportHook):
         """Write the files."""
         model: CausalLM = validated_model(runner)
         folder = Path(runner.work_dir)
-        save_language_model(model.model, folder, self._tokenizer)
+        save_language_model(model.model, folder, self._tokenizer, run_facts(runner))
         if model.masks is not None:
             model.masks.save(folder / MASKS)

@@ -1,4 +1,8 @@
-"""What a language model is validated by."""
+"""Metrics of language models.
+
+Metrics of image classifiers read the class scores of data samples; these read the losses and
+predictions of each token, as ``CausalLM`` returns them.
+"""
 
 import math
 from collections.abc import Sequence
@@ -13,21 +17,21 @@ from tokenformer_vit.errors import InputError
 
 @METRICS.register_module()
 class Perplexity(BaseMetric):
-    """exp of the mean cross-entropy a token, of all rows and of each text by itself.
+    """exp of the mean cross-entropy a token, over all rows and over the rows of each text.
 
-    Every token but the first of a text is predicted once, from those before it in its row.
+    Every token of a text but the first counts once, predicted from those before it in its row.
     """
 
     default_prefix = ""  # none, and no warning of it
 
     def process(self, data_batch: Any, data_samples: Sequence[dict[str, Tensor]]) -> None:
-        """Take the sums of some rows."""
+        """Collect the sums of a batch."""
         for row in data_samples:
             losses = row["losses"].double()
             self.results.append((int(row["source"]), float(losses.sum()), len(losses)))
 
     def compute_metrics(self, results: list[tuple[int, float, int]]) -> dict[str, float]:
-        """Return ``perplexity``, and of several texts also ``perplexity/<name of the folder>``."""
+        """Return ``perplexity``; with several texts also ``perplexity/<name of the folder>``."""
         names = (self.dataset_meta or {}).get("sources", ("",))
         parts = {"": results}
         if len(names) > 1:
@@ -48,18 +52,18 @@ def _perplexity(results: list[tuple[int, float, int]]) -> float:
 
 @METRICS.register_module()
 class AnswerAccuracy(BaseMetric):
-    """Share of answers, in percent, whose every token is the model's likeliest.
+    """Percentage of answers in which every token is the most likely one.
 
-    An answer is what follows a start token, up to its end token and with it. Since each token is
-    predicted from the true ones before it, all of an answer is right exactly where greedy
-    generation from the text before it gives the answer. What a row cuts off does not count.
+    An answer is the tokens after a start token, up to and with an end token. Each token is
+    predicted from the true tokens before it: an answer is right exactly if greedy generation gives
+    it. Answers that a row cuts off do not count.
 
     Args:
-        start: Token behind which an answer begins.
-        end: Token that ends it.
+        start: Token before an answer.
+        end: Last token of an answer.
 
     Raises:
-        InputError: If no row holds an answer.
+        InputError: If no row has an answer.
     """
 
     default_prefix = ""  # none, and no warning of it
@@ -69,7 +73,7 @@ class AnswerAccuracy(BaseMetric):
         self._start, self._end = start, end
 
     def process(self, data_batch: Any, data_samples: Sequence[dict[str, Tensor]]) -> None:
-        """Look for the answers in some rows."""
+        """Collect the answers of a batch."""
         for row in data_samples:
             answers, right = 0, 0
             begin: int | None = None
@@ -84,11 +88,11 @@ class AnswerAccuracy(BaseMetric):
             self.results.append((answers, right))
 
     def compute_metrics(self, results: list[tuple[int, int]]) -> dict[str, float]:
-        """Return ``answers/accuracy``, and ``answers/count``, how many there were."""
+        """Return ``answers/accuracy`` in percent, and ``answers/count``, the number of answers."""
         answers, right = (sum(column) for column in zip(*results, strict=True))
         if not answers:
             raise InputError(
-                f"no row of the validation text holds an answer between the tokens {self._start} "
+                f"no row of the validation text has an answer between the tokens {self._start} "
                 f"and {self._end}; leave AnswerAccuracy out of val_evaluator"
             )
         return {"answers/accuracy": 100 * right / answers, "answers/count": answers}

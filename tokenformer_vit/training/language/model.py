@@ -1,4 +1,8 @@
-"""A causal language model as mmengine trains and validates it."""
+"""A causal language model for mmengine's runner.
+
+An image classifier is mmpretrain's, with a backbone, a head and a preprocessor. A language model
+has no such parts: this class wraps a whole model of transformers, and computes the loss itself.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,34 +35,32 @@ class CausalLM(BaseModel):
     """A TokenFormer language model, or the Transformer that it is compared with.
 
     Args:
-        architecture: ``tokenformer``, or ``transformer`` for GPT-2's form.
-        config: Sizes of a new model. Of a TokenFormer a ``preset`` and what differs from it, or the
-            fields of :class:`~tokenformer_vit.models.LMConfig`; of a Transformer the arguments of
-            :func:`~tokenformer_vit.language.transformer_lm`.
-        checkpoint: Folder of a trained model to start from, as a run leaves it, taken as float32;
-            the sizes are its own then, and ``config`` is empty.
-        growth: Arguments of :func:`tokenformer_vit.growth.grow`, to append pairs to what was built
-            or loaded. Without a ``seed`` of their own they are drawn from that of the run.
-        masks: Give each text pairs of its own. ``new`` names the mask of the pairs that ``growth``
-            appends, or of all pairs where there is no growth: they alone are active in training,
-            and the others keep their values. Masks are saved beside the model, and loaded with a
-            ``checkpoint``. In validation a text, by the name of its folder, is read with the mask
-            of its name, one without a mask with the newest.
-        frozen_stem: Keep embeddings, positions, final norm and head as they are.
-        compile: Compile each block, for training and evaluation alike; checkpoints stay the same.
+        architecture: ``tokenformer``, or ``transformer`` for the form of GPT-2.
+        config: Sizes of a new model. For a TokenFormer, a ``preset`` and changes to it, or the
+            fields of :class:`~tokenformer_vit.models.LMConfig`; for a Transformer, the arguments
+            of :func:`~tokenformer_vit.language.transformer_lm`. Empty with a ``checkpoint``.
+        checkpoint: Folder of a trained model to start from; its weights are converted to float32.
+        growth: Arguments of :func:`tokenformer_vit.growth.grow`, to append pairs at the start. The
+            default ``seed`` is the seed of the run.
+        masks: ``new``, the name of a mask that gives the training text pairs of its own: those
+            that ``growth`` appends, or all pairs without ``growth``. Only these pairs are active
+            and change in training. Masks are saved with the model, and loaded with a
+            ``checkpoint``. Validation reads each text with the mask that is named like its folder,
+            or else with the newest mask.
+        frozen_stem: Whether to freeze embeddings, positions, final norm and head.
+        compile: Whether to compile each block; checkpoints stay the same.
 
     Raises:
-        InputError: If an argument is none of those that exist, sizes do not fit, or the checkpoint
-            cannot be read.
+        InputError: If an argument is unknown, sizes do not fit, or the checkpoint cannot be read.
 
     Shape:
-        Rows of (B, N + 1) tokens: N are read and the last N predicted.
+        Rows of (B, N + 1) tokens: the first N are read and the last N predicted.
 
     Attributes:
-        sources: Names of the texts that are validated on, by their number; the guard sets it.
+        sources: Names of the validation texts, by number; the guard sets it.
 
     Note:
-        The loss is the mean over tokens of the cross-entropy in nats, computed in float32.
+        The loss is the mean cross-entropy a token in nats, computed in float32.
     """
 
     sources: tuple[str, ...] = ()
@@ -78,7 +80,7 @@ class CausalLM(BaseModel):
         self.model: Any = _build(architecture, dict(config or {}), checkpoint)
         before = count_pairs(self.model) if masks and growth else {}
         if growth:
-            # Old pairs that a mask leaves out get no gradient, but would decay if they trained.
+            # Pairs outside the mask get no gradient; unless frozen, weight decay changes them.
             freeze = {"freeze": "old"} if masks else {}
             grow(self.model, **{"seed": torch.initial_seed(), **freeze, **growth})
         self.masks = _masks(self.model, checkpoint, masks, before) if masks else None
@@ -90,12 +92,12 @@ class CausalLM(BaseModel):
 
     @property
     def context_length(self) -> int:
-        """Most tokens that the model reads."""
+        """Largest number of tokens that the model reads."""
         return self.model.config.max_position_embeddings
 
     @property
     def vocab_size(self) -> int:
-        """Entries of the embedding."""
+        """Number of entries of the embedding."""
         return self.model.config.vocab_size
 
     def training_flops(self, num_tokens: int) -> int:
@@ -108,14 +110,14 @@ class CausalLM(BaseModel):
         """Read rows of tokens.
 
         Args:
-            inputs: (B, N + 1) int64.
+            inputs: (B, N + 1) int64 tokens.
             source: (B,) number of the text of each row, for its mask.
-            mode: ``loss``, ``predict`` or ``tensor``, as mmengine has them.
+            mode: Mode of mmengine: ``loss``, ``predict`` or ``tensor``.
 
         Returns:
-            ``loss``: a dict with the mean over tokens. ``predict``: of each row ``losses`` (N,)
-            float32, ``right`` (N,) whether the likeliest token was the true one, ``targets`` (N,),
-            and ``source``, all on the CPU. ``tensor``: (B, N, V) logits.
+            For ``loss`` a dict with the mean loss. For ``predict`` a dict for each row, on the CPU:
+            ``losses`` (N,) float32; ``right`` (N,) bool, whether the most likely token is the true
+            one; ``targets`` (N,); and ``source``. For ``tensor`` (B, N, V) logits.
         """
         if mode == "loss":
             logits = self._logits(inputs)
@@ -157,10 +159,10 @@ def _build(architecture: str, config: dict[str, Any], checkpoint: str) -> Any:
     if checkpoint:
         if config:
             raise InputError(
-                f"model.config is {config}, but the model starts from {checkpoint} and has its "
-                "sizes: set `config=dict(_delete_=True)`, or leave the checkpoint out"
+                f"model.config is {config}, but the sizes are those of the checkpoint "
+                f"{checkpoint}: set `config=dict(_delete_=True)`, or leave out the checkpoint"
             )
-        # Steps of an optimiser are lost in weights of 16 bits, which published models may have.
+        # Published models may have 16-bit weights, in which the optimiser's steps would be lost.
         return load_language_model(Path(checkpoint), kinds=("tokenformer", "gpt2")).float().train()
     try:
         if architecture == "tokenformer":
@@ -170,19 +172,17 @@ def _build(architecture: str, config: dict[str, Any], checkpoint: str) -> Any:
             return TokenFormerForCausalLM(TokenFormerConfig(**vars(sizes)))
         if architecture == "transformer":
             return transformer_lm(**config)
-    except (TypeError, InputError) as error:  # such as a name that neither has
+    except (TypeError, InputError) as error:  # such as an unknown name
         raise InputError(f"model.config of the {architecture}: {error}") from error
-    raise InputError(
-        f"unknown architecture {architecture!r}; choose one of tokenformer, transformer"
-    )
+    raise InputError(f"architecture must be tokenformer or transformer, but got {architecture!r}")
 
 
 def _masks(
     model: nn.Module, checkpoint: str, wanted: Mapping[str, str], before: Mapping[str, int]
 ) -> TokenMasks:
-    """Load the masks of a checkpoint and add the new one, which is then active."""
+    """Load the masks of a checkpoint, add the new one and activate it."""
     if set(wanted) != {"new"}:
-        raise InputError(f"model.masks is {dict(wanted)}; it takes `new`, the name of a mask")
+        raise InputError(f"model.masks must be dict(new=NAME), but got {dict(wanted)}")
     file = Path(checkpoint, MASKS)
     masks = TokenMasks.load(file, model) if checkpoint and file.is_file() else TokenMasks(model)
     name = wanted["new"]
@@ -195,7 +195,7 @@ def _masks(
 
 
 def _stem(model: nn.Module) -> list[nn.Parameter]:
-    """List what stands outside the blocks: embeddings, positions, final norm, head."""
+    """List the parameters outside the blocks: embeddings, positions, final norm and head."""
     within = {
         id(parameter)
         for name, module in model.named_modules()  # GPT-2 calls its blocks h
@@ -207,5 +207,5 @@ def _stem(model: nn.Module) -> list[nn.Parameter]:
 
 def _compile(model: nn.Module) -> None:
     if not isinstance(model, TokenFormerForCausalLM):
-        raise InputError("--compile is for the TokenFormer; leave it out for a Transformer")
+        raise InputError("--compile is for TokenFormers only; leave it out for a Transformer")
     compile_blocks(model.model)

@@ -1,17 +1,16 @@
 """What growth is said to save follows from the records."""
 
 import json
-from pathlib import Path
 
 import growth
 import numpy as np
 import pytest
 from PIL import Image
+from tables import QUESTIONS
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.experiments import compute_tables, render, tables
-from tokenformer_vit.experiments.comparable import read_groups
-from tokenformer_vit.experiments.fields import VISION
+from tokenformer_vit.experiments import tables, training_cost
+from tokenformer_vit.experiments.results import read_groups
 
 SIZES = {"small": 100, "medium": 300, "large": 700, "large_short": 700, "small_long": 100}
 FLOPS = {"small": 1e15, "medium": 2e15, "large": 4e15, "large_short": 3e15, "small_long": 2e15}
@@ -63,17 +62,9 @@ def write(root, variant, seed, top1, **changes):
         }
         if grown:
             record["growth"] = [{"iteration": 30, "parameters": 700, "epoch": 3}]
-    path = root / "results" / "growth_small" / f"{variant}_seed{seed}.json"
+    path = root / "ablations" / "results" / "growth_small" / f"{variant}_seed{seed}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**record, **changes}))
-
-
-@pytest.fixture
-def root(tmp_path, monkeypatch) -> Path:
-    (tmp_path / "results").mkdir()
-    monkeypatch.setattr(tables, "HERE", tmp_path)
-    monkeypatch.setattr(render, "RESULTS", tmp_path / "results")
-    return tmp_path
 
 
 def cells(text, variant):
@@ -84,20 +75,20 @@ def cells(text, variant):
 
 
 def rendered(root):
-    text = tables.render(read_groups(tables.QUESTIONS, root / "results"))
+    text = tables.render(QUESTIONS, read_groups(QUESTIONS, root / "ablations" / "results"))
     return text.partition(tables.LANGUAGE_TITLE)[0]
 
 
 def test_no_run_lies_above_the_envelope(seed):
     points = [(4, 50.0), (1, 40.0), (3, 39.0), (2, 46.0), (2, 44.0), (8, 50.0)]
-    assert compute_tables.envelope(points) == [(1, 40.0), (2, 46.0), (4, 50.0)]
+    assert training_cost.envelope(points) == [(1, 40.0), (2, 46.0), (4, 50.0)]
     # A run below the line through its neighbours makes the bar no lower.
     points[3] = (2, 44.5)
-    assert compute_tables.envelope(points) == [(1, 40.0), (4, 50.0)]
-    assert compute_tables.envelope([(2, 5.0)]) == [(2, 5.0)]
+    assert training_cost.envelope(points) == [(1, 40.0), (4, 50.0)]
+    assert training_cost.envelope([(2, 5.0)]) == [(2, 5.0)]
     draw = np.random.default_rng(seed)
     points = list(zip(draw.uniform(1, 9, 30), draw.uniform(0, 99, 30), strict=True))
-    flops, top1 = np.array(compute_tables.envelope(points)).T
+    flops, top1 = np.array(training_cost.envelope(points)).T
     assert (np.diff(top1) > 0).all()
     for cost, own in points:
         assert own <= np.interp(np.log(cost), np.log(flops), top1) + 1e-9
@@ -105,15 +96,15 @@ def test_no_run_lies_above_the_envelope(seed):
 
 def test_what_training_from_scratch_needs(seed):
     line = [(1e15, 40.0), (4e15, 50.0), (8e15, 52.0)]
-    assert compute_tables.needed(45.0, line) == pytest.approx(2e15)  # half of the way by logarithm
-    assert compute_tables.needed(50.0, line) == pytest.approx(4e15)
-    assert compute_tables.needed(52.0, line) == pytest.approx(8e15)
-    assert compute_tables.needed(52.1, line) == np.inf
-    assert compute_tables.needed(30.0, line) == 1e15
+    assert training_cost.needed(45.0, line) == pytest.approx(2e15)  # half of the way by logarithm
+    assert training_cost.needed(50.0, line) == pytest.approx(4e15)
+    assert training_cost.needed(52.0, line) == pytest.approx(8e15)
+    assert training_cost.needed(52.1, line) == np.inf
+    assert training_cost.needed(30.0, line) == pytest.approx(1e15)
     # Between two points it is never more than on straight lines over the FLOPs themselves.
     for top1 in np.random.default_rng(seed).uniform(40, 50, 20):
         straight = 1e15 + (top1 - 40) / 10 * 3e15
-        assert compute_tables.needed(top1, line) <= straight
+        assert training_cost.needed(top1, line) <= straight
 
 
 @pytest.mark.parametrize(
@@ -128,7 +119,7 @@ def test_what_training_from_scratch_needs(seed):
     ],
 )
 def test_savings(own, expected):
-    assert compute_tables.saved(own, [(1e15, 40.0), (4e15, 50.0)]) == expected
+    assert training_cost.saved(own, [(1e15, 40.0), (4e15, 50.0)]) == expected
 
 
 def test_costs_differences_and_savings_of_several_seeds(root):
@@ -193,34 +184,38 @@ def test_learning_rates_are_groups_and_the_best_is_marked(root):
 def test_the_paper_has_no_such_table(root):
     text = rendered(root)
     section = text[text.index("## Growth") :]
-    assert compute_tables.NOTES[VISION] in section
+    assert growth.QUESTION.note in section
     assert "in which it grew no model (`python ablations/growth.py --config" in section
 
 
 def test_charts_and_the_table_of_the_readme(root):
-    text = "before\n<!-- growth -->\n<!-- /growth -->\nafter\n"
-    assert "| not run | | | | |" in render.render(text)
+    readme, markers = root / "README.md", "before\n<!-- growth -->\n<!-- /growth -->\nafter\n"
+    readme.write_text(markers)
+    tables.main(QUESTIONS, [], root)
+    assert "| not run |" in readme.read_text()
     for variant in growth.QUESTION.variants:
         write(root, variant.name, 0, 45.0)
     write(root, "zero_key", 1, 46.0)
-    tables.main([])
-    tables.main(["--check"])
-    assert "(results/growth_small.png)" in (root / "TABLES.md").read_text()
-    with Image.open(root / "results" / "growth_small.png") as picture:
+    tables.main(QUESTIONS, [], root)
+    tables.main(QUESTIONS, ["--check"], root)
+    assert "(results/growth_small.png)" in (root / "ablations" / "TABLES.md").read_text()
+    with Image.open(root / "ablations" / "results" / "growth_small.png") as picture:
         assert picture.width > 400
         assert len(picture.convert("RGB").getcolors(1_000_000)) > 50
-    text = render.render(text)
+    text = readme.read_text()
     assert text.startswith("before\n<!-- growth -->\n| | parameters")
+    assert text.endswith("\n<!-- /growth -->\nafter\n")
     assert "| **[`small`](ablations/results/growth_small)**, GPU |" in text
     assert cells(text, "zero_key") == ["100 → 700", "0.50", "45.50 ± 0.71", "2"]
-    assert render.render(text) == text
-    assert render.render("no markers") == "no markers"
+    readme.write_text(markers)
+    with pytest.raises(SystemExit, match=r"README\.md"):
+        tables.main(QUESTIONS, ["--check"], root)
 
 
 def test_a_chart_of_runs_that_all_failed(root):
     write(root, "zero_key", 0, "out of memory")
-    tables.main([])
-    assert (root / "results" / "growth_small.png").is_file()
+    tables.main(QUESTIONS, [], root)
+    assert (root / "ablations" / "results" / "growth_small.png").is_file()
 
 
 def _settings(**changes):

@@ -1,4 +1,28 @@
-"""What a run leaves behind: its record, made of its logs, or of what is known of its failure."""
+"""The record of a run, made from its logs, or from its error if it failed.
+
+A record, ``OUT/<run>.json``, has what the training's own ``record.json`` has, and::
+
+    question, variant, label
+    paper                 the paper's top-1 on ImageNet-1K at base size, or null
+    config, seed, lr
+    parameters
+    trainable             how many of them are trained, and start, the file of the weights and its
+                          digest: where trained weights are tuned
+    options               what the variant changes in the config
+    base                  short digest of the config's content, and of the weights, or of the run,
+                          that it starts from
+    settings              all that differs from the config
+    command               command of the sweep; training_command is that of the run
+    taken_from            record of another question that trained the same model before
+    failed                the error of a run that failed
+    final, best           {top1, top5} in %, of the last epoch and of the best one; for language
+                          {perplexity, and perplexity/<text> where there are several texts}
+    validation            {epoch, top1}: lists, with flops where training FLOPs are counted; for
+                          language {iteration, perplexity, ..., flops}
+    loss                  {iteration, loss}: lists of at most 100 points
+    diagnostics           {epoch, layers: lists}, and for each figure of DiagnosticsHook a list of
+                          lists, by epoch (0 is the start) and by layer; tau where it is learned
+"""
 
 import json
 import math
@@ -16,17 +40,18 @@ from tokenformer_vit.training import read_diagnostics
 from tokenformer_vit.training.reports import read_scalars
 
 from .fields import Field
-from .runs import MOST_DIAGNOSES, Run, check_same, plain, shown
+from .plan import MOST_DIAGNOSES
+from .run import Run, check_same, plain, shown
 
 MOST_LOSSES = 100  # points of a loss curve in a record
-MOST_FIGURES = 4500  # of diagnostics in a record
+MOST_FIGURES = 4500  # numbers of diagnostics in a record
 
 
 def read_record(run: Run) -> dict[str, Any] | None:
     """Return the record of a run, if there is one.
 
     Raises:
-        InputError: If it is of other settings.
+        InputError: If it has other settings.
     """
     if not run.record.is_file():
         return None
@@ -40,24 +65,17 @@ def read_record(run: Run) -> dict[str, Any] | None:
 def adopt(run: Run, processes: int) -> str | None:
     """Take over the record of the same training from another question.
 
-    The config's own model is a variant of every question.
-
-    Args:
-        run: The run.
-        processes: On how many it would be trained.
-
-    Returns:
-        The record it was, if there is one.
+    The config's own model is a variant of every question. Returns the name of the other record,
+    if there is one.
     """
-    stem = run.base.stem
     wanted = {key: run.about[key] for key in ("config", "base", "settings")}
-    # By other code, or on another number of processes, it would not be the same.
+    # Other code, or another number of processes, would not give the same numbers.
     wanted = plain({**wanted, "commit": environment()["commit"], "processes": processes})
-    for path in sorted(run.out.parent.glob(f"*_{stem}/*.json")):
+    for path in sorted(run.out.parent.glob(f"*_{run.base.stem}/*.json")):
         record = json.loads(path.read_text())
         there = {key: record.get(key, "") for key in wanted}
         for each in (there, wanted):
-            # Records, once written, can be what makes a tree dirty.
+            # A new record can be what makes a working tree dirty.
             each["commit"] = each["commit"].removesuffix("-dirty")
         if there == wanted and "failed" not in record:
             source = f"{path.parent.name}/{path.name}"
@@ -67,15 +85,7 @@ def adopt(run: Run, processes: int) -> str | None:
 
 
 def collect(run: Run, failed: str | None = None) -> dict[str, Any]:
-    """Write the record of a run out of what its training left behind.
-
-    Args:
-        run: The run.
-        failed: Why it did not come to its end.
-
-    Returns:
-        The record.
-    """
+    """Write and return the record of a run, made from the files of its training."""
     measure = run.field.measure
     train, val = read_scalars(sorted(run.folder.glob("*/vis_data/scalars.json")))
     if failed is None:
@@ -83,16 +93,14 @@ def collect(run: Run, failed: str | None = None) -> dict[str, Any]:
         training["training_command"] = training.pop("command")
     else:
         training = {**environment(), "failed": failed, "n": 1}
+    steps = thin(list(train), MOST_LOSSES)
     record = {
         "command": shlex.join(["python", shown(sys.argv[0]), *sys.argv[1:]]),
         **{key: value for key, value in training.items() if not re.fullmatch(measure.keys, key)},
         **run.about,
         **_validation(run.field, val),
-        "loss": {
-            "iteration": (steps := thin(list(train), MOST_LOSSES)),
-            "loss": [_number(train[step]["loss"]) for step in steps],
-        },
-        **_diagnostics(run.folder / "diagnostics.jsonl"),
+        "loss": {"iteration": steps, "loss": [_number(train[step]["loss"]) for step in steps]},
+        **read_layers(run.folder / "diagnostics.jsonl"),
     }
     if failed is None and "final" not in record:
         record["failed"] = f"its log has no validation {measure.name}"
@@ -101,7 +109,7 @@ def collect(run: Run, failed: str | None = None) -> dict[str, Any]:
 
 
 def _validation(field: Field, val: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the last and the best of what was measured, and its curves."""
+    """Return the last and the best figures of validation, and their curves."""
     measure = field.measure
     read = {step: measure.read(line) for step, line in val.items()}
     read = {step: figures for step, figures in read.items() if measure.name in figures}
@@ -121,10 +129,10 @@ def _validation(field: Field, val: Mapping[int, Mapping[str, Any]]) -> dict[str,
     }
 
 
-def _diagnostics(path: Path) -> dict[str, Any]:
-    """Return the figures of every layer over the epochs, fewer of those where layers are many."""
+def read_layers(path: Path) -> dict[str, Any]:
+    """Read the figures of every layer over the epochs, of fewer epochs where layers are many."""
     if not path.is_file():
-        return {}  # of a model without Pattention, or a run that failed before it was measured
+        return {}  # a model without Pattention, or a run that failed before the first measurement
     measured = {line["epoch"]: line["layers"] for line in read_diagnostics(path).values()}
     if not measured:
         return {}  # it was killed at the first line
@@ -134,25 +142,18 @@ def _diagnostics(path: Path) -> dict[str, Any]:
         names.remove("tau")  # it is not learned
     most = min(MOST_DIAGNOSES + 1, MOST_FIGURES // (len(layers) * len(names)))
     epochs = thin(list(measured), max(2, most))
-    return {
-        "diagnostics": {
-            "epoch": epochs,
-            "layers": layers,
-            **{
-                name: [
-                    [_number(measured[epoch][layer][name]) for layer in layers] for epoch in epochs
-                ]
-                for name in names
-            },
-        }
+    figures = {
+        name: [[_number(measured[epoch][layer][name]) for layer in layers] for epoch in epochs]
+        for name in names
     }
+    return {"diagnostics": {"epoch": epochs, "layers": layers, **figures}}
 
 
-def thin(points: Sequence[int], most: int) -> list[int]:
-    """Keep at most so many of a sequence, evenly spread, with the first and the last."""
-    if len(points) <= most:
-        return list(points)
-    return [points[round(i * (len(points) - 1) / (most - 1))] for i in range(most)]
+def thin(values: Sequence[int], most: int) -> list[int]:
+    """Keep at most so many values of a sequence, evenly spread, with the first and the last."""
+    if len(values) <= most:
+        return list(values)
+    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
 
 
 def _number(value: float | None) -> float | None:
@@ -166,17 +167,12 @@ def _write(run: Run, record: dict[str, Any]) -> None:
 
 
 def error_line(output: str, status: int) -> str:
-    """Find the line that says why a training ended.
-
-    Args:
-        output: What it printed.
-        status: Its exit status, negative where a signal ended it.
-    """
+    """Find the line of its output that says why a training ended; a signal's status is negative."""
     if status < 0:
         return f"killed by {signal.Signals(-status).name}"
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     ours = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    # torchrun ends with an error of its own, which says nothing of the cause.
+    # torchrun ends with an error of its own, which does not say the cause.
     raised = [
         line
         for line in lines

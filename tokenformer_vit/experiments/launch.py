@@ -1,14 +1,12 @@
 """Trainings as processes: some at a time, watched, recorded as they end, and stopped together."""
 
 import argparse
-import fcntl
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,10 +15,13 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from .recording import collect, error_line, read_record
-from .runs import Run, shown
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.files import locked_folder
 
-TRAIN = Path(__file__).resolve().parents[2] / "tools" / "train.py"
+from .record import collect, error_line, read_record
+from .run import Run, shown
+
+TRAIN = ("-m", "tokenformer_vit", "train")
 LOOK = 0.5  # seconds between two looks at the processes
 PATIENCE = 30  # seconds that an interrupted training has to end
 
@@ -31,13 +32,12 @@ def arguments(run: Run, args: argparse.Namespace) -> list[str]:
     if args.nproc_per_node:
         launcher = ["-m", "torch.distributed.run", "--standalone"]
         launcher.append(f"--nproc_per_node={args.nproc_per_node}")
-    command = [*launcher, shown(TRAIN), shown(run.config)]
-    command += ["--work-dir", shown(run.folder), "--resume"]
+    command = [*launcher, *TRAIN, shown(run.config), "--work-dir", shown(run.folder), "--resume"]
     return command if args.launcher == "none" else [*command, "--launcher", args.launcher]
 
 
 class Started(NamedTuple):
-    """A training under way."""
+    """A training that was started."""
 
     run: Run
     process: subprocess.Popen
@@ -46,16 +46,10 @@ class Started(NamedTuple):
     slot: int  # which of the jobs it is
 
 
-def start(run: Run, slot: int, args: argparse.Namespace) -> Started | None:
-    """Start a training, or return None where another process is at it."""
-    run.folder.mkdir(parents=True, exist_ok=True)
+def start(run: Run, slot: int, args: argparse.Namespace) -> Started:
+    """Start a training."""
     log = run.folder / "output.log"
     with log.open("ab") as file:
-        try:
-            # The training inherits the lock with its output, and holds it as long as it lives.
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return None
         begin = file.seek(0, os.SEEK_END)
         process = subprocess.Popen(
             [sys.executable, *arguments(run, args)],
@@ -69,7 +63,7 @@ def start(run: Run, slot: int, args: argparse.Namespace) -> Started | None:
 
 
 def _environment(slot: int, args: argparse.Namespace) -> dict[str, str]:
-    """Deal the GPUs out to the jobs, as many to each as it has processes."""
+    """Share the GPUs out among the jobs, as many to each as it has processes."""
     environment = dict(os.environ)
     if args.jobs > 1 and (count := torch.cuda.device_count()) > 1:
         visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -86,52 +80,35 @@ def train(waiting: Sequence[Run], args: argparse.Namespace) -> None:
     Raises:
         KeyboardInterrupt: After Ctrl-C, SIGTERM or SIGHUP; the trainings have ended by then.
     """
-    queue, active, ended = deque(waiting), [], 0
-    begun = {run.name: _done(run) for run in waiting}
+    queue, active = list(waiting), []
     total = sum(run.length for run in waiting)
-    with (
-        _signals_interrupt(),
-        tqdm(
-            total=total,
-            initial=sum(begun.values()),
-            disable=None,
-            unit=waiting[0].field.unit if waiting else "epoch",
-            dynamic_ncols=True,
-        ) as bar,
-    ):
+    unit = waiting[0].field.unit if waiting else "epoch"
+    bar = tqdm(total=total, initial=sum(map(_done, waiting)), disable=None, unit=unit)
+    with _signals_interrupt(), bar:
         try:
             while queue or active:
                 while len(active) < args.jobs and (run := _next(queue, active)):
                     queue.remove(run)
                     if reason := _cannot_start(run):
-                        ended += run.length
                         bar.write(f"{run.name} {reason}")
                         continue
                     slot = min(set(range(args.jobs)) - {started.slot for started in active})
-                    started = start(run, slot, args)
-                    if started is None:
-                        ended += run.length
-                        bar.write(f"{run.name}: another process is training it; left to that")
-                    else:
-                        active.append(started)
+                    active.append(start(run, slot, args))
                 time.sleep(LOOK)
                 for started in [each for each in active if each.process.poll() is not None]:
                     active.remove(started)
-                    ended += started.run.length
                     bar.write(_end(started))
                 if not bar.disable:
                     under_way = [started.run for started in active]
-                    done = sum(map(_done, under_way))
-                    done += sum(begun[run.name] for run in queue)
-                    bar.n = min(ended + done, total)
+                    bar.n = total - sum(run.length - _done(run) for run in [*queue, *under_way])
                     bar.set_description(", ".join(run.name for run in under_way))
         except KeyboardInterrupt:
             names = ", ".join(started.run.name for started in active)
             bar.write(f"stopping {names}", file=sys.stderr)
             _stop(active)
             bar.write(
-                f"{len(queue) + len(active)} of {len(waiting)} runs are left; the same command "
-                "goes on from their last checkpoints",
+                f"{len(queue) + len(active)} of {len(waiting)} runs are left; run the same command "
+                "again to resume them",
                 file=sys.stderr,
             )
             raise
@@ -140,28 +117,43 @@ def train(waiting: Sequence[Run], args: argparse.Namespace) -> None:
 
 
 def _next(queue: Sequence[Run], active: Sequence[Started]) -> Run | None:
-    """Find the first run that need not wait for the end of another."""
-    under_way = [*queue, *(started.run for started in active)]
-    return next((run for run in queue if run.start not in under_way), None)
+    """Find the first run that does not wait for the end of another."""
+    unfinished = [*queue, *(started.run for started in active)]
+    return next((run for run in queue if run.start not in unfinished), None)
 
 
 def _cannot_start(run: Run) -> str | None:
-    """Say why a run has no end of another to start from, if so; where that failed, so has this."""
-    start = run.start
-    if start is None or start.is_finished:
+    """Say why a run cannot start, if so. Where the run before it failed, it is recorded as failed.
+
+    The folder of a run that can start is made.
+    """
+    run.folder.mkdir(parents=True, exist_ok=True)
+    if _in_use(run):
+        return "is left alone: another process is training it"
+    before = run.start
+    if before is None or before.is_finished:
         return None
-    record = read_record(start)
+    record = read_record(before)
     if record is None:
-        return f"is left alone, since {start.name} is not finished"
+        return f"is left alone: {before.name}, from whose end it starts, is not finished"
     if "failed" in record:
-        reason = f"{start.name}, from whose end it starts, failed"
+        reason = f"{before.name}, from whose end it starts, failed"
     else:
         reason = (
-            f"it starts from the end of {start.name}, of which {shown(start.folder)} has nothing: "
-            "delete its record, too, and it is trained again"
+            f"it starts from the end of {before.name}, but {shown(before.folder)} has no finished "
+            "training: delete the record of that run to train it again"
         )
     collect(run, failed=reason)
     return f"failed: {reason}"
+
+
+def _in_use(run: Run) -> bool:
+    """Tell whether a process is training a run: it locks the folder."""
+    try:
+        with locked_folder(run.folder):
+            return False
+    except InputError:
+        return True
 
 
 def _end(started: Started) -> str:
@@ -172,12 +164,15 @@ def _end(started: Started) -> str:
         if "failed" in record:
             return f"{run.name} failed: {record['failed']}"
         measure = run.field.measure
-        return f"{run.name}: {measure.form.format(record['final'][measure.name])}"
+        result = f"{measure.label} {record['final'][measure.name]:.2f} {measure.unit}"
+        return f"{run.name}: {result}".rstrip()
+    if _in_use(run):  # another process was faster, and ours refused to start
+        return f"{run.name} is left alone: another process is training it"
     with started.log.open("rb") as file:
         file.seek(started.begin)
         line = error_line(file.read().decode(errors="replace"), status)
     if status == 0:
-        line = f"no record of {run.length} {run.field.length} at the end"
+        line = f"it ended without a record of {run.length} {run.field.length}"
     collect(run, failed=line)
     return f"{run.name} failed: {line} (see {shown(started.log)})"
 
@@ -203,7 +198,7 @@ def _signal(started: Started, number: signal.Signals) -> None:
 
 
 def _done(run: Run) -> int:
-    """Look up in its newest log how far a training is."""
+    """Read from its newest log how many epochs or iterations of a training are done."""
     for log in sorted(run.folder.glob("*/vis_data/scalars.json"), reverse=True):
         with log.open("rb") as file:
             file.seek(-min(2048, file.seek(0, os.SEEK_END)), os.SEEK_END)
@@ -215,7 +210,7 @@ def _done(run: Run) -> int:
 
 @contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """Let a scheduler's SIGTERM, and a terminal that goes away, do what Ctrl-C does."""
+    """Treat a scheduler's SIGTERM, and a terminal that is closed, like Ctrl-C."""
     numbers = (signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, signal.default_int_handler) for number in numbers]
     try:

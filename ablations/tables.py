@@ -1,0 +1,21 @@
+"""Render ablations/TABLES.md, the charts, and the tables of all READMEs from their records.
+
+python ablations/tables.py           writes them
+python ablations/tables.py --check   fails if one of them is not what the records say
+"""
+
+from importlib import import_module
+
+from tokenformer_vit.command_line import run_tool
+from tokenformer_vit.experiments import Question
+from tokenformer_vit.experiments.tables import main
+
+NAMES = (
+    *("softmax", "layernorm", "gelu", "tau", "key_scale", "eps", "pairs"),
+    *("growth", "tuning"),
+    *("lm_transformer", "lm_growth", "lm_schedules", "lm_continue", "lm_languages"),
+)
+QUESTIONS: list[Question] = [import_module(name).QUESTION for name in NAMES]
+
+if __name__ == "__main__":
+    run_tool(lambda: main(QUESTIONS))

@@ -1,0 +1,88 @@
+"""Checkpoints go from timm to mmpretrain and back without a changed bit."""
+
+import pytest
+import timm
+import torch
+from mmengine.runner import load_checkpoint
+from mmpretrain.registry import MODELS
+from safetensors.torch import load_file
+
+from tokenformer_vit.cli import export
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.models.checkpoints import load_model, save_model
+from tokenformer_vit.models.description import class_names, data_config
+from tokenformer_vit.training.guard import classes_of
+
+SHAPE = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}
+
+
+def run(*words):
+    export.main([str(word) for word in words])
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("tokenformer_tiny", {"num_ffn_param_tokens": 40}),
+        ("tokenformer_tiny", {"theta": "softmax", "norm": "bias"}),
+        ("vit_tiny_patch16_224", {}),
+    ],
+)
+@pytest.mark.parametrize("given", ["folder", "file"])
+def test_timm_to_mmpretrain_and_back(name, kwargs, given, tmp_path, capsys):
+    model = timm.create_model(name, **SHAPE, **kwargs, num_classes=3).eval()
+    torch.nn.init.normal_(model.head.weight)
+    save_model(model, tmp_path / "timm", ["ant", "bee", "cat"], {"mean": (0.1, 0.2, 0.3)})
+    source = tmp_path / "timm" / ("" if given == "folder" else "model.safetensors")
+    target = tmp_path / "new" / "start.pth"
+    run(source, target)
+    assert str(target) in capsys.readouterr().out
+
+    classifier = MODELS.build(
+        {
+            "type": "mmpretrain.ImageClassifier",
+            "backbone": {
+                "type": "TimmClassificationBackbone",
+                "model_name": name,
+                **SHAPE,
+                **kwargs,
+            },
+            "head": {"type": "mmpretrain.LinearClsHead", "num_classes": 3, "in_channels": 24},
+        }
+    ).eval()
+    content = load_checkpoint(classifier, str(target), strict=True)
+    assert classes_of(content) == ["ant", "bee", "cat"]
+    images = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        assert torch.equal(classifier(images, mode="tensor"), model(images))
+
+    run(target, tmp_path / "back")
+    before, after = (tmp_path / folder / "model.safetensors" for folder in ("timm", "back"))
+    assert load_file(before).keys() == load_file(after).keys()
+    assert before.read_bytes() == after.read_bytes()
+    before, after = (load_model(None, path) for path in (before, after))
+    assert data_config(before) == data_config(after)
+    assert class_names(before) == class_names(after) == ["ant", "bee", "cat"]
+
+
+def test_a_checkpoint_of_timm_that_does_not_describe_itself(tmp_path):
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=2)
+    torch.save(model.state_dict(), tmp_path / "vit.pth")
+    with pytest.raises(InputError, match="--model"):
+        run(tmp_path / "vit.pth", tmp_path / "start.pth")
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=2)
+    torch.save(model.state_dict(), tmp_path / "vit.pth")
+    run(tmp_path / "vit.pth", tmp_path / "start.pth", "--model", "vit_tiny_patch16_224")
+    again = load_model(None, tmp_path / "start.pth").state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_what_is_no_classifier_or_stands_there_already(tmp_path):
+    save_model(timm.create_model("tokenformer_tiny", **SHAPE, num_classes=0), tmp_path / "timm")
+    with pytest.raises(InputError, match="no linear classifier"):
+        run(tmp_path / "timm", tmp_path / "start.pth")
+    assert not (tmp_path / "start.pth").exists()
+    (tmp_path / "there.pth").write_text("mine")
+    with pytest.raises(InputError, match=r"there\.pth exists already; choose"):
+        run(tmp_path / "timm", tmp_path / "there.pth")
+    assert (tmp_path / "there.pth").read_text() == "mine"

@@ -1,0 +1,81 @@
+"""The tables of READMEs are what the records say."""
+
+import json
+
+import pytest
+
+from tokenformer_vit.experiments import readmes
+
+
+def variant(name, rate, ratio, seconds, saved, peak):
+    return {
+        "variant": name,
+        "tokens_per_s": rate,
+        **dict(zip(("ratio_p20", "ratio_p50", "ratio_p80"), ratio, strict=True)),
+        "seconds": seconds,
+        "saved_mb_per_token": saved,
+        "peak_mib": peak,
+        "mfu": 0.414,
+    }
+
+
+def group(mode, compiled, saved):
+    one = (1.0, 1.0, 1.0)
+    kind = "eager" if mode == "decode" else compiled
+    return {
+        **{"mode": mode, "precision": "float32", "dtype": "float32", "batch_size": 3},
+        "variants": [
+            variant(f"baseline {kind}", 1234.5, one, [2.0, 2.0, 2.0], saved and 0.2, 200),
+            variant("released eager", 9.0, one, [3.0, 4.5, 3.5], saved and 0.3, 300),
+            variant(f"fused {kind}", 87.65, (0.7, 0.8, 0.9), [2.0, 3.0, 2.5], saved, 150),
+        ],
+    }
+
+
+def test_rows_of_language_models(tmp_path):
+    readme, folder = tmp_path / "README.md", tmp_path / readmes.SPEED
+    markers = "<!-- language-speed -->\nold\n<!-- /language-speed -->\n"
+    readme.write_text(markers + markers.replace("language-", ""))
+
+    def tables():
+        text = readmes.render(tmp_path, {})[readme]
+        assert "old" not in text
+        of_language, _, of_images = text.partition("<!-- /language-speed -->")
+        return of_language, of_images
+
+    assert "| not run | | | | | | | |\n" in tables()[0]
+    record = {"model": "150m", "num_tokens": 64, "hardware": "2 cores", "device": "cpu"}
+    record["groups"] = [group("train", "compiled", 0.15), group("decode", "compiled", None)]
+    folder.mkdir(parents=True)
+    (folder / "speed_lm_150m_64_cpu.json").write_text(json.dumps(record))
+    link = f"[`150m`, 64 tokens, 2 cores]({readmes.SPEED}/speed_lm_150m_64_cpu.json)"
+    of_language, of_images = tables()
+    assert of_language.endswith(
+        f"| {link}, train, float32, batch 3 | 1,234 | 87.7 | **0.80** (0.70–0.90) | 1.50 "
+        "| 150.0 / 200.0 = 0.75 | 0.75 | 41 |\n"
+        f"| {link}, decode, float32, batch 3 | 1,234 | 87.7 | **0.80** (0.70–0.90) | 1.50 "
+        "| – | 0.75 | 41 |\n"
+    )
+    assert link not in of_images
+
+
+@pytest.mark.parametrize(
+    ("readme", "link"),
+    [
+        ("README.md", "configs/results/digits_demo.json"),
+        ("configs/README.md", "results/digits_demo.json"),
+        ("tokenformer_vit/growth/README.md", "../../configs/results/digits_demo.json"),
+    ],
+)
+def test_links_start_from_the_folder_of_the_readme(tmp_path, readme, link):
+    run = {"hardware": "CPU", "dtype": "float32", "epochs": 3, "resumed_at_iteration": 0}
+    run |= {"loss_first": 2.5, "loss_last_20_mean": 1.25, "accuracy/top1": 50.0, "seconds": 90}
+    for path, text in (
+        (tmp_path / readmes.RUNS / "digits_demo.json", json.dumps(run)),
+        (tmp_path / readme, "<!-- runs -->\n<!-- /runs -->\n"),
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (text,) = readmes.render(tmp_path, {}).values()
+    assert f"({link}) | CPU, float32 | 3 | 2.50 → 1.25 | 50.00 | – | 1.5 |" in text
+    assert "`imagenet_base`, the full recipe | not run | | | | | |" in text

@@ -1,0 +1,299 @@
+"""A folder of images is enough for a first run, and the config that it writes for the next one."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from mmengine.config import Config
+from mmpretrain.registry import MODELS
+from PIL import Image
+from safetensors.torch import load_file
+from timm.models import VisionTransformer
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.models.checkpoints import save_model
+from tokenformer_vit.training.config import load_config
+from tokenformer_vit.training.folder import Start, configure_folder
+
+SHORT = (
+    *("train_cfg.max_epochs=2", "train_cfg.val_interval=1"),
+    *("param_scheduler.0.end=1", "param_scheduler.1.begin=1"),
+    *("train_dataloader.num_workers=0", "val_dataloader.num_workers=0"),
+)
+
+
+@pytest.fixture
+def train(command):
+    def run(folder, work_dir, *words):
+        done = command("train", folder, "--work-dir", work_dir, *words, "--cfg-options", *SHORT)
+        assert done.status == 0, done.output
+        return done.output
+
+    return run
+
+
+def write_images(folder, size, counts, generator):
+    for name, count in counts.items():
+        (folder / name).mkdir(parents=True)
+        for index in range(count):
+            pixels = generator.integers(0, 256, (*size, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"image {index}.png")
+    return folder
+
+
+@pytest.fixture
+def exported(tmp_path):
+    model = timm.create_model(
+        *("tokenformer_tiny",),
+        **{"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2},
+        num_classes=5,
+    )
+    folder = tmp_path / "exported"
+    save_model(model, folder, list("abcde"), {"mean": (0.1, 0.2, 0.3), "crop_pct": 0.8})
+    return folder
+
+
+def test_a_folder_trains_and_its_config_repeats_the_run(data_root, tmp_path, train, command):
+    first, again = tmp_path / "first", tmp_path / "again"
+    output = train(data_root, first)
+    config = first / f"{data_root.name}.py"
+    assert str(config) in output
+    cfg = load_config(config)
+    assert (cfg.model.head.num_classes, cfg.model.backbone.img_size) == (3, 8)
+    done = command("train", config, "--work-dir", again)
+    assert done.status == 0, done.output
+    weights = [load_file(each / "model.safetensors") for each in (first, again)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+    before = {path: path.read_bytes() for path in first.glob("*.*")}
+    done = command("train", data_root, "--work-dir", first)
+    assert done.status == 1
+    assert "--resume" in done.err
+    done = command("train", data_root, "--work-dir", first, "--resume", "--model", "x")
+    assert done.status == 1
+    assert str(config) in done.err
+    assert before == {path: path.read_bytes() for path in before}
+    for name in ("epoch_2.pth", "last_checkpoint", "model.safetensors"):
+        (first / name).unlink()
+    done = command("train", data_root, "--work-dir", first, "--resume", first / "epoch_1.pth")
+    assert done.status == 0, done.output
+    resumed = load_file(first / "model.safetensors")
+    assert all(torch.equal(weights[0][name], resumed[name]) for name in resumed)
+
+
+def test_a_part_of_each_class_is_held_out_and_nothing_is_moved(tmp_path, generator, train, capsys):
+    folder = write_images(
+        tmp_path / "photos", (20, 30), {"cat": 10, "a dog": 7, "eel": 2}, generator
+    )
+    before = {path: path.read_bytes() for path in folder.rglob("*.png")}
+    output = train(folder, tmp_path / "run")
+    assert "15 training and 4 validation images, 3 classes" in output
+    described = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert described["label_names"] == ["a dog", "cat", "eel"]
+    listed = {}
+    for split in ("train", "val"):
+        lines = (tmp_path / "run" / f"{split}.txt").read_text().splitlines()
+        listed[split] = [line.rsplit(" ", 1) for line in lines]
+        for file, label in listed[split]:
+            assert file.split("/")[0] == ["a dog", "cat", "eel"][int(label)]
+    names = [file for files in listed.values() for file, _ in files]
+    assert sorted(names) == sorted(str(path.relative_to(folder)) for path in before)
+    assert {path: path.read_bytes() for path in folder.rglob("*.png")} == before
+    # The baseline is tested with the same images.
+    path = configure_folder(folder, tmp_path / "vit", Start("vit_tiny_patch16_224"), None)
+    assert (
+        "vit_tiny_patch16_224 (192 wide, 12 blocks) and 32 x 32 pixels" in capsys.readouterr().out
+    )
+    lists = [(tmp_path / name / "val.txt").read_text() for name in ("run", "vit")]
+    assert lists[0] == lists[1]
+    cfg = load_config(path)
+    with torch.device("meta"):
+        backbone = MODELS.build(cfg.model.backbone)
+    assert isinstance(backbone.model, VisionTransformer)
+    assert backbone.model.patch_embed.patch_size == (4, 4)
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_fine_tuning_starts_from_weights_and_prepares_images_as_they_were(
+    freeze, exported, tmp_path, generator, train
+):
+    folder = write_images(tmp_path / "photos", (40, 50), {"cat": 6, "dog": 6}, generator)
+    checkpoint = exported if freeze else exported / "model.safetensors"
+    words = ["--checkpoint", checkpoint, *(["--freeze"] if freeze else [])]
+    train(folder, tmp_path / "run", *words)
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["label_names"] == ["cat", "dog"]
+    described = config["pretrained_cfg"]
+    assert described["mean"] == pytest.approx((0.1, 0.2, 0.3))
+    assert described["input_size"] == [3, 16, 16]
+    assert described["crop_pct"] == pytest.approx(0.8)
+    before, after = (load_file(each / "model.safetensors") for each in (exported, tmp_path / "run"))
+    assert after["head.weight"].shape == (2, 24)
+    same = [torch.equal(after[name], before[name]) for name in before if "token" in name]
+    assert all(same) if freeze else not all(same)
+    assert freeze or max((after[n] - before[n]).abs().max() for n in before if "token" in n) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("size", "side", "recipe"),
+    [
+        ((8, 9), 8, "digits_demo"),
+        ((15, 40), 12, "digits_demo"),
+        ((3, 3), 8, "digits_demo"),
+        ((28, 28), 32, "cifar10_tiny"),
+        ((60, 80), 64, "imagenette_tiny"),
+        ((300, 400), 128, "imagenette_tiny"),
+    ],
+)
+def test_the_size_of_the_images_chooses_the_recipe(size, side, recipe, tmp_path, generator, capsys):
+    folder = write_images(tmp_path / "photos", size, {"cat": 3, "dog": 3}, generator)
+    path = configure_folder(folder, tmp_path / "run", Start(), None)
+    assert f"the recipe of {recipe} for" in capsys.readouterr().out
+    cfg = load_config(path)
+    assert cfg.model.backbone.img_size == side
+    assert cfg.model.backbone.embed_dim == 96  # few images
+    for loader in (cfg.train_dataloader, cfg.test_dataloader):
+        assert re.search(rf"(crop_size|scale)': {side}\b", str(loader.dataset.pipeline))
+    assert (cfg.train_dataloader.batch_size, cfg.default_hooks.logger.interval) == (8, 1)
+
+
+def test_the_recipe_of_the_digits_is_that_of_their_config(tmp_path):
+    folder = tmp_path / "digits"
+    for split, count in (("train", 144), ("val", 36)):
+        for label in range(10):
+            (folder / split / str(label)).mkdir(parents=True)
+            for index in range(count):
+                path = folder / split / str(label) / f"{index}.png"
+                Image.new("L", (8, 8), index).save(path)
+    cfg = load_config(configure_folder(folder, tmp_path / "run", Start(), None))
+    expected = load_config("digits_demo")
+    for key in ("model.head", "optim_wrapper", "param_scheduler", "train_cfg", "data_preprocessor"):
+        first, second = cfg, expected
+        for part in key.split("."):
+            first, second = first[part], second[part]
+        assert first == second, key
+    assert cfg.default_hooks.ema == expected.default_hooks.ema
+    backbone = {**expected.model.backbone, "checkpoint_path": ""}
+    assert {**cfg.model.backbone, "checkpoint_path": ""} == backbone
+    assert cfg.train_dataloader.batch_size == expected.train_dataloader.batch_size
+
+
+def remove_val_class(folder):
+    shutil.rmtree(folder / "val" / "dark")
+
+
+def empty_class(folder):
+    shutil.rmtree(folder / "train" / "dark")
+    (folder / "train" / "dark").mkdir()
+
+
+def one_class(folder):
+    for split in ("train", "val"):
+        for name in ("bright", "dark"):
+            shutil.rmtree(folder / split / name)
+
+
+def no_classes(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def one_image(folder):
+    shutil.rmtree(folder / "val")
+    for path in list((folder / "train" / "dark").iterdir())[1:]:
+        path.unlink()
+
+
+def broken(folder):
+    for path in (folder / "train").rglob("*.png"):
+        path.write_bytes(b"no image")
+
+
+def line_break(folder):
+    shutil.rmtree(folder / "val")
+    (folder / "train" / "dark" / "0.png").rename(folder / "train" / "dark" / "a\nb.png")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (remove_val_class, r"same class folders.*dark"),
+        (empty_class, r"train/dark has no image"),
+        (one_class, r"has 1 class folders.*cat/1\.jpg"),
+        (no_classes, r"has 0 class folders"),
+        (one_image, r"train/dark has one image.*val/"),
+        (broken, r"\.png: it is no readable image"),
+        (line_break, r"a\\nb\.png.*rename"),
+    ],
+)
+def test_folders_that_cannot_be_trained_on(damage, said, data_root, tmp_path):
+    folder = tmp_path / "photos"
+    shutil.copytree(data_root, folder)
+    damage(folder)
+    with pytest.raises(InputError, match=said) as error:
+        configure_folder(folder, tmp_path / "run", Start(), None)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [
+        (Start("vit_tiny_patch16_242"), "vit_tiny_patch16_242"),
+        (Start(freeze=True), "--checkpoint"),
+        (Start("tokenformer_tiny", freeze=True), "--checkpoint"),
+    ],
+)
+def test_models_that_cannot_be_trained(start, said, data_root, tmp_path):
+    with pytest.raises(InputError, match=said):
+        configure_folder(data_root, tmp_path / "run", start, None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_options_of_a_folder_are_refused_for_a_config(config, command):
+    done = command("train", config, "--model", "tokenformer_tiny")
+    assert done.status == 2
+    assert "with a folder" in done.err
+
+
+def test_shipped_configs_are_found_by_name_and_inherited_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = ("digits_demo", "digits_demo.py", "configs/digits_demo.py")
+    configs = [load_config(name) for name in names]
+    assert len({cfg.pretty_text for cfg in configs}) == 1
+    assert configs[0].work_dir == "work_dirs/digits_demo"
+    own = tmp_path / "own.py"
+    own.write_text('_base_ = "tokenformer_vit::digits_demo.py"\ntrain_cfg = dict(max_epochs=7)\n')
+    (tmp_path / "next.py").write_text('_base_ = "own.py"\n')
+    cfg = load_config("next.py")
+    assert cfg.train_cfg.max_epochs == 7
+    cfg.merge_from_dict({"train_cfg.max_epochs": 40, "work_dir": "work_dirs/digits_demo"})
+    assert Config(cfg.to_dict()).pretty_text == Config(configs[0].to_dict()).pretty_text
+    own.write_text('_base_ = ["tokenformer_vit::_base_/runtime.py"]\n')
+    with pytest.raises(InputError, match=r"own\.py is not the config of a run"):
+        load_config("own.py")
+    own.write_text('_base_ = "tokenformer_vit::digit_demo.py"\n')
+    with pytest.raises(InputError, match=r"digit_demo\.py.*try digits_demo"):
+        load_config("own.py")
+    # A file of one's own goes before a shipped one.
+    (tmp_path / "digits_demo.py").write_text('_base_ = "tokenformer_vit::cifar10_tiny.py"\n')
+    assert load_config("digits_demo.py").model.head.num_classes == 10
+    assert load_config("digits_demo.py").train_dataloader.batch_size == 256
+
+
+@pytest.mark.parametrize(
+    ("name", "close"),
+    [
+        ("digit_demo", "digits_demo"),
+        ("configs/imagenet_bse.py", "imagenet_base"),
+        ("/elsewhere/lm_micro.py", "lm_micro"),
+    ],
+)
+def test_a_config_that_is_not_there_names_the_close_ones(name, close):
+    with pytest.raises(InputError, match=rf"{re.escape(Path(name).name)}.*{close}"):
+        load_config(name)

@@ -1,0 +1,67 @@
+"""Options that several commands share."""
+
+import argparse
+
+import torch
+from timm.utils import ParseKwargs
+
+from tokenformer_vit.command_line import whole_number
+from tokenformer_vit.errors import InputError
+
+__all__ = ["KeyValues", "choose_device", "model_arguments"]
+
+
+class KeyValues(ParseKwargs):
+    """Argparse action that reads ``KEY=VALUE`` pairs of Python literals into a dict."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        """Parse the pairs of one option."""
+        try:
+            super().__call__(parser, namespace, values, option_string)
+        except ValueError as error:  # timm splits at "=" and does not check that there is one
+            raise argparse.ArgumentError(self, "takes KEY=VALUE") from error
+
+
+def model_arguments() -> argparse.ArgumentParser:
+    """Define the options that say which model to build and where to run it.
+
+    Returns:
+        A parser for the ``parents`` of another parser, with ``--model``, ``--model-kwargs``,
+        ``--num-classes``, ``--batch-size`` and ``--device``.
+    """
+    parser = argparse.ArgumentParser(add_help=False)
+    add = parser.add_argument_group("the model").add_argument
+    add("--model", metavar="NAME", help="timm model name, or local-dir:FOLDER")
+    add(
+        "--model-kwargs",
+        nargs="+",
+        action=KeyValues,
+        default={},
+        metavar="KEY=VALUE",
+        help="arguments of the model, such as img_size=32 patch_size=4",
+    )
+    add(
+        "--num-classes",
+        type=whole_number(1),
+        metavar="N",
+        help="default: the number of classes in the checkpoint's head",
+    )
+    add("--batch-size", type=whole_number(1), default=32, metavar="B", help="default: 32")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    return parser
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device that ``--device`` names.
+
+    Args:
+        name: ``cpu``, ``cuda``, or ``auto`` for CUDA if PyTorch sees a CUDA device, else the CPU.
+
+    Raises:
+        InputError: If ``name`` is ``cuda`` and PyTorch sees no CUDA device.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda, but this PyTorch sees no CUDA device; use --device cpu")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)

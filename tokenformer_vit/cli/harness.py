@@ -1,0 +1,37 @@
+"""Run the command of lm-evaluation-harness with the TokenFormer language models registered.
+
+The harness finds models by what has been imported. All arguments are its own::
+
+    tokenformer-vit lm-eval run --model hf --model_args pretrained=work_dirs/run --tasks piqa boolq
+    tokenformer-vit lm-eval ls tasks
+"""
+
+import sys
+from collections.abc import Sequence
+
+from tokenformer_vit.errors import InputError
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the harness.
+
+    Args:
+        argv: Arguments of the harness; default ``sys.argv[1:]``.
+
+    Raises:
+        InputError: If the harness is not installed.
+        SystemExit: As the harness exits.
+    """
+    from tokenformer_vit import language  # noqa: F401  # registers the models
+
+    try:
+        from lm_eval.__main__ import cli_evaluate
+    except ImportError as error:
+        raise InputError(
+            "lm-eval needs lm-evaluation-harness: pip install 'tokenformer-vit[evaluation]'"
+        ) from error
+    if argv is not None:
+        sys.argv = [sys.argv[0], *argv]
+    cli_evaluate()

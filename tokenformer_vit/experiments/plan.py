@@ -1,0 +1,190 @@
+"""The plan of a sweep: its runs, and checks that each of them can be trained."""
+
+import argparse
+import copy
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mmengine.config import Config
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.training.config import load_config
+from tokenformer_vit.training.schedule import check_schedule
+from tokenformer_vit.training.shipped import find_config, shipped_bases
+
+from .questions import Question
+from .run import ROOT, Run, difference, shown
+from .variants import Variant
+
+LARGEST_GAP = 0.01  # between the parameter counts of two variants
+MOST_DIAGNOSES = 20  # epochs after which layers are measured, not counting the start
+
+
+def plan(question: Question, args: argparse.Namespace) -> list[Run]:
+    """List the runs of a sweep, and check that each of them can be trained.
+
+    Args:
+        question: The question.
+        args: The command line of the sweep.
+
+    Raises:
+        InputError: If the config, its data, an option or the weights to start from are wrong, or
+            two variants that should have as many parameters do not.
+    """
+    args.config = str(find_config(args.config))
+    load_config(args.config, args.cfg_options)  # checks both
+    field = question.field
+    with shipped_bases():
+        base = Config.fromfile(args.config).to_dict()
+    chosen = _chosen(question, base, args)
+    check_schedule(Config(chosen))
+    shape, parameters = field.shape_of(question.start(chosen))
+    length = chosen["train_cfg"][field.limit]
+    runs: dict[tuple[str | None, float | None, int], Run] = {}
+    ends: dict[str | None, Any] = {None: field.part(chosen)}  # models that variants start from
+    for variant in _wanted(question, args.variants):
+        part = variant.change(copy.deepcopy(ends[variant.start]), shape)
+        outside = question.outside(variant, shape, length, args.data_root)
+        cfg = _merged(_with_part(question, chosen, part), outside)
+        field.check_data(cfg)
+        start = question.start_of(part)
+        hooks = cfg.get("custom_hooks") or []
+        if (question.counts_flops or field.counts_flops) and {"type": "CostHook"} not in hooks:
+            cfg["custom_hooks"] = [*hooks, {"type": "CostHook"}]
+
+        ends[variant.name] = question.end_of(part)
+        whole = _with_part(question, cfg, ends[variant.name])
+        counts = question.counts(field.build(whole, loaded=question.loads_weights))
+        gap = abs(counts["parameters"] / parameters - 1)
+        if question.same_size and gap > LARGEST_GAP:
+            raise InputError(
+                f"{variant.name} has {counts['parameters']:,} parameters and the model of "
+                f"{args.config} has {parameters:,}: {gap:.1%} apart, too far for a comparison; "
+                f"give --variants without {variant.name}"
+            )
+        if variant.start is not None:
+            part = {**part, "config": {}}  # the checkpoint that it starts from has the sizes
+        options = {**outside}
+        if changes := difference(field.part(chosen), part):
+            options |= field.within(changes)
+        about = {
+            "question": question.name,
+            "variant": variant.name,
+            "label": variant.label,
+            "paper": variant.paper,
+            "config": _named(args.config),
+            **counts,
+            **start,
+            "options": options,
+        }
+        cfg = _with_part(question, cfg, part)
+        for lr in args.lr or [None]:
+            for seed in range(args.seeds):
+                before = runs.get((variant.start, lr, seed))
+                run = _run(question, base, cfg, {**about, "seed": seed}, lr, before, args)
+                runs[variant.name, lr, seed] = run
+    return list(runs.values())
+
+
+def _chosen(question: Question, base: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Return the sweep's config with the options of the command line."""
+    cfg = _merged(copy.deepcopy(base), args.cfg_options or {})
+    question.put_data_root(cfg, args.data_root)
+    if args.batch_size is not None:
+        cfg["train_dataloader"]["batch_size"] = args.batch_size
+    if args.amp:
+        cfg["optim_wrapper"]["type"] = "AutocastOptimWrapper"
+    if args.compile:
+        question.field.part(cfg)["compile"] = True
+    return cfg
+
+
+def _wanted(question: Question, names: list[str] | None) -> list[Variant]:
+    """List the variants of a sweep, and before them the variants that they start from."""
+    if not names:
+        return list(question.variants)
+    wanted = set(names)
+    for variant in reversed(question.variants):
+        if variant.name in wanted and variant.start is not None:
+            wanted.add(variant.start)
+    return [variant for variant in question.variants if variant.name in wanted]
+
+
+def _with_part(question: Question, cfg: Mapping[str, Any], part: Any) -> dict[str, Any]:
+    """Copy a config, with another part that variants change."""
+    copied = copy.deepcopy(dict(cfg))
+    question.field.replace(copied, copy.deepcopy(part))
+    return copied
+
+
+def _merged(cfg: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Put changes into a config, dicts into dicts."""
+    both = Config(cfg)
+    both.merge_from_dict(copy.deepcopy(dict(changes)))
+    return both.to_dict()
+
+
+def _named(config: str) -> str:
+    """Name a config of the project from its root, whatever the current folder is."""
+    path = Path(config).resolve()
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else shown(config)
+
+
+def _run(
+    question: Question,
+    base: dict[str, Any],
+    cfg: dict[str, Any],
+    about: dict[str, Any],
+    lr: float | None,
+    before: Run | None,
+    args: argparse.Namespace,
+) -> Run:
+    """Make the run of a variant's config ``cfg``, which differs from the file's config ``base``."""
+    cfg, field = copy.deepcopy(cfg), question.field
+    cfg["randomness"]["seed"] = about["seed"]
+    if field.seed_key and not question.loads_weights:  # loaded weights need not be drawn alike
+        field.part(cfg)[field.seed_key] = about["seed"]
+    # What a run begins with are the config and the weights.
+    beginning = {**base, "start": about["start"]} if "start" in about else base
+    if before is not None:
+        field.part(cfg)[field.weights_key] = shown(before.folder)
+        source = {key: before.about[key] for key in ("base", "settings")}
+        beginning = {**base, "start": _digest(source)}
+    name = f"{about['variant']}_seed{about['seed']}"
+    optimizer = cfg["optim_wrapper"]["optimizer"]
+    if lr is not None and lr != optimizer["lr"]:
+        optimizer["lr"] = lr
+        name += f"_lr{lr:g}"
+    length = cfg["train_cfg"][field.limit]
+    hooks = [hook for hook in cfg.get("custom_hooks") or () if hook["type"] != "DiagnosticsHook"]
+    # Where training FLOPs are counted or weights are tuned, the question is not about layers.
+    if {"type": "CostHook"} not in hooks and not question.loads_weights:
+        hooks.append({"type": "DiagnosticsHook", "interval": math.ceil(length / MOST_DIAGNOSES)})
+    cfg["custom_hooks"] = hooks
+    settings = difference(base, cfg)
+    digest = {"lr": optimizer["lr"], "base": _digest(beginning), "settings": settings}
+    stem, folder = Path(args.config).stem, Path("work_dirs", "ablations")
+    # Records of this repository's configs belong to it, other records to whoever made them.
+    is_ours = Path(args.config).resolve().is_relative_to(ROOT / "configs")
+    out = ROOT / "ablations" if is_ours else Path(args.work_dir or folder)
+    return Run(
+        name=name,
+        settings=settings,
+        about={**about, **digest},
+        base=Path(args.config).resolve(),
+        field=field,
+        length=length,
+        start=before,
+        work_dir=Path(args.work_dir or folder / question.name / stem),
+        out=Path(args.out or out / "results" / f"{question.name}_{stem}"),
+    )
+
+
+def _digest(config: Mapping[str, Any]) -> str:
+    """Return a short digest of a config's content, because its file may change."""
+    text = json.dumps(config, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

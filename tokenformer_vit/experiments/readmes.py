@@ -1,0 +1,205 @@
+"""The tables of READMEs: what was trained, how fast it is, and what growth costs.
+
+A README has a table between two markers, ``<!-- NAME -->`` and ``<!-- /NAME -->``.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from .fields import Field
+from .image_models import IMAGES
+from .language_models import LANGUAGE
+from .results import Groups
+from .rows import head
+from .training_cost import TrainingCost
+
+READMES = (
+    "",
+    "ablations",
+    "configs",
+    *(f"tokenformer_vit/{name}" for name in ("benchmarking", "growth", "language")),
+)
+RUNS = "configs/results"
+SPEED = "tokenformer_vit/benchmarking/results"
+
+# Name of the record of each training run, and what was run for it.
+IMAGE_RUNS = {
+    "digits_demo": "`make demo`: 8 px digits, 0.6 M parameters",
+    "cifar10_tiny_5000": "`cifar10_tiny` on a 5,000-image slice",
+    "cifar10_tiny_full": "`cifar10_tiny`, all 50,000 images, GPU",
+    "imagenet_base_20_iterations": "`imagenet_base`, 20 iterations at batch 4, random images",
+    "imagenet_base": "`imagenet_base`, the full recipe",
+}
+LANGUAGE_RUNS = {
+    "lm_reversal": "`lm_reversal`: 16 digits backwards, 0.15 M parameters",
+    "lm_shakespeare": "`lm_shakespeare`: tiny Shakespeare by bytes, 0.6 M parameters",
+    "lm_pile_150m": "`lm_pile_150m`, the full recipe",
+}
+
+# The image benchmarks that are rendered, and their variants.
+BENCHMARK = {
+    "model": "tokenformer_base_matched",
+    "baseline": "vit_base_patch16_224",
+    "img_size": 224,
+    "depth": None,
+}
+VARIANTS = ("fused compiled", "baseline compiled", "released eager")
+DECODING_VARIANTS = ("fused eager", "baseline eager", "released eager")  # decoding is not compiled
+# What a benchmark on a GPU would show, until there is a record of one.
+GPU_GROUPS = [
+    f"NVIDIA H200, {mode}, bfloat16 autocast, batch {batch}"
+    for mode in ("train", "infer")
+    for batch in (128, 256)
+]
+
+Link = Callable[[str, str], str]  # of a text and a path, as Markdown
+
+
+def render(root: Path, groups: Groups) -> dict[Path, str]:
+    """Fill the tables of all READMEs of a repository, and return their texts."""
+    paths = [root / folder / "README.md" for folder in READMES]
+    return {path: _filled(path, root, groups) for path in paths if path.is_file()}
+
+
+def _filled(path: Path, root: Path, groups: Groups) -> str:
+    """Replace the tables between the markers of a README."""
+
+    def link(text: str, target: str) -> str:
+        return f"[{text}]({Path(os.path.relpath(root / target, path.parent)).as_posix()})"
+
+    tables = {
+        "runs": lambda: _runs(IMAGE_RUNS, root, link),
+        "language-runs": lambda: _runs(LANGUAGE_RUNS, root, link),
+        "speed": lambda: _image_speed(root, link),
+        "language-speed": lambda: _language_speed(root, link),
+        "growth": lambda: _growth(IMAGES, groups, link),
+        "language-growth": lambda: _growth(LANGUAGE, groups, link),
+    }
+    return re.sub(
+        r"(<!-- ([\w-]+) -->\n).*?(<!-- /\2 -->)",
+        lambda match: match[1] + tables[match[2]]() + match[3],
+        path.read_text(encoding="utf-8"),
+        flags=re.DOTALL,
+    )
+
+
+def _runs(names: dict[str, str], root: Path, link: Link) -> str:
+    """Render training runs."""
+    if names is IMAGE_RUNS:
+        results = {"top-1 %": "accuracy/top1", "top-5 %": "accuracy/top5"}
+        steps, length = "epochs", "epochs"
+    else:
+        results = {"perplexity, held out": "perplexity", "answers right, %": "answers/accuracy"}
+        steps, length = "steps", "iterations"
+    headings = f"run | hardware | {steps} | loss, first → mean of the last 20"
+    rows = [_run(root, link, *run, length, *results.values()) for run in names.items()]
+    return _table(f"{headings} | {' | '.join(results)} | minutes", rows)
+
+
+def _run(root: Path, link: Link, name: str, what: str, length: str, *results: str) -> list[str]:
+    """Render a training run."""
+    path = root / RUNS / f"{name}.json"
+    if not path.is_file():
+        return [what, "not run"]
+    run = json.loads(path.read_text())
+    return [
+        link(what, f"{RUNS}/{name}.json"),
+        f"{run['hardware']}, {run['dtype']}",
+        f"{run[length]:,}",
+        f"{run['loss_first']:.2f} → {run['loss_last_20_mean']:.2f}",
+        *(f"{run[key]:.2f}" if key in run else "–" for key in results),
+        # The record of a resumed run has the time of its last part only.
+        "–" if run["resumed_at_iteration"] else f"{run['seconds'] / 60:.1f}",
+    ]
+
+
+def _image_speed(root: Path, link: Link) -> str:
+    """Render the benchmarks of the base model against ViT-B/16, both compiled."""
+    rows, on_gpu = [], False
+    for path in sorted((root / SPEED).glob("speed_*.json")):
+        record = json.loads(path.read_text())
+        if BENCHMARK.items() <= record.items():
+            on_gpu = on_gpu or record["device"] == "cuda"
+            rows += _speed_rows(link(record["hardware"], f"{SPEED}/{path.name}"), record, "image")
+    rows += [] if on_gpu else [[group, "not run"] for group in GPU_GROUPS]
+    return _table(_speed_headings("ViT-B/16", "ViT", "images", "MB an image"), rows)
+
+
+def _language_speed(root: Path, link: Link) -> str:
+    """Render the benchmarks of language models."""
+    rows = []
+    for path in sorted((root / SPEED).glob("speed_lm_*.json")):
+        record = json.loads(path.read_text())
+        what = f"`{record['model']}`, {record['num_tokens']} tokens, {record['hardware']}"
+        rows += _speed_rows(link(what, f"{SPEED}/{path.name}"), record, "token")
+    headings = _speed_headings("Transformer", "Transformer", "tokens", "kB a token")
+    return _table(headings, rows or [["not run"]])
+
+
+def _speed_headings(theirs: str, short: str, things: str, unit: str) -> str:
+    return (
+        f"| {theirs}, {things}/s | TokenFormer, {things}/s | × {short} (p20–p80) "
+        f"| × released formula, eager | kept for backward, {unit} | peak memory, × {short} | MFU %"
+    )
+
+
+def _speed_rows(link: str, record: dict[str, Any], unit: str) -> list[list[str]]:
+    """Render the groups of a benchmark that have all variants of a row."""
+    rows = []
+    for group in record["groups"]:
+        variants = {row["variant"]: row for row in group["variants"]}
+        names = DECODING_VARIANTS if group["mode"] == "decode" else VARIANTS
+        if variants.keys() >= set(names):
+            name = f"{link}, {group['mode']}, {group['dtype']}, batch {group['batch_size']}"
+            rows.append([name, *_speed([variants[name] for name in names], unit)])
+    return rows
+
+
+def _speed(variants: Sequence[dict[str, Any]], unit: str) -> list[str]:
+    """Compare our variant, the baseline and the released formula, in images or tokens."""
+    ours, theirs, released = variants
+    if failed := [row["variant"] for row in variants if "failed" in row]:
+        return [f"{', '.join(failed)} failed"]
+    seconds = zip(released["seconds"], ours["seconds"], strict=True)
+    kept = peak = "–"
+    saved = [row[f"saved_mb_per_{unit}"] for row in (ours, theirs)]
+    if None not in saved:
+        own, other = (each if unit == "image" else 1e3 * each for each in saved)
+        kept = f"{own:.1f} / {other:.1f} = {own / other:.2f}"
+    if ours["peak_mib"] is not None:
+        peak = f"{ours['peak_mib'] / theirs['peak_mib']:.2f}"
+    speeds = [row[f"{unit}s_per_s"] for row in (theirs, ours)]
+    return [
+        *(f"{speed:.3g}" if speed < 1000 else f"{speed:,.0f}" for speed in speeds),
+        f"**{ours['ratio_p50']:.2f}** ({ours['ratio_p20']:.2f}–{ours['ratio_p80']:.2f})",
+        f"{median(other / own for other, own in seconds):.2f}",
+        kept,
+        peak,
+        f"{100 * ours['mfu']:.0f}",
+    ]
+
+
+def _growth(field: Field, groups: Groups, link: Link) -> str:
+    """Render the sweeps of training cost of a field."""
+    text = ""
+    for (question, folder), records in groups.items():
+        if isinstance(question, TrainingCost) and question.field is field:
+            hardware = ", ".join(sorted({record["hardware"] for record in records}))
+            name = f"`{Path(records[0]['config']).stem}`"
+            text = text or head(question.summary_columns())
+            text += f"| **{link(name, f'ablations/results/{folder}')}**, {hardware} | | | | |\n"
+            text += question.summary(records)
+    return text or _table("", [["not run"]])
+
+
+def _table(headings: str, rows: Sequence[Sequence[str]]) -> str:
+    """Render a table. Short rows are filled up with empty cells."""
+    columns = headings.count("|") + 1
+    lines = [f"| {headings} |", "|" + "---|" * columns]
+    lines += [f"| {' | '.join(row)} |" + " |" * (columns - len(row)) for row in rows]
+    return "\n".join([*lines, ""])

@@ -1,0 +1,135 @@
+"""One run of a sweep: its settings, and where its files are.
+
+The settings are all that differs from the sweep's config. They are written into a small config,
+``WORK_DIR/<run>.py``, which inherits from the sweep's. The run works in ``WORK_DIR/<run>/``. Its
+record has the settings too, so that it is never taken for a run with other settings.
+"""
+
+import ast
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from pprint import pformat
+from typing import Any
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.files import write_whole
+
+from .fields import Field
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training of one variant."""
+
+    name: str  # of its files: variant, seed, and the learning rate if it is not the config's
+    settings: dict[str, Any]  # all that differs from the sweep's config
+    about: dict[str, Any]  # what the record says about the run before it is trained
+    base: Path  # the sweep's config
+    field: Field
+    length: int  # epochs or iterations, as the field counts
+    start: "Run | None"  # the run from whose end it starts
+    work_dir: Path  # where the sweep works
+    out: Path  # folder of the sweep's records
+
+    @property
+    def config(self) -> Path:
+        """The config with the settings."""
+        return self.work_dir / f"{self.name}.py"
+
+    @property
+    def folder(self) -> Path:
+        """The work directory of the training."""
+        return self.work_dir / self.name
+
+    @property
+    def record(self) -> Path:
+        """The file of the record."""
+        return self.out / f"{self.name}.json"
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the training came to its end."""
+        path = self.folder / "record.json"
+        return path.is_file() and json.loads(path.read_text())[self.field.length] == self.length
+
+    def write_config(self) -> None:
+        """Write the config.
+
+        Raises:
+            InputError: If there is a run of this name with other settings.
+        """
+        if self.config.is_file():
+            text = self.config.read_text()
+            tree: list[Any] = ast.parse(text).body
+            there = {node.targets[0].id: ast.literal_eval(node.value) for node in tree}
+            del there["_base_"]  # the folder may have been moved
+            there["base"] = (re.findall(r"^# Its base: (\w+)$", text, re.MULTILINE) or [None])[0]
+            wanted = {**self.settings, "base": self.about["base"]}
+            check_same(there, wanted, self.config, "--work-dir")
+        lines = [
+            f"# {self.name} of ablations/{self.about['question']}.py: what differs from its base.",
+            f"# Its base: {self.about['base']}",
+            f"_base_ = {str(self.base)!r}",
+        ]
+        for key, value in self.settings.items():
+            lines.append(f"{key} = {pformat(value, width=90, sort_dicts=False)}")
+        self.work_dir.mkdir(parents=True, exist_ok=True)
+        write_whole(self.config, "\n".join([*lines, ""]).encode())
+
+
+def difference(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a config that inherits from ``base`` has to say to become ``new``."""
+    changes = {}
+    for key, value in new.items():
+        old = base.get(key)
+        if key in base and value == old:
+            continue
+        if isinstance(value, dict) and isinstance(old, dict) and old.keys() <= value.keys():
+            changes[key] = difference(old, value)
+        elif isinstance(value, dict) and key in base:
+            changes[key] = {"_delete_": True, **value}
+        else:
+            changes[key] = value
+    return changes
+
+
+def check_same(there: Mapping[str, Any], wanted: Mapping[str, Any], path: Path, way: str) -> None:
+    """Check that a file has the settings of a run.
+
+    Raises:
+        InputError: If they differ; ``way`` names the options that choose another place.
+    """
+    differing = dict(_differing(plain(there), plain(wanted)))
+    if differing:
+        key, (old, new) = next(iter(differing.items()))
+        raise InputError(
+            f"{shown(path)} belongs to a run with other settings, such as {key}: {old} there and "
+            f"{new} here; choose another {way}, or delete the file"
+        )
+
+
+def _differing(one: Any, other: Any, key: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
+    if isinstance(one, dict) and isinstance(other, dict):
+        for name in {**one, **other}:
+            unset = "the config's"
+            yield from _differing(one.get(name, unset), other.get(name, unset), f"{key}.{name}")
+    elif one != other:
+        yield key.removeprefix("."), (one, other)
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON gives it back."""
+    return json.loads(json.dumps(value))
+
+
+def shown(path: str | Path) -> str:
+    """Write a path relative to the current folder, if it is inside it."""
+    absolute = Path(os.path.abspath(path))
+    inside = absolute.is_relative_to(Path.cwd())
+    return str(absolute.relative_to(Path.cwd()) if inside else path)

@@ -1,0 +1,103 @@
+"""The variants of a question: changes to the model of a config, and to its run."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenformer_vit.benchmarking.matched import matched_hidden
+
+Part = dict[str, Any]
+
+PAIRS = ("num_qkv_param_tokens", "num_proj_param_tokens", "num_ffn_param_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The sizes of a config's TokenFormer."""
+
+    embed_dim: int  # width C
+    depth: int
+    num_heads: int
+    num_qkv_param_tokens: int  # pairs of each query, key and value projection
+    num_proj_param_tokens: int
+    num_ffn_param_tokens: int
+    outside: Mapping[str, Any]  # sizes outside the blocks, such as patch_size or vocab_size
+
+    def pairs(self, share: float) -> dict[str, int]:
+        """Return a share of all pairs, at least one per layer."""
+        return {key: max(1, round(share * getattr(self, key))) for key in PAIRS}
+
+    @property
+    def num_param_tokens(self) -> int:
+        """Number of pairs of a block."""
+        return (
+            3 * self.num_qkv_param_tokens + self.num_proj_param_tokens + self.num_ffn_param_tokens
+        )
+
+    def hidden(self, share: float, pairs: float = 1) -> dict[str, int]:
+        """Return a share of the hidden neurons of the matched Transformer.
+
+        Args:
+            share: Share of the neurons, at least one of which is left.
+            pairs: Share of the pairs whose weights the Transformer matches.
+
+        Raises:
+            InputError: If no Transformer matches.
+        """
+        number = round(pairs * self.num_param_tokens)
+        remedy = "give --variants without the matched Transformers"
+        whole = matched_hidden(self.embed_dim, number, remedy)
+        return {"hidden_features": max(1, round(share * whole))}
+
+
+# Of the part of a config that variants change, and of the sizes of the config's own model.
+Change = Callable[[Part, Shape], Part]
+# Of those sizes, and of the length of the config's run in epochs or iterations.
+Outside = Callable[[Shape, int], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of a table."""
+
+    name: str  # in files and on the command line
+    label: str  # in tables and charts
+    change: Change  # turns the config's backbone, or language model, into the variant's
+    paper: float | None = None  # top-1 in % that the paper reports for it on ImageNet-1K
+    reference: bool = False  # a ViT or Transformer that TokenFormers are compared with
+    outside: Outside | None = None  # returns what else changes in the config
+    grown: bool = False  # grows during training
+    start: str | None = None  # name of an earlier variant, from whose end training starts
+    text: str | None = None  # folder of the text to train on, where a question has several
+
+
+def arguments(**new: Any) -> Change:
+    """Set arguments of the model; without any, the config's model stays as it is."""
+    return lambda part, shape: {**part, **new}
+
+
+def in_stages(
+    unit: str, shares: Sequence[float], size: Callable[[Shape, float], dict[str, int]], **how: Any
+) -> Outside:
+    """Grow through shares of the full size, in stages of equal length.
+
+    Args:
+        unit: ``epoch`` or ``iteration``.
+        shares: Share of the full size in each stage; the first one is the size at the start.
+        size: Returns the arguments of a growth to a share, such as :meth:`Shape.pairs`.
+        how: Other arguments of GrowthHook.
+    """
+
+    def outside(shape: Shape, length: int) -> dict[str, Any]:
+        schedule = [
+            {unit: round(stage / len(shares) * length), **size(shape, share)}
+            for stage, share in enumerate(shares)
+        ]
+        return {"custom_hooks": [{"type": "GrowthHook", "schedule": schedule[1:], **how}]}
+
+    return outside
+
+
+def lasting(share: float, limit: str) -> Outside:
+    """Train for a share, or a multiple, of the length, with a whole learning rate schedule."""
+    return lambda shape, length: {"train_cfg": {limit: round(share * length)}}

@@ -1,0 +1,257 @@
+"""A first config for a folder of images: its classes, image size, model and recipe."""
+
+import random
+import statistics
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mmengine.config import Config
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.files import write_whole
+from tokenformer_vit.models.checkpoints import load_model
+from tokenformer_vit.models.description import WEIGHT_FILES, data_config, describe_model
+from tokenformer_vit.vision.images import class_folders, read_image, say_left_out, scan_images
+
+from .config import choose_checkpoint
+from .shipped import CONFIGS
+
+__all__ = ["Start", "configure_folder"]
+
+HELD_OUT = 0.2  # of each class
+_SAMPLE = 100  # images whose size is looked at
+_FEW = 10_000  # training images; below, the model of the demonstration is large enough
+_SMALL = {"embed_dim": 96, "depth": 4, "num_heads": 3}
+# The weights' average of the last part of a run: as in digits_demo, about a sixteenth of it.
+_AVERAGES = 16
+_FINE_TUNING_LR = 1e-4
+_PROBE_LR = 1e-2  # of tuning_imagenette, which also trains little beside a head
+
+
+class Start(NamedTuple):
+    """What a first run trains.
+
+    Args:
+        model: Name of a timm model, TokenFormer or ViT; None for a small TokenFormer, or for the
+            model that the checkpoint describes.
+        checkpoint: File or exported folder with weights to start from.
+        freeze: Train the head alone.
+    """
+
+    model: str | None = None
+    checkpoint: Path | None = None
+    freeze: bool = False
+
+
+class _Images(NamedTuple):
+    """Images of each class by split, as paths in ``root``; ``listed`` if a part is held out."""
+
+    root: Path
+    train: dict[str, list[str]]
+    val: dict[str, list[str]]
+    listed: bool
+
+
+def configure_folder(
+    folder: str | Path, work_dir: str | Path, start: Start, resume: str | None, say: bool = True
+) -> Path:
+    """Write a complete config that trains on a folder of images.
+
+    Args:
+        folder: Has ``train/<class>/*`` and ``val/<class>/*``, or ``<class>/*`` alone. In the second
+            case a fifth of each class is held out: the images stay where they are, ``train.txt``
+            and ``val.txt`` in ``work_dir`` list them. The choice is the same every time.
+        work_dir: Gets the config, under the name of the folder.
+        start: Model and weights to start from.
+        resume: As ``--resume``; a run that is resumed has its config already.
+        say: Print what was found and chosen.
+
+    Returns:
+        The path of the config.
+
+    Raises:
+        InputError: If ``work_dir`` holds a run already, the folder has no two classes, a class has
+            too few images, ``val`` lacks a class, an image cannot be read, or the model cannot be
+            trained.
+        OSError: If a folder cannot be read or a file cannot be written.
+    """
+    folder, work_dir = Path(folder).resolve(), Path(work_dir)
+    path = work_dir / f"{folder.name}.py"
+    if resume is not None and path.is_file():
+        if start != Start():
+            raise InputError(f"--resume goes on with {path}: leave out the options of the model")
+        return path
+    choose_checkpoint(Config({"work_dir": str(work_dir)}), None)  # refuses to replace a run
+    images = _find_images(folder)
+    count = sum(map(len, images.train.values()))
+    size = _typical_size(images)
+    recipe = "digits_demo" if size <= 16 else "cifar10_tiny" if size <= 48 else "imagenette_tiny"
+    cfg = Config.fromfile(CONFIGS / f"{recipe}.py")
+    for key in ("train_pipeline", "test_pipeline", "vis_backends"):
+        cfg.pop(key)  # copies; an edit of them would change nothing
+    model = _set_model(cfg, start, size, count, len(images.train))
+    _set_pipelines(cfg)
+    work_dir.mkdir(parents=True, exist_ok=True)
+    _set_data(cfg, images, work_dir)
+    _set_schedule(cfg, start, count)
+    write_whole(path, cfg.pretty_text.encode())
+    if say:
+        print(
+            f"{path}: the recipe of {recipe} for {model}. "
+            "Edit a copy for the next run: tokenformer-vit train COPY"
+        )
+    return path
+
+
+def _find_images(folder: Path) -> _Images:
+    root = folder / "train" if (folder / "train").is_dir() else folder
+    train = _scan(root)
+    if (folder / "val").is_dir() and root != folder:
+        val = _scan(folder / "val")
+        if train.keys() != val.keys():
+            missing = sorted(train.keys() ^ val.keys())
+            raise InputError(
+                f"{root} and {folder / 'val'} must have the same class folders, but only one of "
+                f"them has {', '.join(missing[:5])}"
+            )
+        return _Images(folder, train, val, listed=False)
+    held_out: dict[str, list[str]] = {}
+    generator = random.Random(0)
+    for name, files in train.items():
+        if len(files) < 2:
+            raise InputError(
+                f"{root / name} has one image, but a part of each class is held out for "
+                "validation: add images, or give val/ beside train/"
+            )
+        held_out[name] = sorted(generator.sample(files, max(1, round(HELD_OUT * len(files)))))
+        for file in files:
+            if file != file.strip() or len(file.splitlines()) > 1:
+                raise InputError(
+                    f"{file!r} in {root} cannot be listed: rename it without a line break and "
+                    "without a space at either end"
+                )
+    rest = {name: sorted(set(files) - set(held_out[name])) for name, files in train.items()}
+    return _Images(root, rest, held_out, listed=True)
+
+
+def _scan(root: Path) -> dict[str, list[str]]:
+    """List the images of each class by their path in ``root``."""
+    left_out: Counter[str] = Counter()
+    found = {
+        each.name: [str(Path(e.path).relative_to(root)) for e in scan_images(each, left_out)]
+        for each in class_folders(root, left_out)
+    }
+    say_left_out(left_out, root)
+    if len(found) < 2:
+        raise InputError(
+            f"{root} has {len(found)} class folders, but a classifier needs at least 2: put the "
+            "images of each class into a folder of its own, such as cat/1.jpg and dog/1.jpg"
+        )
+    for name, files in found.items():
+        if not files:
+            raise InputError(f"{root / name} has no image; add some, or remove the folder")
+    return found
+
+
+def _typical_size(images: _Images) -> int:
+    """Return the median of the shorter sides of some training images."""
+    folder = images.root if images.listed else images.root / "train"
+    files = [folder / file for files in images.train.values() for file in files]
+    chosen = random.Random(0).sample(files, min(_SAMPLE, len(files)))
+    return int(statistics.median(min(read_image(file).size) for file in chosen))
+
+
+def _set_model(cfg: Config, start: Start, size: int, count: int, classes: int) -> str:
+    """Put the model and the size of its images into a config, and say which model it is."""
+    backbone = cfg.model.backbone
+    if start.freeze and start.checkpoint is None:
+        raise InputError("--freeze trains the head alone, so it needs --checkpoint FILE")
+    if start.checkpoint is not None:
+        model: Any = load_model(start.model, start.checkpoint, for_images=False)
+        described = describe_model(model, classes, None, None)
+        images = data_config(model)
+        size, crop_pct = images["input_size"][-1], images["crop_pct"]
+        file = start.checkpoint
+        if file.is_dir():
+            file = next(file / name for name in WEIGHT_FILES if (file / name).is_file())
+        new = {
+            "model_name": described["architecture"],
+            **described["model_args"],
+            "checkpoint_path": str(file.resolve()),
+            "frozen": start.freeze,
+        }
+        for key in ("mean", "std"):
+            cfg.data_preprocessor[key] = [255 * value for value in images[key]]
+        text = f"{'the head of ' if start.freeze else ''}{start.checkpoint}"
+    else:
+        patch = backbone.patch_size
+        side = 128 if size >= 96 else 64 if size > 48 else 32 if size > 16 else size
+        size, crop_pct = max(2 * patch, side // patch * patch), 1.0
+        name = start.model or backbone.model_name
+        own = ("theta", "norm") if name.startswith("tokenformer") else ()
+        new = {
+            "model_name": name,
+            "img_size": size,
+            "patch_size": patch,
+            **{key: backbone[key] for key in (*own, "drop_path_rate")},
+            **(_SMALL if start.model is None and count < _FEW else {}),
+        }
+        given = {key: value for key, value in new.items() if key != "model_name"}
+        model = load_model(name, None, for_images=False, **given)
+        text = f"{name} ({model.embed_dim} wide, {len(model.blocks)} blocks)"
+    cfg.model.backbone = {"type": backbone.type, "compile": False, "stem_seed": None, **new}
+    cfg.model.head.merge({"num_classes": classes, "in_channels": model.num_features})
+    cfg.data_preprocessor.num_classes = classes
+    resize, crop = cfg.val_dataloader.dataset.pipeline[1:3]
+    resize.scale, crop.crop_size = round(size / crop_pct), size
+    return f"{text} and {size} x {size} pixels"
+
+
+def _set_pipelines(cfg: Config) -> None:
+    """Fit the training pipeline to the size of the test pipeline, whatever the images have."""
+    pipeline, (resize, crop) = (
+        cfg.train_dataloader.dataset.pipeline,
+        cfg.val_dataloader.dataset.pipeline[1:3],
+    )
+    random_crop: Any = next(
+        (step for step in pipeline[1].transforms if "Crop" in step.type), Config()
+    )
+    if random_crop.get("type") == "RandomResizedCrop":
+        random_crop.scale = crop.crop_size
+        return
+    if random_crop:
+        random_crop.crop_size = crop.crop_size
+    # These recipes are for images of one size.
+    pipeline[1:1] = [{**resize, "scale": crop.crop_size}, dict(crop)]
+
+
+def _set_data(cfg: Config, images: _Images, work_dir: Path) -> None:
+    classes = list(images.train)
+    for split, files in (("train", images.train), ("val", images.val)):
+        dataset = cfg[f"{split}_dataloader"].dataset
+        dataset.data_root = str(images.root)
+        if images.listed:
+            listed = work_dir.resolve() / f"{split}.txt"
+            lines = [
+                f"{file} {label}\n" for label, name in enumerate(classes) for file in files[name]
+            ]
+            write_whole(listed, "".join(lines).encode("utf-8", "surrogateescape"))
+            dataset.merge(
+                {"data_prefix": "", "ann_file": str(listed), "metainfo": {"classes": classes}}
+            )
+    cfg.test_dataloader = cfg.val_dataloader
+
+
+def _set_schedule(cfg: Config, start: Start, count: int) -> None:
+    """Choose the batch size and the rates by the number of training images."""
+    batch = cfg.train_dataloader.batch_size
+    while batch > 8 and count < 20 * batch:
+        batch //= 2
+    steps = -(-count // batch)
+    cfg.train_dataloader.batch_size = cfg.auto_scale_lr.base_batch_size = batch
+    cfg.default_hooks.logger.interval = min(steps, 100)
+    momentum = min(0.5, _AVERAGES / (steps * cfg.train_cfg.max_epochs))
+    cfg.default_hooks.ema.momentum = float(f"{momentum:.1g}")
+    if start.checkpoint is not None:
+        cfg.optim_wrapper.optimizer.lr = _PROBE_LR if start.freeze else _FINE_TUNING_LR

@@ -1,0 +1,54 @@
+"""The configs that come with the package: in ``.mim/configs``, or in the clone's ``configs/``."""
+
+import difflib
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import tokenformer_vit
+from tokenformer_vit.errors import InputError
+
+from .mmengine_internals import bases_of_package
+
+__all__ = ["CONFIGS", "find_config", "shipped_bases"]
+
+_PACKAGE = Path(tokenformer_vit.__file__).parent
+_INSTALLED = _PACKAGE / ".mim" / "configs"  # where OpenMMLab's packages have theirs
+CONFIGS = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "configs"
+
+
+def find_config(name: str | Path) -> Path:
+    """Find a config: a file, or else one that comes with the package.
+
+    Args:
+        name: Path of a file, or the name of a shipped config: ``configs/digits_demo.py``,
+            ``digits_demo.py`` or ``digits_demo``.
+
+    Returns:
+        The path of an existing file.
+
+    Raises:
+        InputError: If there is none; the message gives names that are close.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    if path.parent == Path("configs"):
+        path = Path(path.name)
+    return _find_shipped(str(path))
+
+
+def shipped_bases() -> AbstractContextManager[None]:
+    """Let configs that are read in a ``with`` block inherit from shipped ones.
+
+    ``_base_ = "tokenformer_vit::digits_demo.py"`` then works in any folder.
+    """
+    return bases_of_package(tokenformer_vit.__name__, _find_shipped)
+
+
+def _find_shipped(name: str) -> Path:
+    path = CONFIGS / f"{name.removesuffix('.py')}.py"
+    if Path(name).is_absolute() or not path.is_file():
+        names = sorted(file.stem for file in CONFIGS.glob("*.py"))
+        close = difflib.get_close_matches(Path(name).stem, names, n=3) or names
+        raise InputError(f"there is no config {name}; of the shipped ones, try {', '.join(close)}")
+    return path
