@@ -30,9 +30,7 @@ def growing(train, config, tmp_path):
 
     def prepare(**kwargs):
         path = write_config(config, tmp_path, **kwargs)
-        copy = type(train)(path, "unused")
-        copy.arguments = [str(path), *train.arguments[1:]]
-        return copy
+        return train.of(path)
 
     return prepare
 
