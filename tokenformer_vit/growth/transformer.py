@@ -113,9 +113,8 @@ def _widen(mlp: nn.Module, form: _Form, hidden: int, generator: torch.Generator)
     chosen = torch.randint(old, (hidden - old,), generator=generator)
     source = torch.cat((torch.arange(old), chosen))  # the neuron that each is a copy of
     shares = 1 + _SPREAD * torch.randn(hidden, generator=generator).clamp(-3, 3).double()
-    shares /= shares.new_zeros(old).index_add_(0, source, shares)[
-        source
-    ]  # sum to 1 for each neuron
+    # The shares of a neuron sum to 1.
+    shares /= shares.new_zeros(old).index_add_(0, source, shares)[source]
     source, shares = source.to(before.weight.device), shares.to(after.weight)
     shared = after.weight.index_select(outputs, source) * shares.unsqueeze(1 - outputs)
     changes = []
