@@ -14,8 +14,6 @@ import copy
 import io
 import json
 import math
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 import tokenformer_vit  # noqa: F401  registers the models
-from tokenformer_vit.command_line import run_tool, whole_number
+from tokenformer_vit.command_line import run_tool, typed_command, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
 from tokenformer_vit.growth import grow
@@ -61,7 +59,7 @@ def main() -> None:
     train, val = digits()
     runs = [run(seed, train, val) for seed in range(args.seeds)]
     record = {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": typed_command(),
         **environment(("torch", "timm", "sklearn"), "cpu"),
         "sizes": SIZES,
         "small": SMALL,

@@ -130,7 +130,7 @@ def merge(model_a: Model, model_b: nn.Module, ancestor: nn.Module | None = None)
             tokens = _side_by_side(a, b, find_theta(layer.theta).norm_order)
         else:
             old = _moved_to(read_tokens(layers_0[name]), a.keys)
-            tokens = _behind(old, a, b, name)
+            tokens = _appended(old, a, b, name)
         gate = layers_b[name].gate if layer.gate is None else layer.gate
         write_tokens(layer, tokens, learn_gate=isinstance(gate, nn.Parameter))
     for name, tensor in _others(merged, layers_a).items():
@@ -147,7 +147,7 @@ def _side_by_side(a: LayerTokens, b: LayerTokens, order: int) -> LayerTokens:
     )
 
 
-def _behind(old: LayerTokens, a: LayerTokens, b: LayerTokens, name: str) -> LayerTokens:
+def _appended(old: LayerTokens, a: LayerTokens, b: LayerTokens, name: str) -> LayerTokens:
     """Append the new pairs of two models to the ancestor's pairs, with which both must begin."""
     num = old.num
     for model, own in (("model_a", a), ("model_b", b)):
