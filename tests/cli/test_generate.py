@@ -47,7 +47,6 @@ def words(count):
 
 @pytest.fixture
 def folder(tmp_path):
-    torch.manual_seed(0)
     config = TokenFormerConfig(
         vocab_size=32, context_length=20, embed_dim=32, depth=1, num_heads=2, rotary_share=0.5
     )
