@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -136,7 +137,7 @@ class Stop(Hook):
 def run(config, texts):
     """Run a training as tools/train.py does, within this process."""
 
-    def start(work_dir, resume=None, stop=None, text="abc", curves=False, **options):
+    def start(work_dir, resume=None, stop=None, text: Any = "abc", curves=False, **options):
         root = texts[text] if isinstance(text, str) else [texts[each] for each in text]
         # mmengine keeps what it logs by this name, for the whole process
         cfg = load_config(config, work_dir=str(work_dir))
