@@ -8,6 +8,7 @@ import re
 import subprocess
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 from subprocess import DEVNULL
@@ -21,6 +22,7 @@ from .files import write_whole
 
 __all__ = ["TRAINING_PACKAGES", "environment", "write_record"]
 
+_distributions = cache(packages_distributions)  # it opens every installed package: a second
 TRAINING_PACKAGES = ("torch", "torchvision", "timm", "mmengine", "mmpretrain")
 
 
@@ -56,7 +58,7 @@ def environment(
 def _versions(packages: Iterable[str]) -> dict[str, str]:
     # mmengine and mmpretrain are also distributed under other names. Nothing is imported, because
     # a measurement does not need most of these libraries.
-    distributions, found = packages_distributions(), {}
+    distributions, found = _distributions(), {}
     for name in packages:
         with suppress(PackageNotFoundError):
             # Python 3.10 finds no distribution for timm; the names are equal.
