@@ -39,14 +39,16 @@ print(json.dumps({"modules": modules, "same_handler": same, "parameters": count}
 # Modules that an installation without extras does not have.
 EXTRA_MODULES = sorted(itertools.chain.from_iterable(EXTRAS.values()))
 WITHOUT_EXTRAS = f"""
-import sys
+import importlib, pkgutil, sys
 for name in {EXTRA_MODULES}:
     sys.modules[name] = None
-import tokenformer_vit.growth, tokenformer_vit.benchmarking
-import tokenformer_vit.benchmarking.measures, tokenformer_vit.benchmarking.costs
-from tokenformer_vit import cli
+for part in ("ops", "layers", "models", "growth", "benchmarking"):
+    package = importlib.import_module("tokenformer_vit." + part)
+    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
 for command in ("predict", "export", "grow", "costs", "benchmark", "prepare_data", "timm_script"):
-    cli.import_module("tokenformer_vit.cli." + command)
+    importlib.import_module("tokenformer_vit.cli." + command)
+from tokenformer_vit import cli
 sys.argv = ["tokenformer-vit", *sys.argv[1:]]
 cli.main()
 """
