@@ -49,8 +49,9 @@ for part in ("ops", "layers", "models", "growth", "benchmarking"):
 for command in ("predict", "export", "grow", "costs", "benchmark", "prepare_data", "timm_script"):
     importlib.import_module("tokenformer_vit.cli." + command)
 from tokenformer_vit import cli
-sys.argv = ["tokenformer-vit", *sys.argv[1:]]
-cli.main()
+for words in (["predict", *sys.argv[1:]], ["train", "digits_demo"]):
+    sys.argv = ["tokenformer-vit", *words]
+    cli.main()
 """
 
 
@@ -74,15 +75,10 @@ def test_models_growth_and_prediction_need_no_extra(tmp_path):
     save_model(model, tmp_path / "run", ["cat", "dog"])
     Image.new("RGB", (40, 40)).save(tmp_path / "x.png")
     checkpoint = tmp_path / "run" / "model.safetensors"
-    run = python(
-        WITHOUT_EXTRAS, "predict", tmp_path / "x.png", "--checkpoint", checkpoint, "--json"
-    )
-    assert run.returncode == 0, run.stderr
+    run = python(WITHOUT_EXTRAS, tmp_path / "x.png", "--checkpoint", checkpoint, "--json")
+    assert run.returncode == 1
     assert {guess["label"] for guess in json.loads(run.stdout)["top"]} == {"cat", "dog"}
-    run = python(WITHOUT_EXTRAS, "train", "digits_demo")
-    assert (run.returncode, run.stdout) == (1, "")
-    assert "pip install 'tokenformer-vit[train]'" in run.stderr
-    assert run.stderr.count("\n") == 1
+    assert run.stderr == "error: mmengine is not installed: pip install 'tokenformer-vit[train]'\n"
 
 
 def test_ops_need_torch_alone():
