@@ -1,5 +1,7 @@
 """Costs in closed form are what PyTorch counts, part by part: of models of images."""
 
+from typing import Any
+
 import pytest
 import timm
 import torch
@@ -34,7 +36,7 @@ MODELS = {
 
 
 def build(name, fused=False, **kwargs):
-    model = timm.create_model(name, **{"num_classes": 7, **SMALL, **kwargs})
+    model: Any = timm.create_model(name, **{"num_classes": 7, **SMALL, **kwargs})
     if name.startswith("tokenformer"):
         model.set_backend("reference")
     for block in model.blocks:

@@ -64,6 +64,7 @@ def test_decoding_goes_on_from_the_same_tokens_each_time(implementation):
     model, tokens, _, decode = bound(implementation, "decode")
     assert SUBJECT.decoded == 6
     row = tokens[:, :7]  # half of the sequence, and the token that follows
+    logits = torch.empty(0)
     for _ in range(6):
         logits = model(row, use_cache=False).logits[:, -1:]
         row = torch.cat((row, logits.argmax(dim=-1)), dim=1)

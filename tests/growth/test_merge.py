@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import timm
@@ -53,7 +54,7 @@ def assert_same(actual, expected, limit):
     assert error <= limit, error
 
 
-def alone(pairs, theta="gelu_l2", tau=None, eps=1e-6, gate="none", keys=None):
+def alone(pairs, theta="gelu_l2", tau=None, eps=1e-6, gate="none", keys=None) -> Any:
     """Build a model that is one layer, in float64."""
     model = in_float64(nn.Sequential(Pattention(12, 20, pairs, theta, tau, eps, gate=gate)))
     with torch.no_grad():

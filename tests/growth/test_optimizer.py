@@ -1,6 +1,7 @@
 """An optimiser goes on after growth: old moments kept, new ones zero, groups in place."""
 
 import copy
+from typing import Any
 
 import pytest
 import timm
@@ -154,7 +155,7 @@ def test_a_new_gate_joins_without_decay():
 
 
 def test_net2net_and_stacking_carry_over(rounding):
-    model = build("vit_tiny_patch16_224").eval()
+    model: Any = build("vit_tiny_patch16_224").eval()
     optimizer = OPTIMIZERS["adamw"](groups(model))
     step(model, optimizer)
     before, moments = model(X), optimizer.state[model.blocks[0].mlp.fc2.weight]["exp_avg"].clone()

@@ -1,5 +1,7 @@
 """Net2Net widens the hidden layers of a GPT-2 and leaves what it computes as it is."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -57,7 +59,8 @@ def test_the_wider_model_computes_what_it_did(dtype, atol, wrap):
 def test_a_saved_wider_model_is_the_same_model(tmp_path):
     model = widen_mlp(build(), 80)
     model.save_pretrained(tmp_path)
-    loaded, found = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    read: Any = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    loaded, found = read
     assert not any(found.values()), found
     assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
 
