@@ -9,10 +9,10 @@ export OMP_WAIT_POLICY ?= passive
 .PHONY: demo test fuzz lint timm-tests clean
 
 demo: $(READY) ## train on handwritten digits, evaluate, predict: about two minutes on two cores
-	$(BIN)/python tools/prepare_data.py --digits data/digits
-	$(BIN)/python tools/train.py configs/digits_demo.py --resume
-	$(BIN)/python tools/test.py configs/digits_demo.py work_dirs/digits_demo/model.safetensors
-	$(BIN)/python tools/predict.py data/digits/val/*/*07.png --topk 3 \
+	$(BIN)/tokenformer-vit prepare-data --digits data/digits
+	$(BIN)/tokenformer-vit train configs/digits_demo.py --resume
+	$(BIN)/tokenformer-vit test configs/digits_demo.py work_dirs/digits_demo/model.safetensors
+	$(BIN)/tokenformer-vit predict data/digits/val/*/*07.png --topk 3 \
 		--checkpoint work_dirs/digits_demo/model.safetensors
 
 test: $(READY) ## the default tests: CPU, offline

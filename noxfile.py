@@ -1,4 +1,4 @@
-"""Each session makes an environment and runs the tests in it: ``nox -l``, ``nox -s floor-3.11``.
+"""Each session makes an environment and tests the package in it: ``nox -l`` lists them.
 
 ``UV_TORCH_BACKEND=cpu nox ...`` downloads PyTorch without CUDA.
 """
@@ -47,9 +47,24 @@ def newest(session: nox.Session) -> None:
 @nox.session
 def imports(session: nox.Session) -> None:
     """Import every module of the installed package, as users of other systems do."""
-    session.install(".[data,demo,language,evaluation]")
+    session.install(".[train,language,evaluation]")
     session.cd(session.create_tmp())  # away from the checkout
     session.run("python", "-c", IMPORT_ALL)
+
+
+@nox.session
+def wheel(session: nox.Session) -> None:
+    """Train, test and predict in an empty folder, with the package as a user installs it."""
+    session.install(".[train]")
+    session.cd(session.create_tmp())  # away from the checkout
+    weights = "work_dirs/digits_demo/model.safetensors"
+    for command in (
+        ("prepare-data", "--digits", "data/digits"),
+        ("train", "configs/digits_demo.py", "--cfg-options", "train_cfg.max_epochs=4"),
+        ("test", "configs/digits_demo.py", weights),
+        ("predict", "data/digits/val/7", "--checkpoint", weights),
+    ):
+        session.run("tokenformer-vit", *command)
 
 
 @nox.session

@@ -18,6 +18,7 @@ TRAIN = [
     "mmcv-lite>=2.2.0,<2.4",
     "mmpretrain>=1.2.0,<2.0",
     "matplotlib>=3.10",
+    "pandas>=2.2.3",  # the tables of ablations
     "pyyaml>=6.0.2",  # reads what mmengine stores
     "scikit-learn>=1.6",  # the digits of the demonstration
 ]
@@ -43,7 +44,8 @@ class BuildWithConfigs(build_py):
         if not self.editable_mode:
             target = Path(self.build_lib, "tokenformer_vit", ".mim", "configs")
             shutil.rmtree(target, ignore_errors=True)
-            shutil.copytree(ROOT / "configs", target, ignore=shutil.ignore_patterns("__pycache__"))
+            ignored = shutil.ignore_patterns("__pycache__", "results", "README.md")
+            shutil.copytree(ROOT / "configs", target, ignore=ignored)
 
 
 setup(

@@ -1,11 +1,11 @@
 # TokenFormer-Ti/4 on CIFAR-10 at 32 px, from scratch, in a short schedule.
 #
-# Paper:     has no such run
-# Data:      python tools/prepare_data.py CIFAR10_PARQUET_FOLDER data/cifar10
+# Paper:     none
+# Data:      tokenformer-vit prepare-data CIFAR10_PARQUET_FOLDER data/cifar10
 # Batch:     256 on one GPU
 # Hardware:  a GPU run of the full set over 50 epochs: not run
-# Command:   python tools/train.py configs/cifar10_tiny.py --amp
-# Expected:  not run (a short run on a slice: ablations/results/cifar10_tiny_5000.json)
+# Command:   tokenformer-vit train configs/cifar10_tiny.py --amp
+# Expected:  not run (a short run on a slice: configs/results/cifar10_tiny_5000.json)
 _base_ = ["_base_/tokenformer.py", "_base_/folders.py", "_base_/short_supervised.py"]
 
 model = dict(

@@ -1,10 +1,10 @@
 # A small TokenFormer on scikit-learn's 1,797 handwritten digits, 8 px: the demonstration.
 #
-# Paper:     has no such run
-# Data:      python tools/prepare_data.py --digits data/digits
+# Paper:     none
+# Data:      tokenformer-vit prepare-data --digits data/digits
 # Batch:     64 on a CPU
 # Hardware:  2 CPU cores
-# Command:   python tools/train.py configs/digits_demo.py   (or `make demo`, which does it all)
+# Command:   tokenformer-vit train configs/digits_demo.py   (or `make demo`, which does it all)
 # Expected:  at least 97 % top-1 on the 20 % held out
 _base_ = ["_base_/tokenformer.py", "_base_/folders.py", "_base_/short_supervised.py"]
 

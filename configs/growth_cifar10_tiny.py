@@ -1,10 +1,10 @@
-# cifar10_tiny, grown as it trains: a quarter of the pairs, then half, then all of them.
+# cifar10_tiny with growth during the run: a quarter of the pairs, then half, then all.
 #
-# Paper:     has no such run
-# Data:      python tools/prepare_data.py CIFAR10_PARQUET_FOLDER data/cifar10
+# Paper:     none
+# Data:      tokenformer-vit prepare-data CIFAR10_PARQUET_FOLDER data/cifar10
 # Batch:     256 on one GPU
 # Hardware:  not run
-# Command:   python tools/train.py configs/growth_cifar10_tiny.py --amp
+# Command:   tokenformer-vit train configs/growth_cifar10_tiny.py --amp
 # Expected:  not run
 _base_ = "cifar10_tiny.py"
 

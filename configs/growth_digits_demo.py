@@ -1,10 +1,10 @@
-# digits_demo, grown as it trains: a quarter of the pairs, then half, then all of them.
+# digits_demo with growth during the run: a quarter of the pairs, then half, then all.
 #
-# Paper:     has no such run
-# Data:      python tools/prepare_data.py --digits data/digits
+# Paper:     none
+# Data:      tokenformer-vit prepare-data --digits data/digits
 # Batch:     64 on a CPU
 # Hardware:  2 CPU cores, under a minute
-# Command:   python tools/train.py configs/growth_digits_demo.py
+# Command:   tokenformer-vit train configs/growth_digits_demo.py
 # Expected:  as digits_demo, at least 97 % top-1, for 60 % of its training FLOPs
 _base_ = "digits_demo.py"
 

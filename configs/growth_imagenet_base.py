@@ -1,12 +1,12 @@
-# TokenFormer-B/16 on ImageNet-1K, grown as it trains: a quarter of the pairs of imagenet_base until
-# epoch 100, half of them until epoch 200, all of them to the end, in one schedule of 300 epochs.
+# TokenFormer-B/16 on ImageNet-1K with growth during the run, in one schedule of 300 epochs: a
+# quarter of the pairs of imagenet_base up to epoch 100, half up to epoch 200, then all.
 #
-# Paper:     has no grown vision model; its language models grow by arXiv:2410.23168, Section 3.3
+# Paper:     none; it grows language models only (arXiv:2410.23168, Section 3.3)
 # Batch:     4096, as imagenet_base
 # Hardware:  not run
-# Command:   torchrun --nproc_per_node=8 tools/train.py configs/growth_imagenet_base.py \
-#                --launcher pytorch --amp --batch-size 128 \
-#                --cfg-options optim_wrapper.accumulative_counts=4
+# Command:   torchrun --nproc_per_node=8 --no-python \
+#                tokenformer-vit train configs/growth_imagenet_base.py --launcher pytorch --amp \
+#                --batch-size 128 --cfg-options optim_wrapper.accumulative_counts=4
 # Expected:  not run; 60 % of the training FLOPs of imagenet_base
 _base_ = "imagenet_base.py"
 

@@ -1,15 +1,14 @@
-# The next stage of growth as the paper does it, on ImageNet-1K: imagenet_base_matched, enlarged to
-# the pairs of imagenet_base by tools/grow.py, goes on for 60 epochs with a warm-up and a cosine of
-# its own.
+# A second stage of growth on ImageNet-1K, as the paper does it: imagenet_base_matched gets the
+# pairs of imagenet_base, then trains for 60 epochs with a new warm-up and cosine.
 #
-# Paper:     its language models: a tenth of the tokens a stage (arXiv:2410.23168, Section 3.3)
+# Paper:     none; its language models train a tenth of the tokens a stage (arXiv:2410.23168, 3.3)
 # Batch:     4096, as imagenet_base
 # Hardware:  not run
-# Command:   python tools/grow.py work_dirs/imagenet_base_matched work_dirs/imagenet_base_grown \
+# Command:   tokenformer-vit grow work_dirs/imagenet_base_matched work_dirs/imagenet_base_grown \
 #                --qkv 768 --proj 768 --ffn 3072
-#            torchrun --nproc_per_node=8 tools/train.py configs/growth_imagenet_stage.py \
-#                --launcher pytorch --amp --batch-size 128 \
-#                --cfg-options optim_wrapper.accumulative_counts=4
+#            torchrun --nproc_per_node=8 --no-python \
+#                tokenformer-vit train configs/growth_imagenet_stage.py --launcher pytorch --amp \
+#                --batch-size 128 --cfg-options optim_wrapper.accumulative_counts=4
 # Expected:  not run
 _base_ = "imagenet_base.py"
 

@@ -1,10 +1,10 @@
 # TokenFormer-Ti/8 on Imagenette (ten ImageNet classes) at 128 px, from scratch.
 #
-# Paper:     has no such run
-# Data:      python tools/prepare_data.py IMAGENETTE_PARQUET_FOLDER data/imagenette
+# Paper:     none
+# Data:      tokenformer-vit prepare-data IMAGENETTE_PARQUET_FOLDER data/imagenette
 # Batch:     128 on one GPU
 # Hardware:  not run
-# Command:   python tools/train.py configs/imagenette_tiny.py --amp
+# Command:   tokenformer-vit train configs/imagenette_tiny.py --amp
 # Expected:  not run
 _base_ = ["_base_/tokenformer.py", "_base_/folders.py", "_base_/short_supervised.py"]
 

@@ -1,13 +1,12 @@
-# GPT-2's size with 512 pairs, on English: the first of three languages that come in turn, each with
-# pairs of its own under a mask. ablations/lm_languages.py trains the other two.
+# A language model of GPT-2's size with 512 pairs on English, the first of three languages. Each
+# later language gets new pairs under a mask: see ablations/lm_languages.py.
 #
-# Paper:     no such run; a course report (2024) has one, but its masks were not applied
-# Data:      python tools/prepare_text.py --hub uonlp/CulturaX --hub-config en data/culturax_en \
-#                --tokenizer gpt2 --context-length 1024 --limit-tokens 1000000000
-#            (and the same for fr and es)
+# Paper:     none; the set-up is that of a course report (2024), whose masks were not applied
+# Data:      tokenformer-vit prepare-text --hub uonlp/CulturaX --hub-config en data/culturax_en \
+#                --tokenizer gpt2 --context-length 1024 --limit-tokens 1000000000, and so fr and es
 # Batch:     8
 # Hardware:  not run
-# Command:   python tools/train.py configs/lm_culturax_en.py --amp
+# Command:   tokenformer-vit train configs/lm_culturax_en.py --amp
 # Expected:  not run
 _base_ = "_base_/language.py"
 

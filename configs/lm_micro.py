@@ -1,12 +1,12 @@
 # A TokenFormer of 0.15 M parameters on the bytes of tiny Shakespeare, for the language ablations.
 #
-# Paper:     no such run
-# Data:      python tools/prepare_text.py input.txt data/tinyshakespeare_64 --context-length 64 \
+# Paper:     none
+# Data:      tokenformer-vit prepare-text input.txt data/tinyshakespeare_64 --context-length 64 \
 #                --val-share 0.1
 # Batch:     32
-# Hardware:  one CPU core; the minutes are in ablations/TABLES.md
-# Command:   python tools/train.py configs/lm_micro.py
-# Expected:  see ablations/TABLES.md
+# Hardware:  one CPU core; minutes in ablations/TABLES.md
+# Command:   tokenformer-vit train configs/lm_micro.py
+# Expected:  the figures of ablations/TABLES.md
 _base_ = "_base_/language_small.py"
 
 model = dict(

@@ -1,12 +1,12 @@
-# lm_micro on English news, the first text of ablations that go on with other languages or text.
+# lm_micro on English news, the first of several texts: for the ablations of new text and languages.
 #
-# Paper:     no such run; a course report trains 12 × 768 on three languages of CulturaX
-# Data:      python tools/prepare_text.py newstest2009-2013.en data/newstest_en \
-#                --context-length 64 --val-share 0.1 (and the same for fr and es)
+# Paper:     none; a course report trains 12 × 768 on three languages of CulturaX
+# Data:      tokenformer-vit prepare-text newstest2009-2013.en data/newstest_en \
+#                --context-length 64 --val-share 0.1, and so fr and es
 # Batch:     32
-# Hardware:  one CPU core; the minutes are in ablations/TABLES.md
-# Command:   python tools/train.py configs/lm_newstest.py
-# Expected:  see ablations/TABLES.md
+# Hardware:  one CPU core; minutes in ablations/TABLES.md
+# Command:   tokenformer-vit train configs/lm_newstest.py
+# Expected:  the figures of ablations/TABLES.md
 _base_ = "lm_micro.py"
 
 train_dataloader = dict(dataset=dict(data_root="data/newstest_en"))

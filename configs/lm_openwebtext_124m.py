@@ -1,15 +1,15 @@
-# The smallest model of the growth series, 12 × 768 with 576 / 2304 pairs, on 300 billion tokens of
-# OpenWebText, like the Transformer that it is compared with.
+# The smallest model of the paper's growth series, 12 × 768 with 576 / 2304 pairs, on OpenWebText:
+# 300 billion tokens, as many as the Transformer of the comparison.
 #
 # Paper:     perplexity 16.41 on OpenWebText (arXiv:2410.23168, Figure 3)
-# Data:      python tools/prepare_text.py --hub Skylion007/openwebtext data/openwebtext \
+# Data:      tokenformer-vit prepare-text --hub Skylion007/openwebtext data/openwebtext \
 #                --tokenizer gpt2 --context-length 1024
 #            (if datasets refuses it as a script: --hub-revision refs/convert/parquet)
 # Batch:     480 = 8 GPUs x 12 with 5 steps
 # Hardware:  not run
-# Command:   torchrun --nproc_per_node=8 tools/train.py configs/lm_openwebtext_124m.py \
-#                --launcher pytorch --amp --batch-size 12 \
-#                --cfg-options optim_wrapper.accumulative_counts=5
+# Command:   torchrun --nproc_per_node=8 --no-python \
+#                tokenformer-vit train configs/lm_openwebtext_124m.py --launcher pytorch --amp \
+#                --batch-size 12 --cfg-options optim_wrapper.accumulative_counts=5
 # Expected:  not run
 _base_ = "_base_/language.py"
 

@@ -4,9 +4,9 @@
 # Data:      as for lm_openwebtext_124m
 # Batch:     480 = 8 GPUs x 12 with 5 steps
 # Hardware:  not run
-# Command:   torchrun --nproc_per_node=8 tools/train.py configs/lm_openwebtext_transformer.py \
-#                --launcher pytorch --amp --batch-size 12 \
-#                --cfg-options optim_wrapper.accumulative_counts=5
+# Command:   torchrun --nproc_per_node=8 --no-python \
+#                tokenformer-vit train configs/lm_openwebtext_transformer.py --launcher pytorch \
+#                --amp --batch-size 12 --cfg-options optim_wrapper.accumulative_counts=5
 # Expected:  not run
 _base_ = "lm_openwebtext_124m.py"
 

@@ -1,15 +1,15 @@
 # TokenFormer LM of 151,881,216 parameters on the Pile: the smallest released model.
 #
 # Paper:     perplexity 10.45 on the Pile; zero-shot average of six tasks 44.7
-# Data:      python tools/prepare_text.py --hub monology/pile-uncopyrighted data/pile \
+# Data:      tokenformer-vit prepare-text --hub monology/pile-uncopyrighted data/pile \
 #                --tokenizer EleutherAI/gpt-neox-20b --context-length 2048 --val-share 0.0001
-#            (This copy lacks the parts that were withdrawn; the authors had all of it. A larger
-#            held-out part would make each validation long.)
+#            (This copy lacks the withdrawn parts, which the authors had. A larger held-out share
+#            makes each validation long.)
 # Batch:     1024 = 8 GPUs x 16 with 8 steps
 # Hardware:  not run
-# Command:   torchrun --nproc_per_node=8 tools/train.py configs/lm_pile_150m.py \
-#                --launcher pytorch --amp --batch-size 16 \
-#                --cfg-options optim_wrapper.accumulative_counts=8
+# Command:   torchrun --nproc_per_node=8 --no-python \
+#                tokenformer-vit train configs/lm_pile_150m.py --launcher pytorch --amp \
+#                --batch-size 16 --cfg-options optim_wrapper.accumulative_counts=8
 # Expected:  not run
 _base_ = "_base_/language.py"
 

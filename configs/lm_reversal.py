@@ -1,12 +1,12 @@
-# A TokenFormer of 0.15 M parameters that learns to write 16 digits backwards: the smallest check of
-# language training from text to generation.
+# A TokenFormer of 0.15 M parameters learns to write 16 digits backwards: the smallest complete
+# check of language training.
 #
-# Paper:     no such run
-# Data:      python tools/prepare_text.py --reversal 20000 --val-share 0.05 data/reversal
+# Paper:     none
+# Data:      tokenformer-vit prepare-text --reversal 20000 --val-share 0.05 data/reversal
 # Batch:     64
 # Hardware:  one CPU core beside other work, float32, 5 minutes
-# Command:   python tools/train.py configs/lm_reversal.py
-# Expected:  100 % of 1,000 unseen sequences right (ablations/results/lm_reversal.json)
+# Command:   tokenformer-vit train configs/lm_reversal.py
+# Expected:  100 % of 1,000 unseen sequences right (configs/results/lm_reversal.json)
 _base_ = "_base_/language_small.py"
 
 model = dict(

@@ -1,12 +1,12 @@
 # A TokenFormer of 0.6 M parameters on the bytes of tiny Shakespeare.
 #
-# Paper:     no such run
-# Data:      python tools/prepare_text.py input.txt data/tinyshakespeare --context-length 128 \
+# Paper:     none
+# Data:      tokenformer-vit prepare-text input.txt data/tinyshakespeare --context-length 128 \
 #                --val-share 0.1
 # Batch:     32
 # Hardware:  one CPU core beside other work, float32
-# Command:   python tools/train.py configs/lm_shakespeare.py
-# Expected:  perplexity 4.7 a byte on the held-out tenth (ablations/results/lm_shakespeare.json)
+# Command:   tokenformer-vit train configs/lm_shakespeare.py
+# Expected:  perplexity 4.7 a byte on the held-out tenth (configs/results/lm_shakespeare.json)
 _base_ = "_base_/language_small.py"
 
 train_dataloader = dict(dataset=dict(data_root="data/tinyshakespeare"))

@@ -1,14 +1,14 @@
-# The TokenFormer of cifar10_micro tuned to Imagenette at 32 px: of what it computes, 5 % more pairs
-# and a head are trained, and nothing of what CIFAR-10 taught it.
+# The TokenFormer of cifar10_micro fine-tuned on Imagenette at 32 px: only 5 % more pairs and a new
+# head are trained; all weights from CIFAR-10 stay.
 #
-# Paper:     has no such run
-# Data:      python tools/prepare_data.py IMAGENETTE_PARQUET_FOLDER data/imagenette_small \
+# Paper:     none
+# Data:      tokenformer-vit prepare-data IMAGENETTE_PARQUET_FOLDER data/imagenette_small \
 #                --limit 3000 --limit-val 1000
 # Weights:   python ablations/growth.py --config configs/cifar10_micro.py --variants large vit
 # Batch:     64
-# Hardware:  one CPU core; the minutes are in ablations/TABLES.md
-# Command:   python tools/train.py configs/tuning_imagenette.py
-# Expected:  see ablations/TABLES.md
+# Hardware:  one CPU core; minutes in ablations/TABLES.md
+# Command:   tokenformer-vit train configs/tuning_imagenette.py
+# Expected:  the figures of ablations/TABLES.md
 _base_ = "cifar10_micro.py"
 
 model = dict(

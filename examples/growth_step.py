@@ -33,17 +33,10 @@ from tokenformer_vit.growth import grow
 from tokenformer_vit.records import environment, write_record
 
 SIZES: dict[str, Any] = {
-    "img_size": 8,
-    "patch_size": 4,
-    "in_chans": 1,
-    "embed_dim": 96,
-    "depth": 4,
-    "num_heads": 3,
+    **{"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 96, "depth": 4, "num_heads": 3}
 }
 SMALL: dict[str, Any] = {
-    "num_qkv_param_tokens": 32,
-    "num_proj_param_tokens": 32,
-    "num_ffn_param_tokens": 128,
+    **{"num_qkv_param_tokens": 32, "num_proj_param_tokens": 32, "num_ffn_param_tokens": 128}
 }
 LARGE: dict[str, Any] = {key: 3 * pairs for key, pairs in SMALL.items()}
 EPOCHS, WARMUP, BATCH_SIZE, LR = 20, 3, 64, 1e-3  # epochs before growth, and again after it

@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from tokenformer_vit.command_line import printable, run_tool, whole_number
+from tokenformer_vit.command_line import printable, run_tool, typed_command, whole_number
 from tokenformer_vit.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,8 +84,43 @@ def test_what_is_no_whole_number(text):
     assert whole_number(1, 7)("7") == 7
 
 
+def test_a_missing_package_names_the_extra(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mmengine.runner", None)
+
+    def main():
+        import mmengine.runner  # noqa: F401
+
+    line = "error: mmengine is not installed: pip install 'tokenformer-vit[train]'\n"
+    assert ends(main, capsys) == (1, line)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("2 GiB of 1"), MemoryError()])
+def test_a_lack_of_memory_names_the_batch_size(error, capsys):
+    def main():
+        raise error
+
+    status, err = ends(main, capsys)
+    assert status == 1
+    assert "--batch-size" in err
+    assert str(error) in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "typed"),
+    [
+        (["tokenformer-vit train", "a b.py"], "tokenformer-vit train 'a b.py'"),
+        (["tools/train.py", "x.py", "--amp"], "python tools/train.py x.py --amp"),
+    ],
+)
+def test_records_name_the_command_as_it_is_typed(argv, typed, monkeypatch):
+    monkeypatch.setattr(sys, "argv", argv)
+    assert typed_command() == typed
+
+
 INTERRUPTIBLE = """
 import os, signal, sys, time
+sys.modules["__main__"].__file__ = "/bin/tokenformer-vit"  # which does not import PyTorch
 from tokenformer_vit.command_line import run_tool
 def main():
     try:
@@ -132,11 +168,3 @@ def test_ctrl_c_while_a_command_imports(tool, tmp_path):
         _, err = process.communicate(timeout=60)
     words = [line for line in err.splitlines() if not line.startswith("import time:")]
     assert (process.returncode, words) == (130, ["interrupted; what was finished is kept"])
-
-
-def test_importing_the_package_leaves_the_handler_of_others_alone():
-    code = (
-        "import signal; before = signal.getsignal(signal.SIGINT)\n"
-        "import tokenformer_vit; assert signal.getsignal(signal.SIGINT) is before"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -86,7 +87,7 @@ def test_header_is_the_record_of_the_experiment(name):
     assert set(fields) >= {"Paper", "Batch", "Hardware", "Command", "Expected"}
     assert all(fields.values())
     command = fields["Command"]
-    assert f"tools/train.py configs/{name}.py" in command
+    assert f"tokenformer-vit train configs/{name}.py" in command
     # The batch of the command, and every product of the Batch line, is what the rate is meant for.
     cfg = load(name)
     options = dict(re.findall(r"(?:--)?([\w.-]+)[ =](\d+)", command))
@@ -99,6 +100,42 @@ def test_header_is_the_record_of_the_experiment(name):
         r"(\d+) GPUs x (\d+)(?: with (\d+) steps)?", fields["Batch"]
     ):
         assert int(gpus) * int(batch) * int(steps or 1) == images
+
+
+def readme_configs():
+    """Return the configs that configs/README.md shows."""
+    text = (CONFIGS / "README.md").read_text(encoding="utf-8")
+    return re.findall(r"```python\n(_base_.*?)```", text, re.DOTALL)
+
+
+@pytest.mark.parametrize("text", readme_configs())
+def test_configs_of_the_readme_load_and_build(text, tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(text.replace('_base_ = "configs', f'_base_ = "{CONFIGS}'))
+    cfg = load_config(path)
+    model = build_model(cfg)
+    assert model.backbone.model.num_features == model.head.in_channels
+
+
+def test_options_of_the_readme_exist():
+    text = (CONFIGS / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    commands = re.findall(r"tokenformer-vit train configs/(\w+)\.py(.*)", text)
+    assert len(commands) > 5
+    for name, rest in commands:
+        options = re.findall(r"([\w.]+)=(\S+)", rest)
+        load_config(CONFIGS / f"{name}.py", {key: read_option(value) for key, value in options})
+
+
+def read_option(text):
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text == "True" or text
+
+
+def test_the_readme_names_every_config():
+    text = (CONFIGS / "README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"`(\w+)\.py`", text)) == set(ALL_NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)

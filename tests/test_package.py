@@ -1,4 +1,6 @@
 import ast
+import itertools
+import json
 import re
 import runpy
 import shutil
@@ -9,10 +11,14 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import timm
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from PIL import Image
 
 import tokenformer_vit
+from tokenformer_vit.command_line import EXTRAS
+from tokenformer_vit.models.checkpoints import save_model
 
 ROOT = Path(__file__).parents[1]
 # What Windows or macOS does not have.
@@ -20,22 +26,61 @@ NOT_EVERYWHERE = {"curses", "fcntl", "grp", "pty", "pwd", "resource", "termios",
 LINT_IMPORTS = shutil.which("lint-imports", path=Path(sys.executable).parent)
 
 
-def python(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+FACTS = """
+import json, signal, sys
+handler = signal.getsignal(signal.SIGINT)
+import tokenformer_vit
+modules = sorted(sys.modules)
+same = signal.getsignal(signal.SIGINT) is handler
+import timm
+count = sum(p.numel() for p in timm.create_model("tokenformer_base").parameters())
+print(json.dumps({"modules": modules, "same_handler": same, "parameters": count}))
+"""
+# Modules that an installation without extras does not have.
+EXTRA_MODULES = sorted(itertools.chain.from_iterable(EXTRAS.values()))
+WITHOUT_EXTRAS = f"""
+import sys
+for name in {EXTRA_MODULES}:
+    sys.modules[name] = None
+import tokenformer_vit.growth, tokenformer_vit.benchmarking
+import tokenformer_vit.benchmarking.measures, tokenformer_vit.benchmarking.costs
+from tokenformer_vit import cli
+for command in ("predict", "export", "grow", "costs", "benchmark", "prepare_data", "timm_script"):
+    cli.import_module("tokenformer_vit.cli." + command)
+sys.argv = ["tokenformer-vit", *sys.argv[1:]]
+cli.main()
+"""
 
 
-def test_import_is_silent():
-    run = python("import tokenformer_vit")
-    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+def python(code, *words):
+    command = [sys.executable, "-c", code, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
-def test_import_needs_neither_openmmlab_nor_matplotlib():
-    heavy = ("matplotlib", "mmcv", "mmengine", "mmpretrain", "transformers")
+def test_import_is_silent_and_light_and_registers_the_models():
+    run = python(FACTS)
+    assert (run.returncode, run.stderr, run.stdout.count("\n")) == (0, "", 1)
+    facts = json.loads(run.stdout)
+    assert facts["same_handler"]  # of Ctrl-C, which belongs to the program
+    assert facts["parameters"] == 114_759_400
+    assert not set(facts["modules"]) & {"matplotlib", "mmcv", "mmengine", "mmpretrain"}
+    assert "transformers" not in facts["modules"]
+
+
+def test_models_growth_and_prediction_need_no_extra(tmp_path):
+    model = timm.create_model("tokenformer_tiny", depth=1, img_size=32, num_classes=2)
+    save_model(model, tmp_path / "run", ["cat", "dog"])
+    Image.new("RGB", (40, 40)).save(tmp_path / "x.png")
+    checkpoint = tmp_path / "run" / "model.safetensors"
     run = python(
-        "import sys, tokenformer_vit, tokenformer_vit.models;"
-        f"print([name for name in {heavy} if name in sys.modules])"
+        WITHOUT_EXTRAS, "predict", tmp_path / "x.png", "--checkpoint", checkpoint, "--json"
     )
-    assert run.stdout.strip() == "[]", run.stderr
+    assert run.returncode == 0, run.stderr
+    assert {guess["label"] for guess in json.loads(run.stdout)["top"]} == {"cat", "dog"}
+    run = python(WITHOUT_EXTRAS, "train", "digits_demo")
+    assert (run.returncode, run.stdout) == (1, "")
+    assert "pip install 'tokenformer-vit[train]'" in run.stderr
+    assert run.stderr.count("\n") == 1
 
 
 def test_ops_need_torch_alone():
@@ -48,14 +93,6 @@ def test_ops_need_torch_alone():
         "print('timm' in sys.modules, 'torchvision' in sys.modules)"
     )
     assert run.stdout.split() == ["False", "False"], run.stderr
-
-
-def test_the_readme_line_counts_the_parameters():
-    run = python(
-        "import tokenformer_vit, timm;"
-        "print(sum(p.numel() for p in timm.create_model('tokenformer_base').parameters()))"
-    )
-    assert run.stdout.strip() == "114759400", run.stderr
 
 
 def test_version_is_a_release_number():
@@ -112,6 +149,20 @@ def test_every_import_is_declared():
         and not declared & {canonicalize_name(d) for d in distributions.get(name, [name])}
     }
     assert not missing
+
+
+@pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="Python 3.10 does not know that scikit-learn has sklearn"
+)
+def test_an_error_names_the_extra_that_has_the_module():
+    distributions, declared = packages_distributions(), requirements()
+    base = {canonicalize_name(requirement.name) for requirement in declared[""]}
+    for extra, modules in EXTRAS.items():
+        names = {canonicalize_name(requirement.name) for requirement in declared[extra]}
+        for module in modules:
+            owners = {canonicalize_name(d) for d in distributions.get(module, [module])}
+            assert owners & names, module
+            assert not owners & base, module
 
 
 def test_every_requirement_has_a_lower_bound():

@@ -27,7 +27,6 @@ _TYPES = {
     "list_type": "a list",
     "model_type": "a dict",
     "string_type": "a text",
-    "too_short": "longer, or None",
 }
 
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 from subprocess import DEVNULL
@@ -21,6 +22,7 @@ from .files import write_whole
 
 __all__ = ["TRAINING_PACKAGES", "environment", "write_record"]
 
+_distributions = cache(packages_distributions)  # it opens every installed package: a second
 TRAINING_PACKAGES = ("torch", "torchvision", "timm", "mmengine", "mmpretrain")
 
 
@@ -57,7 +59,7 @@ def environment(
 def _versions(packages: Iterable[str]) -> dict[str, str]:
     # mmengine and mmpretrain are distributed under other names too. Nothing is imported: a
     # measurement does without most of these.
-    distributions, found = packages_distributions(), {}
+    distributions, found = _distributions(), {}
     for name in packages:
         with suppress(PackageNotFoundError):
             # Python 3.10 does not know what timm's distribution contains: it has the same name.

@@ -10,7 +10,8 @@ model = dict(
         theta="gelu_l2",
         norm="none",
         drop_path_rate=0.1,
-        checkpoint_path="",
+        checkpoint_path="",  # weights to start from: an exported folder's model.safetensors
+        frozen=False,  # True trains the head alone: a linear probe
         compile=False,
         stem_seed=None,  # a number draws all but the blocks from it alone, to compare models
     ),

@@ -1,12 +1,8 @@
 """The accuracies of a compression are those of its models run by hand, on images kept apart."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,15 +11,12 @@ import torch
 from PIL import Image
 from timm.data import create_transform
 
-import tokenformer_vit  # noqa: F401
 from tokenformer_vit.cli import compress
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth.prune import measure_usage, prune
 from tokenformer_vit.growth.sparse import top_k
 from tokenformer_vit.models.checkpoints import save_model
 
-ROOT = Path(__file__).resolve().parents[2]
-TOOL = ROOT / "tools" / "compress.py"
 SHAPE = {"depth": 2, "img_size": 32, "patch_size": 8, "embed_dim": 32, "num_heads": 2}
 CLASSES = ["ant", "[bold]bee", "cat"]
 FOLDERS = sorted(CLASSES)
@@ -242,25 +235,16 @@ def test_shares_that_cannot_be(keep, exported, data, capsys):
     assert "is not a share above 0 and at most 1" in capsys.readouterr().err
 
 
-def start(*arguments):
-    return subprocess.Popen(
-        [sys.executable, str(TOOL), *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 @pytest.mark.slow
-def test_ctrl_c_ends_it_in_one_line(exported, data, tmp_path):
+def test_ctrl_c_ends_it_in_one_line(exported, data, tmp_path, command):
     for split in ("train", "val"):
         for name in FOLDERS:
             (tmp_path / split / name).mkdir(parents=True)
             for index in range(3000):  # enough to be interrupted at
                 link = tmp_path / split / name / f"{index}.png"
                 link.symlink_to(data / "val" / name / "0.png")
-    process = start(exported, tmp_path, "--out", tmp_path / "out", "--measure-images", 9000)
+    words = ["--out", tmp_path / "out", "--measure-images", 9000]
+    process = command.start("compress", exported, tmp_path, *words)
     while not process.stderr.read(1):  # it says what it is about to do
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)

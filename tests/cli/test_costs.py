@@ -201,7 +201,7 @@ def test_plot_that_cannot_be_written(tmp_path, capsys):
             [*TINY[:2], "--model-kwargs", "num_ffn_param_tokens=1", "num_qkv_param_tokens=1"],
             "width",
         ),
-        ([*TINY[:2], "--model-kwargs", "num_classes=x"], "num_classes must be .* 'x'"),
+        ([*TINY[:2], "--model-kwargs", "num_classes=x"], "but got 'x'"),
         ([*TINY[:2], "--model-kwargs", "model_name=x"], "model_name"),
     ],
 )

@@ -1,8 +1,6 @@
 """tools/grow.py as a user starts it."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,29 +8,16 @@ import timm
 import torch
 from safetensors.torch import load_file
 
-import tokenformer_vit  # noqa: F401
-from tokenformer_vit.cli import grow as command
+from tokenformer_vit.cli import grow as tool
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import save_model
 
-ROOT = Path(__file__).resolve().parents[2]
 SHAPE = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
 
 
 def run(*arguments):
     """Run within this process."""
-    command.main([str(argument) for argument in arguments])
-
-
-def start(*arguments):
-    """Run as a user does."""
-    return subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "grow.py"), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    tool.main([str(argument) for argument in arguments])
 
 
 @pytest.fixture(params=["gelu_l2", "softmax"])
@@ -92,7 +77,7 @@ def test_what_cannot_be_grown_is_said(tmp_path, monkeypatch, arguments, message)
     assert {path.name for path in tmp_path.iterdir()} == {"run", "code.pth"}
 
 
-def test_the_command_ends_in_one_line(tmp_path):
-    done = start(tmp_path / "nothing.pth", tmp_path / "out", "--ffn", 96)
-    assert done.returncode == 1
-    assert done.stderr == f"error: there is no checkpoint file {tmp_path}/nothing.pth\n"
+def test_the_command_ends_in_one_line(tmp_path, command):
+    done = command("grow", tmp_path / "nothing.pth", tmp_path / "out", "--ffn", 96)
+    assert done.status == 1
+    assert done.err == f"error: there is no checkpoint file {tmp_path}/nothing.pth\n"

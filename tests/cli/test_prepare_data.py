@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,9 +19,6 @@ from tokenformer_vit.errors import InputError
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
-
-ROOT = Path(__file__).resolve().parents[2]
-TOOL = ROOT / "tools" / "prepare_data.py"
 
 
 def encoded(value, kind="PNG"):
@@ -143,7 +139,7 @@ def test_finished_files_are_not_written_again(source, tmp_path, monkeypatch):
     run(source, tmp_path / "out")
 
 
-def test_resumes_after_sigkill(source, tmp_path):
+def test_resumes_after_sigkill(source, tmp_path, command):
     # A true SIGKILL, which no handler sees, in the moment before the sixth file gets its name.
     script = f"""
 import os, runpy, signal, sys
@@ -155,7 +151,7 @@ def die(partial, path):
     replace(partial, path)
 os.replace = die
 sys.argv = ["prepare_data.py", {str(source)!r}, {str(tmp_path / "killed")!r}]
-runpy.run_path({str(TOOL)!r}, run_name="__main__")
+runpy.run_path({str(command.path("prepare_data"))!r}, run_name="__main__")
 """
     killed = subprocess.run([sys.executable, "-c", script], capture_output=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
@@ -377,15 +373,14 @@ def test_formats_that_readers_skip_are_warned_of(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("module", "arguments", "extra"),
-    [("pyarrow.parquet", ["in"], "[data]"), ("sklearn.datasets", ["--digits"], "[demo]")],
+    ("module", "words"), [("pyarrow.parquet", ["in"]), ("sklearn.datasets", ["--digits"])]
 )
-def test_missing_library_says_what_to_install(
-    module, arguments, extra, tmp_path, monkeypatch, capsys
-):
+def test_missing_library_says_what_to_install(module, words, tmp_path, monkeypatch, command):
     monkeypatch.setitem(sys.modules, module, None)
-    message = failure(capsys, *arguments, tmp_path)
-    assert f"pip install 'tokenformer-vit{extra}'" in message
+    done = command("prepare_data", *words, tmp_path)
+    name = module.partition(".")[0]
+    assert done.status == 1
+    assert done.err == f"error: {name} is not installed: pip install 'tokenformer-vit[train]'\n"
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,6 @@
 import csv
 import io
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -35,11 +31,10 @@ from tokenformer_vit.training.evaluation import (
 from tokenformer_vit.training.reports import read_scalars
 from tokenformer_vit.vision.prediction import predict
 
-ROOT = Path(__file__).resolve().parents[2]
 VAL_IMAGES = {"bright": 10, "dark": 7, "[bold]split": 12}  # 29: an odd number, unequally shared
 
-CONFIG = f"""
-_base_ = "{ROOT}/configs/digits_demo.py"
+CONFIG = """
+_base_ = "tokenformer_vit::digits_demo.py"
 model = dict(
     backbone=dict(embed_dim=24, depth=2, num_heads=2),
     head=dict(num_classes=3, in_channels=24),
@@ -55,19 +50,8 @@ train_cfg = dict(max_epochs=2, val_interval=1)
 """
 
 
-def command(name, *arguments, launcher=()):
-    done = subprocess.run(
-        [sys.executable, *launcher, str(ROOT / "tools" / name), *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(tmp_path_factory, command):
     """A run of tools/train.py over two epochs, of which the averaged weights still lag behind."""
     root = tmp_path_factory.mktemp("run")
     rng = np.random.default_rng(0)
@@ -81,8 +65,8 @@ def run(tmp_path_factory):
                 Image.fromarray(pixels).save(folder / f"{index}.png")
     config, work_dir = root / "small.py", root / "work"
     config.write_text(CONFIG)
-    status, *output = command("train.py", config, "--data-root", root, "--work-dir", work_dir)
-    assert status == 0, output
+    done = command("train", config, "--data-root", root, "--work-dir", work_dir)
+    assert done.status == 0, done.output
     return SimpleNamespace(config=config, data=root, work_dir=work_dir)
 
 
@@ -113,10 +97,10 @@ def changed_checkpoint(run, path, change):
     return path
 
 
-def test_command_repeats_validation_and_leaves_the_run_alone(run):
+def test_command_repeats_validation_and_leaves_the_run_alone(run, command):
     before = {path: path.read_bytes() for path in run.work_dir.rglob("*") if path.is_file()}
     checkpoint = run.work_dir / "epoch_2.pth"
-    status, out, err = command("test.py", run.config, checkpoint, "--data-root", run.data)
+    status, out, err, _ = command.process("test", run.config, checkpoint, "--data-root", run.data)
     assert status == 0, err
     folder = run.work_dir / "test"
     record = json.loads((folder / "metrics.json").read_text())
@@ -189,10 +173,10 @@ def test_figures_agree_with_the_model_run_by_hand(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_count_every_image_once(run, tmp_path):
+def test_two_processes_count_every_image_once(run, tmp_path, command):
     alone = metrics(run, run.work_dir / "epoch_2.pth", tmp_path / "alone")
-    status, out, err = command(
-        "test.py",
+    status, out, err, _ = command.process(
+        "test",
         *(run.config, run.work_dir / "epoch_2.pth", "--data-root", run.data),
         *("--batch-size", 4, "--launcher", "pytorch", "--out", tmp_path / "two"),
         launcher=("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
@@ -230,24 +214,13 @@ def test_other_number_of_classes(run, tmp_path):
     assert "4 classes" in message
 
 
-class Bomb:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return (os.mkdir, (self.path,))
-
-
-def test_checkpoint_that_would_run_code_ends_the_command_in_one_line(run, tmp_path):
-    boom = tmp_path / "boom"
-    bomb = Bomb(str(boom))
+def test_checkpoint_that_would_run_code_ends_the_command_in_one_line(run, tmp_path, bomb, command):
     path = changed_checkpoint(run, tmp_path / "x.pth", lambda checkpoint: checkpoint.update(x=bomb))
-    status, out, err = command("test.py", run.config, path, "--data-root", run.data)
-    assert status == 1
-    assert not boom.exists()
-    assert "Traceback" not in out + err
-    assert err.splitlines()[-1].startswith(f"error: {path} ")
-    assert "run code" in err.splitlines()[-1]
+    done = command("test", run.config, path, "--data-root", run.data)
+    assert done.status == 1
+    assert "Traceback" not in done.output
+    assert done.err.splitlines()[-1].startswith(f"error: {path} ")
+    assert "run code" in done.err.splitlines()[-1]
 
 
 def test_diverged_weights_are_not_given_an_accuracy(run, tmp_path):
@@ -301,7 +274,7 @@ def test_a_checkpoint_answers_images_as_the_test_does(run, tmp_path, source):
         extra = []
         if source == "old":  # as versions before wrote them
             checkpoint = changed_checkpoint(run, tmp_path / "old.pth", lambda c: c.pop(DESCRIPTION))
-            with pytest.raises(InputError, match=r"tools/export\.py .*old\.pth FOLDER --config"):
+            with pytest.raises(InputError, match=r"export .*old\.pth FOLDER --config"):
                 load_model("tokenformer_tiny", checkpoint)
             extra = ["--config", str(run.config)]
         export.main([str(checkpoint), str(tmp_path / "folder"), *extra])

@@ -22,49 +22,49 @@ sys.exit(int(sys.argv[-1]))
 """
 
 
-def launch(*arguments, cwd):
-    return subprocess.run(
-        [sys.executable, "-m", "tokenformer_vit.cli.timm_script", *map(str, arguments)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-    )
-
-
 def test_script_sees_our_models_its_arguments_and_its_neighbours(tmp_path):
     folder = tmp_path / "scripts"
     folder.mkdir()
     (folder / "beside.py").write_text("VALUE = 7\n")
     (folder / "script.py").write_text(SCRIPT)
     # --help among the arguments must reach the script, not the launcher.
-    done = launch(folder / "script.py", "data dir", "--model", "x", "--help", "3", cwd=tmp_path)
+    words = ["data dir", "--model", "x", "--help", "3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tokenformer_vit", "timm", str(folder / "script.py"), *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 3, done.stderr
     assert json.loads(done.stdout) == {
         "name": "__main__",
-        "argv": [str(folder / "script.py"), "data dir", "--model", "x", "--help", "3"],
+        "argv": [str(folder / "script.py"), *words],
         "beside": 7,
         "listed": True,
         "classes": 3,
     }
 
 
-@pytest.mark.parametrize("arguments", [["nowhere/validate.py", "--model", "x"], []])
-def test_missing_script_is_one_line_and_status_2(arguments, monkeypatch, capsys):
-    from tokenformer_vit.cli.timm_script import main
-
-    monkeypatch.setattr(sys, "argv", ["timm_script", *arguments])
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    assert exit_.value.code == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert error.startswith("error: ")
-    if arguments:
-        assert "nowhere/validate.py" in error
+def test_an_error_of_the_script_has_its_traceback(tmp_path, command, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the script's folder comes first in it
+    (tmp_path / "script.py").write_text("raise RuntimeError('what')\n")
+    done = command("timm_script", tmp_path / "script.py")
+    assert done.status == 1
+    assert "Traceback" in done.err
+    assert done.err.endswith("RuntimeError: what\n")
 
 
-def test_help_names_the_usage(capsys):
-    from tokenformer_vit.cli.timm_script import main
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["nowhere/x.py", "--model", "x"], "nowhere/x.py"), ([], "SCRIPT")],
+)
+def test_missing_script_is_one_line_and_status_2(words, said, command):
+    done = command("timm_script", *words)
+    assert done.status == 2
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") == 1
+    assert said in done.err
 
-    main(["--help"])
-    assert "python -m tokenformer_vit.cli.timm_script SCRIPT" in capsys.readouterr().out
+
+def test_help_names_the_usage(command):
+    assert "tokenformer-vit timm SCRIPT" in command("timm_script", "--help").out

@@ -197,7 +197,9 @@ def test_charts_and_the_table_of_the_readme(root):
         for seed in (0, 1):
             for number, variant in enumerate(question.variants):
                 final = 6.0 + number + seed / 4
-                of_texts = {name: final + i for i, name in enumerate(getattr(question, "texts", ()))}
+                of_texts = {
+                    name: final + i for i, name in enumerate(getattr(question, "texts", ()))
+                }
                 write(root, question, variant.name, seed, of_texts or final, 1e12 * (number + 1))
     tables.main(QUESTIONS, [], root)
     tables.main(QUESTIONS, ["--check"], root)

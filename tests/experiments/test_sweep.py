@@ -18,7 +18,7 @@ from PIL import Image
 from softmax import QUESTION as SOFTMAX
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.experiments import IMAGES
+from tokenformer_vit.experiments import IMAGES, tables
 from tokenformer_vit.experiments.plan import LARGEST_GAP, plan
 from tokenformer_vit.experiments.record import adopt, error_line, read_layers
 from tokenformer_vit.experiments.run import difference
@@ -157,7 +157,7 @@ def test_from_one_end_to_the_other(tmp_path, words, capfd):
 
     # What is finished is not trained again, with its record or, if that is lost, without.
     before = {path: path.stat().st_mtime_ns for path in (ours, vit)}
-    path.unlink()
+    (tmp_path / "results" / "softmax_small" / "vit_seed0.json").unlink()
     capfd.readouterr()
     sweep(SOFTMAX, words)
     again = records(tmp_path)
@@ -372,6 +372,15 @@ def test_the_table_of_own_records_is_beside_them(tmp_path, words, trainer, monke
     assert "(softmax_small.png)" in text
     with Image.open(folder / "softmax_small.png") as picture:
         assert picture.width > 600
+
+
+def test_records_of_a_shipped_config_are_the_project_s(digits, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["--config", "digits_demo", "--data-root", str(digits), "--variants", "gelu_l2"]
+    (run,) = plan(SOFTMAX, parse(SOFTMAX, words))
+    assert run.out == ROOT / "ablations" / "results" / "softmax_digits_demo"
+    assert run.about["config"] == "configs/digits_demo.py"
+    assert run.work_dir == Path("work_dirs", "ablations", "softmax", "digits_demo")
 
 
 def test_jobs_run_side_by_side_and_share_the_gpus_out(words, trainer, monkeypatch):

@@ -191,7 +191,7 @@ def test_masks_that_cannot_be_used(tasks):
     model, masks = tasks
     with pytest.raises(InputError, match="no mask 'german'; choose from base, french, spanish"):
         masks.activate("base", "german")
-    with pytest.raises(InputError, match=r"spanish: blocks.0.attn.query has 0 active pairs"):
+    with pytest.raises(InputError, match=r"spanish: blocks.0.attn.query would have 0 active pairs"):
         masks.activate("spanish")
     model.blocks[1].mlp.top_k = 60
     with pytest.raises(InputError, match=r"blocks.1.mlp has 56 active pairs, but needs .* 60"):
@@ -233,7 +233,7 @@ def test_files_that_cannot_be_read(tasks, tmp_path):
     larger = {**LARGER, "num_ffn_param_tokens": 90}
     with pytest.raises(InputError, match=r"mask 'base' has no entry for blocks.2.attn.key"):
         TokenMasks.load(path, build(depth=3, **larger))
-    with pytest.raises(InputError, match=r"'base:blocks.1.attn.key' is no mask of a layer"):
+    with pytest.raises(InputError, match=r"'base:blocks.1.attn.key' is not a mask"):
         TokenMasks.load(path, build(depth=1, **larger))
     with pytest.raises(InputError, match=r"for 90 pairs of blocks.0.mlp, which has 80"):
         TokenMasks.load(path, build(**LARGER))

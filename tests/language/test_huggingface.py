@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,9 +52,14 @@ def build(**changes):
 
 def reload(model, folder, **kwargs):
     model.save_pretrained(folder)
-    loaded, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **kwargs)
+    loaded, found = load(folder, **kwargs)
     assert not any(found.values()), found
     return loaded
+
+
+def load(folder, **kwargs) -> Any:
+    """Return a model, and what transformers says of its weights."""
+    return AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **kwargs)
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -129,7 +135,7 @@ def test_what_a_checkpoint_lacks_is_drawn_and_the_rest_is_not(tmp_path):
         tmp_path / "model.safetensors",
         {"format": "pt"},
     )
-    loaded, found = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    loaded, found = load(tmp_path)
     assert set(found["missing_keys"]) == {absent}
     own = loaded.state_dict()
     for name, tensor in tensors.items():

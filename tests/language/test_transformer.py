@@ -1,5 +1,7 @@
 """The Transformer in GPT-2's form: what it is built of, and that it is read again."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -54,7 +56,8 @@ def test_residual_parts_start_smaller():
 def test_a_saved_model_is_the_same_model(tie, tmp_path):
     model = transformer_lm(**SHAPE, hidden_features=48, tie_embeddings=tie).eval()
     model.save_pretrained(tmp_path)
-    loaded, found = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    both: Any = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    loaded, found = both
     assert not any(found.values()), found
     tokens = torch.randint(61, (2, 9))
     assert torch.equal(loaded(tokens).logits, model(tokens).logits)

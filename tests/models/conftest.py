@@ -1,7 +1,9 @@
 import pytest
 import timm
+import torch
 
 import tokenformer_vit  # noqa: F401
+from tokenformer_vit.models.checkpoints import save_model
 
 
 @pytest.fixture
@@ -20,3 +22,20 @@ def small():
         return timm.create_model("tokenformer_tiny", **arguments).eval()
 
     return build
+
+
+@pytest.fixture
+def images():
+    """Draw images for the model of ``small``."""
+    return lambda size=64, channels=3, batch=2: torch.randn(batch, channels, size, size)
+
+
+@pytest.fixture
+def model(small):
+    return small()
+
+
+@pytest.fixture
+def exported(model, tmp_path):
+    save_model(model, tmp_path / "exported", label_names=[f"n{i}" for i in range(10)])
+    return tmp_path / "exported"

@@ -32,12 +32,8 @@ needs_fx = pytest.mark.skipif(
 )
 
 
-def images():
-    return torch.randn(2, 3, 64, 64)
-
-
 @pytest.mark.parametrize("theta", THETAS)
-def test_torchscript(small, theta):
+def test_torchscript(small, images, theta):
     with set_scriptable(True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         models = [
@@ -47,14 +43,13 @@ def test_torchscript(small, theta):
         if THETAS[theta].has_gate:
             models.append(small(theta=theta, pattention_args={"gate": "learned"}))
         set_top_k(models[0], 9)
-        scripted = [torch.jit.script(model) for model in models]
-    x = images()
-    for script, model in zip(scripted, models, strict=True):
-        torch.testing.assert_close(script(x), model(x))
+        x = images()
+        for model in models:
+            torch.testing.assert_close(torch.jit.script(model)(x), model(x))
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference", "fused"])
-def test_jit_trace_is_saved_whatever_the_backend(small, backend, tmp_path):
+def test_jit_trace_is_saved_whatever_the_backend(small, images, backend, tmp_path):
     model, x = small(depth=1), images()
     expected = model(x)
     model.set_backend(backend)
@@ -64,7 +59,7 @@ def test_jit_trace_is_saved_whatever_the_backend(small, backend, tmp_path):
 
 @needs_fx
 @pytest.mark.parametrize("theta", THETAS)
-def test_fx_trace_keeps_pattention_whole(small, theta):
+def test_fx_trace_keeps_pattention_whole(small, images, theta):
     model, x = small(theta=theta), images()
     traced = torch.fx.symbolic_trace(model)
     torch.testing.assert_close(traced(x), model(x))
@@ -73,7 +68,7 @@ def test_fx_trace_keeps_pattention_whole(small, theta):
 
 
 @needs_fx
-def test_torchvision_feature_extractor(small):
+def test_torchvision_feature_extractor(small, images):
     model, x = small(), images()
     extractor = create_feature_extractor(model, {"blocks.1": "last", "head": "logits"})
     features = extractor(x)
@@ -82,9 +77,9 @@ def test_torchvision_feature_extractor(small):
 
 
 @pytest.mark.parametrize("theta", THETAS)
-def test_compile_fullgraph(small, theta):
+def test_compile_fullgraph(small, images, theta):
     torch._dynamo.reset()
-    model, x = small(theta=theta, pattention_args={"learn_tau": True}).train(), images()
+    model, x = small(theta=theta, depth=1, pattention_args={"learn_tau": True}).train(), images()
     twin = copy.deepcopy(model)
     outputs = [model(x), torch.compile(twin, fullgraph=True, backend="aot_eager")(x)]
     torch.testing.assert_close(*outputs)
@@ -96,7 +91,7 @@ def test_compile_fullgraph(small, theta):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("theta", THETAS)
-def test_compile_inductor(small, theta):
+def test_compile_inductor(small, images, theta):
     torch._dynamo.reset()
     model, x = small(theta=theta), images()
     torch.testing.assert_close(torch.compile(model, fullgraph=True)(x), model(x))
@@ -105,7 +100,7 @@ def test_compile_inductor(small, theta):
 ANY_BATCH = ({0: torch.export.Dim("batch")},)
 
 
-def test_export_with_a_free_batch_size(small, tmp_path):
+def test_export_with_a_free_batch_size(small, images, tmp_path):
     model = small()
     exported = torch.export.export(model, (images(),), dynamic_shapes=ANY_BATCH)
     torch.export.save(exported, tmp_path / "model.pt2")
@@ -122,7 +117,7 @@ def test_export_with_a_free_batch_size(small, tmp_path):
         *(pytest.param(name, marks=pytest.mark.slow) for name in THETAS if name != "gelu_l2"),
     ],
 )
-def test_onnx_with_a_free_batch_size(small, theta, tmp_path):
+def test_onnx_with_a_free_batch_size(small, images, theta, tmp_path):
     pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript")
     runtime = pytest.importorskip("onnxruntime", reason="nothing else runs an ONNX file")
     gate = {"pattention_args": {"gate": "fixed"}} if THETAS[theta].has_gate else {}
@@ -139,7 +134,7 @@ def test_onnx_with_a_free_batch_size(small, theta, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("theta", THETAS)
-def test_half_precision(small, theta, dtype):
+def test_half_precision(small, images, theta, dtype):
     model, x = small(theta=theta), images()
     exact = model.double()(x.double())
     out = model.to(dtype)(x.to(dtype))
@@ -147,7 +142,7 @@ def test_half_precision(small, theta, dtype):
     assert (out.double() - exact).norm() < 0.1 * exact.norm()
 
 
-def test_autocast_trains_float32_parameters(small):
+def test_autocast_trains_float32_parameters(small, images):
     model, x = small().train(), images()
     with torch.autocast("cpu", torch.bfloat16):
         out = model(x)
@@ -159,7 +154,7 @@ def test_autocast_trains_float32_parameters(small):
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_are_independent_and_equal(small, duplicate):
+def test_copies_are_independent_and_equal(small, images, duplicate):
     model, x = small(theta="gelu_l1", norm="bias"), images()
     twin = duplicate(model)
     expected = model(x)
@@ -171,7 +166,7 @@ def test_copies_are_independent_and_equal(small, duplicate):
 
 
 @pytest.mark.parametrize("exclude_buffers", [True, False])
-def test_ema_averages_parameters_and_leaves_tau(small, exclude_buffers):
+def test_ema_averages_parameters_and_leaves_tau(small, images, exclude_buffers):
     model = small()
     ema = ModelEmaV3(model, decay=0.9, exclude_buffers=exclude_buffers)
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -186,6 +181,6 @@ def test_ema_averages_parameters_and_leaves_tau(small, exclude_buffers):
 
 
 @pytest.mark.parametrize("theta", THETAS)
-def test_reruns_are_bit_equal(small, theta):
+def test_reruns_are_bit_equal(small, images, theta):
     model, x = small(theta=theta), images()
     assert torch.equal(model(x), model(x))

@@ -31,10 +31,6 @@ def model(small):
     return small(theta="relu_l1")
 
 
-def images():
-    return torch.randn(2, 3, 64, 64)
-
-
 @pytest.mark.parametrize("backend", ["auto", "reference", "fused", "triton"])
 def test_layer(backend):
     layer = Pattention(256, 128, 576, theta="relu_l1", backend=backend)
@@ -49,7 +45,7 @@ def test_layer(backend):
 
 
 @pytest.mark.parametrize("init", ["zero_key", "duplicate"])
-def test_growth_keeps_the_function(model, init):
+def test_growth_keeps_the_function(model, images, init):
     x = images()
     before = model(x)
     grow(model, num_ffn_param_tokens=384, init=init)
@@ -61,13 +57,13 @@ def test_costs_are_those_of_any_theta(model, small):
     assert model_costs(model) == model_costs(small())
 
 
-def test_folder(model, tmp_path):
+def test_folder(model, images, tmp_path):
     save_model(model, tmp_path / "exported")
     x = images()
     assert torch.equal(load_model(None, tmp_path / "exported")(x), model(x))
 
 
-def test_exported_programs(model):
+def test_exported_programs(model, images):
     x = images()
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x))
     file = io.BytesIO()

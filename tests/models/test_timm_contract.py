@@ -7,12 +7,8 @@ import torch
 from timm.models import group_parameters
 
 
-def images(size=64, channels=3, batch=2):
-    return torch.randn(batch, channels, size, size)
-
-
 @pytest.mark.parametrize(("channels", "classes"), [(3, 10), (1, 10), (3, 0)])
-def test_forward(small, channels, classes):
+def test_forward(small, images, channels, classes):
     model = small(in_chans=channels, num_classes=classes)
     x = images(channels=channels)
     assert model(x).shape == (2, classes or 48)
@@ -21,26 +17,26 @@ def test_forward(small, channels, classes):
 
 
 @pytest.mark.parametrize("pool", ["token", "avg", "avgmax", "max"])
-def test_pools(small, pool):
+def test_pools(small, images, pool):
     model = small(global_pool=pool)
     assert model(images()).shape == (2, 10)
 
 
-def test_registers_without_a_class_token(small):
+def test_registers_without_a_class_token(small, images):
     model = small(class_token=False, reg_tokens=4, global_pool="avg", qk_norm=True, init_values=0.1)
     assert model(images()).shape == (2, 10)
     assert model.no_weight_decay() == {"pos_embed", "reg_token"}
 
 
 @pytest.mark.parametrize(("size", "tokens"), [(32, 5), (96, 37)])
-def test_image_size(small, size, tokens):
+def test_image_size(small, images, size, tokens):
     assert small(img_size=size).forward_features(images(size)).shape == (2, tokens, 48)
     resized = small()
     resized.set_input_size(img_size=(size, size))
     assert resized.forward_features(images(size)).shape == (2, tokens, 48)
 
 
-def test_dynamic_image_size(small):
+def test_dynamic_image_size(small, images):
     fixed, dynamic = small(), small(dynamic_img_size=True)
     dynamic.load_state_dict(fixed.state_dict())
     x = images()
@@ -50,7 +46,7 @@ def test_dynamic_image_size(small):
         fixed(images(96))
 
 
-def test_features_only(small):
+def test_features_only(small, images):
     model = small(depth=4, features_only=True)
     assert model.feature_info.channels() == [48, 48, 48]
     assert model.feature_info.reduction() == [16, 16, 16]
@@ -58,7 +54,7 @@ def test_features_only(small):
     assert len(small(depth=4, features_only=True, out_indices=[0, 2])(images())) == 2
 
 
-def test_forward_intermediates(small):
+def test_forward_intermediates(small, images):
     model, x = small(depth=3), images()
     final, taps = model.forward_intermediates(x, output_fmt="NLC", return_prefix_tokens=True)
     assert len(taps) == 3
@@ -71,7 +67,7 @@ def test_forward_intermediates(small):
     torch.testing.assert_close(normed, final[:, 1:])
 
 
-def test_prune_intermediate_layers(small):
+def test_prune_intermediate_layers(small, images):
     model, x = small(depth=4), images()
     expected = model.forward_intermediates(x, indices=[1], intermediates_only=True)[0]
     assert model.prune_intermediate_layers([1], prune_norm=True) == [1]
@@ -82,7 +78,7 @@ def test_prune_intermediate_layers(small):
     torch.testing.assert_close(actual, expected)
 
 
-def test_reset_classifier(small):
+def test_reset_classifier(small, images):
     model, x = small().to(torch.float64), images().double()
     pooled = model.forward_head(model.forward_features(x), pre_logits=True)
     model.reset_classifier(0)
@@ -95,7 +91,7 @@ def test_reset_classifier(small):
     assert model.global_pool == "avg"
 
 
-def test_gradient_checkpointing_changes_nothing(small):
+def test_gradient_checkpointing_changes_nothing(small, images):
     model, x = small(depth=3).train(), images()
     recomputing = copy.deepcopy(model)
     recomputing.set_grad_checkpointing()
@@ -107,7 +103,7 @@ def test_gradient_checkpointing_changes_nothing(small):
         torch.testing.assert_close(a.grad, b.grad)
 
 
-def test_masks_reach_the_blocks(small):
+def test_masks_reach_the_blocks(small, images):
     model = small(depth=1, class_token=False, global_pool="avg", pos_embed="none")
     x = images()
     causal = model.forward_features(x, is_causal=True)
@@ -162,7 +158,7 @@ def test_no_weight_decay_names_parameters_that_exist(small):
 
 
 @pytest.mark.skipif(not timm.optim.list_optimizers("muon"), reason="this timm has no muon")
-def test_muon(small):
+def test_muon(small, images):
     model = small().train()
     optimizer = timm.optim.create_optimizer_v2(model, "muon", lr=1e-3, weight_decay=0.1)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -26,7 +26,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 PAIRS = [1, 64, 72, 100, 576, 768, 2304]
-SIZES = list(itertools.product((1, 5, 197), PAIRS, DTYPES))
+SIZES: list[tuple[int, int, torch.dtype]] = list(itertools.product((1, 5, 197), PAIRS, DTYPES))
 if INTERPRETED:  # where a kernel takes a second for one of the large ones
     SIZES = [(rows, pairs, dtype) for rows, pairs, dtype in SIZES if rows * pairs < 100_000]
     SIZES += [(197, 576, torch.float32), (197, 2304, torch.bfloat16)]
@@ -282,7 +282,7 @@ def test_backward_may_run_under_autocast(device):
         ({"scores": torch.randn(2, 5, 72)}, r"\(2, 5, 72\): choose fused"),
         ({"scores": torch.randn(5, 0)}, r"\(5, 0\): choose fused"),
         ({"scores": torch.randn(1, MAX_PARAM_TOKENS + 1)}, r"16384, not \(1, 16385\): choose"),
-        ({"tau": torch.tensor(8.0, device="meta")}, "tau is on meta .*: move tau"),
+        ({"tau": torch.tensor(8.0, device="meta")}, "tau is on meta.*: move tau"),
         ({"factor": torch.ones(5)}, r"factor must be \(5, 1\) torch.float32, not \(5,\)"),
         ({"factor": torch.ones(5, 1).half()}, r"factor must be .* not \(5, 1\) torch.float16"),
         ({"grad": torch.randn(5, 64)}, r"grad_weights must be \(5, 72\) .*, not \(5, 64\)"),

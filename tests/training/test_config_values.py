@@ -15,6 +15,7 @@ from mmengine.config import Config, DictAction
 from mmengine.registry import PARAM_SCHEDULERS
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.training import secure_files
 from tokenformer_vit.training.config import (
     _check_option,
     load_config,
@@ -95,7 +96,7 @@ def refused(cfg, options):
         ("model.head.num_classes", 0, WHOLE),
         ("model.head.loss.label_smooth_val", 1.0, "at least 0.0 and below 1.0"),
         ("model.head.loss.label_smooth_val", 0, "a number with a decimal point"),
-        ("model.train_cfg.augments", [], "longer, or None"),
+        ("model.train_cfg.augments", [], "a list of at least one, or None"),
         ("model.train_cfg.augments.0.alpha", 0.0, "above 0.0"),
         ("model.train_cfg.augments.0.alpha", 1, "a number with a decimal point"),
         ("model.backbone.drop_path_rate", 1.5, "a number of at least 0 and below 1"),
@@ -262,6 +263,7 @@ def test_configs_are_python_and_no_other_file_runs_code(tmp_path, name, inherits
 
 
 def test_yaml_that_mmengine_reads_runs_no_code(tmp_path):
+    secure_files()
     mark, path = tmp_path / "executed", tmp_path / "x.yaml"
     path.write_text("numbers: [1, 2]\n")
     assert mmengine.load(str(path)) == {"numbers": [1, 2]}
@@ -403,7 +405,9 @@ def test_processes_on_gpus_meet_as_mmengine_lets_them(monkeypatch, plain, fails)
     cfg = copy.deepcopy(plain)
     cfg.launcher = "pytorch"
     if fails:
-        with pytest.raises(InputError, match=r"cannot meet at 127\.0\.0\.1:29500 \(NCCL error: un"):
+        with pytest.raises(
+            InputError, match=r"cannot connect at 127\.0\.0\.1:29500 \(NCCL error: un"
+        ):
             start_processes(cfg)
     else:
         start_processes(cfg)
@@ -433,7 +437,7 @@ def test_a_port_that_cannot_be_used(monkeypatch, fault):
             "MASTER_PORT": port,
         }.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(InputError, match=rf"cannot meet at 127\.0\.0\.1:{port} ") as raised:
+        with pytest.raises(InputError, match=rf"cannot connect at 127\.0\.0\.1:{port} ") as raised:
             start_processes(SimpleNamespace(launcher="pytorch", get=lambda key: None))
     assert "\n" not in str(raised.value)
     assert "choose a free port" in str(raised.value)
@@ -441,5 +445,5 @@ def test_a_port_that_cannot_be_used(monkeypatch, fault):
 
 def test_a_model_without_a_head_is_no_classifier(config, tmp_path):
     cfg = load_config(config, {"model.head": None})
-    with pytest.raises(InputError, match="is of no image classifier"):
+    with pytest.raises(InputError, match="tokenformer-vit evaluate-lm"):
         configure_test(cfg, tmp_path / "x.pth", tmp_path / "out")

@@ -215,8 +215,11 @@ def test_an_ordinary_vit_grows_by_its_own_methods(growing, tmp_path, schedule):
     ("schedule", "message"),
     [
         ([], "is empty"),
-        ([{"num_ffn_param_tokens": 9}], "says when it is due"),
-        ([{"epoch": 1, "num_ffn_param_tokens": 9}, {"iteration": 9, "depth": 3}], "when it is due"),
+        ([{"num_ffn_param_tokens": 9}], "needs its time"),
+        (
+            [{"epoch": 1, "num_ffn_param_tokens": 9}, {"iteration": 9, "depth": 3}],
+            "all by `epoch` or all by `iteration`",
+        ),
         ([{"epoch": 1, "embed_dim": 9}], "its depth and width stay"),
         ([{"epoch": 1, "depth": 9, "num_ffn_param_tokens": 9}], "its depth and width stay"),
         ([{"epoch": 1}], "its depth and width stay"),
@@ -231,7 +234,7 @@ def test_bad_schedules_are_refused(schedule, message):
 
 
 def test_a_gate_that_never_opens_is_refused():
-    with pytest.raises(InputError, match="open_iters 0"):
+    with pytest.raises(InputError, match="open_iters is 0: set open_iters above 0"):
         GrowthHook(SCHEDULE, gate="fixed")
     with pytest.raises(InputError, match="open_iters 5"):
         GrowthHook(SCHEDULE, open_iters=5)

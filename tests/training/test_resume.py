@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from tokenformer_vit.files import temporary_name
+from tokenformer_vit.models.description import DESCRIPTION
+from tokenformer_vit.training import ExactCheckpointHook
 from tokenformer_vit.training.reports import read_scalars
 
 # Two workers, mixup, drop path, EMA, a warm-up by iteration and a decay by epoch: everything that
@@ -118,22 +120,39 @@ def test_a_run_that_was_killed_in_its_last_validation_is_finished(train, run):
         assert again[key] == json.loads(record)[key]
 
 
-def test_a_full_disk_stops_the_run_and_leaves_the_previous_checkpoint(train, tmp_path):
-    options = ("train_cfg.max_epochs=200", "default_hooks.checkpoint.max_keep_ckpts=1")
-    process = train.start(tmp_path, *OPTIONS, *options)
-    pointer = tmp_path / "last_checkpoint"
-    while not pointer.is_file():
-        assert process.poll() is None, process.stdout.read()
-        time.sleep(0.01)
-    # No file may grow beyond half a checkpoint, as if the disk were full.
-    size = Path(pointer.read_text()).stat().st_size // 2
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, size))
-    output, _ = process.communicate(timeout=200)
-    assert process.returncode == 1, output
-    assert re.search(r"^error: cannot write .*epoch_\d+\.pth \(File too large\)", output, re.M)
-    assert torch.load(pointer.read_text(), weights_only=True)["meta"]["epoch"] >= 1
+def test_a_full_disk_stops_the_run_and_leaves_the_previous_checkpoint(train, tmp_path, monkeypatch):
+    limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    pointer, point_to = tmp_path / "last_checkpoint", ExactCheckpointHook._point_to
+
+    def then_fill_the_disk(hook, runner, path):
+        point_to(hook, runner, path)
+        # No file may grow beyond half a checkpoint, as if the disk were full.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (Path(path).stat().st_size // 2, most))
+
+    monkeypatch.setattr(ExactCheckpointHook, "_point_to", then_fill_the_disk)
+    try:
+        line = train.fails(tmp_path, *OPTIONS, "default_hooks.checkpoint.max_keep_ckpts=1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+    assert re.search(r"cannot write .*epoch_2\.pth \(File too large\)", line)
+    assert torch.load(pointer.read_text(), weights_only=True)["meta"]["epoch"] == 1
     assert not list(tmp_path.glob(".*.partial"))
     assert not (tmp_path / "record.json").exists()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_an_early_version_resumes(train, run):
+    """Commit 0f51de9 wrote neither what a run trains on nor a description of its model."""
+    for path in run.glob("epoch_*.pth"):
+        checkpoint = torch.load(path, weights_only=True)
+        del checkpoint[DESCRIPTION], checkpoint["exact_resume"]["run"]
+        torch.save(checkpoint, path)
+    expected = losses(run)[0]
+    (run / "last_checkpoint").write_text("/elsewhere/epoch_2.pth")
+    output = train(run, "--resume", *OPTIONS, "default_hooks.checkpoint.save_best=accuracy/top1")
+    assert "does not name its training data" in output
+    assert losses(run)[0] == expected
+    assert DESCRIPTION in torch.load(run / "epoch_3.pth", weights_only=True)
 
 
 @pytest.mark.slow

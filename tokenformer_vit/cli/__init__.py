@@ -45,9 +45,9 @@ COMMANDS = {
     "prepare-text": Command("prepare_text", "tokenize a text"),
     "generate": Command("generate", "continue a text with a language model"),
     "evaluate-lm": Command("evaluate_lm", "measure a language model"),
-    "lm-eval": Command("harness", "run lm-evaluation-harness with our language models"),
+    "lm-eval": Command("harness", "run lm-evaluation-harness on TokenFormer models"),
     "convert": Command("convert_checkpoint", "convert released language models"),
-    "timm": Command("timm_script", "run a script of timm with the TokenFormer models"),
+    "timm": Command("timm_script", "run a script of timm with the TokenFormer models", 2),
 }
 
 

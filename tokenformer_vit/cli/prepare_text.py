@@ -37,15 +37,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     from transformers.utils import logging
 
     try:
-        import datasets
+        from datasets import config
+        from datasets import logging as datasets_logging
     except ImportError as error:
         raise InputError(
             "reading text needs Hugging Face's datasets: pip install 'tokenformer-vit[language]'"
         ) from error
     logging.set_verbosity_error()
     # An error that it logs is also raised, and ends the command in one line.
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # it would report local files to the hub
+    datasets_logging.set_verbosity(datasets_logging.CRITICAL)
+    config.HF_UPDATE_DOWNLOAD_COUNTS = False  # it would report local files to the hub
 
     sources, files = _sources(args, language)
     if args.tokenizer == "bytes":

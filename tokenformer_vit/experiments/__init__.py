@@ -6,9 +6,8 @@ A file in ``ablations/`` asks a question: it makes an object of one of the kinds
 
 from .fields import Field, Measure
 from .image_models import IMAGES, attention_share, matched_vit, pattention, share_of_pairs
-from .kinds import Baseline, Steps
 from .language_models import LANGUAGE
-from .questions import Question
+from .questions import Baseline, Question, Steps
 from .sweep import main
 from .texts import Texts
 from .training_cost import TrainingCost

@@ -39,7 +39,7 @@ class Images(Field):
 
         from tokenformer_vit.training.config import check_data_folders
 
-        check_data_folders(Config(cfg), ("train_dataloader", "val_dataloader"))
+        check_data_folders(Config(dict(cfg)), ("train_dataloader", "val_dataloader"))
 
     def build(self, cfg: Mapping[str, Any], loaded: bool = False) -> nn.Module:
         """Build the classifier of a config; see :class:`Field`."""

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -81,18 +80,16 @@ def train(waiting: Sequence[Run], args: argparse.Namespace) -> None:
     Raises:
         KeyboardInterrupt: After Ctrl-C, SIGTERM or SIGHUP; the trainings have ended by then.
     """
-    queue, active, ended = deque(waiting), [], 0
-    begun = {run.name: _done(run) for run in waiting}
+    queue, active = list(waiting), []
     total = sum(run.length for run in waiting)
     unit = waiting[0].field.unit if waiting else "epoch"
-    bar = tqdm(total=total, initial=sum(begun.values()), disable=None, unit=unit)
+    bar = tqdm(total=total, initial=sum(map(_done, waiting)), disable=None, unit=unit)
     with _signals_interrupt(), bar:
         try:
             while queue or active:
                 while len(active) < args.jobs and (run := _next(queue, active)):
                     queue.remove(run)
                     if reason := _cannot_start(run):
-                        ended += run.length
                         bar.write(f"{run.name} {reason}")
                         continue
                     slot = min(set(range(args.jobs)) - {started.slot for started in active})
@@ -100,13 +97,11 @@ def train(waiting: Sequence[Run], args: argparse.Namespace) -> None:
                 time.sleep(LOOK)
                 for started in [each for each in active if each.process.poll() is not None]:
                     active.remove(started)
-                    ended += started.run.length
                     bar.write(_end(started))
                 if not bar.disable:
-                    done = sum(_done(started.run) for started in active)
-                    done += sum(begun[run.name] for run in queue)
-                    bar.n = min(ended + done, total)
-                    bar.set_description(", ".join(started.run.name for started in active))
+                    under_way = [started.run for started in active]
+                    bar.n = total - sum(run.length - _done(run) for run in [*queue, *under_way])
+                    bar.set_description(", ".join(run.name for run in under_way))
         except KeyboardInterrupt:
             names = ", ".join(started.run.name for started in active)
             bar.write(f"stopping {names}", file=sys.stderr)

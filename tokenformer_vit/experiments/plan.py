@@ -14,6 +14,7 @@ from mmengine.config import Config
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.schedule import check_schedule
+from tokenformer_vit.training.shipped import find_config, shipped_bases
 
 from .questions import Question
 from .run import ROOT, Run, difference, shown
@@ -34,10 +35,12 @@ def plan(question: Question, args: argparse.Namespace) -> list[Run]:
         InputError: If the config, its data, an option or the weights to start from are wrong, or
             two variants that should have as many parameters do not.
     """
+    args.config = str(find_config(args.config))
     load_config(args.config, args.cfg_options)  # checks both
     field = question.field
-    base = Config.fromfile(args.config).to_dict()
-    chosen = _chosen(question, args)
+    with shipped_bases():
+        base = Config.fromfile(args.config).to_dict()
+    chosen = _chosen(question, base, args)
     check_schedule(Config(chosen))
     shape, parameters = field.shape_of(question.start(chosen))
     length = chosen["train_cfg"][field.limit]
@@ -87,9 +90,9 @@ def plan(question: Question, args: argparse.Namespace) -> list[Run]:
     return list(runs.values())
 
 
-def _chosen(question: Question, args: argparse.Namespace) -> dict[str, Any]:
+def _chosen(question: Question, base: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """Return the sweep's config with the options of the command line."""
-    cfg = _merged(Config.fromfile(args.config).to_dict(), args.cfg_options or {})
+    cfg = _merged(copy.deepcopy(base), args.cfg_options or {})
     question.put_data_root(cfg, args.data_root)
     if args.batch_size is not None:
         cfg["train_dataloader"]["batch_size"] = args.batch_size
@@ -140,17 +143,7 @@ def _run(
     before: Run | None,
     args: argparse.Namespace,
 ) -> Run:
-    """Make the run of a variant, learning rate and seed.
-
-    Args:
-        question: The question.
-        base: The sweep's config as its file has it.
-        cfg: The variant's config.
-        about: What the record says about the run so far.
-        lr: The learning rate, None for the config's.
-        before: The run from whose end it starts.
-        args: The command line of the sweep.
-    """
+    """Make the run of a variant's config ``cfg``, which differs from the file's config ``base``."""
     cfg, field = copy.deepcopy(cfg), question.field
     cfg["randomness"]["seed"] = about["seed"]
     if field.seed_key and not question.loads_weights:  # loaded weights need not be drawn alike
@@ -175,7 +168,9 @@ def _run(
     settings = difference(base, cfg)
     digest = {"lr": optimizer["lr"], "base": _digest(beginning), "settings": settings}
     stem, folder = Path(args.config).stem, Path("work_dirs", "ablations")
-    out = ROOT / "ablations" if is_projects(args.config) else Path(args.work_dir or folder)
+    # Records of this repository's configs belong to it, other records to whoever made them.
+    is_ours = Path(args.config).resolve().is_relative_to(ROOT / "configs")
+    out = ROOT / "ablations" if is_ours else Path(args.work_dir or folder)
     return Run(
         name=name,
         settings=settings,
@@ -187,11 +182,6 @@ def _run(
         work_dir=Path(args.work_dir or folder / question.name / stem),
         out=Path(args.out or out / "results" / f"{question.name}_{stem}"),
     )
-
-
-def is_projects(config: str) -> bool:
-    """Tell whether a config is one of this repository's, so that its records belong there."""
-    return Path(config).resolve().is_relative_to(ROOT / "configs")
 
 
 def _digest(config: Mapping[str, Any]) -> str:

@@ -27,7 +27,10 @@ FIGURES = {
     "tau": ("τ", "linear"),
 }
 # Line and name of each part of a block.
-PARTS = {"attn": ("-", "attention, mean of q, k, v, o"), "mlp": ("--", "feed-forward")}
+PARTS: dict[str, tuple[Any, str]] = {
+    "attn": ("-", "attention, mean of q, k, v, o"),
+    "mlp": ("--", "feed-forward"),
+}
 
 
 def draw_diagnostics(
@@ -48,7 +51,7 @@ def draw_diagnostics(
     figure = Figure(figsize=(1.2 + 3 * len(lines), 1 + 2.1 * len(names)), layout="constrained")
     panels = figure.subplots(len(names), len(lines), squeeze=False, sharex=True, sharey="row")
     every = pd.concat(lines.values())
-    depth = 1 + every.index.get_level_values("block").max()
+    depth = 1 + max(every.index.get_level_values("block"))
     for column, (variant, means) in enumerate(lines.items()):
         panels[0, column].set_title(variant.label)
         panels[-1, column].set_xlabel("epoch")
@@ -94,7 +97,8 @@ def mean_diagnostics(measured: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
             name: [value for row in one[name] for value in row] for name in FIGURES if name in one
         }
         frames.append(pd.DataFrame(figures, index=index, dtype=float))
-    return pd.concat(frames).groupby(["block", "part", "epoch"]).mean()
+    means: Any = pd.concat(frames).groupby(["block", "part", "epoch"]).mean()
+    return means
 
 
 def _colour(block: int, depth: int) -> Any:

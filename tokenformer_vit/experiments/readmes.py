@@ -61,15 +61,7 @@ Link = Callable[[str, str], str]  # of a text and a path, as Markdown
 
 
 def render(root: Path, groups: Groups) -> dict[Path, str]:
-    """Fill the tables of all READMEs.
-
-    Args:
-        root: The repository.
-        groups: The records of all ablations.
-
-    Returns:
-        The text of each README.
-    """
+    """Fill the tables of all READMEs of a repository, and return their texts."""
     paths = [root / folder / "README.md" for folder in READMES]
     return {path: _filled(path, root, groups) for path in paths if path.is_file()}
 
@@ -81,8 +73,8 @@ def _filled(path: Path, root: Path, groups: Groups) -> str:
         return f"[{text}]({Path(os.path.relpath(root / target, path.parent)).as_posix()})"
 
     tables = {
-        "runs": lambda: _image_runs(root, link),
-        "language-runs": lambda: _language_runs(root, link),
+        "runs": lambda: _runs(IMAGE_RUNS, root, link),
+        "language-runs": lambda: _runs(LANGUAGE_RUNS, root, link),
         "speed": lambda: _image_speed(root, link),
         "language-speed": lambda: _language_speed(root, link),
         "growth": lambda: _growth(IMAGES, groups, link),
@@ -96,21 +88,17 @@ def _filled(path: Path, root: Path, groups: Groups) -> str:
     )
 
 
-def _image_runs(root: Path, link: Link) -> str:
-    headings = "run | hardware | epochs | loss, first → mean of the last 20 | top-1 % | top-5 %"
-    keys = ("epochs", "accuracy/top1", "accuracy/top5")
-    return _table(
-        f"{headings} | minutes", [_run(root, link, *run, *keys) for run in IMAGE_RUNS.items()]
-    )
-
-
-def _language_runs(root: Path, link: Link) -> str:
-    headings = "run | hardware | steps | loss, first → mean of the last 20 | perplexity, held out"
-    keys = ("iterations", "perplexity", "answers/accuracy")
-    return _table(
-        f"{headings} | answers right, % | minutes",
-        [_run(root, link, *run, *keys) for run in LANGUAGE_RUNS.items()],
-    )
+def _runs(names: dict[str, str], root: Path, link: Link) -> str:
+    """Render training runs."""
+    if names is IMAGE_RUNS:
+        results = {"top-1 %": "accuracy/top1", "top-5 %": "accuracy/top5"}
+        steps, length = "epochs", "epochs"
+    else:
+        results = {"perplexity, held out": "perplexity", "answers right, %": "answers/accuracy"}
+        steps, length = "steps", "iterations"
+    headings = f"run | hardware | {steps} | loss, first → mean of the last 20"
+    rows = [_run(root, link, *run, length, *results.values()) for run in names.items()]
+    return _table(f"{headings} | {' | '.join(results)} | minutes", rows)
 
 
 def _run(root: Path, link: Link, name: str, what: str, length: str, *results: str) -> list[str]:
@@ -168,15 +156,14 @@ def _speed_rows(link: str, record: dict[str, Any], unit: str) -> list[list[str]]
         names = DECODING_VARIANTS if group["mode"] == "decode" else VARIANTS
         if variants.keys() >= set(names):
             name = f"{link}, {group['mode']}, {group['dtype']}, batch {group['batch_size']}"
-            rows.append([name, *_speed(*(variants[name] for name in names), unit)])
+            rows.append([name, *_speed([variants[name] for name in names], unit)])
     return rows
 
 
-def _speed(
-    ours: dict[str, Any], theirs: dict[str, Any], released: dict[str, Any], unit: str
-) -> list[str]:
-    """Compare three variants, whose speed is counted in images or tokens."""
-    if failed := [row["variant"] for row in (ours, theirs, released) if "failed" in row]:
+def _speed(variants: Sequence[dict[str, Any]], unit: str) -> list[str]:
+    """Compare our variant, the baseline and the released formula, in images or tokens."""
+    ours, theirs, released = variants
+    if failed := [row["variant"] for row in variants if "failed" in row]:
         return [f"{', '.join(failed)} failed"]
     seconds = zip(released["seconds"], ours["seconds"], strict=True)
     kept = peak = "–"

@@ -65,14 +65,8 @@ def read_record(run: Run) -> dict[str, Any] | None:
 def adopt(run: Run, processes: int) -> str | None:
     """Take over the record of the same training from another question.
 
-    The config's own model is a variant of every question.
-
-    Args:
-        run: The run.
-        processes: Number of processes that would train it.
-
-    Returns:
-        The name of the other record, if there is one.
+    The config's own model is a variant of every question. Returns the name of the other record,
+    if there is one.
     """
     wanted = {key: run.about[key] for key in ("config", "base", "settings")}
     # Other code, or another number of processes, would not give the same numbers.
@@ -91,15 +85,7 @@ def adopt(run: Run, processes: int) -> str | None:
 
 
 def collect(run: Run, failed: str | None = None) -> dict[str, Any]:
-    """Write the record of a run from the files of its training.
-
-    Args:
-        run: The run.
-        failed: Why it failed, if it did.
-
-    Returns:
-        The record.
-    """
+    """Write and return the record of a run, made from the files of its training."""
     measure = run.field.measure
     train, val = read_scalars(sorted(run.folder.glob("*/vis_data/scalars.json")))
     if failed is None:
@@ -181,12 +167,7 @@ def _write(run: Run, record: dict[str, Any]) -> None:
 
 
 def error_line(output: str, status: int) -> str:
-    """Find the line that says why a training ended.
-
-    Args:
-        output: What it printed.
-        status: Its exit status, negative if a signal ended it.
-    """
+    """Find the line of its output that says why a training ended; a signal's status is negative."""
     if status < 0:
         return f"killed by {signal.Signals(-status).name}"
     lines = [line.strip() for line in output.splitlines() if line.strip()]

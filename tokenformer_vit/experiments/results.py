@@ -15,18 +15,7 @@ Groups = dict[tuple[Question, str], list[Record]]  # by question and folder
 
 
 def read_groups(questions: Iterable[Question], results: Path) -> Groups:
-    """Read all records.
-
-    Args:
-        questions: The questions whose records are read.
-        results: Folder that holds a folder for each sweep.
-
-    Returns:
-        The records of each question and folder.
-
-    Raises:
-        InputError: As :func:`read_sweep`.
-    """
+    """Read the records of all sweeps, each of which has a folder; see :func:`read_sweep`."""
     groups: Groups = {}
     for question in questions:
         for folder in sorted(results.glob("*/")):

@@ -52,19 +52,12 @@ def at_best_lr(
 
 @dataclass(frozen=True)
 class Row:
-    """A variant at one learning rate.
-
-    Args:
-        variant: The variant.
-        group: The runs that it is compared with, and its own.
-        measure: What the results are.
-        best: Whether this is the best of several learning rates; it is printed in bold.
-    """
+    """A variant at one learning rate."""
 
     variant: Variant
-    group: Group
+    group: Group  # its own runs, and those that it is compared with
     measure: Measure
-    best: bool = False
+    best: bool = False  # of several learning rates; it is printed in bold
 
     @property
     def records(self) -> Sequence[Record]:

@@ -25,29 +25,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Run:
-    """One training of one variant.
+    """One training of one variant."""
 
-    Args:
-        name: Name of its files: variant, seed, and the learning rate if it is not the config's.
-        settings: All that differs from the sweep's config.
-        about: What the record says about the run before it is trained.
-        base: The sweep's config.
-        field: Images or language.
-        length: Epochs or iterations, as the field counts.
-        start: The run from whose end it starts.
-        work_dir: Where the sweep works.
-        out: Folder of the sweep's records.
-    """
-
-    name: str
-    settings: dict[str, Any]
-    about: dict[str, Any]
-    base: Path
+    name: str  # of its files: variant, seed, and the learning rate if it is not the config's
+    settings: dict[str, Any]  # all that differs from the sweep's config
+    about: dict[str, Any]  # what the record says about the run before it is trained
+    base: Path  # the sweep's config
     field: Field
-    length: int
-    start: "Run | None"
-    work_dir: Path
-    out: Path
+    length: int  # epochs or iterations, as the field counts
+    start: "Run | None"  # the run from whose end it starts
+    work_dir: Path  # where the sweep works
+    out: Path  # folder of the sweep's records
 
     @property
     def config(self) -> Path:
@@ -102,25 +90,20 @@ def difference(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any
         old = base.get(key)
         if key in base and value == old:
             continue
-        if isinstance(value, dict) and key in base:
-            inherits = isinstance(old, dict) and old.keys() <= value.keys()
-            changes[key] = difference(old, value) if inherits else {"_delete_": True, **value}
+        if isinstance(value, dict) and isinstance(old, dict) and old.keys() <= value.keys():
+            changes[key] = difference(old, value)
+        elif isinstance(value, dict) and key in base:
+            changes[key] = {"_delete_": True, **value}
         else:
             changes[key] = value
     return changes
 
 
 def check_same(there: Mapping[str, Any], wanted: Mapping[str, Any], path: Path, way: str) -> None:
-    """Check that a file has the wanted settings.
-
-    Args:
-        there: Settings in the file.
-        wanted: Settings of the run.
-        path: The file.
-        way: Options that choose another place.
+    """Check that a file has the settings of a run.
 
     Raises:
-        InputError: If they differ.
+        InputError: If they differ; ``way`` names the options that choose another place.
     """
     differing = dict(_differing(plain(there), plain(wanted)))
     if differing:

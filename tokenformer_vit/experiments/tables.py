@@ -85,14 +85,7 @@ def main(
 
 
 def write_own(question: Question, out: Path) -> Path:
-    """Write the table and the charts of one sweep beside the folder of its records.
-
-    Args:
-        question: The question.
-        out: Folder of the records.
-
-    Returns:
-        The file of the table, ``OUT.md``. The charts are ``OUT.png`` and ``OUT_diagnostics.png``.
+    """Write the table of one sweep to ``OUT.md`` and its charts to ``OUT*.png``.
 
     Raises:
         InputError: If the records cannot be compared.
@@ -150,13 +143,7 @@ def _is_papers(record: Record) -> bool:
 
 
 def _sweep(question: Question, records: Sequence[Record], link: str) -> list[str]:
-    """Render the table of a sweep, after a line about its runs and before its charts.
-
-    Args:
-        question: The question.
-        records: The runs.
-        link: The folder of the records, as seen from the table.
-    """
+    """Render the table of a sweep, with a line about its runs and a link to their folder."""
     field, name = question.field, Path(link).name
 
     def every(key: str) -> str:

@@ -138,7 +138,10 @@ class Texts(Question):
             for stage in self.stages(variant):
                 if not (runs := finished(rows[stage])):
                     break
-                style = {"color": colours[stage], "linestyle": "--" if stage.reference else "-"}
+                style: dict[str, Any] = {
+                    "color": colours[stage],
+                    "linestyle": "--" if stage.reference else "-",
+                }
                 style["label"] = name_of(stage, runs, records)
                 if stage not in drawn:
                     drawn.add(stage)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -174,7 +174,7 @@ class TrainingCost(Question):
         for variant, runs in done.items():
             linestyle, marker = ("--", "s") if variant.reference else ("-", "o")
             colour = next(colours[variant.reference, variant.grown])
-            style = {"color": colour, "label": name_of(variant, runs, records)}
+            style: dict[str, Any] = {"color": colour, "label": name_of(variant, runs, records)}
             validation = curves_of(runs, "validation", "flops", measure.name)
             band(curves, validation, linestyle=linestyle, **style)
             if variant.grown:
@@ -184,13 +184,13 @@ class TrainingCost(Question):
             points(ends, flops * _aside(variant, done), results, fmt=marker, zorder=5, **style)
             handles.append(Line2D([], [], linestyle=linestyle, marker=marker, **style))
         if any(variant.grown for variant in done):
-            triangle = {"marker": "^", "color": "w", "markeredgecolor": "0.2"}
+            triangle: dict[str, Any] = {"marker": "^", "color": "w", "markeredgecolor": "0.2"}
             handles.append(Line2D([], [], linestyle="", label="growth", **triangle))
         whole = [cost_and_score(Row(each, group, measure)) for each in self.from_scratch(False)]
         if seeds := set.intersection(*(set(each.index) for each in whole)):
             flops, scores = zip(*envelope(mean_of(each, seeds) for each in whole), strict=True)
-            style = {"color": "0.5", "linestyle": ":"}
-            style["label"] = "envelope of TokenFormers from scratch"
+            label = "envelope of TokenFormers from scratch"
+            style = {"color": "0.5", "linestyle": ":", "label": label}
             ends.plot(flops, [measure.value(score) for score in scores], zorder=1, **style)
             handles.append(Line2D([], [], **style))
         curves.set(title=f"validation {measure.axis} during training")

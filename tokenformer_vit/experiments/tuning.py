@@ -95,31 +95,35 @@ class Tuning(Question):
                 yield Row(variant, {variant: []}, measure)
 
     def draw(self, records: Sequence[Record]) -> Figure:
-        """Draw final top-1 over the number of trained parameters.
+        """Draw final top-1 over the number of trained parameters, each point with its label.
 
         A line joins the variants that start from the same weights.
         """
         measure = self.field.measure
         figure = Figure(figsize=(8, 4.6), layout="constrained")
         axes = figure.subplots()
-        starts: dict[str, list[tuple[float, float]]] = {}
+        lines: dict[str, list[tuple[float, float]]] = {}
         group = at_best_lr(measure, self.variants, records)
         for variant in self.variants:
             if not (done := finished(group[variant])):
                 continue
-            # References are moved aside, where they would lie on another point.
+            # Move references aside, where they would lie on another point.
             count = done[0]["trainable"] * (1.06 if variant.reference else 1)
             results = Row(variant, group, measure).results()
-            if done[0]["start"] is not None:
-                starts.setdefault(done[0]["start"]["sha256"], []).append((count, results.mean()))
+            start = done[0]["start"]
+            line = lines.setdefault(start["sha256"] if start else variant.name, [])
+            line.append((count, results.mean()))
+            colour = f"C{list(lines.values()).index(line)}"
+            points(axes, count, results, fmt="s" if variant.reference else "o", color=colour)
             name = name_of(variant, group[variant], records)
-            points(axes, count, results, fmt="s" if variant.reference else "o", label=name)
-        for line in starts.values():
-            axes.plot(*zip(*sorted(line), strict=True), color="0.7", zorder=1)
+            axes.annotate(name, line[-1], (8, 4), textcoords="offset points", fontsize="small")
+        for index, line in enumerate(lines.values()):
+            axes.plot(*zip(*sorted(line), strict=True), color=f"C{index}", alpha=0.4, zorder=1)
+        axes.margins(x=0.25)
+        axes.grid(alpha=0.3)
         axes.set(
-            title=f"final {measure.axis}, mean ± standard deviation",
+            title=f"{self.title}: final {measure.axis}, mean ± standard deviation",
             xlabel="trained parameters",
             xscale="log",
         )
-        figure.legend(loc="outside right upper", fontsize="small")
         return figure

@@ -13,25 +13,15 @@ PAIRS = ("num_qkv_param_tokens", "num_proj_param_tokens", "num_ffn_param_tokens"
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The sizes of a config's TokenFormer.
+    """The sizes of a config's TokenFormer."""
 
-    Args:
-        embed_dim: Width C.
-        depth: Number of blocks.
-        num_heads: Number of attention heads.
-        num_qkv_param_tokens: Pairs of each query, key and value projection.
-        num_proj_param_tokens: Pairs of each output projection.
-        num_ffn_param_tokens: Pairs of each feed-forward layer.
-        outside: Sizes outside the blocks, such as ``patch_size`` or ``vocab_size``.
-    """
-
-    embed_dim: int
+    embed_dim: int  # width C
     depth: int
     num_heads: int
-    num_qkv_param_tokens: int
+    num_qkv_param_tokens: int  # pairs of each query, key and value projection
     num_proj_param_tokens: int
     num_ffn_param_tokens: int
-    outside: Mapping[str, Any]
+    outside: Mapping[str, Any]  # sizes outside the blocks, such as patch_size or vocab_size
 
     def pairs(self, share: float) -> dict[str, int]:
         """Return a share of all pairs, at least one per layer."""
@@ -68,29 +58,17 @@ Outside = Callable[[Shape, int], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Variant:
-    """One row of a table.
+    """One row of a table."""
 
-    Args:
-        name: Name in files and on the command line.
-        label: Name in tables and charts.
-        change: Turns the config's backbone, or language model, into the variant's.
-        paper: Top-1 in % that the paper reports for it on ImageNet-1K at base size.
-        reference: Whether it is a ViT or Transformer that TokenFormers are compared with.
-        outside: Returns what else the variant changes in the config.
-        grown: Whether it grows during training.
-        start: Name of an earlier variant; training starts from its end, of the same seed.
-        text: Folder of the text to train on, for a question about several texts.
-    """
-
-    name: str
-    label: str
-    change: Change
-    paper: float | None = None
-    reference: bool = False
-    outside: Outside | None = None
-    grown: bool = False
-    start: str | None = None
-    text: str | None = None
+    name: str  # in files and on the command line
+    label: str  # in tables and charts
+    change: Change  # turns the config's backbone, or language model, into the variant's
+    paper: float | None = None  # top-1 in % that the paper reports for it on ImageNet-1K
+    reference: bool = False  # a ViT or Transformer that TokenFormers are compared with
+    outside: Outside | None = None  # returns what else changes in the config
+    grown: bool = False  # grows during training
+    start: str | None = None  # name of an earlier variant, from whose end training starts
+    text: str | None = None  # folder of the text to train on, where a question has several
 
 
 def arguments(**new: Any) -> Change:
@@ -121,10 +99,5 @@ def in_stages(
 
 
 def lasting(share: float, limit: str) -> Outside:
-    """Train for a share, or a multiple, of the length, with a whole learning rate schedule.
-
-    Args:
-        share: Share of the config's length.
-        limit: Key of ``train_cfg``, ``max_epochs`` or ``max_iters``.
-    """
+    """Train for a share, or a multiple, of the length, with a whole learning rate schedule."""
     return lambda shape, length: {"train_cfg": {limit: round(share * length)}}

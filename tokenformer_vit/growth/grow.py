@@ -212,7 +212,7 @@ def grow_state_dict(
     names = sorted(key.removesuffix(suffix) for key in result if key.endswith(suffix))
     if not names:
         raise InputError(
-            "the state dict has no parameter tokens (key_param_tokens); give one of a TokenFormer"
+            "the state dict has no parameter tokens (key_param_tokens); give that of a TokenFormer"
         )
     grown = {}
     for index, name in enumerate(names):

@@ -137,8 +137,8 @@ def save_model(
     Args:
         model: timm model.
         folder: Folder for ``model.safetensors``, with the SHA-256 of its tensors, ``config.json``
-            and the model card ``README.md``. A new folder appears complete; in an existing one these
-            files are replaced.
+            and the model card ``README.md``. A new folder appears complete; in an existing one
+            these files are replaced.
         label_names: Names of the classes, in order; default: the names in the model's
             configuration, if any.
         data_config: Preprocessing, in timm's words; default: that of the model's configuration.

@@ -7,40 +7,15 @@ in, and one or two float32 numbers for each row. README.md in this folder has th
 Each pair of functions is one constant, which its variant names in ``theta.THETAS``.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .precision import accumulation_dtype
-
-
-class _Forward(Protocol):
-    """(scores, tau, eps) -> (..., P) weights, tensors to keep for the backward (scores first)."""
-
-    def __call__(
-        self, scores: Tensor, tau: Tensor, eps: float
-    ) -> tuple[Tensor, tuple[Tensor, ...]]: ...
-
-
-class _Backward(Protocol):
-    """(kept tensors, tau, (..., P) gradient of the weights) -> weights, gradient of the scores.
-
-    A third result, the (..., 1) dot products in the gradient of the scores, is needed for the
-    gradient of τ. Kernels that are never used with a learned τ may leave it out.
-    """
-
-    def __call__(
-        self, kept: tuple[Tensor, ...], tau: Tensor, grad_weights: Tensor
-    ) -> tuple[Tensor, ...]: ...
-
-
-class _Elasticity(Protocol):
-    """(kept tensors, eps) -> the percentage by which a row's factor grows if τ grows by 1 %."""
-
-    def __call__(self, kept: tuple[Tensor, ...], eps: float) -> Tensor | float: ...
 
 
 def _one(kept: tuple[Tensor, ...], eps: float) -> float:
@@ -52,11 +27,19 @@ class Kernels(NamedTuple):
 
     Both compute in float32 (float64 for float64) and round their results once. Autograd
     differentiates them only for gradients of gradients.
+
+    Args:
+        forward: (scores, τ, eps) -> (..., P) weights, tensors to keep (the scores first).
+        backward: (kept tensors, τ, gradient of the weights) -> weights, gradient of the scores, and
+            the (..., 1) dot products in the latter, which the gradient of τ needs. Kernels that are
+            never used with a learned τ may omit them.
+        elasticity: (kept tensors, eps) -> percentage by which a row's factor grows if τ grows by
+            1 %; for the gradient of τ.
     """
 
-    forward: _Forward
-    backward: _Backward
-    elasticity: _Elasticity = _one
+    forward: Callable[[Tensor, Tensor, float], tuple[Tensor, tuple[Tensor, ...]]]
+    backward: Callable[[tuple[Tensor, ...], Tensor, Tensor], tuple[Tensor, ...]]
+    elasticity: Callable[[tuple[Tensor, ...], float], Tensor | float] = _one
 
 
 def _gelu_backward(grad: Tensor, z: Tensor, approximate: str = "none") -> Tensor:

@@ -45,16 +45,7 @@ def pattention_top_k(
 
 
 def strongest_values(weights: Tensor, values: Tensor, k: int) -> Tensor:
-    """Sum the k values of each row that have the largest absolute weights.
-
-    Args:
-        weights: (..., P) weights.
-        values: (P, C_out) values.
-        k: Number of values, from 1 to P.
-
-    Returns:
-        (..., C_out) sums in the dtype of ``weights``.
-    """
+    """Multiply (..., P) weights by (P, C_out) values, using the k largest weights of each row."""
     chosen = weights.abs().topk(k, dim=-1).indices  # (..., k)
     kept = weights.gather(-1, chosen)  # (..., k)
     output = F.embedding_bag(

@@ -22,31 +22,31 @@ from .storage import secure_files
 
 @MODELS.register_module()
 class TimmClassificationBackbone(BaseModule):
-    """A TokenFormer or timm ViT, pooled, in front of mmpretrain's ``LinearClsHead``.
+    """A TokenFormer or timm ViT with pooling, for mmpretrain's ``LinearClsHead``.
 
-    mmpretrain's own ``TIMMBackbone`` hands unpooled tokens to the head, and its ``TimmClassifier``
-    renames parameters in a way that averaged weights cannot be saved.
+    mmpretrain's own ``TIMMBackbone`` gives the head tokens without pooling, and its
+    ``TimmClassifier`` renames parameters, so averaged weights cannot be saved.
 
     Args:
         model_name: Name of a registered timm model whose classifier is a linear ``head``.
         pretrained: Start from timm's pretrained weights.
-        checkpoint_path: Start from this file, a checkpoint of the same model; its head is left out,
-            and positions are resampled if ``img_size`` is another.
-        compile: Compile each block, for training and evaluation alike; checkpoints stay the same.
-        growth: Arguments of :func:`tokenformer_vit.growth.grow`, to append pairs to what was built
-            or loaded. With ``freeze="old"`` a head trains beside the new pairs, and nothing else.
-            Without a ``seed`` of their own they are drawn from that of the run.
-        frozen: Train none of these weights, so that the head alone learns: a linear probe.
-        stem_seed: Draw what stands outside the blocks (patch embedding, class token, positions,
-            final norm) from this seed alone. A ViT and TokenFormers of any Θ and number of pairs
-            then start from the same weights there, if they are of one width and image size. The
-            blocks, and the global random generators, are as they would be without it.
+        checkpoint_path: Start from this checkpoint of the same model. The head of the checkpoint is
+            not used, and positions are resampled for another ``img_size``.
+        compile: Compile each block, for training and evaluation; checkpoints stay the same.
+        growth: Arguments of :func:`tokenformer_vit.growth.grow`, which then appends pairs to the
+            model. ``freeze="old"`` trains only the new pairs and the head. Default ``seed``: the
+            seed of the run.
+        frozen: Train the head alone: a linear probe.
+        stem_seed: Seed for all weights outside the blocks (patch embedding, class token,
+            positions, final norm). With the same width and image size, a ViT and TokenFormers of
+            any Θ and number of pairs then start from the same weights there. The blocks and the
+            global random generators do not change.
         **kwargs: Arguments of the timm model.
 
     Raises:
-        InputError: If the model has no such head, the checkpoint cannot be read or does not fit,
-            ``stem_seed`` is given for weights that are loaded or for a model that is no ViT, or
-            pairs are appended that ``frozen`` would keep from learning.
+        InputError: If the model has no linear head, the checkpoint cannot be read or does not fit,
+            ``stem_seed`` is given together with loaded weights or for a model that is no ViT, or
+            ``frozen`` together with ``growth``.
 
     Shape:
         (B, in_chans, H, W) -> a tuple of one (B, C), the pooled and normalised features.
@@ -74,14 +74,14 @@ class TimmClassificationBackbone(BaseModule):
             )
         if frozen and growth:
             raise InputError(
-                "frozen=True would keep the pairs that growth appends from learning: leave out "
-                "either, or train them alone by growth=dict(..., freeze='old')"
+                "frozen=True would also freeze the pairs that growth appends: set one of the two, "
+                "or train the new pairs alone by growth=dict(..., freeze='old')"
             )
         if checkpoint_path:
             if not Path(checkpoint_path).is_file():
                 raise InputError(
                     f"there is no file {checkpoint_path} to start from: set "
-                    "model.backbone.checkpoint_path, or make it as the head of the config says"
+                    "model.backbone.checkpoint_path; the header of the config says how to make one"
                 )
             self.model = load_model(
                 model_name, Path(checkpoint_path), for_images=False, **kwargs
@@ -93,7 +93,7 @@ class TimmClassificationBackbone(BaseModule):
             )
         if self.model.pretrained_cfg.get("classifier") != "head":
             raise InputError(
-                f"{model_name} has no linear classifier called 'head'; choose a TokenFormer or "
+                f"{model_name} has no linear classifier called 'head': choose a TokenFormer or "
                 "one of timm's ViTs"
             )
         if stem_seed is not None:
@@ -106,13 +106,13 @@ class TimmClassificationBackbone(BaseModule):
             compile_blocks(self.model)
 
     def _draw_stem(self, seed: int, model_name: str, kwargs: dict[str, Any]) -> None:
-        """Replace all weights outside the blocks by those of the same model without blocks."""
+        """Take the weights outside the blocks from a model without blocks, drawn from ``seed``."""
         if not isinstance(self.model, VisionTransformer):
             raise InputError(
                 f"stem_seed is {seed}, but {model_name} is not one of timm's ViTs: set "
                 "stem_seed=None"
             )
-        # On the CPU, so that no other generator has to be seeded and put back.
+        # On the CPU: no other generator has to be seeded and restored.
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.default_generator.manual_seed(seed)
             stem = timm.create_model(model_name, **{**kwargs, "num_classes": 0, "depth": 0})
@@ -128,35 +128,35 @@ class TimmClassificationBackbone(BaseModule):
         return (self.model(x),)
 
     def get_layer_depth(self, param_name: str, prefix: str = "") -> tuple[int, int]:
-        """Tell mmpretrain's layer-wise learning rate decay where a parameter stands.
+        """Return the depth of a parameter, for mmpretrain's layer-wise learning rate decay.
 
         Args:
             param_name: Full name of the parameter.
-            prefix: What precedes this backbone's own names in it.
+            prefix: Part of the name before this backbone's own names.
 
         Returns:
-            The layer of the parameter, and the number of layers with the head's.
+            The number of the parameter's layer, and the number of layers including the head.
         """
         layers: Any = group_parameters(
             self.model, self.model.group_matcher(coarse=False), reverse=True
         )
-        # A norm behind the pooling belongs to the head, as timm's own layer decay has it.
+        # A norm after the pooling belongs to the head, as in timm's own layer decay.
         last = layers.get("fc_norm.weight", max(layers.values()) + 1)
         return layers.get(param_name.removeprefix(f"{prefix}model."), last), last + 1
 
 
 def as_timm_model(classifier: Any) -> nn.Module:
-    """Build the timm model, head included, that computes what an mmpretrain classifier computes.
+    """Convert an mmpretrain classifier into the timm model that computes the same, with its head.
 
     Args:
-        classifier: ``ImageClassifier`` of this backbone, or of one that is tuned by LoRA, and a
+        classifier: ``ImageClassifier`` with this backbone, or a ``LoRABackbone``, and a
             ``LinearClsHead``.
 
     Returns:
-        A copy on the CPU; ``classifier`` is left as it is.
+        A copy on the CPU.
     """
     model = classifier.backbone.model
-    # Rebuilt from its recorded arguments, so that timm writes down what it needs to do so again.
+    # Built from the recorded arguments, which timm then writes into config.json.
     args = {name: value for name, value in get_model_args(model).items() if name != "num_classes"}
     rebuilt = timm.create_model(
         model.pretrained_cfg["architecture"], num_classes=classifier.head.num_classes, **args

@@ -1,4 +1,4 @@
-"""Checkpoints from which a killed run goes on as if it had not been killed."""
+"""Checkpoints for an exact resume: a killed run continues as if it had not been killed."""
 
 import random
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ from .storage import secure_files
 from .termination import STATUS, PatientWorker, Termination
 from .transforms import seeded_transforms
 
-# The checkpoint that SIGTERM writes; the next regular one replaces it.
+# Checkpoint written at a SIGTERM; the next regular one replaces it.
 STOPPED = "stopped.pth"
 
 
@@ -41,19 +41,20 @@ class ExactCheckpointHook(CheckpointHook):
     """mmengine's ``CheckpointHook``, which also saves what an exact resume needs.
 
     A checkpoint also holds the random state of every process, the seed of the sampler, the
-    gradients that are still being accumulated, what the run trains on, and how its model is built
-    and its images are prepared. It consists of tensors and plain values alone, so that it loads
-    with ``torch.load(..., weights_only=True)``. An expired checkpoint is deleted only after the
-    next one is on the disk.
+    gradients that are still being accumulated, the identity of the data, and a description of the
+    model and its preprocessing. It has tensors and plain values only, so it loads with
+    ``torch.load(..., weights_only=True)``. An old checkpoint is deleted only after the next one is
+    on the disk.
 
-    On resume, the validation that was due at the checkpoint runs again: it may have been cut off.
-    A SIGTERM writes ``stopped.pth`` after the iteration that is running, and ends the run.
+    On resume, the validation that was due at the checkpoint runs again, because the run may have
+    been killed during it. A SIGTERM ends the run after the present iteration; its checkpoint is
+    ``stopped.pth``.
 
     Note:
-        The loss sequence after a resume is that of an uninterrupted run, bit for bit, on the same
-        number of processes with the same batch size, where the operations themselves are
-        deterministic. With several processes and pending gradients it agrees to rounding, because
-        what is saved of those is their mean.
+        After a resume the losses are those of an uninterrupted run, bit for bit, if the number of
+        processes and the batch size are the same and the operations are deterministic. With
+        several processes and pending gradients they agree to rounding, because the checkpoint has
+        the mean of these gradients.
     """
 
     _progress: dict[str, Any] | None = None
@@ -66,15 +67,15 @@ class ExactCheckpointHook(CheckpointHook):
         secure_files()
 
     def before_train(self, runner) -> None:
-        """Take up the state of the checkpoint, if the run was resumed from one."""
+        """Restore the state of the checkpoint, if the run resumes from one."""
         super().before_train(runner)
         self._keep_best_within(runner)
         loader = runner.train_dataloader
         self._identity = run_identity(runner)
         self._termination = Termination()
         self._termination.begin()
-        # Iterators draw a seed for their workers; drawn from the global generator it would shift
-        # every later random number at each start of an epoch, a validation, or a resume.
+        # Iterators draw a seed for their workers. From the global generator, that would shift all
+        # later random numbers at each start of an epoch, a validation, or a resume.
         loaders = [loader] if runner.val_loop is None else [loader, runner.val_dataloader]
         for each in loaders:
             each.generator = torch.Generator()
@@ -82,8 +83,8 @@ class ExactCheckpointHook(CheckpointHook):
         images = "classes" in loader.dataset.metainfo  # text is not augmented
         if images and not any(seeded_transforms(loader.dataset)):
             runner.logger.warning(
-                "The training pipeline has no SeededTransforms: a resumed run will augment images "
-                "otherwise than an uninterrupted one."
+                "The training pipeline has no SeededTransforms: after a resume, the augmentation "
+                "differs from that of an uninterrupted run."
             )
         if self._resumed is None:
             return
@@ -104,9 +105,9 @@ class ExactCheckpointHook(CheckpointHook):
             runner.val_loop.run()
 
     def _keep_best_within(self, runner) -> None:
-        """Forget a best checkpoint that is no file of this run.
+        """Forget a best checkpoint that is not a file of this run.
 
-        The next better one replaces it, and mmengine would remove whatever path, or folder, a
+        mmengine removes the best checkpoint when there is a better one, whatever path or folder a
         resumed checkpoint names.
         """
         info = runner.message_hub.runtime_info
@@ -129,7 +130,7 @@ class ExactCheckpointHook(CheckpointHook):
             transform.set_epoch(loader.sampler.seed, runner.epoch)
 
     def before_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
-        """Put the random generators where they stood, before the first iteration after a resume."""
+        """Restore the random generators before the first iteration after a resume."""
         if self._resumed is None:
             return
         states = self._resumed["rng"]
@@ -138,8 +139,8 @@ class ExactCheckpointHook(CheckpointHook):
             set_rng_state(states[get_rank()])
         else:
             runner.logger.warning(
-                f"The checkpoint is of {len(states)} processes, this run has {get_world_size()}: "
-                "its random numbers will be others."
+                f"The checkpoint was written by {len(states)} processes, this run has "
+                f"{get_world_size()}: its random numbers will differ."
             )
 
     def after_train_iter(
@@ -149,7 +150,7 @@ class ExactCheckpointHook(CheckpointHook):
         data_batch: Any = None,
         outputs: dict[str, Any] | None = None,
     ) -> None:
-        """Save, if it is time to, or if the run was told to stop."""
+        """Save, if a checkpoint is due or a SIGTERM came."""
         super().after_train_iter(runner, batch_idx, data_batch, outputs)  # type: ignore[arg-type]
         if self._termination is not None and self._termination.requested():
             self._stop(runner)
@@ -162,34 +163,34 @@ class ExactCheckpointHook(CheckpointHook):
         if is_main_process():
             self._point_to(runner, path)
             runner.logger.info(
-                f"Stopped by SIGTERM after iteration {runner.iter + 1}. {path} is complete: run "
-                "the same command with --resume to go on from there."
+                f"Stopped by SIGTERM after iteration {runner.iter + 1}. The checkpoint {path} is "
+                "complete: run the same command with --resume to continue."
             )
         barrier()  # a launcher stops all processes as soon as one of them ends
         raise SystemExit(STATUS)
 
     def release(self) -> None:
-        """Let a SIGTERM end the process again as it usually does."""
+        """Let a SIGTERM end the process again."""
         if self._termination is not None:
             self._termination.end()
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
-        """Read our part of a checkpoint and turn the rest into what mmengine expects."""
+        """Read our part of a checkpoint, and convert the rest for mmengine."""
         if not is_resuming(runner):
             return
         if "optimizer" not in checkpoint or "exact_resume" not in checkpoint:
             raise InputError(
-                "the checkpoint holds weights alone, not the state of a run: resume from one that "
-                "`last_checkpoint` names, or start from its weights with "
+                "the checkpoint holds weights alone, not the state of a run: resume from the one "
+                "that `last_checkpoint` names, or start from its weights with "
                 "`--cfg-options load_from=CHECKPOINT`"
             )
         try:
             self._take(runner, checkpoint)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InputError(
-                f"the state of the run in the checkpoint is not as this version writes it "
-                f"({type(error).__name__}: {error}): resume from another one, or start from its "
-                "weights with `--cfg-options load_from=CHECKPOINT`"
+                f"the checkpoint's state of the run cannot be read by this version "
+                f"({type(error).__name__}: {error}): resume from another checkpoint, or start from "
+                "its weights with `--cfg-options load_from=CHECKPOINT`"
             ) from error
 
     def _take(self, runner, checkpoint: dict) -> None:
@@ -199,12 +200,12 @@ class ExactCheckpointHook(CheckpointHook):
         if absent:
             raise KeyError(*sorted(absent))
         for state in checkpoint["optimizer"]["state"].values():
-            if "step" in state:  # read on the CPU for each parameter; there, it costs no transfer
+            if "step" in state:  # read for each parameter; on the CPU that costs no transfer
                 state["step"] = state["step"].cpu()
         meta, own = checkpoint["meta"], runner.train_dataloader.dataset.metainfo
         if meta.get("dataset_meta") == _plain(own):
-            meta["dataset_meta"] = own  # mmengine compares pickles, and ours has lists for tuples
-        # Of these mmengine makes names of files, which it removes.
+            meta["dataset_meta"] = own  # mmengine compares pickles; ours has lists for tuples
+        # mmengine makes file names from these numbers, and removes the files.
         info = checkpoint["message_hub"]["runtime_info"]
         if "keep_ckpt_ids" in info:
             info["keep_ckpt_ids"] = [n for n in info["keep_ckpt_ids"] if isinstance(n, int)]
@@ -214,7 +215,7 @@ class ExactCheckpointHook(CheckpointHook):
         }
 
     def before_save_checkpoint(self, runner, checkpoint: dict) -> None:
-        """Add our part, and leave nothing in the checkpoint but tensors and plain values."""
+        """Add our part, and turn all other content into tensors and plain values."""
         hub = checkpoint["message_hub"]
         scalars = {
             name: dict(zip(("log", "count"), map(torch.from_numpy, buffer.data), strict=True))
@@ -266,12 +267,12 @@ class ExactCheckpointHook(CheckpointHook):
         self._progress = None
 
     def _point_to(self, runner, path: str) -> None:
-        """Name the checkpoint from which the run goes on."""
+        """Name the checkpoint to resume from."""
         last = self.file_backend.join_path(runner.work_dir, "last_checkpoint")
         self.file_backend.put_text(path, last)
 
     def _collect(self, runner) -> dict[str, Any]:
-        """Gather, on every process, what an exact resume needs of all of them."""
+        """Gather from all processes what an exact resume needs."""
         gradients = {}
         if not runner.optim_wrapper.should_update():
             for name, parameter in unwrap(runner.model).named_parameters():
@@ -302,18 +303,18 @@ def _card(runner, meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_finite(runner) -> None:
-    """Keep weights that are of no use from taking the place of good ones.
+    """Refuse to save weights that are not finite in place of good ones.
 
     Raises:
         InputError: If a weight is not finite.
     """
-    # A finite loss can have a gradient that is not, and be followed by such weights.
+    # A finite loss can have an infinite gradient, and infinite weights after the next step.
     if not all(tensor.isfinite().all() for tensor in runner.model.parameters()):
         raise diverged(runner, "the weights are not finite")
 
 
 def _schedule(runner) -> dict[str, Any]:
-    """Return what decides the learning rate and decay at every iteration, in plain values."""
+    """Return all settings that decide learning rate and weight decay, in plain values."""
     cfg = runner.cfg
     length = "max_iters" if isinstance(runner.train_loop, IterBasedTrainLoop) else "max_epochs"
     return _plain(
@@ -329,32 +330,32 @@ def _schedule(runner) -> dict[str, Any]:
 
 
 def check_schedule_is_kept(runner, resumed: Mapping[str, Any]) -> None:
-    """See that a run goes on by the schedule it began with.
+    """Check that a resumed run keeps its schedule.
 
     Args:
-        runner: The run.
-        resumed: What its checkpoint has under ``exact_resume``.
+        runner: The runner.
+        resumed: Content of the checkpoint under ``exact_resume``.
 
     Raises:
-        InputError: If something of the schedule is another; the message names it.
+        InputError: If a setting of the schedule changed; the message names it.
     """
     for name, value in _schedule(runner).items():
         before = resumed["schedule"].get(name, [])
         if value != before:
             raise InputError(
                 f"{name} was {before} in the run of the checkpoint and is {value} here, but a "
-                "resumed run keeps the schedule it has: give the old value, or start anew from "
-                "the weights with `--cfg-options load_from=CHECKPOINT` in another --work-dir"
+                "resumed run keeps its schedule: give the old value, or start a new run from the "
+                "weights with `--cfg-options load_from=CHECKPOINT` in another --work-dir"
             )
 
 
 def growth_hooks(cfg: Any) -> list[dict[str, Any]]:
-    """Return what a config says of growth."""
+    """Return the growth hooks of a config."""
     return [dict(hook) for hook in cfg.get("custom_hooks") or () if hook["type"] == "GrowthHook"]
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of every global generator of this process, in plain values and tensors."""
+    """Return the state of all global random generators, in plain values and tensors."""
     _, keys, *rest = cast(tuple, np.random.get_state())  # noqa: NPY002  # mixup draws from it
     return {
         "python": random.getstate(),
@@ -365,7 +366,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put the global generators back to what :func:`rng_state` returned."""
+    """Restore a state that :func:`rng_state` returned."""
     random.setstate(state["python"])
     np.random.set_state(("MT19937", *state["numpy"]))  # noqa: NPY002
     torch.set_rng_state(state["torch"].cpu())
@@ -374,7 +375,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Turn NumPy values into Python's, and what is no plain value into its text."""
+    """Convert NumPy values to Python's, and all other objects to text."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

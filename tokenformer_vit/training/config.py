@@ -1,4 +1,4 @@
-"""Reading a config, putting the command line's wishes into it, and checking the two."""
+"""Read a config, apply the options of the command line, and check both."""
 
 import argparse
 import difflib
@@ -47,8 +47,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-size",
         type=whole_number(1),
-        help="images, or sequences of tokens, per process and iteration of training; of the test "
-        "in tools/test.py. Validation keeps the batch size of its config",
+        help="images, or sequences of tokens, per process and iteration of training or, in "
+        "`tokenformer-vit test`, of the test; validation keeps the batch size of its config",
     )
     parser.add_argument(
         "--cfg-options",
@@ -63,7 +63,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="compile each block with torch.compile: faster after a first minute",
     )
     parser.add_argument("--launcher", choices=("none", "pytorch", "slurm", "mpi"), default="none")
-    # What torch.distributed.launch passes; torchrun sets the variable instead.
+    # torch.distributed.launch passes it; torchrun sets the variable instead.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
 
 
@@ -97,17 +97,16 @@ def load_config(
 
     Args:
         path: Python config with classic ``_base_`` inheritance, or the name of a shipped one.
-        options: Dotted keys and values, as from ``--cfg-options``; every key must exist.
+        options: Values by dotted key, as from ``--cfg-options``; every key must exist.
         data_root: Root of the data, for all three loaders.
         batch_size: Images or sequences per process and iteration, for the loader ``batched``.
-        work_dir: Where the run goes; ``work_dirs/<name of the config>`` where neither this nor
-            the config says.
-        compile: Compile the backbone's blocks, whatever the config says.
-        batched: The loader that ``batch_size`` is for; the others keep the config's.
+        work_dir: Folder of the run; default: the config's, or ``work_dirs/<name of the config>``.
+        compile: Compile the blocks, whatever the config says.
+        batched: Loader that ``batch_size`` is for; the others keep the config's batch size.
 
     Raises:
-        InputError: If the file is missing or no Python config, an option names a key it has not,
-            or a value is not allowed.
+        InputError: If the file is missing or is not a Python config, an option names an unknown
+            key, or a value is not allowed.
     """
     cfg = _read(find_config(path))
     missing = [key for key in _KEYS if key not in cfg]
@@ -155,7 +154,7 @@ def load_config(
 
 
 def _read(path: Path) -> Config:
-    """Read a config, and nothing but Python."""
+    """Read a config in Python, and refuse one in another language."""
     try:
         _check_is_python(path)
         with shipped_bases():
@@ -177,7 +176,7 @@ def _read(path: Path) -> Config:
 
 
 def _check_is_python(path: Path) -> None:
-    """Refuse configs in another language, with all that they inherit from."""
+    """Refuse a config in another language, or one that inherits from such a file."""
     if path.suffix != ".py":
         raise InputError(
             f"{path} is no Python config: write it as a .py file, as those in configs/ are"
@@ -191,7 +190,7 @@ def _check_is_python(path: Path) -> None:
 
 
 def _shorten(loader: Any, name: str) -> None:
-    """Let the sampler choose the images of a shortened epoch; mmengine would take the first."""
+    """Let the sampler choose the images of a shortened epoch; mmengine takes the first."""
     batches = loader.pop("num_batch_per_epoch", None)
     if batches is None:
         return
@@ -199,7 +198,7 @@ def _shorten(loader: Any, name: str) -> None:
     kind = sampler.get("type")
     if kind not in ("DefaultSampler", "ResumableSampler", "EndlessSampler"):
         raise InputError(
-            f"{name}.num_batch_per_epoch is {batches}, which {kind} cannot keep to: use "
+            f"{name}.num_batch_per_epoch is {batches}, which {kind} cannot do: use "
             "ResumableSampler, or num_batch_per_epoch=None"
         )
     if kind == "DefaultSampler":
@@ -208,7 +207,7 @@ def _shorten(loader: Any, name: str) -> None:
 
 
 def _check_option(cfg: Config, key: str) -> None:
-    """Refuse a dotted key that the config does not have; mmengine would add it in silence."""
+    """Refuse a dotted key that the config does not have; mmengine adds it silently."""
     node: Any = cfg
     parts = key.split(".")
     for depth, part in enumerate(parts):
@@ -221,24 +220,24 @@ def _check_option(cfg: Config, key: str) -> None:
             raise InputError(
                 f"--cfg-options {key}: {where} has no {part!r}"
                 + (f"; it has {', '.join(close)}" if close else "")
-                + ". A key that is really new goes into a config file of your own"
+                + ". Add a new key in a config file of your own"
             )
         node = node[part]
 
 
 def check_data_folders(cfg: Config, loaders: tuple[str, ...] = LOADERS) -> None:
-    """Check the image folders that a config names, and let all images in them be read.
+    """Check the image folders of a config, and allow all image suffixes in them.
 
-    mmpretrain looks for fewer suffixes than the project's other readers, and skips broken links.
-    ``extensions`` is set where the config does not set it; other files are counted on stderr.
+    mmpretrain looks for fewer suffixes than our other readers, and skips broken links. Files that
+    are not images are counted on stderr.
 
     Args:
-        cfg: The config; ``extensions`` of its data sets are set in it.
-        loaders: Which of its loaders will be used.
+        cfg: The config; ``extensions`` of its data sets is set where the config does not set it.
+        loaders: Names of the loaders to check.
 
     Raises:
-        InputError: If a folder is missing, holds another number of class folders than the head has
-            classes, or an image in it is a broken link or no regular file.
+        InputError: If a folder is missing, its number of class folders is not the head's number of
+            classes, or an image is a broken link or not a regular file.
         OSError: If a folder cannot be read; ``filename`` names it.
     """
     said = set()
@@ -280,7 +279,7 @@ def check_data_folders(cfg: Config, loaders: tuple[str, ...] = LOADERS) -> None:
 
 
 def scale_for_accumulation(cfg: Config) -> None:
-    """Make ``auto_scale_lr`` count the images of an optimiser step, not those of an iteration."""
+    """Make ``auto_scale_lr`` count the images of an optimiser step, not of an iteration."""
     if cfg.auto_scale_lr.get("enable"):
         cfg.optim_wrapper.optimizer.lr *= cfg.optim_wrapper.get("accumulative_counts", 1)
 
@@ -290,7 +289,7 @@ def _is_in(folder: Path, file: str) -> bool:
 
 
 def make_work_dir(cfg: Config) -> Path:
-    """Make the folder that a run goes into.
+    """Make the folder of a run.
 
     Raises:
         InputError: If it cannot be made or written into.
@@ -309,31 +308,31 @@ def make_work_dir(cfg: Config) -> Path:
         raise InputError(f"{work_dir} cannot be written into; choose another --work-dir")
     dumped = work_dir / Path(cfg.filename).name
     if dumped.is_symlink():
-        dumped.unlink()  # mmengine writes the config there, and would write through the link
+        dumped.unlink()  # mmengine writes the config here, and would follow the link
     return work_dir
 
 
 def choose_checkpoint(cfg: Config, resume: str | None) -> None:
-    """Decide from what a run starts, and see that it does not overwrite another.
+    """Choose the checkpoint that a run starts from, and protect other runs.
 
     Args:
-        cfg: The config; ``resume`` and ``load_from`` are set in it.
-        resume: ``None`` for a new run, ``auto`` to go on from the work directory's last
-            checkpoint if there is one, or the file of a checkpoint.
+        cfg: The config; its ``resume`` and ``load_from`` are set.
+        resume: ``None`` for a new run, ``auto`` to continue from the last checkpoint of the work
+            directory, if any, or the file of a checkpoint.
 
     Raises:
-        InputError: If a new run would overwrite one, or the checkpoint does not exist.
+        InputError: If a new run would overwrite another, or the checkpoint does not exist.
     """
     work_dir = Path(cfg.work_dir)
     pointer = work_dir / "last_checkpoint"
-    # Newest first. Weights alone, as those of the best epoch, are no state to resume from.
+    # Newest first. The checkpoint of the best epoch has weights alone: no run can resume from it.
     written = [path for path in work_dir.glob("*.pth") if not path.name.startswith("best_")]
     written.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     elsewhere = resume not in (None, "auto") and not _is_in(work_dir, resume)
     if (resume is None or elsewhere) and (pointer.is_file() or written):
         raise InputError(
-            f"{cfg.work_dir} holds a run already: add --resume to go on with it, or choose "
-            "another --work-dir"
+            f"{cfg.work_dir} holds a run already: add --resume to continue it, or choose another "
+            "--work-dir"
         )
     if resume is None:
         return
@@ -341,7 +340,7 @@ def choose_checkpoint(cfg: Config, resume: str | None) -> None:
         if not pointer.is_file() and not written:
             return
         text = pointer.read_text(errors="replace") if pointer.is_file() else ""
-        # By name, so that a run goes on after its folder was moved.
+        # By name, because the folder may have been moved.
         last = work_dir / Path(text.strip()).name
         if not last.is_file() and written:
             named = f"names {last.name!r}, which is not there" if text.strip() else "is missing"

@@ -1,4 +1,4 @@
-"""What happens inside Pattention layers in training: gradients, sharpness of Θ, tails of scores."""
+"""Measurements of Pattention layers during training: gradients, entropy of Θ, tails of scores."""
 
 import copy
 import json
@@ -24,35 +24,35 @@ from .checkpoint import rng_state, set_rng_state
 from .guard import unwrap
 
 FILE = "diagnostics.jsonl"
-# Images in one forward and backward pass: in float32 and beside what the training run holds.
+# Images in one forward and backward pass, in float32 and in addition to the run's own memory.
 _CHUNK = 16
 
 
 @HOOKS.register_module()
 class DiagnosticsHook(Hook):
-    """Measure the Pattention layers as a run goes on, into ``diagnostics.jsonl``.
+    """Measure the Pattention layers during a run, into ``diagnostics.jsonl``.
 
     Before training, after the first, every ``interval``-th and the last epoch, the main process
-    sends the same validation images through a copy of the model, as :func:`diagnose` says, and
-    appends one line of JSON: ``iteration`` and ``epoch`` (numbers finished), ``images``, and what
-    :func:`diagnose` returns. The training itself is left as it is, to the last bit: the copy is
-    uncompiled, of float32 and in evaluation mode, and the random generators are put back.
+    sends the same validation images through a copy of the model (:func:`diagnose`). It appends one
+    line of JSON: ``iteration`` and ``epoch`` (numbers finished), ``images``, and the result of
+    :func:`diagnose`. The training does not change, to the last bit: the copy is uncompiled, in
+    float32 and in evaluation mode, and the random generators are restored.
 
-    Of a model without Pattention nothing is written. To be asked for by ``custom_hooks =
-    [dict(type="DiagnosticsHook")]``; :func:`read_diagnostics` reads the file.
+    A model without Pattention gets no file. Set ``custom_hooks = [dict(type="DiagnosticsHook")]``
+    to use it; :func:`read_diagnostics` reads the file.
 
     Args:
-        interval: Epochs from one measurement to the next, at least 1.
-        images: Number of images, at least 1: the first of the validation data or, where those are
-            sorted by class, as many at even distances. More than there are means all.
+        interval: Number of epochs between two measurements, at least 1.
+        images: Number of images, at least 1: the first of the validation data or, if those are
+            sorted by class, as many at even distances. At most all are taken.
 
     Raises:
         InputError: If ``interval`` or ``images`` is below 1, the run has no validation data, or the
             file cannot be written.
 
     Source:
-        TokenFormer, arXiv:2410.23168, Appendix A argues with the gradient that reaches the tokens
-        through a softmax; here it is measured, for any Θ.
+        TokenFormer, arXiv:2410.23168, Appendix A reasons about the gradient that reaches the tokens
+        through a softmax; this hook measures it, for any Θ.
     """
 
     def __init__(self, interval: int = 1, images: int = 64) -> None:
@@ -64,9 +64,10 @@ class DiagnosticsHook(Hook):
         self._batches: list[dict[str, Any]] = []
 
     def before_train(self, runner) -> None:
-        """Read the images, and measure what training starts from.
+        """Read the images, and measure the model that training starts from.
 
-        A resumed run measures again what was due at its checkpoint, and may have been cut off.
+        A resumed run repeats the measurement that was due at its checkpoint, because the run may
+        have been killed during it.
         """
         if not measured_layers(unwrap(runner.model)):
             return
@@ -94,7 +95,7 @@ class DiagnosticsHook(Hook):
             self._measure_if_due(runner, loop.epoch)
 
     def after_train_epoch(self, runner) -> None:
-        """Measure, if it is time to."""
+        """Measure, if a measurement is due."""
         self._measure_if_due(runner, runner.epoch + 1)
 
     def _measure_if_due(self, runner, epoch: int) -> None:
@@ -120,14 +121,14 @@ def measured_layers(classifier: nn.Module) -> dict[str, Pattention]:
 
 
 def probe_indices(dataset: Any, number: int) -> list[int]:
-    """Choose images of a data set, of many classes if it can be, and the same ones every time.
+    """Choose the same images of a data set every time, from many classes if possible.
 
     Args:
-        dataset: Data set of mmpretrain, or any that has a length.
-        number: How many, at most all.
+        dataset: Data set of mmpretrain, or any with a length.
+        number: Number of images; at most all are chosen.
 
     Returns:
-        The first ones, if the labels are known and not sorted; else indices at even distances.
+        Indices: the first ones if the labels are known and not sorted, else at even distances.
     """
     size = len(dataset)
     number = min(number, size)
@@ -141,37 +142,37 @@ def diagnose(classifier: nn.Module, batches: Sequence[dict[str, Any]]) -> dict[s
     """Measure every Pattention layer of a classifier on some images.
 
     Args:
-        classifier: mmpretrain's ``ImageClassifier``; what is measured is a copy of it, in float32,
-            evaluation mode and without compiled code. It is left as it is.
-        batches: Images and labels, as a data loader gives them; they count as one batch.
+        classifier: mmpretrain's ``ImageClassifier``. A copy is measured, in float32, in evaluation
+            mode and without compiled code.
+        batches: Images and labels from a data loader; they count as one batch.
 
     Returns:
-        ``loss``, the mean cross entropy of the images, and ``layers``, of each layer by its name
+        ``loss``, the mean cross-entropy of the images, and ``layers``: for each layer by its name
 
         =================== ===================================================================
         ``key_grad_norm``   L2 norm of the gradient of ``loss`` by the key parameter tokens
         ``value_grad_norm`` the same by the value parameter tokens
         ``key_norm``        L2 norm of the key parameter tokens themselves
         ``value_norm``      L2 norm of the value parameter tokens themselves
-        ``entropy``         of the sizes of Θ, each row divided by its sum, over ln P, mean over the
-                            input tokens: 1 if all pairs take equal part, 0 if one stands alone
+        ``entropy``         of the absolute weights Θ, normalised to sum 1, over ln P, mean over the
+                            input tokens: 1 if all pairs weigh the same, 0 if one pair has it all
         ``kurtosis``        excess kurtosis of a token's P scores, mean over the input tokens: 0
                             for normal scores, more for heavier tails
         ``tau``             the layer's τ
         =================== ===================================================================
 
-        Numbers that are not finite are None. Tokens whose scores (for ``entropy``: weights) leave
-        the figure undefined, being all equal (all zero), do not count.
+        Numbers that are not finite are None. Tokens with equal scores do not count in ``kurtosis``,
+        and tokens with zero weights do not count in ``entropy``, because both are undefined there.
 
     Note:
-        Computed in float32 whatever the precision of training is. No random number is drawn unless
-        the data preprocessor does so.
+        Computed in float32 for any precision of the training. Only the data preprocessor may draw
+        random numbers.
     """
     model: Any = copy.deepcopy(classifier).float().eval().requires_grad_(False)
     layers = measured_layers(model)
     seen: dict[str, list[Tensor]] = {name: [] for name in layers}  # of (2, tokens)
     for name, layer in layers.items():
-        fuse_tokens(layer)  # the gradient by all keys, not by the old and the new ones apart
+        fuse_tokens(layer)  # one gradient for all keys, instead of old and new ones apart
         layer.key_param_tokens.requires_grad_()
         layer.value_param_tokens.requires_grad_()
         layer.register_forward_pre_hook(partial(_note_rows, seen[name]))
@@ -198,7 +199,7 @@ def _note_rows(seen: list[Tensor], layer: Any, inputs: tuple[Tensor, ...]) -> No
     entropy = torch.special.entr(shares).sum(dim=-1) / math.log(max(scores.shape[-1], 2))
     centred = scores - scores.mean(dim=-1, keepdim=True)
     deviation = centred.square().mean(dim=-1, keepdim=True).sqrt()
-    # Of scores that are all equal, rounding may leave some deviation.
+    # Rounding may leave a small deviation where all scores are equal.
     equal = deviation <= 1e-6 * scores.abs().amax(dim=-1, keepdim=True)
     kurtosis = (centred / deviation.masked_fill(equal, math.nan)).pow(4).mean(dim=-1) - 3
     seen.append(torch.stack([entropy, kurtosis]))
@@ -224,12 +225,12 @@ def _norm(tensor: Tensor | None) -> float:
 
 
 def _plain(number: float) -> float | None:
-    """Round to what float32 can tell; JSON knows no NaN."""
+    """Round to the digits of float32, and replace NaN, which JSON does not have, by None."""
     return float(f"{number:.7g}") if math.isfinite(number) else None
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Append a record to a file of JSON lines, behind what a killed run may have left half-written.
+    """Append a record to a file of JSON lines, on a new line after a half-written one.
 
     Raises:
         InputError: If the file cannot be written.
@@ -250,14 +251,14 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_diagnostics(path: str | Path) -> dict[int, dict[str, Any]]:
-    """Read the file of a :class:`DiagnosticsHook`, that of a resumed run included.
+    """Read the file of a :class:`DiagnosticsHook`, also of a resumed run.
 
     Args:
         path: The file, ``diagnostics.jsonl``.
 
     Returns:
-        The records by iteration, in ascending order. Where a resumption repeats what a killed run
-        had written, the later record counts; lines that were cut off are left out.
+        The records by iteration, in ascending order. Where a resumed run repeats a measurement, the
+        later record counts. Incomplete lines are left out.
 
     Raises:
         InputError: If there is no such file.

@@ -1,4 +1,4 @@
-"""Testing a trained classifier: which figures, from which weights, and what is left behind."""
+"""Test a trained classifier: measure it, print the figures, write them to files."""
 
 import csv
 import io
@@ -70,11 +70,11 @@ class Evaluation:
 
 
 def configure_test(cfg: Config, checkpoint: str | Path, out: str | Path) -> None:
-    """Turn the config of a training run into that of a test of one of its checkpoints.
+    """Turn the config of a training run into the config of a test.
 
-    Of the hooks only ``GuardHook`` stays, and ``GrowthHook``, which makes the model as large as
-    that of the checkpoint: the others write a run's logs and weights. An ``EMAHook`` has nothing to
-    do here, since the ``state_dict`` of a checkpoint already holds the averaged weights.
+    Only two hooks stay: ``GuardHook``, and ``GrowthHook``, which gives the model the size of the
+    checkpoint. The others write logs and weights of a run. ``EMAHook`` is not needed, because the
+    ``state_dict`` of a checkpoint already holds the averaged weights.
 
     Args:
         cfg: The config, changed in place.
@@ -82,13 +82,13 @@ def configure_test(cfg: Config, checkpoint: str | Path, out: str | Path) -> None
         out: Folder for the results; it is made.
 
     Raises:
-        InputError: If the config is of no classifier, there is no such checkpoint, or the folder
-            cannot be made.
+        InputError: If the config is not one of a classifier, the checkpoint does not exist, or the
+            folder cannot be made.
     """
     if not cfg.model.get("head"):
         raise InputError(
-            f"{cfg.filename} is of no image classifier; a language model is evaluated by "
-            "tools/evaluate_lm.py"
+            f"{cfg.filename} trains no image classifier: evaluate a language model by "
+            "`tokenformer-vit evaluate-lm`"
         )
     if not Path(checkpoint).is_file():
         raise InputError(f"there is no checkpoint {checkpoint}")
@@ -102,7 +102,7 @@ def configure_test(cfg: Config, checkpoint: str | Path, out: str | Path) -> None
     cfg.work_dir = str(out)  # not the run's own, whose dumped config would be overwritten
     backbone = cfg.model.backbone.get("module", cfg.model.backbone)  # LoRA has one within
     for start in ("checkpoint_path", "pretrained"):
-        # What training started from is replaced by the checkpoint, and may be gone by now.
+        # Not needed: the checkpoint replaces these weights, and the file may not exist any more.
         if backbone.get(start):
             backbone[start] = type(backbone[start])()
     num_classes = cfg.model.head.num_classes
@@ -111,14 +111,14 @@ def configure_test(cfg: Config, checkpoint: str | Path, out: str | Path) -> None
         {"type": "SingleLabelMetric", "average": None, "items": _COLUMNS},
         {"type": "ConfusionMatrix", "num_classes": num_classes},
     ]
-    # None removes what mmengine would add by itself; its logger would print the whole matrix.
+    # None removes mmengine's default hooks; its logger would print the whole matrix.
     unwanted = ("timer", "sampler_seed", "logger", "param_scheduler", "checkpoint")
     cfg.default_hooks = ConfigDict({"guard": {"type": "GuardHook"}, **dict.fromkeys(unwanted)})
     cfg.custom_hooks = growth_hooks(cfg)
 
 
 class _TestHook(Hook):
-    """Shows progress, notes where the weights come from, and stops if they give no answers."""
+    """Shows progress, notes the epoch of the weights, and stops if the output is not finite."""
 
     epoch: int | None = None
     averaged: bool | None = None
@@ -145,7 +145,8 @@ class _TestHook(Hook):
         scores = torch.stack([sample.pred_score for sample in outputs or ()])  # (B, K)
         if not scores.isfinite().all():
             raise InputError(
-                "the model's output is not finite; its checkpoint is of a training that diverged"
+                "the model's output is not finite, because its training diverged: test an earlier "
+                "checkpoint"
             )
         self._bar.update()
 
@@ -154,10 +155,10 @@ class _TestHook(Hook):
 
 
 def run_test(cfg: Config) -> Evaluation:
-    """Test what :func:`configure_test` has prepared.
+    """Run the test that :func:`configure_test` prepared.
 
     Returns:
-        The figures, on every process those of all images together.
+        The figures of all images, the same on every process.
 
     Raises:
         InputError: If checkpoint, config and data do not fit each other, an image cannot be read,
@@ -194,7 +195,7 @@ def run_test(cfg: Config) -> Evaluation:
 
 
 def print_evaluation(evaluation: Evaluation, console: Console) -> None:
-    """Print the accuracy and a table of the classes, of many only the best and the worst."""
+    """Print the accuracy and a table of the classes; of many classes the best and the worst."""
     rows = evaluation.classes
     title, ends = "classes", {}
     if len(rows) > _MANY:
@@ -228,7 +229,7 @@ def print_evaluation(evaluation: Evaluation, console: Console) -> None:
 
 
 def write_evaluation(evaluation: Evaluation, folder: str | Path) -> None:
-    """Write :data:`FILES` into a folder, each whole or not at all.
+    """Write :data:`FILES` into a folder; each file is complete or absent.
 
     Raises:
         InputError: If a file cannot be written.
@@ -253,7 +254,7 @@ def write_evaluation(evaluation: Evaluation, folder: str | Path) -> None:
 
     names = [row["class"] for row in evaluation.classes]
     contents = (
-        # What a folder's name has of undecodable bytes becomes an escape that JSON knows.
+        # Undecodable bytes in a folder's name become escapes, which JSON can hold.
         text.encode(errors="backslashreplace"),
         lines.getvalue().encode(errors="backslashreplace"),
         draw_confusion(evaluation.confusion, names),

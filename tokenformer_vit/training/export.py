@@ -1,4 +1,4 @@
-"""From a training to what timm loads: weights, arguments, preprocessing and class names."""
+"""Export a trained classifier to timm: weights, arguments, preprocessing and class names."""
 
 from pathlib import Path, PurePath
 from typing import Any
@@ -33,7 +33,7 @@ _RESULTS = {
 
 
 def preprocessing(cfg: Any) -> dict[str, Any]:
-    """Say in timm's words how the test pipeline of a config prepares an image.
+    """Translate the test pipeline of a config into timm's preprocessing.
 
     Args:
         cfg: Config of an image classifier.
@@ -42,7 +42,7 @@ def preprocessing(cfg: Any) -> dict[str, Any]:
         ``mean``, ``std``, ``input_size``, ``crop_pct``, ``interpolation`` and ``crop_mode``.
 
     Raises:
-        InputError: If timm has no words for the pipeline.
+        InputError: If timm cannot express the pipeline.
     """
     preprocessor = cfg.model.get("data_preprocessor") or cfg.data_preprocessor
     if not (preprocessor.get("mean") and preprocessor.get("std")):
@@ -73,16 +73,16 @@ def preprocessing(cfg: Any) -> dict[str, Any]:
 def describe_classifier(
     classifier: Any, cfg: Any, metainfo: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """Describe an mmpretrain classifier as ``config.json`` of its export would.
+    """Describe an mmpretrain classifier as the ``config.json`` of its export does.
 
     Args:
         classifier: The classifier.
-        cfg: Its config.
-        metainfo: Of the data set; ``classes`` names the labels.
+        cfg: Config of the run.
+        metainfo: ``metainfo`` of the data set; ``classes`` names the labels.
 
     Returns:
-        The description in plain values; None of a model that is no timm model with a linear head
-        (a language model, LoRA), or whose preprocessing timm has no words for.
+        The description in plain values. None for a language model and LoRA, and if timm cannot
+        express the preprocessing.
     """
     backbone = getattr(classifier, "backbone", None)
     if not isinstance(backbone, TimmClassificationBackbone):
@@ -158,14 +158,14 @@ def export_classifier(
     """Write an mmpretrain classifier as a timm folder, with a model card.
 
     Args:
-        classifier: ``ImageClassifier`` over a ``TimmClassificationBackbone``.
-        cfg: Its config; the preprocessing that is written is that of its test pipeline.
-        metainfo: Of the data set; ``classes`` names the labels.
-        folder: Where the files go; those that exist are replaced, each at once.
+        classifier: ``ImageClassifier`` with a ``TimmClassificationBackbone``.
+        cfg: Config of the run; its test pipeline gives the preprocessing.
+        metainfo: ``metainfo`` of the data set; ``classes`` names the labels.
+        folder: Folder for the files; existing ones are replaced.
         facts: What is known of data, recipe and results.
 
     Raises:
-        InputError: If timm has no words for the preprocessing.
+        InputError: If timm cannot express the preprocessing.
         OSError: If the files cannot be written.
     """
     model = as_timm_model(classifier)
@@ -175,27 +175,27 @@ def export_classifier(
 def export_checkpoint(cfg: Config, checkpoint: Path, folder: Path) -> None:
     """Write the averaged weights of a training checkpoint as a timm folder.
 
-    It serves checkpoints that do not describe themselves: those of older versions and of LoRA.
+    It is for checkpoints without a description: of older versions, and of LoRA.
 
     Args:
-        cfg: Config that the checkpoint was trained with.
-        checkpoint: The file.
-        folder: Where the files go.
+        cfg: Config of the training.
+        checkpoint: File of the checkpoint.
+        folder: Folder for the files.
 
     Raises:
-        InputError: If the checkpoint cannot be read, is of another model, or does not name its
-            classes.
+        InputError: If the checkpoint cannot be read, belongs to another model, or does not name
+            its classes.
     """
     content = read_checkpoint(checkpoint)
     classes = classes_of(content)
     if classes is None:
         raise InputError(
-            f"{checkpoint} does not name its classes; export the run's last checkpoint"
+            f"{checkpoint} does not name its classes: export the last checkpoint of the run"
         )
     preprocessor = cfg.model.get("data_preprocessor") or cfg.data_preprocessor
     with_start = cfg.model.backbone.get("module", cfg.model.backbone)
     for start in ("checkpoint_path", "pretrained"):
-        if with_start.get(start):  # replaced by the checkpoint, and may be gone by now
+        if with_start.get(start):  # not needed, and may not exist any more
             with_start[start] = type(with_start[start])()
     classifier = MODELS.build({**cfg.model, "data_preprocessor": preprocessor})
     check_weights(classifier, content)

@@ -1,4 +1,4 @@
-"""Growth while a model trains, and what its training has cost so far."""
+"""Growth during a run, and the cost of the training so far."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,7 +33,7 @@ _UNITS = ("epoch", "iteration")
 
 @HOOKS.register_module()
 class GrowthHook(Hook):
-    """Make the model larger at set times of a run.
+    """Enlarge the model at given times of a run.
 
     ::
 
@@ -47,34 +47,34 @@ class GrowthHook(Hook):
             )
         ]
 
-    The config describes the model as it is at the start. The hook grows the model, its average, the
-    optimiser and the learning rates' schedule, on every process alike; a run that is resumed, and a
-    test of one of its checkpoints, first grow to where the checkpoint was. Checkpoints, records and
-    the exported model are those of the grown model, and the curves show when it grew.
+    The config describes the model at the start. The hook grows the model, its average, the
+    optimiser and the schedule of the learning rate, on all processes alike. A resumed run, and a
+    test of a checkpoint, first grow to the size of the checkpoint. Checkpoints, record and export
+    are those of the grown model. The curves mark each growth.
 
     Args:
-        schedule: What the model has from a certain time on, in order: ``epoch`` or ``iteration``
-            (numbers that are finished by then, the same one throughout) and any of
-            ``num_qkv_param_tokens``, ``num_proj_param_tokens``, ``num_ffn_param_tokens``. For an
-            ordinary ViT of timm's it is ``hidden_features`` (Net2Net) or ``depth`` (stacking).
-        init: How new pairs start, one of ``tokenformer_vit.growth.INITS``; see
+        schedule: Sizes of the model from a given time on, in order. Each entry has ``epoch`` or
+            ``iteration`` (the number finished by then; the same unit in all entries), and any of
+            ``num_qkv_param_tokens``, ``num_proj_param_tokens``, ``num_ffn_param_tokens``. A ViT of
+            timm has ``hidden_features`` (Net2Net) or ``depth`` (stacking) instead.
+        init: Start of new pairs, one of ``tokenformer_vit.growth.INITS``; see
             :func:`tokenformer_vit.growth.grow`.
-        gate: Of new pairs of softmax; as there.
-        open_iters: Iterations in which ``fixed`` gates open, at an even pace, after each growth.
-        moments: ``keep`` what the optimiser knows of old pairs, or ``reset`` it.
-        new_lr_scale: Factor on the learning rate of the pairs that the last growth appended.
-        freeze: ``old`` trains these alone from then on, and the classifier.
-        seed: Of the new pairs; default: that of the run.
+        gate: Gate of new pairs for softmax; see :func:`tokenformer_vit.growth.grow`.
+        open_iters: Number of iterations in which ``fixed`` gates open evenly after each growth.
+        moments: ``keep`` the optimiser's moments of old pairs, or ``reset`` them.
+        new_lr_scale: Factor on the learning rate of the newest pairs.
+        freeze: ``old`` trains the newest pairs and the classifier alone after a growth.
+        seed: Seed of the new pairs; default: the seed of the run.
 
     Raises:
-        InputError: If the schedule is empty, out of order, beyond the run's end, or of sizes that
-            the model cannot grow to.
+        InputError: If the schedule is empty, out of order, or longer than the run, or the model
+            cannot grow to a size.
 
     Source:
         TokenFormer, arXiv:2410.23168, Section 3.3.
     """
 
-    priority = "HIGHEST"  # before what looks at the model of a checkpoint
+    priority = "HIGHEST"  # before the hooks that check a checkpoint against the model
 
     def __init__(
         self,
@@ -91,8 +91,8 @@ class GrowthHook(Hook):
         self._unit = _check_schedule(self.schedule)
         if (open_iters > 0) != (gate == "fixed"):
             raise InputError(
-                f"gate is {gate!r} and open_iters {open_iters}: a fixed gate, and no other, needs "
-                "a number of iterations in which it opens"
+                f"gate is {gate!r} and open_iters is {open_iters}: set open_iters above 0 for "
+                "gate='fixed', and to 0 for any other gate"
             )
         self._tokens: dict[str, Any] = {"init": init, "gate": gate, "freeze": freeze}
         self._new_lr_scale = new_lr_scale
@@ -103,14 +103,14 @@ class GrowthHook(Hook):
         self._opening_since: int | None = None
 
     def before_train(self, runner) -> None:
-        """See that all of the schedule comes to pass."""
+        """Check that the run is long enough for the whole schedule."""
         ends, length = f"at iteration {runner.max_iters} (epoch {runner.max_epochs})", "max_epochs"
         if isinstance(runner.train_loop, IterBasedTrainLoop):
             ends, length = f"at iteration {runner.max_iters}", "max_iters"
             if self._unit == "epoch":
                 raise InputError(
-                    "the schedule of GrowthHook is by `epoch`, but this run counts iterations: say "
-                    "by `iteration` when each growth is due"
+                    "the schedule of GrowthHook is by `epoch`, but this run counts iterations: "
+                    "give the time of each growth by `iteration`"
                 )
         last, end = self._start(runner, self.schedule[-1]), runner.max_iters
         if last >= end:
@@ -123,14 +123,14 @@ class GrowthHook(Hook):
         room = min(after - before for before, after in zip(starts, [*starts[1:], end], strict=True))
         if self._open_iters > room:
             raise InputError(
-                f"open_iters of GrowthHook is {self._open_iters}, but gates have only {room} "
-                "iterations until the next growth or the end of the run; give no more than these"
+                f"open_iters of GrowthHook is {self._open_iters}, but the next growth or the end "
+                f"of the run comes after {room} iterations: set open_iters to at most {room}"
             )
         if any(key in _PAIRS for key in self.schedule[0]):
             self._rehearse(unwrap(runner.model))
 
     def _rehearse(self, model: nn.Module) -> None:
-        """Grow what is left of the schedule in a model of the same pairs and of width one."""
+        """Try the rest of the schedule on a model with the same pairs and width one."""
         layers = pattention_layers(model)
         theta = next(iter(layers.values())).theta
         thin = {}
@@ -146,7 +146,7 @@ class GrowthHook(Hook):
             thin = grow_state_dict(thin, **sizes, **how, theta=theta)
 
     def before_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
-        """Grow, if it is time to; open gates."""
+        """Grow, if a growth is due; open gates."""
         while self._done < len(self.schedule):
             event = self.schedule[self._done]
             if self._start(runner, event) > runner.iter:
@@ -169,12 +169,12 @@ class GrowthHook(Hook):
                 open_gates(model, min(1.0, since / self._open_iters))
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
-        """Grow to the size that the checkpoint's model had, before its weights are loaded."""
+        """Grow to the size of the checkpoint, before its weights are loaded."""
         if is_resuming(runner) and "exact_resume" in checkpoint:
-            # Before its tensors are found to be of another shape.
+            # First: else an error would name the shape of a tensor.
             progress = checkpoint["exact_resume"]
             check_schedule_is_kept(runner, progress)
-            # Gradients that were accumulating are found by the names of parameters.
+            # Accumulated gradients are found by the names of parameters.
             progress["gradients"] = {
                 part_name(name): gradient for name, gradient in progress["gradients"].items()
             }
@@ -182,7 +182,7 @@ class GrowthHook(Hook):
         loaded = {name.removeprefix("module."): tensor for name, tensor in loaded.items()}
         optimizer = getattr(runner.optim_wrapper, "optimizer", None)
         if not isinstance(optimizer, Optimizer):
-            optimizer = None  # of a test, which has none, or only the config of one
+            optimizer = None  # a test has none, or only its config
         started = self._done
         while self._done < len(self.schedule) and not _fits(runner.model, loaded):
             self._grow(runner, optimizer)
@@ -190,8 +190,8 @@ class GrowthHook(Hook):
             _rewrap(runner)
             if not is_resuming(runner):
                 runner.logger.info(
-                    f"The checkpoint's model is that after growth {self._done} of "
-                    f"{len(self.schedule)} in the schedule; what is left of it comes to pass."
+                    f"The checkpoint has the size after growth {self._done} of "
+                    f"{len(self.schedule)}; the run continues with the rest of the schedule."
                 )
 
     def _start(self, runner, event: Mapping[str, int]) -> int:
@@ -203,7 +203,7 @@ class GrowthHook(Hook):
         event = self.schedule[self._done]
         sizes = {key: value for key, value in event.items() if key not in _UNITS}
         seed = self._seed
-        if seed is None:  # the same on all processes, whose own seeds may differ by their rank
+        if seed is None:  # the same on all processes; their own seeds may differ by rank
             own_seed = runner.cfg.get("randomness", {}).get("diff_rank_seed", False)
             seed = (runner.seed or 0) - (runner.rank if own_seed else 0)
         for index, model in enumerate(_models(runner)):
@@ -224,7 +224,7 @@ class GrowthHook(Hook):
                     new_lr_scale=self._new_lr_scale,
                 )
             if self._tokens["freeze"] and index == 0 and hasattr(model, "head"):
-                model.head.requires_grad_()  # a language model has its vocabulary already
+                model.head.requires_grad_()  # a language model keeps its frozen head
         for hook in runner.hooks:
             if isinstance(hook, EMAHook):
                 average: Any = hook.ema_model
@@ -240,14 +240,16 @@ class GrowthHook(Hook):
 
 
 def _check_schedule(schedule: list[dict[str, int]]) -> str:
-    """Return the unit of a schedule, if there is nothing wrong with it."""
+    """Check a schedule, and return its unit."""
     if not schedule:
-        raise InputError("the schedule of GrowthHook is empty; leave the hook out, or say when")
+        raise InputError(
+            "the schedule of GrowthHook is empty: add the times of growth, or leave the hook out"
+        )
     units = {key for event in schedule for key in event if key in _UNITS}
     if len(units) != 1 or any(not units <= event.keys() for event in schedule):
         raise InputError(
-            "every growth in the schedule of GrowthHook says when it is due, all by `epoch` or all "
-            f"by `iteration`, but it is {schedule}"
+            "every entry in the schedule of GrowthHook needs its time, all by `epoch` or all by "
+            f"`iteration`, but it is {schedule}"
         )
     (unit,) = units
     kinds = [
@@ -283,7 +285,7 @@ def _count(model: nn.Module) -> int:
 
 
 def _fits(model: nn.Module, loaded: Mapping[str, Tensor]) -> bool:
-    """Tell whether tensors are of the model's shapes, all of them."""
+    """Tell whether all tensors have the shapes of the model."""
     own = fuse_state_dict(unwrap(model).state_dict())
     return {name: tensor.shape for name, tensor in own.items()} == {
         name: tensor.shape for name, tensor in loaded.items()
@@ -291,17 +293,17 @@ def _fits(model: nn.Module, loaded: Mapping[str, Tensor]) -> bool:
 
 
 def _rewrap(runner) -> None:
-    """Let what holds the parameters, or has compiled code for their shapes, take the new ones."""
+    """Wrap the grown model again, and drop code that was compiled for the old shapes."""
     model = unwrap(runner.model)
     if any(getattr(module, "_compiled_call_impl", None) for module in model.modules()):
-        # Else PyTorch would compile for free sizes from the second shape on, which is slower.
+        # Else PyTorch compiles for variable sizes from the second shape on, which is slower.
         torch.compiler.reset()
     if is_model_wrapper(runner.model):
         runner.model = runner.wrap_model(runner.cfg.get("model_wrapper_cfg"), model)
 
 
 def _extend_schedulers(runner, optimizer: Optimizer) -> None:
-    """Give the groups that are new in the optimiser a place in the learning rates' schedule."""
+    """Add the optimiser's new groups to the schedule of the learning rate."""
     for scheduler in runner.param_schedulers or ():
         name = scheduler.param_name
         for group in optimizer.param_groups:
@@ -312,27 +314,27 @@ def _extend_schedulers(runner, optimizer: Optimizer) -> None:
 
 @HOOKS.register_module()
 class CostHook(Hook):
-    """Log what training has cost so far, beside the loss and beside every validation.
+    """Log the cost of the training so far, with the loss and with every validation.
 
-    ``parameters`` is the present number, ``flops`` the sum over all images or sequences so far of
-    what a forward and a backward pass of the backbone, or the language model, takes, of a model
-    that grows with each its own.
+    ``parameters`` is the present number. ``flops`` is the sum of the forward and backward passes of
+    the backbone, or the language model, over all images or sequences so far, each counted at the
+    size that the model had.
 
     Raises:
-        InputError: If the costs of the model are not known.
+        InputError: If the FLOPs of the model cannot be counted.
     """
 
     _parameters = _flops = 0
 
     def before_train_iter(self, runner, batch_idx: int, data_batch: Any = None) -> None:
-        """Take the measure of the model, if it is another than before."""
+        """Count the FLOPs of the model, if its size changed."""
         model = unwrap(runner.model)
         parameters = _count(model)
         if parameters != self._parameters:
             self._parameters = parameters
             if hasattr(model, "backbone"):
                 self._flops = training_flops(model.backbone.model)
-            else:  # of a row of tokens the last is only predicted
+            else:  # the last token of a row is only predicted
                 self._flops = model.training_flops(data_batch[0]["inputs"].shape[1] - 1)
 
     def after_train_iter(
@@ -342,7 +344,7 @@ class CostHook(Hook):
         data_batch: Any = None,
         outputs: dict[str, Any] | None = None,
     ) -> None:
-        """Add this iteration's cost."""
+        """Add the cost of this iteration."""
         batches = data_batch if isinstance(data_batch, list) else [data_batch]
         samples = sum(len(batch["inputs"]) for batch in batches) * runner.world_size
         hub = runner.message_hub

@@ -1,4 +1,4 @@
-"""Checks that stop a run early, and in one line, where mmengine would go on or fail far away."""
+"""Checks that stop a run early and in one line, where mmengine would continue or fail later."""
 
 import math
 from collections import Counter
@@ -24,16 +24,16 @@ from .storage import secure_files
 
 @HOOKS.register_module()
 class GuardHook(Hook):
-    """Stop on data that does not fit the head, weights of another model, or a loss gone bad.
+    """Stop on data that do not fit the head, weights of another model, or an infinite loss.
 
-    The loss that is checked, and from here on logged, is the mean over all processes: a
-    process-local one would show a part of the batch, and let one process stop without the others.
+    The loss that is checked and logged is the mean over all processes. The loss of one process
+    would show a part of the batch, and one process could stop without the others.
     """
 
     priority = 5  # after GrowthHook, and before mmengine's own hooks log the loss
-    unit = "images"  # of which a batch consists
+    unit = "images"  # what a batch consists of
 
-    _classes: list[str] | None = None  # those that a resumed or tested checkpoint was trained on
+    _classes: list[str] | None = None  # of the checkpoint that is resumed or tested
 
     def __init__(self) -> None:
         secure_files()
@@ -51,7 +51,7 @@ class GuardHook(Hook):
         self.check_training(runner)
 
     def check_training(self, runner) -> None:
-        """Check that training and validation data have the classes that the head has."""
+        """Check that training and validation data have the classes of the head."""
         check_dataset(runner.train_dataloader.dataset, "train", unwrap(runner.model))
         if runner.val_loop is not None:
             check_dataset(runner.val_dataloader.dataset, "val", unwrap(runner.model))
@@ -73,17 +73,17 @@ class GuardHook(Hook):
         self.check_testing(runner)
 
     def check_testing(self, runner) -> None:
-        """Check that the test data have the classes that the head has."""
+        """Check that the test data have the classes of the head."""
         check_dataset(runner.test_dataloader.dataset, "test", unwrap(runner.model))
         self._check_classes(runner.test_dataloader.dataset)
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
-        """Refuse weights of another model; mmengine would load what fits and go on."""
+        """Refuse weights of another model; mmengine would load the tensors that fit."""
         check_weights(unwrap(runner.model), checkpoint)
         self._classes = classes_of(checkpoint)
 
     def _check_classes(self, dataset: Any) -> None:
-        """Refuse data whose labels mean something else than those the weights were trained on."""
+        """Refuse data whose labels mean other classes than those of the training."""
         own = list(dataset.metainfo.get("classes") or ())
         if self._classes and list(self._classes) != own:
             index, (there, here) = next(
@@ -93,7 +93,7 @@ class GuardHook(Hook):
             )
             raise InputError(
                 f"the checkpoint was trained on other classes: label {index} is {there!r} there "
-                f"and {here!r} in these data"
+                f"and {here!r} in these data; use the class folders of the training"
             )
 
     def after_train_iter(
@@ -115,7 +115,7 @@ class GuardHook(Hook):
 
 
 def classes_of(checkpoint: Mapping[str, Any]) -> list[str] | None:
-    """Return the names of the classes that a checkpoint was trained on, None if it has none."""
+    """Return the class names of a checkpoint, or None if it has none."""
     found: Any = checkpoint
     for key in ("meta", "dataset_meta", "classes"):
         found = found.get(key) if isinstance(found, Mapping) else None
@@ -128,11 +128,11 @@ def unwrap(model: nn.Module) -> Any:
 
 
 def diverged(runner, what: str) -> InputError:
-    """Make the error for a training that is beyond help.
+    """Make the error for a training that diverged.
 
     Args:
-        runner: The runner, whose iteration, learning rate and last checkpoint are named.
-        what: What is not finite.
+        runner: The runner; the message gives its iteration, learning rate and last checkpoint.
+        what: Name of what is not finite.
     """
     lr = runner.optim_wrapper.get_lr()["lr"][0]
     last = runner.message_hub.runtime_info.get("last_ckpt")
@@ -149,7 +149,7 @@ def diverged(runner, what: str) -> InputError:
 
 
 def check_dataset(dataset: Any, split: str, model: Any) -> None:
-    """Check that a data set has the head's number of classes, with images of each.
+    """Check that a data set has as many classes as the head, and images of each.
 
     Raises:
         InputError: If it does not; the message gives both numbers, or the empty classes.
@@ -168,7 +168,7 @@ def check_dataset(dataset: Any, split: str, model: Any) -> None:
                 + "`, or give another data root"
             )
     if not hasattr(dataset, "get_gt_labels"):
-        return  # a wrapper; its own data set was scanned by mmpretrain
+        return  # a wrapper; mmpretrain has scanned its data set
     counts = Counter(dataset.get_gt_labels().tolist())
     empty = [name for index, name in enumerate(classes) if not counts[index]]
     if empty:
@@ -182,8 +182,8 @@ def check_weights(model: nn.Module, checkpoint: dict) -> None:
     """Check that a checkpoint holds exactly the tensors of ``model``.
 
     Raises:
-        InputError: If a tensor is missing, unknown or of another shape; the message names the
-            first, with both shapes.
+        InputError: If a tensor is missing, unknown or of another shape; the message gives the
+            first three.
     """
     state_dict = checkpoint.get("state_dict", checkpoint) if isinstance(checkpoint, dict) else {}
     if not state_dict or not all(isinstance(value, torch.Tensor) for value in state_dict.values()):
@@ -194,6 +194,6 @@ def check_weights(model: nn.Module, checkpoint: dict) -> None:
     if faults:
         more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise InputError(
-            f"the checkpoint is of another model: {'; '.join(faults[:3])}{more}. Use the config it "
-            "was trained with"
+            f"the checkpoint is of another model: {'; '.join(faults[:3])}{more}. Use the config of "
+            "its training"
         )

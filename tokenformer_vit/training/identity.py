@@ -1,4 +1,4 @@
-"""What a run trains on, to be compared when it is resumed."""
+"""The identity of a run's data, which a resumed run compares."""
 
 import hashlib
 from pathlib import PurePath
@@ -15,12 +15,12 @@ _WORDS = {
 
 
 def run_identity(runner) -> dict[str, Any]:
-    """Return what must stay the same for a run to go on exactly.
+    """Return the facts that must stay the same for an exact resume.
 
     Returns:
         ``samples_per_iteration``, the batch size times the number of processes; ``samples``, the
-        size of the training data; ``files``, a SHA-256 of their names and labels, None where the
-        data set names no files. The folder in which the data lie may change.
+        number of training samples; ``files``, a SHA-256 of file names and labels, or None if the
+        data set has no files. The folder of the data may change.
     """
     loader = runner.train_dataloader
     return {
@@ -31,20 +31,20 @@ def run_identity(runner) -> dict[str, Any]:
 
 
 def check_identity(before: dict[str, Any] | None, now: dict[str, Any], logger: Any) -> None:
-    """Compare the data of a checkpoint with those of the run that resumes from it.
+    """Compare the data of a checkpoint with the data of the run that resumes from it.
 
     Args:
-        before: What :func:`run_identity` returned then; None of an older checkpoint.
-        now: What it returns.
-        logger: Told if there is nothing to compare with.
+        before: Identity in the checkpoint; None for one of an older version.
+        now: Identity of this run.
+        logger: Logger, for a warning if ``before`` is None.
 
     Raises:
-        InputError: If something differs; the message names it with both values.
+        InputError: If a value differs; the message gives both.
     """
     if before is None:
         logger.warning(
-            "The checkpoint does not say which data it was trained on (an older version wrote it), "
-            "so they are not compared with those of this run."
+            "The checkpoint does not name its training data (an older version wrote it): check "
+            "that the data of this run are the same."
         )
         return
     for key, words in _WORDS.items():

@@ -1,4 +1,4 @@
-"""How a run starts: its processes, as torchrun, Slurm or MPI start them, and its parts."""
+"""Start a run: its processes, by torchrun, Slurm or MPI, and its parts."""
 
 import logging
 import os
@@ -20,7 +20,7 @@ from .checkpoint import ExactCheckpointHook
 from .storage import secure_files
 
 _RANKS = {"pytorch": "RANK", "slurm": "SLURM_PROCID", "mpi": "OMPI_COMM_WORLD_RANK"}
-# What a launcher tells each of its processes.
+# Environment variables that a launcher sets.
 _LAUNCHED = {
     "pytorch": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NODELIST"),
@@ -32,9 +32,9 @@ _LAUNCHED = {
     ),
 }
 _STARTS = {
-    "pytorch": "torchrun --nproc_per_node=N tools/train.py ...",
-    "slurm": "srun --ntasks=N python tools/train.py ...",
-    "mpi": "mpirun -np N -x MASTER_ADDR=HOST python tools/train.py ...",
+    "pytorch": "torchrun --nproc_per_node=N --no-python tokenformer-vit train ...",
+    "slurm": "srun --ntasks=N tokenformer-vit train ...",
+    "mpi": "mpirun -np N -x MASTER_ADDR=HOST tokenformer-vit train ...",
 }
 
 
@@ -124,16 +124,16 @@ def run_training(cfg: Config) -> Runner:
 
 
 def is_first(launcher: str) -> bool:
-    """Tell whether this process is the first of a run, before the processes have joined."""
+    """Tell whether this process is the first of a run, before the processes meet."""
     return os.environ.get(_RANKS.get(launcher, ""), "0") == "0"
 
 
 def start_processes(cfg: Config) -> None:
-    """Join the processes of a launcher, on GPUs or, which mmengine alone cannot, without.
+    """Connect the processes of a launcher, on GPUs or, unlike mmengine, on CPUs.
 
     Raises:
-        InputError: If the launcher did not start us, there is no GPU for this process, or the
-            processes do not find each other.
+        InputError: If the launcher did not start this process, there is no GPU for it, or the
+            processes cannot connect.
     """
     if cfg.launcher == "none":
         return
@@ -159,7 +159,7 @@ def start_processes(cfg: Config) -> None:
     environment = cfg.get("env_cfg") or {}
     try:
         if gpus:
-            # In mmengine's order; its runner finds both done.
+            # In the order of mmengine, whose runner then skips both.
             set_multi_processing(**environment.get("mp_cfg", {}), distributed=True)
             init_dist(cfg.launcher, **environment.get("dist_cfg", {}))
             return
@@ -167,8 +167,8 @@ def start_processes(cfg: Config) -> None:
     except (RuntimeError, ValueError) as error:  # DistNetworkError, a port that is no number
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise InputError(
-            f"the processes cannot meet at {where} ({one_line(error)}): choose a free port, as by "
-            "MASTER_PORT=29501 or `torchrun --master_port=29501`"
+            f"the processes cannot connect at {where} ({one_line(error)}): choose a free port, as "
+            "in MASTER_PORT=29501 or `torchrun --master_port=29501`"
         ) from error
     cfg.model_wrapper_cfg = {
         "type": "MMDistributedDataParallel",

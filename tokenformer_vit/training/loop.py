@@ -1,4 +1,4 @@
-"""The loops and the sampler of mmengine, able to start in the middle of an epoch."""
+"""Loops and samplers of mmengine that can start in the middle of an epoch."""
 
 from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
@@ -18,19 +18,19 @@ from .mmengine_internals import accumulation
 
 @DATA_SAMPLERS.register_module()
 class ResumableSampler(DefaultSampler):
-    """mmengine's sampler, which can leave out what an interrupted epoch has already used.
+    """mmengine's sampler; it can skip the samples that an interrupted epoch has already used.
 
     Args:
         dataset: The data set.
         shuffle: Draw a new order in each epoch.
-        seed: Seed of the orders, the same on all processes; None for one they agree on.
-        round_up: Repeat samples until each process has as many.
-        num_samples: Number of samples of each process in an epoch, to shorten it; None for all.
-            With ``shuffle``, all processes together take a random subset, a new one in each epoch.
+        seed: Seed of the orders, the same on all processes; None to let them agree on one.
+        round_up: Repeat samples until all processes have the same number.
+        num_samples: Number of samples of each process in a shortened epoch; None for all. With
+            ``shuffle``, all processes together take a random subset, a new one in each epoch.
             Without, they take samples at even distances, the same each time.
 
     Attributes:
-        start: Number of this process's samples that the next pass leaves out.
+        start: Number of this process's samples that the next pass skips.
     """
 
     start: int = 0
@@ -63,10 +63,10 @@ class ResumableSampler(DefaultSampler):
 
 @DATA_SAMPLERS.register_module()
 class EndlessSampler(ResumableSampler):
-    """Epoch after epoch without an end, each in an order of its own.
+    """A sampler without an end: epoch after epoch, each in a new order.
 
     Attributes:
-        start: Number of this process's samples that the next pass leaves out, over all epochs.
+        start: Number of this process's samples that the next pass skips, over all epochs.
     """
 
     def __iter__(self) -> Iterator[int]:
@@ -79,9 +79,9 @@ class EndlessSampler(ResumableSampler):
             skip = 0
 
     def _order(self) -> np.ndarray:
-        """Return what mmengine's sampler would iterate over, in a fifth of the memory.
+        """Return the order of mmengine's sampler, in a fifth of the memory.
 
-        A corpus has more rows than are to be held as Python's numbers, in each process.
+        A corpus has too many rows to hold them as Python's numbers in each process.
         """
         rows = len(self.dataset)
         if self._spread:
@@ -96,9 +96,9 @@ class EndlessSampler(ResumableSampler):
 
 @contextmanager
 def loading_explained() -> Iterator[None]:
-    """Say in one line why data loading workers died, and what helps.
+    """Explain in one line why data loading workers died, and what to do.
 
-    PyTorch raises the error from a signal handler, anywhere in the main process.
+    PyTorch raises this error from a signal handler, anywhere in the main process.
 
     Raises:
         InputError: Instead of PyTorch's RuntimeError about its workers or shared memory.
@@ -122,15 +122,15 @@ def loading_explained() -> Iterator[None]:
 
 @LOOPS.register_module()
 class ResumableEpochLoop(EpochBasedTrainLoop):
-    """mmengine's epoch loop; a checkpoint from within an epoch goes on where it was taken."""
+    """mmengine's epoch loop; it can resume in the middle of an epoch."""
 
     def run(self) -> Any:
-        """Run what is left of the epochs, with their validations."""
+        """Run the remaining epochs, with their validations."""
         with loading_explained():
             return super().run()
 
     def run_epoch(self) -> None:
-        """Run what is left of the present epoch."""
+        """Run the rest of the present epoch."""
         self.runner.call_hook("before_train_epoch")
         self.runner.model.train()
         loader: Any = self.dataloader
@@ -145,15 +145,15 @@ class ResumableEpochLoop(EpochBasedTrainLoop):
 
 @LOOPS.register_module()
 class ResumableIterLoop(IterBasedTrainLoop):
-    """mmengine's loop by iterations, each an optimiser step.
+    """mmengine's loop by iterations; each iteration is one optimiser step.
 
-    Under gradient accumulation an iteration takes as many batches as a step does, so that schedules
-    and intervals mean steps, however many batches these are made of. A checkpoint goes on where it
-    was taken, without reading the data before. The loop needs an :class:`EndlessSampler`.
+    With gradient accumulation an iteration takes all batches of the step, so schedules and
+    intervals always count steps. A resumed run starts at its place without reading the data before.
+    The loop needs an :class:`EndlessSampler`.
     """
 
     def run(self) -> None:
-        """Run what is left of the iterations, with their validations."""
+        """Run the remaining iterations, with their validations."""
         with loading_explained():
             self._run()
 
@@ -163,10 +163,10 @@ class ResumableIterLoop(IterBasedTrainLoop):
         loader: Any = self.dataloader
         optim: Any = self.runner.optim_wrapper
         each = accumulation(self.runner)
-        # It counts batches, but was told of iterations.
+        # The wrapper counts batches, but the runner gave it iterations.
         optim.initialize_count_status(self.runner.model, self._iter * each, self._max_iters * each)
         loader.sampler.start = self._iter * each * loader.batch_size
-        del self.dataloader_iterator  # of the base class: its workers would live on beside ours
+        del self.dataloader_iterator  # of the base class; its workers would keep running
         batches = iter(loader)
         while self._iter < self._max_iters and not self.stop_training:
             self.runner.model.train()
@@ -181,7 +181,7 @@ class ResumableIterLoop(IterBasedTrainLoop):
         """Make one optimiser step.
 
         Args:
-            data_batch: The batches of which it consists; what is logged is their mean.
+            data_batch: Batches of the step; their mean is logged.
         """
         self.runner.call_hook("before_train_iter", batch_idx=self._iter, data_batch=data_batch)
         parts = [
@@ -196,7 +196,7 @@ class ResumableIterLoop(IterBasedTrainLoop):
 
 
 def validation_is_due(loop: Any) -> bool:
-    """Tell whether a training loop, which stands between two iterations, validates there."""
+    """Tell whether a validation is due at the present place of a training loop."""
     done, end = _progress(loop)
     if not isinstance(loop, IterBasedTrainLoop) and loop.iter != done * len(loop.dataloader):
         return False
@@ -204,7 +204,7 @@ def validation_is_due(loop: Any) -> bool:
 
 
 def validations_left(loop: Any) -> int:
-    """Count the validations that a training loop has before it, at its present interval."""
+    """Count the validations to come in a training loop, at its present interval."""
     done, end = _progress(loop)
     first = max(done + 1, loop.val_begin)
     regular = end // loop.val_interval - (first - 1) // loop.val_interval
@@ -212,7 +212,7 @@ def validations_left(loop: Any) -> int:
 
 
 def _progress(loop: Any) -> tuple[int, int]:
-    """Return the iterations or epochs that a loop has done, and has to do."""
+    """Return the number of finished iterations or epochs, and their total."""
     if isinstance(loop, IterBasedTrainLoop):
         return loop.iter, loop.max_iters
     return loop.epoch, loop.max_epochs

@@ -13,23 +13,23 @@ _WRAPPER = "backbone.module."
 
 @MODELS.register_module()
 class LoRABackbone(LoRAModel):
-    """mmpretrain's ``LoRAModel``, whose checkpoints hold all of the model.
+    """mmpretrain's ``LoRAModel`` with checkpoints of the whole model.
 
-    ``LoRAModel`` strikes from a state dict what is not LoRA's, and with it what others have written
-    there before: of an averaged model the number of its steps, so that a resumed run would begin
-    another average. Here nothing is struck. Checkpoints are then those of a whole model, and what
-    is exported at the end is an ordinary one, with the products added to the weights.
+    ``LoRAModel`` removes everything but LoRA's weights from a state dict. That includes the step
+    count of an averaged model, so a resumed run would start a new average. Here nothing is removed.
+    The model that is exported at the end is an ordinary one: the low-rank products are added to the
+    weights.
 
     Args:
-        module: Config of a ``TimmClassificationBackbone``; every weight of it is frozen.
-        alpha: The products are scaled by alpha / rank.
+        module: Config of a ``TimmClassificationBackbone``; all its weights are frozen.
+        alpha: Scale of the products: they are multiplied by alpha / rank.
         rank: Inner size of the products.
-        drop_rate: Dropout in front of them.
-        targets: Linear layers that get one, each as ``dict(type=SUFFIX_OR_PATTERN)``, which may
-            have its own ``alpha``, ``rank`` and ``drop_rate``.
+        drop_rate: Dropout before the products.
+        targets: Linear layers to tune, each as ``dict(type=SUFFIX_OR_PATTERN)`` with an optional
+            ``alpha``, ``rank`` and ``drop_rate``.
 
     Shape:
-        Those of ``module``.
+        That of ``module``.
 
     Source:
         LoRA, arXiv:2106.09685.
@@ -37,23 +37,23 @@ class LoRABackbone(LoRAModel):
 
     @property
     def model(self) -> nn.Module:
-        """Return the timm model within."""
-        module: Any = self.module  # its config, says mmpretrain's type, but it is built by then
+        """Return the timm model."""
+        module: Any = self.module  # mmpretrain's type says config, but it is built by now
         return module.model
 
     def _register_state_dict_hooks(self) -> None:
-        """Leave state dicts whole."""
+        """Keep state dicts complete."""
 
 
 def merge_lora(state_dict: Mapping[str, Tensor], classifier: nn.Module) -> dict[str, Tensor]:
-    """Add the products of LoRA to the weights beside which they stand.
+    """Add LoRA's products to the weights of their layers.
 
     Args:
-        state_dict: Of an mmpretrain classifier.
-        classifier: The classifier, which says how the products are scaled.
+        state_dict: State dict of an mmpretrain classifier.
+        classifier: The classifier, for the scale of each product.
 
     Returns:
-        The tensors of the same classifier without LoRA; where there is none, the same tensors.
+        The state dict of the same classifier without LoRA.
     """
     merged = dict(state_dict)
     for name, layer in classifier.named_modules():

@@ -14,10 +14,9 @@ from torch import nn
 
 @OPTIM_WRAPPERS.register_module()
 class AutocastOptimWrapper(OptimWrapper):
-    """Forward passes under bfloat16 autocast.
+    """Forward passes under bfloat16 autocast, on any device.
 
-    bfloat16 needs no loss scaling; mmengine's ``AmpOptimWrapper`` brings a scaler and insists on a
-    GPU.
+    bfloat16 needs no loss scaling; mmengine's ``AmpOptimWrapper`` has a scaler and needs a GPU.
     """
 
     @contextmanager
@@ -32,8 +31,8 @@ class AutocastOptimWrapper(OptimWrapper):
 class AccumulationEMAHook(EMAHook):
     """mmengine's ``EMAHook``, averaging once for each optimiser step.
 
-    The stock hook averages after every iteration, so that under gradient accumulation the
-    average would forget ``accumulative_counts`` times as fast as the recipe says.
+    The stock hook averages after every iteration. With gradient accumulation its average would
+    forget ``accumulative_counts`` times as fast as the recipe says.
     """
 
     def after_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:

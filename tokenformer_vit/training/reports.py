@@ -30,15 +30,15 @@ BEFORE_RECORD = 99  # RecordHook has 100, mmengine's lowest priority
 
 @HOOKS.register_module()
 class RecordHook(Hook):
-    """Record what was run, on what, and what came out, in ``record.json`` of the work directory.
+    """Write ``record.json``: the command, hardware, versions, settings and results of a run.
 
-    It is written after everything else: a run that has a record is finished. Times count from the
-    start of the process that ends the run: a resumed run says from which iteration that was.
+    It is the last file of a run, so a run with a record is finished. ``seconds`` counts from the
+    start of the last process; ``resumed_at_iteration`` tells where that process started.
 
     Args:
-        unit: Of what a batch consists.
-        metrics: How the names of the validation figures begin that are recorded.
-        packages: Whose versions are recorded besides those of every training.
+        unit: Name of what a batch consists of.
+        metrics: Prefixes of the validation figures to record.
+        packages: Packages whose versions are recorded in addition to those of every training.
     """
 
     priority = "LOWEST"
@@ -52,7 +52,7 @@ class RecordHook(Hook):
         self._unit, self._metrics, self._packages = unit, tuple(metrics), tuple(packages)
 
     def before_train(self, runner) -> None:
-        """Start the clock, and look at the source code that is running before it can change."""
+        """Start the clock, and note the commit of the source code before it can change."""
         self._start, self._first = time.monotonic(), runner.iter
         self._environment = environment((*TRAINING_PACKAGES, *self._packages))
 
@@ -61,7 +61,7 @@ class RecordHook(Hook):
         """Write the record."""
         path = Path(runner.work_dir) / "record.json"
         if runner.iter == self._first and path.is_file():
-            return  # nothing was trained; the record of the run that did stays
+            return  # nothing was trained; the earlier record stays
         seconds = time.monotonic() - self._start
         by_iteration = isinstance(runner.train_loop, IterBasedTrainLoop)
         scalars = runner.message_hub.log_scalars
@@ -98,9 +98,9 @@ class RecordHook(Hook):
 
 
 def _peak_mib() -> int | None:
-    """Return the most memory that tensors took on the GPU, or this process on the CPU.
+    """Return the peak memory of tensors on the GPU, or of this process on the CPU.
 
-    None: not known, on a CPU under Windows.
+    None, not known, on a CPU under Windows.
     """
     if torch.cuda.is_available():
         return round(torch.cuda.max_memory_allocated() / 2**20)
@@ -229,20 +229,20 @@ def draw_curves(
 class ExportHook(Hook):
     """At the end, write the averaged weights as a folder that timm loads.
 
-    The work directory then holds ``model.safetensors`` and ``config.json``, so that
-    ``timm.create_model("local-dir:WORK_DIR", pretrained=True)`` gives the trained model with its
-    class names and preprocessing. The weights are those of the EMA, which validation used too;
-    without an ``EMAHook`` they are the model's own.
+    The work directory gets ``model.safetensors``, ``config.json`` and the model card ``README.md``.
+    ``timm.create_model("local-dir:WORK_DIR", pretrained=True)`` then gives the trained model with
+    class names and preprocessing. The weights are those of validation: of the EMA, or of the model
+    itself without an ``EMAHook``.
 
     Attributes:
-        purpose: What the files are for.
+        purpose: Purpose of the files, for the last line of the command.
     """
 
     priority = BEFORE_RECORD
-    purpose = "averaged weights, for timm and tools/predict.py"
+    purpose = "averaged weights, for timm and `tokenformer-vit predict`"
 
     def before_train(self, runner) -> None:
-        """See that the export will be able to say how images are prepared."""
+        """Check that timm can express the preprocessing."""
         preprocessing(runner.cfg)
 
     @master_only
@@ -255,7 +255,7 @@ class ExportHook(Hook):
 
 
 def validated_model(runner) -> Any:
-    """Return the averaged model, or without an ``EMAHook`` the one in training."""
+    """Return the averaged model, or the model itself without an ``EMAHook``."""
     for hook in runner.hooks:
         if isinstance(hook, EMAHook):
             return hook.ema_model.module

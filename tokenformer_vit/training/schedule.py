@@ -1,4 +1,4 @@
-"""Whether the schedule of the learning rate fits into a run, and what would."""
+"""Check that the schedule of the learning rate fits into a run, and suggest one that does."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,9 +12,9 @@ def check_schedule(cfg: Config) -> None:
     """Check that the learning rate schedule has room in the epochs, or iterations, of the run.
 
     Raises:
-        InputError: If a part of the schedule would begin or end beyond ``train_cfg.max_epochs`` or
-            ``max_iters``, which of them it has, or would never step; the message gives the options
-            that fit.
+        InputError: If a part of the schedule begins or ends after the end of the run
+            (``train_cfg.max_epochs`` or ``max_iters``), or would never step; the message gives
+            options that fit.
     """
     length = "max_iters" if "max_iters" in cfg.train_cfg else "max_epochs"
     number = cfg.train_cfg[length]
@@ -44,23 +44,23 @@ def check_schedule(cfg: Config) -> None:
 
 
 def _parts(cfg: Config) -> Sequence[Any]:
-    """List the parts of the schedule; a single one need not be in a list."""
+    """List the parts of the schedule; a config may have a single one without a list."""
     parts = cfg.param_scheduler or ()
     return [parts] if isinstance(parts, dict) else parts
 
 
 def _shorter(parts: Mapping[int, Any], number: int) -> str:
-    """Say with which options a schedule fits into ``number`` epochs or iterations.
+    """Return options with which a schedule fits into a run.
 
     Args:
-        parts: Its parts, by their place in the config's list.
-        number: Length of the run.
+        parts: Parts of the schedule, by their place in the config's list.
+        number: Length of the run, in epochs or iterations.
     """
     begins = sorted({part.get("begin", 0) for part in parts.values()} - {0})
-    # Each part needs room of its own before the next.
+    # Each part needs at least one epoch before the next.
     moved = {begin: min(begin, number - len(begins) + n) for n, begin in enumerate(begins)}
     if all(moved.values()):
-        said = "shorten the schedule, too"
+        said = "also shorten the schedule"
         fitting = {
             index: {
                 key: moved.get(part[key], min(part[key], number))

@@ -1,13 +1,20 @@
-"""What a user sets in a config: the type and range of each value.
+"""Type and range of the values in a config.
 
-Keys that are not listed stay free: other optimisers, schedules, data sets and models have their
-own.
+Other keys are not checked: other optimisers, schedules, data sets and models have their own.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WrapValidator,
+)
 from pydantic_core import PydanticCustomError
 
 from tokenformer_vit.errors import InputError, first_fault
@@ -21,7 +28,7 @@ MOST_SEED = 2**32 - 2**20
 
 
 def _must_be(text: str) -> WrapValidator:
-    """Say of a refused value what is allowed, instead of which rule it broke."""
+    """Tell which values are allowed, instead of which rule a value broke."""
 
     def check(value: Any, rules: Callable[[Any], Any]) -> Any:
         try:
@@ -39,6 +46,12 @@ def _listed(value: Any) -> Any:
     if isinstance(value, dict):
         return [value]
     return list(value) if isinstance(value, tuple) else value
+
+
+def _not_empty(value: list[Any]) -> list[Any]:
+    if not value:
+        raise ValueError("Input should be a list of at least one, or None")
+    return value
 
 
 def _float(value: Any) -> Any:
@@ -102,7 +115,7 @@ TopK = Annotated[
 
 
 class _Section(BaseModel):
-    """A dict of a config. A value that it does not have is not checked, whatever its default."""
+    """A dict of a config. Missing values are not checked."""
 
     model_config = ConfigDict(
         extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=()
@@ -114,7 +127,9 @@ class _Augment(_Section):
 
 
 class _Augments(_Section):
-    augments: Annotated[list[_Augment], Field(min_length=1), BeforeValidator(_listed)] | None = None
+    augments: (
+        Annotated[list[_Augment], AfterValidator(_not_empty), BeforeValidator(_listed)] | None
+    ) = None
 
 
 class _Loss(_Section):
@@ -317,15 +332,15 @@ _ADAMS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam")
 
 
 def check_values(cfg: Mapping[str, Any], path: str) -> None:
-    """Check what a run is told, before anything of it starts.
+    """Check the values of a config before a run starts.
 
     Args:
         cfg: The config, with all options merged.
-        path: Its file, to be named.
+        path: File of the config, for messages.
 
     Raises:
-        InputError: If a value is of another type or out of its range, or two sizes that must agree
-            do not; the message names the key, the value and what is allowed.
+        InputError: If a value has a wrong type or is out of its range, or two sizes do not agree;
+            the message gives the key, the value and the allowed values.
     """
     _check(_Run, cfg, path)
     loop, optimizer = cfg["train_cfg"], cfg["optim_wrapper"].get("optimizer") or {}
@@ -345,7 +360,7 @@ def check_values(cfg: Mapping[str, Any], path: str) -> None:
 
 
 def _check(schema: type[_Section], values: Mapping[str, Any], path: str, above: str = "") -> None:
-    """Check the values of a dict, which stands under the key ``above`` of a config."""
+    """Check the values of a dict under the key ``above`` of a config."""
     try:
         schema.model_validate(values)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""The sizes in a config that must agree: of images, patches, layers, and numbers of classes."""
+"""Check sizes in a config that must agree: images, patches, layers and numbers of classes."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from .backbone import TimmClassificationBackbone
 
 __all__ = ["check_classes", "check_sizes"]
 
-# The argument of a transform that is the size of what it makes.
+# Argument of each transform that gives the size of its output.
 _SIZES = {
     "CenterCrop": "crop_size",
     "EfficientNetCenterCrop": "crop_size",
@@ -24,14 +24,14 @@ _SIZES = {
 
 
 def check_classes(cfg: Mapping[str, Any], path: str) -> None:
-    """Check that head, batch augmentation and metrics count the same classes.
+    """Check that head, batch augmentation and metrics have the same number of classes.
 
     Args:
-        cfg: The config; the type of each value is right.
-        path: Its file, to be named.
+        cfg: The config; its values have the right types.
+        path: File of the config, for messages.
 
     Raises:
-        InputError: If they do not; the message has both numbers.
+        InputError: If they differ; the message gives both numbers.
     """
     classes = (cfg["model"].get("head") or {}).get("num_classes")
     if classes is None:
@@ -64,19 +64,19 @@ def check_classes(cfg: Mapping[str, Any], path: str) -> None:
 
 
 def check_sizes(cfg: Mapping[str, Any], backbone: Mapping[str, Any], key: str, path: str) -> None:
-    """Check that the images fit a timm backbone, and the backbone the head.
+    """Check that the images fit a timm backbone, and that the backbone fits the head.
 
     Args:
-        cfg: The config; the type of each value is right.
-        backbone: The part of it that is a ``TimmClassificationBackbone``.
+        cfg: The config; its values have the right types.
+        backbone: Part of the config with type ``TimmClassificationBackbone``.
         key: Dotted key of that part.
-        path: File of the config, to be named.
+        path: File of the config, for messages.
 
     Raises:
-        InputError: If the model cannot be built, or a size is another than it should be.
+        InputError: If the model cannot be built, or two sizes differ.
     """
     if ":" in backbone["model_name"]:
-        return  # of a folder or a hub, where another file says what it is
+        return  # of a folder or a hub, where config.json has the sizes
     own = inspect.signature(TimmClassificationBackbone).parameters
     arguments = {
         name: value
@@ -106,7 +106,7 @@ def check_sizes(cfg: Mapping[str, Any], backbone: Mapping[str, Any], key: str, p
     stem: Any = getattr(model, "patch_embed", None)
     size = getattr(stem, "img_size", None)
     if not size or getattr(model, "dynamic_img_size", False):
-        return  # it takes images of any size
+        return  # the model takes images of any size
     patch = stem.patch_size
     if any(side % part for side, part in zip(size, patch, strict=True)):
         raise InputError(
@@ -123,7 +123,7 @@ def check_sizes(cfg: Mapping[str, Any], backbone: Mapping[str, Any], key: str, p
 
 
 def _last_size(pipeline: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[int, ...]]:
-    """Return which transform decides the size of an image, and the size; empty if unknown."""
+    """Return the transform that decides the size of an image, and the size; empty if unknown."""
     step, size = "", ()
     for transform in pipeline:
         kind = str(transform.get("type"))

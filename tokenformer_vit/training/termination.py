@@ -1,4 +1,4 @@
-"""SIGTERM, with which Slurm and others end a job: a checkpoint first, then the end."""
+"""Write a checkpoint at SIGTERM, by which Slurm and others end a job."""
 
 import atexit
 import os
@@ -15,14 +15,14 @@ from mmengine.dist import all_reduce, get_world_size
 
 __all__ = ["STATUS", "PatientWorker", "Termination"]
 
-# Of a process that SIGTERM ended, as shells count.
+# Exit status of a process that SIGTERM ended, as in a shell.
 STATUS = 128 + 15
-# How often a data loading worker that got a SIGTERM looks whether its run still goes on.
+# A data loading worker that got a SIGTERM checks this often whether its run still goes on.
 _LOOK_SECONDS = 5
 
 
 class Termination:
-    """Note a SIGTERM instead of dying of it.
+    """Note a SIGTERM instead of ending the process.
 
     ::
 
@@ -34,7 +34,7 @@ class Termination:
         termination.end()
 
     Attributes:
-        running: 1 while a run must not lose its workers, in memory that these share.
+        running: 1 while a run needs its workers, in memory shared with them.
     """
 
     def __init__(self) -> None:
@@ -43,15 +43,15 @@ class Termination:
         self._before: Any = None
 
     def begin(self) -> None:
-        """From now on, a SIGTERM is noted. Outside the main thread this changes nothing."""
+        """Begin to note SIGTERMs. Outside the main thread this does nothing."""
         if threading.current_thread() is threading.main_thread():
             self.running[0] = 1
             self._before = signal.signal(signal.SIGTERM, self._note)
-            # Before Python ends its workers by the same signal, also after an error.
+            # Before Python ends its workers by the same signal; also after an error.
             atexit.register(self.end)
 
     def end(self) -> None:
-        """A SIGTERM has its former effect again."""
+        """Restore the former effect of a SIGTERM."""
         if self._before is not None:
             self.running[0] = 0
             signal.signal(signal.SIGTERM, self._before)
@@ -59,9 +59,9 @@ class Termination:
             atexit.unregister(self.end)
 
     def requested(self) -> bool:
-        """Tell whether this process or another one of the run got a SIGTERM.
+        """Tell whether any process of the run got a SIGTERM.
 
-        All processes must ask at the same iteration, and then get the same answer.
+        All processes must call this at the same iteration; all get the same answer.
         """
         if get_world_size() == 1:
             return self._noted
@@ -74,14 +74,14 @@ class Termination:
 
 
 class PatientWorker:
-    """Start a data loading worker that outlives a SIGTERM while its run goes on.
+    """Start a data loading worker that survives a SIGTERM while its run goes on.
 
-    A job's SIGTERM reaches the workers too. PyTorch would stop the run as soon as one of them is
-    gone, before the checkpoint.
+    A job's SIGTERM also reaches the workers. PyTorch stops the run as soon as a worker ends, which
+    is before the checkpoint.
 
     Args:
-        start: Called first with the worker's number, as the loader's own ``worker_init_fn``.
-        running: As in :class:`Termination`.
+        start: The loader's own ``worker_init_fn``; called first, with the worker's number.
+        running: Attribute of :class:`Termination`.
     """
 
     def __init__(self, start: Callable[[int], None] | None, running: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Image loading that names what it cannot read, and augmentation that can be repeated exactly."""
+"""Image loading that names a corrupt file, and augmentation that can be repeated exactly."""
 
 import random
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ from tokenformer_vit.vision.images import read_image
 
 @TRANSFORMS.register_module()
 class LoadImage(BaseTransform):
-    """Decode an image file as prediction does; one that cannot be decoded stops the run.
+    """Decode an image file as prediction does; a corrupt image stops the run.
 
-    A broken image is not skipped: training on less than the data set would go unnoticed, and a
-    random replacement could not be repeated on resume. What mmcv decodes otherwise: OpenCV, its
-    default, fills what a truncated JPEG lacks with grey and says nothing; through Pillow, it clips
-    16-bit values to white and lays only some transparent images on a grey ground.
+    Nothing is skipped silently: a run on a part of the data would go unnoticed, and a random
+    replacement could not be repeated on resume. mmcv decodes some files differently. With OpenCV,
+    its default, the missing part of a truncated JPEG becomes grey without a word. With Pillow, it
+    clips 16-bit values to white, and puts only some transparent images on a grey ground.
 
     Raises:
         InputError: If the file cannot be decoded; the message names it.
@@ -36,7 +36,7 @@ class LoadImage(BaseTransform):
         except InputError as error:
             raise InputError(
                 f"cannot read image {error}; replace or delete it "
-                "(`python tools/prepare_data.py --check DATA_ROOT` lists all such files)"
+                "(`tokenformer-vit prepare-data --check DATA_ROOT` lists all such files)"
             ) from error
         results["img"] = np.array(image)[:, :, ::-1]
         results["img_shape"] = results["ori_shape"] = results["img"].shape[:2]
@@ -45,7 +45,7 @@ class LoadImage(BaseTransform):
 
 @contextmanager
 def _seeded(*key: int) -> Iterator[None]:
-    """Seed every generator that transforms draw from, and put them back afterwards."""
+    """Seed all generators that transforms draw from, and restore them afterwards."""
     # NumPy's global generator is the one that mmcv's and mmpretrain's transforms use.
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     words = np.random.SeedSequence(key).generate_state(4)
@@ -64,8 +64,8 @@ def _seeded(*key: int) -> Iterator[None]:
 class SeededTransforms(BaseTransform):
     """Apply random transforms that depend on the seed, the epoch and the image alone.
 
-    So augmentation does not depend on the number of workers or processes, on which of them reads
-    an image, or on where a run was interrupted; and two epochs never see the same one.
+    The augmentation does not depend on the number of workers or processes, on the worker that reads
+    an image, or on an interruption of the run. It differs from epoch to epoch.
 
     Args:
         transforms: Configs of the transforms.
@@ -79,7 +79,7 @@ class SeededTransforms(BaseTransform):
         self.key = torch.zeros(2, dtype=torch.int64).share_memory_()
 
     def set_epoch(self, seed: int, epoch: int) -> None:
-        """Choose the stream of augmentations; workers already running see it too."""
+        """Choose the augmentations of an epoch, also in workers that are running."""
         self.key[0], self.key[1] = seed, epoch
 
     def transform(self, results: dict) -> dict | None:
@@ -96,7 +96,7 @@ class SeededTransforms(BaseTransform):
 
 
 def seeded_transforms(dataset: Any) -> Iterator[SeededTransforms]:
-    """Find the :class:`SeededTransforms` of a data set, and of those that it wraps."""
+    """Find the :class:`SeededTransforms` of a data set, and of the data sets that it wraps."""
     for inner in (getattr(dataset, "dataset", None), *getattr(dataset, "datasets", ())):
         if inner is not None:
             yield from seeded_transforms(inner)
