@@ -24,13 +24,18 @@ settings.register_profile("long", max_examples=2000, **_COMMON)
 settings.load_profile("short")
 
 
+@pytest.fixture(scope="session")
+def session_seed() -> int:
+    """Return the seed for fixtures that several tests share."""
+    return int(os.environ.get("SEED", 0)) or torch.seed() % 2**31
+
+
 @pytest.fixture(autouse=True)
-def seed() -> int:
-    """Draw fresh inputs in every test; SEED=<the number printed> repeats a failure."""
-    seed = int(os.environ.get("SEED", 0)) or torch.seed() % 2**31
-    print(f"SEED={seed}")
-    torch.manual_seed(seed)
-    return seed
+def seed(session_seed: int) -> int:
+    """Draw fresh inputs in every test run; SEED=<the number printed> repeats a failure."""
+    print(f"SEED={session_seed}")
+    torch.manual_seed(session_seed)
+    return session_seed
 
 
 @pytest.fixture

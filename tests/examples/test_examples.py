@@ -1,13 +1,12 @@
 """The examples run as a reader runs them, in one short epoch or, slowly, in full."""
 
-import importlib.util
+import json
 import re
 import runpy
 from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 
 pytest.importorskip("sklearn")
 
@@ -53,31 +52,16 @@ def test_appended_pairs_are_a_small_part(monkeypatch, capsys):
     assert probe < pairs < whole / 20
 
 
-def test_growth_step_measures_no_jump_of_zero_keys(monkeypatch):
-    spec = importlib.util.spec_from_file_location("growth_step", EXAMPLES / "growth_step.py")
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    monkeypatch.setattr(example, "EPOCHS", 6)
-    monkeypatch.setattr(example, "WARMUP", 1)
-    train, val = (tuple(tensor[:100] for tensor in data) for data in example.digits())
-    run = example.run(0, train, val)
-    assert run["before"]["loss"][-1] != run["before"]["loss"][0]
-    assert run["zero_key"]["largest_change_of_logits"] == 0
-    assert run["zero_key"]["loss"][0] == run["none"]["loss"][0]
-    assert run["random"]["largest_change_of_logits"] > 0.1
-    assert run["zero_key"]["loss"][-1] != run["none"]["loss"][-1]
-
-
-def test_growth_step_draws_its_record(monkeypatch, capsys, tmp_path):
-    record = EXAMPLES.parent / "tokenformer_vit/growth/results/growth_step.json"
-    copy = tmp_path / "record.json"
-    copy.write_bytes(record.read_bytes())
-    run(monkeypatch, capsys, "growth_step.py", "--draw", str(copy))
-    with (
-        Image.open(tmp_path / "record.png") as chart,
-        Image.open(record.with_suffix(".png")) as committed,
-    ):
-        assert chart.size == committed.size
+def test_zero_keys_keep_the_logits_and_random_pairs_do_not(monkeypatch, capsys, tmp_path):
+    words = ("--seeds", "1", "--epochs", "1", "--out", str(tmp_path / "step.json"))
+    run(monkeypatch, capsys, "growth_step.py", *words)
+    (record,) = json.loads((tmp_path / "step.json").read_text())["runs"]
+    change = {name: record[name]["largest_change_of_logits"] for name in ("zero_key", "random")}
+    assert change["zero_key"] == 0 < change["random"]
+    assert record["zero_key"]["loss"][0] == record["none"]["loss"][0] != record["random"]["loss"][0]
+    (tmp_path / "step.png").unlink()
+    run(monkeypatch, capsys, "growth_step.py", "--draw", str(tmp_path / "step.json"))
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
