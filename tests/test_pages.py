@@ -139,7 +139,7 @@ def broken_links(page):
 
 def missing_files(page):
     """Files of the repository that do not exist; what a run or a user makes is not looked for."""
-    made = ("path/to/", "work_dirs/", "data/", "build/", "my_", "QUESTION_")
+    made = ("path/to/", "work_dirs/", "data/", "build/", "my_", "photos", "QUESTION_")
     folder = rf"(?<![\w/.-])(?:{'|'.join(FOLDERS)})/[\w*./-]*"
     for text in code(page):
         for name in re.findall(rf"[\w*][\w*./-]*\.(?:py|md)\b|{folder}", text):
