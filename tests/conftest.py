@@ -39,6 +39,32 @@ def seed(session_seed: int) -> int:
 
 
 @pytest.fixture
+def in_another_process() -> Callable[[Callable[[], object]], tuple[str, int]]:
+    """Run a function in a fork; return its error, as text, and the status of the process.
+
+    Importing it all again would take seconds. A fork does not inherit locks.
+    """
+    if sys.platform == "win32":
+        pytest.skip("Windows has no fork")
+
+    def run(work: Callable[[], object]) -> tuple[str, int]:
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                work()
+            except BaseException as error:
+                os.write(writing, f"{type(error).__name__}: {error}".encode())
+            finally:
+                os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading) as said:
+            return said.read(), os.waitpid(child, 0)[1]
+
+    return run
+
+
+@pytest.fixture
 def plain_attention() -> Iterator[None]:
     """Compute attention as its two products, which every PyTorch's FlopCounterMode counts.
 

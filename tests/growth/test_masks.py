@@ -198,10 +198,10 @@ def test_masks_that_cannot_be_used(tasks):
         masks.activate("base")
     assert active(model) == [None, None]
     model.blocks[1].mlp.top_k = None
-    with pytest.raises(InputError, match="mask 'french': the model has no pairs beyond"):
+    with pytest.raises(InputError, match=r"mask 'french': .* count_pairs\(model\) before growth"):
         masks.add_appended("french", count_pairs(model))
     prune(model, measure_usage(model, [torch.randn(2, 3, 32, 32)]), num_qkv_param_tokens=20)
-    with pytest.raises(InputError, match=r"mask 'base' is for 24 pairs .* before pairs were"):
+    with pytest.raises(InputError, match=r"mask 'base' has 24 pairs .* before any pruning"):
         masks.activate("base")
 
 

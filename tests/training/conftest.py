@@ -1,5 +1,6 @@
 """A small image data set and a config that trains on it in seconds."""
 
+import copy
 import re
 import subprocess
 from collections.abc import Sequence
@@ -72,6 +73,13 @@ class Train:
         self.command = command
         # What a process gets besides the present environment.
         self.environment: dict[str, str] = {}
+
+    def of(self, config: Path) -> "Train":
+        """Return the same for another config."""
+        other = copy.copy(self)
+        other.arguments = [str(config), *self.arguments[1:]]
+        other.environment = {}
+        return other
 
     def start(self, work_dir: Path, *extra: str, **how):
         words = self._words(work_dir, extra)
