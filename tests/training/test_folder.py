@@ -227,7 +227,7 @@ def line_break(folder):
         (one_class, r"has 1 class folders.*cat/1\.jpg"),
         (no_classes, r"has 0 class folders"),
         (one_image, r"train/dark has one image.*val/"),
-        (broken, r"\.png: it is no readable image"),
+        (broken, r"\.png: it is not a readable image"),
         (line_break, r"a\\nb\.png.*rename"),
     ],
 )

@@ -185,13 +185,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--context", type=positive, metavar="N", help="tokens read at once (default: the model's)")
     add("--batch-size", type=positive, default=8, metavar="B", help="default: %(default)s")
     add("--amp", action="store_true", help="bfloat16 by autocast; logits and losses stay float32")
-    add(
-        "--seed",
-        type=whole_number(0, 2**32 - 1),
-        default=0,
-        metavar="N",
-        help="default: %(default)s",
-    )
+    add("--seed", type=whole_number(0, 2**32 - 1), default=0, metavar="N", help="default: 0")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add("--out", type=Path, metavar="FOLDER", help="default: evaluation in MODEL")
     args = parser.parse_args(argv)

@@ -167,8 +167,8 @@ def start_processes(cfg: Config) -> None:
     except (RuntimeError, ValueError) as error:  # DistNetworkError, a port that is no number
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise InputError(
-            f"the processes cannot connect at {where} ({one_line(error)}): choose a free "
-            "port, as in MASTER_PORT=29501 or `torchrun --master_port=29501`"
+            f"the processes cannot connect at {where} ({one_line(error)}): choose a free port, as "
+            "in MASTER_PORT=29501 or `torchrun --master_port=29501`"
         ) from error
     cfg.model_wrapper_cfg = {
         "type": "MMDistributedDataParallel",
