@@ -66,7 +66,7 @@ def config(tmp_path_factory) -> Path:
 
 
 class Train:
-    """Runs of tools/train.py: each a process as a user starts it, or, sooner, within this one."""
+    """Runs of the command `train`, each within this process or, if asked for, in its own."""
 
     def __init__(self, config: Path, data_root: Path, command) -> None:
         self.arguments = [str(config), "--data-root", str(data_root)]

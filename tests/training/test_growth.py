@@ -26,7 +26,7 @@ def write_config(config, folder, schedule=SCHEDULE, more="", **hook):
 
 @pytest.fixture
 def growing(train, config, tmp_path):
-    """Return tools/train.py with a config that grows."""
+    """Return the command `train` with a config that grows."""
 
     def prepare(**kwargs):
         path = write_config(config, tmp_path, **kwargs)
