@@ -167,7 +167,7 @@ def test_a_mask_is_chosen_by_its_name(folder, text, capsys):
     predicted, nats = measures.measure_text(model, tokens, 32)
     assert found["texts"][str(text)]["loss"] == pytest.approx(nats / predicted)
     assert found["texts"][str(text)]["loss"] != pytest.approx(every, rel=1e-5)
-    with pytest.raises(InputError, match="there is no mask 'third'; there are half"):
+    with pytest.raises(InputError, match="there is no mask 'third'; choose from half"):
         run(folder, "--text", text, "--mask", "third")
 
 
