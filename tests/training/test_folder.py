@@ -179,7 +179,7 @@ def test_the_recipe_of_the_digits_is_that_of_their_config(tmp_path):
         assert first == second, key
     assert cfg.default_hooks.ema == expected.default_hooks.ema
     backbone = {**expected.model.backbone, "checkpoint_path": ""}
-    assert {**cfg.model.backbone, "checkpoint_path": ""} == backbone
+    assert {**cfg.model.backbone, "checkpoint_path": "", "frozen": False} == backbone
     assert cfg.train_dataloader.batch_size == expected.train_dataloader.batch_size
 
 
