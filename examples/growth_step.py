@@ -169,7 +169,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     """Draw the held-out loss before and after growth into a PNG file: the mean, least and most."""
     from matplotlib.figure import Figure  # not needed to train
 
-    runs, (steps, warmup) = record["runs"], record["steps"]
+    runs, steps = record["runs"], record["steps"][0]
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     times = record["large"]["num_qkv_param_tokens"] // record["small"]["num_qkv_param_tokens"]
     figure.suptitle(f"Growth to {times} times as many pairs: handwritten digits, {len(runs)} seeds")
@@ -186,7 +186,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
         for axes in (whole, close):
             curve(axes, [each[branch] for each in runs], COLOURS[branch], label)
     whole.set(title="the whole training", ylabel="held-out loss")
-    close.set(title="the warm-up after growth", xlim=(-2, warmup))
+    close.set(title="the first 20 steps after growth", xlim=(-1, 20), ylim=(None, 9))
     close.legend(loc="upper right", fontsize="small")
     picture = io.BytesIO()
     figure.savefig(picture, dpi=120, format="png")

@@ -6,10 +6,20 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("sklearn")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small models gain nothing from threads, which other tests keep busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def run(monkeypatch, capsys, name, *arguments):
