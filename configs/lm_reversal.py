@@ -4,7 +4,7 @@
 # Paper:     none
 # Data:      tokenformer-vit prepare-text --reversal 20000 --val-share 0.05 data/reversal
 # Batch:     64
-# Hardware:  one CPU core beside other work, float32, 5 minutes
+# Hardware:  one CPU core, shared with other work, float32, 5 minutes
 # Command:   tokenformer-vit train configs/lm_reversal.py
 # Expected:  100 % of 1,000 unseen sequences right (configs/results/lm_reversal.json)
 _base_ = "_base_/language_small.py"

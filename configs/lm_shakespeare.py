@@ -4,7 +4,7 @@
 # Data:      tokenformer-vit prepare-text input.txt data/tinyshakespeare --context-length 128 \
 #                --val-share 0.1
 # Batch:     32
-# Hardware:  one CPU core beside other work, float32
+# Hardware:  one CPU core, shared with other work, float32
 # Command:   tokenformer-vit train configs/lm_shakespeare.py
 # Expected:  perplexity 4.7 a byte on the held-out tenth (configs/results/lm_shakespeare.json)
 _base_ = "_base_/language_small.py"

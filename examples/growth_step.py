@@ -14,8 +14,6 @@ import copy
 import io
 import json
 import math
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 import tokenformer_vit  # noqa: F401  registers the models
-from tokenformer_vit.command_line import run_tool, whole_number
+from tokenformer_vit.command_line import run_tool, typed_command, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
 from tokenformer_vit.growth import grow
@@ -39,7 +37,7 @@ SMALL: dict[str, Any] = {
     **{"num_qkv_param_tokens": 32, "num_proj_param_tokens": 32, "num_ffn_param_tokens": 128}
 }
 LARGE: dict[str, Any] = {key: 3 * pairs for key, pairs in SMALL.items()}
-EPOCHS, WARMUP, BATCH_SIZE, LR = 20, 3, 64, 1e-3  # epochs before growth, and again after it
+BATCH_SIZE, LR = 64, 1e-3
 BRANCHES = {"zero_key": "zero keys", "random": "random pairs", "none": "no growth"}
 COLOURS = {"zero_key": "C0", "random": "C3", "none": "0.5"}
 
@@ -52,6 +50,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=whole_number(1), default=3, metavar="N", help="default: 3")
+    parser.add_argument(
+        "--epochs",
+        type=whole_number(1),
+        default=20,
+        metavar="N",
+        help="before growth, and again after",
+    )
     parser.add_argument("--out", type=Path, default=Path("growth_step.json"), metavar="FILE.json")
     parser.add_argument("--draw", type=Path, metavar="RECORD", help="only draw this record's chart")
     args = parser.parse_args()
@@ -59,14 +64,14 @@ def main() -> None:
         draw(json.loads(args.draw.read_text(encoding="utf-8")), args.draw.with_suffix(".png"))
         return
     train, val = digits()
-    runs = [run(seed, train, val) for seed in range(args.seeds)]
+    runs = [run(seed, args.epochs, train, val) for seed in range(args.seeds)]
     record = {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": typed_command(),
         **environment(("torch", "timm", "sklearn"), "cpu"),
         "sizes": SIZES,
         "small": SMALL,
         "large": LARGE,
-        "steps": [EPOCHS * steps_per_epoch(train), WARMUP * steps_per_epoch(train)],
+        "steps": steps_of(args.epochs, train),
         "runs": runs,
     }
     write_record(args.out, record)
@@ -90,18 +95,19 @@ def digits() -> tuple[Data, Data]:
     return (train_x, train_y), (val_x, val_y)
 
 
-def steps_per_epoch(data: Data) -> int:
-    """Return the number of batches."""
-    return -(-len(data[0]) // BATCH_SIZE)
+def steps_of(epochs: int, data: Data) -> list[int]:
+    """Return the number of steps of a training, and how many of them are the warm-up."""
+    steps = epochs * -(-len(data[0]) // BATCH_SIZE)
+    return [steps, steps * 3 // 20]
 
 
-def run(seed: int, train: Data, val: Data) -> dict[str, Any]:
+def run(seed: int, epochs: int, train: Data, val: Data) -> dict[str, Any]:
     """Train, then grow in each way and train on; return the losses and the jumps of the logits."""
     torch.manual_seed(seed)
     model = timm.create_model("tokenformer_tiny", num_classes=10, **SIZES, **SMALL)
     optimizer = AdamW(model.parameters(), lr=LR, weight_decay=0.05)
     order = torch.Generator().manual_seed(seed)
-    before = train_on(model, optimizer, train, val, order, every=10)
+    before = train_on(model, optimizer, epochs, train, val, order, every=10)
     logits = logits_of(model, val[0])
     result: dict[str, Any] = {"seed": seed, "before": before}
     for branch in BRANCHES:
@@ -111,7 +117,7 @@ def run(seed: int, train: Data, val: Data) -> dict[str, Any]:
             grow(grown, **LARGE, init=branch, seed=seed, optimizer=its_optimizer)
         change = (logits_of(grown, val[0]) - logits).abs().max().item()
         again = torch.Generator().manual_seed(seed + 1000)
-        after = train_on(grown, its_optimizer, train, val, again, every=1)
+        after = train_on(grown, its_optimizer, epochs, train, val, again, every=1)
         accuracy = (logits_of(grown, val[0]).argmax(-1) == val[1]).double().mean().item()
         result[branch] = {"largest_change_of_logits": change, "top1": 100 * accuracy, **after}
         print(f"seed {seed}, {BRANCHES[branch]}: logits change by at most {change:.3g}")
@@ -121,18 +127,19 @@ def run(seed: int, train: Data, val: Data) -> dict[str, Any]:
 def train_on(
     model: nn.Module,
     optimizer: Optimizer,
+    epochs: int,
     train: Data,
     val: Data,
     order: torch.Generator,
     every: int,
 ) -> dict[str, list[float]]:
-    """Train for ``EPOCHS`` epochs; return the held-out loss at the start and at later steps.
+    """Train for some epochs; return the held-out loss at the start and at later steps.
 
     It is measured after each ``every`` steps in the warm-up, then after each ten.
     """
     step, losses = 0, {"step": [0], "loss": [loss_of(model, val)]}
-    warmup, steps = (epochs * steps_per_epoch(train) for epochs in (WARMUP, EPOCHS))
-    for _ in range(EPOCHS):
+    steps, warmup = steps_of(epochs, train)
+    for _ in range(epochs):
         for rows in torch.randperm(len(train[0]), generator=order).split(BATCH_SIZE):
             cosine = (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) / 2
             for group in optimizer.param_groups:
@@ -162,7 +169,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     """Draw the held-out loss before and after growth into a PNG file: the mean, least and most."""
     from matplotlib.figure import Figure  # not needed to train
 
-    runs, (steps, warmup) = record["runs"], record["steps"]
+    runs, steps = record["runs"], record["steps"][0]
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     times = record["large"]["num_qkv_param_tokens"] // record["small"]["num_qkv_param_tokens"]
     figure.suptitle(f"Growth to {times} times as many pairs: handwritten digits, {len(runs)} seeds")
@@ -179,7 +186,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
         for axes in (whole, close):
             curve(axes, [each[branch] for each in runs], COLOURS[branch], label)
     whole.set(title="the whole training", ylabel="held-out loss")
-    close.set(title="the warm-up after growth", xlim=(-2, warmup))
+    close.set(title="the first 20 steps after growth", xlim=(-1, 20), ylim=(None, 9))
     close.legend(loc="upper right", fontsize="small")
     picture = io.BytesIO()
     figure.savefig(picture, dpi=120, format="png")

@@ -24,13 +24,44 @@ settings.register_profile("long", max_examples=2000, **_COMMON)
 settings.load_profile("short")
 
 
+@pytest.fixture(scope="session")
+def session_seed() -> int:
+    """Return the seed for fixtures that several tests share."""
+    return int(os.environ.get("SEED", 0)) or torch.seed() % 2**31
+
+
 @pytest.fixture(autouse=True)
-def seed() -> int:
-    """Draw fresh inputs in every test; SEED=<the number printed> repeats a failure."""
-    seed = int(os.environ.get("SEED", 0)) or torch.seed() % 2**31
-    print(f"SEED={seed}")
-    torch.manual_seed(seed)
-    return seed
+def seed(session_seed: int) -> int:
+    """Draw fresh inputs in every test run; SEED=<the number printed> repeats a failure."""
+    print(f"SEED={session_seed}")
+    torch.manual_seed(session_seed)
+    return session_seed
+
+
+@pytest.fixture
+def in_another_process() -> Callable[[Callable[[], object]], tuple[str, int]]:
+    """Run a function in a fork; return its error, as text, and the status of the process.
+
+    Importing it all again would take seconds. A fork does not inherit locks.
+    """
+    if sys.platform == "win32":
+        pytest.skip("Windows has no fork")
+
+    def run(work: Callable[[], object]) -> tuple[str, int]:
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                work()
+            except BaseException as error:
+                os.write(writing, f"{type(error).__name__}: {error}".encode())
+            finally:
+                os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading) as said:
+            return said.read(), os.waitpid(child, 0)[1]
+
+    return run
 
 
 @pytest.fixture

@@ -159,6 +159,7 @@ def test_ctrl_c_while_a_command_imports(tool, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
+        assert process.stderr is not None
         # Python reports each module on stderr; this is one of the first that PyTorch imports.
         for line in process.stderr:
             if "torch" in line:

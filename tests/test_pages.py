@@ -24,6 +24,7 @@ PAGES = sorted(
     + list((ROOT / ".github").rglob("*.md"))
     + [page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md")]
 )
+PASS_ON = ("lm-eval", "timm")  # commands whose options are those of another program
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"(`+)(.+?)\1", re.DOTALL)
 
@@ -115,6 +116,8 @@ def called(line):
                 return None
             if name not in COMMANDS:
                 return f"tokenformer-vit {name}", None
+            if name in PASS_ON:
+                return None
             word = f"tools/{COMMANDS[name].module}.py"
         if word.partition("/")[0] in ("ablations", "examples", "tools") and word.endswith(".py"):
             after = words[number + 1 :]
@@ -136,7 +139,7 @@ def broken_links(page):
 
 def missing_files(page):
     """Files of the repository that do not exist; what a run or a user makes is not looked for."""
-    made = ("path/to/", "work_dirs/", "data/", "build/")
+    made = ("path/to/", "work_dirs/", "data/", "build/", "my_", "photos", "QUESTION_")
     folder = rf"(?<![\w/.-])(?:{'|'.join(FOLDERS)})/[\w*./-]*"
     for text in code(page):
         for name in re.findall(rf"[\w*][\w*./-]*\.(?:py|md)\b|{folder}", text):
@@ -164,7 +167,7 @@ def wrong_commands(page):
         script, given = call
         if given is None:
             yield script
-        elif given and (ROOT / script).is_file():  # `timm` passes its options on and has no door
+        elif given and (ROOT / script).is_file():
             yield from (f"{script} {option}" for option in given - options(script))
 
 
@@ -174,7 +177,7 @@ def unknown_options(page):
     named = {span.split()[0].partition("=")[0] for span in spans if span.startswith("--")}
     if not named:
         return set()
-    scripts = [f"tools/{path.name}" for path in (ROOT / "tools").glob("*.py")]
+    scripts = [f"tools/{each.module}.py" for name, each in COMMANDS.items() if name not in PASS_ON]
     return named.difference(*map(options, [*scripts, "ablations/softmax.py"]))
 
 

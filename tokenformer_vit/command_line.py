@@ -31,7 +31,7 @@ __all__ = [
 # Modules that the extras of setup.py install.
 EXTRAS = {
     "train": (
-        *("mmengine", "mmcv", "mmpretrain", "matplotlib"),
+        *("mmengine", "mmcv", "mmpretrain", "matplotlib", "pandas"),
         *("pyarrow", "sklearn"),  # sources of images
     ),
     "language": ("transformers", "tokenizers", "datasets", "zstandard"),

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole under their name or not at all, and locks on folders."""
+"""Write files and folders completely or not at all, and lock folders."""
 
 import errno
 import hashlib
@@ -18,39 +18,39 @@ from .errors import InputError
 
 __all__ = ["locked_folder", "new_folder", "remove_leftovers", "temporary_name", "write_whole"]
 
-# host, process and a random part: nobody can guess the name, and a later run can tell whether its
-# writer still lives.
+# Host, process and a random part. Nobody can guess the name, and a later run can tell whether the
+# writer still runs.
 _PARTIAL = re.compile(r"\.tokenformer-([0-9a-f]{8})-(\d+)-[0-9a-f]{16}\.partial")
 _HOST = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
-# A leftover of another machine on a shared disk counts as one after a day.
+# On a shared disk, a partial file of another machine is left over if it is a day old.
 _OLD_SECONDS = 24 * 3600
 
 _log = logging.getLogger("tokenformer_vit")
 
 
 def temporary_name(path: Path) -> Path:
-    """Name a place beside ``path`` where it can be written until it is complete."""
+    """Return a name beside ``path`` for writing the file before it is complete."""
     random = secrets.token_hex(8)
     return path.parent / f".tokenformer-{_HOST}-{os.getpid()}-{random}.partial"
 
 
 def write_whole(path: Path, data: bytes, sync: bool = True) -> None:
-    """Write a file beside its place, then rename it.
+    """Write a file under a temporary name, then rename it.
 
-    Two writers of the same file do not disturb each other: the last one wins. The file gets the
-    mode that the umask allows. A symbolic link at ``path`` is replaced; its target stays.
+    If two processes write the same file, the last one wins. The umask sets the mode. A symbolic
+    link at ``path`` is replaced; its target stays.
 
     Args:
-        path: The file; what stands there before stays until the new one is complete.
-        data: All of its content.
+        path: File to write. An old file stays until the new one is complete.
+        data: Complete content.
         sync: Wait until file and folder are on the disk, to survive a loss of power.
 
     Raises:
-        OSError: If it cannot be written; ``filename`` is ``path``, and nothing half-written stays.
+        OSError: If the file cannot be written; ``filename`` is ``path``, and no partial file stays.
     """
     partial = temporary_name(path)
     try:
-        with partial.open("xb") as file:  # "x" fails on any existing name, links included
+        with partial.open("xb") as file:  # "x" fails if the name exists, even as a link
             file.write(data)
             if sync:
                 file.flush()
@@ -61,34 +61,34 @@ def write_whole(path: Path, data: bytes, sync: bool = True) -> None:
     except BaseException as error:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
-        if isinstance(error, OSError):  # a full disk is reported without the file's name
+        if isinstance(error, OSError):  # for a full disk, Python does not name the file
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Give a temporary folder to write into, and put its content in place at the end.
+    """Write a folder under a temporary name, then rename it.
 
-    Where ``folder`` does not exist, it appears whole. Else each file replaces the one of its name,
-    one after the other, and other files stay. All files get the mode that the umask allows. A link
-    in place of a file is replaced, and one in place of the folder is followed. Leftovers of killed
-    writers are removed.
+    A new folder appears complete. In an existing folder, files of the same name are replaced one
+    after the other, and other files stay. The umask sets the modes. A link at the place of a file
+    is replaced; a link at the place of the folder is followed. Partial files of killed processes
+    are removed.
 
     Args:
-        folder: The folder; its parents are made.
+        folder: Folder to write; missing parents are made.
 
     Yields:
-        An empty folder on the same disk. If an error occurs, it is removed.
+        Empty temporary folder on the same disk. After an error it is removed.
 
     Raises:
-        OSError: If something cannot be written; ``filename`` names it, or else ``folder``.
+        OSError: If a file cannot be written; ``filename`` names it, or ``folder``.
     """
     there = folder.is_dir()
     try:
         if not there:
             folder.parent.mkdir(parents=True, exist_ok=True)
-        # Within a folder that is there: it may be a link to, or the root of, another disk.
+        # Inside an existing folder, which may be a link to another disk or its root.
         place = folder if there else folder.parent
         remove_leftovers(place)
         partial = temporary_name(place / "partial")
@@ -118,13 +118,13 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes left half-written in a folder.
+    """Remove the partial files of killed processes from a folder.
 
-    Only names that this module makes are touched, links are not followed, and what a process that
-    still runs is writing stays. On a shared disk, leftovers of other machines stay for a day.
+    Only names that this module makes are removed, and links are not followed. Partial files of
+    running processes stay. On a shared disk, those of other machines stay for a day.
 
     Args:
-        folder: The folder; its subfolders are left alone.
+        folder: Folder to clean; its subfolders are not searched.
     """
     for entry in os.scandir(folder):
         match = _PARTIAL.fullmatch(entry.name)
@@ -154,20 +154,20 @@ def _is_left(entry: os.DirEntry, host: str, process: int) -> bool:
 
 @contextmanager
 def locked_folder(folder: Path, way_out: str = "choose another --work-dir") -> Iterator[None]:
-    """Keep other processes from writing into a folder while a ``with`` block runs.
+    """Lock a folder against other processes while a ``with`` block runs.
 
-    A file system that knows no locks is no reason to refuse; a line on the log says so.
+    On a file system without locks, a warning is logged and the block runs.
 
     Args:
-        folder: Gets a file ``.lock`` that says who holds the lock. The file stays; the lock ends
-            with the process, even if it is killed.
-        way_out: What to do if another process holds it, besides to wait for it or to stop it.
+        folder: Folder for the file ``.lock``, which names the process with the lock. The file
+            stays; the lock ends with the process, even if it is killed.
+        way_out: What the user can do if another process has the lock, other than wait or stop it.
 
     Raises:
-        InputError: If another process holds the lock; the message names it.
+        InputError: If another process has the lock; the message names it.
         OSError: If the file cannot be written.
     """
-    # Not through a link, which would give somebody's file this content.
+    # Following a link would overwrite the file of somebody else.
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     with os.fdopen(os.open(folder / ".lock", flags, 0o666), "r+b") as file:
         try:
@@ -196,12 +196,12 @@ def _lock(file: int) -> None:
     if sys.platform == "win32":
         import msvcrt
 
-        os.lseek(file, 1 << 30, os.SEEK_SET)  # a byte that nobody reads: readers must see the text
+        os.lseek(file, 1 << 30, os.SEEK_SET)  # not the text, which others read
         msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
     else:
         import fcntl
 
-        # Not flock: data loading workers inherit that one and may outlive a killed process.
+        # Data loading workers inherit an flock, and may outlive a killed process.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -215,7 +215,7 @@ def _sync_folder(folder: Path) -> None:
         return  # a folder cannot be opened there
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # some network file systems refuse it
+        with suppress(OSError):  # some network file systems cannot
             os.fsync(descriptor)
     finally:
         os.close(descriptor)

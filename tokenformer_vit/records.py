@@ -1,4 +1,4 @@
-"""What every record of a run says, whether it trained a model or measured one."""
+"""What the records of trainings and measurements have in common."""
 
 import datetime
 import json
@@ -29,20 +29,19 @@ TRAINING_PACKAGES = ("torch", "torchvision", "timm", "mmengine", "mmpretrain")
 def environment(
     packages: Iterable[str] = TRAINING_PACKAGES, device: str | None = None
 ) -> dict[str, Any]:
-    """Describe the machine, the libraries and the state of the source code.
+    """Describe the machine, the versions of libraries and the commit of the source code.
 
     Args:
-        packages: Names as they are imported; those that are not installed are left out.
-        device: ``cuda`` or ``cpu``, which of the two is described; default: the GPU if there is
-            one.
+        packages: Import names of libraries; missing libraries are left out.
+        device: Device to describe, ``cuda`` or ``cpu``; default: the GPU if there is one.
 
     Returns:
         ``commit``, ``date``, ``hardware`` and ``versions``, ready for JSON.
     """
     root, commit = Path(__file__).parents[1], f"tokenformer_vit {tokenformer_vit.__version__}"
-    if (root / ".git").exists():  # else it is installed, maybe within some other repository
+    if (root / ".git").exists():  # an installed package may lie in another repository
         describe = ["git", "describe", "--always", "--dirty"]
-        with suppress(OSError, subprocess.CalledProcessError):  # no git, or not to be asked
+        with suppress(OSError, subprocess.CalledProcessError):  # git is missing or refuses
             commit = subprocess.check_output(describe, cwd=root, text=True, stderr=DEVNULL).strip()
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,30 +56,30 @@ def environment(
 
 
 def _versions(packages: Iterable[str]) -> dict[str, str]:
-    # mmengine and mmpretrain are distributed under other names too. Nothing is imported: a
-    # measurement does without most of these.
+    # mmengine and mmpretrain are also distributed under other names. Nothing is imported, because
+    # a measurement does not need most of these libraries.
     distributions, found = _distributions(), {}
     for name in packages:
         with suppress(PackageNotFoundError):
-            # Python 3.10 does not know what timm's distribution contains: it has the same name.
+            # Python 3.10 finds no distribution for timm; the names are equal.
             found[name] = version(distributions.get(name, [name])[0])
     if "torch" in found:
-        found["torch"] = torch.__version__  # this one also says for which CUDA it was built
+        found["torch"] = torch.__version__  # also names the version of CUDA
     return found
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Write a record as JSON, each list of plain values on a line of its own.
+    """Write a record as JSON, with each list of numbers on one line.
 
     Args:
-        path: The file; one that is there stays until the new one is complete.
+        path: File to write; an old file stays until the new one is complete.
         record: Plain values, lists and dicts.
 
     Raises:
-        OSError: If it cannot be written; ``filename`` is ``path``.
+        OSError: If the file cannot be written; ``filename`` is ``path``.
     """
     text = json.dumps(record, indent=2)
-    # Within a JSON string there is no line break, so that these brackets are never text.
+    # A JSON string has no line break, so these brackets are never part of a text.
     text = re.sub(
         r"\[\n([^\[\]{}]*?)\n *\]",
         lambda match: f"[{' '.join(match[1].split())}]" if '"' not in match[1] else match[0],

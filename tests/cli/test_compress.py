@@ -29,8 +29,8 @@ def build(num_classes=3):
 
 
 @pytest.fixture(scope="module")
-def model():
-    torch.manual_seed(0)
+def model(session_seed):
+    torch.manual_seed(session_seed)
     return build()
 
 
@@ -42,10 +42,10 @@ def exported(model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
+def data(tmp_path_factory, session_seed):
     """Ten images to measure on and eleven to test with, of three classes."""
     root = tmp_path_factory.mktemp("data")
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(session_seed)
     for split, counts in (("train", (4, 3, 3)), ("val", (5, 4, 2))):
         for name, count in zip(FOLDERS, counts, strict=True):
             (root / split / name).mkdir(parents=True)

@@ -105,7 +105,6 @@ def test_a_text_is_measured_and_kept(folder, text, capsys, monkeypatch):
     text.write_text("something else")
     run(folder, "--text", text, "--stride", 4)
     assert record(out)["texts"][str(text)]["tokens"] == 13
-    torch.manual_seed(1)
     TokenFormerForCausalLM(model.config).save_pretrained(folder)
     run(folder, "--text", text, "--stride", 4)
     assert len(computed) == 3
@@ -167,7 +166,7 @@ def test_a_mask_is_chosen_by_its_name(folder, text, capsys):
     predicted, nats = measures.measure_text(model, tokens, 32)
     assert found["texts"][str(text)]["loss"] == pytest.approx(nats / predicted)
     assert found["texts"][str(text)]["loss"] != pytest.approx(every, rel=1e-5)
-    with pytest.raises(InputError, match="there is no mask 'third'; there are half"):
+    with pytest.raises(InputError, match=r"there is no mask 'third'; .* half"):
         run(folder, "--text", text, "--mask", "third")
 
 

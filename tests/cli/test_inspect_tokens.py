@@ -31,7 +31,8 @@ def build(**kwargs):
 
 
 @pytest.fixture(scope="module")
-def model():
+def model(session_seed):
+    torch.manual_seed(session_seed)
     return build()
 
 
@@ -43,11 +44,11 @@ def checkpoint(model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def photos(tmp_path_factory):
+def photos(tmp_path_factory, session_seed):
     """Ten images of noise in two folders, one grey."""
     folder = tmp_path_factory.mktemp("photos")
     (folder / "more").mkdir()
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(session_seed)
     for index in range(10):
         shape = (40, 50) if index == 3 else (40, 50, 3)
         noise = random.integers(0, 255, shape, dtype=np.uint8)

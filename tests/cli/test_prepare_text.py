@@ -218,24 +218,7 @@ def test_what_a_run_left_that_was_killed_at_its_end_is_used(texts, tmp_path, mon
     assert contents(tmp_path / "out") == left
 
 
-def in_another_process(work):
-    """Fork, since importing it all takes seconds; a fork does not inherit the lock."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        except BaseException as error:
-            os.write(writing, f"{type(error).__name__}: {error}".encode())
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as said:
-        return said.read(), os.waitpid(child, 0)[1]
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork")
-def test_two_do_not_write_the_same(texts, tmp_path, monkeypatch):
+def test_two_do_not_write_the_same(texts, tmp_path, monkeypatch, in_another_process):
     how = (texts, tmp_path / "out", "--context-length", 16, "--val-share", 0.1)
     first, others = os.getpid(), []
 
@@ -266,11 +249,10 @@ def test_two_do_not_write_the_same(texts, tmp_path, monkeypatch):
     assert contents(tmp_path / "out") == contents(tmp_path / "alone")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork")
 @pytest.mark.parametrize(
     "place", ["byte_tokenizer", "new_folder", "write_whole", "_write", "_check_rows"]
 )
-def test_the_lock_of_a_killed_run_is_free(texts, tmp_path, monkeypatch, place):
+def test_the_lock_of_a_killed_run_is_free(texts, tmp_path, monkeypatch, in_another_process, place):
     module = language if place == "byte_tokenizer" else preparation
     real = getattr(module, place)
 

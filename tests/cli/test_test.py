@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 from matplotlib.backends.backend_agg import RendererAgg
+from matplotlib.figure import Figure
 from matplotlib.mathtext import MathTextParser
 from PIL import Image
 from rich.console import Console
@@ -25,6 +26,7 @@ from tokenformer_vit.training.evaluation import (
     Evaluation,
     configure_test,
     draw_confusion,
+    most_confused,
     print_evaluation,
     write_evaluation,
 )
@@ -263,7 +265,28 @@ def test_of_many_classes_the_best_and_the_worst_are_shown(tmp_path):
     (tmp_path / "x.png").write_bytes(content)
     with Image.open(tmp_path / "x.png") as image:
         image.load()
-        assert min(image.size) > 1000
+        assert min(image.size) > 700
+
+
+def test_of_a_thousand_classes_the_most_frequent_confusions_are_drawn(monkeypatch):
+    confusion = torch.eye(1000, dtype=torch.int64) * 10
+    confusion[3, 7], confusion[900, 2], confusion[5, 4] = 9, 30, 1
+    assert most_confused(confusion, 2) == [(900, 2, 30), (3, 7, 9)]
+    assert most_confused(confusion, 30) == [(900, 2, 30), (3, 7, 9), (5, 4, 1)]
+    figures, save = [], Figure.savefig
+
+    def savefig(figure, *arguments, **options):
+        figures.append(figure)
+        return save(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    draw_confusion(confusion, [f"name {index}" for index in range(1000)])
+    (axes,) = figures[0].axes
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels[:2] == ["name 900 taken for name 2", "name 3 taken for name 7"]
+    assert [bar.get_width() for bar in axes.patches] == [30, 9, 1]
+    assert {"75 %", "47 %", "9 %"} <= {text.get_text() for text in axes.texts}  # of the true class
+    assert "10,000 of 10,040 images are right" in figures[0].get_suptitle()
 
 
 @pytest.mark.parametrize("source", ["epoch_2.pth", "exported", "old"])

@@ -1,14 +1,25 @@
 """The examples run as a reader runs them, in one short epoch or, slowly, in full."""
 
+import json
 import re
 import runpy
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("sklearn")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small models gain nothing from threads, which other tests keep busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def run(monkeypatch, capsys, name, *arguments):
@@ -39,6 +50,18 @@ def test_appended_pairs_are_a_small_part(monkeypatch, capsys):
     output = run(monkeypatch, capsys, "append_pairs.py", "--epochs", "1")
     whole, probe, pairs = column(output, r"([\d,]+) trained")
     assert probe < pairs < whole / 20
+
+
+def test_zero_keys_keep_the_logits_and_random_pairs_do_not(monkeypatch, capsys, tmp_path):
+    words = ("--seeds", "1", "--epochs", "1", "--out", str(tmp_path / "step.json"))
+    run(monkeypatch, capsys, "growth_step.py", *words)
+    (record,) = json.loads((tmp_path / "step.json").read_text())["runs"]
+    change = {name: record[name]["largest_change_of_logits"] for name in ("zero_key", "random")}
+    assert change["zero_key"] == 0 < change["random"]
+    assert record["zero_key"]["loss"][0] == record["none"]["loss"][0] != record["random"]["loss"][0]
+    (tmp_path / "step.png").unlink()
+    run(monkeypatch, capsys, "growth_step.py", "--draw", str(tmp_path / "step.json"))
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

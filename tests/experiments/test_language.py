@@ -274,7 +274,7 @@ def test_a_start_of_which_only_the_record_is_left(tmp_path, words, texts, traine
     with pytest.raises(SystemExit, match="1"):
         sweep(CONTINUE, [*words, "--variants", "same"])
     reason = records(tmp_path)["same_seed0"]["failed"]
-    assert "work/first_seed0 delete the record" in reason
+    assert "delete the record of that run" in reason
 
 
 def test_what_others_start_from_is_trained_here(tmp_path, words, texts, trainer, monkeypatch):
@@ -298,7 +298,7 @@ def test_what_others_start_from_is_trained_here(tmp_path, words, texts, trainer,
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (["--data-root", "absent"], r"there is no folder absent; make a folder of tokens with"),
+        (["--data-root", "absent"], r"there is no folder absent; make a folder of tokens"),
         (["--cfg-options", "model.checkpoint=x"], r"checkpoint is x, but an ablation trains from"),
         (["--cfg-options", "train_cfg.max_iters=1"], r"no room for a warm-up"),
         (["--cfg-options", "model.config.depht=1"], r"has no 'depht'; it has depth"),

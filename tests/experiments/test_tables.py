@@ -199,6 +199,17 @@ def test_records_that_are_no_comparison_are_refused(root, changes, message):
         tables.main(QUESTIONS, [], root)
 
 
+def test_sweeps_of_own_configs_are_left_out(root, capsys):
+    write(root, "softmax", 0, 80.0, config="my_images.py")
+    write(root, "gelu_l1", 0, 80.0, folder="softmax_other")
+    tables.main(QUESTIONS, [], root)
+    assert "softmax_small is left out: my_images.py" in capsys.readouterr().err
+    text = (root / "ablations" / "TABLES.md").read_text()
+    assert "softmax_small" not in text
+    assert "(results/softmax_other.png)" in text
+    assert not (root / "ablations" / "results" / "softmax_small.png").exists()
+
+
 def test_diagnostics_are_averaged_over_runs_and_layers():
     layers = ["blocks.0.attn.query", "blocks.0.attn.key", "blocks.0.mlp"]
     one = {"epoch": [0, 5], "layers": layers, "entropy": [[0.1, 0.3, 0.5], [0.2, None, 0.4]]}

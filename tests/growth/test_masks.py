@@ -194,14 +194,14 @@ def test_masks_that_cannot_be_used(tasks):
     with pytest.raises(InputError, match=r"spanish: blocks.0.attn.query would have 0 active pairs"):
         masks.activate("spanish")
     model.blocks[1].mlp.top_k = 60
-    with pytest.raises(InputError, match=r"blocks.1.mlp has 56 active pairs, but needs .* 60"):
+    with pytest.raises(InputError, match=r"blocks.1.mlp would have 56 active pairs, .* 60"):
         masks.activate("base")
     assert active(model) == [None, None]
     model.blocks[1].mlp.top_k = None
-    with pytest.raises(InputError, match="mask 'french': the model has no pairs beyond"):
+    with pytest.raises(InputError, match=r"mask 'french': .* count_pairs\(model\) before growth"):
         masks.add_appended("french", count_pairs(model))
     prune(model, measure_usage(model, [torch.randn(2, 3, 32, 32)]), num_qkv_param_tokens=20)
-    with pytest.raises(InputError, match=r"mask 'base' is for 24 pairs .* before pairs were"):
+    with pytest.raises(InputError, match=r"mask 'base' has 24 pairs .* before any pruning"):
         masks.activate("base")
 
 
@@ -235,10 +235,10 @@ def test_files_that_cannot_be_read(tasks, tmp_path):
         TokenMasks.load(path, build(depth=3, **larger))
     with pytest.raises(InputError, match=r"'base:blocks.1.attn.key' is not a mask"):
         TokenMasks.load(path, build(depth=1, **larger))
-    with pytest.raises(InputError, match=r"for 90 pairs of blocks.0.mlp, which has 80"):
+    with pytest.raises(InputError, match=r"90 pairs for blocks.0.mlp, which has only 80"):
         TokenMasks.load(path, build(**LARGER))
     save_file({"base:blocks.0.mlp": torch.ones(3)}, path)
-    with pytest.raises(InputError, match=r"'base:blocks.0.mlp' is no mask"):
+    with pytest.raises(InputError, match=r"'base:blocks.0.mlp' is not a mask"):
         TokenMasks.load(path, model)
 
 

@@ -247,7 +247,7 @@ def test_all_pairs_of_a_merged_model_are_trained_and_a_selection_is_given_up():
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ({"depth": 3}, "model_a has 10 Pattention layers and model_b 15; .* blocks.2.attn.query"),
+        ({"depth": 3}, "10 Pattention layers, model_b has 15, .* blocks.2.attn.query"),
         ({"embed_dim": 48}, "blocks.0.attn.query: in_features is 32 in model_a and 48 in model_b"),
         ({"theta": "gelu_l1"}, "theta is gelu_l2 in model_a and gelu_l1 in model_b"),
         ({"pattention_args": {"eps": 0.1}}, "eps is 1e-06 in model_a and 0.1 in model_b"),

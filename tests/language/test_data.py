@@ -217,7 +217,6 @@ def pieces(source):
     return list(TextReader([source]))
 
 
-@pytest.mark.parametrize("seed", range(3))
 def test_a_long_file_in_pieces_has_the_tokens_of_the_whole(tmp_path, seed):
     tokenizer = train_tokenizer(["the cat  sat\n\non the mat\n  and more"] * 9, 280)
     rng = random.Random(seed)

@@ -85,9 +85,9 @@ def test_windows_predict_each_token_once_and_keep_the_context(predicted, stride)
 
 @pytest.mark.parametrize("create", [tokenformer, gpt2])
 @pytest.mark.parametrize(("length", "stride"), [(65, None), (60, None), (60, 5), (30, 1), (9, 16)])
-def test_the_loss_is_that_of_every_token_in_its_window(create, length, stride):
+def test_the_loss_is_that_of_every_token_in_its_window(create, length, stride, generator):
     context, model = 16, create()
-    tokens = np.random.default_rng(length).integers(0, VOCAB, length)
+    tokens = generator.integers(0, VOCAB, length)
     exact, wanted = log_probabilities(model), 0.0
     for target in range(1, length):
         # The first window that reaches the target: windows begin at multiples of the stride.
@@ -99,10 +99,10 @@ def test_the_loss_is_that_of_every_token_in_its_window(create, length, stride):
     assert nats == pytest.approx(wanted, rel=1e-5)
 
 
-def test_overlap_gives_context():
+def test_overlap_gives_context(generator):
     """A model that has seen the text lately: with overlap it is nearer to that of one window."""
     model = tokenformer(context=64)
-    tokens = np.random.default_rng(0).integers(0, VOCAB, 65)
+    tokens = generator.integers(0, VOCAB, 65)
     whole = measure_text(model, tokens, 64)[1]
     beside, overlapping = (measure_text(model, tokens, 32, stride)[1] for stride in (32, 1))
     assert len({round(value, 3) for value in (whole, beside, overlapping)}) == 3
@@ -141,8 +141,8 @@ def test_what_is_derived_from_a_loss():
     assert "| b     |      4 | 1.5000 |      4.482 |             – |               – |" in table
 
 
-def test_rows_are_joined_to_the_text_they_were_cut_from(tmp_path):
-    tokens = np.random.default_rng(0).integers(0, VOCAB, 41)
+def test_rows_are_joined_to_the_text_they_were_cut_from(tmp_path, generator):
+    tokens = generator.integers(0, VOCAB, 41)
     writer = SplitWriter(tmp_path, "val", 8, VOCAB)
     writer.add([tokens])
     writer.close_shard()
@@ -307,9 +307,11 @@ def write_items(folder, name, items):
 
 
 @pytest.mark.parametrize("name", list(FILES)[1:])
-def test_the_harness_takes_the_choice_that_is_likeliest_by_hand(tasks, tokenizer, tmp_path, name):
+def test_the_harness_takes_the_choice_that_is_likeliest_by_hand(
+    tasks, tokenizer, tmp_path, name, seed
+):
     """The answers are set to what the model finds likeliest here: it must get them all right."""
-    model, rng = tokenformer(context=256), random.Random(torch.initial_seed())
+    model, rng = tokenformer(context=256), random.Random(seed)
     exact, items, best, best_by_length = log_probabilities(model), [], [], []
     by_hand, by_harness = [], []
     for _ in range(10):
@@ -352,8 +354,8 @@ def test_the_harness_takes_the_choice_that_is_likeliest_by_hand(tasks, tokenizer
     assert ask(wrong)["acc"] == np.mean([a == b for a, b in zip(wrong, best, strict=True)])
 
 
-def test_lambada_asks_for_the_last_word(tasks, tokenizer, tmp_path):
-    model, rng = tokenformer(context=256), random.Random(torch.initial_seed())
+def test_lambada_asks_for_the_last_word(tasks, tokenizer, tmp_path, seed):
+    model, rng = tokenformer(context=256), random.Random(seed)
     texts = [words(rng, 8) for _ in range(5)]
     exact, nats = log_probabilities(model), 0.0
     for text in texts:
@@ -386,8 +388,10 @@ def test_lambada_asks_for_the_last_word(tasks, tokenizer, tmp_path):
     assert found["perplexity"] == pytest.approx(1)
 
 
-def test_a_long_prompt_loses_its_beginning_and_a_long_answer_is_refused(tasks, tokenizer, tmp_path):
-    model, rng = tokenformer(context=16), random.Random(torch.initial_seed())
+def test_a_long_prompt_loses_its_beginning_and_a_long_answer_is_refused(
+    tasks, tokenizer, tmp_path, seed
+):
+    model, rng = tokenformer(context=16), random.Random(seed)
     text = f"{words(rng, 20)} end"
     whole = tokenizer(text)["input_ids"]
     logs = log_probabilities(model)(whole[-17:-1])

@@ -1,5 +1,6 @@
 """A small image data set and a config that trains on it in seconds."""
 
+import copy
 import re
 import subprocess
 from collections.abc import Sequence
@@ -65,13 +66,20 @@ def config(tmp_path_factory) -> Path:
 
 
 class Train:
-    """Runs of tools/train.py: each a process as a user starts it, or, sooner, within this one."""
+    """Runs of the command `train`, each within this process or, if asked for, in its own."""
 
     def __init__(self, config: Path, data_root: Path, command) -> None:
         self.arguments = [str(config), "--data-root", str(data_root)]
         self.command = command
         # What a process gets besides the present environment.
         self.environment: dict[str, str] = {}
+
+    def of(self, config: Path) -> "Train":
+        """Return the same for another config."""
+        other = copy.copy(self)
+        other.arguments = [str(config), *self.arguments[1:]]
+        other.environment = {}
+        return other
 
     def start(self, work_dir: Path, *extra: str, **how):
         words = self._words(work_dir, extra)

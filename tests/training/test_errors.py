@@ -114,10 +114,10 @@ def test_a_new_run_does_not_overwrite_an_old_one(config, tmp_path):
 
 @pytest.mark.parametrize("content", ["truncated", "text", "missing"])
 @pytest.mark.parametrize("suffix", ["jpg", "png"])
-def test_an_unreadable_image_is_named(tmp_path, content, suffix):
+def test_an_unreadable_image_is_named(tmp_path, content, suffix, seed):
     path = tmp_path / f"broken.{suffix}"
     if content == "truncated":
-        rng = np.random.default_rng(0)
+        rng = np.random.default_rng(seed)
         Image.fromarray(rng.integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(path)
         path.write_bytes(path.read_bytes()[:-400])
     elif content == "text":

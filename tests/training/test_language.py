@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,14 +66,13 @@ auto_scale_lr = dict(base_batch_size=4)
 NUMBERS = itertools.count()
 
 
-def write_text(folder: Path, letters: str, seed: int) -> Path:
+def write_text(folder: Path, letters: str, generator: np.random.Generator) -> Path:
     """Write 40 rows to train on and 7 to validate on, of random letters."""
-    rng = np.random.default_rng(seed)
     folder.mkdir(parents=True)
     splits = {}
     for split, rows in (("train", 40), ("val", 7)):
         writer = SplitWriter(folder, split, LENGTH, 257)
-        text = rng.choice(list(letters.encode()), rows * LENGTH + 1)
+        text = generator.choice(list(letters.encode()), rows * LENGTH + 1)
         writer.add([text.astype(np.int64)])
         writer.close_shard()
         splits[split] = writer.counts
@@ -82,17 +82,16 @@ def write_text(folder: Path, letters: str, seed: int) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    root = tmp_path_factory.mktemp("texts")
+@pytest.fixture
+def texts(tmp_path, generator):
     return {
-        name: str(write_text(root / name, letters, seed))
-        for seed, (name, letters) in enumerate({"abc": "aab c", "xyz": "xyyz!"}.items())
+        name: str(write_text(tmp_path / "texts" / name, letters, generator))
+        for name, letters in {"abc": "aab c", "xyz": "xyyz!"}.items()
     }
 
 
-def test_a_token_outside_the_vocabulary_is_told_with_its_folder(tmp_path):
-    folder = write_text(tmp_path / "abc", "ab", 0)
+def test_a_token_outside_the_vocabulary_is_told_with_its_folder(tmp_path, generator):
+    folder = write_text(tmp_path / "abc", "ab", generator)
     assert TokenDataset(str(folder), "val")[0]["inputs"].max() == ord("b")
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps({**meta, "vocab_size": ord("b")}))
@@ -138,7 +137,7 @@ class Stop(Hook):
 def run(config, texts):
     """Run a training as tools/train.py does, within this process."""
 
-    def start(work_dir, resume=None, stop=None, text="abc", curves=False, **options):
+    def start(work_dir, resume=None, stop=None, text: Any = "abc", curves=False, **options):
         root = texts[text] if isinstance(text, str) else [texts[each] for each in text]
         # mmengine keeps what it logs by this name, for the whole process
         cfg = load_config(config, work_dir=str(work_dir))

@@ -155,7 +155,7 @@ def test_a_run_moves_nothing_else_and_goes_on_exactly(method, train, config, dat
         f"model = dict(backbone={backbone!r}, train_cfg=None)\n"
         "train_cfg = dict(max_epochs=2)\n"
     )
-    train = type(train)(own, data_root)
+    train = train.of(own)
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     train(whole)
 

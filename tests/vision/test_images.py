@@ -84,8 +84,8 @@ MODES = ["L", "LA", "RGB", "RGBA", "P", "1", "I;16", "CMYK"]
 
 @pytest.mark.parametrize("orientation", UPRIGHT)
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_and_orientation_is_read_alike(mode, orientation, tmp_path):
-    image, colours = stored(mode, np.random.default_rng(orientation))
+def test_every_mode_and_orientation_is_read_alike(mode, orientation, tmp_path, seed):
+    image, colours = stored(mode, np.random.default_rng(seed))
     exif = Image.Exif()
     exif[ORIENTATION] = orientation
     path = tmp_path / ("x.tif" if mode == "CMYK" else "x.png")
@@ -160,8 +160,8 @@ def test_of_several_pictures_the_first_is_read(suffix, tmp_path):
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 @pytest.mark.parametrize("suffix", ["jpg", "png"])
-def test_ordinary_images_are_decoded_as_mmcv_and_timm_decode_them(mode, suffix, tmp_path):
-    values = np.random.default_rng().integers(0, 256, (37, 53, 3), dtype=np.uint8)
+def test_ordinary_images_are_decoded_as_mmcv_and_timm_decode_them(mode, suffix, tmp_path, seed):
+    values = np.random.default_rng(seed).integers(0, 256, (37, 53, 3), dtype=np.uint8)
     path = tmp_path / f"x.{suffix}"
     Image.fromarray(values).convert(mode).save(path)
     trained, predicted = readers(path)

@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+import torch
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.vision.sources import parquet_splits
@@ -13,7 +14,8 @@ pq = pytest.importorskip("pyarrow.parquet")
 
 
 def write_shard(path, labels, names=("ant", "bee", "cat")):
-    images = [{"bytes": os.urandom(40), "path": "x.JPEG"} for _ in labels]
+    contents = torch.randint(256, (len(labels), 40), dtype=torch.uint8).numpy()
+    images = [{"bytes": content.tobytes(), "path": "x.JPEG"} for content in contents]
     table = pa.table({"image": images, "label": pa.array(labels, pa.int64())})
     if names:
         features = {"label": {"names": list(names), "_type": "ClassLabel"}}

@@ -45,14 +45,13 @@ times: these bytes at the copy ceiling, and the FLOPs at the matmul ceiling.
 """
 
 import json
-import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tokenformer_vit.command_line import typed_command
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.records import environment
 
@@ -93,7 +92,7 @@ def new_record(setting: Setting, models: Mapping[str, Any]) -> dict[str, Any]:
     if models["unit"] == "token":
         packages += ("transformers",)
     return {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": typed_command(),
         **environment(packages, setting.device.type),
         "device": setting.device.type,
         "threads": torch.get_num_threads(),

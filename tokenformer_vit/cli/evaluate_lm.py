@@ -43,7 +43,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from tokenformer_vit.command_line import printable, typed_command, whole_number
 from tokenformer_vit.errors import InputError
@@ -109,19 +108,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         "amp": args.amp,
         "device": device.type,
     }
-    try:
-        texts, tasks = (
-            {job.name: once(job, out / "parts", {**same, **job.settings}) for job in jobs}
-            for jobs in (
-                text_jobs(args, model, tokenizer, context, stride),
-                task_jobs(args, items, model, tokenizer, context),
-            )
+    texts, tasks = (
+        {job.name: once(job, out / "parts", {**same, **job.settings}) for job in jobs}
+        for jobs in (
+            text_jobs(args, model, tokenizer, context, stride),
+            task_jobs(args, items, model, tokenizer, context),
         )
-    except torch.cuda.OutOfMemoryError as error:
-        raise InputError(
-            f"--batch-size {args.batch_size} is too large for the GPU's memory: use a smaller one"
-        ) from error
-
+    )
     accuracies = accuracies_of(tasks)
     mean, mean_stderr = average(accuracies) or (None, None)
     tables = [loss_table(texts)] if texts else []
@@ -185,13 +178,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--context", type=positive, metavar="N", help="tokens read at once (default: the model's)")
     add("--batch-size", type=positive, default=8, metavar="B", help="default: %(default)s")
     add("--amp", action="store_true", help="bfloat16 by autocast; logits and losses stay float32")
-    add(
-        "--seed",
-        type=whole_number(0, 2**32 - 1),
-        default=0,
-        metavar="N",
-        help="default: %(default)s",
-    )
+    add("--seed", type=whole_number(0, 2**32 - 1), default=0, metavar="N", help="default: 0")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add("--out", type=Path, metavar="FOLDER", help="default: evaluation in MODEL")
     args = parser.parse_args(argv)

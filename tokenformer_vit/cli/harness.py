@@ -15,14 +15,10 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the harness.
-
-    Args:
-        argv: Arguments of the harness; default ``sys.argv[1:]``.
+    """Run the harness with ``argv``, or else with the command line.
 
     Raises:
         InputError: If the harness is not installed.
-        SystemExit: As the harness exits.
     """
     from tokenformer_vit import language  # noqa: F401  # registers the models
 

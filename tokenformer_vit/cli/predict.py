@@ -1,15 +1,15 @@
 """Classify images with a trained model.
 
-With the folder that training exported (config.json and model.safetensors side by side)::
+With an exported folder (config.json beside model.safetensors)::
 
-    python tools/predict.py cat.jpg photos/ --checkpoint work_dirs/run/model.safetensors
+    tokenformer-vit predict cat.jpg photos/ --checkpoint work_dirs/run/model.safetensors
 
 With any timm model and a checkpoint of it::
 
-    python tools/predict.py cat.jpg --model tokenformer_base --checkpoint weights.safetensors
+    tokenformer-vit predict cat.jpg --model tokenformer_base --checkpoint weights.safetensors
 
-Files that are no readable images are named on stderr and skipped. Exit status: 0 if every image
-was classified, 1 if some were skipped, 2 if none could be, 130 after Ctrl-C.
+A file that is not a readable image is printed on stderr and skipped. Exit status: 0 if every image
+was classified, 1 if some were skipped, 2 if none was classified, 130 after Ctrl-C.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Raises:
         InputError: If nothing can be classified; the message says why.
-        SystemExit: With 1 if images were skipped.
+        SystemExit: With status 1 if an image was skipped.
     """
     args = _parse(argv)
     device = choose_device(args.device)
@@ -65,21 +65,21 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parents=[model_arguments()],
     )
     parser.add_argument(
-        "images", type=Path, nargs="+", metavar="IMAGE", help="image file, or folder of them"
+        "images", type=Path, nargs="+", metavar="IMAGE", help="image file, or folder of images"
     )
     parser.add_argument("--checkpoint", type=Path, metavar="FILE", help=".safetensors or .pth")
     parser.add_argument("--topk", type=whole_number(1), default=5, metavar="K", help="default: 5")
     parser.add_argument(
         "--compile",
         action="store_true",
-        help="compile each block with torch.compile: worth it for thousands of images",
+        help="compile each block with torch.compile; it pays for thousands of images",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object a line, on stdout")
+    parser.add_argument("--json", action="store_true", help="print one JSON object for each image")
     return parser.parse_args(argv)
 
 
 def _print_json(results: Iterable[tuple[Path, Any]]) -> int:
-    """Print each image's answer when it is there; return how many there were."""
+    """Print each answer as soon as it is known; return the number of answers."""
     done = 0
     for path, top in results:
         if isinstance(top, Exception):

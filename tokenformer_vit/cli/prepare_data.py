@@ -1,19 +1,19 @@
-"""Turn a data set into the folders that mmpretrain, timm and torchvision read.
+"""Unpack a data set into class folders, which mmpretrain, timm and torchvision read.
 
-From a Hugging Face image data set in parquet files (ImageNet-1K, CIFAR-10, Imagenette, ...)::
+From the parquet files of a Hugging Face data set (ImageNet-1K, CIFAR-10, Imagenette, ...)::
 
-    python tools/prepare_data.py SOURCE TARGET
+    tokenformer-vit prepare-data SOURCE TARGET
 
-From scikit-learn's handwritten digits, which need no download::
+From scikit-learn's handwritten digits, without a download::
 
-    python tools/prepare_data.py --digits TARGET
+    tokenformer-vit prepare-data --digits TARGET
 
-The result is TARGET/train/<class>/<image> and TARGET/val/<class>/<image>. Image bytes are written
-as they are. Each file appears whole or not at all, under a name that follows from its shard and
-row: after an interruption, the same command continues and ends with the same tree. Unpacking
-reads each image's header only; this decodes every image of an existing tree and lists bad ones::
+The result is TARGET/train/<class>/<image> and TARGET/val/<class>/<image>, with the image bytes
+unchanged. If interrupted, run the same command again: it writes the missing files and ends with the
+same tree. Unpacking reads only the header of each image. To decode every image of an existing tree
+and list the corrupt ones::
 
-    python tools/prepare_data.py --check TARGET
+    tokenformer-vit prepare-data --check TARGET
 """
 
 import argparse
@@ -32,8 +32,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line.
 
     Raises:
-        InputError: If something cannot be done; the message says what.
-        SystemExit: With 1 if ``--check`` found images that cannot be read.
+        InputError: If the data set cannot be read or the target cannot be written.
+        SystemExit: With status 1 if ``--check`` found an image that cannot be read.
     """
     args = _parse(argv)
     try:
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 splits[name].labels = splits[name].labels[:limit]
         unpack(splits, folder_names(names), args.target)
     except OSError as error:
-        resume = "" if args.check else "; nothing is half-written, the same command continues"
+        resume = "" if args.check else "; to continue, run the same command again"
         raise InputError(
             f"{error.filename or args.target}: {error.strerror or error}{resume}"
         ) from error
@@ -62,37 +62,42 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", type=Path, nargs="?", help="folder with *.parquet, any depth")
-    parser.add_argument("target", type=Path, help="folder that gets (or has) train/ and val/")
+    parser.add_argument(
+        "source", type=Path, nargs="?", help="folder with *.parquet files at any depth"
+    )
+    parser.add_argument("target", type=Path, help="folder for train/ and val/")
     parser.add_argument("--digits", action="store_true", help="unpack scikit-learn's digits")
-    parser.add_argument("--check", action="store_true", help="decode every image below TARGET")
+    parser.add_argument("--check", action="store_true", help="decode every image in TARGET")
     parser.add_argument(
         "--limit",
         type=whole_number(1),
         metavar="N",
-        help="only the first N training images; a fair slice where rows are shuffled, as on the "
-        "Hub they mostly are, else perhaps of a few classes",
+        help="take only the first N training images; if the rows are not shuffled, they may be of "
+        "a few classes",
     )
     parser.add_argument(
-        "--limit-val", type=whole_number(1), metavar="N", help="same, validation images"
+        "--limit-val", type=whole_number(1), metavar="N", help="the same for validation images"
     )
     parser.add_argument(
         "--splits",
         type=_assignment,
         nargs="+",
         metavar="FOLDER=SPLIT",
-        help="which split goes where, if not train=train and val=validation (or else test)",
+        help="source of a folder, such as val=test; default: train=train val=validation, or test",
     )
     parser.add_argument("--image-column", metavar="NAME", help="default: image or img")
     parser.add_argument("--label-column", metavar="NAME", default="label", help="default: label")
     parser.add_argument(
-        "--workers", type=whole_number(1), default=os.cpu_count(), help="processes of --check"
+        "--workers",
+        type=whole_number(1),
+        default=os.cpu_count(),
+        help="number of processes for --check",
     )
     args = parser.parse_args(argv)
     if args.digits and args.check:
-        parser.error("--digits and --check do different things; give one of them")
+        parser.error("give --digits or --check, not both")
     if (args.digits or args.check) and args.source:
-        parser.error("--digits and --check take TARGET alone")
+        parser.error("with --digits or --check, give only TARGET")
     if not (args.digits or args.check or args.source):
         parser.error("give SOURCE and TARGET, or --digits TARGET, or --check TARGET")
     return args
@@ -101,5 +106,5 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _assignment(text: str) -> tuple[str, str]:
     folder, equals, split = text.partition("=")
     if folder not in ("train", "val") or not equals or not split:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form train=SPLIT or val=SPLIT")
+        raise argparse.ArgumentTypeError(f"{text!r} must have the form train=SPLIT or val=SPLIT")
     return folder, split

@@ -1,4 +1,4 @@
-"""Test a trained image classifier: accuracy, figures for each class, confusion matrix."""
+"""Measure a trained image classifier: accuracy, per-class metrics, confusion matrix."""
 
 import argparse
 from pathlib import Path
@@ -20,16 +20,16 @@ def main(argv: list[str] | None = None) -> None:
     from tokenformer_vit.training.launch import config_explained, start_processes
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("config", help="config file that the model was trained with")
+    parser.add_argument("config", help="config of the training, such as configs/digits_demo.py")
     parser.add_argument(
         "checkpoint",
         type=Path,
-        help="training checkpoint (epoch_*.pth; its averaged weights are tested) or exported "
-        "model.safetensors",
+        help="model.safetensors of an exported folder, or a training checkpoint (epoch_*.pth), "
+        "whose averaged weights are tested",
     )
     config.add_run_arguments(parser)
     parser.add_argument(
-        "--out", type=Path, help="where the results go (default: test/ beside the checkpoint)"
+        "--out", type=Path, help="folder of the results (default: test/ beside the checkpoint)"
     )
     args = config.parse_run_arguments(parser, argv)
 

@@ -131,7 +131,7 @@ def _merged(cfg: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
 def _named(config: str) -> str:
     """Name a config of the project from its root, whatever the current folder is."""
     path = Path(config).resolve()
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else shown(config)
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else shown(config)
 
 
 def _run(

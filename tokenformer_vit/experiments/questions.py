@@ -56,10 +56,10 @@ class Question(ABC):
     # The runs.
 
     def start(self, cfg: Config) -> Config:
-        """Return the config whose model variants are changes of.
+        """Return the config whose model is changed into the variants.
 
         Raises:
-            InputError: If it starts from weights and should not, or the reverse.
+            InputError: If it starts from weights and should not, or should and does not.
         """
         return self.field.from_scratch(cfg)
 

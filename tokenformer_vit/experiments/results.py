@@ -73,6 +73,7 @@ def _shared(question: Question, record: Record) -> Record:
     field = question.field
     settings, options = copy.deepcopy(record["settings"]), record["options"]
     shared = {key: record[key] for key in question.common if key in record}
+    shared["config"] = Path(record["config"]).name  # its path depends on the current folder
     settings.get("randomness", {}).pop("seed", None)
     settings.get("optim_wrapper", {}).get("optimizer", {}).pop("lr", None)
     length = settings.get("train_cfg", {}).pop(field.limit, "the config's")

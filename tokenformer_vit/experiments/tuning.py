@@ -13,7 +13,7 @@ from tokenformer_vit.errors import InputError
 
 from .fields import Config
 from .image_models import timm_part
-from .plots import name_of, points
+from .plots import points
 from .questions import Question
 from .rows import (
     FAILED,
@@ -100,7 +100,7 @@ class Tuning(Question):
         A line joins the variants that start from the same weights.
         """
         measure = self.field.measure
-        figure = Figure(figsize=(8, 4.6), layout="constrained")
+        figure = Figure(figsize=(9, 4.6), layout="constrained")
         axes = figure.subplots()
         lines: dict[str, list[tuple[float, float]]] = {}
         group = at_best_lr(measure, self.variants, records)
@@ -115,11 +115,20 @@ class Tuning(Question):
             line.append((count, results.mean()))
             colour = f"C{list(lines.values()).index(line)}"
             points(axes, count, results, fmt="s" if variant.reference else "o", color=colour)
-            name = name_of(variant, group[variant], records)
-            axes.annotate(name, line[-1], (8, 4), textcoords="offset points", fontsize="small")
+            deviation = results.std() if len(results) > 1 else 0.0
+            side, offset = (1, 3) if start else (-1, -11)
+            where = (count, results.mean() + side * deviation)
+            axes.annotate(
+                variant.label,
+                where,
+                (0, offset),
+                textcoords="offset points",
+                ha="center",
+                fontsize="small",
+            )
         for index, line in enumerate(lines.values()):
             axes.plot(*zip(*sorted(line), strict=True), color=f"C{index}", alpha=0.4, zorder=1)
-        axes.margins(x=0.25)
+        axes.margins(x=0.3, y=0.1)
         axes.grid(alpha=0.3)
         axes.set(
             title=f"{self.title}: final {measure.axis}, mean ± standard deviation",

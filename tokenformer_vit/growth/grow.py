@@ -56,7 +56,7 @@ def grow(
     ``init``      new keys, values          τ                     outputs of the model
     ============= ========================= ===================== ===========================
     ``zero_key``  zero, random              kept                  stay; ``softmax``: by a gate
-    ``duplicate`` keys of the old pair,     times m (L1 norms) or stay, for every Θ
+    ``duplicate`` keys of the old pair,     times m (L1 norms) or stay, forevery Θ
                   values / m ± δ            √m (L2 norms)
     ``random``    random, random            kept                  change (stay with a gate)
     ``released``  random, random            default of new count  change

@@ -1,4 +1,4 @@
-"""Two models of one shape become one that holds the parameter tokens of both."""
+"""Merge two models of one shape into one model with the parameter tokens of both."""
 
 import copy
 from collections.abc import Mapping
@@ -19,11 +19,11 @@ from .tokens import LayerTokens, pattention_layers, read_tokens, record_counts, 
 
 __all__ = ["merge"]
 
-# Modules whose plain attributes are settings. Those of wrappers around a model may be anything.
+# Packages whose modules have settings as plain attributes. Attributes of wrappers may be anything.
 _KNOWN = ("tokenformer_vit.layers", "tokenformer_vit.models", "timm.", "torch.nn.")
-# Nothing in evaluation, and left out where the rate is 0.
+# They do nothing in evaluation, and are absent if the rate is 0.
 _DROPS = (nn.Dropout, DropPath, timm.layers.DropPath, timm.layers.PatchDropout)
-# How a module starts, trains and runs; two models may differ in it and compute the same.
+# Settings of the start, the training or the speed: they do not change outputs.
 _FREE = frozenset(
     {
         "backend",
@@ -58,60 +58,58 @@ Model = TypeVar("Model", bound=nn.Module)
 def merge(model_a: Model, model_b: nn.Module, ancestor: nn.Module | None = None) -> Model:
     """Join the parameter tokens of two models layer by layer; average everything else.
 
-    Below, h is what Θ applies to the scores A: exp (times the gate) or GELU, and r what it divides
-    a row by: ‖h‖₁/τ for ``softmax``, ‖h‖₁/τ + eps for ``gelu_l1``, √(‖h‖₂²/τ² + eps) for
-    ``gelu_l2_post``, √(‖A‖₂²/τ² + eps) for ``gelu_l2`` and ``gelu_tanh_l2``. Its weights are h/r,
-    in the last two gelu(A/r). p is 1 for the first two, else 2. A model m computes O_m = weights
-    V_m in a layer; what follows is about the same input tokens in each model.
+    Notation: Θ first computes h from the scores A, which is exp (times the gate) or GELU, and
+    divides each row by r. r is ‖h‖₁/τ for ``softmax``, ‖h‖₁/τ + eps for ``gelu_l1``,
+    √(‖h‖₂²/τ² + eps) for ``gelu_l2_post``, and √(‖A‖₂²/τ² + eps) for ``gelu_l2`` and
+    ``gelu_tanh_l2``. The weights are h/r; for the last two they are gelu(A/r). p is 1 for the first
+    two and 2 for the others. A layer of model m computes O_m = weights · V_m. The formulas hold for
+    the same input tokens in all models.
 
     Without an ancestor, the merged layer has the keys [K_a; K_b], the values [V_a; V_b]/2 and
-    τᵖ = τ_aᵖ + τ_bᵖ. Its rows are then divided by a mean of both models' divisors,
-    rᵖ = (τ_aᵖ r_aᵖ + τ_bᵖ r_bᵖ)/(τ_aᵖ + τ_bᵖ), and it computes
+    τᵖ = τ_aᵖ + τ_bᵖ. Its divisor is a mean of both divisors,
+    rᵖ = (τ_aᵖ r_aᵖ + τ_bᵖ r_bᵖ)/(τ_aᵖ + τ_bᵖ), and its output is
 
     - O = (r_a O_a + r_b O_b)/(2r) for ``softmax``, ``gelu_l1`` and ``gelu_l2_post``: the model
-      whose scores are larger weighs more. Where τ_a = τ_b the two weights sum to 1 for p = 1 and,
-      for p = 2, to (r_a + r_b)/√(2 r_a² + 2 r_b²), from 0.707 to 1.
+      with the larger scores has more weight. If τ_a = τ_b, the two weights sum to 1 for p = 1, and
+      to (r_a + r_b)/√(2 r_a² + 2 r_b²), which is from 0.707 to 1, for p = 2.
     - O = ½ gelu(A_a/r) V_a + ½ gelu(A_b/r) V_b for ``gelu_l2`` and ``gelu_tanh_l2``: the mean of
-      both layers, the scores of each multiplied by r_m/r before their GELU.
+      both layers, with scores multiplied by r_m/r before the GELU.
 
-    Where r_a = r_b this is the mean (O_a + O_b)/2, so that a model merged with itself computes
-    what it did, for every Θ and eps.
+    If r_a = r_b, this is the mean (O_a + O_b)/2. Therefore a model that is merged with itself keeps
+    its outputs, forevery Θ and eps.
 
-    With an ancestor, whose pairs are the first of both models, the merged layer has those pairs
-    once, then what model_a appended, then what model_b did: values as they are, τ the ancestor's.
-    Its divisor is rᵖ = r_aᵖ + r_bᵖ − r_0ᵖ, and it computes
+    With an ancestor, whose pairs are the first pairs of both models, the merged layer has these
+    pairs once, then the new pairs of model_a, then those of model_b. Values do not change, and τ is
+    the ancestor's. The divisor is rᵖ = r_aᵖ + r_bᵖ − r_0ᵖ, and the output is
 
-    - O = (r_a O_a + r_b O_b − r_0 O_0)/r for ``softmax``, ``gelu_l1`` and ``gelu_l2_post``: what
-      either model appended adds its exact sum Σ h v to the ancestor's, under a common divisor.
+    - O = (r_a O_a + r_b O_b − r_0 O_0)/r for ``softmax``, ``gelu_l1`` and ``gelu_l2_post``: new
+      pairs of either model add their exact sum Σ h v to the ancestor's, under a common divisor.
     - the sum of gelu(A_i/r) v_i over the pairs of all three for ``gelu_l2``, ``gelu_tanh_l2``.
 
-    A model that appended nothing changes nothing: merged with its ancestor, the other one stays.
+    A model without new pairs has no effect: merging it gives the other model.
 
     Args:
-        model_a: TokenFormer, or a module that holds its blocks. It stays as it is, as do the
-            others; the merged model is a copy of it, trained where it is trained.
-        model_b: Another, of the same depth, widths, heads, Θ, eps, classes and other settings. Its
-            number of pairs may be another one. Where one of both has a gate, those of the other
-            count as 1.
-        ancestor: The model that both grew from while its pairs were frozen.
+        model_a: TokenFormer, or a module that holds its blocks. No model is changed; the merged
+            model is a copy of this one.
+        model_b: Model with the same depth, widths, heads, Θ, eps, classes and other settings. Its
+            number of pairs may differ. If only one model has gates, the gates of the other are 1.
+        ancestor: Model from which both grew while its pairs were frozen.
 
     Returns:
-        A new model, with all pairs held in one parameter. Stem, positions, norms, scales and head
-        are the mean of both models'.
+        A new model with all pairs in one parameter. Stem, positions, norms, scales and head are the
+        means of both models.
 
     Raises:
-        InputError: If the models do not fit each other, or a layer of one does not begin with the
-            pairs of the ancestor, bit for bit and with its τ.
+        InputError: If the models do not fit each other, or a layer does not begin with the pairs
+            and τ of the ancestor, bit for bit.
 
     Note:
-        τ is stored in float32, which √(τ_a² + τ_b²) is rounded to: by 6e-8 at most. The whole
-        model computes no mean, nor a sum, of what both compute, since its layers stand behind each
-        other.
+        √(τ_a² + τ_b²) is rounded to float32, by 6e-8 at most. The formulas hold for each layer; the
+        output of the whole model is not a mean or a sum, because layers follow each other.
 
     Source:
-        This project's. That pairs are appended to those which are there is TokenFormer's,
-        arXiv:2410.23168v2, Section 3.3; with an ancestor it is the task arithmetic of
-        arXiv:2212.04089 on pairs instead of weights.
+        This project. Appending pairs is from TokenFormer, arXiv:2410.23168v2, Section 3.3. With an
+        ancestor, this is the task arithmetic of arXiv:2212.04089 on pairs instead of weights.
     """
     layers_a, layers_b = pattention_layers(model_a), pattention_layers(model_b)
     _check_layers(layers_a, layers_b, "model_b")
@@ -132,7 +130,7 @@ def merge(model_a: Model, model_b: nn.Module, ancestor: nn.Module | None = None)
             tokens = _side_by_side(a, b, find_theta(layer.theta).norm_order)
         else:
             old = _moved_to(read_tokens(layers_0[name]), a.keys)
-            tokens = _behind(old, a, b, name)
+            tokens = _appended(old, a, b, name)
         gate = layers_b[name].gate if layer.gate is None else layer.gate
         write_tokens(layer, tokens, learn_gate=isinstance(gate, nn.Parameter))
     for name, tensor in _others(merged, layers_a).items():
@@ -149,8 +147,8 @@ def _side_by_side(a: LayerTokens, b: LayerTokens, order: int) -> LayerTokens:
     )
 
 
-def _behind(old: LayerTokens, a: LayerTokens, b: LayerTokens, name: str) -> LayerTokens:
-    """Put what two models appended behind the ancestor's pairs, which both must begin with."""
+def _appended(old: LayerTokens, a: LayerTokens, b: LayerTokens, name: str) -> LayerTokens:
+    """Append the new pairs of two models to the ancestor's pairs, with which both must begin."""
     num = old.num
     for model, own in (("model_a", a), ("model_b", b)):
         for what, theirs, mine in (
@@ -161,9 +159,9 @@ def _behind(old: LayerTokens, a: LayerTokens, b: LayerTokens, name: str) -> Laye
         ):
             if not torch.equal(theirs, mine):
                 raise InputError(
-                    f"{name}: {model} does not begin with the {num} pairs of the ancestor, their "
-                    f"{what} differ: they have to be frozen after growth. Without an ancestor all "
-                    "pairs of both models are taken"
+                    f"{name}: {model} does not begin with the {num} pairs of the ancestor, because "
+                    f"their {what} differ: freeze old pairs after growth, or merge without an "
+                    "ancestor"
                 )
     new_a, new_b = (
         LayerTokens(
@@ -195,12 +193,12 @@ def _gates(*parts: LayerTokens) -> Tensor | None:
 
 def _moved_to(tokens: LayerTokens, like: Tensor) -> LayerTokens:
     gate = None if tokens.gate is None else tokens.gate.to(like)
-    tau = tokens.tau.to(like.device)  # its own precision is more than that of bfloat16 tokens
+    tau = tokens.tau.to(like.device)  # its dtype is more precise than bfloat16
     return LayerTokens(tokens.keys.to(like), tokens.values.to(like), tau, gate)
 
 
 def _others(model: nn.Module, layers: Mapping[str, Pattention]) -> dict[str, Tensor]:
-    """Return what a model stores besides the parameter tokens, by name."""
+    """Return all tensors of a model except the parameter tokens, by name."""
     prefixes = tuple(f"{name}." for name in layers)
     return {n: t for n, t in model.state_dict().items() if not n.startswith(prefixes)}
 
@@ -209,16 +207,16 @@ def _check_layers(a: Mapping[str, Pattention], b: Mapping[str, Pattention], mode
     if a.keys() != b.keys():
         name = next(name for name in [*a, *b] if name not in a or name not in b)
         raise InputError(
-            f"model_a has {len(a)} Pattention layers and {model} {len(b)}; only one of them has "
-            f"{name}: merged are models of the same blocks"
+            f"model_a has {len(a)} Pattention layers, {model} has {len(b)}, and only one has "
+            f"{name}; merge models with the same blocks"
         )
     for name in a:
         for what in ("in_features", "out_features", "theta", "eps"):
             ours, theirs = getattr(a[name], what), getattr(b[name], what)
             if ours != theirs:
                 raise InputError(
-                    f"{name}: {what} is {ours} in model_a and {theirs} in {model}; models are "
-                    "merged that differ in nothing but their pairs and weights"
+                    f"{name}: {what} is {ours} in model_a and {theirs} in {model}; merge models "
+                    "that differ only in pairs and weights"
                 )
 
 
@@ -229,25 +227,25 @@ def _check_others(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
         )
         if ours != theirs:
             raise InputError(
-                f"{name} is {ours} in model_a and {theirs} in model_b; what is no parameter token "
-                "is averaged and must be of one shape (of a head: as many classes)"
+                f"{name} is {ours} in model_a and {theirs} in model_b; averaged tensors must have "
+                "one shape (a head: as many classes)"
             )
 
 
 def _check_settings(a: nn.Module, b: nn.Module, model: str) -> None:
-    """See that two models differ in nothing that shapes do not show, such as their heads."""
+    """Check that two models have the same settings, such as their numbers of heads."""
     ours, theirs = _settings(a), _settings(b)
     for name in [*ours, *theirs]:
         mine, other = ours.get(name, "absent"), theirs.get(name, "absent")
         if mine != other:
             raise InputError(
-                f"{name} is {mine} in model_a and {other} in {model}; models are merged that "
-                "differ in nothing but their pairs and weights"
+                f"{name} is {mine} in model_a and {other} in {model}; merge models that differ "
+                "only in pairs and weights"
             )
 
 
 def _settings(model: nn.Module) -> dict[str, Any]:
-    """Return what decides, besides tensors, what a model computes in evaluation, by full name."""
+    """Return the settings that affect a model's outputs in evaluation, by full name."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         if isinstance(module, (*_DROPS, nn.Identity)):

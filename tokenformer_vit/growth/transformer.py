@@ -1,7 +1,7 @@
-"""How an ordinary Transformer grows: the two methods that TokenFormer's growth is compared with.
+"""Grow an ordinary Transformer, to compare with the growth of a TokenFormer.
 
-Net2Net widens the hidden layers by copies of their neurons, which leaves what the model computes
-as it is; stacking puts copies of the blocks on top of the blocks, which does not.
+Net2Net widens hidden layers with copies of their neurons and keeps the outputs of the model.
+Stacking appends copies of blocks and changes the outputs.
 """
 
 import copy
@@ -20,23 +20,23 @@ from .tokens import Change, mark_replaced
 
 __all__ = ["mlp_ratio", "stack_blocks", "widen_mlp"]
 
-# What the copies of a neuron get of its outgoing weights, besides equal shares: without it they
-# would stay equal for ever.
+# How much the shares of a neuron's copies in its outgoing weights differ. Equal copies would stay
+# equal forever.
 _SPREAD = 0.1
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 class _Form(NamedTuple):
-    """Of the layers before and after a hidden one what they are called, and where it shows."""
+    """Names, dimensions and size attributes of the layers before and after a hidden layer."""
 
     names: tuple[str, str]
-    dims: tuple[int, int]  # of their weights
+    dims: tuple[int, int]  # the hidden dimension of their weights
     sizes: tuple[str, str]  # their attributes
 
 
 _TIMM = _Form(("fc1", "fc2"), (0, 1), ("out_features", "in_features"))
-# The layers of transformers' GPT-2 keep their weights as (in, out).
+# GPT-2 of transformers stores weights as (in, out).
 _GPT2 = _Form(("c_fc", "c_proj"), (1, 0), ("nf", "nx"))
 
 
@@ -48,29 +48,28 @@ def widen_mlp(
     optimizer: Optimizer | None = None,
     moments: str = "keep",
 ) -> Model:
-    """Widen the hidden layers of a Transformer by copies of randomly chosen neurons, in place.
+    """Widen the hidden layers of a Transformer with copies of random neurons, in place.
 
-    A copy has the incoming weights of its neuron, and the neuron's outgoing weights are shared
-    between the copies, unequally so that these may part; the model computes what it did.
+    A copy has the incoming weights of its neuron. The copies share the outgoing weights of the
+    neuron, unequally, to let them diverge. The outputs of the model do not change.
 
     Args:
-        model: timm's ``VisionTransformer`` of ordinary blocks, transformers' GPT-2, or a module
+        model: timm ``VisionTransformer`` with ordinary blocks, GPT-2 of transformers, or a module
             that holds one of these.
-        hidden_features: Neurons of every hidden layer from now on.
-        seed: Of the choice of neurons and of their shares.
-        optimizer: Of the model's parameters; it goes on with the new ones.
-        moments: What becomes of its state; see :func:`carry_over`.
+        hidden_features: New number of neurons in every hidden layer.
+        seed: Seed of the choice of neurons and of their shares.
+        optimizer: Optimizer of the model's parameters, which continues with the new parameters.
+        moments: What to do with the optimizer's state; see :func:`carry_over`.
 
     Returns:
-        ``model``. A GPT-2 says the new number in ``config.n_inner``, with which it is saved.
+        ``model``. A GPT-2 has the new number in ``config.n_inner``, with which it is saved.
 
     Raises:
-        InputError: If there is no such model, or a hidden layer is as wide already. Nothing is
-            changed then.
+        InputError: If there is no such model, or a hidden layer is already as wide. Then nothing is
+            changed.
 
     Source:
-        Net2WiderNet of Net2Net, arXiv:1511.05641, Section 2.2, applied to the layer inside each
-        block whose width is free.
+        Net2WiderNet of Net2Net, arXiv:1511.05641, Section 2.2, for the hidden layer of each block.
     """
     form, transformer = _find_transformer(model)
     blocks = transformer.blocks if form is _TIMM else transformer.h
@@ -98,12 +97,12 @@ def _check_mlp(mlp: Any, form: _Form, name: str, hidden: int) -> None:
         plain = type(mlp) is Mlp and isinstance(mlp.norm, nn.Identity)
     if not plain:
         raise InputError(
-            f"{name} has a {type(mlp).__name__} or a norm within it, where Net2Net is "
-            "for two linear layers with an activation between them"
+            f"{name} has a {type(mlp).__name__}, perhaps with a norm; widen_mlp() needs two linear "
+            "layers with an activation between them"
         )
     old = getattr(before, form.sizes[0])
     if hidden <= old:
-        raise InputError(f"{name} has {old} hidden features and cannot be widened to {hidden}")
+        raise InputError(f"{name} has {old} hidden features; widen it to more, not to {hidden}")
 
 
 @torch.no_grad()
@@ -112,9 +111,10 @@ def _widen(mlp: nn.Module, form: _Form, hidden: int, generator: torch.Generator)
     inputs, outputs = form.dims
     old = before.weight.shape[inputs]
     chosen = torch.randint(old, (hidden - old,), generator=generator)
-    source = torch.cat((torch.arange(old), chosen))  # which neuron each is a copy of
+    source = torch.cat((torch.arange(old), chosen))  # the neuron that each is a copy of
     shares = 1 + _SPREAD * torch.randn(hidden, generator=generator).clamp(-3, 3).double()
-    shares /= shares.new_zeros(old).index_add_(0, source, shares)[source]  # to 1 for each neuron
+    # The shares of a neuron sum to 1.
+    shares /= shares.new_zeros(old).index_add_(0, source, shares)[source]
     source, shares = source.to(before.weight.device), shares.to(after.weight)
     shared = after.weight.index_select(outputs, source) * shares.unsqueeze(1 - outputs)
     changes = []
@@ -140,20 +140,20 @@ def stack_blocks(
     optimizer: Optimizer | None = None,
     moments: str = "keep",
 ) -> Model:
-    """Deepen a ViT by copies of its blocks, from the first on, on top of the last; in place.
+    """Append copies of a ViT's blocks, from the first block on, in place.
 
     Args:
-        model: timm's ``VisionTransformer`` of ordinary blocks, or a module that holds one.
-        depth: Number of blocks from now on; usually twice the present one.
-        optimizer: Of the model's parameters; it goes on with the new ones besides. What it knows of
-            a block is not copied with the block.
-        moments: ``keep`` or ``reset`` what it knows of the others.
+        model: timm ``VisionTransformer`` with ordinary blocks, or a module that holds one.
+        depth: New number of blocks, usually twice the present number.
+        optimizer: Optimizer of the model's parameters, which also gets the new parameters. The
+            state of a block is not copied.
+        moments: ``keep`` or ``reset`` the state of the old blocks.
 
     Returns:
-        ``model``. It does not compute what it did.
+        ``model``, with other outputs than before.
 
     Raises:
-        InputError: If there is no such ViT, or it is as deep already.
+        InputError: If there is no such ViT, or it is already as deep.
 
     Source:
         Progressive stacking: Gong et al., Efficient Training of BERT by Progressively Stacking,
@@ -163,7 +163,7 @@ def stack_blocks(
     blocks: Any = vit.blocks
     old = len(blocks)
     if depth <= old:
-        raise InputError(f"the model has {old} blocks and cannot be stacked to {depth}")
+        raise InputError(f"the model has {old} blocks; stack it to more, not to {depth}")
     check_optimizer(optimizer, blocks.parameters(), moments)
     changes = []
     if moments == "reset":
@@ -188,15 +188,15 @@ def _find_vit(model: nn.Module) -> VisionTransformer:
         if type(module) is VisionTransformer:
             return module
     raise InputError(
-        f"{type(model).__name__} holds no ViT of timm's (VisionTransformer) with ordinary blocks; "
-        "a TokenFormer grows by tokenformer_vit.growth.grow()"
+        f"{type(model).__name__} has no timm VisionTransformer with ordinary blocks; to grow a "
+        "TokenFormer, use tokenformer_vit.growth.grow()"
     )
 
 
 def _find_transformer(model: nn.Module) -> tuple[_Form, Any]:
-    """Find what holds the blocks, ``blocks`` of a ViT or ``h`` of a GPT-2."""
+    """Find the module with the blocks: ``blocks`` of a ViT or ``h`` of a GPT-2."""
     for module in model.modules():
-        # By what it has, since transformers is not needed here.
+        # Recognised by its attributes, because transformers may not be installed.
         if hasattr(module, "h") and hasattr(getattr(module, "config", None), "n_inner"):
             return _GPT2, module
     return _TIMM, _find_vit(model)
@@ -215,7 +215,7 @@ def mlp_ratio(hidden: int, width: int) -> float:
 
 
 def _record(vit: VisionTransformer, **arguments: Any) -> None:
-    """Bring the arguments that timm rebuilds a model from up to date."""
-    args = getattr(vit, "_model_args", None)  # what timm's get_model_args() returns
+    """Update the arguments from which timm rebuilds a model."""
+    args = getattr(vit, "_model_args", None)  # timm's get_model_args() returns this dict
     if args is not None:
         args |= arguments

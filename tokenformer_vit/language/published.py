@@ -61,9 +61,7 @@ PUBLISHED = (
 )
 
 
-def accuracies_of(
-    tasks: Mapping[str, Mapping[str, Any]],
-) -> dict[str, tuple[float, float | None]]:
+def accuracies_of(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[float, float | None]]:
     """Return the published metric of each task with its standard error.
 
     Args:

@@ -28,15 +28,7 @@ _HEADS = {
     for config in map(lm_config, ("150m", "450m", "900m", "1.5b"))
 }
 # Fields that the released code fixes, to the defaults of LMConfig.
-_FIXED = (
-    "positions",
-    "rotary_share",
-    "rotary_base",
-    "tie_embeddings",
-    "theta",
-    "norm",
-    "norm_eps",
-)
+_FIXED = ("positions", "rotary_share", "rotary_base", "tie_embeddings", "theta", "norm", "norm_eps")
 
 
 def read_released(

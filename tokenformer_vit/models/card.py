@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from timm.data import resolve_model_data_config
+from timm.data import resolve_input_data_config
 from torch import nn
 
 from tokenformer_vit.command_line import printable
@@ -104,7 +104,7 @@ def vision_card(
         The content of README.md.
     """
     own: Any = model
-    images = resolve_model_data_config(model, dict(data_config or {}))
+    images = resolve_input_data_config(model, dict(data_config or {}))  # as in config.json
     pairs = describe_pairs(model)
     thetas = dict.fromkeys(each.theta for each in model.modules() if isinstance(each, Pattention))
     blocks = getattr(own, "blocks", None)

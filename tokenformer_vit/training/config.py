@@ -258,7 +258,7 @@ def check_data_folders(cfg: Config, loaders: tuple[str, ...] = LOADERS) -> None:
         if not folder.is_dir():
             raise InputError(
                 f"there is no folder {folder}: give `--data-root` a folder that holds train/ and "
-                "val/ with a folder for each class (`tools/prepare_data.py` makes one)"
+                "val/ with a folder for each class (`tokenformer-vit prepare-data` makes one)"
             )
         left_out: Counter[str] = Counter()
         folders = class_folders(folder, left_out)

@@ -12,6 +12,7 @@ import matplotlib
 import torch
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from mmengine.config import Config, ConfigDict
 from mmengine.dist import is_main_process
 from mmengine.hooks import Hook
@@ -315,7 +316,7 @@ def most_confused(confusion: Tensor, number: int) -> list[tuple[int, int, int]]:
     wrong = confusion.clone().fill_diagonal_(0)
     counts, places = wrong.flatten().sort(descending=True, stable=True)
     return [
-        (*divmod(place, len(confusion)), count)
+        (place // len(confusion), place % len(confusion), count)
         for place, count in zip(places[:number].tolist(), counts[:number].tolist(), strict=True)
         if count
     ]
@@ -335,7 +336,7 @@ def _draw_most_confused(confusion: Tensor, labels: Sequence[str]) -> Figure:
     )
     axes.invert_yaxis()
     axes.margins(x=0.12, y=0.02)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     right = int(confusion.diagonal().sum())
     axes.set_xlabel("images (and their share of the true class)")
     figure.suptitle(

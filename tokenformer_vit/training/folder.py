@@ -20,22 +20,22 @@ from .shipped import CONFIGS
 __all__ = ["Start", "configure_folder"]
 
 HELD_OUT = 0.2  # of each class
-_SAMPLE = 100  # images whose size is looked at
-_FEW = 10_000  # training images; below, the model of the demonstration is large enough
+_SAMPLE = 100  # images that are opened to see their size
+_FEW = 10_000  # training images; with fewer, the model is as small as that of digits_demo
 _SMALL = {"embed_dim": 96, "depth": 4, "num_heads": 3}
-# The weights' average of the last part of a run: as in digits_demo, about a sixteenth of it.
+# The average of the weights reaches over one of so many parts of a run, as in digits_demo.
 _AVERAGES = 16
 _FINE_TUNING_LR = 1e-4
-_PROBE_LR = 1e-2  # of tuning_imagenette, which also trains little beside a head
+_PROBE_LR = 1e-2  # as in tuning_imagenette, which trains a head and a few pairs
 
 
 class Start(NamedTuple):
-    """What a first run trains.
+    """The model of a first run.
 
     Args:
         model: Name of a timm model, TokenFormer or ViT; None for a small TokenFormer, or for the
-            model that the checkpoint describes.
-        checkpoint: File or exported folder with weights to start from.
+            model that ``checkpoint`` describes.
+        checkpoint: File or exported folder with the first weights.
         freeze: Train the head alone.
     """
 
@@ -45,7 +45,14 @@ class Start(NamedTuple):
 
 
 class _Images(NamedTuple):
-    """Images of each class by split, as paths in ``root``; ``listed`` if a part is held out."""
+    """The images of each class.
+
+    Args:
+        root: Folder with ``train/`` and ``val/``, or with the class folders.
+        train: Training images by class, as paths within ``train/``, or within ``root``.
+        val: Validation images, likewise.
+        listed: There is no ``val/``: two files have to list the images of each split.
+    """
 
     root: Path
     train: dict[str, list[str]]
@@ -59,28 +66,30 @@ def configure_folder(
     """Write a complete config that trains on a folder of images.
 
     Args:
-        folder: Has ``train/<class>/*`` and ``val/<class>/*``, or ``<class>/*`` alone. In the second
-            case a fifth of each class is held out: the images stay where they are, ``train.txt``
-            and ``val.txt`` in ``work_dir`` list them. The choice is the same every time.
-        work_dir: Gets the config, under the name of the folder.
-        start: Model and weights to start from.
-        resume: As ``--resume``; a run that is resumed has its config already.
-        say: Print what was found and chosen.
+        folder: Folder with ``train/<class>/*`` and ``val/<class>/*``, or with ``<class>/*``. In the
+            second case a fifth of each class is held out, the same images every time. The images
+            stay in place; ``train.txt`` and ``val.txt`` in ``work_dir`` list them.
+        work_dir: Folder for the config, whose name is that of ``folder``.
+        start: Model and first weights.
+        resume: Value of ``--resume``. A run that is resumed already has its config.
+        say: Print what was chosen.
 
     Returns:
         The path of the config.
 
     Raises:
-        InputError: If ``work_dir`` holds a run already, the folder has no two classes, a class has
-            too few images, ``val`` lacks a class, an image cannot be read, or the model cannot be
-            trained.
+        InputError: If ``work_dir`` already holds a run, there are fewer than two classes, a class
+            has too few images, ``val`` lacks a class, an image cannot be read, or the model cannot
+            be built.
         OSError: If a folder cannot be read or a file cannot be written.
     """
     folder, work_dir = Path(folder).resolve(), Path(work_dir)
     path = work_dir / f"{folder.name}.py"
     if resume is not None and path.is_file():
         if start != Start():
-            raise InputError(f"--resume goes on with {path}: leave out the options of the model")
+            raise InputError(
+                f"--resume continues the run of {path}: leave out --model, --checkpoint, --freeze"
+            )
         return path
     choose_checkpoint(Config({"work_dir": str(work_dir)}), None)  # refuses to replace a run
     images = _find_images(folder)
@@ -126,17 +135,18 @@ def _find_images(folder: Path) -> _Images:
             )
         held_out[name] = sorted(generator.sample(files, max(1, round(HELD_OUT * len(files)))))
         for file in files:
-            if file != file.strip() or len(file.splitlines()) > 1:
+            line = "".join(file.encode(errors="replace").decode().strip().splitlines())
+            if line != file:  # mmengine reads a line of UTF-8, without spaces at its ends
                 raise InputError(
-                    f"{file!r} in {root} cannot be listed: rename it without a line break and "
-                    "without a space at either end"
+                    f"{file!r} in {root} cannot be listed in a file of UTF-8: rename it without "
+                    "line breaks, other encodings and a space at either end"
                 )
     rest = {name: sorted(set(files) - set(held_out[name])) for name, files in train.items()}
     return _Images(root, rest, held_out, listed=True)
 
 
 def _scan(root: Path) -> dict[str, list[str]]:
-    """List the images of each class by their path in ``root``."""
+    """List the images of each class as paths within ``root``."""
     left_out: Counter[str] = Counter()
     found = {
         each.name: [str(Path(e.path).relative_to(root)) for e in scan_images(each, left_out)]
@@ -163,10 +173,10 @@ def _typical_size(images: _Images) -> int:
 
 
 def _set_model(cfg: Config, start: Start, size: int, count: int, classes: int) -> str:
-    """Put the model and the size of its images into a config, and say which model it is."""
+    """Put the model and its image size into a config, and return them in words."""
     backbone = cfg.model.backbone
     if start.freeze and start.checkpoint is None:
-        raise InputError("--freeze trains the head alone, so it needs --checkpoint FILE")
+        raise InputError("--freeze trains the head alone: give the other weights by --checkpoint")
     if start.checkpoint is not None:
         model: Any = load_model(start.model, start.checkpoint, for_images=False)
         described = describe_model(model, classes, None, None)
@@ -198,9 +208,10 @@ def _set_model(cfg: Config, start: Start, size: int, count: int, classes: int) -
             **(_SMALL if start.model is None and count < _FEW else {}),
         }
         given = {key: value for key, value in new.items() if key != "model_name"}
-        model = load_model(name, None, for_images=False, **given)
-        text = f"{name} ({model.embed_dim} wide, {len(model.blocks)} blocks)"
-    cfg.model.backbone = {"type": backbone.type, "compile": False, "stem_seed": None, **new}
+        model = load_model(name, None, classes, for_images=False, **given)
+        text = f"{name} ({sum(weight.numel() for weight in model.parameters()):,} parameters)"
+    options = {key: backbone[key] for key in ("type", "checkpoint_path", "frozen", "compile")}
+    cfg.model.backbone = {**options, "stem_seed": None, **new}
     cfg.model.head.merge({"num_classes": classes, "in_channels": model.num_features})
     cfg.data_preprocessor.num_classes = classes
     resize, crop = cfg.val_dataloader.dataset.pipeline[1:3]
@@ -209,20 +220,16 @@ def _set_model(cfg: Config, start: Start, size: int, count: int, classes: int) -
 
 
 def _set_pipelines(cfg: Config) -> None:
-    """Fit the training pipeline to the size of the test pipeline, whatever the images have."""
-    pipeline, (resize, crop) = (
-        cfg.train_dataloader.dataset.pipeline,
-        cfg.val_dataloader.dataset.pipeline[1:3],
-    )
-    random_crop: Any = next(
-        (step for step in pipeline[1].transforms if "Crop" in step.type), Config()
-    )
-    if random_crop.get("type") == "RandomResizedCrop":
-        random_crop.scale = crop.crop_size
+    """Give the training pipeline the image size of the validation pipeline."""
+    pipeline = cfg.train_dataloader.dataset.pipeline
+    resize, crop = cfg.val_dataloader.dataset.pipeline[1:3]
+    first = pipeline[1].transforms[0]
+    if first.type == "RandomResizedCrop":
+        first.scale = crop.crop_size
         return
-    if random_crop:
-        random_crop.crop_size = crop.crop_size
-    # These recipes are for images of one size.
+    if first.type == "RandomCrop":
+        first.crop_size = crop.crop_size
+    # The recipes without RandomResizedCrop are for images of one size.
     pipeline[1:1] = [{**resize, "scale": crop.crop_size}, dict(crop)]
 
 
@@ -244,7 +251,7 @@ def _set_data(cfg: Config, images: _Images, work_dir: Path) -> None:
 
 
 def _set_schedule(cfg: Config, start: Start, count: int) -> None:
-    """Choose the batch size and the rates by the number of training images."""
+    """Fit batch size, learning rate and averaging to the number of training images."""
     batch = cfg.train_dataloader.batch_size
     while batch > 8 and count < 20 * batch:
         batch //= 2

@@ -129,7 +129,7 @@ class _Bar(tqdm):
 
     validating = 0.0
     validated = validations_left = 0
-    units = (1, "it")
+    units: tuple[int, str] = (1, "it")
 
     @property
     def format_dict(self) -> MutableMapping[str, Any]:

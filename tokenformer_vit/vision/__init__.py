@@ -1,1 +1,1 @@
-"""What is done with a vision model besides training, and the images it reads."""
+"""Use a vision model: predict, inspect, compress; find, read and unpack images."""

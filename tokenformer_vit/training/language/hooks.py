@@ -10,12 +10,7 @@ from mmengine.dist import master_only
 from mmengine.registry import HOOKS
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.language import (
-    MASKS,
-    check_tokens_agree,
-    load_tokenizer,
-    save_language_model,
-)
+from tokenformer_vit.language import MASKS, check_tokens_agree, load_tokenizer, save_language_model
 
 from ..export import run_facts
 from ..guard import GuardHook, unwrap
