@@ -29,10 +29,11 @@ def check_labels(cfg: Mapping[str, Any], path: str) -> None:
         InputError: If they come as one tensor, and the model does not take one.
     """
     dataset, model = cfg["train_dataloader"]["dataset"], cfg["model"]
-    if [step.get("type") for step in dataset.get("pipeline", ())][-1:] != ["PackLabels"]:
+    steps = [step.get("type") for step in dataset.get("pipeline", ())]
+    head = model.get("head")
+    if head is None or steps[-1:] != ["PackLabels"]:
         return
     preprocessor = model.get("data_preprocessor") or cfg.get("data_preprocessor") or {}
-    head = model.get("head") or {}
     if (preprocessor.get("type"), head.get("type")) != ("LabelPreprocessor", "LabelHead"):
         raise InputError(
             f"{path}: data_preprocessor.type is {preprocessor.get('type')} and model.head.type "
