@@ -1,5 +1,6 @@
 """A first config for a folder of images: its classes, image size, model and recipe."""
 
+import ast
 import random
 import statistics
 from collections import Counter
@@ -27,6 +28,11 @@ _SMALL = {"embed_dim": 96, "depth": 4, "num_heads": 3}
 _AVERAGES = 16
 _FINE_TUNING_LR = 1e-4
 _PROBE_LR = 1e-2  # as in tuning_imagenette, which trains a head and a few pairs
+# What the text of a config without code consists of; the only call is dict().
+_PLAIN = (
+    *(ast.Module, ast.Assign, ast.Call, ast.keyword, ast.Name, ast.expr_context),
+    *(ast.Dict, ast.List, ast.Tuple, ast.Constant, ast.UnaryOp, ast.USub),
+)
 
 
 class Start(NamedTuple):
@@ -104,13 +110,38 @@ def configure_folder(
     work_dir.mkdir(parents=True, exist_ok=True)
     _set_data(cfg, images, work_dir)
     _set_schedule(cfg, start, count)
-    write_whole(path, cfg.pretty_text.encode())
+    write_whole(path, _text_without_code(cfg).encode())
     if say:
         print(
             f"{path}: the recipe of {recipe} for {model}. "
             "Edit a copy for the next run: tokenformer-vit train COPY"
         )
     return path
+
+
+def _text_without_code(cfg: Config) -> str:
+    """Return the text of a config that holds values alone.
+
+    mmengine writes the keys of dicts without escaping them, and replaces ``{{...}}`` when it reads
+    the text. The arguments in a checkpoint and the names of folders may be anything.
+
+    Raises:
+        InputError: If reading the text would run code.
+    """
+    refusal = InputError(
+        "a config cannot hold the model arguments in the checkpoint, or a name of a folder, because "
+        "reading it would run them as code: use a checkpoint of people you trust, and names "
+        "without '{{'"
+    )
+    try:
+        text = cfg.pretty_text
+        nodes = list(ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError) as error:
+        raise refusal from error
+    called = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
+    if "{{" in text or called - {"dict"} or not all(isinstance(node, _PLAIN) for node in nodes):
+        raise refusal
+    return text
 
 
 def _find_images(folder: Path) -> _Images:
