@@ -129,9 +129,9 @@ def _text_without_code(cfg: Config) -> str:
         InputError: If reading the text would run code.
     """
     refusal = InputError(
-        "a config cannot hold the model arguments in the checkpoint, or a name of a folder, because "
-        "reading it would run them as code: use a checkpoint of people you trust, and names "
-        "without '{{'"
+        "a config cannot hold the model arguments in the checkpoint, or the name of a folder, "
+        "because reading it would run them as code: use a checkpoint from people you trust, and "
+        "names without '{{'"
     )
     try:
         text = cfg.pretty_text
