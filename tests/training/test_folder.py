@@ -126,6 +126,20 @@ def test_a_part_of_each_class_is_held_out_and_nothing_is_moved(tmp_path, generat
     assert backbone.model.patch_embed.patch_size == (4, 4)
 
 
+def test_the_same_command_resumes_a_run_whatever_it_started_from(data_root, exported, tmp_path):
+    """The run prints "to resume: the same command with --resume"."""
+    fine_tuning = Start(checkpoint=exported, freeze=True)
+    path = configure_folder(data_root, tmp_path / "tuned", fine_tuning, None)
+    for start in (fine_tuning, Start("tokenformer_tiny"), Start()):
+        assert configure_folder(data_root, tmp_path / "tuned", start, "auto") == path
+    for other in (Start("vit_tiny_patch16_224"), Start(checkpoint=tmp_path / "other")):
+        with pytest.raises(InputError, match="leave them out"):
+            configure_folder(data_root, tmp_path / "tuned", other, "auto")
+    configure_folder(data_root, tmp_path / "new", Start(), None)
+    with pytest.raises(InputError, match="leave them out"):
+        configure_folder(data_root, tmp_path / "new", Start(freeze=True), "auto")
+
+
 @pytest.mark.parametrize(
     "key",
     ["a': open({!r}, 'w'), 'b", "a': 1}})\nopen({!r}, 'w')\nx = dict({{'b", "it's {!r}"],

@@ -15,7 +15,7 @@ from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.models.description import WEIGHT_FILES, data_config, describe_model
 from tokenformer_vit.vision.images import class_folders, read_image, say_left_out, scan_images
 
-from .config import choose_checkpoint
+from .config import choose_checkpoint, load_config
 from .shipped import CONFIGS
 
 __all__ = ["Start", "configure_folder"]
@@ -77,25 +77,23 @@ def configure_folder(
             stay in place; ``train.txt`` and ``val.txt`` in ``work_dir`` list them.
         work_dir: Folder for the config, whose name is that of ``folder``.
         start: Model and first weights.
-        resume: Value of ``--resume``. A run that is resumed already has its config.
+        resume: Value of ``--resume``. A run that is resumed already has its config; ``start`` must
+            be what it was, or empty.
         say: Print what was chosen.
 
     Returns:
         The path of the config.
 
     Raises:
-        InputError: If ``work_dir`` already holds a run, there are fewer than two classes, a class
-            has too few images, ``val`` lacks a class, an image cannot be read, or the model cannot
-            be built.
+        InputError: If ``work_dir`` already holds a run, a resumed run started otherwise, there are
+            fewer than two classes, a class has too few images, ``val`` lacks a class, an image
+            cannot be read, the model cannot be built, or the config would run code.
         OSError: If a folder cannot be read or a file cannot be written.
     """
     folder, work_dir = Path(folder).resolve(), Path(work_dir)
     path = work_dir / f"{folder.name}.py"
     if resume is not None and path.is_file():
-        if start != Start():
-            raise InputError(
-                f"--resume continues the run of {path}: leave out --model, --checkpoint, --freeze"
-            )
+        _check_same_start(path, start)
         return path
     choose_checkpoint(Config({"work_dir": str(work_dir)}), None)  # refuses to replace a run
     images = _find_images(folder)
@@ -117,6 +115,27 @@ def configure_folder(
             "Edit a copy for the next run: tokenformer-vit train COPY"
         )
     return path
+
+
+def _check_same_start(path: Path, start: Start) -> None:
+    """Refuse to resume a run with another start than that in its config."""
+    backbone = load_config(path).model.backbone
+    given = {
+        "model_name": start.model,
+        "checkpoint_path": start.checkpoint and str(_weight_file(start.checkpoint)),
+        "frozen": start.freeze or None,
+    }
+    if any(value not in (None, backbone.get(key)) for key, value in given.items()):
+        raise InputError(
+            f"--resume continues the run of {path}, which started otherwise: give its --model, "
+            "--checkpoint and --freeze, or leave them out"
+        )
+
+
+def _weight_file(checkpoint: Path) -> Path:
+    """Return the absolute path of a checkpoint, or of the weights in an exported folder."""
+    files = (checkpoint / name for name in WEIGHT_FILES)
+    return next((file for file in files if file.is_file()), checkpoint).resolve()
 
 
 def _text_without_code(cfg: Config) -> str:
@@ -213,13 +232,10 @@ def _set_model(cfg: Config, start: Start, size: int, count: int, classes: int) -
         described = describe_model(model, classes, None, None)
         images = data_config(model)
         size, crop_pct = images["input_size"][-1], images["crop_pct"]
-        file = start.checkpoint
-        if file.is_dir():
-            file = next(file / name for name in WEIGHT_FILES if (file / name).is_file())
         new = {
             "model_name": described["architecture"],
             **described["model_args"],
-            "checkpoint_path": str(file.resolve()),
+            "checkpoint_path": str(_weight_file(start.checkpoint)),
             "frozen": start.freeze,
         }
         for key in ("mean", "std"):
