@@ -291,8 +291,9 @@ def failing(monkeypatch):
                 self.hooks = [hook]
 
             def train(self):
+                self.hooks[0].before_run(self)
                 if not early:
-                    self.hooks[0].before_run(self)
+                    self.hooks[0].before_train(self)
                 raise RuntimeError(point)
 
         monkeypatch.setattr(TrainingRunner, "from_cfg", lambda cfg: Built())
@@ -302,8 +303,8 @@ def failing(monkeypatch):
 
 def test_only_errors_of_building_are_blamed_on_the_config(config, failing):
     cfg = load_config(config)
-    failing("a scheduler", early=True)
-    with pytest.raises(InputError, match=r"small\.py cannot be used \(RuntimeError: a scheduler\)"):
+    failing("an initialisation", early=True)
+    with pytest.raises(InputError, match=r"small\.py cannot be used \(RuntimeError: an initialisation\)"):
         run_training(cfg)
     failing("a resumed validation")
     with pytest.raises(RuntimeError, match="a resumed validation"):

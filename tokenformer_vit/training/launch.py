@@ -67,12 +67,16 @@ class _Terminal(logging.Filter):
 
 
 class _Built(Hook):
-    """Notes that everything a config names is built."""
+    """Notes that everything a config names is built, weights included."""
 
+    priority = "VERY_HIGH"  # another hook may validate before training
     done = False
 
     def before_run(self, runner) -> None:
-        self.done = runner.terminal.built = True
+        runner.terminal.built = True
+
+    def before_train(self, runner) -> None:
+        self.done = True  # mmengine initialises and loads weights after before_run
 
 
 @contextmanager
