@@ -126,7 +126,7 @@ def run_facts(runner: Any) -> CardFacts:
                 f"Validation {unit}": validation,
             },
             "Training": {
-                "Config": PurePath(cfg.filename).name,
+                "Config": PurePath(cfg.filename).name if cfg.filename else None,
                 "Epochs": None if by_iteration else runner.epoch,
                 "Iterations": f"{runner.iter:,}",
                 "Optimiser": type(runner.optim_wrapper.optimizer).__name__,

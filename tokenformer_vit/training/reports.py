@@ -69,7 +69,7 @@ class RecordHook(Hook):
         record = {
             "command": typed_command(),
             **self._environment,
-            "config": Path(runner.cfg.filename).name,
+            "config": Path(runner.cfg.filename or "").name,
             "processes": runner.world_size,
             "dtype": dtype_of(runner),
             f"{self._unit}_per_step": samples_per_step(runner),
@@ -131,7 +131,7 @@ class CurvesHook(Hook):
             Path(runner.work_dir) / "curves.png",
             growth=[growth["iteration"] for growth in grown],
             iters_per_epoch=None if by_iteration else len(runner.train_dataloader),
-            title=Path(runner.cfg.filename).stem,
+            title=Path(runner.cfg.filename or "").stem,
         )
 
 
