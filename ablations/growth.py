@@ -5,8 +5,8 @@ epochs, and all of them after two thirds. It is compared with models that have t
 start, in the same learning rate schedule. *Zero keys* and *duplicates* keep what the model
 computes; *random* pairs, as in the paper, do not (arXiv:2410.23168, Section 3.3). The ViT has as
 many parameters as the whole TokenFormer. It grows by its hidden layers (Net2Net, arXiv:1511.05641,
-which keeps the function) or by its blocks (stacking, Gong et al. 2019, which does not). FLOPs are
-those of all forward and backward passes. *The largest, fewer epochs* has a whole schedule over two
+which keeps the function) or by its blocks (stacking, Gong et al. 2019, which does not). FLOPs count
+all forward and backward passes. *The largest, fewer epochs* has a whole schedule over two
 thirds of the epochs, and *a quarter, twice the epochs* one over twice as many: they cost about as
 much as the grown models. Published savings for ViTs on ImageNet are 56.7 % (LEMON,
 arXiv:2310.07999) and 76 % (Mango, arXiv:2310.10699, DeiT-S to DeiT-B). Both start from a trained

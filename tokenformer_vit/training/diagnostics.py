@@ -51,8 +51,8 @@ class DiagnosticsHook(Hook):
             file cannot be written.
 
     Source:
-        TokenFormer, arXiv:2410.23168, Appendix A reasons about the gradient that reaches the tokens
-        through a softmax; this hook measures it, for any Θ.
+        TokenFormer, arXiv:2410.23168: Appendix A derives the gradient that reaches the tokens
+        through a softmax; this hook measures it for any Θ.
     """
 
     def __init__(self, interval: int = 1, images: int = 64) -> None:
@@ -73,15 +73,15 @@ class DiagnosticsHook(Hook):
             return
         if runner.val_loop is None:
             raise InputError(
-                "DiagnosticsHook takes its images from the validation data, but the run has none: "
-                "set val_dataloader, val_cfg and val_evaluator, or leave the hook out"
+                "DiagnosticsHook needs validation images, but the run has none: set "
+                "val_dataloader, val_cfg and val_evaluator, or remove the hook"
             )
         if not is_main_process():
             return
         self._batches = []
         path = Path(runner.work_dir) / FILE
         if runner.iter == 0:
-            path.unlink(missing_ok=True)  # of a run that ended before its first checkpoint
+            path.unlink(missing_ok=True)  # left by a run that ended before its first checkpoint
         # The pipeline that reads an image may draw random numbers.
         state = rng_state()
         loader = runner.val_dataloader
@@ -183,7 +183,7 @@ def diagnose(classifier: nn.Module, batches: Sequence[dict[str, Any]]) -> dict[s
         for batch in batches:
             data = model.data_preprocessor(batch, False)
             labels = torch.cat([sample.gt_label for sample in data["data_samples"]])
-            # Not by forward(), which mmengine can have compiled, bound to the original.
+            # Not by forward(): mmengine may have compiled it, for the original model.
             logits = model.head(model.extract_feat(data["inputs"]))
             part = F.cross_entropy(logits, labels.to(logits.device), reduction="sum") / images
             part.backward()

@@ -88,7 +88,7 @@ def configure_test(cfg: Config, checkpoint: str | Path, out: str | Path) -> None
     """
     if not cfg.model.get("head"):
         raise InputError(
-            f"{cfg.filename} trains no image classifier: evaluate a language model by "
+            f"{cfg.filename} is not the config of an image classifier: for a language model, use "
             "`tokenformer-vit evaluate-lm`"
         )
     if not Path(checkpoint).is_file():
@@ -101,7 +101,7 @@ def configure_test(cfg: Config, checkpoint: str | Path, out: str | Path) -> None
         ) from error
     cfg.load_from, cfg.resume = str(checkpoint), False
     cfg.work_dir = str(out)  # not the run's own, whose dumped config would be overwritten
-    backbone = cfg.model.backbone.get("module", cfg.model.backbone)  # LoRA has one within
+    backbone = cfg.model.backbone.get("module", cfg.model.backbone)  # LoRA wraps it
     for start in ("checkpoint_path", "pretrained"):
         # Not needed: the checkpoint replaces these weights, and the file may not exist any more.
         if backbone.get(start):

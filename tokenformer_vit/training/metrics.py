@@ -1,4 +1,4 @@
-"""What an image classifier is validated by."""
+"""Validation metrics of image classifiers."""
 
 from typing import Any
 
