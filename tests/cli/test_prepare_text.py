@@ -242,7 +242,7 @@ def test_two_do_not_write_the_same(texts, tmp_path, monkeypatch, in_another_proc
     for other in others:
         assert other.startswith(f"InputError: {tmp_path / 'out'}.partial is in use by process")
         assert f" {first} on " in other
-        assert other.endswith("or name another place")
+        assert other.endswith("or choose another place")
         assert "\n" not in other
     monkeypatch.undo()
     run(*how[:1], tmp_path / "alone", *how[2:])
@@ -341,9 +341,9 @@ def test_rows_of_digits_begin_with_a_line(tmp_path):
         (("texts", "out", "--tokenizer", "bpe:9"), "bpe:9 is too small"),
         (("texts", "out", "--tokenizer", "bpe:0"), "bpe:0 is too small"),
         (("texts", "out", "--tokenizer", "bpe:999999999"), "bpe:999999999 is too large"),
-        (("texts", "."), r"\. exists, .* name another place"),
+        (("texts", "."), r"\. exists, .* choose another place"),
         (("texts", "out", "--tokenizer", "evil"), "custom code .* is not run"),
-        (("texts", "empty"), "empty exists, .* name another place"),
+        (("texts", "empty"), "empty exists, .* choose another place"),
         (
             ("texts", "out", "--val", "texts/a.txt"),
             "a.txt is both a source and in --val: leave one out",

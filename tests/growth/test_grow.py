@@ -337,7 +337,7 @@ def test_other_models_and_state_dicts_are_refused():
         grow(nn.Sequential(Pattention(4, 4, 4)), num_ffn_param_tokens=8)
     with pytest.raises(InputError, match="no layer has a fixed gate"):
         open_gates(build(), 0.5)
-    with pytest.raises(InputError, match="opened must be from 0 to 1, but it is 2"):
+    with pytest.raises(InputError, match="opened must be from 0 to 1, but got 2"):
         open_gates(build(), 2)
     attention = Attention(8, 2, 8, 8)
     assert grow(attention, num_qkv_param_tokens=16).query.num_param_tokens == 16

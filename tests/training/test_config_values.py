@@ -258,7 +258,7 @@ def test_configs_are_python_and_no_other_file_runs_code(tmp_path, name, inherits
         first = tmp_path / "first.py"
         first.write_text("_base_ = 'middle.py'\n")
     line = refusal(first, {})
-    assert f"{other} is no Python config: write it as a .py file" in line
+    assert f"{other} is not a Python config: write it as a .py file" in line
     assert not mark.exists()
 
 

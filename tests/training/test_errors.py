@@ -106,7 +106,7 @@ def test_class_folders_unlike_the_head(config, data_root):
 def test_a_new_run_does_not_overwrite_an_old_one(config, tmp_path):
     (tmp_path / "last_checkpoint").write_text("/elsewhere/epoch_1.pth")
     cfg = load_config(config, work_dir=str(tmp_path))
-    with pytest.raises(InputError, match="holds a run already: add --resume"):
+    with pytest.raises(InputError, match="already holds a run: add --resume"):
         choose_checkpoint(cfg, None)
     with pytest.raises(InputError, match=r"there is no checkpoint .*epoch_1\.pth to resume from"):
         choose_checkpoint(cfg, "auto")

@@ -447,7 +447,7 @@ def test_what_texts_share_trains_unless_it_is_frozen(masked, tmp_path):
         ({"model.config.norm_eps": -1.0}, r"model\.config of the tokenformer: norm_eps is -1"),
         (
             {"model.checkpoint": "nowhere"},
-            r"sizes are those of the checkpoint nowhere: set .*_delete_",
+            r"the checkpoint nowhere has its own: set .*_delete_",
         ),
         ({"model.masks": {"old": "x"}}, r"dict\(new=NAME\), but got \{'old': 'x'\}"),
         ({"train_dataloader.dataset.data_root": "nowhere"}, r"there is no folder nowhere"),
