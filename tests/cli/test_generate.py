@@ -322,7 +322,7 @@ def test_a_mask_is_chosen_by_its_name(folder, capsys):
     masks.add("half", lambda _, layer: slice(layer.num_param_tokens // 2))
     masks.save(folder / "masks.safetensors")
     run(folder, "w1 w2", "--greedy", "--max-new-tokens", 6)
-    assert "reads all its pairs; choose one by --mask" in capsys.readouterr().err
+    assert "all pairs are used; choose a mask with --mask" in capsys.readouterr().err
     run(folder, "w1 w2", "--greedy", "--max-new-tokens", 6, "--mask", "half")
     printed = capsys.readouterr()
     assert not printed.err

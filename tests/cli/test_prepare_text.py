@@ -346,7 +346,7 @@ def test_rows_of_digits_begin_with_a_line(tmp_path):
         (("texts", "empty"), "empty exists, .* choose another place"),
         (
             ("texts", "out", "--val", "texts/a.txt"),
-            "a.txt is both a source and in --val: leave one out",
+            "a.txt is both a source and in --val: remove it from one",
         ),
     ],
 )

@@ -194,7 +194,7 @@ def _vision(vit: Any, num_tokens: int | None) -> _Plan:
     tokens = patches + prefix
     if patches < 1:
         raise InputError(
-            f"num_tokens is {tokens}, but the model adds {prefix} tokens of its own: give more"
+            f"num_tokens is {tokens}, but {prefix} of them are class and register tokens: give more"
         )
     rows = {
         "embedding": patches,
