@@ -286,7 +286,7 @@ def test_all_six_tasks_on_their_real_items(folder, shared_data, capsys):
         (("--text", "good.txt", "--context", "33"), "--context 33 is more than the model's"),
         (("--text", "good.txt", "--tokenizer", "nowhere"), "there is no tokenizer in nowhere"),
         (("--text", "good.txt", "--tokenizer", "larger"), "has 300 entries, .* vocab_size is 257"),
-        (("--tasks", "piqa", "--task-data", "nowhere"), "there is no nowhere/piqa_val.jsonl"),
+        (("--tasks", "piqa", "--task-data", "nowhere"), "there is no file nowhere/piqa_val.jsonl"),
         (("--tasks", "lambada", "--task-data", "."), r"lambada_.*, line 1: .*recursion"),
         (("--tasks", "hellaswag", "--task-data", "."), "hellaswag_.*, line 1: .*unicode"),
         (("--data", "."), r"\. has no meta\.json"),

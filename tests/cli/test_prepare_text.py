@@ -329,7 +329,7 @@ def test_rows_of_digits_begin_with_a_line(tmp_path):
     ("arguments", "message"),
     [
         (("nowhere.txt", "out"), "there is no file or folder nowhere.txt"),
-        (("empty", "out"), "empty has no text file: .*parquet"),
+        (("empty", "out"), "empty has no text file; .*parquet"),
         (("empty.txt", "out"), "empty.txt is empty"),
         (("blank.txt", "out", "--documents", "line"), "the train part has 0 tokens, too few"),
         (("damaged.parquet", "out"), "damaged.parquet is not a readable parquet file"),
@@ -341,9 +341,9 @@ def test_rows_of_digits_begin_with_a_line(tmp_path):
         (("texts", "out", "--tokenizer", "bpe:9"), "bpe:9 is too small"),
         (("texts", "out", "--tokenizer", "bpe:0"), "bpe:0 is too small"),
         (("texts", "out", "--tokenizer", "bpe:999999999"), "bpe:999999999 is too large"),
-        (("texts", "."), r"\. exists, .* choose another place"),
-        (("texts", "out", "--tokenizer", "evil"), "custom code .* is not run"),
-        (("texts", "empty"), "empty exists, .* choose another place"),
+        (("texts", "."), r"\. exists .* choose another place"),
+        (("texts", "out", "--tokenizer", "evil"), "custom code .* is never run"),
+        (("texts", "empty"), "empty exists .* choose another place"),
         (
             ("texts", "out", "--val", "texts/a.txt"),
             "a.txt is both a source and in --val: remove it from one",

@@ -147,8 +147,8 @@ def test_values_of_language_models(key, value, allowed):
     [
         ({"data_preprocessor.num_classes": None}, ["num_classes is not set", "num_classes=3"]),
         ({"data_preprocessor.std": [1.0, 2.0]}, ["data_preprocessor.std has 2 values", "3 chann"]),
-        ({"model.head.in_channels": 96}, ["in_channels is 96", "24 wide", "in_channels=24"]),
-        ({"model.backbone.embed_dim": 36}, ["in_channels is 24", "36 wide"]),
+        ({"model.head.in_channels": 96}, ["in_channels is 96", "width 24", "in_channels=24"]),
+        ({"model.backbone.embed_dim": 36}, ["in_channels is 24", "width 36"]),
         (
             {"model.backbone.num_heads": 5},
             ["num_heads must divide dim 24", "got 5"],

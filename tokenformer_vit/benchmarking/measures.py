@@ -122,11 +122,11 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
 def saved_bytes(forward: Call, model: nn.Module) -> int:
     """Count the bytes that a forward call keeps for the backward pass.
 
-    Whole storages are counted, each once, because a view keeps its whole storage. Parameters and
-    buffers are not counted, nor are copies of parameters in another precision, which are recognised
-    by their values: their size does not depend on the batch. Tensors that torch.compile keeps go
-    through the same hooks, without a new compilation. A tensor that a custom autograd function
-    stores on its context without ``save_for_backward`` is not seen.
+    Each storage is counted once and as a whole, because a view keeps its whole storage. Parameters,
+    buffers and copies of parameters in another precision are not counted, because their size does
+    not depend on the batch; copies are recognised by their values. Tensors that torch.compile keeps
+    are counted without a new compilation. Tensors that a custom autograd function stores without
+    ``save_for_backward`` are not counted.
 
     Args:
         forward: Function that computes the loss.

@@ -1,6 +1,6 @@
 """Run one of timm's own scripts with the TokenFormer models registered.
 
-timm finds models by what has been imported, and its scripts have no option that imports a package::
+timm finds only models that are imported, and its scripts have no option that imports a package::
 
     tokenformer-vit timm path/to/validate.py DATA --model tokenformer_base ...
 

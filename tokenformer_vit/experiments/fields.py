@@ -22,7 +22,7 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Measure:
-    """What a validation measures."""
+    """A figure of validations."""
 
     name: str  # in records
     label: str  # in tables, charts and messages
@@ -55,7 +55,7 @@ class Measure:
 
 
 class Field(ABC):
-    """What the runs of a field have in common."""
+    """A field of ablations: the common parts of all its runs."""
 
     measure: ClassVar[Measure]
     path: ClassVar[tuple[str, ...]]  # keys of the part of a config that variants change

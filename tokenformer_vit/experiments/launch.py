@@ -63,7 +63,7 @@ def start(run: Run, slot: int, args: argparse.Namespace) -> Started:
 
 
 def _environment(slot: int, args: argparse.Namespace) -> dict[str, str]:
-    """Share the GPUs out among the jobs, as many to each as it has processes."""
+    """Give each job as many GPUs as it has processes."""
     environment = dict(os.environ)
     if args.jobs > 1 and (count := torch.cuda.device_count()) > 1:
         visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")

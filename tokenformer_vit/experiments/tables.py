@@ -76,7 +76,7 @@ def main(
     if args.check:
         if old:
             names = ", ".join(str(path.relative_to(root)) for path in old)
-            sys.exit(f"error: {names} is not what the records say; run `ablations/tables.py`")
+            sys.exit(f"error: {names} is out of date; run `python ablations/tables.py`")
         return
     for path in old:
         write_whole(path, texts[path].encode())

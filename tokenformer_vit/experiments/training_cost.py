@@ -252,7 +252,7 @@ def needed(score: float, scratch: Sequence[Point]) -> float:
 
 
 def saved(own: Point, scratch: Sequence[Point]) -> str:
-    """Format the share of FLOPs that a model has saved at its score, against an envelope."""
+    """Format the share of FLOPs that a model saved, compared with an envelope at its score."""
     flops, score = own
     need = needed(score, scratch)
     if math.isinf(need):

@@ -385,7 +385,7 @@ def _duplicate(
     if rest:
         raise InputError(
             f"{name} has {tokens.num} pairs and cannot be duplicated to {num}, which is not a "
-            f"multiple; take {max(times, 2) * tokens.num} or {(max(times, 2) + 1) * tokens.num}, "
+            f"multiple; give {max(times, 2) * tokens.num} or {(max(times, 2) + 1) * tokens.num}, "
             "or init='zero_key'"
         )
     spread = torch.stack(

@@ -221,7 +221,7 @@ class TokenMasks:
             layer = masks._layers.get(layer_name)
             if layer is None or mask.dtype != torch.bool or mask.dim() != 1:
                 raise InputError(
-                    f"{path}: {key!r} is not a mask of this model's layers; give the masks' model"
+                    f"{path}: {key!r} is not a mask of this model; give the model of the masks"
                 )
             _check_size(mask, layer, name, layer_name)
             masks._masks.setdefault(name, {})[layer_name] = mask

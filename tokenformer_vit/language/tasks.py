@@ -64,9 +64,9 @@ class Task:
 def _hellaswag_item(item: dict[str, Any]) -> dict[str, Any]:
     """Split a query "activity: context" into the fields of the hub.
 
-    On the hub the beginning of the sentence that the endings complete is a field of its own,
-    ctx_b, and the harness capitalises it. In the query it follows the last full stop and begins
-    with a small letter.
+    The endings complete an unfinished sentence. On the hub this sentence is the field ctx_b, and
+    the harness capitalises it. In the query it follows the last full stop and begins with a small
+    letter.
     """
     activity, _, context = item["query"].partition(": ")
     *sentences, last = re.split(r"(?<=[.!?]) ", context)

@@ -115,7 +115,7 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> PreTrainedToken
         raise
     except Exception as error:  # tokenizers raises bare Exceptions
         raise InputError(
-            f"{path} holds no readable tokenizer ({reason_of(error)}); give another folder or file"
+            f"{path} holds no readable tokenizer; give another folder or file ({reason_of(error)})"
         ) from error
     numbers = tokenizer.get_vocab()
     if tokenizer.eos_token is None and END in numbers:

@@ -171,7 +171,8 @@ def _read(path: Path) -> Config:
         raise
     except Exception as error:  # a config is Python: it may fail in any way
         raise InputError(
-            f"{path} cannot be read as a config ({type(error).__name__}: {one_line(error)})"
+            f"{path} cannot be read as a config ({type(error).__name__}: {one_line(error)}): "
+            "correct the file"
         ) from error
 
 
@@ -296,7 +297,7 @@ def make_work_dir(cfg: Config) -> Path:
     """
     work_dir = Path(cfg.work_dir)
     if work_dir.exists() and not work_dir.is_dir():
-        raise InputError(f"--work-dir {work_dir} is a file; name a folder")
+        raise InputError(f"--work-dir {work_dir} is a file; give a folder")
     try:
         work_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -43,8 +43,8 @@ class DiagnosticsHook(Hook):
 
     Args:
         interval: Number of epochs between two measurements, at least 1.
-        images: Number of images, at least 1: the first of the validation data or, if those are
-            sorted by class, as many at even distances. At most all are taken.
+        images: Number of images, at least 1, or all images if there are fewer. They are the first
+            validation images or, if the images are sorted by class, evenly spaced ones.
 
     Raises:
         InputError: If ``interval`` or ``images`` is below 1, the run has no validation data, or the
@@ -125,10 +125,10 @@ def probe_indices(dataset: Any, number: int) -> list[int]:
 
     Args:
         dataset: Data set of mmpretrain, or any with a length.
-        number: Number of images; at most all are chosen.
+        number: Number of images, or all images if there are fewer.
 
     Returns:
-        Indices: the first ones if the labels are known and not sorted, else at even distances.
+        Indices: the first ones if the labels are known and not sorted, otherwise evenly spaced.
     """
     size = len(dataset)
     number = min(number, size)

@@ -138,7 +138,7 @@ def _find_images(folder: Path) -> _Images:
             line = "".join(file.encode(errors="replace").decode().strip().splitlines())
             if line != file:  # mmengine reads a line of UTF-8, without spaces at its ends
                 raise InputError(
-                    f"{file!r} in {root} cannot be listed in a UTF-8 file: give it a UTF-8 name "
+                    f"{file!r} in {root} cannot be listed in a UTF-8 file: rename it, in UTF-8, "
                     "without line breaks, and without a space at either end"
                 )
     rest = {name: sorted(set(files) - set(held_out[name])) for name, files in train.items()}

@@ -27,7 +27,7 @@ class ResumableSampler(DefaultSampler):
         round_up: Repeat samples until all processes have the same number.
         num_samples: Number of samples of each process in a shortened epoch; None for all. With
             ``shuffle``, all processes together take a random subset, a new one in each epoch.
-            Without, they take samples at even distances, the same each time.
+            Without, they take evenly spaced samples, the same each time.
 
     Attributes:
         start: Number of this process's samples that the next pass skips.

@@ -274,7 +274,7 @@ def _stream(
     device: torch.device | str,
     skipped: Callable[[Path, Exception], object],
 ) -> Generator[tuple[list[Path], Tensor], None, None]:
-    """Yield the readable paths of each batch and their (B, N, P) weights; report the others."""
+    """Yield the readable paths of each batch and their (B, N, P) weights; report other paths."""
     config, model, found = data_config(model), model.to(device), False
     with closing(read_images(list(dict.fromkeys(paths)), config, batch_size)) as batches:
         for batch in batches:
