@@ -31,13 +31,13 @@ QUARTER = share_of_pairs(SHARES[0])
 
 
 def narrow_vit(backbone: Part, shape: Shape) -> Part:
-    """Take the matched ViT with the hidden layers of the first stage."""
+    """Use the matched ViT with the hidden layers of the first stage."""
     hidden = shape.hidden(SHARES[0])["hidden_features"]
     return {**matched_vit(backbone, shape), "mlp_ratio": (hidden + 0.5) / shape.embed_dim}
 
 
 def shallow_vit(backbone: Part, shape: Shape) -> Part:
-    """Take the matched ViT with the blocks of the first stage."""
+    """Use the matched ViT with the blocks of the first stage."""
     return {**matched_vit(backbone, shape), **depth(shape, SHARES[0])}
 
 

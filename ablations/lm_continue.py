@@ -43,7 +43,7 @@ def widened(shape: Shape, iterations: int) -> dict[str, Any]:
 
 
 def second(name: str, label: str, change: Change) -> Variant:
-    """Go on from the end of the TokenFormer's first stage."""
+    """Continue from the end of the TokenFormer's first stage."""
     return Variant(name, f"TokenFormer → {label}", change, text=SECOND, start="first")
 
 

@@ -28,13 +28,13 @@ def appended(stage: int, text: str, masked: bool, **new: Any) -> Change:
     Args:
         stage: Number of the stage; English is 0.
         text: Folder of the text.
-        masked: Whether a language is trained and read with its own pairs alone.
+        masked: Whether a language is trained and read with only its own pairs.
         new: Other arguments of the model.
     """
 
     def change(model: Part, shape: Shape) -> Part:
         masks = {"new": text} if masked else None
-        # By themselves, pairs with zero keys would begin with scores of zero everywhere.
+        # Alone under a mask, pairs with zero keys would start with scores of zero everywhere.
         init = "random" if masked else "zero_key"
         growth = {**shape.pairs(stage + 1), "init": init}
         return {**model, "growth": growth, "masks": masks, **new}
@@ -43,7 +43,7 @@ def appended(stage: int, text: str, masked: bool, **new: Any) -> Change:
 
 
 def stages(name: str, label: str, masked: bool, **new: Any) -> Iterator[Variant]:
-    """Go on with each language after English, from the end of the language before."""
+    """Continue with each language after English, from the end of the language before."""
     start, languages = "first", "English"
     for number, (text, language) in enumerate(TEXTS.items()):
         if not number:

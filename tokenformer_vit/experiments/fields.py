@@ -1,6 +1,6 @@
 """The two fields of ablations, images and language, and the names in their configs and logs.
 
-Tables need these names alone. What builds a model imports OpenMMLab or Hugging Face when called.
+Tables need only these names. Methods that build models import OpenMMLab or Hugging Face themselves.
 """
 
 import math

@@ -64,7 +64,7 @@ def load_language_model(
         folder: Folder with ``config.json`` and ``model.safetensors``, or its shards and their
             index.
         kinds: Model types of transformers that are accepted; None for any causal language model.
-        mask: Name of a mask in ``masks.safetensors``, to use its pairs alone; None for all pairs.
+        mask: Name of a mask in ``masks.safetensors``, to use only its pairs; None for all pairs.
 
     Returns:
         The model on the CPU, in evaluation mode, in the dtype of the saved weights.

@@ -36,7 +36,7 @@ class Start(NamedTuple):
         model: Name of a timm model, TokenFormer or ViT; None for a small TokenFormer, or for the
             model that ``checkpoint`` describes.
         checkpoint: File or exported folder with the first weights.
-        freeze: Train the head alone.
+        freeze: Train only the head.
     """
 
     model: str | None = None

@@ -63,7 +63,7 @@ class GrowthHook(Hook):
         open_iters: Number of iterations in which ``fixed`` gates open evenly after each growth.
         moments: ``keep`` the optimiser's moments of old pairs, or ``reset`` them.
         new_lr_scale: Factor on the learning rate of the newest pairs.
-        freeze: ``old`` trains the newest pairs and the classifier alone after a growth.
+        freeze: ``old`` trains only the newest pairs and the classifier after a growth.
         seed: Seed of the new pairs; default: the seed of the run.
 
     Raises:

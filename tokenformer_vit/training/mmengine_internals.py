@@ -61,7 +61,7 @@ INTERNALS = (
     Internal(
         Config,
         "_get_cfg_path",
-        "mmengine looks for `package::config` in OpenMMLab's own packages alone.",
+        "mmengine looks for `package::config` only in OpenMMLab's own packages.",
         ("cfg_path", "filename"),
     ),
     # Used by a subclass of its owner.

@@ -62,7 +62,7 @@ def _seeded(*key: int) -> Iterator[None]:
 
 @TRANSFORMS.register_module()
 class SeededTransforms(BaseTransform):
-    """Apply random transforms that depend on the seed, the epoch and the image alone.
+    """Apply random transforms that depend only on the seed, the epoch and the image.
 
     The augmentation does not depend on the number of workers or processes, on the worker that reads
     an image, or on an interruption of the run. It differs from epoch to epoch.
