@@ -331,7 +331,7 @@ def test_a_learned_gate_cannot_be_frozen_in_part():
 def test_other_models_and_state_dicts_are_refused():
     with pytest.raises(InputError, match="give a TokenFormer"):
         grow(nn.Linear(2, 2), num_ffn_param_tokens=4)
-    with pytest.raises(InputError, match="give that of a TokenFormer"):
+    with pytest.raises(InputError, match="give one of a TokenFormer"):
         grow_state_dict(nn.Linear(2, 2).state_dict(), num_ffn_param_tokens=4)
     with pytest.raises(InputError, match="are query, key, value, proj, mlp"):
         grow(nn.Sequential(Pattention(4, 4, 4)), num_ffn_param_tokens=8)

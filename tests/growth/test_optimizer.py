@@ -215,7 +215,7 @@ def test_what_cannot_be_done_is_said():
     vit = build("vit_tiny_patch16_224")
     with pytest.raises(InputError, match="is GluMlp"):
         widen_mlp(build("vit_tiny_patch16_224", mlp_layer=GluMlp), 100)
-    with pytest.raises(InputError, match="new_lr_scale must be positive"):
+    with pytest.raises(InputError, match="new_lr_scale must be above 0"):
         grow(build(), num_ffn_param_tokens=96, new_lr_scale=0.0)
     with pytest.raises(InputError, match="give more than that, not 64"):
         widen_mlp(vit, 64)

@@ -22,7 +22,7 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Measure:
-    """A figure of validations."""
+    """A figure that validations measure."""
 
     name: str  # in records
     label: str  # in tables, charts and messages

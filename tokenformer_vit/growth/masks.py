@@ -48,7 +48,7 @@ class TokenMasks:
             model(x).sum().backward()              # uses the pairs of both
 
     A mask removes the other pairs from their layers and keeps τ. Growth keeps τ as well. Therefore
-    a mask of the pairs from before growth gives exactly the outputs from before growth, forevery
+    a mask of the pairs from before growth gives exactly the outputs from before growth, for every
     Θ, also for ``softmax`` without a gate. Multiplying other pairs by zero would be exact only for
     the GELU variants: under ``softmax`` a pair with score 0 still takes a share.
 

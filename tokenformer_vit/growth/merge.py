@@ -76,7 +76,7 @@ def merge(model_a: Model, model_b: nn.Module, ancestor: nn.Module | None = None)
       both layers, with scores multiplied by r_m/r before the GELU.
 
     If r_a = r_b, this is the mean (O_a + O_b)/2. Therefore a model that is merged with itself keeps
-    its outputs, forevery Θ and eps.
+    its outputs, for every Θ and eps.
 
     With an ancestor, whose pairs are the first pairs of both models, the merged layer has these
     pairs once, then the new pairs of model_a, then the new pairs of model_b. Values do not change,

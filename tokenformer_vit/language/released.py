@@ -185,7 +185,7 @@ def to_released(model: TokenFormerLM) -> dict[str, Tensor]:
 
 
 def _names(depth: int) -> Iterator[tuple[str, str]]:
-    """Yield the released name and ours of every tensor of a model."""
+    """Yield two names of every tensor of a model: the released name and ours."""
     yield _EMBEDDING, "embedding.weight"
     for block in range(depth):
         theirs, own = f"sequential.{block + 2}", f"blocks.{block}"
