@@ -1,4 +1,4 @@
-"""Can a model learn languages in turn, and forget none, if each has pairs of its own?
+"""Can a model learn languages in turn, and forget none, if each has its own pairs?
 
 A TokenFormer learns English with the config's pairs, then French and Spanish with as many appended
 pairs each. A course report of 2024 did this with 512 pairs a language, but in its published code

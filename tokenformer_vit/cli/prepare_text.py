@@ -227,5 +227,5 @@ def _share(text: str) -> float:
     except ValueError:
         share = -1.0
     if not 0 <= share < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share: give 0 to below 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0 and below 1")
     return share

@@ -1,6 +1,6 @@
 """Train a model: from a config, or an image classifier from a folder of images.
 
-A config is a file of your own, or one of those that come with the package::
+A config is your own file, or a config that comes with the package::
 
     tokenformer-vit train configs/imagenet_base.py
 

@@ -31,7 +31,7 @@ from .variants import Shape, Variant
 
 @dataclass(frozen=True, kw_only=True)
 class Question(ABC):
-    """One question, with a table and a chart of its own. Subclasses are the kinds of questions.
+    """One question, with its table and its chart. Subclasses are the kinds of questions.
 
     Args:
         name: Name of the file with the question.

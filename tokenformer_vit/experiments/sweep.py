@@ -1,6 +1,6 @@
 """Train every variant of a question with several seeds: the command line of all questions.
 
-Every run is a training of its own, by ``tokenformer-vit train``. Finished runs are skipped, and
+Every run is one process of ``tokenformer-vit train``. Finished runs are skipped, and
 interrupted runs are resumed. A failed run is recorded as failed and skipped until --retry-failed.
 """
 

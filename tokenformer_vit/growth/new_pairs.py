@@ -25,7 +25,7 @@ def freeze_old(model: nn.Module) -> None:
             ``model.get_classifier().requires_grad_()`` afterwards.
 
     Raises:
-        InputError: If no layer stores new pairs in parameters of their own.
+        InputError: If no layer stores new pairs in separate parameters.
     """
     parts = [
         token_segments(layer, name)

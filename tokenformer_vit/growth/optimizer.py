@@ -25,9 +25,9 @@ def carry_over(
 ) -> None:
     """Replace the old parameters of an optimizer by the new ones, in place.
 
-    The groups stay, in their order. A parameter without a predecessor gets a group of its own at
-    the end, with the settings of the group that it came from. It has no weight decay if it has
-    fewer than two dimensions.
+    The groups stay, in their order. A parameter without a predecessor gets its own group at the
+    end, with the settings of the group that it came from. It has no weight decay if it has fewer
+    than two dimensions.
 
     Args:
         optimizer: Optimizer. With ``keep``, its state must have the shape of the parameters and
@@ -35,7 +35,7 @@ def carry_over(
         changes: Parameters that were replaced.
         moments: ``keep`` keeps the state of old entries and starts new entries at zero; ``reset``
             deletes the state of these parameters.
-        new_lr_scale: Factor on the learning rate of new pairs with parameters of their own.
+        new_lr_scale: Factor on the learning rate of new pairs in separate parameters.
 
     Raises:
         InputError: If ``moments`` is unknown, the optimizer does not have the replaced parameters,

@@ -109,7 +109,7 @@ class TextReader:
                         yield piece
             except InputError:
                 raise
-            except Exception as error:  # each library has errors of its own
+            except Exception as error:  # each library has its own errors
                 reason = one_line(error)
                 for sign, way_out in _WAYS_OUT.items():
                     if sign in reason:

@@ -123,7 +123,7 @@ def _read_config(file: Path, kinds: Sequence[str] | None) -> Any:
         )
     try:
         config = AutoConfig.from_pretrained(file.parent, **LOCAL)
-    except Exception as error:  # each model type has checks of its own
+    except Exception as error:  # each model type has its own checks
         raise InputError(f"{file} cannot be used: {reason_of(error)}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(
@@ -148,7 +148,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     tensors = {}
     for name in sorted(set(places.values())):
         if not (folder / name).is_file():
-            raise InputError(f"there is no {folder / name}, which {index} names")
+            raise InputError(f"there is no {folder / name}, which {index} names; copy all files")
         tensors |= read_state_dict(folder / name)
     return tensors
 

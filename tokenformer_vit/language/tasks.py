@@ -155,7 +155,7 @@ def read_items(task: Task, folder: Path) -> list[dict[str, Any]]:
                 raise InputError(f"{path}, line {number}: the answer is not one of the choices")
             items.append(task.convert(item))
     if not items:
-        raise InputError(f"{path} is empty")
+        raise InputError(f"{path} is empty; it must hold the items of {task.name}")
     return items
 
 

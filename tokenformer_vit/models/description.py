@@ -74,7 +74,7 @@ class _Card(BaseModel):
 class _Description(BaseModel):
     """The content of ``config.json``; timm reads other keys without a check.
 
-    Old files have no ``pretrained_cfg``, but its values as keys of their own.
+    Old files have no ``pretrained_cfg``; its entries are keys of the file.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -209,7 +209,9 @@ def read_description(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} is not readable JSON ({one_line(error)})") from error
+        raise InputError(
+            f"{path} is not readable JSON ({one_line(error)}); export again"
+        ) from error
     return _check_description(content, path)
 
 

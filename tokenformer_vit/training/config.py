@@ -74,10 +74,10 @@ def parse_run_arguments(
     try:
         args = parser.parse_args(argv)
     except ValueError:  # DictAction splits at "=" and trusts that there is one
-        parser.error("--cfg-options takes KEY=VALUE")
+        parser.error("--cfg-options must be KEY=VALUE")
     except (AssertionError, RecursionError):  # from brackets that DictAction cannot read
         parser.error(
-            "--cfg-options reads numbers, words and lists of them; dicts go into a config file"
+            "--cfg-options takes numbers, words and lists of them; put dicts into a config file"
         )
     if args.local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(args.local_rank))
@@ -221,7 +221,7 @@ def _check_option(cfg: Config, key: str) -> None:
             raise InputError(
                 f"--cfg-options {key}: {where} has no {part!r}"
                 + (f"; it has {', '.join(close)}" if close else "")
-                + ". Add a new key in a config file of your own"
+                + ". Add a new key in your own config file"
             )
         node = node[part]
 

@@ -156,7 +156,7 @@ def _scan(root: Path) -> dict[str, list[str]]:
     if len(found) < 2:
         raise InputError(
             f"{root} has {len(found)} class folders, but a classifier needs at least 2: put the "
-            "images of each class into a folder of its own, such as cat/1.jpg and dog/1.jpg"
+            "images of each class into a separate folder, such as cat/1.jpg and dog/1.jpg"
         )
     for name, files in found.items():
         if not files:
