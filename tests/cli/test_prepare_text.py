@@ -375,7 +375,7 @@ def test_what_cannot_be_is_said_in_one_line(texts, tmp_path, monkeypatch, argume
         (("out",), "give SOURCE... OUT"),
         (("a", "out", "--hub", "b"), "give SOURCE... OUT"),
         (("a", "--val", "b", "out"), "--val takes all paths after it"),
-        (("a", "out", "--val-share", "1"), "'1' is not a share"),
+        (("a", "out", "--val-share", "1"), "'1' is not a number of at least 0 and below 1"),
         (("a", "out", "--val-share", "0.1", "--val", "b"), "give one of them"),
         (("a", "out", "--tokenizer", "bpe:many"), "N of bpe:N must be a whole number"),
         (("a", "out", "--tokenizer", f"bpe:{'9' * 5000}"), "N of bpe:N must be a whole number"),
