@@ -194,7 +194,8 @@ def _vision(vit: Any, num_tokens: int | None) -> _Plan:
     tokens = patches + prefix
     if patches < 1:
         raise InputError(
-            f"num_tokens is {tokens}, but {prefix} of them are class and register tokens: give more"
+            f"num_tokens must be above {prefix}, the number of class and register tokens, but got "
+            f"{tokens}"
         )
     rows = {
         "embedding": patches,

@@ -177,7 +177,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--tasks", nargs="*", choices=TASKS, metavar="TASK", help=f"default: {' '.join(TASKS)}")
     add("--task-data", type=Path, metavar="FOLDER", help="items of the tasks (default: the hub)")
-    add("--limit", type=positive, metavar="N", help="the first N items of each task, for a try")
+    add("--limit", type=positive, metavar="N", help="only the first N items of each task")
     add("--context", type=positive, metavar="N", help="tokens read at once (default: the model's)")
     add("--batch-size", type=positive, default=8, metavar="B", help="default: %(default)s")
     add("--amp", action="store_true", help="bfloat16 by autocast; logits and losses stay float32")

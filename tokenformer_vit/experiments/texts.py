@@ -19,7 +19,7 @@ DATA = "data"  # folder of the texts, unless the command line names another
 
 @dataclass(frozen=True, kw_only=True)
 class Texts(Question):
-    """Language models train on one text after another, and are measured on all of them.
+    """Language models train on one text after another, and are measured on all texts.
 
     Each variant is a stage. It starts from scratch, or from the end of another stage.
 

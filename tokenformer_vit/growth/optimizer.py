@@ -25,9 +25,9 @@ def carry_over(
 ) -> None:
     """Replace the old parameters of an optimizer by the new ones, in place.
 
-    The groups stay, in their order. A parameter without a predecessor gets its own group at the
-    end, with the settings of the group that it came from. It has no weight decay if it has fewer
-    than two dimensions.
+    The groups stay, in their order. A parameter without a predecessor gets a group of its own at
+    the end, with the settings of the group that it came from. It has no weight decay if it has
+    fewer than two dimensions.
 
     Args:
         optimizer: Optimizer. With ``keep``, its state must have the shape of the parameters and

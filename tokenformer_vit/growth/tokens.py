@@ -78,7 +78,7 @@ def kind_of(name: str) -> str:
         name: Full name of a Pattention layer in a model.
 
     Raises:
-        InputError: If the name is not that of a layer of a TokenFormer block.
+        InputError: If no layer of a TokenFormer block has this name.
     """
     last = name.rpartition(".")[2]
     if last not in KINDS:

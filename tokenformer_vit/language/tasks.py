@@ -171,8 +171,8 @@ class Harness(_HFLM):
         amp: Compute in bfloat16 under torch.autocast. The log-softmax stays float32.
 
     Raises:
-        InputError: If the tokenizer has no token that begins or ends a text: the harness takes it
-            for an empty prompt.
+        InputError: If the tokenizer has no token that begins or ends a text, which the harness
+            needs for an empty prompt.
     """
 
     def __init__(
