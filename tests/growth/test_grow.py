@@ -265,7 +265,7 @@ def test_a_compiled_model_grows(rounding):
         ({"num_ffn_param_tokens": 64}, "has 128 pairs and cannot grow to 64"),
         ({"num_ffn_param_tokens": 256, "init": "zero"}, "would never learn"),
         ({"num_ffn_param_tokens": 256, "init": "normal"}, "unknown init 'normal'"),
-        ({"num_ffn_param_tokens": 200, "init": "duplicate"}, "take 256 or 384, or init='zero_key'"),
+        ({"num_ffn_param_tokens": 200, "init": "duplicate"}, "give 256 or 384, or init='zero_key'"),
         (
             {"num_ffn_param_tokens": 256, "gate": "learned"},
             "softmax with zero_key or random",
@@ -275,7 +275,7 @@ def test_a_compiled_model_grows(rounding):
             {"num_ffn_param_tokens": 256, "gate": "fixed", "init": "released"},
             "softmax with zero_key or random",
         ),
-        ({"num_ffn_param_tokens": 256, "freeze": "new"}, "freeze is 'new'"),
+        ({"num_ffn_param_tokens": 256, "freeze": "new"}, "freeze must be 'old' or None, but got 'new'"),
     ],
 )
 def test_what_cannot_be_grown_is_said_and_left_as_it_is(arguments, message):

@@ -170,7 +170,7 @@ def test_sizes_that_do_not_agree_are_named(plain, options, said):
 def test_an_entry_of_a_list_of_numbers_is_no_key(config):
     line = refusal(config, {"model.head.in_channels": 24, "data_preprocessor.std.0": 1.0})
     assert "data_preprocessor.std.0" in line
-    assert "give a list as a whole, as in key=[1,5]" in line
+    assert "set a whole list, as in key=[1,5]" in line
 
 
 def test_sizes_are_those_of_what_training_gets(tmp_path, config):

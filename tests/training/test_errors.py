@@ -220,7 +220,7 @@ def test_labels_of_other_classes_are_refused():
         (["--batch-size", "0"], "'0' is not a whole number of at least 1"),
         (["--seed", "-1"], "'-1' is not a whole number of at least 0"),
         (["--cfg-options", "foo"], "--cfg-options must be KEY=VALUE"),
-        (["--cfg-options", "a=[dict(b=1,c=2)]"], "dicts go into a config file"),
+        (["--cfg-options", "a=[dict(b=1,c=2)]"], "put dicts into a config file"),
     ],
 )
 def test_slips_on_the_command_line(config, capsys, arguments, message):
