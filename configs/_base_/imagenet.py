@@ -58,7 +58,7 @@ train_dataloader = dict(
 )
 val_dataloader = dict(
     batch_size=128,
-    num_batch_per_epoch=None,  # a number takes images at even distances, the same each time
+    num_batch_per_epoch=None,  # a number takes evenly spaced images, the same each time
     num_workers=8,
     persistent_workers=True,
     pin_memory=True,

@@ -42,7 +42,7 @@ class Start(NamedTuple):
         model: Name of a timm model, TokenFormer or ViT; None for a small TokenFormer, or for the
             model that ``checkpoint`` describes.
         checkpoint: File or exported folder with the first weights.
-        freeze: Train the head alone.
+        freeze: Train only the head.
     """
 
     model: str | None = None
@@ -56,7 +56,7 @@ class _Images(NamedTuple):
     Args:
         root: Folder with ``train/`` and ``val/``, or with the class folders.
         train: Training images by class, as paths within ``train/``, or within ``root``.
-        val: Validation images, likewise.
+        val: Validation images by class, in the same form.
         listed: There is no ``val/``: two files have to list the images of each split.
     """
 
@@ -102,7 +102,7 @@ def configure_folder(
     recipe = "digits_demo" if size <= 16 else "cifar10_tiny" if size <= 48 else "imagenette_tiny"
     cfg = Config.fromfile(CONFIGS / f"{recipe}.py")
     for key in ("train_pipeline", "test_pipeline", "vis_backends"):
-        cfg.pop(key)  # copies; an edit of them would change nothing
+        cfg.pop(key)  # these are copies; editing them would change nothing
     model = _set_model(cfg, start, size, count, len(images.train))
     _set_pipelines(cfg)
     work_dir.mkdir(parents=True, exist_ok=True)
@@ -181,15 +181,15 @@ def _find_images(folder: Path) -> _Images:
         if len(files) < 2:
             raise InputError(
                 f"{root / name} has one image, but a part of each class is held out for "
-                "validation: add images, or give val/ beside train/"
+                "validation: add images, or make val/ next to train/"
             )
         held_out[name] = sorted(generator.sample(files, max(1, round(HELD_OUT * len(files)))))
         for file in files:
             line = "".join(file.encode(errors="replace").decode().strip().splitlines())
             if line != file:  # mmengine reads a line of UTF-8, without spaces at its ends
                 raise InputError(
-                    f"{file!r} in {root} cannot be listed in a file of UTF-8: rename it without "
-                    "line breaks, other encodings and a space at either end"
+                    f"{file!r} in {root} cannot be listed in a UTF-8 file: rename it, in UTF-8, "
+                    "without line breaks, and without a space at either end"
                 )
     rest = {name: sorted(set(files) - set(held_out[name])) for name, files in train.items()}
     return _Images(root, rest, held_out, listed=True)
@@ -206,7 +206,7 @@ def _scan(root: Path) -> dict[str, list[str]]:
     if len(found) < 2:
         raise InputError(
             f"{root} has {len(found)} class folders, but a classifier needs at least 2: put the "
-            "images of each class into a folder of its own, such as cat/1.jpg and dog/1.jpg"
+            "images of each class into a separate folder, such as cat/1.jpg and dog/1.jpg"
         )
     for name, files in found.items():
         if not files:
@@ -226,7 +226,7 @@ def _set_model(cfg: Config, start: Start, size: int, count: int, classes: int) -
     """Put the model and its image size into a config, and return them in words."""
     backbone = cfg.model.backbone
     if start.freeze and start.checkpoint is None:
-        raise InputError("--freeze trains the head alone: give the other weights by --checkpoint")
+        raise InputError("--freeze trains only the head: give the other weights with --checkpoint")
     if start.checkpoint is not None:
         model: Any = load_model(start.model, start.checkpoint, for_images=False)
         described = describe_model(model, classes, None, None)
