@@ -22,8 +22,8 @@ from tokenformer_vit.experiments import (
     in_stages,
     lasting,
     main,
-    matched_vit,
     share_of_pairs,
+    to_matched_vit,
 )
 
 SHARES = (1 / 4, 1 / 2, 1)  # of the full size, each for a third of the epochs
@@ -33,12 +33,12 @@ QUARTER = share_of_pairs(SHARES[0])
 def narrow_vit(backbone: Part, shape: Shape) -> Part:
     """Use the matched ViT with the hidden layers of the first stage."""
     hidden = shape.hidden(SHARES[0])["hidden_features"]
-    return {**matched_vit(backbone, shape), "mlp_ratio": (hidden + 0.5) / shape.embed_dim}
+    return {**to_matched_vit(backbone, shape), "mlp_ratio": (hidden + 0.5) / shape.embed_dim}
 
 
 def shallow_vit(backbone: Part, shape: Shape) -> Part:
     """Use the matched ViT with the blocks of the first stage."""
-    return {**matched_vit(backbone, shape), **depth(shape, SHARES[0])}
+    return {**to_matched_vit(backbone, shape), **depth(shape, SHARES[0])}
 
 
 def depth(shape: Shape, share: float) -> dict[str, int]:
@@ -72,7 +72,7 @@ QUESTION = TrainingCost(
         grown("zero_key", "grown, zero keys"),
         grown("duplicate", "grown, duplicates", init="duplicate"),
         grown("random", "grown, random", init="random"),
-        Variant("vit", "ViT, matched", matched_vit, reference=True),
+        Variant("vit", "ViT, matched", to_matched_vit, reference=True),
         Variant(
             "net2net",
             "ViT, Net2Net",

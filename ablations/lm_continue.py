@@ -21,7 +21,7 @@ from tokenformer_vit.experiments import (
     arguments,
     main,
 )
-from tokenformer_vit.experiments.language_models import matched_transformer, share
+from tokenformer_vit.experiments.language_models import share, to_matched_transformer
 
 FIRST, SECOND = "gutenberg", "newstest_en"
 START = 1 / 2  # of the pairs
@@ -59,7 +59,7 @@ QUESTION = Texts(
         Variant(
             "transformer",
             "Transformer",
-            matched_transformer(pairs=START),
+            to_matched_transformer(pairs=START),
             text=FIRST,
             reference=True,
         ),

@@ -23,7 +23,7 @@ from tokenformer_vit.experiments import (
     Variant,
     arguments,
     main,
-    matched_vit,
+    to_matched_vit,
 )
 
 RANKS = {"small": 4, "large": 16}
@@ -70,7 +70,7 @@ def vit(backbone: Part, shape: Shape, **new: Any) -> Part:
             "--variants"
         )
     return {
-        **matched_vit(backbone, shape),
+        **to_matched_vit(backbone, shape),
         "checkpoint_path": str(weights.parent.parent / f"vit_{seed}" / weights.name),
         "growth": None,
         **new,

@@ -17,7 +17,7 @@ pytest.importorskip("datasets", reason="pip install tokenformer-vit[language]")
 from tokenformer_vit import language
 from tokenformer_vit.cli import prepare_text
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.language import load_tokenizer, preparation, read_text_meta, read_tokens
+from tokenformer_vit.language import load_tokenizer, open_rows, preparation, read_text_meta
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,7 +27,7 @@ def run(*arguments):
 
 
 def tokens(folder, split):
-    rows = read_tokens(folder, split)[:]["input_ids"]
+    rows = open_rows(folder, split)[:]["input_ids"]
     return np.concatenate([rows[:1, 0], rows[:, 1:].ravel()])
 
 
@@ -112,7 +112,7 @@ def test_an_interruption_changes_nothing(texts, tmp_path, monkeypatch):
             done = True
         except KeyboardInterrupt:
             with pytest.raises(InputError, match="is not finished: run the same"):
-                read_tokens(tmp_path / "cut", "train")
+                open_rows(tmp_path / "cut", "train")
             with pytest.raises(InputError, match=r"cut\.partial .*val_share: 0\.1, now 0\.2"):
                 run(*how, tmp_path / "cut", "--val-share", 0.2)
     assert len(again) > 3
@@ -318,7 +318,7 @@ def test_rows_of_digits_begin_with_a_line(tmp_path):
         0.2,
     )
     for split, lines in (("train", 40), ("val", 10)):
-        rows = read_tokens(tmp_path / "out", split)[:]["input_ids"]
+        rows = open_rows(tmp_path / "out", split)[:]["input_ids"]
         assert rows.shape == (lines // 2, 17)
         for line in rows[:, :16].reshape(-1, 8):
             text = bytes(line.tolist()).decode()

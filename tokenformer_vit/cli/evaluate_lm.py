@@ -216,7 +216,7 @@ def text_jobs(
         title = f"{args.data} {args.split}"
 
         def measure_split() -> dict[str, Any]:
-            rows = stored_rows(language.read_tokens(args.data, args.split))
+            rows = stored_rows(language.open_rows(args.data, args.split))
             counts = language.read_text_meta(args.data)["splits"][args.split]
             tokens = flatten_rows(rows)
             predicted, nats = measure_text(model, tokens, context, stride, title=title, **how)

@@ -24,7 +24,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     try:
         from lm_eval.__main__ import cli_evaluate
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("lm_eval"):
+            raise
         raise InputError(
             "lm-eval needs lm-evaluation-harness: pip install 'tokenformer-vit[evaluation]'"
         ) from error

@@ -129,7 +129,7 @@ def attention_share(pairs_per_channel: float) -> Change:
     return change
 
 
-def matched_vit(backbone: Part, shape: Shape) -> Part:
+def to_matched_vit(backbone: Part, shape: Shape) -> Part:
     """Replace the TokenFormer by timm's ViT of its width and depth with as many weights."""
     hidden = matched_hidden(shape.embed_dim, shape.num_param_tokens, "give --variants without vit")
     ours, timms = (

@@ -118,6 +118,6 @@ def transformer(model: Part, shape: Shape, hidden_features: int) -> Part:
     }
 
 
-def matched_transformer(part: float = 1, pairs: float = 1) -> Change:
+def to_matched_transformer(part: float = 1, pairs: float = 1) -> Change:
     """Use the Transformer whose hidden size :meth:`Shape.hidden` gives."""
     return lambda model, shape: transformer(model, shape, **shape.hidden(part, pairs))

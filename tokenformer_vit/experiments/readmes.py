@@ -106,7 +106,7 @@ def _run(root: Path, link: Link, name: str, what: str, length: str, *results: st
     path = root / RUNS / f"{name}.json"
     if not path.is_file():
         return [what, "not run"]
-    run = json.loads(path.read_text())
+    run = json.loads(path.read_text(encoding="utf-8"))
     return [
         link(what, f"{RUNS}/{name}.json"),
         f"{run['hardware']}, {run['dtype']}",
@@ -122,7 +122,7 @@ def _image_speed(root: Path, link: Link) -> str:
     """Render the benchmarks of the base model against ViT-B/16, both compiled."""
     rows, on_gpu = [], False
     for path in sorted((root / SPEED).glob("speed_*.json")):
-        record = json.loads(path.read_text())
+        record = json.loads(path.read_text(encoding="utf-8"))
         if BENCHMARK.items() <= record.items():
             on_gpu = on_gpu or record["device"] == "cuda"
             rows += _speed_rows(link(record["hardware"], f"{SPEED}/{path.name}"), record, "image")
@@ -134,7 +134,7 @@ def _language_speed(root: Path, link: Link) -> str:
     """Render the benchmarks of language models."""
     rows = []
     for path in sorted((root / SPEED).glob("speed_lm_*.json")):
-        record = json.loads(path.read_text())
+        record = json.loads(path.read_text(encoding="utf-8"))
         what = f"`{record['model']}`, {record['num_tokens']} tokens, {record['hardware']}"
         rows += _speed_rows(link(what, f"{SPEED}/{path.name}"), record, "token")
     headings = _speed_headings("Transformer", "Transformer", "tokens", "kB a token")

@@ -55,7 +55,7 @@ def read_record(run: Run) -> dict[str, Any] | None:
     """
     if not run.record.is_file():
         return None
-    record = json.loads(run.record.read_text())
+    record = json.loads(run.record.read_text(encoding="utf-8"))
     keys = ("settings", "question", "variant", "base")
     there, wanted = ({key: each[key] for key in keys} for each in (record, run.about))
     check_same(there, wanted, run.record, "--out and --work-dir")
@@ -71,7 +71,7 @@ def adopt(run: Run, processes: int) -> str | None:
     # Other code, or another number of processes, would not give the same numbers.
     wanted = plain({**wanted, "commit": environment()["commit"], "processes": processes})
     for path in sorted(run.out.parent.glob(f"*_{run.base.stem}/*.json")):
-        record = json.loads(path.read_text())
+        record = json.loads(path.read_text(encoding="utf-8"))
         there = {key: record.get(key, "") for key in wanted}
         for each in (there, wanted):
             # The working tree may be dirty only because of a new record.
@@ -88,7 +88,7 @@ def collect(run: Run, failed: str | None = None) -> dict[str, Any]:
     measure = run.field.measure
     train, val = read_scalars(sorted(run.folder.glob("*/vis_data/scalars.json")))
     if failed is None:
-        training = json.loads((run.folder / "record.json").read_text())
+        training = json.loads((run.folder / "record.json").read_text(encoding="utf-8"))
         training["training_command"] = training.pop("command")
     else:
         training = {**environment(), "failed": failed, "n": 1}

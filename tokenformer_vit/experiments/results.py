@@ -31,7 +31,9 @@ def read_sweep(question: Question, folder: Path) -> list[Record]:
         InputError: If a record has an unknown variant, or the records differ in more than the
             variant.
     """
-    records = {path: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    records = {
+        path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))
+    }
     records = {
         path: each for path, each in records.items() if each.get("question") == question.name
     }

@@ -56,7 +56,10 @@ class Run:
     def is_finished(self) -> bool:
         """Whether the training came to its end."""
         path = self.folder / "record.json"
-        return path.is_file() and json.loads(path.read_text())[self.field.length] == self.length
+        return (
+            path.is_file()
+            and json.loads(path.read_text(encoding="utf-8"))[self.field.length] == self.length
+        )
 
     def write_config(self) -> None:
         """Write the config.
@@ -65,7 +68,7 @@ class Run:
             InputError: If there is a run of this name with other settings.
         """
         if self.config.is_file():
-            text = self.config.read_text()
+            text = self.config.read_text(encoding="utf-8")
             tree: list[Any] = ast.parse(text).body
             there = {node.targets[0].id: ast.literal_eval(node.value) for node in tree}
             del there["_base_"]  # the folder may have been moved

@@ -24,9 +24,9 @@ __all__ = [
     "META",
     "PROGRESS",
     "SplitWriter",
+    "open_rows",
     "partial_folder",
     "read_text_meta",
-    "read_tokens",
     "stored_rows",
 ]
 
@@ -70,7 +70,7 @@ def read_text_meta(folder: Path) -> TextMeta:
     return meta
 
 
-def read_tokens(folder: Path, split: str) -> "Dataset":
+def open_rows(folder: Path, split: str) -> "Dataset":
     """Open the rows of a split; they are memory-mapped, and read only when they are used.
 
     Args:
@@ -125,7 +125,7 @@ def stored_rows(dataset: "Dataset") -> np.ndarray:
     """Read all rows of a data set in their stored type.
 
     Args:
-        dataset: Data set of :func:`read_tokens`.
+        dataset: Data set of :func:`open_rows`.
 
     Returns:
         (R, context_length + 1) uint16 or uint32, a quarter or a half of the memory of int64.

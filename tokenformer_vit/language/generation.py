@@ -28,7 +28,7 @@ from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import new_folder
 from tokenformer_vit.growth import TokenMasks
-from tokenformer_vit.models.card import CardFacts
+from tokenformer_vit.models.card import CardFacts, write_card
 from tokenformer_vit.models.checkpoints import CARD
 from tokenformer_vit.models.weights import read_state_dict, seal_tensors
 
@@ -209,7 +209,7 @@ def _save(
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         card = language_card(model, facts)
-        (partial / CARD).write_text(card, encoding="utf-8", errors="backslashreplace")
+        write_card(partial, card, folder / CARD)
 
 
 def generate_text(

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from timm.data import resolve_input_data_config
@@ -10,9 +11,10 @@ from torch import nn
 from tokenformer_vit.command_line import printable
 from tokenformer_vit.layers import Pattention
 
-__all__ = ["CardFacts", "describe_pairs", "model_card", "vision_card"]
+__all__ = ["CardFacts", "describe_pairs", "model_card", "vision_card", "write_card"]
 
 _LAYERS = {"query": "q, k, v", "key": "q, k, v", "value": "q, k, v", "proj": "output"}
+_LICENSE = "license: apache-2.0 # of the code; check what your data allow, and correct this line"
 _CITATION = """```bibtex
 @inproceedings{wang2025tokenformer,
   title={TokenFormer: Rethinking Transformer Scaling with Tokenized Model Parameters},
@@ -70,7 +72,7 @@ def model_card(
     lines = [
         "---",
         *(f"{key}: {json.dumps(value)}" for key, value in front.items() if value),  # JSON is YAML
-        "license: apache-2.0 # of the code; check what your data allow, and correct this line",
+        _LICENSE,
         "---",
         "",
         f"# {printable(name)}",
@@ -84,6 +86,19 @@ def model_card(
     if "tokenformer" in tags:
         lines += ["", "## Citation", "", _CITATION]
     return "\n".join([*lines, ""])
+
+
+def write_card(folder: Path, card: str, old: Path) -> None:
+    """Write a card into a folder, unless a README.md that somebody wrote or edited is in its place.
+
+    Args:
+        folder: Folder for ``README.md``.
+        card: The content.
+        old: File that the new one is to replace, if it exists.
+    """
+    if old.is_file() and _LICENSE not in old.read_text(encoding="utf-8", errors="replace"):
+        return  # an edited card has a license line of its own
+    (folder / old.name).write_text(card, encoding="utf-8", errors="backslashreplace")
 
 
 def vision_card(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.files import new_folder, write_whole
 
-from .card import CardFacts, vision_card
+from .card import CardFacts, vision_card, write_card
 from .description import (
     CARD,
     CONFIG,
@@ -138,7 +138,7 @@ def save_model(
         model: timm model.
         folder: Folder for ``model.safetensors``, with the SHA-256 of its tensors, ``config.json``
             and the model card ``README.md``. A new folder appears complete; in an existing one
-            these files are replaced.
+            these files are replaced, except a ``README.md`` that was written or edited by hand.
         label_names: Names of the classes, in order; default: the names in the model's
             configuration, if any.
         data_config: Preprocessing, in timm's words; default: from the model's configuration.
@@ -162,7 +162,7 @@ def save_model(
             raise OSError(errno.EIO, one_line(error)) from error
         seal_tensors(partial / WEIGHT_FILES[0])
         card = vision_card(model, names, data_config, facts or CardFacts())
-        (partial / CARD).write_text(card, encoding="utf-8", errors="backslashreplace")
+        write_card(partial, card, folder / CARD)
 
 
 def save_classifier(model: nn.Module, path: Path) -> None:

@@ -4,13 +4,14 @@ import ast
 import random
 import statistics
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmengine.config import Config
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import write_whole
+from tokenformer_vit.files import locked_folder, write_whole
 from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.models.description import WEIGHT_FILES, data_config, describe_model
 from tokenformer_vit.vision.images import class_folders, read_image, say_left_out, scan_images
@@ -106,9 +107,11 @@ def configure_folder(
     model = _set_model(cfg, start, size, count, len(images.train))
     _set_pipelines(cfg)
     work_dir.mkdir(parents=True, exist_ok=True)
-    _set_data(cfg, images, work_dir)
-    _set_schedule(cfg, start, count)
-    write_whole(path, _text_without_code(cfg).encode())
+    # A run that has no checkpoint yet must keep its config.
+    with locked_folder(work_dir) if say else nullcontext():
+        _set_data(cfg, images, work_dir)
+        _set_schedule(cfg, start, count)
+        write_whole(path, _text_without_code(cfg).encode())
     if say:
         print(
             f"{path}: the recipe of {recipe} for {model}. "

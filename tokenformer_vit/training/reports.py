@@ -149,7 +149,7 @@ def read_scalars(logs: Iterable[Path]) -> tuple[dict[int, dict], dict[int, dict]
     train: dict[int, dict] = {}
     val: dict[int, dict] = {}
     for log in logs:
-        for line in log.read_text().splitlines():
+        for line in log.read_text(encoding="utf-8").splitlines():
             try:
                 record = json.loads(line)
             except json.JSONDecodeError:
