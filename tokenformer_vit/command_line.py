@@ -19,15 +19,6 @@ from types import FrameType
 from .errors import InputError, one_line
 from .interrupts import INTERRUPTED, leave_on_interrupt
 
-__all__ = [
-    "EXTRAS",
-    "positive_number",
-    "printable",
-    "run_tool",
-    "typed_command",
-    "whole_number",
-]
-
 # Modules that the extras of setup.py install.
 EXTRAS = {
     "train": (

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from .errors import InputError
 
-__all__ = ["locked_folder", "new_folder", "remove_leftovers", "temporary_name", "write_whole"]
-
 # Host, process and a random part. Nobody can guess the name, and a later run can tell whether the
 # writer still runs.
 _PARTIAL = re.compile(r"\.tokenformer-([0-9a-f]{8})-(\d+)-[0-9a-f]{16}\.partial")

@@ -13,9 +13,6 @@ from tokenformer_vit.models import LMConfig, TokenFormerLM, lm_config
 
 from .costs import model_costs, total
 
-__all__ = ["draw_lengths", "equal_width", "transformer_of_width"]
-
-
 # The paper's language models that grow at a fixed width, from 124M to "1.4B" parameters.
 GROWN = ("grown_124m", "grown_354m", "grown_757m", "grown_1.4b")
 

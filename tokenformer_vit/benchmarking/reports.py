@@ -11,8 +11,6 @@ from tokenformer_vit.files import write_whole
 from .measures import percentiles
 from .variants import BACKENDS, PRECISIONS, short
 
-__all__ = ["draw", "draw_summary", "figures", "table", "unit_of"]
-
 _TOKEN_BYTES = 8
 LABELS = {
     "baseline": "baseline",
@@ -224,11 +222,7 @@ def draw_summary(record: Mapping[str, Any], path: Path) -> bool:
     figure.suptitle(f"{record['model']}, {title(group)}, compiled, {record['hardware']}")
     axes = figure.subplots(1, 2, sharey=True)
     for axis, key, words in (
-        (
-            axes[0],
-            f"saved_mb_per_{unit}",
-            f"kept for backward, MB per {unit}: less is better",
-        ),
+        (axes[0], f"saved_mb_per_{unit}", f"kept for backward, MB per {unit}: less is better"),
         (axes[1], f"{unit}s_per_s", f"training, {unit}s per second: more is better"),
     ):
         bars = axis.barh(names, [row[key] for row in rows], color=colours)

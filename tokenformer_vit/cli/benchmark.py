@@ -155,27 +155,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="default: 128 (CPU: 4); language: 8 (CPU: 1)",
     )
     add("--rounds", type=positive, default=11, metavar="N", help="default: %(default)s")
-    add(
-        "--depth",
-        type=positive,
-        metavar="N",
-        help="blocks; default: the depth of each model",
-    )
+    add("--depth", type=positive, metavar="N", help="blocks; default: the depth of each model")
     add("--device", choices=["cpu", "cuda"], help="default: cuda if available")
     add("--threads", type=positive, metavar="N", help="threads of a CPU operation")
     add("--seed", type=whole_number(0), default=0, metavar="N", help="default: %(default)s")
-    add(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="default: work_dirs/speed_MODEL_DEVICE.json",
-    )
+    add("--out", type=Path, metavar="FILE", help="default: work_dirs/speed_MODEL_DEVICE.json")
     add("--resume", action="store_true", help="skip the groups that FILE has")
-    add(
-        "--eager",
-        action="store_true",
-        help="compile nothing: no C++ compiler, no ratios",
-    )
+    add("--eager", action="store_true", help="compile nothing: no C++ compiler, no ratios")
     add("--quick", action="store_true", help="two blocks and a few variants")
     add("--draw", type=Path, metavar="RECORD", help="only draw the charts of a record")
     args = parser.parse_args(argv)

@@ -82,12 +82,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.seed is not None:
         options["randomness.seed"] = args.seed
     cfg = config.load_config(
-        args.config,
-        options,
-        args.data_root,
-        args.batch_size,
-        args.work_dir,
-        compile=args.compile,
+        args.config, options, args.data_root, args.batch_size, args.work_dir, compile=args.compile
     )
     cfg.launcher = args.launcher
     with config_explained(cfg):

@@ -134,11 +134,7 @@ def _widen(mlp: nn.Module, form: _Form, hidden: int, generator: torch.Generator)
 
 
 def stack_blocks(
-    model: Model,
-    depth: int,
-    *,
-    optimizer: Optimizer | None = None,
-    moments: str = "keep",
+    model: Model, depth: int, *, optimizer: Optimizer | None = None, moments: str = "keep"
 ) -> Model:
     """Append copies of a ViT's blocks, from the first block on, in place.
 

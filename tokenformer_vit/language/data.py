@@ -20,16 +20,6 @@ from .schemas import TextMeta, WriterState, read_json
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = [
-    "META",
-    "PROGRESS",
-    "SplitWriter",
-    "partial_folder",
-    "read_text_meta",
-    "read_tokens",
-    "stored_rows",
-]
-
 # Exists while a folder is being written: what is done, and where to resume.
 PROGRESS = "progress.json"
 META = "meta.json"

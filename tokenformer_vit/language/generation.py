@@ -37,14 +37,6 @@ from .modeling import TokenFormerConfig
 from .schemas import ConfigFile, ShardIndex, read_json
 from .tokenizers import LOCAL, reason_of
 
-__all__ = [
-    "MASKS",
-    "TerminalStreamer",
-    "generate_text",
-    "load_language_model",
-    "save_language_model",
-]
-
 # File beside a model whose texts have pairs of their own.
 MASKS = "masks.safetensors"
 # A logit below the first, divided by the second, is finite in float32.

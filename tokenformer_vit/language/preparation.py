@@ -20,8 +20,6 @@ from .data import META, PROGRESS, SplitWriter, partial_folder, read_text_meta
 from .schemas import Progress, TextMeta, read_json
 from .tokenizers import load_tokenizer
 
-__all__ = ["prepare_text", "training_texts"]
-
 _BATCH = 2**21  # characters that are tokenised at once
 _TOKENIZER_BYTES = 2**30  # of text are enough to train a tokenizer
 _LOCK = ".lock"  # file of locked_folder

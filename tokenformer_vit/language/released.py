@@ -19,8 +19,6 @@ from tokenformer_vit.models import LMConfig, TokenFormerLM, lm_config
 from tokenformer_vit.models.weights import read_state_dict
 from tokenformer_vit.ops import default_tau
 
-__all__ = ["from_released", "read_released", "released_config", "to_released"]
-
 _EMBEDDING = "sequential.0.word_embeddings.weight"
 _FIRST = "sequential.2"  # the first block; the modules without tensors also have numbers
 _HEADS = {

@@ -14,12 +14,7 @@ from mmengine.utils import import_modules_from_strings
 
 from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError, one_line
-from tokenformer_vit.vision.images import (
-    IMAGE_SUFFIXES,
-    class_folders,
-    say_left_out,
-    scan_images,
-)
+from tokenformer_vit.vision.images import IMAGE_SUFFIXES, class_folders, say_left_out, scan_images
 
 from .mmengine_internals import base_files
 from .schema import check_values

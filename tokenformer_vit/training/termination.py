@@ -13,8 +13,6 @@ import torch
 from mmengine.device import get_device
 from mmengine.dist import all_reduce, get_world_size
 
-__all__ = ["STATUS", "PatientWorker", "Termination"]
-
 # Exit status of a process that SIGTERM ended, as in a shell.
 STATUS = 128 + 15
 # A data loading worker that got a SIGTERM checks this often whether its run still goes on.

@@ -24,8 +24,6 @@ from tokenformer_vit.models.description import data_config
 from .images import read_images
 from .inspection import MOST
 
-__all__ = ["draw_compression", "draw_exemplars", "draw_maps"]
-
 
 def draw_maps(record: dict[str, Any], model: nn.Module, path: Path) -> None:
     """Draw one row for each image: the image as the model sees it, then the map of each pair.
