@@ -9,7 +9,6 @@ one CPU core. Needs scikit-learn and matplotlib::
     python examples/growth_step.py --draw growth_step.json      # only draw the chart again
 """
 
-import argparse
 import copy
 import io
 import json
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 import tokenformer_vit  # noqa: F401  registers the models
-from tokenformer_vit.command_line import run_tool, typed_command, whole_number
+from tokenformer_vit.command_line import command_parser, run_tool, typed_command, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
 from tokenformer_vit.growth import grow
@@ -46,19 +45,18 @@ Data = tuple[Tensor, Tensor]
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=whole_number(1), default=3, metavar="N", help="default: 3")
-    parser.add_argument(
+    parser = command_parser(__doc__)
+    add = parser.add_argument
+    add("--seeds", type=whole_number(1), default=3, metavar="N", help="default: 3")
+    add(
         "--epochs",
         type=whole_number(1),
         default=20,
         metavar="N",
         help="before growth, and again after",
     )
-    parser.add_argument("--out", type=Path, default=Path("growth_step.json"), metavar="FILE.json")
-    parser.add_argument("--draw", type=Path, metavar="RECORD", help="only draw this record's chart")
+    add("--out", type=Path, default=Path("growth_step.json"), metavar="FILE.json")
+    add("--draw", type=Path, metavar="RECORD", help="only draw this record's chart")
     args = parser.parse_args()
     if args.draw:
         draw(json.loads(args.draw.read_text(encoding="utf-8")), args.draw.with_suffix(".png"))

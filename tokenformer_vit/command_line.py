@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from .errors import InputError, one_line
 from .interrupts import INTERRUPTED, leave_on_interrupt
@@ -148,6 +149,12 @@ def printable(text: str) -> str:
         char if char.isprintable() and char not in _BIDI else char.encode("unicode_escape").decode()
         for char in text
     )
+
+
+def command_parser(text: str | None, **options: Any) -> argparse.ArgumentParser:
+    """Make a parser whose ``--help`` prints ``text`` line by line, as it is written."""
+    lines = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=text, formatter_class=lines, **options)
 
 
 def positive_number(text: str) -> float:

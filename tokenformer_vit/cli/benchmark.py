@@ -58,7 +58,7 @@ from tokenformer_vit.benchmarking.variants import (
     Variant,
     measure_group,
 )
-from tokenformer_vit.command_line import whole_number
+from tokenformer_vit.command_line import command_parser, whole_number
 from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.models import LM_PRESETS, lm_config
 from tokenformer_vit.records import write_record
@@ -129,9 +129,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         InputError: If options exclude each other, the device does not exist, or a backend does not
             run on it.
     """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     positive = whole_number(1)
     add = parser.add_argument
     add("--model", metavar="NAME", help=f"default: {IMAGES['model']}")

@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
-from tokenformer_vit.command_line import printable, typed_command, whole_number
+from tokenformer_vit.command_line import command_parser, printable, typed_command, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import pattention_layers
 from tokenformer_vit.growth.prune import measure_usage
@@ -120,11 +120,7 @@ def table(record: Mapping[str, Any]) -> Table:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[model_arguments()],
-    )
+    parser = command_parser(__doc__, parents=[model_arguments()])
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="exported folder, .safetensors or .pth")
     add(
