@@ -10,7 +10,6 @@ one CPU core. Needs scikit-learn and matplotlib::
 """
 
 import copy
-import io
 import json
 import math
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch.optim import AdamW, Optimizer
 import tokenformer_vit  # noqa: F401  registers the models
 from tokenformer_vit.command_line import command_parser, run_tool, typed_command, whole_number
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import write_whole
+from tokenformer_vit.files import write_figure
 from tokenformer_vit.growth import grow
 from tokenformer_vit.records import environment, write_record
 
@@ -186,9 +185,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     whole.set(title="the whole training", ylabel="held-out loss")
     close.set(title="the first 20 steps after growth", xlim=(-1, 20), ylim=(None, 9))
     close.legend(loc="upper right", fontsize="small")
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=120, format="png")
-    write_whole(path, picture.getvalue())
+    write_figure(path, figure, dpi=120)
     print(f"chart: {path}")
 
 

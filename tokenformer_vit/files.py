@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import io
 import logging
 import os
 import re
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from .errors import InputError
 
@@ -62,6 +64,13 @@ def write_whole(path: Path, data: bytes, sync: bool = True) -> None:
         if isinstance(error, OSError):  # for a full disk, Python does not name the file
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
+
+
+def write_figure(path: Path, figure: Any, **options: Any) -> None:
+    """Write a figure of matplotlib as a PNG file, with ``options`` of its ``savefig``."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", **options)
+    write_whole(path, picture.getvalue())
 
 
 @contextmanager
