@@ -23,11 +23,9 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -140,13 +138,9 @@ def build(name: str, kwargs: dict[str, Any]) -> nn.Module:
     Raises:
         InputError: If the model does not exist, or does not take these arguments.
     """
-    if not name.startswith("local-dir:") and not timm.is_model(name):
-        close = get_close_matches(name, timm.list_models(), n=3) or timm.list_models("tokenformer*")
-        raise InputError(f"there is no model {name!r}; did you mean {', '.join(close)}?")
     with torch.device("meta"), warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", ".*to a meta parameter"
-        )  # exported weights are not needed
+        # The weights of an exported folder are not needed.
+        warnings.filterwarnings("ignore", ".*to a meta parameter")
         return load_model(name, None, **kwargs)
 
 

@@ -202,8 +202,7 @@ def _check_name(name: str) -> None:
         if not config.is_file():
             raise InputError(f"there is no {config}; {_LOCAL} needs a folder that timm exported")
     elif not timm.is_model(name):
-        ours = timm.list_models("tokenformer*")
-        close = get_close_matches(name, ours, n=3) or ours
+        close = get_close_matches(name, timm.list_models(), n=3) or timm.list_models("tokenformer*")
         raise InputError(f"there is no model {name!r}; did you mean {', '.join(close)}?")
 
 
