@@ -108,7 +108,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
         files = [file for file in sorted(partial.rglob("*")) if file.is_file()]
         for file in files:
             file.chmod(mode)
-            _sync_file(file)
+            with file.open("rb+") as written:
+                os.fsync(written.fileno())
         if there:
             for file in files:
                 target = folder / file.relative_to(partial)
@@ -210,11 +211,6 @@ def _lock(file: int) -> None:
 
         # Data loading workers inherit an flock, and may outlive a killed process.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _sync_file(path: Path) -> None:
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
 
 
 def _sync_folder(folder: Path) -> None:

@@ -48,11 +48,7 @@ from .arguments import choose_device, model_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line.
-
-    Raises:
-        InputError: If the model, the data or the output folder cannot be used.
-    """
+    """Run the command line."""
     args = parse(argv)
     device, val = choose_device(args.device), args.data / "val"
     model = load_model(args.model, args.checkpoint, args.num_classes, **args.model_kwargs).to(

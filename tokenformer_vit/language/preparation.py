@@ -150,7 +150,9 @@ def _fill(
         for split in splits
     }
     reader = TextReader(sources, progress["position"])
-    for _ in _write(reader, writers, tokenizer, limit_tokens, _size(sources)):
+    sizes = [source.size for source in sources]
+    size = None if None in sizes else sum(size for size in sizes if size)
+    for _ in _write(reader, writers, tokenizer, limit_tokens, size):
         if any(writer.shard_tokens >= shard_tokens for writer in writers.values()):
             for writer in writers.values():
                 writer.close_shard()
@@ -250,11 +252,6 @@ def _check_settings(folder: Path, there: dict[str, Any], here: dict[str, Any]) -
             f"{folder} was made with other settings ({told}): give the same again, remove that "
             "folder, or name another place"
         )
-
-
-def _size(sources: Sequence[Source]) -> int | None:
-    sizes = [source.size for source in sources]
-    return None if None in sizes else sum(size for size in sizes if size)
 
 
 def _write(
