@@ -23,7 +23,6 @@ from torch.optim import AdamW, Optimizer
 
 import tokenformer_vit  # noqa: F401  registers the models
 from tokenformer_vit.command_line import command_parser, run_tool, typed_command, whole_number
-from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_figure
 from tokenformer_vit.growth import grow
 from tokenformer_vit.records import environment, write_record
@@ -77,11 +76,9 @@ def main() -> None:
 
 def digits() -> tuple[Data, Data]:
     """Load the digits, four fifths for training and a fifth held out."""
-    try:
-        from sklearn.datasets import load_digits
-        from sklearn.model_selection import train_test_split
-    except ImportError as error:
-        raise InputError("the digits come with scikit-learn: pip install scikit-learn") from error
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split  # not needed to draw
+
     images, labels = load_digits(return_X_y=True)
     parts = train_test_split(images, labels, test_size=0.2, stratify=labels, random_state=0)
     train_x, val_x = (

@@ -157,15 +157,22 @@ def command_parser(text: str | None, **options: Any) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=text, formatter_class=lines, **options)
 
 
-def positive_number(text: str) -> float:
-    """Read a finite number above 0; an argparse type."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a finite number above 0")
-    return number
+def number(allows: Callable[[float], bool], words: str) -> Callable[[str], float]:
+    """Make an argparse type for the numbers that ``allows`` accepts and ``words`` describes."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not allows(value):
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {words}")
+        return value
+
+    return parse
+
+
+positive_number = number(lambda value: 0 < value < math.inf, "a finite number above 0")
 
 
 def whole_number(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:

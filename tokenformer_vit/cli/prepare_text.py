@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tokenformer_vit.command_line import command_parser, printable, whole_number
+from tokenformer_vit.command_line import command_parser, number, printable, whole_number
 from tokenformer_vit.errors import InputError
 
 
@@ -156,7 +156,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add(
         "--val-share",
-        type=_share,
+        type=number(lambda share: 0 <= share < 1, "a share: give 0 to below 1"),
         metavar="SHARE",
         help="share that is held out: the end of a file that is one document, or documents that a "
         "hash of their content picks (default: 0.005; 0 for none)",
@@ -210,13 +210,3 @@ def _check_reversal(parser: argparse.ArgumentParser, args: argparse.Namespace) -
             f"--context-length {args.context_length}: give a multiple of {line}, the bytes of a "
             "line of --reversal: each row must begin with a line"
         )
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share: give 0 to below 1")
-    return share

@@ -10,8 +10,6 @@ from torch import nn
 from tokenformer_vit.command_line import printable
 from tokenformer_vit.layers import Pattention
 
-__all__ = ["CardFacts", "describe_pairs", "model_card", "vision_card"]
-
 _LAYERS = {"query": "q, k, v", "key": "q, k, v", "value": "q, k, v", "proj": "output"}
 _CITATION = """```bibtex
 @inproceedings{wang2025tokenformer,

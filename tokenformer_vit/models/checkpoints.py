@@ -32,8 +32,6 @@ from .description import (
 from .vit import TokenFormerViT, classifier_state_dict, fit_state_dict, timm_state_dict
 from .weights import read_checkpoint, seal_tensors, state_dict_in
 
-__all__ = ["load_model", "model_faults", "save_classifier", "save_model"]
-
 _LOCAL = "local-dir:"
 # The part of a description that is valid for any model arguments.
 _PREPROCESSING = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
