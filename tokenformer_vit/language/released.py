@@ -208,6 +208,6 @@ def _check(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int,
         raise InputError(f"this is no complete released language model: {_some(faults)}")
 
 
-def _some(faults: list[str], most: int = 8) -> str:
-    more = f"; and {len(faults) - most} more" if len(faults) > most else ""
-    return "; ".join(faults[:most]) + more
+def _some(faults: list[str]) -> str:
+    more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
+    return "; ".join(faults[:8]) + more
