@@ -24,7 +24,10 @@ model = dict(
 data_preprocessor = dict(num_classes=10, mean=[78.0] * 3, std=[96.0] * 3)
 train_pipeline = [
     dict(type="LoadImage"),
-    dict(type="SeededTransforms", transforms=[dict(type="Rotate", angle=10.0, prob=0.5)]),
+    dict(
+        type="SeededTransforms",
+        transforms=[dict(type="Rotate", angle=10.0, prob=0.5)],
+    ),
     dict(type="PackInputs"),
 ]
 test_pipeline = [

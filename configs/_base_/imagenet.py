@@ -2,7 +2,10 @@
 # Augmentation is that of MAE's supervised recipe (arXiv:2111.06377, Table 11) as mmpretrain runs it
 # (vit-base-p16_32xb128-mae_in1k), which adds random erasing.
 data_preprocessor = dict(
-    num_classes=1000, mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375], to_rgb=True
+    num_classes=1000,
+    mean=[123.675, 116.28, 103.53],
+    std=[58.395, 57.12, 57.375],
+    to_rgb=True,
 )
 
 train_pipeline = [
