@@ -5,8 +5,8 @@ epochs, and all of them after two thirds. It is compared with models that have t
 start, in the same learning rate schedule. *Zero keys* and *duplicates* keep what the model
 computes; *random* pairs, as in the paper, do not (arXiv:2410.23168, Section 3.3). The ViT has as
 many parameters as the whole TokenFormer. It grows by its hidden layers (Net2Net, arXiv:1511.05641,
-which keeps the function) or by its blocks (stacking, Gong et al. 2019, which does not). FLOPs are
-those of all forward and backward passes. *The largest, fewer epochs* has a whole schedule over two
+which keeps the function) or by its blocks (stacking, Gong et al. 2019, which does not). FLOPs count
+all forward and backward passes. *The largest, fewer epochs* has a whole schedule over two
 thirds of the epochs, and *a quarter, twice the epochs* one over twice as many: they cost about as
 much as the grown models. Published savings for ViTs on ImageNet are 56.7 % (LEMON,
 arXiv:2310.07999) and 76 % (Mango, arXiv:2310.10699, DeiT-S to DeiT-B). Both start from a trained
@@ -31,13 +31,13 @@ QUARTER = share_of_pairs(SHARES[0])
 
 
 def narrow_vit(backbone: Part, shape: Shape) -> Part:
-    """Take the matched ViT with the hidden layers of the first stage."""
+    """Use the matched ViT with the hidden layers of the first stage."""
     hidden = shape.hidden(SHARES[0])["hidden_features"]
     return {**matched_vit(backbone, shape), "mlp_ratio": (hidden + 0.5) / shape.embed_dim}
 
 
 def shallow_vit(backbone: Part, shape: Shape) -> Part:
-    """Take the matched ViT with the blocks of the first stage."""
+    """Use the matched ViT with the blocks of the first stage."""
     return {**matched_vit(backbone, shape), **depth(shape, SHARES[0])}
 
 

@@ -12,7 +12,7 @@ _base_ = "cifar10_tiny.py"
 model = dict(
     backbone=dict(embed_dim=96, depth=4, num_heads=3, drop_path_rate=0.0),
     head=dict(in_channels=96),
-    train_cfg=None,  # so short a run has no time for mixed images
+    train_cfg=None,  # the run is too short for mixed images
 )
 train_pipeline = [
     dict(type="LoadImage"),

@@ -1,8 +1,8 @@
-"""Grow a trained model and go on training: zero keys against random pairs.
+"""Grow a trained model and continue training: zero keys against random pairs.
 
 A small TokenFormer learns scikit-learn's handwritten digits, gets three times as many pairs, and
-trains on: once with each kind of new pairs and once without growth. Before and after growth, the
-learning rate has a warm-up and a cosine of its own, as in the paper. One seed takes two minutes on
+continues: once with each kind of new pairs and once without growth. Before and after growth, the
+learning rate has its own warm-up and cosine, as in the paper. One seed takes two minutes on
 one CPU core. Needs scikit-learn and matplotlib::
 
     python examples/growth_step.py --seeds 3 --out growth_step.json
@@ -96,7 +96,7 @@ def steps_of(epochs: int, data: Data) -> list[int]:
 
 
 def run(seed: int, epochs: int, train: Data, val: Data) -> dict[str, Any]:
-    """Train, then grow in each way and train on; return the losses and the jumps of the logits."""
+    """Train, then grow in each way and continue; return losses and changes of the logits."""
     torch.manual_seed(seed)
     model = timm.create_model("tokenformer_tiny", num_classes=10, **SIZES, **SMALL)
     optimizer = AdamW(model.parameters(), lr=LR, weight_decay=0.05)
@@ -105,7 +105,7 @@ def run(seed: int, epochs: int, train: Data, val: Data) -> dict[str, Any]:
     logits = logits_of(model, val[0])
     result: dict[str, Any] = {"seed": seed, "before": before}
     for branch in BRANCHES:
-        # The parameters of the copied optimizer are those of the copied model.
+        # Copied together, the optimizer holds the parameters of the copied model.
         grown, its_optimizer = copy.deepcopy((model, optimizer))
         if branch != "none":
             grow(grown, **LARGE, init=branch, seed=seed, optimizer=its_optimizer)
@@ -129,7 +129,7 @@ def train_on(
 ) -> dict[str, list[float]]:
     """Train for some epochs; return the held-out loss at the start and at later steps.
 
-    It is measured after each ``every`` steps in the warm-up, then after each ten.
+    It is measured after every ``every`` steps in the warm-up, then after every ten steps.
     """
     step, losses = 0, {"step": [0], "loss": [loss_of(model, val)]}
     steps, warmup = steps_of(epochs, train)

@@ -1,4 +1,4 @@
-"""What the commands share: how they end, what they print, and types of their arguments."""
+"""Shared parts of the commands: errors and exit status, printed text, types of arguments."""
 
 import argparse
 import datetime
@@ -30,7 +30,7 @@ EXTRAS = {
     "evaluation": ("lm_eval", "accelerate"),
 }
 _DEBUG = "--debug"
-# A library that writes a file reports these without the name of the file.
+# Libraries report these write errors without the name of the file.
 _NO_SPACE = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 # Characters that change the direction of the text after them; Python calls some printable.
 _BIDI = set(map(chr, (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))))
@@ -48,13 +48,13 @@ def run_tool(main: Callable[[], None], status: int = 1) -> None:
         status: Exit status after an error.
 
     Raises:
-        SystemExit: With ``status`` after an error, 130 after Ctrl-C, else as ``main`` does.
+        SystemExit: With ``status`` after an error, 130 after Ctrl-C, otherwise as ``main`` does.
     """
     logging.raiseExceptions = False  # on a full disk, each log line would print a traceback
     debug = _DEBUG in sys.argv
     sys.argv = [word for word in sys.argv if word != _DEBUG]
     try:
-        # Only in the main thread can a signal have a handler; other threads never see one.
+        # Python allows signal handlers only in the main thread.
         with suppress(ValueError):
             signal.signal(signal.SIGINT, _interrupt)
         main()
@@ -131,7 +131,7 @@ def typed_command() -> str:
 
 
 def _say(line: str) -> None:
-    # A full or closed stderr must not hide the status.
+    # A full or closed stderr must not change the exit status.
     with suppress(OSError, ValueError):
         print(printable(line), file=sys.stderr, flush=True)
 

@@ -95,7 +95,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     try:
         if not there:
             folder.parent.mkdir(parents=True, exist_ok=True)
-        # Inside an existing folder, which may be a link to another disk or its root.
+        # Inside an existing folder: it may be a link to another disk, or the root of a disk.
         place = folder if there else folder.parent
         remove_leftovers(place)
         partial = temporary_name(place / "partial")
@@ -129,7 +129,7 @@ def remove_leftovers(folder: Path) -> None:
     """Remove the partial files of killed processes from a folder.
 
     Only names that this module makes are removed, and links are not followed. Partial files of
-    running processes stay. On a shared disk, those of other machines stay for a day.
+    running processes stay. On a shared disk, partial files of other machines stay for a day.
 
     Args:
         folder: Folder to clean; its subfolders are not searched.
@@ -169,7 +169,7 @@ def locked_folder(folder: Path, way_out: str = "choose another --work-dir") -> I
     Args:
         folder: Folder for the file ``.lock``, which names the process with the lock. The file
             stays; the lock ends with the process, even if it is killed.
-        way_out: What the user can do if another process has the lock, other than wait or stop it.
+        way_out: What the user can do, other than wait or stop the process that has the lock.
 
     Raises:
         InputError: If another process has the lock; the message names it.
@@ -188,8 +188,8 @@ def locked_folder(folder: Path, way_out: str = "choose another --work-dir") -> I
                     f"{folder} is in use by {holder}: wait for it, stop it, or {way_out}"
                 ) from error
             _log.warning(
-                "%s is on a file system without locks (%s): take care that no other process "
-                "writes into it.",
+                "%s is on a file system without locks (%s): make sure that no other process "
+                "writes there.",
                 folder,
                 error.strerror,
             )
@@ -204,7 +204,7 @@ def _lock(file: int) -> None:
     if sys.platform == "win32":
         import msvcrt
 
-        os.lseek(file, 1 << 30, os.SEEK_SET)  # not the text, which others read
+        os.lseek(file, 1 << 30, os.SEEK_SET)  # beyond the text, which others must be able to read
         msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
     else:
         import fcntl

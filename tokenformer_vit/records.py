@@ -1,4 +1,4 @@
-"""What the records of trainings and measurements have in common."""
+"""Records of trainings and measurements: JSON with the machine, versions and results."""
 
 import datetime
 import json

@@ -58,7 +58,7 @@ train_dataloader = dict(
 )
 val_dataloader = dict(
     train_dataloader,
-    num_batch_per_epoch=None,  # a number takes images at even distances, the same each time
+    num_batch_per_epoch=None,  # a number takes evenly spaced images, the same each time
     sampler=dict(type="DefaultSampler", shuffle=False),
     dataset=dict(type="ImageNet", data_root="data/imagenet", split="val", pipeline=test_pipeline),
 )

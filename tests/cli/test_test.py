@@ -316,7 +316,7 @@ def test_a_checkpoint_answers_images_as_the_test_does(run, tmp_path, source):
 
 def test_an_export_does_not_overwrite(run, tmp_path):
     (tmp_path / "mine").mkdir()
-    with pytest.raises(InputError, match="exists already"):
+    with pytest.raises(InputError, match="already exists"):
         export.main([str(run.work_dir / "epoch_2.pth"), str(tmp_path / "mine")])
 
 

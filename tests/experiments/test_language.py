@@ -260,7 +260,10 @@ def test_what_starts_from_a_failed_run_has_failed(tmp_path, words, texts, traine
     assert trainer() == ["first_seed0", "masked_fr_seed0"]
     found = records(tmp_path)
     assert found["masked_fr_seed0"]["failed"] == "the loss is nan"
-    assert found["masked_es_seed0"]["failed"] == "masked_fr_seed0, from whose end it starts, failed"
+    assert (
+        found["masked_es_seed0"]["failed"]
+        == "it starts from the end of masked_fr_seed0, which failed"
+    )
     monkeypatch.delenv("FAIL")
     sweep(LANGUAGES, [*words, "--retry-failed"])
     assert trainer()[2:] == ["masked_fr_seed0", "masked_es_seed0"]

@@ -340,7 +340,7 @@ def test_a_run_of_another_process_is_left_to_it(tmp_path, words, trainer, capfd)
     assert trainer() == []
     assert records(tmp_path) == {}
     out, err = capfd.readouterr()
-    assert "gelu_l2_seed0 is left alone: another process is training it" in out
+    assert "gelu_l2_seed0 is skipped: another process is training it" in out
     assert "0 of 1 runs are recorded" in err
 
 

@@ -374,8 +374,8 @@ DEEP = "[" * 20_000 + "]" * 20_000
         ("a.jsonl", "5\n", "row 0, .*, is int; it must be an object whose 'text' is a text"),
         ("a.jsonl", '{"x": 1, "y": 2}\n', "no column 'text'; .*: x, y"),
         pytest.param("a.jsonl", '{"x": 1}\n' * 10_002, "no column 'text'", id="long file"),
-        ("a.jsonl", "\n \n", "holds no rows"),
-        ("a.json", "[]", "holds no rows"),
+        ("a.jsonl", "\n \n", "has no rows"),
+        ("a.json", "[]", "has no rows"),
         pytest.param(
             "a.jsonl.gz",
             gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-9],

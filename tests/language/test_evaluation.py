@@ -445,7 +445,7 @@ def test_hellaswag_begins_sentences_as_the_harness_does(tasks, tmp_path):
             '{"sentence": "a", "option1": "b", "option2": "c", "answer": "1"}',
             r"sentence is 'a'.*_",
         ),
-        ("hellaswag", '{"query": "a: b", "endings": ["c"], "label": 1}', "none of the choices"),
+        ("hellaswag", '{"query": "a: b", "endings": ["c"], "label": 1}', "not one of the choices"),
         ("hellaswag", '{"query": "a b", "endings": ["c"], "label": 0}', "query is 'a b'"),
         ("lambada", '{"text": "word"}', "text is 'word'"),
         ("lambada", '{"text": ' + "[" * 30_000, "Invalid JSON: recursion limit"),

@@ -1,4 +1,4 @@
-"""Draw how the cost of a token grows with the length of its sequence."""
+"""Plot the cost of a token against the length of its sequence."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,12 +37,12 @@ def draw_lengths(
     models: Mapping[str, nn.Module] | None = None,
     lengths: Sequence[int] = range(1024, 32 * 1024 + 1, 1024),
 ) -> None:
-    """Draw the training FLOPs of a token against the length of its sequence.
+    """Plot training FLOPs per token against sequence length.
 
     Args:
         path: PNG file to write.
-        models: Models by name, of the kinds that
-            :func:`~tokenformer_vit.benchmarking.costs.model_costs` knows. None draws the paper's
+        models: Models by name, of any kind that
+            :func:`~tokenformer_vit.benchmarking.costs.model_costs` supports. None draws the paper's
             figure: TokenFormers of one width that grow by pairs, and Transformers of the same depth
             and number of parameters, which grow by width.
         lengths: Numbers of tokens.

@@ -129,7 +129,7 @@ class Released(nn.Module):
 
 
 def as_released(model: Any) -> Any:
-    """Replace the formula in the blocks of a model by that of the authors' code, in place."""
+    """Replace the formula in the blocks of a model by the authors' formula, in place."""
     for parent in list(model.blocks.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, Pattention):

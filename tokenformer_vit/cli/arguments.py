@@ -21,7 +21,7 @@ class KeyValues(ParseKwargs):
 
 
 def model_arguments() -> argparse.ArgumentParser:
-    """Define the options that say which model to build and where to run it.
+    """Define the options for the model and the device.
 
     Returns:
         A parser for the ``parents`` of another parser, with ``--model``, ``--model-kwargs``,

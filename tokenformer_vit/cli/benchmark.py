@@ -180,7 +180,7 @@ def complete(args: argparse.Namespace) -> None:
     for name in IMAGES if args.lm else ("num_tokens",):
         if getattr(args, name) is not None:
             reason = "is for images, not for --lm" if args.lm else "needs --lm"
-            raise InputError(f"--{name.replace('_', '-')} {reason}; leave one out")
+            raise InputError(f"--{name.replace('_', '-')} {reason}; remove one of them")
     modes = Language.modes if args.lm else Images.modes
     args.modes = args.modes or modes
     for mode in args.modes:

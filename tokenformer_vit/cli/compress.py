@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def table(record: Mapping[str, Any]) -> Table:
     """Lay out the points of a record as a table."""
     data = printable(record["data"])
-    # Text: the name of a folder may look like rich's markup
+    # Text, because the name of a folder may look like rich's markup
     rows = Table(title=Text(f"top-1 accuracy on {record['images']} images of {data}"))
     for name in ("method", "keep", "q, k, v", "output", "FFN", "parameters", "GFLOPs", "top-1 %"):
         rows.add_column(name, justify="left" if name == "method" else "right")

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if args.target.exists():
-        raise InputError(f"{args.target} exists already; name another place, or remove it")
+        raise InputError(f"{args.target} already exists; choose another OUT, or remove it")
     if args.to_released:
         _to_released(args, language)
     else:

@@ -127,7 +127,7 @@ def build_vision(args: argparse.Namespace) -> tuple[list[str], list[nn.Module]]:
     if args.against:
         return [name, args.against], [model, build(args.against, args.against_kwargs)]
     if not isinstance(model, TokenFormerViT):
-        raise InputError(f"{name} is not a TokenFormer: name the other model with --against")
+        raise InputError(f"{name} is not a TokenFormer: give the other model with --against")
     vit, hidden = matched_vit(model)
     return [name, f"ViT, {hidden} hidden"], [model, vit]
 

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--model", metavar="NAME", help="timm model that IN does not describe")
     args = parser.parse_args(argv)
     if args.target.exists():
-        raise InputError(f"{args.target} exists already; choose another OUT, or remove it")
+        raise InputError(f"{args.target} already exists; choose another OUT, or remove it")
     if args.target.suffix == ".pth":
         save_classifier(load_model(args.model, args.checkpoint), args.target)
         print(f"Done. In {args.target}: the state dict of an mmpretrain classifier")

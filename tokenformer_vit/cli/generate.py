@@ -36,7 +36,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = choose_device(args.device)
     prompts = args.prompts or _read_prompts()
     if not args.mask and (args.model / language.MASKS).is_file():
-        print("the model has masks, but reads all its pairs; choose one by --mask", file=sys.stderr)
+        print(
+            "the model has masks, but all pairs are used; choose a mask with --mask",
+            file=sys.stderr,
+        )
     if not prompts:
         raise InputError("there is no prompt: give one after the model, or one a line on stdin")
     kinds = ("tokenformer", "gpt2")
@@ -76,7 +79,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("model", type=Path, metavar="MODEL", help="folder with config.json and model.safetensors")
     add("prompts", nargs="*", metavar="PROMPT", help="default: the lines of stdin")
     add("--tokenizer", type=Path, metavar="PATH", help="folder or file (default: MODEL)")
-    add("--mask", metavar="NAME", help="use the pairs of this mask alone")
+    add("--mask", metavar="NAME", help="use only the pairs of this mask")
     add("--max-new-tokens", type=whole_number(1), default=64, metavar="N", help="default: 64")
     add("--greedy", action="store_true", help="the most likely token each time")
     add("--temperature", type=float, default=1.0, metavar="T", help="divides logits (default: 1)")

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     args = _parse(argv)
     if args.target.exists():
-        raise InputError(f"{args.target} exists already; choose another OUT, or remove it")
+        raise InputError(f"{args.target} already exists; choose another OUT, or remove it")
     how = {
         "num_qkv_param_tokens": args.qkv,
         "num_proj_param_tokens": args.proj,

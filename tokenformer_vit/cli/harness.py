@@ -1,6 +1,6 @@
 """Run the command of lm-evaluation-harness with the TokenFormer language models registered.
 
-The harness finds models by what has been imported. All arguments are its own::
+The harness finds only models that are imported. All arguments are passed to the harness::
 
     tokenformer-vit lm-eval run --model hf --model_args pretrained=work_dirs/run --tasks piqa boolq
     tokenformer-vit lm-eval ls tasks

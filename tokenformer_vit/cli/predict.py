@@ -67,7 +67,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--compile",
         action="store_true",
-        help="compile each block with torch.compile; it pays for thousands of images",
+        help="compile each block with torch.compile: faster for thousands of images",
     )
     add("--json", action="store_true", help="print one JSON object for each image")
     return parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""Turn text into rows of tokens, on which language models are trained and evaluated.
+"""Turn text into rows of tokens, to train and evaluate language models.
 
 From files of text, .jsonl, .json (also .gz) or .parquet, or folders of them::
 
@@ -90,7 +90,7 @@ def _sources(args: argparse.Namespace, language: ModuleType) -> tuple[list[Any],
     files = [file for path in args.sources for file in language.find_files(path)]
     both = {file.resolve() for file in files} & {file.resolve() for file in held_out}
     if both:
-        raise InputError(f"{min(both)} is both a source and in --val: leave one out")
+        raise InputError(f"{min(both)} is both a source and in --val: remove it from one of them")
     how = (args.documents, args.column, args.val_share)
     sources = [language.file_source(file, *how, split="val") for file in held_out]
     sources += [language.file_source(file, *how) for file in files]
@@ -101,7 +101,7 @@ def _sources(args: argparse.Namespace, language: ModuleType) -> tuple[list[Any],
 
 
 def _settings(args: argparse.Namespace, files: Sequence[Path]) -> dict[str, Any]:
-    """Return everything that the result follows from."""
+    """Return all settings that change the result."""
     settings = {name: value for name, value in vars(args).items() if name != "target"}
     settings["sources"] = [str(path) for path in args.sources] or [args.hub or "reversal"]
     settings["val"] = [str(path) for path in args.val]
@@ -156,7 +156,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add(
         "--val-share",
-        type=number(lambda share: 0 <= share < 1, "a share: give 0 to below 1"),
+        type=number(lambda share: 0 <= share < 1, "a number of at least 0 and below 1"),
         metavar="SHARE",
         help="share that is held out: the end of a file that is one document, or documents that a "
         "hash of their content picks (default: 0.005; 0 for none)",
@@ -187,7 +187,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         last = "; --val takes all paths after it, so put it last" if args.val else ""
         parser.error(f"give SOURCE... OUT, or --hub NAME OUT, or --reversal LINES OUT{last}")
     if args.val and args.val_share is not None:
-        parser.error("--val and --val-share both say what is held out; give one of them")
+        parser.error("--val and --val-share exclude each other; give one of them")
     if args.val_share is None:
         args.val_share = 0.0 if args.val else 0.005
     if re.fullmatch(r"bpe:(?!\d{1,9}$).*", args.tokenizer, re.DOTALL):

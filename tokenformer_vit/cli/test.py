@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--out", type=Path, help="folder of the results (default: test/ beside the checkpoint)")
     args = config.parse_run_arguments(parser, argv)
 
-    options = {"log_level": "WARNING", **(args.cfg_options or {})}  # a test has little to log
+    options = {"log_level": "WARNING", **(args.cfg_options or {})}  # a test logs little
     cfg = config.load_config(
         args.config,
         options,

@@ -1,6 +1,6 @@
 """Train a model: from a config, or an image classifier from a folder of images.
 
-A config is a file of your own, or one of those that come with the package::
+A config is your own file, or a config that comes with the package::
 
     tokenformer-vit train configs/imagenet_base.py
 
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
         metavar="FILE",
         help="exported folder, or checkpoint, to fine-tune",
     )
-    first_run("--freeze", action="store_true", help="train the head of --checkpoint alone")
+    first_run("--freeze", action="store_true", help="train only the head of --checkpoint")
     args = config.parse_run_arguments(parser, argv)
 
     first = is_first(args.launcher)
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
         args.work_dir = args.work_dir or f"work_dirs/{Path(args.config).resolve().name}"
         args.config = configure_folder(args.config, args.work_dir, start, args.resume, first)
     elif start != Start():
-        parser.error("--model, --checkpoint and --freeze go with a folder, not with a config")
+        parser.error("--model, --checkpoint and --freeze need a folder of images, not a config")
     options = dict(args.cfg_options or {})
     if args.seed is not None:
         options["randomness.seed"] = args.seed

@@ -1,4 +1,4 @@
-"""The machinery of ablations: questions, plans, runs, records, tables and charts.
+"""Questions, plans, runs, records, tables and charts of ablations.
 
 A file in ``ablations/`` asks a question: it makes an object of one of the kinds below, and calls
 :func:`main` with it. ``ablations/README.md`` says how.

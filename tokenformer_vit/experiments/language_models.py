@@ -1,4 +1,4 @@
-"""The language models of ablations: how they are built, and what variants change of them."""
+"""Language models of ablations: how to build them, and how variants change them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -45,14 +45,14 @@ class Language(Field):
             return MODELS.build(sizes)
 
     def shape_of(self, cfg: Mapping[str, Any]) -> tuple[Shape, int]:
-        """Return the sizes and the parameter count of a config's TokenFormer; see Field."""
+        """Return sizes and parameter count of a TokenFormer; see :meth:`Field.shape_of`."""
         from tokenformer_vit.language import TokenFormerForCausalLM
 
         model: Any = self.build(cfg)
         if not isinstance(model.model, TokenFormerForCausalLM):
             raise InputError(
                 f"the model of the config is a {cfg['model']['architecture']}, but an ablation "
-                "starts from a TokenFormer; choose another --config"
+                "needs a TokenFormer; choose another --config"
             )
         lm: Any = model.model.model
         keys = ("vocab_size", "context_length", "tie_embeddings")
@@ -94,7 +94,7 @@ def pairs_by_width(attention: float, ffn: float, **new: Any) -> Change:
 
 
 def transformer(model: Part, shape: Shape, hidden_features: int) -> Part:
-    """Take a Transformer in GPT-2's form, of the TokenFormer's width and depth."""
+    """Use a Transformer like GPT-2, with the TokenFormer's width and depth."""
     return {
         **model,
         "architecture": "transformer",
@@ -109,5 +109,5 @@ def transformer(model: Part, shape: Shape, hidden_features: int) -> Part:
 
 
 def matched_transformer(part: float = 1, pairs: float = 1) -> Change:
-    """Take the Transformer of :meth:`Shape.hidden`."""
+    """Use the Transformer whose hidden size :meth:`Shape.hidden` gives."""
     return lambda model, shape: transformer(model, shape, **shape.hidden(part, pairs))

@@ -1,4 +1,4 @@
-"""What an ablation asks: the base of all kinds of questions, and the two simplest kinds."""
+"""Questions of ablations: the base class of all kinds, and the two simplest kinds."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,12 +31,12 @@ from .variants import Shape, Variant
 
 @dataclass(frozen=True, kw_only=True)
 class Question(ABC):
-    """One question, with a table and a chart of its own. Subclasses are the kinds of questions.
+    """One question, with its table and its chart. Subclasses are the kinds of questions.
 
     Args:
-        name: Name of the file that asks it.
+        name: Name of the file with the question.
         title: Heading.
-        text: What is asked, and what the paper says, in Markdown: the docstring of the file.
+        text: The question, and what the paper says, in Markdown: the docstring of the file.
         variants: Rows of the table, in order.
         field: Images or language.
     """
@@ -50,8 +50,8 @@ class Question(ABC):
     same_size: ClassVar[bool] = True  # all variants have as many parameters, within 1 %
     loads_weights: ClassVar[bool] = False  # the config starts from trained weights
     counts_flops: ClassVar[bool] = False  # every run counts its training FLOPs
-    papers_run: ClassVar[str] = "the paper's setting"  # in the table of images; empty for none
-    chart: ClassVar[str] = "{} and curves"  # what the chart shows of the measure
+    papers_run: ClassVar[str] = "the paper's setting"  # name in the table of images, or empty
+    chart: ClassVar[str] = "{} and curves"  # title of the chart; {} is the measure
 
     # The runs.
 
@@ -59,16 +59,16 @@ class Question(ABC):
         """Return the config whose model is changed into the variants.
 
         Raises:
-            InputError: If it starts from weights and should not, or should and does not.
+            InputError: If it starts from weights but must not, or must but does not.
         """
         return self.field.from_scratch(cfg)
 
     def start_of(self, part: Mapping[str, Any]) -> dict[str, Any]:
-        """Say for the record what weights a variant starts from."""
+        """Return the weights that a variant starts from, for the record."""
         return {}
 
     def end_of(self, part: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the model that a run ends with, as a model from scratch."""
+        """Return the config of the model at the end of a run, as if trained from scratch."""
         return dict(part)
 
     def counts(self, model: nn.Module) -> dict[str, int]:
@@ -184,7 +184,7 @@ class Steps(Question):
         )
 
     def _above(self, row: Row) -> Row | None:
-        """Return the row above, if there is a step from it."""
+        """Return the row above, if this row is a step from it."""
         index = self.variants.index(row.variant)
         above = row.other(self.variants[index - 1])
         return above if index and above.records and not row.variant.reference else None
@@ -206,10 +206,10 @@ def _paper(row: Row) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline(Question):
-    """Every variant is compared with one of them, in parameters, FLOPs and result.
+    """All variants are compared with one baseline, in parameters, FLOPs and result.
 
     Args:
-        baseline: Name of that variant.
+        baseline: Name of the variant that is the baseline.
     """
 
     baseline: str

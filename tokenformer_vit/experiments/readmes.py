@@ -27,7 +27,7 @@ READMES = (
 RUNS = "configs/results"
 SPEED = "tokenformer_vit/benchmarking/results"
 
-# Name of the record of each training run, and what was run for it.
+# Name of the record of each training run, and a description of the run.
 IMAGE_RUNS = {
     "digits_demo": "`make demo`: 8 px digits, 0.6 M parameters",
     "cifar10_tiny_5000": "`cifar10_tiny` on a 5,000-image slice",
@@ -50,7 +50,7 @@ BENCHMARK = {
 }
 VARIANTS = ("fused compiled", "baseline compiled", "released eager")
 DECODING_VARIANTS = ("fused eager", "baseline eager", "released eager")  # decoding is not compiled
-# What a benchmark on a GPU would show, until there is a record of one.
+# Benchmarks on a GPU that have no record yet.
 GPU_GROUPS = [
     f"NVIDIA H200, {mode}, bfloat16 autocast, batch {batch}"
     for mode in ("train", "infer")

@@ -2,7 +2,7 @@
 
 The settings are all that differs from the sweep's config. They are written into a small config,
 ``WORK_DIR/<run>.py``, which inherits from the sweep's. The run works in ``WORK_DIR/<run>/``. Its
-record has the settings too, so that it is never taken for a run with other settings.
+record also has the settings. Therefore it is never used for a run with other settings.
 """
 
 import ast
@@ -33,7 +33,7 @@ class Run:
     base: Path  # the sweep's config
     field: Field
     length: int  # epochs or iterations, as the field counts
-    start: "Run | None"  # the run from whose end it starts
+    start: "Run | None"  # the earlier run that it continues
     work_dir: Path  # where the sweep works
     out: Path  # folder of the sweep's records
 
@@ -84,7 +84,7 @@ class Run:
 
 
 def difference(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a config that inherits from ``base`` has to say to become ``new``."""
+    """Return the settings that turn a config that inherits from ``base`` into ``new``."""
     changes = {}
     for key, value in new.items():
         old = base.get(key)
@@ -124,12 +124,12 @@ def _differing(one: Any, other: Any, key: str = "") -> Iterator[tuple[str, tuple
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON gives it back."""
+    """Return a value as it is after JSON writes and reads it."""
     return json.loads(json.dumps(value))
 
 
 def shown(path: str | Path) -> str:
-    """Write a path relative to the current folder, if it is inside it."""
+    """Return a path relative to the current folder, or unchanged if it is outside of it."""
     absolute = Path(os.path.abspath(path))
     inside = absolute.is_relative_to(Path.cwd())
     return str(absolute.relative_to(Path.cwd()) if inside else path)

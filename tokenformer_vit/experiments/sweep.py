@@ -1,6 +1,6 @@
 """Train every variant of a question with several seeds: the command line of all questions.
 
-Every run is a training of its own, by ``tokenformer-vit train``. Finished runs are skipped, and
+Every run is one process of ``tokenformer-vit train``. Finished runs are skipped, and
 interrupted runs are resumed. A failed run is recorded as failed and skipped until --retry-failed.
 """
 
@@ -20,11 +20,11 @@ def main(question: Question, argv: Sequence[str] | None = None) -> None:
 
 
 def sweep(question: Question, argv: Sequence[str] | None = None) -> None:
-    """Train what is not trained yet, and record what is.
+    """Train the unfinished runs, and record the finished ones.
 
     Raises:
         InputError: As :func:`plan` and :func:`publish` do.
-        SystemExit: If a run failed or is left.
+        SystemExit: If a run failed or is not finished.
     """
     from . import launch, tables
     from .plan import plan
@@ -33,7 +33,7 @@ def sweep(question: Question, argv: Sequence[str] | None = None) -> None:
 
     args = parse(question, argv)
     planned = plan(question, args)
-    needed = [run.start for run in planned]  # with their weights, which no record has
+    needed = [run.start for run in planned]  # their weights are needed, which no record has
     waiting = []
     for run in planned:
         record = read_record(run)
@@ -94,7 +94,7 @@ def parse(question: Question, argv: Sequence[str] | None) -> argparse.Namespace:
         "--jobs",
         type=whole_number(1),
         default=1,
-        help="runs at the same time; several GPUs are shared out among them",
+        help="runs at the same time; several GPUs are divided among them",
     )
     add(
         "--print-commands",

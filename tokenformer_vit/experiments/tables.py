@@ -41,9 +41,9 @@ LANGUAGE_TITLE = """# Ablations of language models
 
 Perplexity is measured on held-out text after the last iteration: mean ± standard deviation over n
 seeds. Runs of one seed share the order of the data. Models that begin with the same sizes also
-begin with the same weights. Parameters are all of a model, with the embedding. Training FLOPs are
-those of all forward and backward passes, with the head. Failures, learning rates and minutes are
-reported as above.
+begin with the same weights. Parameters include the embedding. Training FLOPs are counted over all
+forward and backward passes, with the head. Failures, learning rates and minutes are reported as
+above.
 """
 TITLES = {IMAGES: TITLE, LANGUAGE: LANGUAGE_TITLE}
 
@@ -77,7 +77,7 @@ def main(
     if args.check:
         if old:
             names = ", ".join(str(path.relative_to(root)) for path in old)
-            sys.exit(f"error: {names} is not what the records say; run `ablations/tables.py`")
+            sys.exit(f"error: {names} is out of date; run `python ablations/tables.py`")
         return
     for path in old:
         write_whole(path, texts[path].encode())
@@ -100,7 +100,7 @@ def write_own(question: Question, out: Path) -> Path:
 
 
 def _of_project(groups: Groups) -> Groups:
-    """Leave out the sweeps of configs that are not the project's, and say so."""
+    """Leave out sweeps with configs from outside the project, and print their names."""
     kept = {}
     for (question, folder), records in groups.items():
         configs = {record["config"] for record in records}

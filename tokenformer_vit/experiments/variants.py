@@ -47,7 +47,7 @@ class Shape:
         """Return a share of the hidden neurons of the matched Transformer.
 
         Args:
-            share: Share of the neurons, at least one of which is left.
+            share: Share of the neurons; at least one stays.
             pairs: Share of the pairs whose weights the Transformer matches.
 
         Raises:
@@ -59,9 +59,9 @@ class Shape:
         return {"hidden_features": max(1, round(share * whole))}
 
 
-# Of the part of a config that variants change, and of the sizes of the config's own model.
+# Arguments: the part of a config that variants change, and the sizes of the config's own model.
 Change = Callable[[Part, Shape], Part]
-# Of those sizes, and of the length of the config's run in epochs or iterations.
+# Arguments: the same sizes, and the length of the config's run in epochs or iterations.
 Outside = Callable[[Shape, int], dict[str, Any]]
 
 
@@ -76,7 +76,7 @@ class Variant:
     reference: bool = False  # a ViT or Transformer that TokenFormers are compared with
     outside: Outside | None = None  # returns what else changes in the config
     grown: bool = False  # grows during training
-    start: str | None = None  # name of an earlier variant, from whose end training starts
+    start: str | None = None  # name of the earlier variant that training continues
     text: str | None = None  # folder of the text to train on, where a question has several
 
 
@@ -88,7 +88,7 @@ def arguments(**new: Any) -> Change:
 def in_stages(
     unit: str, shares: Sequence[float], size: Callable[[Shape, float], dict[str, int]], **how: Any
 ) -> Outside:
-    """Grow through shares of the full size, in stages of equal length.
+    """Grow the model in stages of equal length, each with a share of the full size.
 
     Args:
         unit: ``epoch`` or ``iteration``.

@@ -21,7 +21,7 @@ def language_card(model: PreTrainedModel, facts: CardFacts) -> str:
 
     Args:
         model: Causal language model of transformers.
-        facts: What else is known.
+        facts: Other facts.
 
     Returns:
         The content of README.md.

@@ -38,7 +38,7 @@ def read_text_meta(folder: Path) -> TextMeta:
         ``tokens``, ``documents`` and UTF-8 ``bytes`` of the text that they were cut from.
 
     Raises:
-        InputError: If there is no such folder, it is unfinished, or it is no folder of tokens.
+        InputError: If there is no such folder, it is unfinished, or it is not a folder of tokens.
         OSError: If the description cannot be read.
     """
     file = folder / META
@@ -48,8 +48,8 @@ def read_text_meta(folder: Path) -> TextMeta:
                 f"{folder} is not finished: run the same prepare-text command again to resume it"
             )
         missing = f"{folder} has no {META}" if folder.is_dir() else f"there is no folder {folder}"
-        raise InputError(f"{missing}; make a folder of tokens by tokenformer-vit prepare-text")
-    way_out = "make it again by tokenformer-vit prepare-text"
+        raise InputError(f"{missing}; make a folder of tokens with tokenformer-vit prepare-text")
+    way_out = "make it again with tokenformer-vit prepare-text"
     meta = read_json(file, TextMeta, "a description of tokens", way_out)
     for split, counts in meta["splits"].items():
         if counts["rows"] and counts["tokens"] <= counts["rows"] * meta["context_length"]:
@@ -71,8 +71,8 @@ def read_tokens(folder: Path, split: str) -> "Dataset":
         Data set in numpy's format: ``dataset[row]["input_ids"]`` is (context_length + 1,), int64.
 
     Raises:
-        InputError: As :func:`read_text_meta` does; or if there is no such split, it has no rows,
-            or a file is missing or damaged.
+        InputError: In the cases of :func:`read_text_meta`; or if there is no such split, it has no
+            rows, or a file is missing or damaged.
     """
     try:
         from datasets import Dataset, concatenate_datasets
@@ -112,7 +112,7 @@ def read_tokens(folder: Path, split: str) -> "Dataset":
 
 
 def stored_rows(dataset: "Dataset") -> np.ndarray:
-    """Read all rows of a data set in the type that they are stored in.
+    """Read all rows of a data set in their stored type.
 
     Args:
         dataset: Data set of :func:`read_tokens`.
@@ -199,7 +199,7 @@ class SplitWriter:
         column = self._pa.FixedSizeListArray.from_arrays(flat, type=self._type)
         try:
             if self._stream is None:
-                self._path.unlink(missing_ok=True)  # removes a link, but not the file behind it
+                self._path.unlink(missing_ok=True)  # removes a link, but not its target
                 self._file = self._path.open("xb")
                 schema = self._pa.schema([("input_ids", self._type)])
                 self._stream = self._pa.ipc.new_stream(self._file, schema)

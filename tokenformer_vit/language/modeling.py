@@ -178,7 +178,7 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
         """
         for name in _UNSUPPORTED:
             if kwargs.pop(name, None) not in (None, False):
-                raise InputError(f"a TokenFormer language model does not support {name}")
+                raise InputError(f"a TokenFormer language model does not support {name}; remove it")
         if attention_mask is not None:
             if attention_mask.dim() != 2:
                 raise InputError(

@@ -1,4 +1,4 @@
-"""The plain Transformer that a TokenFormer language model is compared with."""
+"""A plain Transformer, the baseline of TokenFormer language models."""
 
 from transformers import GPT2Config, GPT2LMHeadModel
 

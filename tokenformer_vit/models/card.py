@@ -23,7 +23,7 @@ _CITATION = """```bibtex
 
 
 class CardFacts(NamedTuple):
-    """What is known of a model. The card says nothing else.
+    """Facts about a model for its card.
 
     Args:
         sections: Title of each section, with its facts by name. A fact that is None is left out,
@@ -52,7 +52,7 @@ def model_card(
         library: Library that loads the model, ``timm`` or ``transformers``.
         task: The hub's name of the task, such as ``image-classification``.
         usage: Python code that loads the model.
-        facts: What is known of the model.
+        facts: Facts about the model.
         tags: Tags on the hub; with ``tokenformer`` the card cites the paper.
 
     Returns:
@@ -95,8 +95,8 @@ def vision_card(
     Args:
         model: timm model.
         label_names: Names of the classes, in order.
-        data_config: Preprocessing, in timm's words; default: what the model says of it.
-        facts: What else is known.
+        data_config: Preprocessing, in timm's words; default: from the model's configuration.
+        facts: Other facts.
 
     Returns:
         The content of README.md.

@@ -62,8 +62,8 @@ def load_model(
         **kwargs: Arguments of the model.
 
     Returns:
-        The model, on the CPU, in evaluation mode. Its ``card_facts`` are what a training checkpoint
-        says of data and recipe.
+        The model, on the CPU, in evaluation mode. Its ``card_facts`` are the data and the recipe in
+        a training checkpoint.
 
     Raises:
         InputError: If the model or the file does not exist, they do not fit together, or a training
@@ -108,8 +108,8 @@ def load_model(
     model = _build(name, description, num_classes, kwargs)
     if for_images and getattr(model, "global_pool", None) == "":
         raise InputError(
-            f"{checkpoint or name} is a model without pooling (global_pool=''): it has no answer "
-            "for an image; choose another global_pool, such as 'avg'"
+            f"{checkpoint or name} is a model without pooling (global_pool=''): it cannot classify "
+            "an image; choose another global_pool, such as 'avg'"
         )
     if state_dict is not None:
         _load(
@@ -139,8 +139,8 @@ def save_model(
             these files are replaced.
         label_names: Names of the classes, in order; default: the names in the model's
             configuration, if any.
-        data_config: Preprocessing, in timm's words; default: that of the model's configuration.
-        facts: What the model card says of data, training and results.
+        data_config: Preprocessing, in timm's words; default: from the model's configuration.
+        facts: Data, training and results for the model card.
 
     Raises:
         OSError: If the folder cannot be written; existing files stay.
@@ -290,7 +290,7 @@ def _say_preprocessing(
     if name is None:
         return  # the caller refuses it
     _log.warning(
-        "%s has no preprocessing and no class names, so those of %s are used. An exported folder "
+        "%s has no preprocessing and no class names; those of %s are used. An exported folder "
         "contains both.",
         checkpoint,
         name,
@@ -302,7 +302,7 @@ def _load(model: nn.Module, state_dict: dict[str, Tensor], what: str, resample: 
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
     # timm's filter would silently resample these two to any size, and the model would predict with
-    # weights that nobody has trained.
+    # untrained weights.
     stem = ["patch_embed.proj.weight"] if resample else ["patch_embed.proj.weight", "pos_embed"]
     faults = []
     for name in stem:

@@ -89,7 +89,7 @@ def configure_test(cfg: Config, checkpoint: str | Path, out: str | Path) -> None
     """
     if not cfg.model.get("head"):
         raise InputError(
-            f"{cfg.filename} trains no image classifier: evaluate a language model by "
+            f"{cfg.filename} is not the config of an image classifier: for a language model, use "
             "`tokenformer-vit evaluate-lm`"
         )
     if not Path(checkpoint).is_file():
@@ -189,7 +189,7 @@ def run_test(cfg: Config) -> Evaluation:
 
 
 def print_evaluation(evaluation: Evaluation, console: Console) -> None:
-    """Print the accuracy and a table of the classes; of many classes the best and the worst."""
+    """Print accuracy and per-class metrics; with many classes, only the best and the worst."""
     rows = evaluation.classes
     title, ends = "classes", {}
     if len(rows) > _MANY:
@@ -253,15 +253,15 @@ def write_evaluation(evaluation: Evaluation, folder: str | Path) -> None:
 
 
 def draw_confusion(confusion: Tensor, names: Sequence[str]) -> bytes:
-    """Draw a confusion matrix as a PNG, or of many classes the most confused pairs.
+    """Draw a confusion matrix as a PNG; for many classes, the most frequent confusions instead.
 
     Args:
         confusion: (K, K) int64, true class by predicted class.
         names: K class names.
 
     Returns:
-        The content of a PNG file. Up to 50 classes it shows the matrix, with the numbers up to 30.
-        Above, the cells could not be read, and it shows bars of the 30 most frequent confusions.
+        The content of a PNG file. Up to 50 classes it shows the matrix, and up to 30 also the
+        numbers. With more, the cells would be unreadable: it shows the 30 most frequent confusions.
     """
     matplotlib.use("Agg")  # before mmpretrain's plot asks pyplot for a window
     from matplotlib import pyplot

@@ -1,6 +1,6 @@
 """Type and range of the values in a config.
 
-Other keys are not checked: other optimisers, schedules, data sets and models have their own.
+Only keys in these schemas are checked: optimisers, schedules, data sets and models may have others.
 """
 
 from collections.abc import Callable, Mapping

@@ -142,7 +142,7 @@ def _pictures(names: Iterable[str], model: nn.Module) -> dict[str, Any]:
     with closing(read_images([Path(name) for name in names], config, MOST)) as batches:
         for path, image in (pair for batch in batches for pair in batch):
             if isinstance(image, Exception):
-                raise InputError(f"{image}; it could be read before: restore it")
+                raise InputError(f"{image}; the file has changed since it was read: restore it")
             pixels = ((image * std + mean) * 255).round().clamp(0, 255).byte()
             pictures[str(path)] = pixels.permute(1, 2, 0).numpy()
     return pictures

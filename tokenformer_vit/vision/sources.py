@@ -15,7 +15,7 @@ from tokenformer_vit.errors import InputError, one_line
 
 _VALIDATION_SPLITS = ("validation", "valid", "val", "dev", "test")  # best first
 _BATCH_ROWS = 64  # images in memory at a time
-# For a data set without class names. Each class is a folder, and one wrong label would make many.
+# For a data set without class names. Each class is a folder, and one wrong label could make many.
 _MOST_CLASSES = 100_000
 
 
@@ -56,13 +56,13 @@ def parquet_splits(
     import pyarrow.parquet as parquet  # of the extra [train]
 
     if not source.is_dir():
-        raise InputError(f"there is no folder {source}; SOURCE is a folder with *.parquet files")
+        raise InputError(f"there is no folder {source}; give a folder with *.parquet files")
     shards: dict[str, list[Path]] = {}
     for path in sorted(source.rglob("*.parquet")):
         shards.setdefault(_split_of(path), []).append(path)
     if not shards:
         raise InputError(
-            f"there is no *.parquet file in {source}; SOURCE is a folder with *.parquet files"
+            f"there is no *.parquet file in {source}; give a folder with *.parquet files as SOURCE"
         )
     chosen = _choose_splits(shards, wanted, source)
 

@@ -43,7 +43,7 @@ class TokenDataset(Dataset):
     def __init__(self, data_root: str | Sequence[str], split: str) -> None:
         roots = [data_root] if isinstance(data_root, str) else list(data_root)
         if not roots:
-            raise InputError("data_root of TokenDataset is an empty list; name a folder")
+            raise InputError("data_root of TokenDataset is an empty list; give a folder")
         self.folders = [Path(root) for root in roots]
         metas = [read_text_meta(folder) for folder in self.folders]
         for key in ("context_length", "vocab_size"):
