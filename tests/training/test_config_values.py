@@ -110,6 +110,7 @@ def refused(cfg, options):
         ("randomness.seed", -1, "a whole number from 0"),
         ("log_level", "LOUD", "one of CRITICAL, ERROR, WARNING, INFO, DEBUG, NOTSET"),
         ("auto_scale_lr.base_batch_size", 0, WHOLE),
+        ("env_cfg.mp_cfg.opencv_num_threads", 100_000, "a whole number from 0 to 1024"),
         ("env_cfg.mp_cfg.mp_start_method", "threads", "'fork', 'spawn' or 'forkserver'"),
         ("val_evaluator.topk", [0, 1], f"{WHOLE}, or a list of them"),
         ("resume", "auto", "True or False"),

@@ -60,6 +60,8 @@ def _float(value: Any) -> Any:
 Count = Annotated[int, Field(ge=1), _must_be("a whole number of at least 1")]
 Whole = Annotated[int, Field(ge=0), _must_be("a whole number of at least 0")]
 Seed = Annotated[int, Field(ge=0, le=MOST_SEED), _must_be(f"a whole number from 0 to {MOST_SEED}")]
+# OpenCV starts as many threads as it is told.
+Threads = Annotated[int, Field(ge=0, le=1024), _must_be("a whole number from 0 to 1024")]
 Interval = Annotated[
     Literal[-1] | Annotated[int, Field(ge=1)],
     _must_be("a whole number of at least 1, or -1 for never"),
@@ -287,7 +289,7 @@ class _ScaleLR(_Section):
 
 class _Processes(_Section):
     mp_start_method: Literal["fork", "spawn", "forkserver"] = "fork"
-    opencv_num_threads: Whole = 0
+    opencv_num_threads: Threads = 0
 
 
 class _Environment(_Section):
