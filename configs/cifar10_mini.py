@@ -36,11 +36,7 @@ test_dataloader = val_dataloader
 param_scheduler = [
     dict(type="LinearLR", start_factor=1e-3, by_epoch=True, end=1, convert_to_iter_based=True),
     dict(
-        type="CosineAnnealingLR",
-        eta_min=1e-5,
-        by_epoch=True,
-        begin=1,
-        convert_to_iter_based=True,
+        type="CosineAnnealingLR", eta_min=1e-5, by_epoch=True, begin=1, convert_to_iter_based=True
     ),
 ]
 train_cfg = dict(max_epochs=4)

@@ -9,9 +9,7 @@ one CPU core. Needs scikit-learn and matplotlib::
     python examples/growth_step.py --draw growth_step.json      # only draw the chart again
 """
 
-import argparse
 import copy
-import io
 import json
 import math
 from pathlib import Path
@@ -24,9 +22,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 import tokenformer_vit  # noqa: F401  registers the models
-from tokenformer_vit.command_line import run_tool, typed_command, whole_number
-from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import write_whole
+from tokenformer_vit.command_line import command_parser, run_tool, typed_command, whole_number
+from tokenformer_vit.files import write_figure
 from tokenformer_vit.growth import grow
 from tokenformer_vit.records import environment, write_record
 
@@ -46,19 +43,18 @@ Data = tuple[Tensor, Tensor]
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=whole_number(1), default=3, metavar="N", help="default: 3")
-    parser.add_argument(
+    parser = command_parser(__doc__)
+    add = parser.add_argument
+    add("--seeds", type=whole_number(1), default=3, metavar="N", help="default: 3")
+    add(
         "--epochs",
         type=whole_number(1),
         default=20,
         metavar="N",
         help="before growth, and again after",
     )
-    parser.add_argument("--out", type=Path, default=Path("growth_step.json"), metavar="FILE.json")
-    parser.add_argument("--draw", type=Path, metavar="RECORD", help="only draw this record's chart")
+    add("--out", type=Path, default=Path("growth_step.json"), metavar="FILE.json")
+    add("--draw", type=Path, metavar="RECORD", help="only draw this record's chart")
     args = parser.parse_args()
     if args.draw:
         draw(json.loads(args.draw.read_text(encoding="utf-8")), args.draw.with_suffix(".png"))
@@ -80,11 +76,9 @@ def main() -> None:
 
 def digits() -> tuple[Data, Data]:
     """Load the digits, four fifths for training and a fifth held out."""
-    try:
-        from sklearn.datasets import load_digits
-        from sklearn.model_selection import train_test_split
-    except ImportError as error:
-        raise InputError("the digits come with scikit-learn: pip install scikit-learn") from error
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split  # not needed to draw
+
     images, labels = load_digits(return_X_y=True)
     parts = train_test_split(images, labels, test_size=0.2, stratify=labels, random_state=0)
     train_x, val_x = (
@@ -188,9 +182,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     whole.set(title="the whole training", ylabel="held-out loss")
     close.set(title="the first 20 steps after growth", xlim=(-1, 20), ylim=(None, 9))
     close.legend(loc="upper right", fontsize="small")
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=120, format="png")
-    write_whole(path, picture.getvalue())
+    write_figure(path, figure, dpi=120)
     print(f"chart: {path}")
 
 

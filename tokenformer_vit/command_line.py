@@ -15,18 +15,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from .errors import InputError, one_line
 from .interrupts import INTERRUPTED, leave_on_interrupt
-
-__all__ = [
-    "EXTRAS",
-    "positive_number",
-    "printable",
-    "run_tool",
-    "typed_command",
-    "whole_number",
-]
 
 # Modules that the extras of setup.py install.
 EXTRAS = {
@@ -159,15 +151,28 @@ def printable(text: str) -> str:
     )
 
 
-def positive_number(text: str) -> float:
-    """Read a finite number above 0; an argparse type."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a finite number above 0")
-    return number
+def command_parser(text: str | None, **options: Any) -> argparse.ArgumentParser:
+    """Make a parser whose ``--help`` prints ``text`` line by line, as it is written."""
+    lines = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=text, formatter_class=lines, **options)
+
+
+def number(allows: Callable[[float], bool], words: str) -> Callable[[str], float]:
+    """Make an argparse type for the numbers that ``allows`` accepts and ``words`` describes."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not allows(value):
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {words}")
+        return value
+
+    return parse
+
+
+positive_number = number(lambda value: 0 < value < math.inf, "a finite number above 0")
 
 
 def whole_number(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:

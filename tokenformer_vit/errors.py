@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
-__all__ = ["InputError", "first_fault", "one_line"]
-
 
 class InputError(ValueError):
     """An input cannot be used; the message is one line that says why and what to do.

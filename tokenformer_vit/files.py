@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import io
 import logging
 import os
 import re
@@ -13,10 +14,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from .errors import InputError
-
-__all__ = ["locked_folder", "new_folder", "remove_leftovers", "temporary_name", "write_whole"]
 
 # Host, process and a random part. Nobody can guess the name, and a later run can tell whether the
 # writer still runs.
@@ -66,6 +66,13 @@ def write_whole(path: Path, data: bytes, sync: bool = True) -> None:
         raise
 
 
+def write_figure(path: Path, figure: Any, **options: Any) -> None:
+    """Write a figure of matplotlib as a PNG file, with ``options`` of its ``savefig``."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", **options)
+    write_whole(path, picture.getvalue())
+
+
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """Write a folder under a temporary name, then rename it.
@@ -101,7 +108,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
         files = [file for file in sorted(partial.rglob("*")) if file.is_file()]
         for file in files:
             file.chmod(mode)
-            _sync_file(file)
+            with file.open("rb+") as written:
+                os.fsync(written.fileno())
         if there:
             for file in files:
                 target = folder / file.relative_to(partial)
@@ -203,11 +211,6 @@ def _lock(file: int) -> None:
 
         # Data loading workers inherit an flock, and may outlive a killed process.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _sync_file(path: Path) -> None:
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
 
 
 def _sync_folder(folder: Path) -> None:

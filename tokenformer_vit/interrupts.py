@@ -10,8 +10,6 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["INTERRUPTED", "IS_COMMAND", "leave_on_interrupt"]
-
 INTERRUPTED = "interrupted; finished results are kept"
 _ROOT = Path(__file__).resolve().parents[1]
 

@@ -20,8 +20,6 @@ import tokenformer_vit
 
 from .files import write_whole
 
-__all__ = ["TRAINING_PACKAGES", "environment", "write_record"]
-
 _distributions = cache(packages_distributions)  # it opens every installed package: a second
 TRAINING_PACKAGES = ("torch", "torchvision", "timm", "mmengine", "mmpretrain")
 

@@ -29,11 +29,7 @@ train_dataloader = dict(
     dataset=dict(type="TokenDataset", data_root="data/text", split="train"),
 )
 val_dataloader = dict(
-    batch_size=8,
-    num_workers=2,
-    persistent_workers=True,
-    pin_memory=True,
-    collate_fn=dict(type="default_collate"),
+    train_dataloader,
     sampler=dict(type="DefaultSampler", shuffle=False),
     dataset=dict(type="TokenDataset", data_root="data/text", split="val"),
 )

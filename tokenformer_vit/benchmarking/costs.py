@@ -22,16 +22,6 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Attention, Pattention, TokenFormerBlock
 from tokenformer_vit.models import TokenFormerLM
 
-__all__ = [
-    "PARTS",
-    "Cost",
-    "attention_flops",
-    "model_costs",
-    "product_flops",
-    "total",
-    "training_flops",
-]
-
 # Parts of a model, with their names in tables.
 PARTS = {
     "embedding": "embedding, positions",

@@ -12,8 +12,6 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth.transformer import mlp_ratio
 from tokenformer_vit.models import TokenFormerViT
 
-__all__ = ["matched_hidden", "matched_vit"]
-
 
 def matched_hidden(
     width: int, pairs: int, remedy: str = "give the TokenFormer more pairs, or less width"

@@ -19,21 +19,6 @@ from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-__all__ = [
-    "compiled_graphs",
-    "copy_rate",
-    "count_flops",
-    "counted_flops",
-    "frozen_compilations",
-    "many_compilations",
-    "matmul_rate",
-    "measure_rounds",
-    "peak_bytes",
-    "percentiles",
-    "saved_bytes",
-    "tensor_bytes",
-]
-
 Call = Callable[[], object]
 
 

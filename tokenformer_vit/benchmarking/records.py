@@ -58,8 +58,6 @@ from tokenformer_vit.records import environment
 from . import measures
 from .variants import PRECISIONS, Group, Setting, short
 
-__all__ = ["counted", "group_of", "new_record", "raise_ceilings", "read_record", "resume"]
-
 # Entries that must be equal in a resumed run and in the interrupted one.
 SAME = (
     *("model", "baseline", "img_size", "num_tokens", "depth", "n", "seed"),

@@ -15,19 +15,6 @@ from tokenformer_vit.models import compile_blocks
 
 from . import measures
 
-__all__ = [
-    "BACKENDS",
-    "PRECISIONS",
-    "Group",
-    "Released",
-    "Setting",
-    "Subject",
-    "Variant",
-    "as_released",
-    "measure_group",
-    "short",
-]
-
 BACKENDS = ("reference", "fused", "triton")
 
 

@@ -8,8 +8,6 @@ from timm.utils import ParseKwargs
 from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError
 
-__all__ = ["KeyValues", "choose_device", "model_arguments"]
-
 
 class KeyValues(ParseKwargs):
     """Argparse action that reads ``KEY=VALUE`` pairs of Python literals into a dict."""

@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tokenformer_vit.command_line import printable, typed_command, whole_number
+from tokenformer_vit.command_line import command_parser, printable, typed_command, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
 from tokenformer_vit.records import environment, write_record
@@ -158,9 +158,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     Raises:
         InputError: If there is nothing to evaluate, or a file is missing.
     """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     add, positive = parser.add_argument, whole_number(1)
     add("model", type=Path, metavar="MODEL", help="folder with config.json and model.safetensors")
     add("--tokenizer", type=Path, metavar="PATH", help="folder or file (default: MODEL)")

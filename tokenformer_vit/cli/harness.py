@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 from tokenformer_vit.errors import InputError
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the harness with ``argv``, or else with the command line.

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tokenformer_vit.command_line import printable, whole_number
+from tokenformer_vit.command_line import command_parser, number, printable, whole_number
 from tokenformer_vit.errors import InputError
 
 
@@ -118,59 +118,50 @@ def _plain(value: Any) -> Any:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "sources", type=Path, nargs="*", metavar="SOURCE", help="file, or folder of files"
-    )
-    parser.add_argument("target", type=Path, metavar="OUT", help="new folder")
-    parser.add_argument(
+    parser = command_parser(__doc__)
+    add = parser.add_argument
+    add("sources", type=Path, nargs="*", metavar="SOURCE", help="file, or folder of files")
+    add("target", type=Path, metavar="OUT", help="new folder")
+    add(
         "--documents",
         choices=["file", "line"],
         default="file",
         help="what is a document in a text file: the whole file (default), or each line",
     )
-    parser.add_argument(
-        "--column", default="text", metavar="NAME", help="column of the text (default: text)"
-    )
-    parser.add_argument("--hub", metavar="NAME", help="data set of the Hugging Face hub")
-    parser.add_argument("--hub-config", metavar="NAME", help="configuration of the data set")
-    parser.add_argument("--hub-revision", metavar="NAME", help="branch, tag or commit")
-    parser.add_argument("--split", default="train", help="split of --hub (default: train)")
-    parser.add_argument(
+    add("--column", default="text", metavar="NAME", help="column of the text (default: text)")
+    add("--hub", metavar="NAME", help="data set of the Hugging Face hub")
+    add("--hub-config", metavar="NAME", help="configuration of the data set")
+    add("--hub-revision", metavar="NAME", help="branch, tag or commit")
+    add("--split", default="train", help="split of --hub (default: train)")
+    add(
         "--reversal",
         type=whole_number(2, 10**7),
         metavar="LINES",
         help="draw this number of lines of digits",
     )
-    parser.add_argument(
-        "--digits", type=whole_number(1), default=16, help="digits of --reversal (default: 16)"
-    )
-    parser.add_argument(
-        "--seed", type=whole_number(0), default=0, help="seed of --reversal (default: 0)"
-    )
-    parser.add_argument(
+    add("--digits", type=whole_number(1), default=16, help="digits of --reversal (default: 16)")
+    add("--seed", type=whole_number(0), default=0, help="seed of --reversal (default: 0)")
+    add(
         "--tokenizer",
         default="bytes",
         metavar="WHICH",
         help="bytes (default); bpe:N, trained on the training text to N entries; path of a folder "
         "or file; or a name on the hub",
     )
-    parser.add_argument(
+    add(
         "--context-length",
         type=whole_number(1, 2**31 - 2),  # Arrow counts the N + 1 entries of a row in 32 bits
         metavar="N",
         help="rows have N + 1 tokens (default: 1024; with --reversal, one line)",
     )
-    parser.add_argument(
+    add(
         "--val-share",
-        type=_share,
+        type=number(lambda share: 0 <= share < 1, "a number of at least 0 and below 1"),
         metavar="SHARE",
         help="share that is held out: the end of a file that is one document, or documents that a "
         "hash of their content picks (default: 0.005; 0 for none)",
     )
-    parser.add_argument(
+    add(
         "--val",
         type=Path,
         nargs="+",
@@ -178,13 +169,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="SOURCE",
         help="hold out these files instead",
     )
-    parser.add_argument(
+    add(
         "--limit-tokens",
         type=whole_number(1),
         metavar="N",
         help="stop at N training tokens (at the next end of a document, or of 8192 characters)",
     )
-    parser.add_argument(
+    add(
         "--shard-tokens",
         type=whole_number(1),
         default=100_000_000,
@@ -219,13 +210,3 @@ def _check_reversal(parser: argparse.ArgumentParser, args: argparse.Namespace) -
             f"--context-length {args.context_length}: give a multiple of {line}, the bytes of a "
             "line of --reversal: each row must begin with a line"
         )
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0 and below 1")
-    return share

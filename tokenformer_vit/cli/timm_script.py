@@ -20,8 +20,6 @@ from pathlib import Path
 import tokenformer_vit.models  # noqa: F401  # registers them
 from tokenformer_vit.errors import InputError
 
-__all__ = ["main"]
-
 _USAGE = "tokenformer-vit timm SCRIPT [ARGS...]"
 
 

@@ -12,13 +12,12 @@ nothing else; it writes the config that it uses::
     tokenformer-vit train photos --checkpoint work_dirs/run --work-dir work_dirs/photos_tuned
 """
 
-import argparse
 import os
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
-from tokenformer_vit.command_line import whole_number
+from tokenformer_vit.command_line import command_parser, whole_number
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -36,30 +35,25 @@ def main(argv: list[str] | None = None) -> None:
     from tokenformer_vit.training.reports import ExportHook
     from tokenformer_vit.training.schedule import check_schedule
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "config", metavar="CONFIG", help="config, such as configs/imagenet_base.py, or a folder"
-    )
+    parser = command_parser(__doc__)
+    add = parser.add_argument
+    add("config", metavar="CONFIG", help="config, such as configs/imagenet_base.py, or a folder")
     config.add_run_arguments(parser)
-    parser.add_argument("--work-dir", help="folder of the results (default: work_dirs/CONFIG)")
-    parser.add_argument(
+    add("--work-dir", help="folder of the results (default: work_dirs/CONFIG)")
+    add(
         "--resume",
         nargs="?",
         const="auto",
         help="continue from the last checkpoint in the work directory, if any, or from this file",
     )
-    parser.add_argument("--amp", action="store_true", help="train under bfloat16 autocast")
-    parser.add_argument(
+    add("--amp", action="store_true", help="train under bfloat16 autocast")
+    add(
         "--auto-scale-lr",
         action="store_true",
         help="scale the learning rate with the images of an optimiser step",
     )
-    parser.add_argument("--seed", type=whole_number(0), help="seed of every random generator")
-    parser.add_argument(
-        "--deterministic", action="store_true", help="use deterministic CUDA kernels"
-    )
+    add("--seed", type=whole_number(0), help="seed of every random generator")
+    add("--deterministic", action="store_true", help="use deterministic CUDA kernels")
     first_run = parser.add_argument_group("a folder of images").add_argument
     first_run("--model", metavar="NAME", help="timm model (default: a small TokenFormer)")
     first_run(
@@ -82,12 +76,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.seed is not None:
         options["randomness.seed"] = args.seed
     cfg = config.load_config(
-        args.config,
-        options,
-        args.data_root,
-        args.batch_size,
-        args.work_dir,
-        compile=args.compile,
+        args.config, options, args.data_root, args.batch_size, args.work_dir, compile=args.compile
     )
     cfg.launcher = args.launcher
     with config_explained(cfg):

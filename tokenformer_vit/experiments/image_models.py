@@ -68,17 +68,9 @@ class Images(Field):
                 f"the backbone of the config is {type(vit or model.backbone).__name__}, but an "
                 "ablation needs a TokenFormer; choose another --config"
             )
-        block: Any = vit.blocks[0]
         patches: Any = vit.patch_embed
-        shape = Shape(
-            embed_dim=vit.embed_dim,
-            depth=len(vit.blocks),
-            num_heads=block.attn.num_heads,
-            num_qkv_param_tokens=block.attn.query.num_param_tokens,
-            num_proj_param_tokens=block.attn.proj.num_param_tokens,
-            num_ffn_param_tokens=block.mlp.num_param_tokens,
-            outside={"img_size": patches.img_size[0], "patch_size": patches.patch_size[0]},
-        )
+        outside = {"img_size": patches.img_size[0], "patch_size": patches.patch_size[0]}
+        shape = Shape.of(vit.blocks, vit.embed_dim, outside)
         return shape, sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -55,19 +55,9 @@ class Language(Field):
                 "needs a TokenFormer; choose another --config"
             )
         lm: Any = model.model.model
-        block, config = lm.blocks[0], lm.config
-        shape = Shape(
-            embed_dim=config.embed_dim,
-            depth=config.depth,
-            num_heads=config.num_heads,
-            num_qkv_param_tokens=block.attn.query.num_param_tokens,
-            num_proj_param_tokens=block.attn.proj.num_param_tokens,
-            num_ffn_param_tokens=block.mlp.num_param_tokens,
-            outside={
-                key: getattr(config, key)
-                for key in ("vocab_size", "context_length", "tie_embeddings")
-            },
-        )
+        keys = ("vocab_size", "context_length", "tie_embeddings")
+        outside = {key: getattr(lm.config, key) for key in keys}
+        shape = Shape.of(lm.blocks, lm.config.embed_dim, outside)
         return shape, sum(parameter.numel() for parameter in model.parameters())
 
 

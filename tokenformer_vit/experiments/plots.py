@@ -1,8 +1,6 @@
 """Parts of all charts, and the chart of the measurements in the layers."""
 
-import io
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -11,8 +9,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
-
-from tokenformer_vit.files import write_whole
 
 from .fields import Measure
 from .rows import Record, at_best_lr, finished
@@ -142,10 +138,3 @@ def name_of(variant: Variant, runs: Sequence[Record], records: Sequence[Record])
     """Name a variant in a chart, with its learning rate where a table has several."""
     swept = len({record["lr"] for record in records}) > 1
     return f"{variant.label}, lr {runs[0]['lr']:g}" if swept and runs else variant.label
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Write a figure into a PNG file, at once."""
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=100, format="png", metadata={"Software": None})
-    write_whole(path, picture.getvalue())

@@ -132,9 +132,38 @@ class Question(ABC):
         )
         return head(columns) + "".join(rows)
 
-    @abstractmethod
     def draw(self, records: Sequence[Record]) -> Figure:
-        """Draw the chart of some runs, each variant at its best learning rate."""
+        """Draw the results with their deviation, training loss and validation.
+
+        Curves are means over seeds, with a band of one standard deviation. The loss of a failed run
+        is dotted up to its end. Every variant is drawn at its best learning rate.
+        """
+        field, measure = self.field, self.field.measure
+        figure = Figure(figsize=(13, 3.8), layout="constrained")
+        result, loss, validation = figure.subplots(1, 3)
+        group = at_best_lr(measure, self.variants, records)
+        for index, (variant, runs) in enumerate(group.items()):
+            style: dict[str, Any] = {"color": f"C{index}", "label": name_of(variant, runs, records)}
+            if done := finished(runs):
+                points(result, index, Row(variant, group, measure).results(), fmt="o", **style)
+                band(loss, curves_of(done, "loss", "iteration", "loss"), **style)
+                band(validation, curves_of(done, "validation", field.unit, measure.name), **style)
+            for run in runs:
+                curve = curves_of([run], "loss", "iteration", "loss")
+                if "failed" in run and len(curve):
+                    loss.plot(curve, ":", color=f"C{index}")
+                    loss.plot(curve[-1:], "x", color=f"C{index}")
+        labels = [variant.label for variant in self.variants]
+        result.set_xticks(range(len(labels)), labels, rotation=20, ha="right")
+        result.set(
+            title=f"{measure.axis}, mean ± standard deviation", xlim=(-0.5, len(labels) - 0.5)
+        )
+        loss.set(title="training loss", xlabel="iteration")
+        validation.set(title=f"validation {measure.axis}", xlabel=field.unit)
+        scale(validation, measure)
+        if loss.get_legend_handles_labels()[0]:
+            loss.legend(fontsize="small")
+        return figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,10 +198,6 @@ class Steps(Question):
             return ""
         mine, theirs = row.variant.paper, above.variant.paper
         return "–" if mine is None or theirs is None else minus(f"{mine - theirs:+.1f}")
-
-    def draw(self, records: Sequence[Record]) -> Figure:
-        """Draw results, loss and validation."""
-        return _draw_results(self, records)
 
 
 def _paper(row: Row) -> str:
@@ -212,39 +237,3 @@ class Baseline(Question):
             MINUTES,
             FAILED,
         )
-
-    def draw(self, records: Sequence[Record]) -> Figure:
-        """Draw results, loss and validation."""
-        return _draw_results(self, records)
-
-
-def _draw_results(question: Question, records: Sequence[Record]) -> Figure:
-    """Draw the results with their deviation, training loss and validation.
-
-    Curves are means over seeds, with a band of one standard deviation. The loss of a failed run is
-    dotted up to its end. Every variant is drawn at its best learning rate.
-    """
-    field, measure = question.field, question.field.measure
-    figure = Figure(figsize=(13, 3.8), layout="constrained")
-    result, loss, validation = figure.subplots(1, 3)
-    group = at_best_lr(measure, question.variants, records)
-    for index, (variant, runs) in enumerate(group.items()):
-        style: dict[str, Any] = {"color": f"C{index}", "label": name_of(variant, runs, records)}
-        if done := finished(runs):
-            points(result, index, Row(variant, group, measure).results(), fmt="o", **style)
-            band(loss, curves_of(done, "loss", "iteration", "loss"), **style)
-            band(validation, curves_of(done, "validation", field.unit, measure.name), **style)
-        for run in runs:
-            curve = curves_of([run], "loss", "iteration", "loss")
-            if "failed" in run and len(curve):
-                loss.plot(curve, ":", color=f"C{index}")
-                loss.plot(curve[-1:], "x", color=f"C{index}")
-    labels = [variant.label for variant in question.variants]
-    result.set_xticks(range(len(labels)), labels, rotation=20, ha="right")
-    result.set(title=f"{measure.axis}, mean ± standard deviation", xlim=(-0.5, len(labels) - 0.5))
-    loss.set(title="training loss", xlabel="iteration")
-    validation.set(title=f"validation {measure.axis}", xlabel=field.unit)
-    scale(validation, measure)
-    if loss.get_legend_handles_labels()[0]:
-        loss.legend(fontsize="small")
-    return figure

@@ -23,6 +23,15 @@ class Shape:
     num_ffn_param_tokens: int
     outside: Mapping[str, Any]  # sizes outside the blocks, such as patch_size or vocab_size
 
+    @classmethod
+    def of(cls, blocks: Any, embed_dim: int, outside: Mapping[str, Any]) -> "Shape":
+        """Read the sizes off the blocks of a TokenFormer."""
+        pairs, heads = blocks[0].token_arguments(None), blocks[0].attn.num_heads
+        sizes = {key: pairs[key] for key in PAIRS}
+        return cls(
+            embed_dim=embed_dim, depth=len(blocks), num_heads=heads, outside=outside, **sizes
+        )
+
     def pairs(self, share: float) -> dict[str, int]:
         """Return a share of all pairs, at least one per layer."""
         return {key: max(1, round(share * getattr(self, key))) for key in PAIRS}

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -118,19 +119,9 @@ def grow(
         raise InputError(f"freeze must be 'old' or None, but got {freeze!r}")
     layers = pattention_layers(model)
     check_rebuildable(model, layers)
-    depth = _depth(layers)
+    grow_layer = partial(_grow_layer, init=init, gate=gate, seed=seed, depth=_depth(layers))
     grown = {
-        name: _grow_layer(
-            read_tokens(layer),
-            counts[kind_of(name)],
-            layer.theta,
-            init,
-            gate,
-            seed,
-            name,
-            index,
-            depth,
-        )
+        name: grow_layer(name, index, read_tokens(layer), counts[kind_of(name)], layer.theta)
         for index, (name, layer) in enumerate(sorted(layers.items()))
     }
     grown = _gate_alike(grown)
@@ -214,6 +205,7 @@ def grow_state_dict(
         raise InputError(
             "the state dict has no parameter tokens (key_param_tokens); give one of a TokenFormer"
         )
+    grow_layer = partial(_grow_layer, init=init, gate=gate, seed=seed, depth=_depth(names))
     grown = {}
     for index, name in enumerate(names):
         keys, values, tau, gates = (
@@ -230,17 +222,8 @@ def grow_state_dict(
                     "missing_tau='default' (--missing-tau default) to compute tau from this number"
                 )
             tau = torch.tensor(default_tau(theta, len(keys)))
-        grown[name] = _grow_layer(
-            LayerTokens(keys, values, tau, gates),
-            counts[kind_of(name)],
-            theta,
-            init,
-            gate,
-            seed,
-            name,
-            index,
-            _depth(names),
-        )
+        tokens = LayerTokens(keys, values, tau, gates)
+        grown[name] = grow_layer(name, index, tokens, counts[kind_of(name)], theta)
     for name, tokens in _gate_alike(grown).items():
         parts = (tokens.keys, tokens.values, tokens.tau, tokens.gate)
         for part, tensor in zip((*TOKENS, "tau", "gate"), parts, strict=True):
@@ -295,14 +278,15 @@ def _gate_alike(layers: dict[str, LayerTokens]) -> dict[str, LayerTokens]:
 
 
 def _grow_layer(
+    name: str,
+    index: int,
     tokens: LayerTokens,
     num: int | None,
     theta: str,
+    *,
     init: str,
     gate: str | None,
     seed: int,
-    name: str,
-    index: int,
     depth: int,
 ) -> LayerTokens:
     """Return a layer's tokens with ``num`` pairs; None keeps the present number."""

@@ -14,8 +14,6 @@ from tokenformer_vit.models.weights import read_checkpoint, write_tensors
 
 from .tokens import kind_of, pattention_layers
 
-__all__ = ["TokenMasks", "count_pairs"]
-
 # Anything that can index a tensor of P entries, one for each pair.
 Pairs = Any
 

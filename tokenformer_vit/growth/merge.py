@@ -17,8 +17,6 @@ from tokenformer_vit.ops import find_theta
 
 from .tokens import LayerTokens, pattention_layers, read_tokens, record_counts, write_tokens
 
-__all__ = ["merge"]
-
 # Packages whose modules have settings as plain attributes. Attributes of wrappers may be anything.
 _KNOWN = ("tokenformer_vit.layers", "tokenformer_vit.models", "timm.", "torch.nn.")
 # These do nothing in evaluation, and a model does not have them if the rate is 0.

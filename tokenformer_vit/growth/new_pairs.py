@@ -12,8 +12,6 @@ from tokenformer_vit.layers.segments import TOKENS, is_split, token_segments
 from .optimizer import carry_over, check_optimizer
 from .tokens import join_layer, pattention_layers
 
-__all__ = ["freeze_old", "join_tokens", "open_gates"]
-
 Model = TypeVar("Model", bound=nn.Module)
 
 

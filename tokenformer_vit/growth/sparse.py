@@ -10,8 +10,6 @@ from tokenformer_vit.layers import Pattention
 
 from .tokens import kind_of, pattention_layers
 
-__all__ = ["set_top_k", "top_k"]
-
 
 def set_top_k(
     model: nn.Module,

@@ -18,8 +18,6 @@ from tokenformer_vit.errors import InputError
 from .optimizer import carry_over, check_optimizer
 from .tokens import Change, mark_replaced
 
-__all__ = ["mlp_ratio", "stack_blocks", "widen_mlp"]
-
 # How much the shares of a neuron's copies in its outgoing weights differ. Equal copies would stay
 # equal forever.
 _SPREAD = 0.1
@@ -134,11 +132,7 @@ def _widen(mlp: nn.Module, form: _Form, hidden: int, generator: torch.Generator)
 
 
 def stack_blocks(
-    model: Model,
-    depth: int,
-    *,
-    optimizer: Optimizer | None = None,
-    moments: str = "keep",
+    model: Model, depth: int, *, optimizer: Optimizer | None = None, moments: str = "keep"
 ) -> Model:
     """Append copies of a ViT's blocks, from the first block on, in place.
 

@@ -5,8 +5,6 @@ from transformers import PreTrainedModel
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.models.card import CardFacts, describe_pairs, model_card
 
-__all__ = ["language_card"]
-
 _USAGE = """
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -20,16 +20,6 @@ from .schemas import Position
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
-__all__ = [
-    "Piece",
-    "Source",
-    "TextReader",
-    "file_source",
-    "find_files",
-    "hub_source",
-    "reversal_source",
-]
-
 _JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 _SUFFIXES = (".txt", *_JSON, ".parquet")
 _KNOWN_ROWS = 10_000  # the text column is missing if this many rows do not have it

@@ -20,6 +20,7 @@ from .schemas import TextMeta, WriterState, read_json
 if TYPE_CHECKING:
     from datasets import Dataset
 
+<<<<<<< HEAD
 __all__ = [
     "META",
     "PROGRESS",
@@ -30,6 +31,8 @@ __all__ = [
     "stored_rows",
 ]
 
+=======
+>>>>>>> slim
 # Exists while a folder is being written: what is done, and where to resume.
 PROGRESS = "progress.json"
 META = "meta.json"

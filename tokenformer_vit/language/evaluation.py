@@ -19,16 +19,6 @@ from tokenformer_vit.errors import InputError
 
 from .modeling import TokenFormerForCausalLM
 
-__all__ = [
-    "TextLoss",
-    "context_of",
-    "flatten_rows",
-    "float32_head",
-    "measure_text",
-    "read_text",
-    "windows",
-]
-
 _IGNORED = -100  # targets that F.cross_entropy ignores
 _MOST_NATS = 700.0  # exp() of more overflows
 

@@ -37,14 +37,6 @@ from .modeling import TokenFormerConfig
 from .schemas import ConfigFile, ShardIndex, read_json
 from .tokenizers import LOCAL, reason_of
 
-__all__ = [
-    "MASKS",
-    "TerminalStreamer",
-    "generate_text",
-    "load_language_model",
-    "save_language_model",
-]
-
 # File next to a model that has separate pairs for each text.
 MASKS = "masks.safetensors"
 # A logit below the first, divided by the second, is finite in float32.

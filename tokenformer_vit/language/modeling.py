@@ -15,8 +15,6 @@ from tokenformer_vit.models import LMConfig, TokenFormerLM
 
 from .schemas import LMShape, check
 
-__all__ = ["TokenFormerConfig", "TokenFormerForCausalLM"]
-
 # Arguments that other models of transformers have.
 _UNSUPPORTED = ("inputs_embeds", "output_attentions", "output_hidden_states")
 

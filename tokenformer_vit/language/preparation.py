@@ -20,8 +20,6 @@ from .data import META, PROGRESS, SplitWriter, partial_folder, read_text_meta
 from .schemas import Progress, TextMeta, read_json
 from .tokenizers import load_tokenizer
 
-__all__ = ["prepare_text", "training_texts"]
-
 _BATCH = 2**21  # characters that are tokenised at once
 _TOKENIZER_BYTES = 2**30  # of text are enough to train a tokenizer
 _LOCK = ".lock"  # file of locked_folder
@@ -152,7 +150,9 @@ def _fill(
         for split in splits
     }
     reader = TextReader(sources, progress["position"])
-    for _ in _write(reader, writers, tokenizer, limit_tokens, _size(sources)):
+    sizes = [source.size for source in sources]
+    size = None if None in sizes else sum(size for size in sizes if size)
+    for _ in _write(reader, writers, tokenizer, limit_tokens, size):
         if any(writer.shard_tokens >= shard_tokens for writer in writers.values()):
             for writer in writers.values():
                 writer.close_shard()
@@ -252,11 +252,6 @@ def _check_settings(folder: Path, there: dict[str, Any], here: dict[str, Any]) -
             f"{folder} was made with other settings ({told}): give the same again, remove that "
             "folder, or choose another place"
         )
-
-
-def _size(sources: Sequence[Source]) -> int | None:
-    sizes = [source.size for source in sources]
-    return None if None in sizes else sum(size for size in sizes if size)
 
 
 def _write(

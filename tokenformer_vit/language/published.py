@@ -6,17 +6,6 @@ from typing import Any, NamedTuple
 
 from tokenformer_vit.command_line import printable
 
-__all__ = [
-    "METRICS",
-    "PUBLISHED",
-    "TITLES",
-    "Published",
-    "accuracies_of",
-    "average",
-    "loss_table",
-    "zero_shot_table",
-]
-
 # Name of each task on the command line, and its title; in the order of the figures below.
 TITLES = {
     "lambada": "LAMBADA",

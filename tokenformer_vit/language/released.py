@@ -19,8 +19,6 @@ from tokenformer_vit.models import LMConfig, TokenFormerLM, lm_config
 from tokenformer_vit.models.weights import read_state_dict
 from tokenformer_vit.ops import default_tau
 
-__all__ = ["from_released", "read_released", "released_config", "to_released"]
-
 _EMBEDDING = "sequential.0.word_embeddings.weight"
 _FIRST = "sequential.2"  # the first block; the modules without tensors also have numbers
 _HEADS = {
@@ -211,6 +209,6 @@ def _check(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int,
         raise InputError(f"this is not a complete released language model: {_some(faults)}")
 
 
-def _some(faults: list[str], most: int = 8) -> str:
-    more = f"; and {len(faults) - most} more" if len(faults) > most else ""
-    return "; ".join(faults[:most]) + more
+def _some(faults: list[str]) -> str:
+    more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
+    return "; ".join(faults[:8]) + more

@@ -8,20 +8,6 @@ from typing_extensions import NotRequired, TypedDict  # pydantic needs this one 
 
 from tokenformer_vit.errors import InputError, first_fault
 
-__all__ = [
-    "MOST_CONTEXT",
-    "ConfigFile",
-    "LMShape",
-    "Part",
-    "Position",
-    "Progress",
-    "ShardIndex",
-    "TextMeta",
-    "WriterState",
-    "check",
-    "read_json",
-]
-
 T = TypeVar("T")
 
 MOST_CONTEXT = 2**31 - 2  # Arrow counts the entries of a row, one more, by 32 bits

@@ -31,8 +31,6 @@ except ImportError as error:
     ) from error
 from datasets import Dataset, DatasetDict
 
-__all__ = ["TASKS", "Harness", "Task", "read_items", "run_task"]
-
 _HFLM: Any = huggingface.HFLM  # its decorator hides the type
 _BOOTSTRAP = 1000  # samples for the standard error of LAMBADA's perplexity
 

@@ -15,16 +15,6 @@ from transformers import (
 
 from tokenformer_vit.errors import InputError, one_line
 
-__all__ = [
-    "END",
-    "byte_tokenizer",
-    "check_tokens_agree",
-    "find_tokenizer",
-    "load_tokenizer",
-    "reason_of",
-    "train_tokenizer",
-]
-
 # End of a text for the tokenizers of GPT-2 and GPT-NeoX; their bare files do not say so.
 END = "<|endoftext|>"
 # No code from a folder runs, and transformers does not ask for permission to run it.

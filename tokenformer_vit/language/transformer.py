@@ -6,8 +6,6 @@ from tokenformer_vit.benchmarking.matched import matched_hidden
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import LMConfig
 
-__all__ = ["matched_transformer", "transformer_lm"]
-
 
 def transformer_lm(
     vocab_size: int,

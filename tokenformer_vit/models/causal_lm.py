@@ -17,8 +17,6 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Attention, Pattention, TokenFormerBlock
 from tokenformer_vit.layers.arguments import model_pattention_args
 
-__all__ = ["LM_PRESETS", "KVCache", "LMConfig", "TokenFormerLM", "lm_config"]
-
 POSITIONS = ("rotary", "learned")
 
 

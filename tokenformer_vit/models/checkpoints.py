@@ -32,8 +32,6 @@ from .description import (
 from .vit import TokenFormerViT, classifier_state_dict, fit_state_dict, timm_state_dict
 from .weights import read_checkpoint, seal_tensors, state_dict_in
 
-__all__ = ["load_model", "model_faults", "save_classifier", "save_model"]
-
 _LOCAL = "local-dir:"
 # The part of a description that is valid for any model arguments.
 _PREPROCESSING = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
@@ -202,8 +200,7 @@ def _check_name(name: str) -> None:
         if not config.is_file():
             raise InputError(f"there is no {config}; {_LOCAL} needs a folder that timm exported")
     elif not timm.is_model(name):
-        ours = timm.list_models("tokenformer*")
-        close = get_close_matches(name, ours, n=3) or ours
+        close = get_close_matches(name, timm.list_models(), n=3) or timm.list_models("tokenformer*")
         raise InputError(f"there is no model {name!r}; did you mean {', '.join(close)}?")
 
 

@@ -16,19 +16,6 @@ from torch import nn
 
 from tokenformer_vit.errors import InputError, first_fault, one_line
 
-__all__ = [
-    "CARD",
-    "CONFIG",
-    "DESCRIPTION",
-    "WEIGHT_FILES",
-    "check_data_config",
-    "class_names",
-    "data_config",
-    "describe_model",
-    "find_description",
-    "read_description",
-]
-
 # Key of the description in a training checkpoint.
 DESCRIPTION = "timm_config"
 CONFIG = "config.json"

@@ -23,17 +23,6 @@ from torch import Tensor
 from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.files import write_whole
 
-__all__ = [
-    "check_digest",
-    "check_tensors",
-    "read_checkpoint",
-    "read_state_dict",
-    "seal_tensors",
-    "state_dict_in",
-    "tensors_digest",
-    "write_tensors",
-]
-
 # The keys of weights in training checkpoints, averaged weights first: timm's keys, then mmengine's,
 # whose `state_dict` is the averaged model.
 _STATE_DICTS = ("state_dict_ema", "model_ema", "state_dict", "model")

@@ -14,12 +14,7 @@ from mmengine.utils import import_modules_from_strings
 
 from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError, one_line
-from tokenformer_vit.vision.images import (
-    IMAGE_SUFFIXES,
-    class_folders,
-    say_left_out,
-    scan_images,
-)
+from tokenformer_vit.vision.images import IMAGE_SUFFIXES, class_folders, say_left_out, scan_images
 
 from .mmengine_internals import base_files
 from .schema import check_values
@@ -29,15 +24,8 @@ from .shipped import find_config, shipped_bases
 _FORMER_NAME = "tokenformer_vit.integrations"
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
 _KEYS = (
-    "model",
-    *LOADERS,
-    "val_evaluator",
-    "test_evaluator",
-    "optim_wrapper",
-    "param_scheduler",
-    "train_cfg",
-    "auto_scale_lr",
-    "randomness",
+    *("model", *LOADERS, "val_evaluator", "test_evaluator", "optim_wrapper", "param_scheduler"),
+    *("train_cfg", "auto_scale_lr", "randomness"),
 )
 
 
@@ -285,10 +273,6 @@ def scale_for_accumulation(cfg: Config) -> None:
         cfg.optim_wrapper.optimizer.lr *= cfg.optim_wrapper.get("accumulative_counts", 1)
 
 
-def _is_in(folder: Path, file: str) -> bool:
-    return Path(file).resolve().parent == folder.resolve()
-
-
 def make_work_dir(cfg: Config) -> Path:
     """Make the folder of a run.
 
@@ -329,7 +313,7 @@ def choose_checkpoint(cfg: Config, resume: str | None) -> None:
     # Newest first. The checkpoint of the best epoch has only weights: no run can resume from it.
     written = [path for path in work_dir.glob("*.pth") if not path.name.startswith("best_")]
     written.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-    elsewhere = resume not in (None, "auto") and not _is_in(work_dir, resume)
+    elsewhere = resume not in (None, "auto") and Path(resume).resolve().parent != work_dir.resolve()
     if (resume is None or elsewhere) and (pointer.is_file() or written):
         raise InputError(
             f"{cfg.work_dir} already holds a run: add --resume to continue it, or choose another "

@@ -174,6 +174,14 @@ def export_classifier(
     save_model(model, Path(folder), metainfo["classes"], preprocessing(cfg), facts)
 
 
+def forget_start(cfg: Config) -> None:
+    """Leave out the weights that a training started from: their file may not exist any more."""
+    backbone = cfg.model.backbone.get("module", cfg.model.backbone)  # LoRA wraps it
+    for start in ("checkpoint_path", "pretrained"):
+        if backbone.get(start):
+            backbone[start] = type(backbone[start])()
+
+
 def export_checkpoint(cfg: Config, checkpoint: Path, folder: Path) -> None:
     """Write the averaged weights of a training checkpoint as a timm folder.
 
@@ -195,10 +203,7 @@ def export_checkpoint(cfg: Config, checkpoint: Path, folder: Path) -> None:
             f"{checkpoint} does not name its classes: export the last checkpoint of the run"
         )
     preprocessor = cfg.model.get("data_preprocessor") or cfg.data_preprocessor
-    with_start = cfg.model.backbone.get("module", cfg.model.backbone)
-    for start in ("checkpoint_path", "pretrained"):
-        if with_start.get(start):  # not needed, and the file may not exist any more
-            with_start[start] = type(with_start[start])()
+    forget_start(cfg)
     classifier = MODELS.build({**cfg.model, "data_preprocessor": preprocessor})
     check_weights(classifier, content)
     classifier.load_state_dict(fuse_state_dict(content["state_dict"]))

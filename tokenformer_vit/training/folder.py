@@ -19,8 +19,6 @@ from tokenformer_vit.vision.images import class_folders, read_image, say_left_ou
 from .config import choose_checkpoint, load_config
 from .shipped import CONFIGS
 
-__all__ = ["Start", "configure_folder"]
-
 HELD_OUT = 0.2  # of each class
 _SAMPLE = 100  # images that are opened to see their size
 _FEW = 10_000  # training images; with fewer, the model is as small as that of digits_demo

@@ -338,11 +338,7 @@ class CostHook(Hook):
                 self._flops = model.training_flops(data_batch[0]["inputs"].shape[1] - 1)
 
     def after_train_iter(
-        self,
-        runner,
-        batch_idx: int,
-        data_batch: Any = None,
-        outputs: dict[str, Any] | None = None,
+        self, runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
         """Add the cost of this iteration."""
         batches = data_batch if isinstance(data_batch, list) else [data_batch]

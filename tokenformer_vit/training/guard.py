@@ -97,11 +97,7 @@ class GuardHook(Hook):
             )
 
     def after_train_iter(
-        self,
-        runner,
-        batch_idx: int,
-        data_batch: Any = None,
-        outputs: dict[str, torch.Tensor] | None = None,
+        self, runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
         """Average the loss over the processes, and stop if it is not finite."""
         if not outputs:

@@ -124,10 +124,10 @@ def loading_explained() -> Iterator[None]:
 class ResumableEpochLoop(EpochBasedTrainLoop):
     """mmengine's epoch loop; it can resume in the middle of an epoch."""
 
+    @loading_explained()
     def run(self) -> Any:
         """Run the remaining epochs, with their validations."""
-        with loading_explained():
-            return super().run()
+        return super().run()
 
     def run_epoch(self) -> None:
         """Run the rest of the present epoch."""
@@ -152,12 +152,9 @@ class ResumableIterLoop(IterBasedTrainLoop):
     The loop needs an :class:`EndlessSampler`.
     """
 
+    @loading_explained()
     def run(self) -> None:
         """Run the remaining iterations, with their validations."""
-        with loading_explained():
-            self._run()
-
-    def _run(self) -> None:
         self.runner.call_hook("before_train")
         self.runner.call_hook("before_train_epoch")
         loader: Any = self.dataloader

@@ -18,17 +18,6 @@ from mmengine.optim.scheduler.param_scheduler import _ParamScheduler
 from mmengine.runner import CheckpointLoader, EpochBasedTrainLoop, IterBasedTrainLoop, Runner
 from mmpretrain.models.peft import LoRAModel
 
-__all__ = [
-    "INTERNALS",
-    "Internal",
-    "accumulation",
-    "base_files",
-    "bases_of_package",
-    "checkpoint_schemes",
-    "is_resuming",
-    "set_last_values",
-]
-
 
 class Internal(NamedTuple):
     """A private name.

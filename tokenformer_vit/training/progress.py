@@ -184,11 +184,7 @@ class ProgressHook(Hook):
             self._open.enter_context(logging_redirect_tqdm([runner.logger]))
 
     def after_train_iter(
-        self,
-        runner,
-        batch_idx: int,
-        data_batch: Any = None,
-        outputs: dict[str, Any] | None = None,
+        self, runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
         """Log the speed, and advance the bar."""
         scalars, (number, unit) = runner.message_hub.log_scalars, self._units

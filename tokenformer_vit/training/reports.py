@@ -1,6 +1,5 @@
 """Results of a run: a record, curves, and weights for timm."""
 
-import io
 import json
 import math
 import sys
@@ -17,7 +16,7 @@ from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop
 
 from tokenformer_vit.command_line import typed_command
-from tokenformer_vit.files import write_whole
+from tokenformer_vit.files import write_figure
 from tokenformer_vit.records import TRAINING_PACKAGES, environment, write_record
 
 from .export import export_classifier, preprocessing, run_facts
@@ -220,9 +219,7 @@ def draw_curves(
             axes.axvline(iteration / scale, color="0.6", linestyle=":", label=label)
     loss.legend()
     figure.suptitle(": ".join(part for part in (title, ", ".join(last)) if part))
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=120, format="png")
-    write_whole(path, picture.getvalue())
+    write_figure(path, figure, dpi=120)
 
 
 @HOOKS.register_module()

@@ -21,8 +21,6 @@ from tokenformer_vit.errors import InputError, first_fault
 
 from .sizes import check_classes, check_sizes
 
-__all__ = ["check_values"]
-
 # NumPy takes seeds below 2**32, and each process and each worker adds its number to the seed.
 MOST_SEED = 2**32 - 2**20
 

@@ -9,8 +9,6 @@ from tokenformer_vit.errors import InputError
 
 from .mmengine_internals import bases_of_package
 
-__all__ = ["CONFIGS", "find_config", "shipped_bases"]
-
 _PACKAGE = Path(tokenformer_vit.__file__).parent
 _INSTALLED = _PACKAGE / ".mim" / "configs"  # as in OpenMMLab's packages
 CONFIGS = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "configs"

@@ -11,8 +11,6 @@ from tokenformer_vit.models.checkpoints import load_model
 
 from .backbone import TimmClassificationBackbone
 
-__all__ = ["check_classes", "check_sizes"]
-
 # Argument of each transform that gives the size of its output.
 _SIZES = {
     "CenterCrop": "crop_size",

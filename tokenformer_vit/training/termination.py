@@ -13,8 +13,6 @@ import torch
 from mmengine.device import get_device
 from mmengine.dist import all_reduce, get_world_size
 
-__all__ = ["STATUS", "PatientWorker", "Termination"]
-
 # Exit status of a process that SIGTERM ended, as shells report it.
 STATUS = 128 + 15
 # Seconds between two checks of a data loading worker, after a SIGTERM, whether its run continues.

@@ -21,13 +21,7 @@ from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import remove_leftovers, write_whole
 
-from .images import (
-    FORMATS,
-    IMAGE_SUFFIXES,
-    read_image,
-    say_left_out,
-    scan_images,
-)
+from .images import FORMATS, IMAGE_SUFFIXES, read_image, say_left_out, scan_images
 from .sources import Split
 
 # The suffix follows from the content, not from the name in the source.
@@ -98,10 +92,7 @@ def unpack(splits: dict[str, Split], folders: Sequence[str], target: Path) -> No
             (target / name / class_folder).mkdir(parents=True, exist_ok=True)
         rows = missing[name]
         with tqdm(
-            total=len(split.labels),
-            initial=len(split.labels) - len(rows),
-            desc=name,
-            unit="image",
+            total=len(split.labels), initial=len(split.labels) - len(rows), desc=name, unit="image"
         ) as bar:
             for row, data, where in split.read(rows):
                 suffix = _suffix(data, where)

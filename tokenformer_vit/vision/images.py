@@ -19,18 +19,6 @@ from tqdm import tqdm
 from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError, one_line
 
-__all__ = [
-    "FORMATS",
-    "IMAGE_SUFFIXES",
-    "class_folders",
-    "find_images",
-    "read_image",
-    "read_images",
-    "say_left_out",
-    "say_skipped",
-    "scan_images",
-]
-
 # The formats that are decoded, by Pillow's names, whatever the suffix. Other formats are rare, and
 # one of them, EPS, starts an interpreter.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP", "JPEG2000")

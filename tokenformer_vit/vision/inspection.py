@@ -18,8 +18,6 @@ from tokenformer_vit.models.description import data_config
 
 from .images import read_images, say_skipped
 
-__all__ = ["MOST", "find_exemplars", "map_tokens", "token_weights"]
-
 MOST = 32  # rows or columns of a picture; with more, it would be hard to read
 
 
