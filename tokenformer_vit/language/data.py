@@ -20,19 +20,6 @@ from .schemas import TextMeta, WriterState, read_json
 if TYPE_CHECKING:
     from datasets import Dataset
 
-<<<<<<< HEAD
-__all__ = [
-    "META",
-    "PROGRESS",
-    "SplitWriter",
-    "open_rows",
-    "partial_folder",
-    "read_text_meta",
-    "stored_rows",
-]
-
-=======
->>>>>>> slim
 # Exists while a folder is being written: what is done, and where to resume.
 PROGRESS = "progress.json"
 META = "meta.json"

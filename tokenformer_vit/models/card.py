@@ -11,11 +11,6 @@ from torch import nn
 from tokenformer_vit.command_line import printable
 from tokenformer_vit.layers import Pattention
 
-<<<<<<< HEAD
-__all__ = ["CardFacts", "describe_pairs", "model_card", "vision_card", "write_card"]
-
-=======
->>>>>>> slim
 _LAYERS = {"query": "q, k, v", "key": "q, k, v", "value": "q, k, v", "proj": "output"}
 _LICENSE = "license: apache-2.0 # of the code; check what your data allow, and correct this line"
 _CITATION = """```bibtex
