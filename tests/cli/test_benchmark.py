@@ -300,6 +300,7 @@ def test_numbers_that_are_none(capsys):
     assert "'0' is not a whole number of at least 1" in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_drops_out(monkeypatch, tmp_path):
     step = variants.Run.step
 

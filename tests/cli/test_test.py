@@ -128,6 +128,7 @@ def test_command_repeats_validation_and_leaves_the_run_alone(run, command):
     assert before == {path: path.read_bytes() for path in before}
 
 
+@pytest.mark.slow
 def test_every_checkpoint_and_the_export_repeat_validation(run, tmp_path):
     first = metrics(run, run.work_dir / "epoch_1.pth", tmp_path / "1")
     assert first["accuracy"] == {"top1": validated(run)[1]}

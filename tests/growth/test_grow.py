@@ -275,7 +275,10 @@ def test_a_compiled_model_grows(rounding):
             {"num_ffn_param_tokens": 256, "gate": "fixed", "init": "released"},
             "softmax with zero_key or random",
         ),
-        ({"num_ffn_param_tokens": 256, "freeze": "new"}, "'old' or None, but got 'new'"),
+        (
+            {"num_ffn_param_tokens": 256, "freeze": "new"},
+            "freeze must be 'old' or None, but got 'new'",
+        ),
     ],
 )
 def test_what_cannot_be_grown_is_said_and_left_as_it_is(arguments, message):

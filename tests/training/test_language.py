@@ -421,6 +421,7 @@ def test_under_masks_a_text_keeps_its_pairs(masked, texts, tmp_path):
     assert abs(losses[1] - losses[0]) > 1e-3
 
 
+@pytest.mark.slow
 def test_what_texts_share_trains_unless_it_is_frozen(masked, tmp_path):
     masked(frozen_stem=False)
     first, second = (load_language_model(tmp_path / name) for name in ("first", "second"))

@@ -120,6 +120,7 @@ def test_a_run_that_was_killed_in_its_last_validation_is_finished(train, run):
         assert again[key] == json.loads(record)[key]
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_the_run_and_leaves_the_previous_checkpoint(train, tmp_path, monkeypatch):
     limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     pointer, point_to = tmp_path / "last_checkpoint", ExactCheckpointHook._point_to
