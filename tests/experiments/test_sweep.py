@@ -404,7 +404,7 @@ def test_jobs_run_side_by_side_and_share_the_gpus_out(words, trainer, monkeypatc
         (["--cfg-options", "model.backbone.checkpoint_path=x.pth"], "trains from scratch"),
         (
             ["--cfg-options", "model.backbone.embed_dim=24", "model.head.in_channels=24"],
-            r"vit has .* parameters .* --variants without vit",
+            r"vit has .* parameters .* leave vit out of --variants",
         ),
     ],
 )
