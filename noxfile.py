@@ -20,7 +20,7 @@ for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
 
 
 def run_tests(session: nox.Session, *versions: str) -> None:
-    """Install the package as ``versions`` says and run the tests, or what follows ``--``."""
+    """Install the package as ``versions`` says and run the tests, or the words after ``--``."""
     session.install("--editable", ".[dev]", *versions)
     words = session.posargs or ["-n", "2", "--dist", "worksteal"]
     session.run("python", "-m", "pytest", *words, env={"OMP_WAIT_POLICY": "passive"})

@@ -29,7 +29,7 @@ LANGUAGE = [
     "transformers>=5.15",  # before, GPT-2 starts without its smaller residual weights
     "tokenizers>=0.22",
     "datasets>=4.0",  # 3 still had code of data sets that it could run
-    "zstandard>=0.23",  # the Pile is compressed by it
+    "zstandard>=0.23",  # reads the Pile
     "typing_extensions>=4.12",
 ]
 EVALUATION = ["lm_eval>=0.4.13", "accelerate>=1.3"]  # transformers.Trainer needs accelerate

@@ -5,8 +5,8 @@ epochs, and all of them after two thirds. It is compared with models that have t
 start, in the same learning rate schedule. *Zero keys* and *duplicates* keep what the model
 computes; *random* pairs, as in the paper, do not (arXiv:2410.23168, Section 3.3). The ViT has as
 many parameters as the whole TokenFormer. It grows by its hidden layers (Net2Net, arXiv:1511.05641,
-which keeps the function) or by its blocks (stacking, Gong et al. 2019, which does not). FLOPs are
-those of all forward and backward passes. *The largest, fewer epochs* has a whole schedule over two
+which keeps the function) or by its blocks (stacking, Gong et al. 2019, which does not). FLOPs count
+all forward and backward passes. *The largest, fewer epochs* has a whole schedule over two
 thirds of the epochs, and *a quarter, twice the epochs* one over twice as many: they cost about as
 much as the grown models. Published savings for ViTs on ImageNet are 56.7 % (LEMON,
 arXiv:2310.07999) and 76 % (Mango, arXiv:2310.10699, DeiT-S to DeiT-B). Both start from a trained
@@ -22,8 +22,8 @@ from tokenformer_vit.experiments import (
     in_stages,
     lasting,
     main,
-    matched_vit,
     share_of_pairs,
+    to_matched_vit,
 )
 
 SHARES = (1 / 4, 1 / 2, 1)  # of the full size, each for a third of the epochs
@@ -31,14 +31,14 @@ QUARTER = share_of_pairs(SHARES[0])
 
 
 def narrow_vit(backbone: Part, shape: Shape) -> Part:
-    """Take the matched ViT with the hidden layers of the first stage."""
+    """Use the matched ViT with the hidden layers of the first stage."""
     hidden = shape.hidden(SHARES[0])["hidden_features"]
-    return {**matched_vit(backbone, shape), "mlp_ratio": (hidden + 0.5) / shape.embed_dim}
+    return {**to_matched_vit(backbone, shape), "mlp_ratio": (hidden + 0.5) / shape.embed_dim}
 
 
 def shallow_vit(backbone: Part, shape: Shape) -> Part:
-    """Take the matched ViT with the blocks of the first stage."""
-    return {**matched_vit(backbone, shape), **depth(shape, SHARES[0])}
+    """Use the matched ViT with the blocks of the first stage."""
+    return {**to_matched_vit(backbone, shape), **depth(shape, SHARES[0])}
 
 
 def depth(shape: Shape, share: float) -> dict[str, int]:
@@ -72,7 +72,7 @@ QUESTION = TrainingCost(
         grown("zero_key", "grown, zero keys"),
         grown("duplicate", "grown, duplicates", init="duplicate"),
         grown("random", "grown, random", init="random"),
-        Variant("vit", "ViT, matched", matched_vit, reference=True),
+        Variant("vit", "ViT, matched", to_matched_vit, reference=True),
         Variant(
             "net2net",
             "ViT, Net2Net",

@@ -1,7 +1,7 @@
 """Does LayerNorm need parameters? The rows of the paper's Table 5.
 
-The LayerNorms inside blocks have weight and bias, a bias, or neither, which is best for a model
-that grows (arXiv:2410.23168, Table 5).
+The LayerNorms inside blocks have weight and bias, a bias, or neither. The paper uses neither,
+because its models grow (arXiv:2410.23168, Table 5).
 """
 
 from tokenformer_vit.experiments import Steps, Variant, arguments, main

@@ -1,13 +1,12 @@
-"""What does growth do when training goes on with new text? Against Net2Net, and no growth.
+"""What does growth do when training continues with new text? Against Net2Net, and no growth.
 
 A TokenFormer with half of the config's pairs, and a Transformer with as many weights in its blocks,
-train on books (`gutenberg`) and go on with news (`newstest_en`). They go on as they are, or grown:
-the TokenFormer to all pairs by zero keys or by random pairs, the Transformer by Net2Net to as many
-weights, after the first iteration. The paper goes on with EnWik8 at a constant learning rate
-(arXiv:2410.23168, Figure 6). Here every stage has a learning rate schedule and an optimiser of its
-own.
+train on books (`gutenberg`) and continue with news (`newstest_en`), unchanged or grown after the
+first iteration: the TokenFormer to all pairs by zero keys or by random pairs, the Transformer by
+Net2Net to as many weights. The paper continues with EnWik8 at a constant learning rate
+(arXiv:2410.23168, Figure 6). Here every stage has its own learning rate schedule and optimiser.
 
-The texts are the folders gutenberg and newstest_en in data/, or in another that --data-root names.
+The texts are the folders gutenberg and newstest_en in data/, or in the folder --data-root.
 """
 
 from typing import Any
@@ -22,7 +21,7 @@ from tokenformer_vit.experiments import (
     arguments,
     main,
 )
-from tokenformer_vit.experiments.language_models import matched_transformer, share
+from tokenformer_vit.experiments.language_models import share, to_matched_transformer
 
 FIRST, SECOND = "gutenberg", "newstest_en"
 START = 1 / 2  # of the pairs
@@ -44,7 +43,7 @@ def widened(shape: Shape, iterations: int) -> dict[str, Any]:
 
 
 def second(name: str, label: str, change: Change) -> Variant:
-    """Go on from the end of the TokenFormer's first stage."""
+    """Continue from the end of the TokenFormer's first stage."""
     return Variant(name, f"TokenFormer → {label}", change, text=SECOND, start="first")
 
 
@@ -60,7 +59,7 @@ QUESTION = Texts(
         Variant(
             "transformer",
             "Transformer",
-            matched_transformer(pairs=START),
+            to_matched_transformer(pairs=START),
             text=FIRST,
             reference=True,
         ),

@@ -32,7 +32,7 @@ from tokenformer_vit.experiments import (
     lasting,
     main,
 )
-from tokenformer_vit.experiments.language_models import matched_transformer, share
+from tokenformer_vit.experiments.language_models import share, to_matched_transformer
 
 SHARES = (1 / 8, 1 / 4, 1 / 2, 1)  # of the full size, each for a quarter of the iterations
 EIGHTH = share(SHARES[0])
@@ -68,11 +68,11 @@ QUESTION = TrainingCost(
         grown("zero_key", "grown, zero keys"),
         grown("duplicate", "grown, duplicates", init="duplicate"),
         grown("random", "grown, random", init="random"),
-        Variant("transformer", "Transformer, matched", matched_transformer(), reference=True),
+        Variant("transformer", "Transformer, matched", to_matched_transformer(), reference=True),
         Variant(
             "net2net",
             "Transformer, Net2Net",
-            matched_transformer(SHARES[0]),
+            to_matched_transformer(SHARES[0]),
             outside=in_stages("iteration", SHARES, Shape.hidden),
             reference=True,
             grown=True,

@@ -1,16 +1,16 @@
-"""Can a model learn languages in turn, and forget none, if each has pairs of its own?
+"""Can a model learn languages in turn, and forget none, if each has its own pairs?
 
 A TokenFormer learns English with the config's pairs, then French and Spanish with as many appended
 pairs each. A course report of 2024 did this with 512 pairs a language, but in its published code
 the masks were never applied, and perplexity was measured on training text. *Masked*: a language is
-trained and read with its own pairs alone, and the pairs of other languages stay as they are;
-embedding, positions and final norm go on training. *Masked, the rest frozen*: embedding, positions
-and final norm also stay as they are after English. *Unmasked*: all pairs are active and train. New
-pairs then start with zero keys, which keep what the model computes; new pairs under a mask start at
-random. A text whose language was not trained yet is read with the newest pairs. All variants share
-the English stage.
+trained and read with only its own pairs, and the pairs of other languages do not change; embedding,
+positions and final norm continue to train. *Masked, the rest frozen*: embedding, positions and
+final norm also do not change after English. *Unmasked*: all pairs are active and train. New pairs
+then start with zero keys, which keep what the model computes; new pairs under a mask start at
+random. A text in a language that was not trained yet is read with the newest pairs. All variants
+share the English stage.
 
-The texts are the folders newstest_en, _fr and _es in data/, or in another that --data-root names.
+The texts are the folders newstest_en, _fr and _es in data/, or in the folder --data-root.
 """
 
 from collections.abc import Iterator
@@ -28,13 +28,13 @@ def appended(stage: int, text: str, masked: bool, **new: Any) -> Change:
     Args:
         stage: Number of the stage; English is 0.
         text: Folder of the text.
-        masked: Whether a language is trained and read with its own pairs alone.
+        masked: Whether a language is trained and read with only its own pairs.
         new: Other arguments of the model.
     """
 
     def change(model: Part, shape: Shape) -> Part:
         masks = {"new": text} if masked else None
-        # By themselves, pairs with zero keys would begin with scores of zero everywhere.
+        # Alone under a mask, pairs with zero keys would start with scores of zero everywhere.
         init = "random" if masked else "zero_key"
         growth = {**shape.pairs(stage + 1), "init": init}
         return {**model, "growth": growth, "masks": masks, **new}
@@ -43,7 +43,7 @@ def appended(stage: int, text: str, masked: bool, **new: Any) -> Change:
 
 
 def stages(name: str, label: str, masked: bool, **new: Any) -> Iterator[Variant]:
-    """Go on with each language after English, from the end of the language before."""
+    """Continue with each language after English, from the end of the language before."""
     start, languages = "first", "English"
     for number, (text, language) in enumerate(TEXTS.items()):
         if not number:

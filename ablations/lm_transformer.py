@@ -3,7 +3,7 @@
 A Transformer in GPT-2's form against TokenFormers of the same width C and depth, on the same text
 for as many steps (arXiv:2410.23168, Section 4.2). *Matched* has ¾ C pairs in each of q, k, v and o
 and 3 C in the feed-forward layer: as many weights and FLOPs in its blocks as the Transformer. The
-Transformer still has biases, norms and learned positions besides. With as many pairs as channels,
+Transformer also has biases, norms and learned positions. With as many pairs as channels,
 like the released models, a TokenFormer is larger and costs more. A course report of 2024 compares
 the two at GPT-2's size (163,087,441 parameters against 134,654,545). It gave the TokenFormer 4 C
 pairs a block, two thirds of the Transformer's weights, so its row is not an equal comparison. How

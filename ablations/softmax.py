@@ -6,7 +6,7 @@ code; the paper's table does not have it. The ViT is timm's, of the same width a
 many parameters. The paper's figure for it is ViT-B/16 by MAE's recipe, 86.6 M parameters.
 """
 
-from tokenformer_vit.experiments import Steps, Variant, arguments, main, matched_vit
+from tokenformer_vit.experiments import Steps, Variant, arguments, main, to_matched_vit
 
 QUESTION = Steps(
     name="softmax",
@@ -17,7 +17,7 @@ QUESTION = Steps(
         Variant("gelu_l1", "GELU + L1", arguments(theta="gelu_l1"), paper=81.7),
         Variant("gelu_l2", "GELU + L2", arguments(theta="gelu_l2"), paper=82.5),
         Variant("gelu_l2_post", "L2 after GELU", arguments(theta="gelu_l2_post")),
-        Variant("vit", "ViT, matched", matched_vit, paper=82.3, reference=True),
+        Variant("vit", "ViT, matched", to_matched_vit, paper=82.3, reference=True),
     ),
 )
 

@@ -1,7 +1,7 @@
 """Render ablations/TABLES.md, the charts, and the tables of all READMEs from their records.
 
 python ablations/tables.py           writes them
-python ablations/tables.py --check   fails if one of them is not what the records say
+python ablations/tables.py --check   fails if one of them is out of date
 """
 
 from importlib import import_module

@@ -23,7 +23,7 @@ from tokenformer_vit.experiments import (
     Variant,
     arguments,
     main,
-    matched_vit,
+    to_matched_vit,
 )
 
 RANKS = {"small": 4, "large": 16}
@@ -60,17 +60,17 @@ def appended(rank: int) -> Change:
 
 
 def vit(backbone: Part, shape: Shape, **new: Any) -> Part:
-    """Take the matched ViT of the same sweep and seed as the TokenFormer's weights."""
+    """Use the matched ViT of the same sweep and seed as the TokenFormer's weights."""
     weights = Path(backbone["checkpoint_path"])
     variant, _, seed = weights.parent.name.rpartition("_")
     if variant != "large":
         raise InputError(
-            "the weights of the ViT must be in vit_seedN beside those of the TokenFormer in "
-            f"large_seedN, but these are in {weights.parent}; rename the folders, or give "
-            "--variants without the ViT"
+            "the weights of the TokenFormer must be in large_seedN, next to vit_seedN for the ViT, "
+            f"but they are in {weights.parent}; rename the folders, or leave the ViT out of "
+            "--variants"
         )
     return {
-        **matched_vit(backbone, shape),
+        **to_matched_vit(backbone, shape),
         "checkpoint_path": str(weights.parent.parent / f"vit_{seed}" / weights.name),
         "growth": None,
         **new,

@@ -12,7 +12,7 @@ _base_ = "cifar10_tiny.py"
 model = dict(
     backbone=dict(embed_dim=96, depth=4, num_heads=3, drop_path_rate=0.0),
     head=dict(in_channels=96),
-    train_cfg=None,  # so short a run has no time for mixed images
+    train_cfg=None,  # the run is too short for mixed images
 )
 train_pipeline = [
     dict(type="LoadImage"),
@@ -36,11 +36,7 @@ test_dataloader = val_dataloader
 param_scheduler = [
     dict(type="LinearLR", start_factor=1e-3, by_epoch=True, end=1, convert_to_iter_based=True),
     dict(
-        type="CosineAnnealingLR",
-        eta_min=1e-5,
-        by_epoch=True,
-        begin=1,
-        convert_to_iter_based=True,
+        type="CosineAnnealingLR", eta_min=1e-5, by_epoch=True, begin=1, convert_to_iter_based=True
     ),
 ]
 train_cfg = dict(max_epochs=4)

@@ -37,25 +37,17 @@ test_pipeline = [
     dict(type="PackInputs"),
 ]
 train_dataloader = dict(
-    batch_size=64,
-    num_workers=1,
-    dataset=dict(data_root="data/digits", pipeline=train_pipeline),
+    batch_size=64, num_workers=1, dataset=dict(data_root="data/digits", pipeline=train_pipeline)
 )
 val_dataloader = dict(
-    batch_size=360,
-    num_workers=1,
-    dataset=dict(data_root="data/digits", pipeline=test_pipeline),
+    batch_size=360, num_workers=1, dataset=dict(data_root="data/digits", pipeline=test_pipeline)
 )
 test_dataloader = val_dataloader
 
 param_scheduler = [
     dict(type="LinearLR", start_factor=1e-3, by_epoch=True, end=3, convert_to_iter_based=True),
     dict(
-        type="CosineAnnealingLR",
-        eta_min=1e-5,
-        by_epoch=True,
-        begin=3,
-        convert_to_iter_based=True,
+        type="CosineAnnealingLR", eta_min=1e-5, by_epoch=True, begin=3, convert_to_iter_based=True
     ),
 ]
 train_cfg = dict(max_epochs=40, val_interval=2)

@@ -7,8 +7,4 @@
 #                tokenformer-vit train configs/imagenet_base.py --launcher pytorch --amp \
 #                --batch-size 128 --cfg-options optim_wrapper.accumulative_counts=4
 # Expected:  82.5 % in the paper; not run here
-_base_ = [
-    "_base_/tokenformer.py",
-    "_base_/imagenet.py",
-    "_base_/mae_supervised.py",
-]
+_base_ = ["_base_/tokenformer.py", "_base_/imagenet.py", "_base_/mae_supervised.py"]

@@ -1,7 +1,7 @@
 # A language model of GPT-2's size with 512 pairs on English, the first of three languages. Each
 # later language gets new pairs under a mask: see ablations/lm_languages.py.
 #
-# Paper:     none; the set-up is that of a course report (2024), whose masks were not applied
+# Paper:     none; the set-up is from a course report (2024), in which masks were not applied
 # Data:      tokenformer-vit prepare-text --hub uonlp/CulturaX --hub-config en data/culturax_en \
 #                --tokenizer gpt2 --context-length 1024 --limit-tokens 1000000000, and so fr and es
 # Batch:     8

@@ -1,4 +1,4 @@
-"""Fine-tune a frozen model by appended pairs, beside a linear probe: torch and timm alone.
+"""Fine-tune a frozen model by appended pairs, and compare a linear probe; only torch and timm.
 
 A model learns the handwritten digits 0 to 4, then 5 to 9. Under a minute on two cores::
 

@@ -1,17 +1,15 @@
-"""Grow a trained model and go on training: zero keys against random pairs.
+"""Grow a trained model and continue training: zero keys against random pairs.
 
 A small TokenFormer learns scikit-learn's handwritten digits, gets three times as many pairs, and
-trains on: once with each kind of new pairs and once without growth. Before and after growth, the
-learning rate has a warm-up and a cosine of its own, as in the paper. One seed takes two minutes on
+continues: once with each kind of new pairs and once without growth. Before and after growth, the
+learning rate has its own warm-up and cosine, as in the paper. One seed takes two minutes on
 one CPU core. Needs scikit-learn and matplotlib::
 
     python examples/growth_step.py --seeds 3 --out growth_step.json
     python examples/growth_step.py --draw growth_step.json      # only draw the chart again
 """
 
-import argparse
 import copy
-import io
 import json
 import math
 from pathlib import Path
@@ -24,9 +22,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 import tokenformer_vit  # noqa: F401  registers the models
-from tokenformer_vit.command_line import run_tool, typed_command, whole_number
-from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import write_whole
+from tokenformer_vit.command_line import command_parser, run_tool, typed_command, whole_number
+from tokenformer_vit.files import write_figure
 from tokenformer_vit.growth import grow
 from tokenformer_vit.records import environment, write_record
 
@@ -46,19 +43,18 @@ Data = tuple[Tensor, Tensor]
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=whole_number(1), default=3, metavar="N", help="default: 3")
-    parser.add_argument(
+    parser = command_parser(__doc__)
+    add = parser.add_argument
+    add("--seeds", type=whole_number(1), default=3, metavar="N", help="default: 3")
+    add(
         "--epochs",
         type=whole_number(1),
         default=20,
         metavar="N",
         help="before growth, and again after",
     )
-    parser.add_argument("--out", type=Path, default=Path("growth_step.json"), metavar="FILE.json")
-    parser.add_argument("--draw", type=Path, metavar="RECORD", help="only draw this record's chart")
+    add("--out", type=Path, default=Path("growth_step.json"), metavar="FILE.json")
+    add("--draw", type=Path, metavar="RECORD", help="only draw this record's chart")
     args = parser.parse_args()
     if args.draw:
         draw(json.loads(args.draw.read_text(encoding="utf-8")), args.draw.with_suffix(".png"))
@@ -80,11 +76,9 @@ def main() -> None:
 
 def digits() -> tuple[Data, Data]:
     """Load the digits, four fifths for training and a fifth held out."""
-    try:
-        from sklearn.datasets import load_digits
-        from sklearn.model_selection import train_test_split
-    except ImportError as error:
-        raise InputError("the digits come with scikit-learn: pip install scikit-learn") from error
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split  # not needed to draw
+
     images, labels = load_digits(return_X_y=True)
     parts = train_test_split(images, labels, test_size=0.2, stratify=labels, random_state=0)
     train_x, val_x = (
@@ -102,7 +96,7 @@ def steps_of(epochs: int, data: Data) -> list[int]:
 
 
 def run(seed: int, epochs: int, train: Data, val: Data) -> dict[str, Any]:
-    """Train, then grow in each way and train on; return the losses and the jumps of the logits."""
+    """Train, then grow in each way and continue; return losses and changes of the logits."""
     torch.manual_seed(seed)
     model = timm.create_model("tokenformer_tiny", num_classes=10, **SIZES, **SMALL)
     optimizer = AdamW(model.parameters(), lr=LR, weight_decay=0.05)
@@ -111,7 +105,7 @@ def run(seed: int, epochs: int, train: Data, val: Data) -> dict[str, Any]:
     logits = logits_of(model, val[0])
     result: dict[str, Any] = {"seed": seed, "before": before}
     for branch in BRANCHES:
-        # The parameters of the copied optimizer are those of the copied model.
+        # Copied together, the optimizer holds the parameters of the copied model.
         grown, its_optimizer = copy.deepcopy((model, optimizer))
         if branch != "none":
             grow(grown, **LARGE, init=branch, seed=seed, optimizer=its_optimizer)
@@ -135,7 +129,7 @@ def train_on(
 ) -> dict[str, list[float]]:
     """Train for some epochs; return the held-out loss at the start and at later steps.
 
-    It is measured after each ``every`` steps in the warm-up, then after each ten.
+    It is measured after every ``every`` steps in the warm-up, then after every ten steps.
     """
     step, losses = 0, {"step": [0], "loss": [loss_of(model, val)]}
     steps, warmup = steps_of(epochs, train)
@@ -188,9 +182,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     whole.set(title="the whole training", ylabel="held-out loss")
     close.set(title="the first 20 steps after growth", xlim=(-1, 20), ylim=(None, 9))
     close.legend(loc="upper right", fontsize="small")
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=120, format="png")
-    write_whole(path, picture.getvalue())
+    write_figure(path, figure, dpi=120)
     print(f"chart: {path}")
 
 

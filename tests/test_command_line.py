@@ -146,7 +146,7 @@ def test_ctrl_c_once_and_twice(second):
         if second:
             process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=20)
-    assert (process.returncode, err) == (130, "interrupted; what was finished is kept\n")
+    assert (process.returncode, err) == (130, "interrupted; finished results are kept\n")
 
 
 @posix
@@ -168,4 +168,4 @@ def test_ctrl_c_while_a_command_imports(tool, tmp_path):
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     words = [line for line in err.splitlines() if not line.startswith("import time:")]
-    assert (process.returncode, words) == (130, ["interrupted; what was finished is kept"])
+    assert (process.returncode, words) == (130, ["interrupted; finished results are kept"])

@@ -1,4 +1,4 @@
-"""What the commands share: how they end, what they print, and types of their arguments."""
+"""Shared parts of the commands: errors and exit status, printed text, types of arguments."""
 
 import argparse
 import datetime
@@ -15,18 +15,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from .errors import InputError, one_line
 from .interrupts import INTERRUPTED, leave_on_interrupt
-
-__all__ = [
-    "EXTRAS",
-    "positive_number",
-    "printable",
-    "run_tool",
-    "typed_command",
-    "whole_number",
-]
 
 # Modules that the extras of setup.py install.
 EXTRAS = {
@@ -38,7 +30,7 @@ EXTRAS = {
     "evaluation": ("lm_eval", "accelerate"),
 }
 _DEBUG = "--debug"
-# A library that writes a file reports these without the name of the file.
+# Libraries report these write errors without the name of the file.
 _NO_SPACE = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 # Characters that change the direction of the text after them; Python calls some printable.
 _BIDI = set(map(chr, (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))))
@@ -56,13 +48,13 @@ def run_tool(main: Callable[[], None], status: int = 1) -> None:
         status: Exit status after an error.
 
     Raises:
-        SystemExit: With ``status`` after an error, 130 after Ctrl-C, else as ``main`` does.
+        SystemExit: With ``status`` after an error, 130 after Ctrl-C, otherwise as ``main`` does.
     """
     logging.raiseExceptions = False  # on a full disk, each log line would print a traceback
     debug = _DEBUG in sys.argv
     sys.argv = [word for word in sys.argv if word != _DEBUG]
     try:
-        # Only in the main thread can a signal have a handler; other threads never see one.
+        # Python allows signal handlers only in the main thread.
         with suppress(ValueError):
             signal.signal(signal.SIGINT, _interrupt)
         main()
@@ -139,7 +131,7 @@ def typed_command() -> str:
 
 
 def _say(line: str) -> None:
-    # A full or closed stderr must not hide the status.
+    # A full or closed stderr must not change the exit status.
     with suppress(OSError, ValueError):
         print(printable(line), file=sys.stderr, flush=True)
 
@@ -159,15 +151,28 @@ def printable(text: str) -> str:
     )
 
 
-def positive_number(text: str) -> float:
-    """Read a finite number above 0; an argparse type."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a finite number above 0")
-    return number
+def command_parser(text: str | None, **options: Any) -> argparse.ArgumentParser:
+    """Make a parser whose ``--help`` prints ``text`` line by line, as it is written."""
+    lines = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=text, formatter_class=lines, **options)
+
+
+def number(allows: Callable[[float], bool], words: str) -> Callable[[str], float]:
+    """Make an argparse type for the numbers that ``allows`` accepts and ``words`` describes."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not allows(value):
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {words}")
+        return value
+
+    return parse
+
+
+positive_number = number(lambda value: 0 < value < math.inf, "a finite number above 0")
 
 
 def whole_number(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:

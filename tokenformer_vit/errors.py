@@ -1,4 +1,4 @@
-"""The error for mistakes a user can correct, and foreign errors put into one line."""
+"""The error for mistakes a user can correct, and one-line messages for other libraries' errors."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
-
-__all__ = ["InputError", "first_fault", "one_line"]
 
 
 class InputError(ValueError):
@@ -48,7 +46,7 @@ def first_fault(error: ValidationError, key: str | None = None) -> str:
 
     Args:
         error: Error of pydantic.
-        key: Name of the value; default: its place in what was checked, joined by dots.
+        key: Name of the value; default: its keys in the checked data, joined by dots.
     """
     fault = error.errors(include_url=False)[0]
     kind, message = fault["type"], fault["msg"].removeprefix("Value error, ")

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import io
 import logging
 import os
 import re
@@ -13,10 +14,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from .errors import InputError
-
-__all__ = ["locked_folder", "new_folder", "remove_leftovers", "temporary_name", "write_whole"]
 
 # Host, process and a random part. Nobody can guess the name, and a later run can tell whether the
 # writer still runs.
@@ -66,6 +66,13 @@ def write_whole(path: Path, data: bytes, sync: bool = True) -> None:
         raise
 
 
+def write_figure(path: Path, figure: Any, **options: Any) -> None:
+    """Write a figure of matplotlib as a PNG file, with ``options`` of its ``savefig``."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", **options)
+    write_whole(path, picture.getvalue())
+
+
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """Write a folder under a temporary name, then rename it.
@@ -88,7 +95,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     try:
         if not there:
             folder.parent.mkdir(parents=True, exist_ok=True)
-        # Inside an existing folder, which may be a link to another disk or its root.
+        # Inside an existing folder: it may be a link to another disk, or the root of a disk.
         place = folder if there else folder.parent
         remove_leftovers(place)
         partial = temporary_name(place / "partial")
@@ -101,7 +108,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
         files = [file for file in sorted(partial.rglob("*")) if file.is_file()]
         for file in files:
             file.chmod(mode)
-            _sync_file(file)
+            with file.open("rb+") as written:
+                os.fsync(written.fileno())
         if there:
             for file in files:
                 target = folder / file.relative_to(partial)
@@ -121,7 +129,7 @@ def remove_leftovers(folder: Path) -> None:
     """Remove the partial files of killed processes from a folder.
 
     Only names that this module makes are removed, and links are not followed. Partial files of
-    running processes stay. On a shared disk, those of other machines stay for a day.
+    running processes stay. On a shared disk, partial files of other machines stay for a day.
 
     Args:
         folder: Folder to clean; its subfolders are not searched.
@@ -161,7 +169,7 @@ def locked_folder(folder: Path, way_out: str = "choose another --work-dir") -> I
     Args:
         folder: Folder for the file ``.lock``, which names the process with the lock. The file
             stays; the lock ends with the process, even if it is killed.
-        way_out: What the user can do if another process has the lock, other than wait or stop it.
+        way_out: What the user can do, other than wait or stop the process that has the lock.
 
     Raises:
         InputError: If another process has the lock; the message names it.
@@ -180,8 +188,8 @@ def locked_folder(folder: Path, way_out: str = "choose another --work-dir") -> I
                     f"{folder} is in use by {holder}: wait for it, stop it, or {way_out}"
                 ) from error
             _log.warning(
-                "%s is on a file system without locks (%s): take care that no other process "
-                "writes into it.",
+                "%s is on a file system without locks (%s): make sure that no other process "
+                "writes there.",
                 folder,
                 error.strerror,
             )
@@ -196,18 +204,13 @@ def _lock(file: int) -> None:
     if sys.platform == "win32":
         import msvcrt
 
-        os.lseek(file, 1 << 30, os.SEEK_SET)  # not the text, which others read
+        os.lseek(file, 1 << 30, os.SEEK_SET)  # beyond the text, which others must be able to read
         msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
     else:
         import fcntl
 
         # Data loading workers inherit an flock, and may outlive a killed process.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _sync_file(path: Path) -> None:
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
 
 
 def _sync_folder(folder: Path) -> None:

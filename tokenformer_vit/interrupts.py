@@ -1,7 +1,7 @@
-"""What a command sets up before its slow imports; the package imports this module first.
+"""Set up a command before its slow imports; the package imports this module first.
 
 Importing PyTorch takes seconds. Ctrl-C during that time ends a command of this project in one line.
-Programs of other people keep Python's traceback.
+Other programs keep Python's traceback.
 """
 
 import os
@@ -10,9 +10,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["INTERRUPTED", "IS_COMMAND", "leave_on_interrupt"]
-
-INTERRUPTED = "interrupted; what was finished is kept"
+INTERRUPTED = "interrupted; finished results are kept"
 _ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -22,7 +20,7 @@ def leave_on_interrupt() -> None:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    # An exception would become another error within an import.
+    # Imported libraries may turn an exception into another error.
     os.write(2, f"{INTERRUPTED}\n".encode())
     os._exit(130)
 

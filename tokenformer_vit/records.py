@@ -1,4 +1,4 @@
-"""What the records of trainings and measurements have in common."""
+"""Records of trainings and measurements: JSON with the machine, versions and results."""
 
 import datetime
 import json
@@ -19,8 +19,6 @@ import torch
 import tokenformer_vit
 
 from .files import write_whole
-
-__all__ = ["TRAINING_PACKAGES", "environment", "write_record"]
 
 _distributions = cache(packages_distributions)  # it opens every installed package: a second
 TRAINING_PACKAGES = ("torch", "torchvision", "timm", "mmengine", "mmpretrain")

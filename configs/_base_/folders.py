@@ -14,14 +14,6 @@ train_dataloader = dict(
 )
 val_dataloader = dict(
     num_workers=2,
-    dataset=dict(
-        _delete_=True,
-        type="CustomDataset",
-        data_root="",
-        data_prefix="val",
-        with_label=True,
-        test_mode=True,
-        pipeline=[],
-    ),
+    dataset=dict(train_dataloader["dataset"], data_prefix="val", test_mode=True),
 )
 test_dataloader = val_dataloader

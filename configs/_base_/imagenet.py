@@ -58,12 +58,8 @@ train_dataloader = dict(
     ),
 )
 val_dataloader = dict(
-    batch_size=128,
-    num_batch_per_epoch=None,  # a number takes images at even distances, the same each time
-    num_workers=8,
-    persistent_workers=True,
-    pin_memory=True,
-    collate_fn=dict(type="default_collate"),
+    train_dataloader,
+    num_batch_per_epoch=None,  # a number takes evenly spaced images, the same each time
     sampler=dict(type="DefaultSampler", shuffle=False),
     dataset=dict(type="ImageNet", data_root="data/imagenet", split="val", pipeline=test_pipeline),
 )

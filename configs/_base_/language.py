@@ -1,4 +1,4 @@
-# What all language runs share: a causal language model on rows of tokens that prepare-text wrote.
+# Base of all language runs: a causal language model on rows of tokens that prepare-text wrote.
 # The recipe is that of the released models (arXiv:2410.23168, Section 4.2, and their configuration
 # files): AdamW, warm-up over 1 % of the steps, a cosine to a tenth, clipping.
 _base_ = "runtime.py"
@@ -12,7 +12,7 @@ model = dict(
     type="CausalLM",
     architecture="tokenformer",
     config=dict(preset="150m", vocab_size=50_304, context_length=2048),
-    checkpoint="",  # folder of a trained model to start from; config is empty then
+    checkpoint="",  # folder of a trained model to start from; then config is empty
     growth=dict(),
     masks=dict(),
     frozen_stem=False,
@@ -29,11 +29,7 @@ train_dataloader = dict(
     dataset=dict(type="TokenDataset", data_root="data/text", split="train"),
 )
 val_dataloader = dict(
-    batch_size=8,
-    num_workers=2,
-    persistent_workers=True,
-    pin_memory=True,
-    collate_fn=dict(type="default_collate"),
+    train_dataloader,
     sampler=dict(type="DefaultSampler", shuffle=False),
     dataset=dict(type="TokenDataset", data_root="data/text", split="val"),
 )

@@ -18,7 +18,7 @@ optim_wrapper = dict(
         custom_keys={
             ".cls_token": dict(decay_mult=0.0),
             ".pos_embed": dict(decay_mult=0.0),
-            ".tau": dict(decay_mult=0.0),  # if learned; flat means one dimension, it has none
+            ".tau": dict(decay_mult=0.0),  # a learned τ has no dimension: not in flat_decay_mult
         },
     ),
 )
@@ -34,5 +34,5 @@ test_cfg = dict()
 
 default_hooks = dict(ema=dict(type="AccumulationEMAHook", momentum=1e-4))
 
-# With --auto-scale-lr, the learning rate above is that of this many images an optimiser step.
+# The learning rate above is for this number of images an optimiser step (--auto-scale-lr).
 auto_scale_lr = dict(base_batch_size=4096, enable=False)

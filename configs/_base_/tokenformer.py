@@ -11,9 +11,9 @@ model = dict(
         norm="none",
         drop_path_rate=0.1,
         checkpoint_path="",  # weights to start from: an exported folder's model.safetensors
-        frozen=False,  # True trains the head alone: a linear probe
+        frozen=False,  # True trains only the head: a linear probe
         compile=False,
-        stem_seed=None,  # a number draws all but the blocks from it alone, to compare models
+        stem_seed=None,  # a seed for all weights outside the blocks, to compare models
     ),
     neck=None,
     head=dict(

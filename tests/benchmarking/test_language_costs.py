@@ -144,7 +144,7 @@ def test_that_of_transformers():
 
 
 def test_no_tokens():
-    with pytest.raises(InputError, match="num_tokens must be at least 1, but it is 0"):
+    with pytest.raises(InputError, match="num_tokens must be at least 1, but got 0"):
         model_costs(build(), 0)
 
 

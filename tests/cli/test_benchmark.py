@@ -179,7 +179,7 @@ def test_an_interrupted_run_goes_on(measured, tmp_path, capsys):
 def test_another_run_is_not_gone_on_with(measured, tmp_path):
     path = tmp_path / "speed.json"
     run(path, "--quick", "--rounds", 2)
-    with pytest.raises(InputError, match=r"speed.json has n 2, and now it is 3: give another"):
+    with pytest.raises(InputError, match=r"n is 2 in .*speed.json, but now it is 3: give another"):
         run(path, "--quick", "--rounds", 3, "--resume")
     path.write_text("[]")
     with pytest.raises(InputError, match=r"speed.json is not a record"):
@@ -300,6 +300,7 @@ def test_numbers_that_are_none(capsys):
     assert "'0' is not a whole number of at least 1" in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_drops_out(monkeypatch, tmp_path):
     step = variants.Run.step
 

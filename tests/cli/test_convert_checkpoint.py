@@ -47,7 +47,7 @@ def test_a_released_file_becomes_a_folder_and_the_same_file_again(source, tmp_pa
     before, after = (torch.load(path, weights_only=True) for path in (source, back))
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     assert [path.name for path in folder.parent.iterdir()] == ["folder"]
-    with pytest.raises(InputError, match="exists already; name another"):
+    with pytest.raises(InputError, match="already exists; choose another"):
         run(source, folder)
 
 

@@ -195,8 +195,8 @@ def test_plot_that_cannot_be_written(tmp_path, capsys):
         (["--against", "resnet18"], "ResNet are unknown; give a"),
         (["--model", "local-dir:nowhere"], "nowhere"),
         ([*TINY[:2], "--model-kwargs", "imgsize=32"], "imgsize"),
-        ([*TINY[:2], "--tokens", "1"], "num_tokens is 1, but the model adds 1"),
-        (["--model", "vit_tiny_patch16_224"], "name the other model with --against"),
+        ([*TINY[:2], "--tokens", "1"], "class and register tokens, but got 1"),
+        (["--model", "vit_tiny_patch16_224"], "give the other model with --against"),
         (
             [*TINY[:2], "--model-kwargs", "num_ffn_param_tokens=1", "num_qkv_param_tokens=1"],
             "width",

@@ -98,7 +98,7 @@ def test_a_text_is_measured_and_kept(folder, text, capsys, monkeypatch):
     monkeypatch.setattr(measures, "measure_text", count)
     run(folder, "--text", text)
     assert computed == []
-    assert "which an earlier run left" in capsys.readouterr().err
+    assert "read from an earlier run" in capsys.readouterr().err
     assert record(out)["texts"] == found["texts"]
     run(folder, "--text", text, "--stride", 4)
     assert record(out)["texts"][str(text)]["loss"] != values["loss"]
@@ -155,7 +155,7 @@ def test_a_mask_is_chosen_by_its_name(folder, text, capsys):
     masks.add("half", lambda _, layer: slice(layer.num_param_tokens // 2))
     masks.save(folder / "masks.safetensors")
     run(folder, "--text", text)
-    assert "reads all its pairs; choose one by --mask" in capsys.readouterr().err
+    assert "all pairs are used; choose a mask with --mask" in capsys.readouterr().err
     every = record(folder / "evaluation")["texts"][str(text)]["loss"]
     run(folder, "--text", text, "--mask", "half")
     assert "--mask" not in capsys.readouterr().err
@@ -286,7 +286,7 @@ def test_all_six_tasks_on_their_real_items(folder, shared_data, capsys):
         (("--text", "good.txt", "--context", "33"), "--context 33 is more than the model's"),
         (("--text", "good.txt", "--tokenizer", "nowhere"), "there is no tokenizer in nowhere"),
         (("--text", "good.txt", "--tokenizer", "larger"), "has 300 entries, .* vocab_size is 257"),
-        (("--tasks", "piqa", "--task-data", "nowhere"), "there is no nowhere/piqa_val.jsonl"),
+        (("--tasks", "piqa", "--task-data", "nowhere"), "there is no file nowhere/piqa_val.jsonl"),
         (("--tasks", "lambada", "--task-data", "."), r"lambada_.*, line 1: .*recursion"),
         (("--tasks", "hellaswag", "--task-data", "."), "hellaswag_.*, line 1: .*unicode"),
         (("--data", "."), r"\. has no meta\.json"),

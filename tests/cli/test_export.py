@@ -83,6 +83,6 @@ def test_what_is_no_classifier_or_stands_there_already(tmp_path):
         run(tmp_path / "timm", tmp_path / "start.pth")
     assert not (tmp_path / "start.pth").exists()
     (tmp_path / "there.pth").write_text("mine")
-    with pytest.raises(InputError, match=r"there\.pth exists already; choose"):
+    with pytest.raises(InputError, match=r"there\.pth already exists; choose"):
         run(tmp_path / "timm", tmp_path / "there.pth")
     assert (tmp_path / "there.pth").read_text() == "mine"

@@ -42,7 +42,7 @@ def test_a_grown_folder_is_the_same_model_with_more_pairs(folder, tmp_path, caps
     assert json.loads((target / "config.json").read_text())["label_names"] == ["cat", "dog"]
     assert [path.name for path in target.parent.iterdir()] == ["grown"]
 
-    with pytest.raises(InputError, match="exists already"):
+    with pytest.raises(InputError, match="already exists"):
         run(folder, target, "--ffn", 128)
 
 

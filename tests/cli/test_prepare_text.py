@@ -17,7 +17,7 @@ pytest.importorskip("datasets", reason="pip install tokenformer-vit[language]")
 from tokenformer_vit import language
 from tokenformer_vit.cli import prepare_text
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.language import load_tokenizer, preparation, read_text_meta, read_tokens
+from tokenformer_vit.language import load_tokenizer, open_rows, preparation, read_text_meta
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,7 +27,7 @@ def run(*arguments):
 
 
 def tokens(folder, split):
-    rows = read_tokens(folder, split)[:]["input_ids"]
+    rows = open_rows(folder, split)[:]["input_ids"]
     return np.concatenate([rows[:1, 0], rows[:, 1:].ravel()])
 
 
@@ -112,7 +112,7 @@ def test_an_interruption_changes_nothing(texts, tmp_path, monkeypatch):
             done = True
         except KeyboardInterrupt:
             with pytest.raises(InputError, match="is not finished: run the same"):
-                read_tokens(tmp_path / "cut", "train")
+                open_rows(tmp_path / "cut", "train")
             with pytest.raises(InputError, match=r"cut\.partial .*val_share: 0\.1, now 0\.2"):
                 run(*how, tmp_path / "cut", "--val-share", 0.2)
     assert len(again) > 3
@@ -242,7 +242,7 @@ def test_two_do_not_write_the_same(texts, tmp_path, monkeypatch, in_another_proc
     for other in others:
         assert other.startswith(f"InputError: {tmp_path / 'out'}.partial is in use by process")
         assert f" {first} on " in other
-        assert other.endswith("or name another place")
+        assert other.endswith("or choose another place")
         assert "\n" not in other
     monkeypatch.undo()
     run(*how[:1], tmp_path / "alone", *how[2:])
@@ -318,7 +318,7 @@ def test_rows_of_digits_begin_with_a_line(tmp_path):
         0.2,
     )
     for split, lines in (("train", 40), ("val", 10)):
-        rows = read_tokens(tmp_path / "out", split)[:]["input_ids"]
+        rows = open_rows(tmp_path / "out", split)[:]["input_ids"]
         assert rows.shape == (lines // 2, 17)
         for line in rows[:, :16].reshape(-1, 8):
             text = bytes(line.tolist()).decode()
@@ -329,7 +329,7 @@ def test_rows_of_digits_begin_with_a_line(tmp_path):
     ("arguments", "message"),
     [
         (("nowhere.txt", "out"), "there is no file or folder nowhere.txt"),
-        (("empty", "out"), "empty has no text file: .*parquet"),
+        (("empty", "out"), "empty has no text file; .*parquet"),
         (("empty.txt", "out"), "empty.txt is empty"),
         (("blank.txt", "out", "--documents", "line"), "the train part has 0 tokens, too few"),
         (("damaged.parquet", "out"), "damaged.parquet is not a readable parquet file"),
@@ -341,12 +341,12 @@ def test_rows_of_digits_begin_with_a_line(tmp_path):
         (("texts", "out", "--tokenizer", "bpe:9"), "bpe:9 is too small"),
         (("texts", "out", "--tokenizer", "bpe:0"), "bpe:0 is too small"),
         (("texts", "out", "--tokenizer", "bpe:999999999"), "bpe:999999999 is too large"),
-        (("texts", "."), r"\. exists, .* name another place"),
-        (("texts", "out", "--tokenizer", "evil"), "custom code .* is not run"),
-        (("texts", "empty"), "empty exists, .* name another place"),
+        (("texts", "."), r"\. exists .* choose another place"),
+        (("texts", "out", "--tokenizer", "evil"), "custom code .* is never run"),
+        (("texts", "empty"), "empty exists .* choose another place"),
         (
             ("texts", "out", "--val", "texts/a.txt"),
-            "a.txt is both a source and in --val: leave one out",
+            "a.txt is both a source and in --val: remove it from one",
         ),
     ],
 )
@@ -375,7 +375,7 @@ def test_what_cannot_be_is_said_in_one_line(texts, tmp_path, monkeypatch, argume
         (("out",), "give SOURCE... OUT"),
         (("a", "out", "--hub", "b"), "give SOURCE... OUT"),
         (("a", "--val", "b", "out"), "--val takes all paths after it"),
-        (("a", "out", "--val-share", "1"), "'1' is not a share"),
+        (("a", "out", "--val-share", "1"), "'1' is not a number of at least 0 and below 1"),
         (("a", "out", "--val-share", "0.1", "--val", "b"), "give one of them"),
         (("a", "out", "--tokenizer", "bpe:many"), "N of bpe:N must be a whole number"),
         (("a", "out", "--tokenizer", f"bpe:{'9' * 5000}"), "N of bpe:N must be a whole number"),

@@ -128,6 +128,7 @@ def test_command_repeats_validation_and_leaves_the_run_alone(run, command):
     assert before == {path: path.read_bytes() for path in before}
 
 
+@pytest.mark.slow
 def test_every_checkpoint_and_the_export_repeat_validation(run, tmp_path):
     first = metrics(run, run.work_dir / "epoch_1.pth", tmp_path / "1")
     assert first["accuracy"] == {"top1": validated(run)[1]}
@@ -316,7 +317,7 @@ def test_a_checkpoint_answers_images_as_the_test_does(run, tmp_path, source):
 
 def test_an_export_does_not_overwrite(run, tmp_path):
     (tmp_path / "mine").mkdir()
-    with pytest.raises(InputError, match="exists already"):
+    with pytest.raises(InputError, match="already exists"):
         export.main([str(run.work_dir / "epoch_2.pth"), str(tmp_path / "mine")])
 
 

@@ -52,6 +52,7 @@ def test_appended_pairs_are_a_small_part(monkeypatch, capsys):
     assert probe < pairs < whole / 20
 
 
+@pytest.mark.slow
 def test_zero_keys_keep_the_logits_and_random_pairs_do_not(monkeypatch, capsys, tmp_path):
     words = ("--seeds", "1", "--epochs", "1", "--out", str(tmp_path / "step.json"))
     run(monkeypatch, capsys, "growth_step.py", *words)

@@ -120,7 +120,7 @@ def located(question, words, texts):
 
 def records(tmp_path):
     paths = sorted((tmp_path / "results" / "x").glob("*.json"))
-    return {path.stem: json.loads(path.read_text()) for path in paths}
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
 
 def block_weights(model):
@@ -260,7 +260,10 @@ def test_what_starts_from_a_failed_run_has_failed(tmp_path, words, texts, traine
     assert trainer() == ["first_seed0", "masked_fr_seed0"]
     found = records(tmp_path)
     assert found["masked_fr_seed0"]["failed"] == "the loss is nan"
-    assert found["masked_es_seed0"]["failed"] == "masked_fr_seed0, from whose end it starts, failed"
+    assert (
+        found["masked_es_seed0"]["failed"]
+        == "it starts from the end of masked_fr_seed0, which failed"
+    )
     monkeypatch.delenv("FAIL")
     sweep(LANGUAGES, [*words, "--retry-failed"])
     assert trainer()[2:] == ["masked_fr_seed0", "masked_es_seed0"]
@@ -287,7 +290,10 @@ def test_what_others_start_from_is_trained_here(tmp_path, words, texts, trainer,
     words[out] = str(tmp_path / "results" / "lm_again_small_lm")
     sweep(again, [*words, "--variants", "first"])
     path = tmp_path / "results" / "lm_again_small_lm" / "first_seed0.json"
-    assert json.loads(path.read_text())["taken_from"] == "lm_languages_small_lm/first_seed0.json"
+    assert (
+        json.loads(path.read_text(encoding="utf-8"))["taken_from"]
+        == "lm_languages_small_lm/first_seed0.json"
+    )
     path.unlink()  # else it is known that nothing in this work directory can be started from
     sweep(again, [*words, "--variants", "masked_fr"])
     assert trainer() == ["first_seed0"]
@@ -341,7 +347,7 @@ def test_from_one_end_to_the_other(tmp_path, words, texts, monkeypatch):
     words[words.index("--work-dir") + 1] = str(tmp_path / "work_continue")
     sweep(CONTINUE, [*words, "--variants", "random", "net2net"])
     paths = (tmp_path / "results" / "continue").glob("*.json")
-    found = {path.stem: json.loads(path.read_text()) for path in paths}
+    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
     assert sorted(found) == [*("first_seed0", "net2net_seed0", "random_seed0", "transformer_seed0")]
     (grown,) = found["net2net_seed0"]["growth"]
     assert grown["iteration"] == 1

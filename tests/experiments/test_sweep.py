@@ -33,7 +33,7 @@ ENVIRONMENT = "tokenformer_vit.experiments.record.environment"
 CONFIGS = sorted(
     path.stem
     for path in (ROOT / "configs").glob("*.py")
-    if ("tokenformer.py" in path.read_text() or "imagenet_" in path.read_text())
+    if ("tokenformer.py" in path.read_text() or "imagenet_" in path.read_text(encoding="utf-8"))
     and not path.stem.startswith("growth_")
 )
 
@@ -85,7 +85,7 @@ def trainer(replace_training):
 
 def records(tmp_path, folder="softmax_small"):
     paths = sorted((tmp_path / "results" / folder).glob("*.json"))
-    return {path.stem: json.loads(path.read_text()) for path in paths}
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
 
 def wait_for(path, process):
@@ -118,7 +118,7 @@ def test_from_one_end_to_the_other(tmp_path, words, capfd):
     assert process.returncode == 130, output
     assert re.search(r"^gelu_l2_seed0: top-1 \d+\.\d+ %$", output, re.MULTILINE)
     assert "1 of 2 runs are left; run the same command again" in output
-    (leader,) = re.findall(r"process (\d+)", (vit / ".lock").read_text())
+    (leader,) = re.findall(r"process (\d+)", (vit / ".lock").read_text(encoding="utf-8"))
     with pytest.raises(ProcessLookupError):
         os.killpg(int(leader), 0)  # the training is gone, with its workers
     first = records(tmp_path)
@@ -308,7 +308,7 @@ def test_the_batch_size_is_that_of_training(words):
 def test_an_edited_base_config_is_noticed(tmp_path, config, words, trainer):
     words += ["--variants", "gelu_l2"]
     own = tmp_path / "own.py"
-    own.write_text(config.read_text())
+    own.write_text(config.read_text(encoding="utf-8"))
     words[words.index("--config") + 1] = str(own)
     sweep(SOFTMAX, words)
     own.write_text(f"{own.read_text()}\nauto_scale_lr = dict(base_batch_size=7)\n")
@@ -340,7 +340,7 @@ def test_a_run_of_another_process_is_left_to_it(tmp_path, words, trainer, capfd)
     assert trainer() == []
     assert records(tmp_path) == {}
     out, err = capfd.readouterr()
-    assert "gelu_l2_seed0 is left alone: another process is training it" in out
+    assert "gelu_l2_seed0 is skipped: another process is training it" in out
     assert "0 of 1 runs are recorded" in err
 
 
@@ -404,7 +404,7 @@ def test_jobs_run_side_by_side_and_share_the_gpus_out(words, trainer, monkeypatc
         (["--cfg-options", "model.backbone.checkpoint_path=x.pth"], "trains from scratch"),
         (
             ["--cfg-options", "model.backbone.embed_dim=24", "model.head.in_channels=24"],
-            r"vit has .* parameters .* --variants without vit",
+            r"vit has .* parameters .* leave vit out of --variants",
         ),
     ],
 )

@@ -161,7 +161,7 @@ def test_charts_and_check(root):
     write(root, "softmax", 1, 81.0)
     write(root, "gelu_l1", 0, "the loss is nan")
     write(root, "vit", 0, 79.0)
-    with pytest.raises(SystemExit, match=r"TABLES\.md .*; run `ablations/tables\.py`"):
+    with pytest.raises(SystemExit, match=r"TABLES\.md .*; run `python ablations/tables\.py`"):
         tables.main(QUESTIONS, ["--check"], root)
     tables.main(QUESTIONS, [], root)
     tables.main(QUESTIONS, ["--check"], root)

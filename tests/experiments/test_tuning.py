@@ -106,7 +106,7 @@ def test_missing_weights_and_the_command_that_makes_them(words, weights):
     assert len(plan(words, "--variants", "probe", "scratch")) == 2
     odd = weights["large_seed0"].parent.rename(weights["large_seed0"].parents[1] / "odd")
     words[-1] = f"model.backbone.checkpoint_path={odd / 'model.safetensors'}"
-    with pytest.raises(InputError, match=r"but these are in .*odd; rename the folders"):
+    with pytest.raises(InputError, match=r"but they are in .*odd; rename the folders"):
         plan(words)
     words[-1] = "model.backbone.checkpoint_path="
     with pytest.raises(InputError, match=r"no trained weights.*growth\.py"):

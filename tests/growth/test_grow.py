@@ -265,7 +265,7 @@ def test_a_compiled_model_grows(rounding):
         ({"num_ffn_param_tokens": 64}, "has 128 pairs and cannot grow to 64"),
         ({"num_ffn_param_tokens": 256, "init": "zero"}, "would never learn"),
         ({"num_ffn_param_tokens": 256, "init": "normal"}, "unknown init 'normal'"),
-        ({"num_ffn_param_tokens": 200, "init": "duplicate"}, "take 256 or 384, or init='zero_key'"),
+        ({"num_ffn_param_tokens": 200, "init": "duplicate"}, "give 256 or 384, or init='zero_key'"),
         (
             {"num_ffn_param_tokens": 256, "gate": "learned"},
             "softmax with zero_key or random",
@@ -275,7 +275,10 @@ def test_a_compiled_model_grows(rounding):
             {"num_ffn_param_tokens": 256, "gate": "fixed", "init": "released"},
             "softmax with zero_key or random",
         ),
-        ({"num_ffn_param_tokens": 256, "freeze": "new"}, "freeze is 'new'"),
+        (
+            {"num_ffn_param_tokens": 256, "freeze": "new"},
+            "freeze must be 'old' or None, but got 'new'",
+        ),
     ],
 )
 def test_what_cannot_be_grown_is_said_and_left_as_it_is(arguments, message):
@@ -331,13 +334,13 @@ def test_a_learned_gate_cannot_be_frozen_in_part():
 def test_other_models_and_state_dicts_are_refused():
     with pytest.raises(InputError, match="give a TokenFormer"):
         grow(nn.Linear(2, 2), num_ffn_param_tokens=4)
-    with pytest.raises(InputError, match="give that of a TokenFormer"):
+    with pytest.raises(InputError, match="give one of a TokenFormer"):
         grow_state_dict(nn.Linear(2, 2).state_dict(), num_ffn_param_tokens=4)
     with pytest.raises(InputError, match="are query, key, value, proj, mlp"):
         grow(nn.Sequential(Pattention(4, 4, 4)), num_ffn_param_tokens=8)
     with pytest.raises(InputError, match="no layer has a fixed gate"):
         open_gates(build(), 0.5)
-    with pytest.raises(InputError, match="opened must be from 0 to 1, but it is 2"):
+    with pytest.raises(InputError, match="opened must be from 0 to 1, but got 2"):
         open_gates(build(), 2)
     attention = Attention(8, 2, 8, 8)
     assert grow(attention, num_qkv_param_tokens=16).query.num_param_tokens == 16

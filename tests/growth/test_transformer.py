@@ -94,10 +94,10 @@ def test_what_cannot_be_widened_is_said():
     model = build()
     model.transformer.h[1].mlp = build().transformer.h[0].mlp
     widen_mlp(model, 64)
-    with pytest.raises(InputError, match="block 0 has 64 hidden features; widen it to more"):
+    with pytest.raises(InputError, match="block 0 has 64 hidden features; give more"):
         widen_mlp(model, 64)
     config = GPTJConfig(vocab_size=61, n_positions=40, n_embd=32, n_layer=1, n_head=2, rotary_dim=4)
-    with pytest.raises(InputError, match="block 0 has a GPTJMLP"):
+    with pytest.raises(InputError, match="block 0 is GPTJMLP"):
         widen_mlp(GPTJForCausalLM(config), 300)
     with pytest.raises(InputError, match="to grow a TokenFormer, use"):
         stack_blocks(model, 4)

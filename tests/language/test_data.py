@@ -24,8 +24,8 @@ from tokenformer_vit.language import (
     file_source,
     hub_source,
     load_tokenizer,
+    open_rows,
     read_text_meta,
-    read_tokens,
     reversal_source,
     train_tokenizer,
 )
@@ -68,7 +68,7 @@ def write(folder, sizes, vocab_size=1000, split="train", shard_rows=3):
 @pytest.mark.parametrize(("vocab_size", "kind"), [(65536, "uint16"), (65537, "uint32")])
 def test_each_token_but_the_first_is_predicted_once(tmp_path, sizes, vocab_size, kind):
     writer = write(tmp_path, sizes, vocab_size)
-    rows = read_tokens(tmp_path, "train")
+    rows = open_rows(tmp_path, "train")
     got = rows[:]["input_ids"]
     assert got.shape == ((sum(sizes) - 1) // CONTEXT, CONTEXT + 1)
     np.testing.assert_array_equal(got[:, 1:].ravel(), np.arange(1, 1 + len(rows) * CONTEXT))
@@ -83,7 +83,7 @@ def test_too_few_tokens_for_a_row(tmp_path):
     writer = write(tmp_path, (CONTEXT,))
     assert writer.left_over == CONTEXT
     with pytest.raises(InputError, match=r"split 'train' in .* has no rows"):
-        read_tokens(tmp_path, "train")
+        open_rows(tmp_path, "train")
 
 
 def drop_meta(folder):
@@ -155,10 +155,10 @@ def cut(file, size):
 def test_what_is_not_whole_is_said_in_one_line(tmp_path, change, message):
     folder = tmp_path / "tokens"
     write(folder, (1,) * 100)
-    assert len(read_tokens(folder, "train")) == 12
+    assert len(open_rows(folder, "train")) == 12
     change(folder)
     with pytest.raises(InputError) as caught:
-        read_tokens(folder, "train")
+        open_rows(folder, "train")
     assert re.search(message, str(caught.value))
     assert "\n" not in str(caught.value)
 
@@ -176,7 +176,7 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path):
     (folder / "train-00000.arrow").symlink_to(theirs)
     write(folder, (100,))
     assert theirs.read_text() == "mine"
-    assert len(read_tokens(folder, "train")) == 12
+    assert len(open_rows(folder, "train")) == 12
 
 
 def test_a_full_disk_names_its_file(tmp_path, monkeypatch):
@@ -374,8 +374,8 @@ DEEP = "[" * 20_000 + "]" * 20_000
         ("a.jsonl", "5\n", "row 0, .*, is int; it must be an object whose 'text' is a text"),
         ("a.jsonl", '{"x": 1, "y": 2}\n', "no column 'text'; .*: x, y"),
         pytest.param("a.jsonl", '{"x": 1}\n' * 10_002, "no column 'text'", id="long file"),
-        ("a.jsonl", "\n \n", "holds no rows"),
-        ("a.json", "[]", "holds no rows"),
+        ("a.jsonl", "\n \n", "has no rows"),
+        ("a.json", "[]", "has no rows"),
         pytest.param(
             "a.jsonl.gz",
             gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-9],

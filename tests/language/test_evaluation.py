@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.language import TokenFormerConfig, TokenFormerForCausalLM, load_tokenizer
-from tokenformer_vit.language.data import SplitWriter, read_tokens, stored_rows
+from tokenformer_vit.language.data import SplitWriter, open_rows, stored_rows
 from tokenformer_vit.language.evaluation import (
     TextLoss,
     context_of,
@@ -148,7 +148,7 @@ def test_rows_are_joined_to_the_text_they_were_cut_from(tmp_path, generator):
     writer.close_shard()
     meta = {"context_length": 8, "vocab_size": VOCAB, "splits": {"val": writer.counts}}
     (tmp_path / "meta.json").write_text(json.dumps(meta))
-    dataset = read_tokens(tmp_path, "val")
+    dataset = open_rows(tmp_path, "val")
     rows = stored_rows(dataset)
     assert rows.dtype == np.uint16
     assert np.array_equal(rows, np.asarray(dataset[:]["input_ids"]))
@@ -445,7 +445,7 @@ def test_hellaswag_begins_sentences_as_the_harness_does(tasks, tmp_path):
             '{"sentence": "a", "option1": "b", "option2": "c", "answer": "1"}',
             r"sentence is 'a'.*_",
         ),
-        ("hellaswag", '{"query": "a: b", "endings": ["c"], "label": 1}', "none of the choices"),
+        ("hellaswag", '{"query": "a: b", "endings": ["c"], "label": 1}', "not one of the choices"),
         ("hellaswag", '{"query": "a b", "endings": ["c"], "label": 0}', "query is 'a b'"),
         ("lambada", '{"text": "word"}', "text is 'word'"),
         ("lambada", '{"text": ' + "[" * 30_000, "Invalid JSON: recursion limit"),

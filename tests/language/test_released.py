@@ -164,7 +164,7 @@ def test_what_is_no_released_checkpoint_is_refused(tmp_path):
 
     value = "sequential.3.attention.key.value_param_tokens"
     refused(
-        rf"no complete released.*{value} \(48, 64\) is missing",
+        rf"not a complete released.*{value} \(48, 64\) is missing",
         {name: tensor for name, tensor in whole.items() if name != value},
     )
     refused(rf"{value} is \(47, 64\), not \(48, 64\)", {**whole, value: whole[value][1:]})

@@ -53,6 +53,20 @@ def test_a_model_alone_is_described_and_nothing_is_invented(model, tmp_path):
     assert "2410.23168" in body or "TokenFormer: Rethinking" in body
 
 
+def test_a_readme_that_somebody_wrote_or_edited_stays(model, tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text("mine")
+    save_model(model, tmp_path)
+    assert readme.read_text() == "mine"
+    assert (tmp_path / "model.safetensors").is_file()
+    readme.unlink()
+    save_model(model, tmp_path)
+    edited = readme.read_text(encoding="utf-8").replace("apache-2.0 #", "cc-by-4.0 #")
+    readme.write_text(edited, encoding="utf-8")
+    save_model(model, tmp_path, ["ant", "bee", "cat"])
+    assert readme.read_text(encoding="utf-8") == edited
+
+
 def test_a_vit_is_not_called_a_tokenformer(tmp_path):
     model = timm.create_model("vit_tiny_patch16_224", num_classes=0, **SHAPE)
     save_model(model, tmp_path / "out")

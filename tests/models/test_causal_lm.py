@@ -195,7 +195,7 @@ def test_what_does_not_fit_is_said():
         LMConfig(num_heads=0)
     with pytest.raises(InputError, match="vocab_size must be at least 1"):
         LMConfig(vocab_size=0)
-    with pytest.raises(InputError, match="rotates 1 of the 4 dimensions of a head: choose"):
+    with pytest.raises(InputError, match="rotates 1 of the 4 dimensions of a head: give"):
         LMConfig(embed_dim=16, num_heads=4)
     with pytest.raises(InputError, match=r"preset must be one of 150m, .*, but got '124m'"):
         lm_config("124m")

@@ -36,6 +36,7 @@ def images(batch=2):
     return torch.randn(batch, 3, 32, 32)
 
 
+@pytest.mark.slow
 def test_blocks_share_their_code_whatever_their_drop_rates():
     model, counter = build(depth=12, drop_path_rate=0.2).train(), CompileCounter()
     compile_blocks(model, backend=counter, fullgraph=True)

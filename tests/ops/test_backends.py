@@ -88,7 +88,7 @@ def test_agrees_with_float64_for_any_tau(theta, tokens, pairs, backend):
         for name, a, b in zip(NAMES, actual, expected, strict=True):
             error = (a.double() - b).norm()
             limit = 3e-6 * b.norm() + 1e-30
-            if theta == "gelu_l1":
+            if error > limit and theta == "gelu_l1":
                 limit += kinks(inputs, tau, upstream).get(name, 0)
             assert error <= limit, f"{name}: {error / b.norm():.1e}, tau {tau}"
 

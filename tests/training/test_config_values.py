@@ -110,6 +110,7 @@ def refused(cfg, options):
         ("randomness.seed", -1, "a whole number from 0"),
         ("log_level", "LOUD", "one of CRITICAL, ERROR, WARNING, INFO, DEBUG, NOTSET"),
         ("auto_scale_lr.base_batch_size", 0, WHOLE),
+        ("env_cfg.mp_cfg.opencv_num_threads", 100_000, "a whole number from 0 to 1024"),
         ("env_cfg.mp_cfg.mp_start_method", "threads", "'fork', 'spawn' or 'forkserver'"),
         ("val_evaluator.topk", [0, 1], f"{WHOLE}, or a list of them"),
         ("resume", "auto", "True or False"),
@@ -147,8 +148,8 @@ def test_values_of_language_models(key, value, allowed):
     [
         ({"data_preprocessor.num_classes": None}, ["num_classes is not set", "num_classes=3"]),
         ({"data_preprocessor.std": [1.0, 2.0]}, ["data_preprocessor.std has 2 values", "3 chann"]),
-        ({"model.head.in_channels": 96}, ["in_channels is 96", "24 wide", "in_channels=24"]),
-        ({"model.backbone.embed_dim": 36}, ["in_channels is 24", "36 wide"]),
+        ({"model.head.in_channels": 96}, ["in_channels is 96", "width 24", "in_channels=24"]),
+        ({"model.backbone.embed_dim": 36}, ["in_channels is 24", "width 36"]),
         (
             {"model.backbone.num_heads": 5},
             ["num_heads must divide dim 24", "got 5"],
@@ -170,7 +171,7 @@ def test_sizes_that_do_not_agree_are_named(plain, options, said):
 def test_an_entry_of_a_list_of_numbers_is_no_key(config):
     line = refusal(config, {"model.head.in_channels": 24, "data_preprocessor.std.0": 1.0})
     assert "data_preprocessor.std.0" in line
-    assert "give a list as a whole, as in key=[1,5]" in line
+    assert "set a whole list, as in key=[1,5]" in line
 
 
 def test_sizes_are_those_of_what_training_gets(tmp_path, config):
@@ -258,7 +259,7 @@ def test_configs_are_python_and_no_other_file_runs_code(tmp_path, name, inherits
         first = tmp_path / "first.py"
         first.write_text("_base_ = 'middle.py'\n")
     line = refusal(first, {})
-    assert f"{other} is no Python config: write it as a .py file" in line
+    assert f"{other} is not a Python config: write it as a .py file" in line
     assert not mark.exists()
 
 

@@ -255,7 +255,7 @@ def test_errors_have_one_line(tmp_path):
     with pytest.raises(InputError, match=r"cannot write .* \(Is a directory\)"):
         append_line(tmp_path, {})
     runner = SimpleNamespace(model=build(), val_loop=None)
-    with pytest.raises(InputError, match="takes its images from the validation data, but the run"):
+    with pytest.raises(InputError, match="needs validation images, but the run"):
         DiagnosticsHook().before_train(runner)
 
 

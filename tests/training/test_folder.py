@@ -126,6 +126,45 @@ def test_a_part_of_each_class_is_held_out_and_nothing_is_moved(tmp_path, generat
     assert backbone.model.patch_embed.patch_size == (4, 4)
 
 
+def test_the_same_command_resumes_a_run_whatever_it_started_from(data_root, exported, tmp_path):
+    """The run prints "to resume: the same command with --resume"."""
+    fine_tuning = Start(checkpoint=exported, freeze=True)
+    path = configure_folder(data_root, tmp_path / "tuned", fine_tuning, None)
+    for start in (fine_tuning, Start("tokenformer_tiny"), Start()):
+        assert configure_folder(data_root, tmp_path / "tuned", start, "auto") == path
+    for other in (Start("vit_tiny_patch16_224"), Start(checkpoint=tmp_path / "other")):
+        with pytest.raises(InputError, match="leave them out"):
+            configure_folder(data_root, tmp_path / "tuned", other, "auto")
+    configure_folder(data_root, tmp_path / "new", Start(), None)
+    with pytest.raises(InputError, match="leave them out"):
+        configure_folder(data_root, tmp_path / "new", Start(freeze=True), "auto")
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["a': open({!r}, 'w'), 'b", "a': 1}})\nopen({!r}, 'w')\nx = dict({{'b", "it's {!r}"],
+)
+def test_arguments_in_a_checkpoint_cannot_become_code(key, data_root, tmp_path):
+    """A ViT without blocks builds no activation, so timm takes anything for one."""
+    folder, sign = tmp_path / "exported", tmp_path / "sign"
+    vit = timm.create_model("vit_tiny_patch16_224", depth=0, img_size=16, patch_size=8)
+    save_model(vit, folder)
+    description = json.loads((folder / "config.json").read_text())
+    description["model_args"]["act_layer"] = {key.format(str(sign)): 1}
+    (folder / "config.json").write_text(json.dumps(description))
+    with pytest.raises(InputError, match="trust"):
+        configure_folder(data_root, tmp_path / "run", Start(checkpoint=folder), None)
+    assert not sign.exists()
+    assert not (tmp_path / "run" / f"{data_root.name}.py").exists()
+
+
+def test_a_folder_name_cannot_become_code(tmp_path, generator):
+    """mmengine would put the value of the variable into the config."""
+    folder = write_images(tmp_path / "photos", (8, 8), {"cat": 2, "{{HOME:x}}": 2}, generator)
+    with pytest.raises(InputError, match="without"):
+        configure_folder(folder, tmp_path / "run", Start(), None)
+
+
 @pytest.mark.parametrize("freeze", [False, True])
 def test_fine_tuning_starts_from_weights_and_prepares_images_as_they_were(
     freeze, exported, tmp_path, generator, train
@@ -274,7 +313,7 @@ def test_models_that_cannot_be_trained(start, said, data_root, tmp_path):
 def test_options_of_a_folder_are_refused_for_a_config(config, command):
     done = command("train", config, "--model", "tokenformer_tiny")
     assert done.status == 2
-    assert "with a folder" in done.err
+    assert "need a folder" in done.err
 
 
 def test_shipped_configs_are_found_by_name_and_inherited_from_anywhere(tmp_path, monkeypatch):
@@ -291,7 +330,7 @@ def test_shipped_configs_are_found_by_name_and_inherited_from_anywhere(tmp_path,
     cfg.merge_from_dict({"train_cfg.max_epochs": 40, "work_dir": "work_dirs/digits_demo"})
     assert Config(cfg.to_dict()).pretty_text == Config(configs[0].to_dict()).pretty_text
     own.write_text('_base_ = ["tokenformer_vit::_base_/runtime.py"]\n')
-    with pytest.raises(InputError, match=r"own\.py is not the config of a run"):
+    with pytest.raises(InputError, match=r"own\.py is not a training config"):
         load_config("own.py")
     own.write_text('_base_ = "tokenformer_vit::digit_demo.py"\n')
     with pytest.raises(InputError, match=r"digit_demo\.py.*try digits_demo"):

@@ -213,10 +213,10 @@ def test_an_ordinary_vit_grows_by_its_own_methods(growing, tmp_path, schedule):
     ("schedule", "message"),
     [
         ([], "is empty"),
-        ([{"num_ffn_param_tokens": 9}], "needs its time"),
+        ([{"num_ffn_param_tokens": 9}], "give every entry an `epoch`"),
         (
             [{"epoch": 1, "num_ffn_param_tokens": 9}, {"iteration": 9, "depth": 3}],
-            "all by `epoch` or all by `iteration`",
+            "every entry an `epoch`, or every entry an `iteration`",
         ),
         ([{"epoch": 1, "embed_dim": 9}], "its depth and width stay"),
         ([{"epoch": 1, "depth": 9, "num_ffn_param_tokens": 9}], "its depth and width stay"),
@@ -250,7 +250,7 @@ def test_growth_after_the_end_of_the_run_is_said(growing, tmp_path):
     [
         ({"schedule": [{"epoch": 1, "num_ffn_param_tokens": 60}]}, "cannot grow to 60"),
         ({"init": "zero_keys"}, "unknown init 'zero_keys'"),
-        ({"init": "duplicate"}, "is no multiple"),
+        ({"init": "duplicate"}, "is not a multiple"),
         ({"gate": "learned"}, "or use softmax with zero_key or random"),
     ],
 )

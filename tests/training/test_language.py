@@ -421,6 +421,7 @@ def test_under_masks_a_text_keeps_its_pairs(masked, texts, tmp_path):
     assert abs(losses[1] - losses[0]) > 1e-3
 
 
+@pytest.mark.slow
 def test_what_texts_share_trains_unless_it_is_frozen(masked, tmp_path):
     masked(frozen_stem=False)
     first, second = (load_language_model(tmp_path / name) for name in ("first", "second"))
@@ -442,12 +443,18 @@ def test_what_texts_share_trains_unless_it_is_frozen(masked, tmp_path):
             r"rows of 16 tokens.* context_length is 8: set .*context_length=16",
         ),
         ({"model.architecture": "lstm"}, r"tokenformer or transformer, but got 'lstm'"),
-        ({"model.config.dept": 2}, r"model\.config of the tokenformer.*dept"),
-        ({"model.config.num_heads": 0}, r"model\.config of the tokenformer: num_heads is 0"),
-        ({"model.config.norm_eps": -1.0}, r"model\.config of the tokenformer: norm_eps is -1"),
+        ({"model.config.dept": 2}, r"model\.config cannot build a tokenformer.*dept"),
+        (
+            {"model.config.num_heads": 0},
+            r"model\.config cannot build a tokenformer: num_heads is 0",
+        ),
+        (
+            {"model.config.norm_eps": -1.0},
+            r"model\.config cannot build a tokenformer: norm_eps is -1",
+        ),
         (
             {"model.checkpoint": "nowhere"},
-            r"sizes are those of the checkpoint nowhere: set .*_delete_",
+            r"the checkpoint nowhere has its own: set .*_delete_",
         ),
         ({"model.masks": {"old": "x"}}, r"dict\(new=NAME\), but got \{'old': 'x'\}"),
         ({"train_dataloader.dataset.data_root": "nowhere"}, r"there is no folder nowhere"),

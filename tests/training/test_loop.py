@@ -110,7 +110,9 @@ def test_a_config_tells_the_sampler_how_short_an_epoch_is(tmp_path, config):
         "train_dataloader = dict(sampler=dict(_delete_=True, type='RepeatAugSampler'))\n"
     )
     load_config(path)
-    with pytest.raises(InputError, match="num_batch_per_epoch is 2, which RepeatAugSampler cannot"):
+    with pytest.raises(
+        InputError, match="num_batch_per_epoch is 2, but RepeatAugSampler does not support it"
+    ):
         load_config(path, options)
 
 

@@ -46,7 +46,7 @@ def test_the_terminal_begins_with_ten_lines_that_matter(trained, data_root):
     lines = trained.output.splitlines()
     (start,) = [index for index, line in enumerate(lines) if line.endswith("Training:")]
     (warning,) = lines[:start]
-    assert "An optimiser step takes 16 images, but the learning rate is that of 64" in warning
+    assert "An optimiser step takes 16 images, but the learning rate is for 64" in warning
     lines = lines[start:]
     facts = dict(line.split(maxsplit=1) for line in lines[1:9])
     assert facts["config"] == str(trained.config)

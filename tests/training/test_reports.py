@@ -10,14 +10,17 @@ import pytest
 import timm
 import torch
 from matplotlib.figure import Figure
+from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.optim import OptimWrapper
+from mmengine.runner import Runner
 from PIL import Image
 from timm.data import create_transform, resolve_model_data_config
 
 from tokenformer_vit.cli import export
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.training import AutocastOptimWrapper
+from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.reports import (
     _peak_mib,
     draw_curves,
@@ -171,6 +174,17 @@ def test_the_export_of_a_checkpoint_knows_data_and_recipe_but_no_results(trained
     assert "- Epochs: 1\n- Iterations: 6\n" in card
     assert "## Validation" not in card
     assert "accuracy" not in card
+
+
+def test_a_config_without_a_file_trains_and_exports(config, data_root, tmp_path):
+    """A notebook may make its config by hand and run it in mmengine's own runner."""
+    options = {"train_cfg.max_epochs": 2, "train_dataloader.num_workers": 0}
+    cfg = load_config(config, options, str(data_root), work_dir=str(tmp_path))
+    Runner.from_cfg(Config(cfg.to_dict())).train()
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "- Training images: 48" in card
+    assert "Config:" not in card
+    assert (tmp_path / "curves.png").is_file()
 
 
 def test_the_validation_loss_is_the_cross_entropy_of_the_exported_model(trained, data_root):

@@ -122,6 +122,7 @@ def test_a_run_that_was_killed_in_its_last_validation_is_finished(train, run):
         assert again[key] == json.loads(record)[key]
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_the_run_and_leaves_the_previous_checkpoint(train, tmp_path, monkeypatch):
     limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     pointer, point_to = tmp_path / "last_checkpoint", ExactCheckpointHook._point_to
@@ -185,20 +186,22 @@ def test_another_batch_size_or_other_data_are_refused(train, run, data_root, tmp
     for index in range(3):
         (root / "train" / "dark" / f"{index}.png").unlink()  # as many iterations as before
     line = train.fails(run, "--resume", *OPTIONS, "--data-root", str(root))
-    assert "the number of training samples was 48, now 45" in line
+    assert "the number of training samples was 48 in the checkpoint and is 45 now" in line
     shutil.copytree(data_root, root, dirs_exist_ok=True)
     (root / "train" / "dark" / "0.png").rename(root / "train" / "dark" / "x.png")
     line = train.fails(run, "--resume", *OPTIONS, "--data-root", str(root))
     assert "the hash of training file names and labels was" in line
     line = train.fails(run, "--resume", "--batch-size", "9", *OPTIONS)
-    assert "the batch size times the number of processes was 8, now 9" in line
+    assert (
+        "the batch size times the number of processes was 8 in the checkpoint and is 9 now" in line
+    )
 
 
 @pytest.mark.slow
 def test_checkpoints_without_a_pointer_are_not_overwritten(train, run):
     (run / "last_checkpoint").unlink()
     line = train.fails(run, *OPTIONS)
-    assert "holds a run already: add --resume" in line
+    assert "already holds a run: add --resume" in line
     line = train.fails(run, "--resume", *OPTIONS)
     assert "last_checkpoint is missing; there are " in line
     assert f"--resume {run}/epoch_3.pth" in line
@@ -208,7 +211,7 @@ def test_checkpoints_without_a_pointer_are_not_overwritten(train, run):
 def test_a_checkpoint_from_elsewhere_does_not_overwrite_a_run(train, run, tmp_path):
     other = shutil.copytree(run, tmp_path / "other")
     line = train.fails(run, "--resume", str(other / "epoch_2.pth"), *OPTIONS)
-    assert "holds a run already" in line
+    assert "already holds a run" in line
     (run / "last_checkpoint").write_bytes(b"\xff\xfe")
     assert "; there are epoch_" in train.fails(run, "--resume", *OPTIONS)
 
@@ -258,7 +261,7 @@ def test_two_runs_do_not_share_a_work_directory(train, tmp_path):
     process.kill()
     process.communicate()
     line = train.fails(tmp_path, *OPTIONS)
-    assert "holds a run already" in line
+    assert "already holds a run" in line
     assert not left.exists()
 
 
@@ -266,13 +269,13 @@ def test_two_runs_do_not_share_a_work_directory(train, tmp_path):
 def test_the_best_checkpoint_is_no_state_to_resume_from(train, run):
     (best,) = run.glob("best_*.pth")
     line = train.fails(run, "--resume", str(best), *OPTIONS)
-    assert "holds weights alone, not the state of a run" in line
+    assert "has only weights, not the state of a run" in line
 
 
 @pytest.mark.slow
 def test_a_resumed_run_keeps_its_schedule(train, run):
     line = train.fails(run, "--resume", *OPTIONS, "train_cfg.max_epochs=5")
-    assert "train_cfg.max_epochs was 3 in the run of the checkpoint and is 5 here" in line
+    assert "train_cfg.max_epochs was 3 in the checkpoint and is 5 now" in line
 
 
 @pytest.mark.slow

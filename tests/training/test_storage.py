@@ -152,9 +152,14 @@ def test_data_may_move_but_not_change():
     for other in (["a/1.png", "b/2.png"], ["b/1.png", "a/1.png"], ["a/1.png", "c/1.png"]):
         with pytest.raises(InputError, match="hash of training file names and labels was"):
             check_identity(here, identity(Images("/data", other)), None)
-    with pytest.raises(InputError, match="number of training samples was 2, now 3"):
+    with pytest.raises(
+        InputError, match="number of training samples was 2 in the checkpoint and is 3 now"
+    ):
         check_identity(here, identity(Images("/data", ["a/1.png", "b/1.png", "b/2.png"])), None)
-    with pytest.raises(InputError, match="batch size times the number of processes was 16, now 18"):
+    with pytest.raises(
+        InputError,
+        match="batch size times the number of processes was 16 in the checkpoint and is 18 now",
+    ):
         check_identity(here, identity(Images("/data", ["a/1.png", "b/1.png"]), 9), None)
 
 

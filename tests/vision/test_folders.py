@@ -104,7 +104,7 @@ def test_training_does_not_pass_over_an_image_that_is_no_file(kind, root):
         path.symlink_to(root / "nowhere")
     else:
         os.mkfifo(path)
-    with pytest.raises(InputError, match=f"{path} is a broken link or no regular file"):
+    with pytest.raises(InputError, match=f"{path} is a broken link or not a regular file"):
         check_data_folders(config(root), ("train_dataloader",))
     assert path in find_images([root / "train"])  # the reader says what is wrong with it
 

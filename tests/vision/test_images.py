@@ -141,7 +141,7 @@ def test_values_of_unknown_range_are_refused(dtype, tmp_path):
     image.save(path, tiffinfo={339: 2} if signed else {})
     with pytest.raises(
         InputError,
-        match=r"x\.tif: .*mode .*; save it with 8 bits",
+        match=r"x\.tif: .*mode .*; save the image with 8 bits",
     ):
         read_image(path)
 

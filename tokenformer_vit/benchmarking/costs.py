@@ -22,16 +22,6 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Attention, Pattention, TokenFormerBlock
 from tokenformer_vit.models import TokenFormerLM
 
-__all__ = [
-    "PARTS",
-    "Cost",
-    "attention_flops",
-    "model_costs",
-    "product_flops",
-    "total",
-    "training_flops",
-]
-
 # Parts of a model, with their names in tables.
 PARTS = {
     "embedding": "embedding, positions",
@@ -145,7 +135,7 @@ def _idle_elements(layer: Pattention) -> int:
 
 
 class _Plan(NamedTuple):
-    """How to count a model.
+    """Parts of a model for counting.
 
     Args:
         model: Model whose parameters count.
@@ -183,7 +173,7 @@ def _rows(num_tokens: int | None, context: int) -> dict[str, int]:
     """Return the rows of a language model; its embedding is looked up, not multiplied."""
     tokens = context if num_tokens is None else num_tokens
     if tokens < 1:
-        raise InputError(f"num_tokens must be at least 1, but it is {tokens}")
+        raise InputError(f"num_tokens must be at least 1, but got {tokens}")
     return dict.fromkeys(("qkv", "output", "feed_forward", "head"), tokens)
 
 
@@ -194,7 +184,8 @@ def _vision(vit: Any, num_tokens: int | None) -> _Plan:
     tokens = patches + prefix
     if patches < 1:
         raise InputError(
-            f"num_tokens is {tokens}, but the model adds {prefix} tokens of its own: give more"
+            f"num_tokens must be above {prefix}, the number of class and register tokens, but got "
+            f"{tokens}"
         )
     rows = {
         "embedding": patches,

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from . import measures
 from .variants import Group, as_released
 
-__all__ = ["CLASSES", "Images"]
-
 CLASSES = 1000
 
 

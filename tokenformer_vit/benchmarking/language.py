@@ -17,8 +17,6 @@ from tokenformer_vit.layers import BlockLayerNorm, Pattention
 from .costs import model_costs, total
 from .variants import Group, as_released
 
-__all__ = ["Language"]
-
 # Largest number of tokens of a sequence that a decoding step adds, one by one.
 _DECODED = 32
 

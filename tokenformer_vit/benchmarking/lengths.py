@@ -1,6 +1,5 @@
-"""Draw how the cost of a token grows with the length of its sequence."""
+"""Plot the cost of a token against the length of its sequence."""
 
-import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -8,13 +7,10 @@ from pathlib import Path
 
 from torch import nn
 
-from tokenformer_vit.files import write_whole
+from tokenformer_vit.files import write_figure
 from tokenformer_vit.models import LMConfig, TokenFormerLM, lm_config
 
 from .costs import model_costs, total
-
-__all__ = ["draw_lengths", "equal_width", "transformer_of_width"]
-
 
 # The paper's language models that grow at a fixed width, from 124M to "1.4B" parameters.
 GROWN = ("grown_124m", "grown_354m", "grown_757m", "grown_1.4b")
@@ -41,12 +37,12 @@ def draw_lengths(
     models: Mapping[str, nn.Module] | None = None,
     lengths: Sequence[int] = range(1024, 32 * 1024 + 1, 1024),
 ) -> None:
-    """Draw the training FLOPs of a token against the length of its sequence.
+    """Plot training FLOPs per token against sequence length.
 
     Args:
         path: PNG file to write.
-        models: Models by name, of the kinds that
-            :func:`~tokenformer_vit.benchmarking.costs.model_costs` knows. None draws the paper's
+        models: Models by name, of any kind that
+            :func:`~tokenformer_vit.benchmarking.costs.model_costs` supports. None draws the paper's
             figure: TokenFormers of one width that grow by pairs, and Transformers of the same depth
             and number of parameters, which grow by width.
         lengths: Numbers of tokens.
@@ -75,9 +71,7 @@ def draw_lengths(
     whole.set(title="training GFLOPs per token", xlabel="tokens in a sequence", ylim=0)
     between.set(title="of these, token-token attention", xlabel="tokens in a sequence", ylim=0)
     between.legend(loc="upper left", fontsize="small")
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=120, format="png")
-    write_whole(path, picture.getvalue())
+    write_figure(path, figure, dpi=120)
 
 
 # Label, line style, colour, and model.

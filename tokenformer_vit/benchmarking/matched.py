@@ -1,4 +1,4 @@
-"""The matched baseline: a Transformer of a TokenFormer's width and depth, with as many weights."""
+"""The matched baseline: a Transformer with a TokenFormer's width, depth and number of weights."""
 
 import inspect
 from typing import Any
@@ -12,8 +12,6 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth.transformer import mlp_ratio
 from tokenformer_vit.models import TokenFormerViT
 
-__all__ = ["matched_hidden", "matched_vit"]
-
 
 def matched_hidden(
     width: int, pairs: int, remedy: str = "give the TokenFormer more pairs, or less width"
@@ -26,7 +24,7 @@ def matched_hidden(
     Args:
         width: Width C of both models.
         pairs: Pairs of one TokenFormer block, 3·P_qkv + P_proj + P_ffn.
-        remedy: What the user should do where no Transformer matches; ends the error message.
+        remedy: What the user should do if no Transformer matches; the error message ends with it.
 
     Returns:
         The number of hidden neurons of each feed-forward part.
@@ -37,8 +35,8 @@ def matched_hidden(
     hidden = pairs - 2 * width
     if hidden < 1:
         raise InputError(
-            f"no Transformer of width {width} has as few weights as {pairs} pairs per block: its "
-            f"attention alone has as many as {2 * width} pairs; {remedy}"
+            f"no Transformer of width {width} has as few weights as {pairs} pairs per block: even "
+            f"its attention has as many as {2 * width} pairs; {remedy}"
         )
     return hidden
 
@@ -56,14 +54,14 @@ def matched_vit(model: TokenFormerViT) -> tuple[VisionTransformer, int]:
         InputError: If the model has no blocks, or no ViT matches; see :func:`matched_hidden`.
     """
     if not len(model.blocks):
-        raise InputError("a model without blocks has no match; name another model with --against")
+        raise InputError("a model without blocks has no match; give another model with --against")
     block: Any = model.blocks[0]
     pairs = (
         3 * block.attn.query.num_param_tokens
         + block.attn.proj.num_param_tokens
         + block.mlp.num_param_tokens
     )
-    hidden = matched_hidden(model.embed_dim, pairs, "name another model with --against")
+    hidden = matched_hidden(model.embed_dim, pairs, "give another model with --against")
     known = inspect.signature(VisionTransformer).parameters
     arguments = {name: value for name, value in get_model_args(model).items() if name in known}
     sizes = {

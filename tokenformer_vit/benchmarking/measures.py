@@ -19,21 +19,6 @@ from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-__all__ = [
-    "compiled_graphs",
-    "copy_rate",
-    "count_flops",
-    "counted_flops",
-    "frozen_compilations",
-    "many_compilations",
-    "matmul_rate",
-    "measure_rounds",
-    "peak_bytes",
-    "percentiles",
-    "saved_bytes",
-    "tensor_bytes",
-]
-
 Call = Callable[[], object]
 
 
@@ -65,8 +50,8 @@ def measure_rounds(
 ) -> dict[str, list[float]]:
     """Time calls in turns, each once per round.
 
-    Every round starts with another call, and an untimed run precedes each timed one. Neither its
-    place nor the caches that another call left give a call an advantage.
+    Every round starts with another call, and an untimed run precedes each timed one. Therefore no
+    call has an advantage from its place in a round or from the caches of another call.
 
     Args:
         calls: Calls by name, already warmed up.
@@ -122,11 +107,11 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
 def saved_bytes(forward: Call, model: nn.Module) -> int:
     """Count the bytes that a forward call keeps for the backward pass.
 
-    Whole storages are counted, each once, because a view keeps its whole storage. Parameters and
-    buffers are not counted, nor are copies of parameters in another precision, which are recognised
-    by their values: their size does not depend on the batch. Tensors that torch.compile keeps go
-    through the same hooks, without a new compilation. A tensor that a custom autograd function
-    stores on its context without ``save_for_backward`` is not seen.
+    Each storage is counted once and as a whole, because a view keeps its whole storage. Parameters,
+    buffers and copies of parameters in another precision are not counted, because their size does
+    not depend on the batch; copies are recognised by their values. Tensors that torch.compile keeps
+    are counted without a new compilation. Tensors that a custom autograd function stores without
+    ``save_for_backward`` are not counted.
 
     Args:
         forward: Function that computes the loss.
@@ -176,7 +161,7 @@ def _is_cast(tensor: Tensor, parameters: Sequence[Tensor]) -> bool:
 def peak_bytes(call: Call, device: torch.device) -> int | None:
     """Measure how much memory rises during a call.
 
-    On a GPU, memory is that of tensors. On a CPU it is the resident memory of this process, after
+    On a GPU this is the memory of tensors. On a CPU it is this process's resident memory, after
     the C library has returned its reserve to the system.
 
     Args:
@@ -241,7 +226,7 @@ def copy_rate(device: torch.device) -> float:
 def _least_seconds(call: Call, device: torch.device) -> float:
     for _ in range(3):
         call()
-    # The minimum, not the median: disturbances only make a measurement slower.
+    # The minimum, not the median, because disturbances only make a measurement slower.
     return min(seconds_of(call, device) for _ in range(11))
 
 

@@ -58,9 +58,7 @@ from tokenformer_vit.records import environment
 from . import measures
 from .variants import PRECISIONS, Group, Setting, short
 
-__all__ = ["counted", "group_of", "new_record", "raise_ceilings", "read_record", "resume"]
-
-# What a resumed run must have in common with the interrupted one.
+# Entries that must be equal in a resumed run and in the interrupted one.
 SAME = (
     *("model", "baseline", "img_size", "num_tokens", "depth", "n", "seed"),
     *("device", "threads", "hardware", "versions", "commit"),
@@ -85,7 +83,7 @@ def new_record(setting: Setting, models: Mapping[str, Any]) -> dict[str, Any]:
     """Start a record.
 
     Args:
-        setting: What all groups have in common.
+        setting: Settings of all groups.
         models: Entries that describe the models.
     """
     packages = ("torch", "timm", "triton")
@@ -150,11 +148,11 @@ def resume(path: Path, record: dict[str, Any]) -> None:
     """
     earlier = read_record(path)
     for key in SAME:
-        # The record itself, once written, can make a git tree dirty.
+        # The git tree may be dirty only because of the record itself.
         old, new = (str(r.get(key)).removesuffix("-dirty") for r in (earlier, record))
         if old != new:
             raise InputError(
-                f"{path} has {key} {old}, and now it is {new}: give another --out, or leave out "
-                "--resume to replace it"
+                f"{key} is {old} in {path}, but now it is {new}: give another --out, or remove "
+                "--resume to replace the record"
             )
     record["ceilings"], record["groups"] = earlier["ceilings"], earlier["groups"]

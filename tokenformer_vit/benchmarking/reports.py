@@ -1,17 +1,14 @@
 """Figures, tables and charts of a benchmark's record; its keys are described in records.py."""
 
-import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenformer_vit.files import write_whole
+from tokenformer_vit.files import write_figure
 
 from .measures import percentiles
 from .variants import BACKENDS, PRECISIONS, short
-
-__all__ = ["draw", "draw_summary", "figures", "table", "unit_of"]
 
 _TOKEN_BYTES = 8
 LABELS = {
@@ -189,9 +186,7 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
         axis.invert_yaxis()
         axis.set(title=f"{title(group)}; dashed: the bound, {bound:.4g} ({group['bound_by']})")
     axes[-1].set_xlabel(f"{speed}: median, and 20th to 80th percentile")
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=120, format="png")
-    write_whole(path, picture.getvalue())
+    write_figure(path, figure, dpi=120)
 
 
 def draw_summary(record: Mapping[str, Any], path: Path) -> bool:
@@ -224,11 +219,7 @@ def draw_summary(record: Mapping[str, Any], path: Path) -> bool:
     figure.suptitle(f"{record['model']}, {title(group)}, compiled, {record['hardware']}")
     axes = figure.subplots(1, 2, sharey=True)
     for axis, key, words in (
-        (
-            axes[0],
-            f"saved_mb_per_{unit}",
-            f"kept for backward, MB per {unit}: less is better",
-        ),
+        (axes[0], f"saved_mb_per_{unit}", f"kept for backward, MB per {unit}: less is better"),
         (axes[1], f"{unit}s_per_s", f"training, {unit}s per second: more is better"),
     ):
         bars = axis.barh(names, [row[key] for row in rows], color=colours)
@@ -236,7 +227,5 @@ def draw_summary(record: Mapping[str, Any], path: Path) -> bool:
         axis.margins(x=0.15)
         axis.set_xlabel(words)
     axes[0].invert_yaxis()
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=120, format="png")
-    write_whole(path, picture.getvalue())
+    write_figure(path, figure, dpi=120)
     return True

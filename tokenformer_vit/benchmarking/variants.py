@@ -15,19 +15,6 @@ from tokenformer_vit.models import compile_blocks
 
 from . import measures
 
-__all__ = [
-    "BACKENDS",
-    "PRECISIONS",
-    "Group",
-    "Released",
-    "Setting",
-    "Subject",
-    "Variant",
-    "as_released",
-    "measure_group",
-    "short",
-]
-
 BACKENDS = ("reference", "fused", "triton")
 
 
@@ -142,7 +129,7 @@ class Released(nn.Module):
 
 
 def as_released(model: Any) -> Any:
-    """Replace the formula in the blocks of a model by that of the authors' code, in place."""
+    """Replace the formula in the blocks of a model by the authors' formula, in place."""
     for parent in list(model.blocks.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, Pattention):

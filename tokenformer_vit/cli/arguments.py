@@ -8,8 +8,6 @@ from timm.utils import ParseKwargs
 from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError
 
-__all__ = ["KeyValues", "choose_device", "model_arguments"]
-
 
 class KeyValues(ParseKwargs):
     """Argparse action that reads ``KEY=VALUE`` pairs of Python literals into a dict."""
@@ -23,7 +21,7 @@ class KeyValues(ParseKwargs):
 
 
 def model_arguments() -> argparse.ArgumentParser:
-    """Define the options that say which model to build and where to run it.
+    """Define the options for the model and the device.
 
     Returns:
         A parser for the ``parents`` of another parser, with ``--model``, ``--model-kwargs``,

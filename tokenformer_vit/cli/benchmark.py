@@ -58,7 +58,7 @@ from tokenformer_vit.benchmarking.variants import (
     Variant,
     measure_group,
 )
-from tokenformer_vit.command_line import whole_number
+from tokenformer_vit.command_line import command_parser, whole_number
 from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.models import LM_PRESETS, lm_config
 from tokenformer_vit.records import write_record
@@ -129,9 +129,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         InputError: If options exclude each other, the device does not exist, or a backend does not
             run on it.
     """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     positive = whole_number(1)
     add = parser.add_argument
     add("--model", metavar="NAME", help=f"default: {IMAGES['model']}")
@@ -155,27 +153,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="default: 128 (CPU: 4); language: 8 (CPU: 1)",
     )
     add("--rounds", type=positive, default=11, metavar="N", help="default: %(default)s")
-    add(
-        "--depth",
-        type=positive,
-        metavar="N",
-        help="blocks; default: the depth of each model",
-    )
+    add("--depth", type=positive, metavar="N", help="blocks; default: the depth of each model")
     add("--device", choices=["cpu", "cuda"], help="default: cuda if available")
     add("--threads", type=positive, metavar="N", help="threads of a CPU operation")
     add("--seed", type=whole_number(0), default=0, metavar="N", help="default: %(default)s")
-    add(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="default: work_dirs/speed_MODEL_DEVICE.json",
-    )
+    add("--out", type=Path, metavar="FILE", help="default: work_dirs/speed_MODEL_DEVICE.json")
     add("--resume", action="store_true", help="skip the groups that FILE has")
-    add(
-        "--eager",
-        action="store_true",
-        help="compile nothing: no C++ compiler, no ratios",
-    )
+    add("--eager", action="store_true", help="compile nothing: no C++ compiler, no ratios")
     add("--quick", action="store_true", help="two blocks and a few variants")
     add("--draw", type=Path, metavar="RECORD", help="only draw the charts of a record")
     args = parser.parse_args(argv)
@@ -196,7 +180,7 @@ def complete(args: argparse.Namespace) -> None:
     for name in IMAGES if args.lm else ("num_tokens",):
         if getattr(args, name) is not None:
             reason = "is for images, not for --lm" if args.lm else "needs --lm"
-            raise InputError(f"--{name.replace('_', '-')} {reason}; leave one out")
+            raise InputError(f"--{name.replace('_', '-')} {reason}; remove one of them")
     modes = Language.modes if args.lm else Images.modes
     args.modes = args.modes or modes
     for mode in args.modes:

@@ -27,7 +27,13 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
-from tokenformer_vit.command_line import printable, typed_command, whole_number
+from tokenformer_vit.command_line import (
+    command_parser,
+    number,
+    printable,
+    typed_command,
+    whole_number,
+)
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import pattention_layers
 from tokenformer_vit.growth.prune import measure_usage
@@ -48,11 +54,7 @@ from .arguments import choose_device, model_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line.
-
-    Raises:
-        InputError: If the model, the data or the output folder cannot be used.
-    """
+    """Run the command line."""
     args = parse(argv)
     device, val = choose_device(args.device), args.data / "val"
     model = load_model(args.model, args.checkpoint, args.num_classes, **args.model_kwargs).to(
@@ -102,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def table(record: Mapping[str, Any]) -> Table:
     """Lay out the points of a record as a table."""
     data = printable(record["data"])
-    # Text: the name of a folder may look like rich's markup
+    # Text, because the name of a folder may look like rich's markup
     rows = Table(title=Text(f"top-1 accuracy on {record['images']} images of {data}"))
     for name in ("method", "keep", "q, k, v", "output", "FFN", "parameters", "GFLOPs", "top-1 %"):
         rows.add_column(name, justify="left" if name == "method" else "right")
@@ -120,11 +122,7 @@ def table(record: Mapping[str, Any]) -> Table:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[model_arguments()],
-    )
+    parser = command_parser(__doc__, parents=[model_arguments()])
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="exported folder, .safetensors or .pth")
     add(
@@ -143,7 +141,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--keep",
         nargs="+",
-        type=share,
+        type=number(lambda share: 0 < share <= 1, "a share above 0 and at most 1"),
         default=[0.75, 0.5, 0.25],
         metavar="SHARE",
         help="shares of the pairs to keep or read; default: 0.75 0.5 0.25",
@@ -155,14 +153,3 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--save", action="store_true", help="also write the models of method prune")
     add("--out", type=Path, metavar="FOLDER", help="default: compression/ beside the checkpoint")
     return parser.parse_args(argv)
-
-
-def share(text: str) -> float:
-    """Read a number above 0 and at most 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share above 0 and at most 1")
-    return value

@@ -20,7 +20,7 @@ from types import ModuleType
 
 import torch
 
-from tokenformer_vit.command_line import printable, whole_number
+from tokenformer_vit.command_line import command_parser, printable, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if args.target.exists():
-        raise InputError(f"{args.target} exists already; name another place, or remove it")
+        raise InputError(f"{args.target} already exists; choose another OUT, or remove it")
     if args.to_released:
         _to_released(args, language)
     else:
@@ -70,25 +70,20 @@ def _to_released(args: argparse.Namespace, language: ModuleType) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("source", type=Path, metavar="IN", help="released file, or folder")
-    parser.add_argument("target", type=Path, metavar="OUT", help="folder, or released file")
-    parser.add_argument("--to-released", action="store_true", help="from a folder to a file")
-    parser.add_argument(
-        "--tokenizer", type=Path, metavar="PATH", help="folder or file that is saved in OUT"
-    )
-    parser.add_argument(
+    parser = command_parser(__doc__)
+    add = parser.add_argument
+    add("source", type=Path, metavar="IN", help="released file, or folder")
+    add("target", type=Path, metavar="OUT", help="folder, or released file")
+    add("--to-released", action="store_true", help="from a folder to a file")
+    add("--tokenizer", type=Path, metavar="PATH", help="folder or file that is saved in OUT")
+    add(
         "--num-heads",
         type=whole_number(1),
         metavar="H",
         help="attention heads, needed if the model has no published size",
     )
-    parser.add_argument(
-        "--context-length", type=whole_number(1), default=2048, metavar="N", help="default: 2048"
-    )
-    parser.add_argument(
+    add("--context-length", type=whole_number(1), default=2048, metavar="N", help="default: 2048")
+    add(
         "--eps",
         type=float,
         default=0.0,

@@ -23,11 +23,9 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -37,7 +35,7 @@ from torch import nn
 from tokenformer_vit.benchmarking.costs import PARTS, Cost, model_costs, total
 from tokenformer_vit.benchmarking.lengths import draw_lengths
 from tokenformer_vit.benchmarking.matched import matched_vit
-from tokenformer_vit.command_line import whole_number
+from tokenformer_vit.command_line import command_parser, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import LM_PRESETS, TokenFormerLM, TokenFormerViT, lm_config
 from tokenformer_vit.models.checkpoints import load_model
@@ -71,19 +69,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
+    add = parser.add_argument
     for option, default in (
         ("model", MODEL),
         ("against", "the ViT of the same width and depth with as many weights"),
     ):
-        parser.add_argument(
+        add(
             f"--{option}",
             metavar="NAME",
             help=f"timm model name, or local-dir:FOLDER; default: {default}",
         )
-        parser.add_argument(
+        add(
             f"--{option}-kwargs",
             nargs="+",
             action=KeyValues,
@@ -91,20 +88,20 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             metavar="KEY=VALUE",
             help=f"arguments of --{option}, such as img_size=384 or num_classes=0",
         )
-    parser.add_argument(
+    add(
         "--lm",
         metavar="PRESET|FOLDER",
         help="language model: a preset, or a folder that save_pretrained wrote",
     )
-    parser.add_argument(
+    add(
         "--tokens",
         type=whole_number(1),
         metavar="N",
         help="length of the sequence, with class token; default: the length for an image of each "
         "model's size, or the whole context",
     )
-    parser.add_argument("--json", action="store_true", help="print the counts as JSON")
-    parser.add_argument(
+    add("--json", action="store_true", help="print the counts as JSON")
+    add(
         "--plot",
         type=Path,
         metavar="FILE.png",
@@ -130,7 +127,7 @@ def build_vision(args: argparse.Namespace) -> tuple[list[str], list[nn.Module]]:
     if args.against:
         return [name, args.against], [model, build(args.against, args.against_kwargs)]
     if not isinstance(model, TokenFormerViT):
-        raise InputError(f"{name} is not a TokenFormer: name the other model with --against")
+        raise InputError(f"{name} is not a TokenFormer: give the other model with --against")
     vit, hidden = matched_vit(model)
     return [name, f"ViT, {hidden} hidden"], [model, vit]
 
@@ -141,13 +138,9 @@ def build(name: str, kwargs: dict[str, Any]) -> nn.Module:
     Raises:
         InputError: If the model does not exist, or does not take these arguments.
     """
-    if not name.startswith("local-dir:") and not timm.is_model(name):
-        close = get_close_matches(name, timm.list_models(), n=3) or timm.list_models("tokenformer*")
-        raise InputError(f"there is no model {name!r}; did you mean {', '.join(close)}?")
     with torch.device("meta"), warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", ".*to a meta parameter"
-        )  # exported weights are not needed
+        # The weights of an exported folder are not needed.
+        warnings.filterwarnings("ignore", ".*to a meta parameter")
         return load_model(name, None, **kwargs)
 
 

@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tokenformer_vit.command_line import printable, typed_command, whole_number
+from tokenformer_vit.command_line import command_parser, printable, typed_command, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
 from tokenformer_vit.records import environment, write_record
@@ -59,7 +59,7 @@ class Job(NamedTuple):
 
     Attributes:
         name: Name of the text or task in results.json.
-        settings: What its values follow from, apart from the settings of all jobs.
+        settings: Settings that change its values, in addition to the settings of all jobs.
         needed: Names of the values that must be numbers.
         compute: Computes the values.
     """
@@ -88,7 +88,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.disable_progress_bar()
     device, items = choose_device(args.device), read_tasks(args)
     if not args.mask and (args.model / language.MASKS).is_file():
-        print("the model has masks, but reads all its pairs; choose one by --mask", file=sys.stderr)
+        print(
+            "the model has masks, but all pairs are used; choose a mask with --mask",
+            file=sys.stderr,
+        )
     model = language.load_language_model(args.model, None, args.mask).float().to(device)
     float32_head(model)
     context = context_of(model, args.context)
@@ -155,13 +158,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     Raises:
         InputError: If there is nothing to evaluate, or a file is missing.
     """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     add, positive = parser.add_argument, whole_number(1)
     add("model", type=Path, metavar="MODEL", help="folder with config.json and model.safetensors")
     add("--tokenizer", type=Path, metavar="PATH", help="folder or file (default: MODEL)")
-    add("--mask", metavar="NAME", help="use the pairs of this mask alone")
+    add("--mask", metavar="NAME", help="use only the pairs of this mask")
     add("--text", type=Path, nargs="+", default=[], metavar="FILE", help="UTF-8 text files")
     add("--data", type=Path, metavar="FOLDER", help="folder of tokens that prepare-text made")
     add("--split", default="val", help="split of --data (default: %(default)s)")
@@ -174,7 +175,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--tasks", nargs="*", choices=TASKS, metavar="TASK", help=f"default: {' '.join(TASKS)}")
     add("--task-data", type=Path, metavar="FOLDER", help="items of the tasks (default: the hub)")
-    add("--limit", type=positive, metavar="N", help="the first N items of each task, for a try")
+    add("--limit", type=positive, metavar="N", help="only the first N items of each task")
     add("--context", type=positive, metavar="N", help="tokens read at once (default: the model's)")
     add("--batch-size", type=positive, default=8, metavar="B", help="default: %(default)s")
     add("--amp", action="store_true", help="bfloat16 by autocast; logits and losses stay float32")
@@ -213,11 +214,11 @@ def text_jobs(
         title = f"{args.data} {args.split}"
 
         def measure_split() -> dict[str, Any]:
-            rows = stored_rows(language.read_tokens(args.data, args.split))
+            rows = stored_rows(language.open_rows(args.data, args.split))
             counts = language.read_text_meta(args.data)["splits"][args.split]
             tokens = flatten_rows(rows)
             predicted, nats = measure_text(model, tokens, context, stride, title=title, **how)
-            # Rows leave out the last few tokens of the text, whose bytes are not known alone.
+            # The rows do not have the last few tokens, so the number of bytes is unknown.
             size = predicted * counts["bytes"] / counts["tokens"]
             return TextLoss(predicted, nats, size).values()
 
@@ -276,7 +277,7 @@ def once(job: Job, folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         job: The text or task.
         folder: Folder of the files with the values.
-        settings: Everything that the values follow from.
+        settings: All settings that change the values.
     """
     from tokenformer_vit.language.schemas import Part, read_json
 
@@ -286,7 +287,7 @@ def once(job: Job, folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
         values = read_json(file, Part, "a part of the results", "")["values"]
         found = [values.get(name) for name in job.needed]
         if all(value is not None and math.isfinite(value) for value in found):
-            print(f"from {printable(str(file))}, which an earlier run left", file=sys.stderr)
+            print(f"read from an earlier run: {printable(str(file))}", file=sys.stderr)
             return values
     values = job.compute()
     write_record(file, {"settings": settings, "values": values})

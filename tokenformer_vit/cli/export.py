@@ -17,27 +17,26 @@ A checkpoint for mmpretrain (load_from, init_cfg), from a folder or a checkpoint
 OUT appears whole or not at all.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenformer_vit.command_line import command_parser
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import load_model, save_classifier, save_model
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("checkpoint", type=Path, metavar="IN", help="checkpoint or exported folder")
-    parser.add_argument("target", type=Path, metavar="OUT", help="new folder, or file *.pth")
-    parser.add_argument("--config", metavar="CONFIG", help="config of the training")
-    parser.add_argument("--model", metavar="NAME", help="timm model that IN does not describe")
+    parser = command_parser(__doc__)
+    add = parser.add_argument
+    add("checkpoint", type=Path, metavar="IN", help="checkpoint or exported folder")
+    add("target", type=Path, metavar="OUT", help="new folder, or file *.pth")
+    add("--config", metavar="CONFIG", help="config of the training")
+    add("--model", metavar="NAME", help="timm model that IN does not describe")
     args = parser.parse_args(argv)
     if args.target.exists():
-        raise InputError(f"{args.target} exists already; choose another OUT, or remove it")
+        raise InputError(f"{args.target} already exists; choose another OUT, or remove it")
     if args.target.suffix == ".pth":
         save_classifier(load_model(args.model, args.checkpoint), args.target)
         print(f"Done. In {args.target}: the state dict of an mmpretrain classifier")

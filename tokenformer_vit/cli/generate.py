@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from tokenformer_vit.command_line import whole_number
+from tokenformer_vit.command_line import command_parser, whole_number
 from tokenformer_vit.errors import InputError
 
 from .arguments import choose_device
@@ -36,7 +36,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = choose_device(args.device)
     prompts = args.prompts or _read_prompts()
     if not args.mask and (args.model / language.MASKS).is_file():
-        print("the model has masks, but reads all its pairs; choose one by --mask", file=sys.stderr)
+        print(
+            "the model has masks, but all pairs are used; choose a mask with --mask",
+            file=sys.stderr,
+        )
     if not prompts:
         raise InputError("there is no prompt: give one after the model, or one a line on stdin")
     kinds = ("tokenformer", "gpt2")
@@ -71,34 +74,23 @@ def _read_prompts() -> list[str]:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "model", type=Path, metavar="MODEL", help="folder with config.json and model.safetensors"
-    )
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="default: the lines of stdin")
-    parser.add_argument(
-        "--tokenizer", type=Path, metavar="PATH", help="folder or file (default: MODEL)"
-    )
-    parser.add_argument("--mask", metavar="NAME", help="use the pairs of this mask alone")
-    parser.add_argument(
-        "--max-new-tokens", type=whole_number(1), default=64, metavar="N", help="default: 64"
-    )
-    parser.add_argument("--greedy", action="store_true", help="the most likely token each time")
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, metavar="T", help="divides logits (default: 1)"
-    )
-    parser.add_argument(
-        "--top-k", type=whole_number(1), metavar="K", help="draw from the K most likely tokens"
-    )
-    parser.add_argument(
+    parser = command_parser(__doc__)
+    add = parser.add_argument
+    add("model", type=Path, metavar="MODEL", help="folder with config.json and model.safetensors")
+    add("prompts", nargs="*", metavar="PROMPT", help="default: the lines of stdin")
+    add("--tokenizer", type=Path, metavar="PATH", help="folder or file (default: MODEL)")
+    add("--mask", metavar="NAME", help="use only the pairs of this mask")
+    add("--max-new-tokens", type=whole_number(1), default=64, metavar="N", help="default: 64")
+    add("--greedy", action="store_true", help="the most likely token each time")
+    add("--temperature", type=float, default=1.0, metavar="T", help="divides logits (default: 1)")
+    add("--top-k", type=whole_number(1), metavar="K", help="draw from the K most likely tokens")
+    add(
         "--top-p",
         type=float,
         default=1.0,
         metavar="P",
         help="draw from the most likely tokens of total probability P (default: 1)",
     )
-    parser.add_argument("--seed", type=whole_number(0, 2**64 - 1), default=0, help="default: 0")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    add("--seed", type=whole_number(0, 2**64 - 1), default=0, help="default: 0")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     return parser.parse_args(argv)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from tokenformer_vit.command_line import whole_number
+from tokenformer_vit.command_line import command_parser, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import INITS, grow, grow_state_dict
 from tokenformer_vit.models import TokenFormerViT
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     args = _parse(argv)
     if args.target.exists():
-        raise InputError(f"{args.target} exists already; choose another OUT, or remove it")
+        raise InputError(f"{args.target} already exists; choose another OUT, or remove it")
     how = {
         "num_qkv_param_tokens": args.qkv,
         "num_proj_param_tokens": args.proj,
@@ -107,28 +107,25 @@ def _change(before: TokenFormerViT, after: TokenFormerViT) -> float:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("source", type=Path, metavar="IN", help="exported folder, or checkpoint")
-    parser.add_argument("target", type=Path, metavar="OUT", help="folder, or .safetensors file")
+    parser = command_parser(__doc__)
+    add = parser.add_argument
+    add("source", type=Path, metavar="IN", help="exported folder, or checkpoint")
+    add("target", type=Path, metavar="OUT", help="folder, or .safetensors file")
     for name, what in (
         ("qkv", "query, key and value"),
         ("proj", "output"),
         ("ffn", "feed-forward"),
     ):
-        parser.add_argument(
-            f"--{name}", type=whole_number(1), metavar="PAIRS", help=f"pairs of each {what} layer"
-        )
-    parser.add_argument("--init", choices=INITS, default="zero_key", help="default: zero_key")
-    parser.add_argument(
+        add(f"--{name}", type=whole_number(1), metavar="PAIRS", help=f"pairs of each {what} layer")
+    add("--init", choices=INITS, default="zero_key", help="default: zero_key")
+    add(
         "--gate",
         choices=("learned",),
         help="gate of new pairs under softmax (default with zero_key)",
     )
-    parser.add_argument("--seed", type=whole_number(0), default=0, help="seed of random numbers")
-    parser.add_argument("--model", metavar="NAME", help="timm model of the checkpoint")
-    parser.add_argument(
+    add("--seed", type=whole_number(0), default=0, help="seed of random numbers")
+    add("--model", metavar="NAME", help="timm model of the checkpoint")
+    add(
         "--model-kwargs",
         nargs="+",
         action=KeyValues,
@@ -136,8 +133,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="KEY=VALUE",
         help="arguments of the model, such as img_size=32 patch_size=4",
     )
-    parser.add_argument("--theta", choices=list(THETAS), help="Θ, for a file of tensors")
-    parser.add_argument(
+    add("--theta", choices=list(THETAS), help="Θ, for a file of tensors")
+    add(
         "--missing-tau",
         choices=("error", "default"),
         default="error",

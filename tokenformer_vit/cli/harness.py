@@ -1,6 +1,6 @@
 """Run the command of lm-evaluation-harness with the TokenFormer language models registered.
 
-The harness finds models by what has been imported. All arguments are its own::
+The harness finds only models that are imported. All arguments are passed to the harness::
 
     tokenformer-vit lm-eval run --model hf --model_args pretrained=work_dirs/run --tasks piqa boolq
     tokenformer-vit lm-eval ls tasks
@@ -10,8 +10,6 @@ import sys
 from collections.abc import Sequence
 
 from tokenformer_vit.errors import InputError
-
-__all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -24,7 +22,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     try:
         from lm_eval.__main__ import cli_evaluate
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("lm_eval"):
+            raise
         raise InputError(
             "lm-eval needs lm-evaluation-harness: pip install 'tokenformer-vit[evaluation]'"
         ) from error

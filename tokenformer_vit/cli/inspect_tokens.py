@@ -23,7 +23,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenformer_vit.command_line import whole_number
+from tokenformer_vit.command_line import command_parser, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.records import write_record
@@ -75,11 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[model_arguments()],
-    )
+    parser = command_parser(__doc__, parents=[model_arguments()])
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="CHECKPOINT", help=".safetensors or .pth")
     add("images", type=Path, nargs="+", metavar="IMAGE", help="image file, or folder of images")

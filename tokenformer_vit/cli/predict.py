@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
-from tokenformer_vit.command_line import printable, whole_number
+from tokenformer_vit.command_line import command_parser, printable, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import compile_blocks
 from tokenformer_vit.models.checkpoints import load_model
@@ -59,22 +59,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[model_arguments()],
-    )
-    parser.add_argument(
-        "images", type=Path, nargs="+", metavar="IMAGE", help="image file, or folder of images"
-    )
-    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help=".safetensors or .pth")
-    parser.add_argument("--topk", type=whole_number(1), default=5, metavar="K", help="default: 5")
-    parser.add_argument(
+    parser = command_parser(__doc__, parents=[model_arguments()])
+    add = parser.add_argument
+    add("images", type=Path, nargs="+", metavar="IMAGE", help="image file, or folder of images")
+    add("--checkpoint", type=Path, metavar="FILE", help=".safetensors or .pth")
+    add("--topk", type=whole_number(1), default=5, metavar="K", help="default: 5")
+    add(
         "--compile",
         action="store_true",
-        help="compile each block with torch.compile; it pays for thousands of images",
+        help="compile each block with torch.compile: faster for thousands of images",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object for each image")
+    add("--json", action="store_true", help="print one JSON object for each image")
     return parser.parse_args(argv)
 
 

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenformer_vit.command_line import whole_number
+from tokenformer_vit.command_line import command_parser, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.vision.folders import check, folder_names, unpack
 from tokenformer_vit.vision.sources import digits_splits, parquet_splits
@@ -59,35 +59,30 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "source", type=Path, nargs="?", help="folder with *.parquet files at any depth"
-    )
-    parser.add_argument("target", type=Path, help="folder for train/ and val/")
-    parser.add_argument("--digits", action="store_true", help="unpack scikit-learn's digits")
-    parser.add_argument("--check", action="store_true", help="decode every image in TARGET")
-    parser.add_argument(
+    parser = command_parser(__doc__)
+    add = parser.add_argument
+    add("source", type=Path, nargs="?", help="folder with *.parquet files at any depth")
+    add("target", type=Path, help="folder for train/ and val/")
+    add("--digits", action="store_true", help="unpack scikit-learn's digits")
+    add("--check", action="store_true", help="decode every image in TARGET")
+    add(
         "--limit",
         type=whole_number(1),
         metavar="N",
         help="take only the first N training images; if the rows are not shuffled, they may be of "
         "a few classes",
     )
-    parser.add_argument(
-        "--limit-val", type=whole_number(1), metavar="N", help="the same for validation images"
-    )
-    parser.add_argument(
+    add("--limit-val", type=whole_number(1), metavar="N", help="the same for validation images")
+    add(
         "--splits",
         type=_assignment,
         nargs="+",
         metavar="FOLDER=SPLIT",
         help="source of a folder, such as val=test; default: train=train val=validation, or test",
     )
-    parser.add_argument("--image-column", metavar="NAME", help="default: image or img")
-    parser.add_argument("--label-column", metavar="NAME", default="label", help="default: label")
-    parser.add_argument(
+    add("--image-column", metavar="NAME", help="default: image or img")
+    add("--label-column", metavar="NAME", default="label", help="default: label")
+    add(
         "--workers",
         type=whole_number(1),
         default=os.cpu_count(),

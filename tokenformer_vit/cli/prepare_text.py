@@ -1,4 +1,4 @@
-"""Turn text into rows of tokens, on which language models are trained and evaluated.
+"""Turn text into rows of tokens, to train and evaluate language models.
 
 From files of text, .jsonl, .json (also .gz) or .parquet, or folders of them::
 
@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tokenformer_vit.command_line import printable, whole_number
+from tokenformer_vit.command_line import command_parser, number, printable, whole_number
 from tokenformer_vit.errors import InputError
 
 
@@ -90,7 +90,7 @@ def _sources(args: argparse.Namespace, language: ModuleType) -> tuple[list[Any],
     files = [file for path in args.sources for file in language.find_files(path)]
     both = {file.resolve() for file in files} & {file.resolve() for file in held_out}
     if both:
-        raise InputError(f"{min(both)} is both a source and in --val: leave one out")
+        raise InputError(f"{min(both)} is both a source and in --val: remove it from one of them")
     how = (args.documents, args.column, args.val_share)
     sources = [language.file_source(file, *how, split="val") for file in held_out]
     sources += [language.file_source(file, *how) for file in files]
@@ -101,7 +101,7 @@ def _sources(args: argparse.Namespace, language: ModuleType) -> tuple[list[Any],
 
 
 def _settings(args: argparse.Namespace, files: Sequence[Path]) -> dict[str, Any]:
-    """Return everything that the result follows from."""
+    """Return all settings that change the result."""
     settings = {name: value for name, value in vars(args).items() if name != "target"}
     settings["sources"] = [str(path) for path in args.sources] or [args.hub or "reversal"]
     settings["val"] = [str(path) for path in args.val]
@@ -118,59 +118,50 @@ def _plain(value: Any) -> Any:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "sources", type=Path, nargs="*", metavar="SOURCE", help="file, or folder of files"
-    )
-    parser.add_argument("target", type=Path, metavar="OUT", help="new folder")
-    parser.add_argument(
+    parser = command_parser(__doc__)
+    add = parser.add_argument
+    add("sources", type=Path, nargs="*", metavar="SOURCE", help="file, or folder of files")
+    add("target", type=Path, metavar="OUT", help="new folder")
+    add(
         "--documents",
         choices=["file", "line"],
         default="file",
         help="what is a document in a text file: the whole file (default), or each line",
     )
-    parser.add_argument(
-        "--column", default="text", metavar="NAME", help="column of the text (default: text)"
-    )
-    parser.add_argument("--hub", metavar="NAME", help="data set of the Hugging Face hub")
-    parser.add_argument("--hub-config", metavar="NAME", help="configuration of the data set")
-    parser.add_argument("--hub-revision", metavar="NAME", help="branch, tag or commit")
-    parser.add_argument("--split", default="train", help="split of --hub (default: train)")
-    parser.add_argument(
+    add("--column", default="text", metavar="NAME", help="column of the text (default: text)")
+    add("--hub", metavar="NAME", help="data set of the Hugging Face hub")
+    add("--hub-config", metavar="NAME", help="configuration of the data set")
+    add("--hub-revision", metavar="NAME", help="branch, tag or commit")
+    add("--split", default="train", help="split of --hub (default: train)")
+    add(
         "--reversal",
         type=whole_number(2, 10**7),
         metavar="LINES",
         help="draw this number of lines of digits",
     )
-    parser.add_argument(
-        "--digits", type=whole_number(1), default=16, help="digits of --reversal (default: 16)"
-    )
-    parser.add_argument(
-        "--seed", type=whole_number(0), default=0, help="seed of --reversal (default: 0)"
-    )
-    parser.add_argument(
+    add("--digits", type=whole_number(1), default=16, help="digits of --reversal (default: 16)")
+    add("--seed", type=whole_number(0), default=0, help="seed of --reversal (default: 0)")
+    add(
         "--tokenizer",
         default="bytes",
         metavar="WHICH",
         help="bytes (default); bpe:N, trained on the training text to N entries; path of a folder "
         "or file; or a name on the hub",
     )
-    parser.add_argument(
+    add(
         "--context-length",
         type=whole_number(1, 2**31 - 2),  # Arrow counts the N + 1 entries of a row in 32 bits
         metavar="N",
         help="rows have N + 1 tokens (default: 1024; with --reversal, one line)",
     )
-    parser.add_argument(
+    add(
         "--val-share",
-        type=_share,
+        type=number(lambda share: 0 <= share < 1, "a number of at least 0 and below 1"),
         metavar="SHARE",
         help="share that is held out: the end of a file that is one document, or documents that a "
         "hash of their content picks (default: 0.005; 0 for none)",
     )
-    parser.add_argument(
+    add(
         "--val",
         type=Path,
         nargs="+",
@@ -178,13 +169,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="SOURCE",
         help="hold out these files instead",
     )
-    parser.add_argument(
+    add(
         "--limit-tokens",
         type=whole_number(1),
         metavar="N",
         help="stop at N training tokens (at the next end of a document, or of 8192 characters)",
     )
-    parser.add_argument(
+    add(
         "--shard-tokens",
         type=whole_number(1),
         default=100_000_000,
@@ -196,7 +187,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         last = "; --val takes all paths after it, so put it last" if args.val else ""
         parser.error(f"give SOURCE... OUT, or --hub NAME OUT, or --reversal LINES OUT{last}")
     if args.val and args.val_share is not None:
-        parser.error("--val and --val-share both say what is held out; give one of them")
+        parser.error("--val and --val-share exclude each other; give one of them")
     if args.val_share is None:
         args.val_share = 0.0 if args.val else 0.005
     if re.fullmatch(r"bpe:(?!\d{1,9}$).*", args.tokenizer, re.DOTALL):
@@ -219,13 +210,3 @@ def _check_reversal(parser: argparse.ArgumentParser, args: argparse.Namespace) -
             f"--context-length {args.context_length}: give a multiple of {line}, the bytes of a "
             "line of --reversal: each row must begin with a line"
         )
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share: give 0 to below 1")
-    return share

@@ -20,20 +20,19 @@ def main(argv: list[str] | None = None) -> None:
     from tokenformer_vit.training.launch import config_explained, start_processes
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("config", help="config of the training, such as configs/digits_demo.py")
-    parser.add_argument(
+    add = parser.add_argument
+    add("config", help="config of the training, such as configs/digits_demo.py")
+    add(
         "checkpoint",
         type=Path,
         help="model.safetensors of an exported folder, or a training checkpoint (epoch_*.pth), "
         "whose averaged weights are tested",
     )
     config.add_run_arguments(parser)
-    parser.add_argument(
-        "--out", type=Path, help="folder of the results (default: test/ beside the checkpoint)"
-    )
+    add("--out", type=Path, help="folder of the results (default: test/ beside the checkpoint)")
     args = config.parse_run_arguments(parser, argv)
 
-    options = {"log_level": "WARNING", **(args.cfg_options or {})}  # a test has little to log
+    options = {"log_level": "WARNING", **(args.cfg_options or {})}  # a test logs little
     cfg = config.load_config(
         args.config,
         options,

@@ -1,6 +1,6 @@
 """Run one of timm's own scripts with the TokenFormer models registered.
 
-timm finds models by what has been imported, and its scripts have no option that imports a package::
+timm finds only models that are imported, and its scripts have no option that imports a package::
 
     tokenformer-vit timm path/to/validate.py DATA --model tokenformer_base ...
 
@@ -20,8 +20,6 @@ from pathlib import Path
 import tokenformer_vit.models  # noqa: F401  # registers them
 from tokenformer_vit.errors import InputError
 
-__all__ = ["main"]
-
 _USAGE = "tokenformer-vit timm SCRIPT [ARGS...]"
 
 
@@ -34,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Raises:
         InputError: If there is no such script.
-        SystemExit: As the script exits.
+        SystemExit: With the script's exit status.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] in (["-h"], ["--help"]):
@@ -55,6 +53,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # timm's train.py catches it
     try:
         runpy.run_path(str(script), run_name="__main__")
-    except Exception:  # of the script, which explains it as Python does
+    except Exception:  # an error of the script: print it as Python does
         traceback.print_exc()
         sys.exit(1)

@@ -1,6 +1,6 @@
 """Train a model: from a config, or an image classifier from a folder of images.
 
-A config is a file of your own, or one of those that come with the package::
+A config is your own file, or a config that comes with the package::
 
     tokenformer-vit train configs/imagenet_base.py
 
@@ -12,13 +12,12 @@ nothing else; it writes the config that it uses::
     tokenformer-vit train photos --checkpoint work_dirs/run --work-dir work_dirs/photos_tuned
 """
 
-import argparse
 import os
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
-from tokenformer_vit.command_line import whole_number
+from tokenformer_vit.command_line import command_parser, whole_number
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -36,30 +35,25 @@ def main(argv: list[str] | None = None) -> None:
     from tokenformer_vit.training.reports import ExportHook
     from tokenformer_vit.training.schedule import check_schedule
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "config", metavar="CONFIG", help="config, such as configs/imagenet_base.py, or a folder"
-    )
+    parser = command_parser(__doc__)
+    add = parser.add_argument
+    add("config", metavar="CONFIG", help="config, such as configs/imagenet_base.py, or a folder")
     config.add_run_arguments(parser)
-    parser.add_argument("--work-dir", help="folder of the results (default: work_dirs/CONFIG)")
-    parser.add_argument(
+    add("--work-dir", help="folder of the results (default: work_dirs/CONFIG)")
+    add(
         "--resume",
         nargs="?",
         const="auto",
         help="continue from the last checkpoint in the work directory, if any, or from this file",
     )
-    parser.add_argument("--amp", action="store_true", help="train under bfloat16 autocast")
-    parser.add_argument(
+    add("--amp", action="store_true", help="train under bfloat16 autocast")
+    add(
         "--auto-scale-lr",
         action="store_true",
         help="scale the learning rate with the images of an optimiser step",
     )
-    parser.add_argument("--seed", type=whole_number(0), help="seed of every random generator")
-    parser.add_argument(
-        "--deterministic", action="store_true", help="use deterministic CUDA kernels"
-    )
+    add("--seed", type=whole_number(0), help="seed of every random generator")
+    add("--deterministic", action="store_true", help="use deterministic CUDA kernels")
     first_run = parser.add_argument_group("a folder of images").add_argument
     first_run("--model", metavar="NAME", help="timm model (default: a small TokenFormer)")
     first_run(
@@ -68,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
         metavar="FILE",
         help="exported folder, or checkpoint, to fine-tune",
     )
-    first_run("--freeze", action="store_true", help="train the head of --checkpoint alone")
+    first_run("--freeze", action="store_true", help="train only the head of --checkpoint")
     args = config.parse_run_arguments(parser, argv)
 
     first = is_first(args.launcher)
@@ -77,17 +71,12 @@ def main(argv: list[str] | None = None) -> None:
         args.work_dir = args.work_dir or f"work_dirs/{Path(args.config).resolve().name}"
         args.config = configure_folder(args.config, args.work_dir, start, args.resume, first)
     elif start != Start():
-        parser.error("--model, --checkpoint and --freeze go with a folder, not with a config")
+        parser.error("--model, --checkpoint and --freeze need a folder of images, not a config")
     options = dict(args.cfg_options or {})
     if args.seed is not None:
         options["randomness.seed"] = args.seed
     cfg = config.load_config(
-        args.config,
-        options,
-        args.data_root,
-        args.batch_size,
-        args.work_dir,
-        compile=args.compile,
+        args.config, options, args.data_root, args.batch_size, args.work_dir, compile=args.compile
     )
     cfg.launcher = args.launcher
     with config_explained(cfg):

@@ -1,11 +1,11 @@
-"""The machinery of ablations: questions, plans, runs, records, tables and charts.
+"""Questions, plans, runs, records, tables and charts of ablations.
 
 A file in ``ablations/`` asks a question: it makes an object of one of the kinds below, and calls
 :func:`main` with it. ``ablations/README.md`` says how.
 """
 
 from .fields import Field, Measure
-from .image_models import IMAGES, attention_share, matched_vit, pattention, share_of_pairs
+from .image_models import IMAGES, attention_share, pattention, share_of_pairs, to_matched_vit
 from .language_models import LANGUAGE
 from .questions import Baseline, Question, Steps
 from .sweep import main
@@ -35,7 +35,7 @@ __all__ = [
     "in_stages",
     "lasting",
     "main",
-    "matched_vit",
     "pattention",
     "share_of_pairs",
+    "to_matched_vit",
 ]

@@ -1,6 +1,6 @@
-"""The fields of ablations, images and language: what their configs, logs and records call things.
+"""The two fields of ablations, images and language, and the names in their configs and logs.
 
-Tables need these names alone. What builds a model imports OpenMMLab or Hugging Face when called.
+Tables need only these names. Methods that build models import OpenMMLab or Hugging Face themselves.
 """
 
 import math
@@ -22,7 +22,7 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Measure:
-    """What a validation measures."""
+    """A figure that validations measure."""
 
     name: str  # in records
     label: str  # in tables, charts and messages
@@ -46,24 +46,24 @@ class Measure:
         return {match[1]: round(float(value), 3) for match, value in matches if match}
 
     def score(self, value: float) -> float:
-        """Turn a figure of a record into a score, where higher is better: of perplexity −ln."""
+        """Turn a figure into a score, where higher is better: perplexity p becomes −ln p."""
         return -math.log(value) if self.logarithmic else value
 
     def value(self, score: float) -> float:
-        """Turn a score back into a figure."""
+        """Turn a score into a figure again."""
         return math.exp(-score) if self.logarithmic else score
 
 
 class Field(ABC):
-    """What the runs of a field have in common."""
+    """A field of ablations: the common parts of all its runs."""
 
     measure: ClassVar[Measure]
     path: ClassVar[tuple[str, ...]]  # keys of the part of a config that variants change
-    weights_key: ClassVar[str]  # key of that part which names the weights to start from
-    seed_key: ClassVar[str] = ""  # key of that part which seeds the weights outside the blocks
+    weights_key: ClassVar[str]  # key in this part that names the weights to start from
+    seed_key: ClassVar[str] = ""  # key in this part that seeds the weights outside the blocks
     unit: ClassVar[str]  # in which a run and its validations are counted
     limit: ClassVar[str]  # key of ``train_cfg`` that sets the length of a run
-    begun: ClassVar[bytes]  # regular expression for the unit that a log line was written in
+    begun: ClassVar[bytes]  # regular expression for the present epoch or iteration in a log line
     examples: ClassVar[str]  # what a training set consists of
     counts_flops: ClassVar[bool]  # whether every run counts its training FLOPs
     transformer: ClassVar[str]  # what a TokenFormer is compared with
@@ -78,7 +78,7 @@ class Field(ABC):
         return reduce(lambda node, key: node.get(key, {}), self.path, cfg)
 
     def within(self, part: Config) -> Config:
-        """Return a config that has nothing but this part."""
+        """Return a config that has only this part."""
         return reduce(lambda node, key: {key: node}, reversed(self.path), part)
 
     def replace(self, cfg: Config, part: Config) -> None:
@@ -109,12 +109,12 @@ class Field(ABC):
 
     @abstractmethod
     def build(self, cfg: Mapping[str, Any], loaded: bool = False) -> nn.Module:
-        """Build the model of a config, on the device ``meta`` unless it loads weights."""
+        """Build the model of a config; on the meta device, unless the config loads weights."""
 
     @abstractmethod
     def shape_of(self, cfg: Mapping[str, Any]) -> tuple[Shape, int]:
         """Return the sizes of a config's TokenFormer and the number of its parameters.
 
         Raises:
-            InputError: If the model is no TokenFormer.
+            InputError: If the model is not a TokenFormer.
         """

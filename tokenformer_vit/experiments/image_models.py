@@ -1,4 +1,4 @@
-"""The image classifiers of ablations: how they are built, and what variants change of them."""
+"""Image classifiers of ablations: how to build them, and how variants change them."""
 
 import copy
 import inspect
@@ -60,25 +60,17 @@ class Images(Field):
             logging.disable(logging.NOTSET)
 
     def shape_of(self, cfg: Mapping[str, Any]) -> tuple[Shape, int]:
-        """Return the sizes and the parameter count of a config's TokenFormer; see Field."""
+        """Return sizes and parameter count of a TokenFormer; see :meth:`Field.shape_of`."""
         model: Any = self.build(cfg)
         vit = getattr(model.backbone, "model", None)
         if not isinstance(vit, TokenFormerViT):
             raise InputError(
                 f"the backbone of the config is {type(vit or model.backbone).__name__}, but an "
-                "ablation starts from a TokenFormer; choose another --config"
+                "ablation needs a TokenFormer; choose another --config"
             )
-        block: Any = vit.blocks[0]
         patches: Any = vit.patch_embed
-        shape = Shape(
-            embed_dim=vit.embed_dim,
-            depth=len(vit.blocks),
-            num_heads=block.attn.num_heads,
-            num_qkv_param_tokens=block.attn.query.num_param_tokens,
-            num_proj_param_tokens=block.attn.proj.num_param_tokens,
-            num_ffn_param_tokens=block.mlp.num_param_tokens,
-            outside={"img_size": patches.img_size[0], "patch_size": patches.patch_size[0]},
-        )
+        outside = {"img_size": patches.img_size[0], "patch_size": patches.patch_size[0]}
+        shape = Shape.of(vit.blocks, vit.embed_dim, outside)
         return shape, sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -91,7 +83,7 @@ def timm_part(backbone: Mapping[str, Any]) -> Any:
 
 
 def pattention(**new: Any) -> Change:
-    """Set arguments of every Pattention layer; the config's other ones stay."""
+    """Set arguments of every Pattention layer; other arguments in the config stay."""
     return lambda backbone, shape: {
         **backbone,
         "pattention_args": {**(backbone.get("pattention_args") or {}), **new},
@@ -114,8 +106,8 @@ def attention_share(pairs_per_channel: float) -> Change:
         left = shape.num_param_tokens - 4 * pairs
         if left < 1:
             raise InputError(
-                f"{pairs} pairs for each of q, k, v and o leave none of {shape.num_param_tokens} "
-                "for the feed-forward layer; give --variants without this one"
+                f"{pairs} pairs for each of q, k, v and o leave no pair of "
+                f"{shape.num_param_tokens} for feed-forward; leave this variant out of --variants"
             )
         if pairs == shape.num_qkv_param_tokens == shape.num_proj_param_tokens:
             return backbone  # the config's own model, written as in the config
@@ -129,7 +121,7 @@ def attention_share(pairs_per_channel: float) -> Change:
     return change
 
 
-def matched_vit(backbone: Part, shape: Shape) -> Part:
+def to_matched_vit(backbone: Part, shape: Shape) -> Part:
     """Replace the TokenFormer by timm's ViT of its width and depth with as many weights."""
     hidden = matched_hidden(shape.embed_dim, shape.num_param_tokens, "give --variants without vit")
     ours, timms = (

@@ -1,4 +1,4 @@
-"""The language models of ablations: how they are built, and what variants change of them."""
+"""Language models of ablations: how to build them, and how variants change them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -45,29 +45,19 @@ class Language(Field):
             return MODELS.build(sizes)
 
     def shape_of(self, cfg: Mapping[str, Any]) -> tuple[Shape, int]:
-        """Return the sizes and the parameter count of a config's TokenFormer; see Field."""
+        """Return sizes and parameter count of a TokenFormer; see :meth:`Field.shape_of`."""
         from tokenformer_vit.language import TokenFormerForCausalLM
 
         model: Any = self.build(cfg)
         if not isinstance(model.model, TokenFormerForCausalLM):
             raise InputError(
                 f"the model of the config is a {cfg['model']['architecture']}, but an ablation "
-                "starts from a TokenFormer; choose another --config"
+                "needs a TokenFormer; choose another --config"
             )
         lm: Any = model.model.model
-        block, config = lm.blocks[0], lm.config
-        shape = Shape(
-            embed_dim=config.embed_dim,
-            depth=config.depth,
-            num_heads=config.num_heads,
-            num_qkv_param_tokens=block.attn.query.num_param_tokens,
-            num_proj_param_tokens=block.attn.proj.num_param_tokens,
-            num_ffn_param_tokens=block.mlp.num_param_tokens,
-            outside={
-                key: getattr(config, key)
-                for key in ("vocab_size", "context_length", "tie_embeddings")
-            },
-        )
+        keys = ("vocab_size", "context_length", "tie_embeddings")
+        outside = {key: getattr(lm.config, key) for key in keys}
+        shape = Shape.of(lm.blocks, lm.config.embed_dim, outside)
         return shape, sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -104,7 +94,7 @@ def pairs_by_width(attention: float, ffn: float, **new: Any) -> Change:
 
 
 def transformer(model: Part, shape: Shape, hidden_features: int) -> Part:
-    """Take a Transformer in GPT-2's form, of the TokenFormer's width and depth."""
+    """Use a Transformer like GPT-2, with the TokenFormer's width and depth."""
     return {
         **model,
         "architecture": "transformer",
@@ -118,6 +108,6 @@ def transformer(model: Part, shape: Shape, hidden_features: int) -> Part:
     }
 
 
-def matched_transformer(part: float = 1, pairs: float = 1) -> Change:
-    """Take the Transformer of :meth:`Shape.hidden`."""
+def to_matched_transformer(part: float = 1, pairs: float = 1) -> Change:
+    """Use the Transformer whose hidden size :meth:`Shape.hidden` gives."""
     return lambda model, shape: transformer(model, shape, **shape.hidden(part, pairs))

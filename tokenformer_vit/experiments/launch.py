@@ -1,4 +1,4 @@
-"""Trainings as processes: some at a time, watched, recorded as they end, and stopped together."""
+"""Start trainings as processes, a few at a time; record each at its end; stop them together."""
 
 import argparse
 import os
@@ -27,7 +27,7 @@ PATIENCE = 30  # seconds that an interrupted training has to end
 
 
 def arguments(run: Run, args: argparse.Namespace) -> list[str]:
-    """Return what follows the interpreter in the command of a run."""
+    """Return the command of a run without the interpreter."""
     launcher = []
     if args.nproc_per_node:
         launcher = ["-m", "torch.distributed.run", "--standalone"]
@@ -43,7 +43,7 @@ class Started(NamedTuple):
     process: subprocess.Popen
     log: Path
     begin: int  # where its part of the log begins
-    slot: int  # which of the jobs it is
+    slot: int  # number of its job, which selects its GPUs
 
 
 def start(run: Run, slot: int, args: argparse.Namespace) -> Started:
@@ -57,13 +57,13 @@ def start(run: Run, slot: int, args: argparse.Namespace) -> Started:
             stdout=file,
             stderr=subprocess.STDOUT,
             env=_environment(slot, args),
-            start_new_session=True,  # Ctrl-C reaches it through us alone, and once
+            start_new_session=True,  # Ctrl-C reaches it only once, through this process
         )
     return Started(run, process, log, begin, slot)
 
 
 def _environment(slot: int, args: argparse.Namespace) -> dict[str, str]:
-    """Share the GPUs out among the jobs, as many to each as it has processes."""
+    """Give each job as many GPUs as it has processes."""
     environment = dict(os.environ)
     if args.jobs > 1 and (count := torch.cuda.device_count()) > 1:
         visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -117,27 +117,27 @@ def train(waiting: Sequence[Run], args: argparse.Namespace) -> None:
 
 
 def _next(queue: Sequence[Run], active: Sequence[Started]) -> Run | None:
-    """Find the first run that does not wait for the end of another."""
+    """Return the first run that does not wait for another run."""
     unfinished = [*queue, *(started.run for started in active)]
     return next((run for run in queue if run.start not in unfinished), None)
 
 
 def _cannot_start(run: Run) -> str | None:
-    """Say why a run cannot start, if so. Where the run before it failed, it is recorded as failed.
+    """Make the folder of a run, and return why the run cannot start, or None if it can.
 
-    The folder of a run that can start is made.
+    If the run before it failed, it is recorded as failed.
     """
     run.folder.mkdir(parents=True, exist_ok=True)
     if _in_use(run):
-        return "is left alone: another process is training it"
+        return "is skipped: another process is training it"
     before = run.start
     if before is None or before.is_finished:
         return None
     record = read_record(before)
     if record is None:
-        return f"is left alone: {before.name}, from whose end it starts, is not finished"
+        return f"is skipped: it starts from the end of {before.name}, which is not finished"
     if "failed" in record:
-        reason = f"{before.name}, from whose end it starts, failed"
+        reason = f"it starts from the end of {before.name}, which failed"
     else:
         reason = (
             f"it starts from the end of {before.name}, but {shown(before.folder)} has no finished "
@@ -157,7 +157,7 @@ def _in_use(run: Run) -> bool:
 
 
 def _end(started: Started) -> str:
-    """Record a training that ended, and say how."""
+    """Record a training that ended, and return its result in words."""
     run, status = started.run, started.process.returncode
     if status == 0 and run.is_finished:
         record = collect(run)
@@ -167,7 +167,7 @@ def _end(started: Started) -> str:
         result = f"{measure.label} {record['final'][measure.name]:.2f} {measure.unit}"
         return f"{run.name}: {result}".rstrip()
     if _in_use(run):  # another process was faster, and ours refused to start
-        return f"{run.name} is left alone: another process is training it"
+        return f"{run.name} is skipped: another process is training it"
     with started.log.open("rb") as file:
         file.seek(started.begin)
         line = error_line(file.read().decode(errors="replace"), status)

@@ -33,7 +33,7 @@ def plan(question: Question, args: argparse.Namespace) -> list[Run]:
 
     Raises:
         InputError: If the config, its data, an option or the weights to start from are wrong, or
-            two variants that should have as many parameters do not.
+            parameter counts differ that should be equal.
     """
     args.config = str(find_config(args.config))
     load_config(args.config, args.cfg_options)  # checks both
@@ -45,7 +45,7 @@ def plan(question: Question, args: argparse.Namespace) -> list[Run]:
     shape, parameters = field.shape_of(question.start(chosen))
     length = chosen["train_cfg"][field.limit]
     runs: dict[tuple[str | None, float | None, int], Run] = {}
-    ends: dict[str | None, Any] = {None: field.part(chosen)}  # models that variants start from
+    ends: dict[str | None, Any] = {None: field.part(chosen)}  # model at the end of each variant
     for variant in _wanted(question, args.variants):
         part = variant.change(copy.deepcopy(ends[variant.start]), shape)
         outside = question.outside(variant, shape, length, args.data_root)
@@ -63,11 +63,11 @@ def plan(question: Question, args: argparse.Namespace) -> list[Run]:
         if question.same_size and gap > LARGEST_GAP:
             raise InputError(
                 f"{variant.name} has {counts['parameters']:,} parameters and the model of "
-                f"{args.config} has {parameters:,}: {gap:.1%} apart, too far for a comparison; "
-                f"give --variants without {variant.name}"
+                f"{args.config} has {parameters:,}: they differ by {gap:.1%}, too much for a "
+                f"comparison; leave {variant.name} out of --variants"
             )
         if variant.start is not None:
-            part = {**part, "config": {}}  # the checkpoint that it starts from has the sizes
+            part = {**part, "config": {}}  # its start checkpoint has the sizes
         options = {**outside}
         if changes := difference(field.part(chosen), part):
             options |= field.within(changes)
@@ -104,7 +104,7 @@ def _chosen(question: Question, base: dict[str, Any], args: argparse.Namespace) 
 
 
 def _wanted(question: Question, names: list[str] | None) -> list[Variant]:
-    """List the variants of a sweep, and before them the variants that they start from."""
+    """List the variants of a sweep, each after the variant that it starts from."""
     if not names:
         return list(question.variants)
     wanted = set(names)
@@ -115,21 +115,21 @@ def _wanted(question: Question, names: list[str] | None) -> list[Variant]:
 
 
 def _with_part(question: Question, cfg: Mapping[str, Any], part: Any) -> dict[str, Any]:
-    """Copy a config, with another part that variants change."""
+    """Copy a config, and replace the part that variants change."""
     copied = copy.deepcopy(dict(cfg))
     question.field.replace(copied, copy.deepcopy(part))
     return copied
 
 
 def _merged(cfg: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Put changes into a config, dicts into dicts."""
+    """Merge changes into a config, also within nested dicts."""
     both = Config(cfg)
     both.merge_from_dict(copy.deepcopy(dict(changes)))
     return both.to_dict()
 
 
 def _named(config: str) -> str:
-    """Name a config of the project from its root, whatever the current folder is."""
+    """Return a project config's path within the project, whatever the current folder is."""
     path = Path(config).resolve()
     return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else shown(config)
 
@@ -146,9 +146,9 @@ def _run(
     """Make the run of a variant's config ``cfg``, which differs from the file's config ``base``."""
     cfg, field = copy.deepcopy(cfg), question.field
     cfg["randomness"]["seed"] = about["seed"]
-    if field.seed_key and not question.loads_weights:  # loaded weights need not be drawn alike
+    if field.seed_key and not question.loads_weights:  # loaded weights are not drawn
         field.part(cfg)[field.seed_key] = about["seed"]
-    # What a run begins with are the config and the weights.
+    # A run starts from the config and the weights.
     beginning = {**base, "start": about["start"]} if "start" in about else base
     if before is not None:
         field.part(cfg)[field.weights_key] = shown(before.folder)
@@ -161,14 +161,14 @@ def _run(
         name += f"_lr{lr:g}"
     length = cfg["train_cfg"][field.limit]
     hooks = [hook for hook in cfg.get("custom_hooks") or () if hook["type"] != "DiagnosticsHook"]
-    # Where training FLOPs are counted or weights are tuned, the question is not about layers.
+    # Questions about training FLOPs or tuning do not need measurements of layers.
     if {"type": "CostHook"} not in hooks and not question.loads_weights:
         hooks.append({"type": "DiagnosticsHook", "interval": math.ceil(length / MOST_DIAGNOSES)})
     cfg["custom_hooks"] = hooks
     settings = difference(base, cfg)
     digest = {"lr": optimizer["lr"], "base": _digest(beginning), "settings": settings}
     stem, folder = Path(args.config).stem, Path("work_dirs", "ablations")
-    # Records of this repository's configs belong to it, other records to whoever made them.
+    # Records of this repository's configs belong to the repository, other records to the user.
     is_ours = Path(args.config).resolve().is_relative_to(ROOT / "configs")
     out = ROOT / "ablations" if is_ours else Path(args.work_dir or folder)
     return Run(

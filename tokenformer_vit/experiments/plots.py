@@ -1,8 +1,6 @@
-"""What the charts of all questions share, and the chart of what happened in the layers."""
+"""Parts of all charts, and the chart of the measurements in the layers."""
 
-import io
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -12,13 +10,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from tokenformer_vit.files import write_whole
-
 from .fields import Measure
 from .rows import Record, at_best_lr, finished
 from .variants import Variant
 
-# Title and scale of the axis of each figure that is measured in the layers.
+# Axis title and scale of each figure of DiagnosticsHook.
 FIGURES = {
     "key_grad_norm": ("gradient of keys", "log"),
     "value_grad_norm": ("gradient of values", "log"),
@@ -38,8 +34,8 @@ def draw_diagnostics(
 ) -> Figure:
     """Draw the figures of every block over the epochs.
 
-    There is a row for each figure and a column for each variant. The colour of a line is the depth
-    of its block. Lines are means over seeds, and in attention over q, k, v and o.
+    There is a row for each figure and a column for each variant. The colour of a line shows the
+    depth of its block. Lines are means over seeds and, in attention, over q, k, v and o.
     """
     lines = {}
     for variant, runs in at_best_lr(measure, variants, records).items():
@@ -59,7 +55,7 @@ def draw_diagnostics(
             title, kind = FIGURES[name]
             if name == "kurtosis" and every[name].abs().max() > 20:
                 kind = "symlog"  # a kurtosis can be small, of either sign, or huge
-            # After a head of zeros nothing has a gradient at the start.
+            # At the start the head is zero, so no layer before it has a gradient.
             axes.set_yscale(kind, **({"nonpositive": "mask"} if kind == "log" else {}))
             if column == 0:
                 axes.set_ylabel(title)
@@ -106,7 +102,7 @@ def _colour(block: int, depth: int) -> Any:
 
 
 def curves_of(records: Sequence[Record], curve: str, along: str, what: str) -> pd.DataFrame:
-    """Return a curve of some runs: a column for each run, and the points that all of them have."""
+    """Return a curve with a column for each run, at the points that all runs have."""
     columns = [pd.Series(run[curve][what], run[curve][along], dtype=float) for run in records]
     return pd.concat(columns, axis=1, join="inner")
 
@@ -120,7 +116,7 @@ def band(axes: Axes, curves: pd.DataFrame, **style: Any) -> None:
 
 
 def points(axes: Axes, x: float, results: pd.Series, each: bool = True, **style: Any) -> None:
-    """Draw the mean of some results with their standard deviation, and each of them as a dash."""
+    """Draw the mean and standard deviation of some results, and each result as a dash."""
     deviation = results.std() if len(results) > 1 else None
     axes.errorbar(x, results.mean(), deviation, capsize=4, **style)
     if each:
@@ -142,10 +138,3 @@ def name_of(variant: Variant, runs: Sequence[Record], records: Sequence[Record])
     """Name a variant in a chart, with its learning rate where a table has several."""
     swept = len({record["lr"] for record in records}) > 1
     return f"{variant.label}, lr {runs[0]['lr']:g}" if swept and runs else variant.label
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Write a figure into a PNG file, at once."""
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=100, format="png", metadata={"Software": None})
-    write_whole(path, picture.getvalue())

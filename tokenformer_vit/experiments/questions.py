@@ -1,4 +1,4 @@
-"""What an ablation asks: the base of all kinds of questions, and the two simplest kinds."""
+"""Questions of ablations: the base class of all kinds, and the two simplest kinds."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,12 +31,12 @@ from .variants import Shape, Variant
 
 @dataclass(frozen=True, kw_only=True)
 class Question(ABC):
-    """One question, with a table and a chart of its own. Subclasses are the kinds of questions.
+    """One question, with its table and its chart. Subclasses are the kinds of questions.
 
     Args:
-        name: Name of the file that asks it.
+        name: Name of the file with the question.
         title: Heading.
-        text: What is asked, and what the paper says, in Markdown: the docstring of the file.
+        text: The question, and what the paper says, in Markdown: the docstring of the file.
         variants: Rows of the table, in order.
         field: Images or language.
     """
@@ -50,8 +50,8 @@ class Question(ABC):
     same_size: ClassVar[bool] = True  # all variants have as many parameters, within 1 %
     loads_weights: ClassVar[bool] = False  # the config starts from trained weights
     counts_flops: ClassVar[bool] = False  # every run counts its training FLOPs
-    papers_run: ClassVar[str] = "the paper's setting"  # in the table of images; empty for none
-    chart: ClassVar[str] = "{} and curves"  # what the chart shows of the measure
+    papers_run: ClassVar[str] = "the paper's setting"  # name in the table of images, or empty
+    chart: ClassVar[str] = "{} and curves"  # title of the chart; {} is the measure
 
     # The runs.
 
@@ -59,16 +59,16 @@ class Question(ABC):
         """Return the config whose model is changed into the variants.
 
         Raises:
-            InputError: If it starts from weights and should not, or should and does not.
+            InputError: If it starts from weights but must not, or must but does not.
         """
         return self.field.from_scratch(cfg)
 
     def start_of(self, part: Mapping[str, Any]) -> dict[str, Any]:
-        """Say for the record what weights a variant starts from."""
+        """Return the weights that a variant starts from, for the record."""
         return {}
 
     def end_of(self, part: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the model that a run ends with, as a model from scratch."""
+        """Return the config of the model at the end of a run, as if trained from scratch."""
         return dict(part)
 
     def counts(self, model: nn.Module) -> dict[str, int]:
@@ -132,9 +132,38 @@ class Question(ABC):
         )
         return head(columns) + "".join(rows)
 
-    @abstractmethod
     def draw(self, records: Sequence[Record]) -> Figure:
-        """Draw the chart of some runs, each variant at its best learning rate."""
+        """Draw the results with their deviation, training loss and validation.
+
+        Curves are means over seeds, with a band of one standard deviation. The loss of a failed run
+        is dotted up to its end. Every variant is drawn at its best learning rate.
+        """
+        field, measure = self.field, self.field.measure
+        figure = Figure(figsize=(13, 3.8), layout="constrained")
+        result, loss, validation = figure.subplots(1, 3)
+        group = at_best_lr(measure, self.variants, records)
+        for index, (variant, runs) in enumerate(group.items()):
+            style: dict[str, Any] = {"color": f"C{index}", "label": name_of(variant, runs, records)}
+            if done := finished(runs):
+                points(result, index, Row(variant, group, measure).results(), fmt="o", **style)
+                band(loss, curves_of(done, "loss", "iteration", "loss"), **style)
+                band(validation, curves_of(done, "validation", field.unit, measure.name), **style)
+            for run in runs:
+                curve = curves_of([run], "loss", "iteration", "loss")
+                if "failed" in run and len(curve):
+                    loss.plot(curve, ":", color=f"C{index}")
+                    loss.plot(curve[-1:], "x", color=f"C{index}")
+        labels = [variant.label for variant in self.variants]
+        result.set_xticks(range(len(labels)), labels, rotation=20, ha="right")
+        result.set(
+            title=f"{measure.axis}, mean ± standard deviation", xlim=(-0.5, len(labels) - 0.5)
+        )
+        loss.set(title="training loss", xlabel="iteration")
+        validation.set(title=f"validation {measure.axis}", xlabel=field.unit)
+        scale(validation, measure)
+        if loss.get_legend_handles_labels()[0]:
+            loss.legend(fontsize="small")
+        return figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +184,7 @@ class Steps(Question):
         )
 
     def _above(self, row: Row) -> Row | None:
-        """Return the row above, if there is a step from it."""
+        """Return the row above, if this row is a step from it."""
         index = self.variants.index(row.variant)
         above = row.other(self.variants[index - 1])
         return above if index and above.records and not row.variant.reference else None
@@ -170,10 +199,6 @@ class Steps(Question):
         mine, theirs = row.variant.paper, above.variant.paper
         return "–" if mine is None or theirs is None else minus(f"{mine - theirs:+.1f}")
 
-    def draw(self, records: Sequence[Record]) -> Figure:
-        """Draw results, loss and validation."""
-        return _draw_results(self, records)
-
 
 def _paper(row: Row) -> str:
     return "–" if row.variant.paper is None else f"{row.variant.paper:.1f}"
@@ -181,10 +206,10 @@ def _paper(row: Row) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline(Question):
-    """Every variant is compared with one of them, in parameters, FLOPs and result.
+    """All variants are compared with one baseline, in parameters, FLOPs and result.
 
     Args:
-        baseline: Name of that variant.
+        baseline: Name of the variant that is the baseline.
     """
 
     baseline: str
@@ -212,39 +237,3 @@ class Baseline(Question):
             MINUTES,
             FAILED,
         )
-
-    def draw(self, records: Sequence[Record]) -> Figure:
-        """Draw results, loss and validation."""
-        return _draw_results(self, records)
-
-
-def _draw_results(question: Question, records: Sequence[Record]) -> Figure:
-    """Draw the results with their deviation, training loss and validation.
-
-    Curves are means over seeds, with a band of one standard deviation. The loss of a failed run is
-    dotted up to its end. Every variant is drawn at its best learning rate.
-    """
-    field, measure = question.field, question.field.measure
-    figure = Figure(figsize=(13, 3.8), layout="constrained")
-    result, loss, validation = figure.subplots(1, 3)
-    group = at_best_lr(measure, question.variants, records)
-    for index, (variant, runs) in enumerate(group.items()):
-        style: dict[str, Any] = {"color": f"C{index}", "label": name_of(variant, runs, records)}
-        if done := finished(runs):
-            points(result, index, Row(variant, group, measure).results(), fmt="o", **style)
-            band(loss, curves_of(done, "loss", "iteration", "loss"), **style)
-            band(validation, curves_of(done, "validation", field.unit, measure.name), **style)
-        for run in runs:
-            curve = curves_of([run], "loss", "iteration", "loss")
-            if "failed" in run and len(curve):
-                loss.plot(curve, ":", color=f"C{index}")
-                loss.plot(curve[-1:], "x", color=f"C{index}")
-    labels = [variant.label for variant in question.variants]
-    result.set_xticks(range(len(labels)), labels, rotation=20, ha="right")
-    result.set(title=f"{measure.axis}, mean ± standard deviation", xlim=(-0.5, len(labels) - 0.5))
-    loss.set(title="training loss", xlabel="iteration")
-    validation.set(title=f"validation {measure.axis}", xlabel=field.unit)
-    scale(validation, measure)
-    if loss.get_legend_handles_labels()[0]:
-        loss.legend(fontsize="small")
-    return figure

@@ -27,7 +27,7 @@ READMES = (
 RUNS = "configs/results"
 SPEED = "tokenformer_vit/benchmarking/results"
 
-# Name of the record of each training run, and what was run for it.
+# Name of the record of each training run, and a description of the run.
 IMAGE_RUNS = {
     "digits_demo": "`make demo`: 8 px digits, 0.6 M parameters",
     "cifar10_tiny_5000": "`cifar10_tiny` on a 5,000-image slice",
@@ -50,7 +50,7 @@ BENCHMARK = {
 }
 VARIANTS = ("fused compiled", "baseline compiled", "released eager")
 DECODING_VARIANTS = ("fused eager", "baseline eager", "released eager")  # decoding is not compiled
-# What a benchmark on a GPU would show, until there is a record of one.
+# Benchmarks on a GPU that have no record yet.
 GPU_GROUPS = [
     f"NVIDIA H200, {mode}, bfloat16 autocast, batch {batch}"
     for mode in ("train", "infer")
@@ -106,7 +106,7 @@ def _run(root: Path, link: Link, name: str, what: str, length: str, *results: st
     path = root / RUNS / f"{name}.json"
     if not path.is_file():
         return [what, "not run"]
-    run = json.loads(path.read_text())
+    run = json.loads(path.read_text(encoding="utf-8"))
     return [
         link(what, f"{RUNS}/{name}.json"),
         f"{run['hardware']}, {run['dtype']}",
@@ -122,7 +122,7 @@ def _image_speed(root: Path, link: Link) -> str:
     """Render the benchmarks of the base model against ViT-B/16, both compiled."""
     rows, on_gpu = [], False
     for path in sorted((root / SPEED).glob("speed_*.json")):
-        record = json.loads(path.read_text())
+        record = json.loads(path.read_text(encoding="utf-8"))
         if BENCHMARK.items() <= record.items():
             on_gpu = on_gpu or record["device"] == "cuda"
             rows += _speed_rows(link(record["hardware"], f"{SPEED}/{path.name}"), record, "image")
@@ -134,7 +134,7 @@ def _language_speed(root: Path, link: Link) -> str:
     """Render the benchmarks of language models."""
     rows = []
     for path in sorted((root / SPEED).glob("speed_lm_*.json")):
-        record = json.loads(path.read_text())
+        record = json.loads(path.read_text(encoding="utf-8"))
         what = f"`{record['model']}`, {record['num_tokens']} tokens, {record['hardware']}"
         rows += _speed_rows(link(what, f"{SPEED}/{path.name}"), record, "token")
     headings = _speed_headings("Transformer", "Transformer", "tokens", "kB a token")

@@ -48,14 +48,14 @@ MOST_FIGURES = 4500  # numbers of diagnostics in a record
 
 
 def read_record(run: Run) -> dict[str, Any] | None:
-    """Return the record of a run, if there is one.
+    """Return the record of a run, or None if there is none.
 
     Raises:
         InputError: If it has other settings.
     """
     if not run.record.is_file():
         return None
-    record = json.loads(run.record.read_text())
+    record = json.loads(run.record.read_text(encoding="utf-8"))
     keys = ("settings", "question", "variant", "base")
     there, wanted = ({key: each[key] for key in keys} for each in (record, run.about))
     check_same(there, wanted, run.record, "--out and --work-dir")
@@ -63,19 +63,18 @@ def read_record(run: Run) -> dict[str, Any] | None:
 
 
 def adopt(run: Run, processes: int) -> str | None:
-    """Take over the record of the same training from another question.
+    """Copy the record of the same training from another question, and return its name.
 
-    The config's own model is a variant of every question. Returns the name of the other record,
-    if there is one.
+    Every question has the config's own model as a variant. Without such a record, returns None.
     """
     wanted = {key: run.about[key] for key in ("config", "base", "settings")}
     # Other code, or another number of processes, would not give the same numbers.
     wanted = plain({**wanted, "commit": environment()["commit"], "processes": processes})
     for path in sorted(run.out.parent.glob(f"*_{run.base.stem}/*.json")):
-        record = json.loads(path.read_text())
+        record = json.loads(path.read_text(encoding="utf-8"))
         there = {key: record.get(key, "") for key in wanted}
         for each in (there, wanted):
-            # A new record can be what makes a working tree dirty.
+            # The working tree may be dirty only because of a new record.
             each["commit"] = each["commit"].removesuffix("-dirty")
         if there == wanted and "failed" not in record:
             source = f"{path.parent.name}/{path.name}"
@@ -89,7 +88,7 @@ def collect(run: Run, failed: str | None = None) -> dict[str, Any]:
     measure = run.field.measure
     train, val = read_scalars(sorted(run.folder.glob("*/vis_data/scalars.json")))
     if failed is None:
-        training = json.loads((run.folder / "record.json").read_text())
+        training = json.loads((run.folder / "record.json").read_text(encoding="utf-8"))
         training["training_command"] = training.pop("command")
     else:
         training = {**environment(), "failed": failed, "n": 1}
@@ -130,7 +129,7 @@ def _validation(field: Field, val: Mapping[int, Mapping[str, Any]]) -> dict[str,
 
 
 def read_layers(path: Path) -> dict[str, Any]:
-    """Read the figures of every layer over the epochs, of fewer epochs where layers are many."""
+    """Read the figures of every layer over the epochs; with many layers, at fewer epochs."""
     if not path.is_file():
         return {}  # a model without Pattention, or a run that failed before the first measurement
     measured = {line["epoch"]: line["layers"] for line in read_diagnostics(path).values()}
@@ -167,12 +166,12 @@ def _write(run: Run, record: dict[str, Any]) -> None:
 
 
 def error_line(output: str, status: int) -> str:
-    """Find the line of its output that says why a training ended; a signal's status is negative."""
+    """Return the output line that says why a training ended; a signal's status is negative."""
     if status < 0:
         return f"killed by {signal.Signals(-status).name}"
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     ours = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    # torchrun ends with an error of its own, which does not say the cause.
+    # torchrun ends with its own error, which does not give the cause.
     raised = [
         line
         for line in lines

@@ -1,4 +1,4 @@
-"""The records of sweeps, and whether those of a table can be compared."""
+"""Read the records of sweeps, and check that the records of a table can be compared."""
 
 import copy
 import json
@@ -15,7 +15,7 @@ Groups = dict[tuple[Question, str], list[Record]]  # by question and folder
 
 
 def read_groups(questions: Iterable[Question], results: Path) -> Groups:
-    """Read the records of all sweeps, each of which has a folder; see :func:`read_sweep`."""
+    """Read the records of all sweeps, one folder each; see :func:`read_sweep`."""
     groups: Groups = {}
     for question in questions:
         for folder in sorted(results.glob("*/")):
@@ -28,10 +28,12 @@ def read_sweep(question: Question, folder: Path) -> list[Record]:
     """Read the records of a question in a folder.
 
     Raises:
-        InputError: If a record has an unknown variant, or the records differ in more than their
-            variants do.
+        InputError: If a record has an unknown variant, or the records differ in more than the
+            variant.
     """
-    records = {path: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    records = {
+        path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))
+    }
     records = {
         path: each for path, each in records.items() if each.get("question") == question.name
     }
@@ -46,7 +48,7 @@ def read_sweep(question: Question, folder: Path) -> list[Record]:
     for key in dict.fromkeys(key for each in shared.values() for key in each):
         _check_one_value(key, {path: each[key] for path, each in shared.items() if key in each})
     for name in names:
-        # What a variant is does not change between its runs.
+        # All runs of a variant have the same change.
         own = {path: each for path, each in records.items() if each["variant"] == name}
         _check_one_value("options", {path: _pruned(each["options"]) for path, each in own.items()})
         starts = {path: each["start"] for path, each in own.items() if "start" in each}
@@ -88,7 +90,7 @@ def _shared(question: Question, record: Record) -> Record:
         # The weights to start from are compared by their digests.
         own = {field.seed_key: None, field.weights_key: None}
         shared[field.path[-1]] = _pruned(_without(part, {**field.part(options), **own}))
-    # All runs of a table count FLOPs or none, but settings say so only where the config does not.
+    # All runs of a table count FLOPs or none does. The settings say so only if the config does not.
     ignored = [{"type": "CostHook"}, *options.get("custom_hooks", ())]
     present = settings.pop("custom_hooks", ())
     if hooks := [hook for hook in present if hook not in ignored]:

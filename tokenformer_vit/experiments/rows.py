@@ -1,4 +1,4 @@
-"""The rows of a table: the runs of each variant, and the cells that say how they went."""
+"""The rows of a table: the runs of each variant, and the cells with their results."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,10 +29,10 @@ def by_variant(variants: Sequence[Variant], records: Iterable[Record]) -> dict[V
 
 
 def best_lr(measure: Measure, records: Iterable[Record]) -> float | None:
-    """Return the learning rate of the best mean, or None if all runs failed.
+    """Return the learning rate with the best mean result, or None if all runs failed.
 
-    Only rates with the most finished runs are candidates. Where some runs diverged, the mean of
-    the others says little.
+    Only rates with the most finished runs are candidates: if some runs of a rate diverged, the mean
+    of the other runs is too good.
     """
     done = [(record["lr"], record["final"][measure.name]) for record in finished(records)]
     rates = pd.DataFrame(done, columns=["lr", "result"]).groupby("lr").result.agg(["count", "mean"])
@@ -78,17 +78,17 @@ class Row:
         return self.by_seed(lambda run: run["final"][self.measure.name])
 
     def mean(self) -> str:
-        """Mean and standard deviation of the results."""
+        """Mean and standard deviation of the finished runs."""
         results = self.results()
         return with_deviation(results, ".2f") if len(results) else "–"
 
     def result(self) -> str:
-        """Mean, standard deviation and number of the results."""
+        """Mean, standard deviation and number of the finished runs."""
         text = f"{self.mean()} (n = {n})" if (n := len(self.results())) else "–"
         return f"**{text}**" if self.best else text
 
     def difference(self, other: "Row") -> str:
-        """Mean and deviation of the differences, over the seeds that both rows have."""
+        """Mean and standard deviation of the differences, over the seeds that both rows have."""
         mine, theirs = self.results(), other.results()
         steps = (mine - theirs).dropna()
         if steps.empty:
@@ -102,7 +102,7 @@ class Row:
         return ", ".join(f"{lr:g}" for lr in sorted({run["lr"] for run in self.records}))
 
     def counts(self, key: str) -> str:
-        """Counts that all records have, such as of parameters."""
+        """Counts that all records have, such as the number of parameters."""
         return ", ".join(f"{count:,}" for count in sorted({run[key] for run in self.records}))
 
     def parameters(self) -> str:
@@ -121,7 +121,7 @@ class Row:
         return scientific(flops.mean()) if len(flops) else "–"
 
     def times_flops(self, other: "Row") -> str:
-        """Training FLOPs relative to those of another row."""
+        """Training FLOPs, divided by the FLOPs of another row."""
         mine, theirs = (row.by_seed(lambda run: run["flops"]) for row in (self, other))
         return f"{mine.mean() / theirs.mean():.2f}" if len(mine) and len(theirs) else "–"
 
@@ -143,7 +143,7 @@ class Row:
 
 
 class Column(NamedTuple):
-    """A column of a table: its heading, and the cells of rows that have runs and that have none."""
+    """A column of a table: heading, cell of a row with runs, and cell of a row without runs."""
 
     heading: str
     cell: Callable[[Row], str]

@@ -2,7 +2,7 @@
 
 The settings are all that differs from the sweep's config. They are written into a small config,
 ``WORK_DIR/<run>.py``, which inherits from the sweep's. The run works in ``WORK_DIR/<run>/``. Its
-record has the settings too, so that it is never taken for a run with other settings.
+record also has the settings. Therefore it is never used for a run with other settings.
 """
 
 import ast
@@ -33,7 +33,7 @@ class Run:
     base: Path  # the sweep's config
     field: Field
     length: int  # epochs or iterations, as the field counts
-    start: "Run | None"  # the run from whose end it starts
+    start: "Run | None"  # the earlier run that it continues
     work_dir: Path  # where the sweep works
     out: Path  # folder of the sweep's records
 
@@ -56,7 +56,10 @@ class Run:
     def is_finished(self) -> bool:
         """Whether the training came to its end."""
         path = self.folder / "record.json"
-        return path.is_file() and json.loads(path.read_text())[self.field.length] == self.length
+        return (
+            path.is_file()
+            and json.loads(path.read_text(encoding="utf-8"))[self.field.length] == self.length
+        )
 
     def write_config(self) -> None:
         """Write the config.
@@ -65,7 +68,7 @@ class Run:
             InputError: If there is a run of this name with other settings.
         """
         if self.config.is_file():
-            text = self.config.read_text()
+            text = self.config.read_text(encoding="utf-8")
             tree: list[Any] = ast.parse(text).body
             there = {node.targets[0].id: ast.literal_eval(node.value) for node in tree}
             del there["_base_"]  # the folder may have been moved
@@ -84,7 +87,7 @@ class Run:
 
 
 def difference(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a config that inherits from ``base`` has to say to become ``new``."""
+    """Return the settings that turn a config that inherits from ``base`` into ``new``."""
     changes = {}
     for key, value in new.items():
         old = base.get(key)
@@ -124,12 +127,12 @@ def _differing(one: Any, other: Any, key: str = "") -> Iterator[tuple[str, tuple
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON gives it back."""
+    """Return a value as it is after JSON writes and reads it."""
     return json.loads(json.dumps(value))
 
 
 def shown(path: str | Path) -> str:
-    """Write a path relative to the current folder, if it is inside it."""
+    """Return a path relative to the current folder, or unchanged if it is outside of it."""
     absolute = Path(os.path.abspath(path))
     inside = absolute.is_relative_to(Path.cwd())
     return str(absolute.relative_to(Path.cwd()) if inside else path)

@@ -1,6 +1,6 @@
 """Train every variant of a question with several seeds: the command line of all questions.
 
-Every run is a training of its own, by ``tokenformer-vit train``. Finished runs are skipped, and
+Every run is one process of ``tokenformer-vit train``. Finished runs are skipped, and
 interrupted runs are resumed. A failed run is recorded as failed and skipped until --retry-failed.
 """
 
@@ -20,11 +20,11 @@ def main(question: Question, argv: Sequence[str] | None = None) -> None:
 
 
 def sweep(question: Question, argv: Sequence[str] | None = None) -> None:
-    """Train what is not trained yet, and record what is.
+    """Train the unfinished runs, and record the finished ones.
 
     Raises:
         InputError: As :func:`plan` and :func:`publish` do.
-        SystemExit: If a run failed or is left.
+        SystemExit: If a run failed or is not finished.
     """
     from . import launch, tables
     from .plan import plan
@@ -33,7 +33,7 @@ def sweep(question: Question, argv: Sequence[str] | None = None) -> None:
 
     args = parse(question, argv)
     planned = plan(question, args)
-    needed = [run.start for run in planned]  # with their weights, which no record has
+    needed = [run.start for run in planned]  # their weights are needed, which no record has
     waiting = []
     for run in planned:
         record = read_record(run)
@@ -82,37 +82,28 @@ def parse(question: Question, argv: Sequence[str] | None) -> argparse.Namespace:
     from tokenformer_vit.training.config import add_run_arguments, parse_run_arguments
 
     parser = argparse.ArgumentParser(description=question.text)
-    parser.add_argument("--config", required=True, help="such as configs/cifar10_tiny.py")
-    parser.add_argument(
-        "--seeds", type=whole_number(1), default=1, metavar="N", help="seeds 0 to N - 1"
-    )
-    parser.add_argument(
-        "--lr", type=positive_number, nargs="+", help="learning rates, each for every variant"
-    )
-    parser.add_argument(
-        "--variants", nargs="+", choices=[variant.name for variant in question.variants]
-    )
+    add = parser.add_argument
+    add("--config", required=True, help="such as configs/cifar10_tiny.py")
+    add("--seeds", type=whole_number(1), default=1, metavar="N", help="seeds 0 to N - 1")
+    add("--lr", type=positive_number, nargs="+", help="learning rates, each for every variant")
+    add("--variants", nargs="+", choices=[variant.name for variant in question.variants])
     add_run_arguments(parser)
-    parser.add_argument("--amp", action="store_true", help="train under bfloat16 autocast")
-    parser.add_argument(
-        "--nproc-per-node", type=whole_number(1), metavar="N", help="start each run by torchrun"
-    )
-    parser.add_argument(
+    add("--amp", action="store_true", help="train under bfloat16 autocast")
+    add("--nproc-per-node", type=whole_number(1), metavar="N", help="start each run by torchrun")
+    add(
         "--jobs",
         type=whole_number(1),
         default=1,
-        help="runs at the same time; several GPUs are shared out among them",
+        help="runs at the same time; several GPUs are divided among them",
     )
-    parser.add_argument(
+    add(
         "--print-commands",
         action="store_true",
         help="train nothing: record finished runs, and print the commands of all others",
     )
-    parser.add_argument("--retry-failed", action="store_true", help="try failed runs again")
-    parser.add_argument(
-        "--work-dir", help="folder of the runs (default: work_dirs/ablations/QUESTION/CONFIG)"
-    )
-    parser.add_argument(
+    add("--retry-failed", action="store_true", help="try failed runs again")
+    add("--work-dir", help="folder of the runs (default: work_dirs/ablations/QUESTION/CONFIG)")
+    add(
         "--out",
         help="folder of the records (default: ablations/results/QUESTION_CONFIG for configs of "
         "this repository, work_dirs/ablations/results/QUESTION_CONFIG for your own)",

@@ -5,18 +5,19 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tokenformer_vit.files import write_whole
+from tokenformer_vit.files import write_figure, write_whole
 
 from . import readmes
 from .image_models import IMAGES
 from .language_models import LANGUAGE
-from .plots import draw_diagnostics, save
+from .plots import draw_diagnostics
 from .questions import Question
 from .results import Groups, read_groups, read_sweep
 from .rows import Record
 from .run import ROOT
 
 PAPERS_CONFIG = "configs/imagenet_base.py"
+# A run of the paper has its schedule and batch size, not only its config.
 PAPERS = {"config": PAPERS_CONFIG, "epochs": 300, "images_per_step": 4096}
 PAPERS_ARGUMENTS = (
     f"--config {PAPERS_CONFIG} --seeds 3 --nproc-per-node 8 --amp --batch-size 128 "
@@ -40,9 +41,9 @@ LANGUAGE_TITLE = """# Ablations of language models
 
 Perplexity is measured on held-out text after the last iteration: mean ± standard deviation over n
 seeds. Runs of one seed share the order of the data. Models that begin with the same sizes also
-begin with the same weights. Parameters are all of a model, with the embedding. Training FLOPs are
-those of all forward and backward passes, with the head. Failures, learning rates and minutes are
-reported as above.
+begin with the same weights. Parameters include the embedding. Training FLOPs are counted over all
+forward and backward passes, with the head. Failures, learning rates and minutes are reported as
+above.
 """
 TITLES = {IMAGES: TITLE, LANGUAGE: LANGUAGE_TITLE}
 
@@ -76,7 +77,7 @@ def main(
     if args.check:
         if old:
             names = ", ".join(str(path.relative_to(root)) for path in old)
-            sys.exit(f"error: {names} is not what the records say; run `ablations/tables.py`")
+            sys.exit(f"error: {names} is out of date; run `python ablations/tables.py`")
         return
     for path in old:
         write_whole(path, texts[path].encode())
@@ -99,7 +100,7 @@ def write_own(question: Question, out: Path) -> Path:
 
 
 def _of_project(groups: Groups) -> Groups:
-    """Leave out the sweeps of configs that are not the project's, and say so."""
+    """Leave out sweeps with configs from outside the project, and print their names."""
     kept = {}
     for (question, folder), records in groups.items():
         configs = {record["config"] for record in records}
@@ -121,7 +122,7 @@ def render(questions: Iterable[Question], groups: Groups) -> str:
         parts.append(f"## {_introduction(question)}")
         own = {folder: records for (asked, folder), records in groups.items() if asked is question}
         if question.field is IMAGES and question.papers_run:
-            if not any(_is_papers(record) for records in own.values() for record in records):
+            if not any(PAPERS.items() <= run.items() for runs in own.values() for run in runs):
                 command = f"python ablations/{question.name}.py {PAPERS_ARGUMENTS}"
                 parts.append(f"`{PAPERS_CONFIG}`, {question.papers_run} (`{command}`):\n")
                 parts.append(question.table([]))
@@ -135,11 +136,6 @@ def render(questions: Iterable[Question], groups: Groups) -> str:
 def _introduction(question: Question) -> str:
     parts = question.title, (question.text or "").strip(), question.note
     return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def _is_papers(record: Record) -> bool:
-    """Tell whether a run had the paper's schedule and batch size, not only its config."""
-    return all(record.get(key) == value for key, value in PAPERS.items())
 
 
 def _sweep(question: Question, records: Sequence[Record], link: str) -> list[str]:
@@ -167,10 +163,13 @@ def _sweep(question: Question, records: Sequence[Record], link: str) -> list[str
 
 
 def _draw(question: Question, records: Sequence[Record], folder: Path) -> None:
-    save(question.draw(records), folder.parent / f"{folder.name}.png")
+    figures = {"": question.draw(records)}
     if _has_layers(records):
-        figure = draw_diagnostics(question.field.measure, question.variants, records)
-        save(figure, folder.parent / f"{folder.name}_diagnostics.png")
+        variants, measure = question.variants, question.field.measure
+        figures["_diagnostics"] = draw_diagnostics(measure, variants, records)
+    for name, figure in figures.items():
+        path = folder.parent / f"{folder.name}{name}.png"
+        write_figure(path, figure, dpi=100, metadata={"Software": None})
 
 
 def _has_layers(records: Iterable[Record]) -> bool:

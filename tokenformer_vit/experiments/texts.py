@@ -19,7 +19,7 @@ DATA = "data"  # folder of the texts, unless the command line names another
 
 @dataclass(frozen=True, kw_only=True)
 class Texts(Question):
-    """Language models train on one text after another, and are measured on all of them.
+    """Language models train on one text after another, and are measured on all texts.
 
     Each variant is a stage. It starts from scratch, or from the end of another stage.
 
@@ -36,8 +36,8 @@ class Texts(Question):
         """How to read the table."""
         return (
             "Each row is a stage of training. A stage with an arrow starts from the end of the "
-            "stage that is named before its last arrow, of the same seed. FLOPs and minutes are "
-            "those of the stage alone. The column of a text is the perplexity of its held-out "
+            "stage before its last arrow, with the same seed. FLOPs and minutes are for this "
+            "stage only. The column of a text is the perplexity of its held-out "
             "part. In parentheses is the change since the end of the last earlier stage that "
             "trained on this text: above zero is forgetting."
         )
@@ -62,7 +62,7 @@ class Texts(Question):
         return {**changes, "train_dataloader": {"dataset": {"data_root": folder}}}
 
     def end_of(self, part: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the model that a stage ends with, as a model of that size from scratch."""
+        """Return the config of a stage's final model, as if trained from scratch at that size."""
         grown = {key: size for key, size in (part.get("growth") or {}).items() if key in PAIRS}
         config = {**part["config"], **grown}
         return {**part, "config": config, "growth": None, "masks": None, "frozen_stem": False}
@@ -100,7 +100,7 @@ class Texts(Question):
         return [*self.stages(before), variant]
 
     def _cell(self, row: Row, text: str) -> str:
-        """Give the perplexity of a text, and its change since a stage that trained on it."""
+        """Return the perplexity of a text, and its change since a stage that trained on it."""
         mine = replace(row, measure=self.measure_of(text))
         cell = mine.mean()
         earlier = [stage for stage in self.stages(row.variant)[:-1] if stage.text == text]
@@ -111,9 +111,9 @@ class Texts(Question):
     def draw(self, records: Sequence[Record]) -> Figure:
         """Draw the perplexity of each text over the iterations of all stages.
 
-        There is a panel for each text and a line for each last stage. What stages share is drawn
-        once. A vertical line is the beginning of a stage. Lines are means over seeds, with a band
-        of one standard deviation.
+        There is a panel for each text and a line for each last stage. Earlier stages that lines
+        share are drawn once. A vertical line marks the start of a stage. Lines are means over
+        seeds, with a band of one standard deviation.
         """
         measure = self.field.measure
         figure = Figure(figsize=(2 + 4 * len(self.texts), 4.4), layout="constrained")
@@ -132,7 +132,7 @@ class Texts(Question):
             for stage in self.stages(variant)
         } | {stage: str(0.25 + 0.35 * index) for index, stage in enumerate(shared)}
         handles, drawn = [], set()
-        spans: dict[int, tuple[int, str]] = {}  # where stages begin and end, and what they are on
+        spans: dict[int, tuple[int, str]] = {}  # start of each stage: its end and text
         for variant in last:
             after = 0
             for stage in self.stages(variant):

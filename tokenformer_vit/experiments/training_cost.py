@@ -1,11 +1,11 @@
-"""Questions about training cost: how good it makes a model, and what growth saves of it.
+"""Questions about training cost: quality for training FLOPs, and how much growth saves.
 
-A grown model of score *a* (top-1, or minus the logarithm of perplexity) that took F FLOPs has saved
-1 − F / N(a), where N(a) are the FLOPs that training from scratch needs for *a*. N is read off the
-upper concave envelope of the complete runs from scratch, of every size and schedule, over the
-logarithm of FLOPs: straight lines from run to run, with no run above them. The bar is hard on
-purpose. Steps, lines through every run, lines over the FLOPs themselves, and runs cut off half-way,
-whose learning rate is still high, would all be easier.
+A grown model with score *a* (top-1, or minus the logarithm of perplexity) that took F FLOPs has
+saved 1 − F / N(a). N(a) is the number of FLOPs that training from scratch needs for *a*. It comes
+from the upper concave envelope of the complete runs from scratch, of every size and schedule, over
+the logarithm of FLOPs: straight lines from run to run, with no run above them. This comparison is
+strict on purpose. Steps, lines through every run, lines over plain FLOPs, and runs stopped half-way
+(with a learning rate that is still high) would all make growth look better.
 """
 
 import math
@@ -77,7 +77,7 @@ class TrainingCost(Question):
             f"*× the largest* and Δ are relative to the model that has its full size from the "
             f"start and trains for all {self.field.length}. For a {other} that is the matched "
             f"{other}. *Saved at its {self._quality}* is how many fewer FLOPs a grown model took "
-            f"than training from scratch needs for the same {result}. This need is read off the "
+            f"than training from scratch needs for the same {result}. This need comes from the "
             f"{edge} envelope of the complete runs from scratch, of every size and schedule: "
             f"straight lines between runs, {scale} FLOPs, with no run {beyond} them. Where the "
             f"envelope is flat, a small difference in {result} is a large saving. A negative "
@@ -245,14 +245,14 @@ def _slope(one: Point, other: Point) -> float:
 def needed(score: float, scratch: Sequence[Point]) -> float:
     """Return the FLOPs at which an envelope reaches a score.
 
-    Below the envelope they are those of its first point, and above it they are infinite.
+    A score below the envelope gives the FLOPs of its first point, a score above it gives infinity.
     """
     flops, scores = zip(*scratch, strict=True)
     return float(np.exp(np.interp(score, scores, np.log(flops), right=np.inf)))
 
 
 def saved(own: Point, scratch: Sequence[Point]) -> str:
-    """Format the share of FLOPs that a model has saved at its score, against an envelope."""
+    """Format the share of FLOPs that a model saved, compared with an envelope at its score."""
     flops, score = own
     need = needed(score, scratch)
     if math.isinf(need):
@@ -280,7 +280,7 @@ def _aside(variant: Variant, done: Mapping[Variant, Sequence[Record]]) -> float:
 
 
 def _name_flops(axes: Axes, largest: float) -> None:
-    """Count FLOPs in a power of ten, on a logarithmic axis too."""
+    """Label an axis of FLOPs in units of a power of ten, also if it is logarithmic."""
     exponent = math.floor(math.log10(largest))
     if axes.get_xscale() == "log":
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))

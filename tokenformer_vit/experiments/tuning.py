@@ -1,4 +1,4 @@
-"""Questions about tuning: what to train of a trained model."""
+"""Questions about tuning: which parts of a trained model to train."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,7 +67,7 @@ class Tuning(Question):
         return {"start": {"file": path, "sha256": digest}}
 
     def counts(self, model: nn.Module) -> dict[str, int]:
-        """Count all parameters, and those that are trained."""
+        """Return the number of parameters, and the number of trained parameters."""
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         return {**super().counts(model), "trainable": trainable}
 

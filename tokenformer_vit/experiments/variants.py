@@ -23,6 +23,15 @@ class Shape:
     num_ffn_param_tokens: int
     outside: Mapping[str, Any]  # sizes outside the blocks, such as patch_size or vocab_size
 
+    @classmethod
+    def of(cls, blocks: Any, embed_dim: int, outside: Mapping[str, Any]) -> "Shape":
+        """Read the sizes off the blocks of a TokenFormer."""
+        pairs, heads = blocks[0].token_arguments(None), blocks[0].attn.num_heads
+        sizes = {key: pairs[key] for key in PAIRS}
+        return cls(
+            embed_dim=embed_dim, depth=len(blocks), num_heads=heads, outside=outside, **sizes
+        )
+
     def pairs(self, share: float) -> dict[str, int]:
         """Return a share of all pairs, at least one per layer."""
         return {key: max(1, round(share * getattr(self, key))) for key in PAIRS}
@@ -38,7 +47,7 @@ class Shape:
         """Return a share of the hidden neurons of the matched Transformer.
 
         Args:
-            share: Share of the neurons, at least one of which is left.
+            share: Share of the neurons; at least one stays.
             pairs: Share of the pairs whose weights the Transformer matches.
 
         Raises:
@@ -50,9 +59,9 @@ class Shape:
         return {"hidden_features": max(1, round(share * whole))}
 
 
-# Of the part of a config that variants change, and of the sizes of the config's own model.
+# Arguments: the part of a config that variants change, and the sizes of the config's own model.
 Change = Callable[[Part, Shape], Part]
-# Of those sizes, and of the length of the config's run in epochs or iterations.
+# Arguments: the same sizes, and the length of the config's run in epochs or iterations.
 Outside = Callable[[Shape, int], dict[str, Any]]
 
 
@@ -67,7 +76,7 @@ class Variant:
     reference: bool = False  # a ViT or Transformer that TokenFormers are compared with
     outside: Outside | None = None  # returns what else changes in the config
     grown: bool = False  # grows during training
-    start: str | None = None  # name of an earlier variant, from whose end training starts
+    start: str | None = None  # name of the earlier variant that training continues
     text: str | None = None  # folder of the text to train on, where a question has several
 
 
@@ -79,7 +88,7 @@ def arguments(**new: Any) -> Change:
 def in_stages(
     unit: str, shares: Sequence[float], size: Callable[[Shape, float], dict[str, int]], **how: Any
 ) -> Outside:
-    """Grow through shares of the full size, in stages of equal length.
+    """Grow the model in stages of equal length, each with a share of the full size.
 
     Args:
         unit: ``epoch`` or ``iteration``.

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -56,7 +57,7 @@ def grow(
     ``init``      new keys, values          τ                     outputs of the model
     ============= ========================= ===================== ===========================
     ``zero_key``  zero, random              kept                  stay; ``softmax``: by a gate
-    ``duplicate`` keys of the old pair,     times m (L1 norms) or stay, forevery Θ
+    ``duplicate`` keys of the old pair,     times m (L1 norms) or stay, for every Θ
                   values / m ± δ            √m (L2 norms)
     ``random``    random, random            kept                  change (stay with a gate)
     ``released``  random, random            default of new count  change
@@ -69,7 +70,7 @@ def grow(
             keeps the present number.
         num_proj_param_tokens: New number of pairs in each output projection.
         num_ffn_param_tokens: New number of pairs in each feed-forward layer.
-        init: Values of new pairs, see the table. Random tokens are normal with the root mean square
+        init: Values of new pairs; see the table. Random tokens are normal with the root mean square
             of the layer's present keys or values. ``duplicate`` needs m times the present count;
             its δ has a tenth of the values' root mean square, and the δ of all copies of a pair sum
             to zero. ``released`` draws as the authors' code does: keys from N(0, 0.02²), values
@@ -81,15 +82,15 @@ def grow(
             otherwise. All gates of a model are of one kind: old fixed gates become learned if new
             gates are learned; fixed gates cannot be added to learned ones.
         seed: Seed of the random numbers, which differ between layers and between old counts.
-        split: Store new pairs in parameters of their own, see
-            :mod:`tokenformer_vit.layers.segments`, to train them differently. New pairs of an
+        split: Store new pairs in separate parameters (:mod:`tokenformer_vit.layers.segments`), to
+            train them differently. New pairs of an
             earlier growth are joined to the old pairs in every layer.
         freeze: ``old`` trains only the new pairs: no other parameter of ``model``, not even the
             head, needs a gradient. It implies ``split``.
         optimizer: Optimizer of the model's parameters, which continues with the new parameters. Any
             other optimizer of these parameters raises InputError at its next step: build a new one.
-            Also build a new learning-rate scheduler (PyTorch's or timm's), because it does not know
-            the groups that are added for gates and for ``new_lr_scale``, and a new average of the
+            Also build a new learning-rate scheduler (PyTorch's or timm's), because the old one does
+            not know the groups for gates and for ``new_lr_scale``. Also build a new average of the
             weights (timm's ``ModelEmaV3``), because its tensors have the old shapes.
         moments: What to do with the optimizer's state; see :func:`carry_over`.
         new_lr_scale: Factor on the learning rate of new pairs in ``optimizer``. A factor other than
@@ -111,26 +112,16 @@ def grow(
 
     Source:
         TokenFormer, arXiv:2410.23168v2, Section 3.3 and Appendix B, for zero keys and the kept τ.
-        Doubling and the gate are this project's.
+        Duplicates and the gate are from this project.
     """
     counts = _counts(num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens)
     if freeze not in (None, "old"):
-        raise InputError(f"freeze is {freeze!r}; the one thing that can be frozen is 'old'")
+        raise InputError(f"freeze must be 'old' or None, but got {freeze!r}")
     layers = pattention_layers(model)
     check_rebuildable(model, layers)
-    depth = _depth(layers)
+    grow_layer = partial(_grow_layer, init=init, gate=gate, seed=seed, depth=_depth(layers))
     grown = {
-        name: _grow_layer(
-            read_tokens(layer),
-            counts[kind_of(name)],
-            layer.theta,
-            init,
-            gate,
-            seed,
-            name,
-            index,
-            depth,
-        )
+        name: grow_layer(name, index, read_tokens(layer), counts[kind_of(name)], layer.theta)
         for index, (name, layer) in enumerate(sorted(layers.items()))
     }
     grown = _gate_alike(grown)
@@ -145,7 +136,7 @@ def grow(
             "gate='fixed', or init='duplicate'"
         )
     if not new_lr_scale > 0:
-        raise InputError(f"new_lr_scale must be positive, but it is {new_lr_scale}")
+        raise InputError(f"new_lr_scale must be above 0, but got {new_lr_scale}")
     split = split or freeze is not None or new_lr_scale != 1.0
     growing = {
         name: layer
@@ -212,8 +203,9 @@ def grow_state_dict(
     names = sorted(key.removesuffix(suffix) for key in result if key.endswith(suffix))
     if not names:
         raise InputError(
-            "the state dict has no parameter tokens (key_param_tokens); give that of a TokenFormer"
+            "the state dict has no parameter tokens (key_param_tokens); give one of a TokenFormer"
         )
+    grow_layer = partial(_grow_layer, init=init, gate=gate, seed=seed, depth=_depth(names))
     grown = {}
     for index, name in enumerate(names):
         keys, values, tau, gates = (
@@ -230,17 +222,8 @@ def grow_state_dict(
                     "missing_tau='default' (--missing-tau default) to compute tau from this number"
                 )
             tau = torch.tensor(default_tau(theta, len(keys)))
-        grown[name] = _grow_layer(
-            LayerTokens(keys, values, tau, gates),
-            counts[kind_of(name)],
-            theta,
-            init,
-            gate,
-            seed,
-            name,
-            index,
-            _depth(names),
-        )
+        tokens = LayerTokens(keys, values, tau, gates)
+        grown[name] = grow_layer(name, index, tokens, counts[kind_of(name)], theta)
     for name, tokens in _gate_alike(grown).items():
         parts = (tokens.keys, tokens.values, tokens.tau, tokens.gate)
         for part, tensor in zip((*TOKENS, "tau", "gate"), parts, strict=True):
@@ -295,14 +278,15 @@ def _gate_alike(layers: dict[str, LayerTokens]) -> dict[str, LayerTokens]:
 
 
 def _grow_layer(
+    name: str,
+    index: int,
     tokens: LayerTokens,
     num: int | None,
     theta: str,
+    *,
     init: str,
     gate: str | None,
     seed: int,
-    name: str,
-    index: int,
     depth: int,
 ) -> LayerTokens:
     """Return a layer's tokens with ``num`` pairs; None keeps the present number."""
@@ -385,7 +369,7 @@ def _duplicate(
     if rest:
         raise InputError(
             f"{name} has {tokens.num} pairs and cannot be duplicated to {num}, which is not a "
-            f"multiple; take {max(times, 2) * tokens.num} or {(max(times, 2) + 1) * tokens.num}, "
+            f"multiple; give {max(times, 2) * tokens.num} or {(max(times, 2) + 1) * tokens.num}, "
             "or init='zero_key'"
         )
     spread = torch.stack(

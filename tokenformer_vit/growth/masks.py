@@ -14,9 +14,7 @@ from tokenformer_vit.models.weights import read_checkpoint, write_tensors
 
 from .tokens import kind_of, pattention_layers
 
-__all__ = ["TokenMasks", "count_pairs"]
-
-# Anything that indexes a tensor of P entries, one for each pair.
+# Anything that can index a tensor of P entries, one for each pair.
 Pairs = Any
 
 
@@ -48,7 +46,7 @@ class TokenMasks:
             model(x).sum().backward()              # uses the pairs of both
 
     A mask removes the other pairs from their layers and keeps τ. Growth keeps τ as well. Therefore
-    a mask of the pairs from before growth gives exactly the outputs from before growth, forevery
+    a mask of the pairs from before growth gives exactly the outputs from before growth, for every
     Θ, also for ``softmax`` without a gate. Multiplying other pairs by zero would be exact only for
     the GELU variants: under ``softmax`` a pair with score 0 still takes a share.
 
@@ -140,8 +138,8 @@ class TokenMasks:
             names: Names of masks; a pair is active if it is in any of them.
 
         Raises:
-            InputError: If a mask does not exist, or a layer would have no active pair, or fewer
-                than its ``top_k``. Then nothing is changed.
+            InputError: If a mask does not exist, or a layer would have fewer active pairs than its
+                ``top_k``, or none. Then nothing is changed.
         """
         for name in names:
             if name not in self._masks:
@@ -156,8 +154,8 @@ class TokenMasks:
             count = int(mask.sum())
             if names and count < (layer.top_k or 1):
                 raise InputError(
-                    f"{' and '.join(names)}: {layer_name} would have {count} active pairs, but "
-                    f"needs at least {layer.top_k or 1}; use the mask together with another one"
+                    f"masks {' and '.join(names)} leave {count} active pairs in {layer_name}, but "
+                    f"it needs {layer.top_k or 1} or more; activate another mask with them"
                 )
             everything = not names or count == len(mask)
             index = None if everything else mask.nonzero()[:, 0].to(layer.key_param_tokens.device)
@@ -221,7 +219,7 @@ class TokenMasks:
             layer = masks._layers.get(layer_name)
             if layer is None or mask.dtype != torch.bool or mask.dim() != 1:
                 raise InputError(
-                    f"{path}: {key!r} is not a mask of this model's layers; give the masks' model"
+                    f"{path}: {key!r} is not a mask of this model; give the model of the masks"
                 )
             _check_size(mask, layer, name, layer_name)
             masks._masks.setdefault(name, {})[layer_name] = mask

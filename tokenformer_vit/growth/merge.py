@@ -17,13 +17,11 @@ from tokenformer_vit.ops import find_theta
 
 from .tokens import LayerTokens, pattention_layers, read_tokens, record_counts, write_tokens
 
-__all__ = ["merge"]
-
 # Packages whose modules have settings as plain attributes. Attributes of wrappers may be anything.
 _KNOWN = ("tokenformer_vit.layers", "tokenformer_vit.models", "timm.", "torch.nn.")
-# They do nothing in evaluation, and are absent if the rate is 0.
+# These do nothing in evaluation, and a model does not have them if the rate is 0.
 _DROPS = (nn.Dropout, DropPath, timm.layers.DropPath, timm.layers.PatchDropout)
-# Settings of the start, the training or the speed: they do not change outputs.
+# Settings of initialization, training or speed: they do not change outputs.
 _FREE = frozenset(
     {
         "backend",
@@ -76,11 +74,11 @@ def merge(model_a: Model, model_b: nn.Module, ancestor: nn.Module | None = None)
       both layers, with scores multiplied by r_m/r before the GELU.
 
     If r_a = r_b, this is the mean (O_a + O_b)/2. Therefore a model that is merged with itself keeps
-    its outputs, forevery Θ and eps.
+    its outputs, for every Θ and eps.
 
     With an ancestor, whose pairs are the first pairs of both models, the merged layer has these
-    pairs once, then the new pairs of model_a, then those of model_b. Values do not change, and τ is
-    the ancestor's. The divisor is rᵖ = r_aᵖ + r_bᵖ − r_0ᵖ, and the output is
+    pairs once, then the new pairs of model_a, then the new pairs of model_b. Values do not change,
+    and τ is the ancestor's. The divisor is rᵖ = r_aᵖ + r_bᵖ − r_0ᵖ, and the output is
 
     - O = (r_a O_a + r_b O_b − r_0 O_0)/r for ``softmax``, ``gelu_l1`` and ``gelu_l2_post``: new
       pairs of either model add their exact sum Σ h v to the ancestor's, under a common divisor.
@@ -93,7 +91,7 @@ def merge(model_a: Model, model_b: nn.Module, ancestor: nn.Module | None = None)
             model is a copy of this one.
         model_b: Model with the same depth, widths, heads, Θ, eps, classes and other settings. Its
             number of pairs may differ. If only one model has gates, the gates of the other are 1.
-        ancestor: Model from which both grew while its pairs were frozen.
+        ancestor: Model from which both models were grown, with its pairs frozen.
 
     Returns:
         A new model with all pairs in one parameter. Stem, positions, norms, scales and head are the

@@ -12,8 +12,6 @@ from tokenformer_vit.layers.segments import TOKENS, is_split, token_segments
 from .optimizer import carry_over, check_optimizer
 from .tokens import join_layer, pattention_layers
 
-__all__ = ["freeze_old", "join_tokens", "open_gates"]
-
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -25,7 +23,7 @@ def freeze_old(model: nn.Module) -> None:
             ``model.get_classifier().requires_grad_()`` afterwards.
 
     Raises:
-        InputError: If no layer stores new pairs in parameters of their own.
+        InputError: If no layer stores new pairs in separate parameters.
     """
     parts = [
         token_segments(layer, name)
@@ -55,7 +53,7 @@ def open_gates(model: nn.Module, opened: float) -> None:
         InputError: If ``opened`` is out of range, or no layer has a fixed gate.
     """
     if not 0 <= opened <= 1:
-        raise InputError(f"opened must be from 0 to 1, but it is {opened}")
+        raise InputError(f"opened must be from 0 to 1, but got {opened}")
     gates = [
         layer.gate
         for layer in pattention_layers(model).values()

@@ -38,7 +38,7 @@ def carry_over(
         changes: Parameters that were replaced.
         moments: ``keep`` keeps the state of old entries and starts new entries at zero; ``reset``
             deletes the state of these parameters.
-        new_lr_scale: Factor on the learning rate of new pairs with parameters of their own.
+        new_lr_scale: Factor on the learning rate of new pairs in separate parameters.
 
     Raises:
         InputError: If ``moments`` is unknown, the optimizer does not have the replaced parameters,

@@ -22,8 +22,6 @@ from .tokens import (
     write_tokens,
 )
 
-__all__ = ["Usage", "measure_usage", "prune"]
-
 Model = TypeVar("Model", bound=nn.Module)
 
 

@@ -10,8 +10,6 @@ from tokenformer_vit.layers import Pattention
 
 from .tokens import kind_of, pattention_layers
 
-__all__ = ["set_top_k", "top_k"]
-
 
 def set_top_k(
     model: nn.Module,
@@ -21,7 +19,7 @@ def set_top_k(
 ) -> None:
     """Let each input token read only the values of the pairs with its largest weights.
 
-    Θ still normalises over all pairs, and weights stay those of the dense layer; see
+    Θ still normalises over all pairs, and weights do not change; see
     :func:`tokenformer_vit.ops.pattention_top_k`. The setting is not saved with the model. It saves
     FLOPs (see :func:`tokenformer_vit.benchmarking.costs.model_costs`) but no time: gathering rows
     of values for each token takes longer than a dense product with as many FLOPs.

@@ -78,7 +78,7 @@ def kind_of(name: str) -> str:
         name: Full name of a Pattention layer in a model.
 
     Raises:
-        InputError: If the name is not that of a layer of a TokenFormer block.
+        InputError: If no layer of a TokenFormer block has this name.
     """
     last = name.rpartition(".")[2]
     if last not in KINDS:
@@ -182,12 +182,12 @@ def write_tokens(
             learn_gate = gate is None or was_learned
         if learn_gate:
             trained = gate.requires_grad if was_learned else True  # type: ignore[union-attr]
-            del layer.gate  # it may be a buffer, even an empty one
+            del layer.gate  # it may be a buffer, or None
             layer.gate = nn.Parameter(opened, requires_grad=trained)
         else:
             del layer.gate
             layer.register_buffer("gate", opened)
-    # After the gate, because the parts are the last parameters of a layer.
+    # After the gate, because keys and values are the last parameters of a layer.
     if num_old is not None and 0 < num_old < tokens.num:
         split_tokens(layer, num_old)
     changes = [Change(before[name], token_segments(layer, name)) for name in TOKENS]
@@ -219,9 +219,9 @@ def join_layer(layer: Pattention) -> list[Change]:
 
 
 def mark_replaced(changes: Iterable[Change]) -> None:
-    """Make steps of optimizers that still hold a replaced parameter raise InputError.
+    """Make an optimizer raise InputError at its next step if it holds a replaced parameter.
 
-    Otherwise such a step would silently train nothing.
+    Without this, the step would silently train nothing.
 
     Args:
         changes: Parameters that were replaced.

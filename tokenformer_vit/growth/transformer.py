@@ -1,4 +1,4 @@
-"""Grow an ordinary Transformer, to compare with the growth of a TokenFormer.
+"""Grow an ordinary Transformer, as a baseline for the growth of a TokenFormer.
 
 Net2Net widens hidden layers with copies of their neurons and keeps the outputs of the model.
 Stacking appends copies of blocks and changes the outputs.
@@ -18,8 +18,6 @@ from tokenformer_vit.errors import InputError
 from .optimizer import carry_over, check_optimizer
 from .tokens import Change, mark_replaced
 
-__all__ = ["mlp_ratio", "stack_blocks", "widen_mlp"]
-
 # How much the shares of a neuron's copies in its outgoing weights differ. Equal copies would stay
 # equal forever.
 _SPREAD = 0.1
@@ -31,8 +29,8 @@ class _Form(NamedTuple):
     """Names, dimensions and size attributes of the layers before and after a hidden layer."""
 
     names: tuple[str, str]
-    dims: tuple[int, int]  # the hidden dimension of their weights
-    sizes: tuple[str, str]  # their attributes
+    dims: tuple[int, int]  # the hidden dimension of the weights
+    sizes: tuple[str, str]  # attributes with the hidden size
 
 
 _TIMM = _Form(("fc1", "fc2"), (0, 1), ("out_features", "in_features"))
@@ -65,8 +63,8 @@ def widen_mlp(
         ``model``. A GPT-2 has the new number in ``config.n_inner``, with which it is saved.
 
     Raises:
-        InputError: If there is no such model, or a hidden layer is already as wide. Then nothing is
-            changed.
+        InputError: If there is no such model, or a hidden layer already has that width or more.
+            Then nothing is changed.
 
     Source:
         Net2WiderNet of Net2Net, arXiv:1511.05641, Section 2.2, for the hidden layer of each block.
@@ -97,12 +95,12 @@ def _check_mlp(mlp: Any, form: _Form, name: str, hidden: int) -> None:
         plain = type(mlp) is Mlp and isinstance(mlp.norm, nn.Identity)
     if not plain:
         raise InputError(
-            f"{name} has a {type(mlp).__name__}, perhaps with a norm; widen_mlp() needs two linear "
-            "layers with an activation between them"
+            f"the MLP of {name} is {type(mlp).__name__}, perhaps with a norm; give a model whose "
+            "MLPs are two linear layers with an activation between them"
         )
     old = getattr(before, form.sizes[0])
     if hidden <= old:
-        raise InputError(f"{name} has {old} hidden features; widen it to more, not to {hidden}")
+        raise InputError(f"{name} has {old} hidden features; give more than that, not {hidden}")
 
 
 @torch.no_grad()
@@ -111,7 +109,7 @@ def _widen(mlp: nn.Module, form: _Form, hidden: int, generator: torch.Generator)
     inputs, outputs = form.dims
     old = before.weight.shape[inputs]
     chosen = torch.randint(old, (hidden - old,), generator=generator)
-    source = torch.cat((torch.arange(old), chosen))  # the neuron that each is a copy of
+    source = torch.cat((torch.arange(old), chosen))  # which old neuron each new one copies
     shares = 1 + _SPREAD * torch.randn(hidden, generator=generator).clamp(-3, 3).double()
     # The shares of a neuron sum to 1.
     shares /= shares.new_zeros(old).index_add_(0, source, shares)[source]
@@ -134,11 +132,7 @@ def _widen(mlp: nn.Module, form: _Form, hidden: int, generator: torch.Generator)
 
 
 def stack_blocks(
-    model: Model,
-    depth: int,
-    *,
-    optimizer: Optimizer | None = None,
-    moments: str = "keep",
+    model: Model, depth: int, *, optimizer: Optimizer | None = None, moments: str = "keep"
 ) -> Model:
     """Append copies of a ViT's blocks, from the first block on, in place.
 
@@ -153,7 +147,7 @@ def stack_blocks(
         ``model``, with other outputs than before.
 
     Raises:
-        InputError: If there is no such ViT, or it is already as deep.
+        InputError: If there is no such ViT, or it already has that depth or more.
 
     Source:
         Progressive stacking: Gong et al., Efficient Training of BERT by Progressively Stacking,
@@ -163,7 +157,7 @@ def stack_blocks(
     blocks: Any = vit.blocks
     old = len(blocks)
     if depth <= old:
-        raise InputError(f"the model has {old} blocks; stack it to more, not to {depth}")
+        raise InputError(f"the model has {old} blocks; give more than that, not {depth}")
     check_optimizer(optimizer, blocks.parameters(), moments)
     changes = []
     if moments == "reset":

@@ -14,7 +14,7 @@ except ImportError as error:
     ) from error
 
 from .corpora import Source, file_source, find_files, hub_source, reversal_source
-from .data import read_text_meta, read_tokens
+from .data import open_rows, read_text_meta
 from .generation import (
     MASKS,
     TerminalStreamer,
@@ -51,10 +51,10 @@ __all__ = [
     "load_language_model",
     "load_tokenizer",
     "matched_transformer",
+    "open_rows",
     "prepare_text",
     "read_released",
     "read_text_meta",
-    "read_tokens",
     "released_config",
     "reversal_source",
     "save_language_model",

@@ -5,8 +5,6 @@ from transformers import PreTrainedModel
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.models.card import CardFacts, describe_pairs, model_card
 
-__all__ = ["language_card"]
-
 _USAGE = """
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,7 +21,7 @@ def language_card(model: PreTrainedModel, facts: CardFacts) -> str:
 
     Args:
         model: Causal language model of transformers.
-        facts: What else is known.
+        facts: Other facts.
 
     Returns:
         The content of README.md.

@@ -20,28 +20,18 @@ from .schemas import Position
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
-__all__ = [
-    "Piece",
-    "Source",
-    "TextReader",
-    "file_source",
-    "find_files",
-    "hub_source",
-    "reversal_source",
-]
-
 _JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 _SUFFIXES = (".txt", *_JSON, ".parquet")
-_KNOWN_ROWS = 10_000  # rows without the column of the text, after which it is missing
+_KNOWN_ROWS = 10_000  # the text column is missing if this many rows do not have it
 _PIECE = 8192  # characters of a file that are tokenised at once
-# Bytes. A smaller held-out part is less than a paragraph: such a file is held out whole or not.
+# Bytes. A smaller held-out part is less than a paragraph: such a file is not divided.
 _LEAST_HELD_OUT = 1024
 # The last place where every byte-level tokenizer begins a new word: before a single space, or after
-# a single line end. A text that is cut there has the same tokens as a whole.
+# a single line end. A text that is cut there has the same tokens as the uncut text.
 _WORDS = re.compile(r"(?s:.*)\S(?:\n(?=\S)|(?= \S))")
 # What to do about errors of the libraries; their messages do not say it.
 _WAYS_OUT = {
-    "scripts are no longer supported": "the hub may have made a copy of it that can be read: "
+    "scripts are no longer supported": "the hub may have made a readable copy: "
     "--hub-revision refs/convert/parquet",
     "type zstd not supported": "`pip install zstandard`",
 }
@@ -109,7 +99,7 @@ class TextReader:
                         yield piece
             except InputError:
                 raise
-            except Exception as error:  # each library has errors of its own
+            except Exception as error:  # each library has its own errors
                 reason = one_line(error)
                 for sign, way_out in _WAYS_OUT.items():
                     if sign in reason:
@@ -139,7 +129,7 @@ def find_files(path: Path) -> list[Path]:
         if file.is_file() and file.name.endswith(_SUFFIXES) and not file.name.startswith(".")
     )
     if not files:
-        raise InputError(f"{path} has no text file: no name ends in {', '.join(_SUFFIXES)}")
+        raise InputError(f"{path} has no text file; give files that end in {', '.join(_SUFFIXES)}")
     return files
 
 
@@ -154,18 +144,18 @@ def file_source(
             each line without its line end.
         column: Column of the text in rows.
         val_share: Share of the text that is held out, 0 to 1. Documents are chosen by a hash of
-            their content, which keeps equal ones in one split. Of a file that is one document the
-            end is held out, from the beginning of a line or word, and comes first in the stream.
+            their content, which keeps equal ones in one split. If a file is one document, its end
+            is held out, from the beginning of a line or word, and comes first in the stream.
         split: Split of the whole file; None holds out a part.
 
     Returns:
         The source.
 
     Raises:
-        InputError: If the file is empty, or a Parquet file that is damaged or lacks the column.
+        InputError: If the file is empty, or a Parquet file is damaged or does not have the column.
     """
     if not path.stat().st_size:
-        raise InputError(f"{path} is empty; leave it out")
+        raise InputError(f"{path} is empty; remove it from the sources")
     if path.suffix == ".parquet":
         _check_column(path, column)
         files = [glob.escape(str(path))]
@@ -255,7 +245,7 @@ def _check_column(path: Path, column: str) -> None:
 
 
 def _no_column(where: str, column: str, names: Sequence[str]) -> str:
-    return f"{where} has no column {column!r}; choose one by --column: {', '.join(names)}"
+    return f"{where} has no column {column!r}; choose one with --column: {', '.join(names)}"
 
 
 def _of_column(
@@ -275,7 +265,7 @@ def _text(where: str, row: dict[str, Any], column: str) -> str | None:
     if not isinstance(text, str | None):
         raise InputError(
             f"{where}: the column {column!r} holds {type(text).__name__}, not text; choose "
-            f"another by --column: {', '.join(row)}"
+            f"another one with --column: {', '.join(row)}"
         )
     return text
 
@@ -298,14 +288,14 @@ def _json_rows(path: str, column: str) -> Iterator[dict[str, Any]]:
         elif not found and number >= _KNOWN_ROWS:
             break
     if not names:
-        raise InputError(f"{path} holds no rows; leave it out")
+        raise InputError(f"{path} has no rows; remove it from the sources")
     if not found:
         raise InputError(_no_column(path, column, names))
 
 
 def _json_values(path: str) -> Iterator[Any]:
-    # Arrow's reader, which datasets uses, overflows the stack on lines that are nested 20,000 deep;
-    # this reader refuses them at 200.
+    # Arrow's reader, which datasets uses, overflows the stack on lines with 20,000 nested levels;
+    # this reader refuses more than 200.
     opened: Any = gzip.open if path.endswith(".gz") else open
     with opened(path, "rb") as file:
         for number, line in enumerate(file, 1):

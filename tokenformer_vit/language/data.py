@@ -20,16 +20,6 @@ from .schemas import TextMeta, WriterState, read_json
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = [
-    "META",
-    "PROGRESS",
-    "SplitWriter",
-    "partial_folder",
-    "read_text_meta",
-    "read_tokens",
-    "stored_rows",
-]
-
 # Exists while a folder is being written: what is done, and where to resume.
 PROGRESS = "progress.json"
 META = "meta.json"
@@ -48,7 +38,7 @@ def read_text_meta(folder: Path) -> TextMeta:
         ``tokens``, ``documents`` and UTF-8 ``bytes`` of the text that they were cut from.
 
     Raises:
-        InputError: If there is no such folder, it is unfinished, or it is no folder of tokens.
+        InputError: If there is no such folder, it is unfinished, or it is not a folder of tokens.
         OSError: If the description cannot be read.
     """
     file = folder / META
@@ -58,8 +48,8 @@ def read_text_meta(folder: Path) -> TextMeta:
                 f"{folder} is not finished: run the same prepare-text command again to resume it"
             )
         missing = f"{folder} has no {META}" if folder.is_dir() else f"there is no folder {folder}"
-        raise InputError(f"{missing}; make a folder of tokens by tokenformer-vit prepare-text")
-    way_out = "make it again by tokenformer-vit prepare-text"
+        raise InputError(f"{missing}; make a folder of tokens with tokenformer-vit prepare-text")
+    way_out = "make it again with tokenformer-vit prepare-text"
     meta = read_json(file, TextMeta, "a description of tokens", way_out)
     for split, counts in meta["splits"].items():
         if counts["rows"] and counts["tokens"] <= counts["rows"] * meta["context_length"]:
@@ -70,7 +60,7 @@ def read_text_meta(folder: Path) -> TextMeta:
     return meta
 
 
-def read_tokens(folder: Path, split: str) -> "Dataset":
+def open_rows(folder: Path, split: str) -> "Dataset":
     """Open the rows of a split; they are memory-mapped, and read only when they are used.
 
     Args:
@@ -81,8 +71,8 @@ def read_tokens(folder: Path, split: str) -> "Dataset":
         Data set in numpy's format: ``dataset[row]["input_ids"]`` is (context_length + 1,), int64.
 
     Raises:
-        InputError: As :func:`read_text_meta` does; or if there is no such split, it has no rows,
-            or a file is missing or damaged.
+        InputError: In the cases of :func:`read_text_meta`; or if there is no such split, it has no
+            rows, or a file is missing or damaged.
     """
     try:
         from datasets import Dataset, concatenate_datasets
@@ -122,10 +112,10 @@ def read_tokens(folder: Path, split: str) -> "Dataset":
 
 
 def stored_rows(dataset: "Dataset") -> np.ndarray:
-    """Read all rows of a data set in the type that they are stored in.
+    """Read all rows of a data set in their stored type.
 
     Args:
-        dataset: Data set of :func:`read_tokens`.
+        dataset: Data set of :func:`open_rows`.
 
     Returns:
         (R, context_length + 1) uint16 or uint32, a quarter or a half of the memory of int64.
@@ -209,7 +199,7 @@ class SplitWriter:
         column = self._pa.FixedSizeListArray.from_arrays(flat, type=self._type)
         try:
             if self._stream is None:
-                self._path.unlink(missing_ok=True)  # removes a link, but not the file behind it
+                self._path.unlink(missing_ok=True)  # removes a link, but not its target
                 self._file = self._path.open("xb")
                 schema = self._pa.schema([("input_ids", self._type)])
                 self._stream = self._pa.ipc.new_stream(self._file, schema)

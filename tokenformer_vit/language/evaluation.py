@@ -19,16 +19,6 @@ from tokenformer_vit.errors import InputError
 
 from .modeling import TokenFormerForCausalLM
 
-__all__ = [
-    "TextLoss",
-    "context_of",
-    "flatten_rows",
-    "float32_head",
-    "measure_text",
-    "read_text",
-    "windows",
-]
-
 _IGNORED = -100  # targets that F.cross_entropy ignores
 _MOST_NATS = 700.0  # exp() of more overflows
 
@@ -79,7 +69,7 @@ class TextLoss:
 
 
 def windows(predicted: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Cover a text of ``predicted`` + 1 tokens by windows that count each prediction once.
+    """Divide a text of ``predicted`` + 1 tokens into windows that count each prediction once.
 
     Args:
         predicted: Number of predicted tokens: all but the first.
@@ -135,8 +125,8 @@ def measure_text(
         also float32 with ``amp``.
 
     Source:
-        "Perplexity of fixed-length models" in the documentation of transformers. Its windows
-        without overlap do not predict their first token; these do, from the window before.
+        "Perplexity of fixed-length models" in the documentation of transformers. There, windows
+        without overlap do not predict their first token; here, the window before predicts it.
     """
     stride = stride or context
     predicted, vocab_size = len(tokens) - 1, model.config.vocab_size
@@ -155,7 +145,7 @@ def measure_text(
         total=predicted, desc=printable(title), unit="token", unit_scale=True, disable=None
     ) as bar:
         while batch := list(islice(spans, batch_size)):
-            # Under causal attention padding on the right changes nothing.
+            # With causal attention, padding on the right changes nothing.
             size = max(end - begin for begin, end, _ in batch)
             inputs = np.zeros((len(batch), size), dtype=np.int64)
             targets = np.full((len(batch), size), _IGNORED, dtype=np.int64)
@@ -172,7 +162,7 @@ def measure_text(
             bar.update(sum(end - begin - known for begin, end, known in batch))
     if not math.isfinite(nats):
         raise InputError(
-            f"the model's loss on {title} is {nats}: try without --amp, or another checkpoint"
+            f"the model's loss on {title} is {nats}: leave out --amp, or use another checkpoint"
         )
     return predicted, nats
 
@@ -180,7 +170,7 @@ def measure_text(
 def float32_head(model: Any) -> None:
     """Keep the product that gives the logits in float32 under autocast.
 
-    bfloat16 rounds logits above 16 to steps of 1/8 and more: as much as answers differ by.
+    bfloat16 rounds logits above 16 to steps of 1/8 and more. Logits of answers differ as little.
 
     Args:
         model: Causal language model of transformers with float32 weights; changed in place.
@@ -233,7 +223,7 @@ def read_text(path: Path) -> str:
 
 
 def flatten_rows(rows: NDArray[np.integer]) -> NDArray[np.integer]:
-    """Join (R, N + 1) rows, each of which begins with the last token of the one before.
+    """Join (R, N + 1) rows; each begins with the last token of the row before.
 
     Returns:
         (R · N + 1,) tokens of the whole text.

@@ -28,7 +28,7 @@ from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import new_folder
 from tokenformer_vit.growth import TokenMasks
-from tokenformer_vit.models.card import CardFacts
+from tokenformer_vit.models.card import CardFacts, write_card
 from tokenformer_vit.models.checkpoints import CARD
 from tokenformer_vit.models.weights import read_state_dict, seal_tensors
 
@@ -37,15 +37,7 @@ from .modeling import TokenFormerConfig
 from .schemas import ConfigFile, ShardIndex, read_json
 from .tokenizers import LOCAL, reason_of
 
-__all__ = [
-    "MASKS",
-    "TerminalStreamer",
-    "generate_text",
-    "load_language_model",
-    "save_language_model",
-]
-
-# File beside a model whose texts have pairs of their own.
+# File next to a model that has separate pairs for each text.
 MASKS = "masks.safetensors"
 # A logit below the first, divided by the second, is finite in float32.
 _MOST_LOGIT, _LEAST_TEMPERATURE = 1e32, 1e-6
@@ -64,15 +56,15 @@ def load_language_model(
         folder: Folder with ``config.json`` and ``model.safetensors``, or its shards and their
             index.
         kinds: Model types of transformers that are accepted; None for any causal language model.
-        mask: Name of a mask in ``masks.safetensors``, to use its pairs alone; None for all pairs.
+        mask: Name of a mask in ``masks.safetensors``, to use only its pairs; None for all pairs.
 
     Returns:
         The model on the CPU, in evaluation mode, in the dtype of the saved weights.
 
     Raises:
         InputError: If there is no such folder or mask, a file is damaged or asks for code of its
-            own, or the weights are not exactly those of the configuration. (transformers would
-            draw missing weights.)
+            own, or the weights do not fit the configuration exactly. (transformers would draw
+            missing weights.)
         OSError: If a file cannot be read.
     """
     file = folder / "config.json"
@@ -82,7 +74,9 @@ def load_language_model(
     try:
         tensors = _read_weights(folder)
         if (depth := config.num_hidden_layers) > len(tensors):  # it would take long to build
-            raise InputError(f"config.json has {depth} layers, the file {len(tensors)} tensors")
+            raise InputError(
+                f"config.json has {depth} layers, but the file has {len(tensors)} tensors"
+            )
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         with torch.device("meta"):
             _check_shapes(kind(config).state_dict(), tensors)
@@ -121,17 +115,17 @@ def _read_config(file: Path, kinds: Sequence[str] | None) -> Any:
         )
     try:
         config = AutoConfig.from_pretrained(file.parent, **LOCAL)
-    except Exception as error:  # each model type has checks of its own
+    except Exception as error:  # each model type has its own checks
         raise InputError(f"{file} cannot be used: {reason_of(error)}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(
             f"{file.parent} holds no readable model: {file.name} is for a model of type {kind!r}, "
-            "which is no causal language model of transformers"
+            "which is not a causal language model of transformers"
         )
     if "/" in str(config._attn_implementation):  # code of the hub, which `kernels` would load
         raise InputError(
-            f"{file} asks for attention by {config._attn_implementation!r}, code of the hub that "
-            "is not run: remove attn_implementation from it"
+            f"{file} names attention code on the hub ({config._attn_implementation!r}), which is "
+            "never run: remove attn_implementation from the file"
         )
     return config
 
@@ -146,7 +140,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     tensors = {}
     for name in sorted(set(places.values())):
         if not (folder / name).is_file():
-            raise InputError(f"there is no {folder / name}, which {index} names")
+            raise InputError(f"there is no {folder / name}, which {index} names; copy all files")
         tensors |= read_state_dict(folder / name)
     return tensors
 
@@ -174,7 +168,7 @@ def save_language_model(
         folder: The folder. A new one appears only when it is complete; in an existing one each
             file is replaced at once.
         tokenizer: Tokenizer of the model.
-        facts: What the model card says besides the model: data, training, results.
+        facts: Data, training and results for the model card.
 
     Raises:
         OSError: If it cannot be written; ``filename`` is ``folder``. Existing files stay.
@@ -207,7 +201,7 @@ def _save(
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         card = language_card(model, facts)
-        (partial / CARD).write_text(card, encoding="utf-8", errors="backslashreplace")
+        write_card(partial, card, folder / CARD)
 
 
 def generate_text(
@@ -229,7 +223,7 @@ def generate_text(
         tokenizer: Tokenizer of the model.
         prompt: Text of at least one token.
         max_new_tokens: Largest number of new tokens; the context may allow fewer.
-        greedy: Whether to take the most likely token each time; else a token is drawn.
+        greedy: Whether to take the most likely token each time, instead of a random one.
         temperature: Divisor of the logits before a token is drawn.
         top_k: Number of most likely tokens to draw from; None for all.
         top_p: Probability of the most likely tokens to draw from, above 0 and at most 1.
@@ -239,26 +233,26 @@ def generate_text(
         The new text.
 
     Raises:
-        InputError: If the prompt is empty, no valid text, or fills the context; a number is out of
-            range; or the output of the model is not finite.
+        InputError: If the prompt is empty, is not valid text or fills the context; a number is out
+            of range; or the output of the model is not finite.
     """
     if not _LEAST_TEMPERATURE <= temperature < math.inf:
         raise InputError(
-            f"temperature must be at least {_LEAST_TEMPERATURE}, but got {temperature}; greedy "
-            "takes the most likely token"
+            f"temperature must be at least {_LEAST_TEMPERATURE}, but got {temperature}; to take "
+            "the most likely token, use greedy"
         )
     if not 0 < top_p <= 1:
         raise InputError(f"top_p must be above 0 and at most 1, but got {top_p}")
     try:
         prompt.encode()
-    except UnicodeEncodeError as error:  # other bytes on a command line become lone surrogates
+    except UnicodeEncodeError as error:  # from bytes on the command line that are not UTF-8
         raise InputError(f"a prompt is not UTF-8 text: {prompt[:40]!r}; convert it") from error
     context = model.config.max_position_embeddings
     longest = max(_LONGEST_TOKEN, *map(len, tokenizer.get_vocab()))
     if len(prompt) > context * longest:  # some tokenizers take minutes for megabytes
         raise InputError(
-            f"a prompt has {len(prompt)} characters, but the model's context is {context} tokens: "
-            f"shorten it ({prompt[:40]!r}...)"
+            f"a prompt of {len(prompt)} characters cannot fit into the model's context of "
+            f"{context} tokens: shorten it ({prompt[:40]!r}...)"
         )
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     tokens = inputs["input_ids"].shape[1]

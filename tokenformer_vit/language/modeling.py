@@ -15,8 +15,6 @@ from tokenformer_vit.models import LMConfig, TokenFormerLM
 
 from .schemas import LMShape, check
 
-__all__ = ["TokenFormerConfig", "TokenFormerForCausalLM"]
-
 # Arguments that other models of transformers have.
 _UNSUPPORTED = ("inputs_embeds", "output_attentions", "output_hidden_states")
 
@@ -180,7 +178,7 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
         """
         for name in _UNSUPPORTED:
             if kwargs.pop(name, None) not in (None, False):
-                raise InputError(f"a TokenFormer language model does not support {name}")
+                raise InputError(f"a TokenFormer language model does not support {name}; remove it")
         if attention_mask is not None:
             if attention_mask.dim() != 2:
                 raise InputError(

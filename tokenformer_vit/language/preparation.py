@@ -20,8 +20,6 @@ from .data import META, PROGRESS, SplitWriter, partial_folder, read_text_meta
 from .schemas import Progress, TextMeta, read_json
 from .tokenizers import load_tokenizer
 
-__all__ = ["prepare_text", "training_texts"]
-
 _BATCH = 2**21  # characters that are tokenised at once
 _TOKENIZER_BYTES = 2**30  # of text are enough to train a tokenizer
 _LOCK = ".lock"  # file of locked_folder
@@ -44,7 +42,7 @@ def prepare_text(
 
     The files go to ``<target>.partial``, which is renamed when it is complete. After an
     interruption the same call resumes after the last finished file, and gives the same result. If
-    the target is complete already, nothing is done. Folders that it did not make stay untouched.
+    the target is already complete, nothing is done. Other folders are not changed.
 
     Args:
         sources: Sources, read in order. The end-of-text token of the tokenizer, if there is one,
@@ -52,8 +50,8 @@ def prepare_text(
         target: The folder.
         make_tokenizer: Makes the tokenizer; called once, at the beginning.
         context_length: Number of tokens of a row less one.
-        settings: Everything that the result follows from, in values for JSON, with ``tokenizer``
-            and ``sources``. A folder that was begun with other settings is refused.
+        settings: All settings that change the result, in values for JSON, with ``tokenizer`` and
+            ``sources``. A folder that was begun with other settings is refused.
         held_out: Whether there is a split ``val``.
         limit_tokens: Number of tokens after which training text ends, with the piece that has the
             last one; None for no limit.
@@ -70,7 +68,7 @@ def prepare_text(
     if there := _finished(target, settings):
         return there
     if target.exists():
-        raise InputError(f"{target} exists, and is no folder of tokens; name another place")
+        raise InputError(f"{target} exists and is not a folder of tokens; choose another place")
     partial = partial_folder(target)
     with _held(partial):
         # It is complete already if a run was killed just before the renaming.
@@ -99,19 +97,19 @@ def _held(partial: Path) -> Iterator[None]:
     elif partial.is_symlink() or (partial.exists() and not _is_empty(partial)):
         raise _in_the_way(partial)
     partial.mkdir(parents=True, exist_ok=True)
-    with locked_folder(partial, "name another place"):
+    with locked_folder(partial, "choose another place"):
         remove_leftovers(partial)
         try:
             yield
         finally:
             if _is_empty(partial):
-                with suppress(OSError):  # Windows removes no open file
+                with suppress(OSError):  # Windows cannot remove an open file
                     (partial / _LOCK).unlink()
                     partial.rmdir()
 
 
 def _is_empty(partial: Path) -> bool:
-    """Tell whether the folder has no file but the lock of a run that began or was killed."""
+    """Tell whether the folder has only the lock file of a run that began or was killed."""
     return partial.is_dir() and {path.name for path in partial.iterdir()} <= {_LOCK}
 
 
@@ -152,7 +150,9 @@ def _fill(
         for split in splits
     }
     reader = TextReader(sources, progress["position"])
-    for _ in _write(reader, writers, tokenizer, limit_tokens, _size(sources)):
+    sizes = [source.size for source in sources]
+    size = None if None in sizes else sum(size for size in sizes if size)
+    for _ in _write(reader, writers, tokenizer, limit_tokens, size):
         if any(writer.shard_tokens >= shard_tokens for writer in writers.values()):
             for writer in writers.values():
                 writer.close_shard()
@@ -250,13 +250,8 @@ def _check_settings(folder: Path, there: dict[str, Any], here: dict[str, Any]) -
         )
         raise InputError(
             f"{folder} was made with other settings ({told}): give the same again, remove that "
-            "folder, or name another place"
+            "folder, or choose another place"
         )
-
-
-def _size(sources: Sequence[Source]) -> int | None:
-    sizes = [source.size for source in sources]
-    return None if None in sizes else sum(size for size in sizes if size)
 
 
 def _write(
@@ -283,7 +278,7 @@ def _write(
             numbers = tokenizer(
                 [piece.text for piece in batch],
                 add_special_tokens=False,
-                split_special_tokens=True,  # a text that contains "<|endoftext|>" goes on
+                split_special_tokens=True,  # "<|endoftext|>" in a text does not end it
                 return_attention_mask=False,
                 return_token_type_ids=False,
                 verbose=False,
@@ -318,7 +313,7 @@ def _check_rows(
 ) -> None:
     for split, writer in writers.items():
         if not writer.counts["rows"]:
-            _remove(partial, files)  # resuming would end here again
+            _remove(partial, files)  # a resumed run would fail here again
             raise InputError(
                 f"the {split} part has {writer.counts['tokens']} tokens, too few for one row of "
                 f"{context_length + 1}: give more text, a smaller --context-length"

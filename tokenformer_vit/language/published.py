@@ -1,21 +1,10 @@
-"""Published results of language models, and tables with other results beside them."""
+"""Published results of language models, and tables that compare a model with them."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tokenformer_vit.command_line import printable
-
-__all__ = [
-    "METRICS",
-    "PUBLISHED",
-    "TITLES",
-    "Published",
-    "accuracies_of",
-    "average",
-    "loss_table",
-    "zero_shot_table",
-]
 
 # Name of each task on the command line, and its title; in the order of the figures below.
 TITLES = {
@@ -26,8 +15,8 @@ TITLES = {
     "arc_challenge": "ARC-c",
     "winogrande": "WinoGrande",
 }
-# Metric of the harness that the published figures are. Source: the authors' README takes the
-# zero-shot benchmark from Mamba, arXiv:2312.00752, Appendix E.2.3.
+# The harness's metric in the published results. Source: the authors' README takes the zero-shot
+# benchmark from Mamba, arXiv:2312.00752, Appendix E.2.3.
 METRICS = dict.fromkeys(TITLES, "acc") | {"hellaswag": "acc_norm", "arc_challenge": "acc_norm"}
 
 

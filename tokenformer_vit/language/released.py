@@ -1,8 +1,8 @@
 """The authors' language checkpoints: convert the names of their tensors to ours, and back.
 
 The released files hold no τ, because the released code computes it from the number of pairs. They
-hold no configuration: the shapes of the tensors tell it, except the number of heads, which follows
-from the published sizes.
+hold no configuration. It is derived from the shapes of the tensors; the number of heads is taken
+from the published model of that size.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,15 +19,13 @@ from tokenformer_vit.models import LMConfig, TokenFormerLM, lm_config
 from tokenformer_vit.models.weights import read_state_dict
 from tokenformer_vit.ops import default_tau
 
-__all__ = ["from_released", "read_released", "released_config", "to_released"]
-
 _EMBEDDING = "sequential.0.word_embeddings.weight"
 _FIRST = "sequential.2"  # the first block; the modules without tensors also have numbers
 _HEADS = {
     (config.depth, config.embed_dim): config.num_heads
     for config in map(lm_config, ("150m", "450m", "900m", "1.5b"))
 }
-# Fields that the released code fixes, to the defaults of LMConfig.
+# Fields that are fixed in the released code; LMConfig has the same values as defaults.
 _FIXED = ("positions", "rotary_share", "rotary_base", "tie_embeddings", "theta", "norm", "norm_eps")
 
 
@@ -37,7 +35,7 @@ def read_released(
     """Read a released checkpoint without running code; arguments as in :func:`from_released`.
 
     Raises:
-        InputError: If there is no such file, or it is no undamaged released checkpoint.
+        InputError: If there is no such file, it is damaged, or it is not a released checkpoint.
     """
     if not path.is_file():
         raise InputError(f"there is no checkpoint file {path}")
@@ -111,7 +109,8 @@ def released_config(
     if absent := [name for name in (_EMBEDDING, *pairs.values()) if len(shapes.get(name, ())) != 2]:
         others = f" (found: {', '.join(list(shapes)[:3])})"
         raise InputError(
-            f"this is no released TokenFormer language model: it has no matrix {absent[0]}{others}"
+            "the file is not a released TokenFormer language model: it has no matrix "
+            f"{absent[0]}{others}"
         )
     suffix = pairs["num_ffn_param_tokens"].removeprefix(_FIRST)
     depth = sum(name.startswith("sequential.") and name.endswith(suffix) for name in shapes)
@@ -160,7 +159,7 @@ def to_released(model: TokenFormerLM) -> dict[str, Tensor]:
             model, whose τ is no longer √P.
 
     Note:
-        The released code has no ``eps``; a model with one computes the same there to about 1e-6.
+        The released code has no ``eps``. For a model with ``eps`` its outputs differ by about 1e-6.
     """
     default = LMConfig()
     differing = [
@@ -184,7 +183,7 @@ def to_released(model: TokenFormerLM) -> dict[str, Tensor]:
 
 
 def _names(depth: int) -> Iterator[tuple[str, str]]:
-    """Yield the released name and ours of every tensor of a model."""
+    """Yield two names of every tensor of a model: the released name and ours."""
     yield _EMBEDDING, "embedding.weight"
     for block in range(depth):
         theirs, own = f"sequential.{block + 2}", f"blocks.{block}"
@@ -207,9 +206,9 @@ def _check(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int,
         if name in found and found[name] != shape
     ]
     if faults:
-        raise InputError(f"this is no complete released language model: {_some(faults)}")
+        raise InputError(f"this is not a complete released language model: {_some(faults)}")
 
 
-def _some(faults: list[str], most: int = 8) -> str:
-    more = f"; and {len(faults) - most} more" if len(faults) > most else ""
-    return "; ".join(faults[:most]) + more
+def _some(faults: list[str]) -> str:
+    more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
+    return "; ".join(faults[:8]) + more

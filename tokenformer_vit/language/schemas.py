@@ -8,20 +8,6 @@ from typing_extensions import NotRequired, TypedDict  # pydantic needs this one 
 
 from tokenformer_vit.errors import InputError, first_fault
 
-__all__ = [
-    "MOST_CONTEXT",
-    "ConfigFile",
-    "LMShape",
-    "Part",
-    "Position",
-    "Progress",
-    "ShardIndex",
-    "TextMeta",
-    "WriterState",
-    "check",
-    "read_json",
-]
-
 T = TypeVar("T")
 
 MOST_CONTEXT = 2**31 - 2  # Arrow counts the entries of a row, one more, by 32 bits
@@ -35,7 +21,7 @@ FileName = Annotated[str, Field(pattern=r"^[\w-][\w.-]*(/[\w-][\w.-]*)*$")]
 
 
 class Counts(TypedDict):
-    """Size of a split: its rows, and the text that they were cut from."""
+    """Size of a split: rows, and the tokens, documents and bytes of their text."""
 
     rows: Count
     tokens: Count
@@ -106,7 +92,7 @@ Size = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class PattentionArgs(TypedDict, total=False):
-    """Arguments that the layer itself does not check, or not in one line."""
+    """Arguments that the layer does not check, or does not report in one line."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)  # type: ignore[misc]
 

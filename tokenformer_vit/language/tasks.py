@@ -31,8 +31,6 @@ except ImportError as error:
     ) from error
 from datasets import Dataset, DatasetDict
 
-__all__ = ["TASKS", "Harness", "Task", "read_items", "run_task"]
-
 _HFLM: Any = huggingface.HFLM  # its decorator hides the type
 _BOOTSTRAP = 1000  # samples for the standard error of LAMBADA's perplexity
 
@@ -64,9 +62,9 @@ class Task:
 def _hellaswag_item(item: dict[str, Any]) -> dict[str, Any]:
     """Split a query "activity: context" into the fields of the hub.
 
-    On the hub the beginning of the sentence that the endings complete is a field of its own,
-    ctx_b, and the harness capitalises it. In the query it follows the last full stop and begins
-    with a small letter.
+    The endings complete an unfinished sentence. On the hub this sentence is the field ctx_b, and
+    the harness capitalises it. In the query it follows the last full stop and begins with a small
+    letter.
     """
     activity, _, context = item["query"].partition(": ")
     *sentences, last = re.split(r"(?<=[.!?]) ", context)
@@ -141,7 +139,7 @@ def read_items(task: Task, folder: Path) -> list[dict[str, Any]]:
     """
     path = folder / task.file
     if not path.is_file():
-        raise InputError(f"there is no {path} with the items of {task.name}")
+        raise InputError(f"there is no file {path}, which must hold the items of {task.name}")
     fields: Any = {name: (kind, ...) for name, kind in task.fields.items()}
     schema = create_model(task.name, __config__=_STRICT, **fields)
     items: list[dict[str, Any]] = []
@@ -152,10 +150,10 @@ def read_items(task: Task, folder: Path) -> list[dict[str, Any]]:
             except ValidationError as error:
                 raise InputError(f"{path}, line {number}: {first_fault(error)}") from error
             if not task.valid(item):
-                raise InputError(f"{path}, line {number}: the answer is none of the choices")
+                raise InputError(f"{path}, line {number}: the answer is not one of the choices")
             items.append(task.convert(item))
     if not items:
-        raise InputError(f"{path} is empty")
+        raise InputError(f"{path} is empty; it must hold the items of {task.name}")
     return items
 
 
@@ -171,8 +169,8 @@ class Harness(_HFLM):
         amp: Compute in bfloat16 under torch.autocast. The log-softmax stays float32.
 
     Raises:
-        InputError: If the tokenizer has no token that begins or ends a text: the harness takes it
-            for an empty prompt.
+        InputError: If the tokenizer has no token that begins or ends a text, which the harness
+            needs for an empty prompt.
     """
 
     def __init__(
@@ -232,7 +230,7 @@ def run_task(
         InputError: If the items cannot be downloaded, or an answer is longer than the context.
     """
     task = TASKS[name]
-    # The folder of this task alone: to search all the thousands takes long.
+    # Only the folder of this task: searching all of the thousands takes long.
     folder = Path(lm_eval.__file__).parent / "tasks" / task.name.partition("_")[0]
     manager = TaskManager(include_defaults=False, include_path=str(folder))
     spec: Any = task.name
@@ -245,7 +243,7 @@ def run_task(
             **dict.fromkeys(("training_split", "validation_split", "test_split")),
             f"{task.split}_split": task.split,
         }
-        # Within a group the harness keeps its own definition and changes these entries alone.
+        # In a group, the harness keeps its own definition and changes only these entries.
         spec = {"group": "local", "task": [own]}
     try:
         loaded = manager.load([spec])["tasks"][task.name]

@@ -15,19 +15,9 @@ from transformers import (
 
 from tokenformer_vit.errors import InputError, one_line
 
-__all__ = [
-    "END",
-    "byte_tokenizer",
-    "check_tokens_agree",
-    "find_tokenizer",
-    "load_tokenizer",
-    "reason_of",
-    "train_tokenizer",
-]
-
 # End of a text for the tokenizers of GPT-2 and GPT-NeoX; their bare files do not say so.
 END = "<|endoftext|>"
-# No code of a folder runs, and transformers does not ask whether it may.
+# No code from a folder runs, and transformers does not ask for permission to run it.
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 BYTES = 256
 _MOST_ENTRIES = 10_000_000  # the library reserves memory for all entries, and aborts without it
@@ -114,7 +104,9 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> PreTrainedToken
     except InputError:
         raise
     except Exception as error:  # tokenizers raises bare Exceptions
-        raise InputError(f"{path} holds no readable tokenizer: {reason_of(error)}") from error
+        raise InputError(
+            f"{path} holds no readable tokenizer; give another folder or file ({reason_of(error)})"
+        ) from error
     numbers = tokenizer.get_vocab()
     if tokenizer.eos_token is None and END in numbers:
         tokenizer.eos_token = END
@@ -132,7 +124,7 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> PreTrainedToken
 def check_tokens_agree(one: Path, other: Path) -> None:
     """Check that the tokenizers of two folders give the same numbers to the same tokens.
 
-    Their names do not tell: two that were trained on different text may both be ``bpe:4096``.
+    Names are not enough: two tokenizers from different texts may both be called ``bpe:4096``.
 
     Args:
         one: Folder with a tokenizer.
@@ -188,5 +180,5 @@ def reason_of(error: BaseException) -> str:
     """Describe an error of the libraries in one line."""
     reason = str(error) if isinstance(error, InputError) else one_line(error)
     if "custom code" in reason:
-        reason += "; code of a folder is not run: use a model type that transformers has"
+        reason += "; code in a folder is never run: use a model type that transformers has"
     return reason

@@ -1,12 +1,10 @@
-"""The plain Transformer that a TokenFormer language model is compared with."""
+"""A plain Transformer, the baseline of TokenFormer language models."""
 
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tokenformer_vit.benchmarking.matched import matched_hidden
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import LMConfig
-
-__all__ = ["matched_transformer", "transformer_lm"]
 
 
 def transformer_lm(

@@ -51,8 +51,7 @@ def check_pattention_args(arguments: Mapping[str, Any] | None) -> dict[str, Any]
 
     Args:
         arguments: Any of ``tau``, ``learn_tau``, ``eps``, ``key_init_scale`` and ``gate`` of
-            :class:`Pattention`, and those that :func:`model_pattention_args` adds; ``None`` for
-            none.
+            :class:`Pattention`, and the results of :func:`model_pattention_args`; or ``None``.
 
     Raises:
         InputError: If another argument is among them, a value is out of range, or ``arguments``
@@ -64,7 +63,7 @@ def check_pattention_args(arguments: Mapping[str, Any] | None) -> dict[str, Any]
 def model_pattention_args(
     arguments: Mapping[str, Any] | None, width: int, depth: int
 ) -> dict[str, Any]:
-    """Convert the ``pattention_args`` of a model to those of its blocks.
+    """Convert the ``pattention_args`` of a model to ``pattention_args`` of its blocks.
 
     Args:
         arguments: Arguments of :func:`check_pattention_args`, and ``init``: ``scaled`` (the

@@ -110,8 +110,8 @@ class Pattention(nn.Module):
         values are 9.2 times the released ones in query, key and value, 1.9 times in the output
         projection, and 0.94 times in the feed-forward layer (3072 pairs). Under a Θ that does not
         normalise the scores, their standard deviation of 0.02·√width depends on the width and
-        leaves Θ nearly linear (``softmax``: nearly constant). The released rule for values knows
-        neither P nor Θ, so each Θ would start from outputs of another size.
+        leaves Θ nearly linear (``softmax``: nearly constant). The released rule for values does not
+        depend on P or Θ, so outputs would start at a different size for each Θ.
 
         Range: a row of scores must have an L2 norm below 1.8e19 (√ of the largest float32) under
         the L2 variants, and each float16 score must be below 65504; see README.md of

@@ -140,7 +140,7 @@ def split_tokens(layer: Pattention, num_old: int) -> None:
             derived from Pattention.
     """
     if is_split(layer):
-        raise InputError("the layer is split already; call fuse_tokens() first")
+        raise InputError("the layer is already split; call fuse_tokens() first")
     if type(layer) is not Pattention:
         raise InputError(
             f"a {type(layer).__name__}, which is derived from Pattention, cannot be split into old "

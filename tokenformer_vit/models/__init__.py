@@ -2,12 +2,7 @@
 
 from .causal_lm import LM_PRESETS, KVCache, LMConfig, TokenFormerLM, lm_config
 from .compilation import compile_blocks
-from .vit import (
-    TokenFormerViT,
-    checkpoint_filter_fn,
-    classifier_state_dict,
-    timm_state_dict,
-)
+from .vit import TokenFormerViT, checkpoint_filter_fn, classifier_state_dict, timm_state_dict
 
 __all__ = [
     "LM_PRESETS",

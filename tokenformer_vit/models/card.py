@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from timm.data import resolve_input_data_config
@@ -10,9 +11,8 @@ from torch import nn
 from tokenformer_vit.command_line import printable
 from tokenformer_vit.layers import Pattention
 
-__all__ = ["CardFacts", "describe_pairs", "model_card", "vision_card"]
-
 _LAYERS = {"query": "q, k, v", "key": "q, k, v", "value": "q, k, v", "proj": "output"}
+_LICENSE = "license: apache-2.0 # of the code; check what your data allow, and correct this line"
 _CITATION = """```bibtex
 @inproceedings{wang2025tokenformer,
   title={TokenFormer: Rethinking Transformer Scaling with Tokenized Model Parameters},
@@ -25,7 +25,7 @@ _CITATION = """```bibtex
 
 
 class CardFacts(NamedTuple):
-    """What is known of a model. The card says nothing else.
+    """Facts about a model for its card.
 
     Args:
         sections: Title of each section, with its facts by name. A fact that is None is left out,
@@ -54,7 +54,7 @@ def model_card(
         library: Library that loads the model, ``timm`` or ``transformers``.
         task: The hub's name of the task, such as ``image-classification``.
         usage: Python code that loads the model.
-        facts: What is known of the model.
+        facts: Facts about the model.
         tags: Tags on the hub; with ``tokenformer`` the card cites the paper.
 
     Returns:
@@ -70,7 +70,7 @@ def model_card(
     lines = [
         "---",
         *(f"{key}: {json.dumps(value)}" for key, value in front.items() if value),  # JSON is YAML
-        "license: apache-2.0 # of the code; check what your data allow, and correct this line",
+        _LICENSE,
         "---",
         "",
         f"# {printable(name)}",
@@ -86,6 +86,19 @@ def model_card(
     return "\n".join([*lines, ""])
 
 
+def write_card(folder: Path, card: str, old: Path) -> None:
+    """Write a card into a folder, unless a README.md that somebody wrote or edited is in its place.
+
+    Args:
+        folder: Folder for ``README.md``.
+        card: The content.
+        old: File that the new one is to replace, if it exists.
+    """
+    if old.is_file() and _LICENSE not in old.read_text(encoding="utf-8", errors="replace"):
+        return  # an edited card has a license line of its own
+    (folder / old.name).write_text(card, encoding="utf-8", errors="backslashreplace")
+
+
 def vision_card(
     model: nn.Module,
     label_names: Sequence[str] | None,
@@ -97,8 +110,8 @@ def vision_card(
     Args:
         model: timm model.
         label_names: Names of the classes, in order.
-        data_config: Preprocessing, in timm's words; default: what the model says of it.
-        facts: What else is known.
+        data_config: Preprocessing, in timm's words; default: from the model's configuration.
+        facts: Other facts.
 
     Returns:
         The content of README.md.

@@ -17,8 +17,6 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Attention, Pattention, TokenFormerBlock
 from tokenformer_vit.layers.arguments import model_pattention_args
 
-__all__ = ["LM_PRESETS", "KVCache", "LMConfig", "TokenFormerLM", "lm_config"]
-
 POSITIONS = ("rotary", "learned")
 
 
@@ -50,8 +48,8 @@ class LMConfig:
         InputError: If ``positions`` is unknown or a size does not fit.
 
     Source:
-        The defaults are those of the released 150M model: TokenFormer, arXiv:2410.23168, Section
-        4.2, and the authors' configuration files.
+        The defaults are from the released 150M model: TokenFormer, arXiv:2410.23168, Section 4.2,
+        and the authors' configuration files.
     """
 
     vocab_size: int = 50_304
@@ -83,8 +81,8 @@ class LMConfig:
         if self.positions == "rotary" and (self.rotary_dims < 2 or self.rotary_dims % 2):
             raise InputError(
                 f"rotary_share {self.rotary_share} rotates {self.rotary_dims} of the "
-                f"{self.embed_dim // self.num_heads} dimensions of a head: choose it for an even "
-                "number of at least 2"
+                f"{self.embed_dim // self.num_heads} dimensions of a head: give a share that "
+                "rotates an even number, at least 2"
             )
 
     @property
@@ -331,7 +329,7 @@ class TokenFormerLM(nn.Module):
                 ``cache``.
             attention_mask: (B, all tokens) true or 1 for tokens, false or 0 for padding; tokens of
                 the cache come first. None if there is no padding.
-            cache: Keys and values of earlier tokens, which gets those of ``tokens``.
+            cache: Keys and values of earlier tokens; the keys and values of ``tokens`` are added.
             positions: (B, N) position of each token in its sequence; default: counted from the
                 first token that is not padding.
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.files import new_folder, write_whole
 
-from .card import CardFacts, vision_card
+from .card import CardFacts, vision_card, write_card
 from .description import (
     CARD,
     CONFIG,
@@ -31,8 +31,6 @@ from .description import (
 )
 from .vit import TokenFormerViT, classifier_state_dict, fit_state_dict, timm_state_dict
 from .weights import read_checkpoint, seal_tensors, state_dict_in
-
-__all__ = ["load_model", "model_faults", "save_classifier", "save_model"]
 
 _LOCAL = "local-dir:"
 # The part of a description that is valid for any model arguments.
@@ -64,8 +62,8 @@ def load_model(
         **kwargs: Arguments of the model.
 
     Returns:
-        The model, on the CPU, in evaluation mode. Its ``card_facts`` are what a training checkpoint
-        says of data and recipe.
+        The model, on the CPU, in evaluation mode. Its ``card_facts`` are the data and the recipe in
+        a training checkpoint.
 
     Raises:
         InputError: If the model or the file does not exist, they do not fit together, or a training
@@ -110,8 +108,8 @@ def load_model(
     model = _build(name, description, num_classes, kwargs)
     if for_images and getattr(model, "global_pool", None) == "":
         raise InputError(
-            f"{checkpoint or name} is a model without pooling (global_pool=''): it has no answer "
-            "for an image; choose another global_pool, such as 'avg'"
+            f"{checkpoint or name} is a model without pooling (global_pool=''): it cannot classify "
+            "an image; choose another global_pool, such as 'avg'"
         )
     if state_dict is not None:
         _load(
@@ -138,11 +136,11 @@ def save_model(
         model: timm model.
         folder: Folder for ``model.safetensors``, with the SHA-256 of its tensors, ``config.json``
             and the model card ``README.md``. A new folder appears complete; in an existing one
-            these files are replaced.
+            these files are replaced, except a ``README.md`` that was written or edited by hand.
         label_names: Names of the classes, in order; default: the names in the model's
             configuration, if any.
-        data_config: Preprocessing, in timm's words; default: that of the model's configuration.
-        facts: What the model card says of data, training and results.
+        data_config: Preprocessing, in timm's words; default: from the model's configuration.
+        facts: Data, training and results for the model card.
 
     Raises:
         OSError: If the folder cannot be written; existing files stay.
@@ -162,7 +160,7 @@ def save_model(
             raise OSError(errno.EIO, one_line(error)) from error
         seal_tensors(partial / WEIGHT_FILES[0])
         card = vision_card(model, names, data_config, facts or CardFacts())
-        (partial / CARD).write_text(card, encoding="utf-8", errors="backslashreplace")
+        write_card(partial, card, folder / CARD)
 
 
 def save_classifier(model: nn.Module, path: Path) -> None:
@@ -202,8 +200,7 @@ def _check_name(name: str) -> None:
         if not config.is_file():
             raise InputError(f"there is no {config}; {_LOCAL} needs a folder that timm exported")
     elif not timm.is_model(name):
-        ours = timm.list_models("tokenformer*")
-        close = get_close_matches(name, ours, n=3) or ours
+        close = get_close_matches(name, timm.list_models(), n=3) or timm.list_models("tokenformer*")
         raise InputError(f"there is no model {name!r}; did you mean {', '.join(close)}?")
 
 
@@ -293,7 +290,7 @@ def _say_preprocessing(
     if name is None:
         return  # the caller refuses it
     _log.warning(
-        "%s has no preprocessing and no class names, so those of %s are used. An exported folder "
+        "%s has no preprocessing and no class names; those of %s are used. An exported folder "
         "contains both.",
         checkpoint,
         name,
@@ -305,7 +302,7 @@ def _load(model: nn.Module, state_dict: dict[str, Tensor], what: str, resample: 
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
     # timm's filter would silently resample these two to any size, and the model would predict with
-    # weights that nobody has trained.
+    # untrained weights.
     stem = ["patch_embed.proj.weight"] if resample else ["patch_embed.proj.weight", "pos_embed"]
     faults = []
     for name in stem:

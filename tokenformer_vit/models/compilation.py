@@ -16,8 +16,8 @@ _MOST_VERSIONS = 64
 def compile_blocks(model: nn.Module, **kwargs: Any) -> None:
     """Compile each transformer block of a timm model, in place.
 
-    All blocks run the same code on other weights, so one compilation, which takes seconds, serves
-    all; compiling the whole model takes minutes. State-dict keys do not change, and a copy or a
+    All blocks run the same code with different weights, so they share one compilation, which takes
+    seconds; compiling the whole model takes minutes. State-dict keys do not change, and a copy or a
     pickle of the model is not compiled.
 
     Args:
@@ -40,8 +40,8 @@ def compile_blocks(model: nn.Module, **kwargs: Any) -> None:
     config: Any = torch._dynamo.config
     limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
     setattr(config, limit, max(getattr(config, limit), _MOST_VERSIONS))
-    # DistributedDataParallel overlaps its communication block by block without it. It splits the
-    # graph of a whole model, and fails on graphs within graphs, which autograd functions may have.
+    # optimize_ddp splits the graph of a whole model, and fails on graphs within graphs, which
+    # autograd functions may have. Blocks do not need it to overlap communication.
     config.optimize_ddp = False
     for block in blocks.children():
         block.compile(**kwargs)

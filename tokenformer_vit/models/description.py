@@ -16,24 +16,11 @@ from torch import nn
 
 from tokenformer_vit.errors import InputError, first_fault, one_line
 
-__all__ = [
-    "CARD",
-    "CONFIG",
-    "DESCRIPTION",
-    "WEIGHT_FILES",
-    "check_data_config",
-    "class_names",
-    "data_config",
-    "describe_model",
-    "find_description",
-    "read_description",
-]
-
 # Key of the description in a training checkpoint.
 DESCRIPTION = "timm_config"
 CONFIG = "config.json"
 CARD = "README.md"
-# What timm's save_for_hf writes next to it, the safe format first.
+# Weight files that timm's save_for_hf writes next to it, the safe format first.
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 # The origin of weights, and what a description holds outside of pretrained_cfg.
 _NOT_DESCRIBED = (
@@ -62,7 +49,7 @@ class _DataConfig(BaseModel):
 
 
 class _Card(BaseModel):
-    """What a training checkpoint tells the model card of its export."""
+    """Facts in a training checkpoint, for the model card of its export."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -74,7 +61,7 @@ class _Card(BaseModel):
 class _Description(BaseModel):
     """The content of ``config.json``; timm reads other keys without a check.
 
-    Old files have no ``pretrained_cfg``, but its values as keys of their own.
+    Old files have no ``pretrained_cfg``; its entries are keys of the file.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -99,7 +86,7 @@ def describe_model(
         model: timm model, with or without its head.
         num_classes: Number of classes of the head.
         label_names: Names of the classes, in order.
-        data_config: Preprocessing, in timm's words; default: that of the model's configuration.
+        data_config: Preprocessing, in timm's words; default: from the model's configuration.
     """
     own: Any = model
     architecture = own.pretrained_cfg["architecture"]
@@ -121,8 +108,8 @@ def describe_model(
 def class_names(model: nn.Module) -> list[str]:
     """Return the names of a model's classes.
 
-    They are the names in its configuration, or those of ImageNet-1K if there are 1000 classes, or
-    numbers.
+    They are the names in its configuration; without them, the names of ImageNet-1K if there are
+    1000 classes, otherwise numbers.
     """
     own: Any = model
     names = own.pretrained_cfg.get("label_names")
@@ -146,7 +133,7 @@ def data_config(model: nn.Module) -> dict[str, Any]:
         InputError: If the model is not for RGB images, or a value is out of range.
     """
     if model.in_chans != 3:
-        raise InputError(f"the model needs images of {model.in_chans} channels; only RGB is read")
+        raise InputError(f"the model takes {model.in_chans} channels; give a model of RGB images")
     # The size of the built model; its configuration may still have timm's default.
     size = getattr(getattr(model, "patch_embed", None), "img_size", None)
     try:
@@ -209,7 +196,9 @@ def read_description(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} is not readable JSON ({one_line(error)})") from error
+        raise InputError(
+            f"{path} is not readable JSON ({one_line(error)}); export again"
+        ) from error
     return _check_description(content, path)
 
 

@@ -187,7 +187,7 @@ def timm_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def classifier_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the tensors of a timm model to those of an mmpretrain classifier around it."""
+    """Rename the tensors of a timm model to the names in an mmpretrain classifier around it."""
     return {
         f"head.fc.{name.removeprefix('head.')}"
         if name.startswith("head.")

@@ -1,4 +1,4 @@
-"""The only reader of weight files: it runs no code and refuses damaged and senseless files.
+"""The only reader of weight files: it runs no code and refuses damaged files and invalid tensors.
 
 :func:`check_tensors` checks every tensor of a model that comes from a file. Files of this package
 contain a SHA-256 of their tensors, which :func:`read_checkpoint` verifies. PyTorch's files are zip
@@ -23,19 +23,8 @@ from torch import Tensor
 from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.files import write_whole
 
-__all__ = [
-    "check_digest",
-    "check_tensors",
-    "read_checkpoint",
-    "read_state_dict",
-    "seal_tensors",
-    "state_dict_in",
-    "tensors_digest",
-    "write_tensors",
-]
-
-# The keys of weights in training checkpoints, averaged weights first: those of timm, then those of
-# mmengine, whose `state_dict` is the averaged model.
+# The keys of weights in training checkpoints, averaged weights first: timm's keys, then mmengine's,
+# whose `state_dict` is the averaged model.
 _STATE_DICTS = ("state_dict_ema", "model_ema", "state_dict", "model")
 # Names of learned tensors, which must have a floating-point type in every model.
 _LEARNED = re.compile(r"(.*[._])?(weight|bias|gamma|tokens?|pos_embed|tau|gate|original[01])")
@@ -110,7 +99,7 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
 
 
 def state_dict_in(checkpoint: Mapping[str, Any], path: str | Path) -> dict[str, Tensor]:
-    """Return the tensors of a model from the result of :func:`read_checkpoint`."""
+    """Return the tensors of a model in the result of :func:`read_checkpoint`."""
     found = next(
         (checkpoint[name] for name in _STATE_DICTS if isinstance(checkpoint.get(name), Mapping)),
         checkpoint,
@@ -124,7 +113,7 @@ def state_dict_in(checkpoint: Mapping[str, Any], path: str | Path) -> dict[str, 
 
 
 def check_tensors(tensors: Mapping[str, Any], where: str | Path) -> None:
-    """Refuse tensors that no trained model has.
+    """Refuse tensors that a trained model cannot have.
 
     Args:
         tensors: Tensors by name. Values that are not tensors are skipped.

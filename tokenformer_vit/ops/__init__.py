@@ -1,4 +1,4 @@
-"""Pattention and the LayerNorm before it, as functions on tensors; needs torch alone.
+"""Pattention and the LayerNorm before it, as functions on tensors; needs only torch.
 
 Both have several implementations that compute the same. ``backend`` chooses one. If it is
 ``auto``, the environment variable ``PATTENTION_BACKEND`` chooses; it is read at import.

@@ -109,7 +109,7 @@ def pattention_fused(
         InputError: If the variant is unknown.
 
     Note:
-        The precision is that of :func:`pattention_reference`. Operands are cast before the
+        The precision is the same as in :func:`pattention_reference`. Operands are cast before the
         autograd function: autocast and torch.compile see the casts, and the input that is kept is
         the one that the product used. No product is computed for an operand that needs no
         gradient. Gradients of gradients use plain autograd. Forward-mode differentiation is not

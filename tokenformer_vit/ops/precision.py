@@ -10,7 +10,7 @@ def accumulation_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def product_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype of ``tensor`` in a product: that of autocast, if it is on."""
+    """Return the dtype of ``tensor`` in a product; if autocast is on, its dtype."""
     device = tensor.device.type
     if tensor.dtype == torch.float64 or not tensor.is_floating_point():
         return tensor.dtype

@@ -1,4 +1,4 @@
-"""Θ, the normalised activation of Pattention: every published variant, and every fact about it.
+"""Θ, the normalised activation of Pattention: all published variants, and facts about them.
 
 :data:`THETAS` is the only place that lists variants. A new one is a function here and an entry
 there. With hand-written gradients (see ``kernels.py``) it trains faster and takes less memory.
@@ -26,7 +26,7 @@ Note:
 Source:
     TokenFormer, arXiv:2410.23168: Eq. 5 and 6 for the definition, Table 4 for the variants. The
     factor of ``softmax`` and the post-normalised form come from the authors' language code.
-    ``gelu_tanh_l2`` is not in the paper: it measures what the exact GELU is worth.
+    ``gelu_tanh_l2`` is not in the paper: it measures the benefit of the exact GELU.
 """
 
 import math
@@ -52,8 +52,8 @@ def softmax(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
 def gated_softmax(scores: Tensor, tau: Tensor, gate: Tensor) -> Tensor:
     """τ · g exp(A) / ‖g exp(A)‖₁ with a gate g for each parameter token.
 
-    A gate of 0 takes a token out, whatever its score, but the gate still has a gradient. With
-    gates of 1 this is :func:`softmax`.
+    A gate of 0 removes a token, whatever its score, but the gate still has a gradient. With gates
+    of 1 this is :func:`softmax`.
 
     Args:
         scores: (..., P) scores.
@@ -81,7 +81,7 @@ def no_gate(scores: Tensor, tau: Tensor, gate: Tensor) -> Tensor:
     Raises:
         ValueError: Always.
     """
-    raise ValueError("this Θ has no gate: a pair with a zero key is closed already")
+    raise ValueError("this Θ has no gate, because a zero key closes a pair: leave out gate")
 
 
 def gelu_l1(scores: Tensor, tau: Tensor, eps: float) -> Tensor:

@@ -18,9 +18,9 @@ def pattention_top_k(
 ) -> Tensor:
     """Let each input token attend to its k strongest parameter tokens, a mixture of P experts.
 
-    Θ still normalises over all P scores, so the k weights equal those of the dense layer, and the
-    output differs only by the values that are not read. A token reads all keys and k values: of
-    2·P·(C_in + C_out) FLOPs, 2·P·C_in + 2·k·C_out are left.
+    Θ still normalises over all P scores, so the k weights do not change, and the output differs
+    only by the values that are not read. A token reads all keys and k values: this takes
+    2·P·C_in + 2·k·C_out FLOPs instead of 2·P·(C_in + C_out).
 
     Args:
         x: (..., C_in) input tokens.
@@ -29,7 +29,7 @@ def pattention_top_k(
         theta: Name of the variant, a key of ``THETAS``.
         tau: 0-dim tensor, the stored scale of the layer.
         eps: Number added to the divisor of a row, relative to ``tau``.
-        k: Number of pairs to read, from 1 to P: those with the largest absolute weights.
+        k: Number of pairs to read, from 1 to P: the pairs with the largest absolute weights.
         gate: (P,) factors on exp(A), only for a variant with gates.
 
     Returns:

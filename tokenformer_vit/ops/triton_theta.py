@@ -317,7 +317,7 @@ def gelu_l2_forward(scores: Tensor, tau: Tensor, eps: float) -> tuple[Tensor, Te
 
     Note:
         Everything between reading the scores and rounding the weights once is float32. erf is an
-        approximation with a smaller error than that of float32 GELUs. Reruns are bit-equal. No
+        approximation with a smaller error than float32 GELUs. Reruns are bit-equal. No
         gradient is registered: :func:`gelu_l2_backward` computes it.
 
     Source:

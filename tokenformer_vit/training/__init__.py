@@ -1,4 +1,4 @@
-"""What mmengine and mmpretrain lack to train TokenFormer.
+"""Training with mmengine and mmpretrain: hooks, loops, checks and export for TokenFormers.
 
 Configs name this package in ``custom_imports``. An import adds its classes to mmpretrain's
 registries and replaces nothing; :func:`secure_files` says what a run replaces, and when.

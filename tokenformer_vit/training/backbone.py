@@ -36,7 +36,7 @@ class TimmClassificationBackbone(BaseModule):
         growth: Arguments of :func:`tokenformer_vit.growth.grow`, which then appends pairs to the
             model. ``freeze="old"`` trains only the new pairs and the head. Default ``seed``: the
             seed of the run.
-        frozen: Train the head alone: a linear probe.
+        frozen: Train only the head: a linear probe.
         stem_seed: Seed for all weights outside the blocks (patch embedding, class token,
             positions, final norm). With the same width and image size, a ViT and TokenFormers of
             any Θ and number of pairs then start from the same weights there. The blocks and the
@@ -75,7 +75,7 @@ class TimmClassificationBackbone(BaseModule):
         if frozen and growth:
             raise InputError(
                 "frozen=True would also freeze the pairs that growth appends: set one of the two, "
-                "or train the new pairs alone by growth=dict(..., freeze='old')"
+                "or train only the new pairs with growth=dict(..., freeze='old')"
             )
         if checkpoint_path:
             if not Path(checkpoint_path).is_file():

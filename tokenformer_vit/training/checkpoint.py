@@ -52,10 +52,10 @@ class ExactCheckpointHook(CheckpointHook):
     ``stopped.pth``.
 
     Note:
-        After a resume the losses are those of an uninterrupted run, bit for bit, if the number of
-        processes and the batch size are the same and the operations are deterministic. With
-        several processes and pending gradients they agree to rounding, because the checkpoint has
-        the mean of these gradients.
+        After a resume the losses equal the losses of an uninterrupted run, bit for bit, if the
+        number of processes and the batch size are the same and the operations are deterministic.
+        With several processes and pending gradients they agree to rounding, because the checkpoint
+        has the mean of these gradients.
     """
 
     _progress: dict[str, Any] | None = None
@@ -94,7 +94,7 @@ class ExactCheckpointHook(CheckpointHook):
             raise InputError(
                 f"the checkpoint is of a run with {self._resumed['iters_per_epoch']} iterations an "
                 f"epoch, this run has {len(loader)}: resume with the same data and the same batch "
-                "size times number of processes, or start anew from its weights with "
+                "size times number of processes, or start a new run from its weights with "
                 "`--cfg-options load_from=CHECKPOINT`"
             )
         check_schedule_is_kept(runner, self._resumed)
@@ -146,11 +146,7 @@ class ExactCheckpointHook(CheckpointHook):
             )
 
     def after_train_iter(
-        self,
-        runner,
-        batch_idx: int,
-        data_batch: Any = None,
-        outputs: dict[str, Any] | None = None,
+        self, runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
         """Save, if a checkpoint is due or a SIGTERM came."""
         super().after_train_iter(runner, batch_idx, data_batch, outputs)  # type: ignore[arg-type]
@@ -182,8 +178,8 @@ class ExactCheckpointHook(CheckpointHook):
             return
         if "optimizer" not in checkpoint or "exact_resume" not in checkpoint:
             raise InputError(
-                "the checkpoint holds weights alone, not the state of a run: resume from the one "
-                "that `last_checkpoint` names, or start from its weights with "
+                "the checkpoint has only weights, not the state of a run: resume from the one "
+                "that `last_checkpoint` names, or start a new run from its weights with "
                 "`--cfg-options load_from=CHECKPOINT`"
             )
         try:
@@ -191,8 +187,8 @@ class ExactCheckpointHook(CheckpointHook):
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InputError(
                 f"the checkpoint's state of the run cannot be read by this version "
-                f"({type(error).__name__}: {error}): resume from another checkpoint, or start from "
-                "its weights with `--cfg-options load_from=CHECKPOINT`"
+                f"({type(error).__name__}: {error}): resume from another checkpoint, or start a "
+                "new run from its weights with `--cfg-options load_from=CHECKPOINT`"
             ) from error
 
     def _take(self, runner, checkpoint: dict) -> None:
@@ -294,9 +290,9 @@ class ExactCheckpointHook(CheckpointHook):
 
 
 def _card(runner, meta: dict[str, Any]) -> dict[str, Any]:
-    """Return what a model card may say of the checkpoint: data and recipe, but no results.
+    """Return the data and the recipe for the checkpoint's model card, without results.
 
-    The last validation was that of earlier weights.
+    The last validation measured earlier weights.
     """
     facts = run_facts(runner)
     training = {**facts.sections["Training"], "Iterations": f"{meta['iter']:,}"}
@@ -307,7 +303,7 @@ def _card(runner, meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_finite(runner) -> None:
-    """Refuse to save weights that are not finite in place of good ones.
+    """Check that weights are finite before they are saved.
 
     Raises:
         InputError: If a weight is not finite.
@@ -347,8 +343,8 @@ def check_schedule_is_kept(runner, resumed: Mapping[str, Any]) -> None:
         before = resumed["schedule"].get(name, [])
         if value != before:
             raise InputError(
-                f"{name} was {before} in the run of the checkpoint and is {value} here, but a "
-                "resumed run keeps its schedule: give the old value, or start a new run from the "
+                f"{name} was {before} in the checkpoint and is {value} now, but a resumed run must "
+                "keep its schedule: give the old value, or start a new run from the "
                 "weights with `--cfg-options load_from=CHECKPOINT` in another --work-dir"
             )
 

@@ -14,12 +14,7 @@ from mmengine.utils import import_modules_from_strings
 
 from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError, one_line
-from tokenformer_vit.vision.images import (
-    IMAGE_SUFFIXES,
-    class_folders,
-    say_left_out,
-    scan_images,
-)
+from tokenformer_vit.vision.images import IMAGE_SUFFIXES, class_folders, say_left_out, scan_images
 
 from .mmengine_internals import base_files
 from .schema import check_values
@@ -29,15 +24,8 @@ from .shipped import find_config, shipped_bases
 _FORMER_NAME = "tokenformer_vit.integrations"
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
 _KEYS = (
-    "model",
-    *LOADERS,
-    "val_evaluator",
-    "test_evaluator",
-    "optim_wrapper",
-    "param_scheduler",
-    "train_cfg",
-    "auto_scale_lr",
-    "randomness",
+    *("model", *LOADERS, "val_evaluator", "test_evaluator", "optim_wrapper", "param_scheduler"),
+    *("train_cfg", "auto_scale_lr", "randomness"),
 )
 
 
@@ -74,10 +62,10 @@ def parse_run_arguments(
     try:
         args = parser.parse_args(argv)
     except ValueError:  # DictAction splits at "=" and trusts that there is one
-        parser.error("--cfg-options takes KEY=VALUE")
-    except (AssertionError, RecursionError):  # of brackets that DictAction cannot read
+        parser.error("--cfg-options must be KEY=VALUE")
+    except (AssertionError, RecursionError):  # from brackets that DictAction cannot read
         parser.error(
-            "--cfg-options reads numbers, words and lists of them; dicts go into a config file"
+            "--cfg-options takes numbers, words and lists of them; put dicts into a config file"
         )
     if args.local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(args.local_rank))
@@ -112,7 +100,7 @@ def load_config(
     missing = [key for key in _KEYS if key not in cfg]
     if missing:
         raise InputError(
-            f"{path} is not the config of a run: it lacks {', '.join(missing)}; begin with a copy "
+            f"{path} is not a training config: it has no {', '.join(missing)}; start from a copy "
             "of one in configs/"
         )
     for key in options or {}:
@@ -121,8 +109,8 @@ def load_config(
         cfg.merge_from_dict(dict(options or {}))
     except (AttributeError, KeyError, TypeError) as error:
         raise InputError(
-            f"--cfg-options {' '.join(options or {})}: {path} has no place for a value there "
-            f"({error}); give a list as a whole, as in key=[1,5]"
+            f"--cfg-options {' '.join(options or {})}: {path} cannot take this value ({error}); "
+            "set a whole list, as in key=[1,5]"
         ) from error
     check_values(cfg.to_dict(), str(path))
     for name in ("val_evaluator", "test_evaluator"):
@@ -173,7 +161,8 @@ def _read(path: Path) -> Config:
         raise
     except Exception as error:  # a config is Python: it may fail in any way
         raise InputError(
-            f"{path} is no usable config ({type(error).__name__}: {one_line(error)})"
+            f"{path} cannot be read as a config ({type(error).__name__}: {one_line(error)}): "
+            "correct the file"
         ) from error
 
 
@@ -181,11 +170,11 @@ def _check_is_python(path: Path) -> None:
     """Refuse a config in another language, or one that inherits from such a file."""
     if path.suffix != ".py":
         raise InputError(
-            f"{path} is no Python config: write it as a .py file, as those in configs/ are"
+            f"{path} is not a Python config: write it as a .py file, like the files in configs/"
         )
     for base in base_files(str(path)):
         inherited = path.parent / base
-        if "::" in base:  # of a package; those of this one are Python
+        if "::" in base:  # from a package; this package has only Python configs
             inherited = Path(base.rpartition("::")[2])
         if inherited.is_file() or inherited.suffix != ".py":
             _check_is_python(inherited)
@@ -200,7 +189,7 @@ def _shorten(loader: Any, name: str) -> None:
     kind = sampler.get("type")
     if kind not in ("DefaultSampler", "ResumableSampler", "EndlessSampler"):
         raise InputError(
-            f"{name}.num_batch_per_epoch is {batches}, which {kind} cannot do: use "
+            f"{name}.num_batch_per_epoch is {batches}, but {kind} does not support it: use "
             "ResumableSampler, or num_batch_per_epoch=None"
         )
     if kind == "DefaultSampler":
@@ -222,7 +211,7 @@ def _check_option(cfg: Config, key: str) -> None:
             raise InputError(
                 f"--cfg-options {key}: {where} has no {part!r}"
                 + (f"; it has {', '.join(close)}" if close else "")
-                + ". Add a new key in a config file of your own"
+                + ". Add a new key in your own config file"
             )
         node = node[part]
 
@@ -274,7 +263,7 @@ def check_data_folders(cfg: Config, loaders: tuple[str, ...] = LOADERS) -> None:
             for entry in scan_images(each, left_out, suffixes):
                 if not entry.is_file():
                     raise InputError(
-                        f"{entry.path} is a broken link or no regular file; replace or delete it"
+                        f"{entry.path} is a broken link or not a regular file; replace or delete it"
                     )
         if folder not in said:
             say_left_out(left_out, folder)
@@ -287,19 +276,15 @@ def scale_for_accumulation(cfg: Config) -> None:
         cfg.optim_wrapper.optimizer.lr *= cfg.optim_wrapper.get("accumulative_counts", 1)
 
 
-def _is_in(folder: Path, file: str) -> bool:
-    return Path(file).resolve().parent == folder.resolve()
-
-
 def make_work_dir(cfg: Config) -> Path:
     """Make the folder of a run.
 
     Raises:
-        InputError: If it cannot be made or written into.
+        InputError: If the folder cannot be made or written to.
     """
     work_dir = Path(cfg.work_dir)
     if work_dir.exists() and not work_dir.is_dir():
-        raise InputError(f"--work-dir {work_dir} is a file; name a folder")
+        raise InputError(f"--work-dir {work_dir} is a file; give a folder")
     try:
         work_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -308,7 +293,7 @@ def make_work_dir(cfg: Config) -> Path:
             "another --work-dir"
         ) from error
     if not os.access(work_dir, os.W_OK):
-        raise InputError(f"{work_dir} cannot be written into; choose another --work-dir")
+        raise InputError(f"cannot write to the folder {work_dir}; choose another --work-dir")
     dumped = work_dir / Path(cfg.filename).name
     if dumped.is_symlink():
         dumped.unlink()  # mmengine writes the config here, and would follow the link
@@ -328,13 +313,13 @@ def choose_checkpoint(cfg: Config, resume: str | None) -> None:
     """
     work_dir = Path(cfg.work_dir)
     pointer = work_dir / "last_checkpoint"
-    # Newest first. The checkpoint of the best epoch has weights alone: no run can resume from it.
+    # Newest first. The checkpoint of the best epoch has only weights: no run can resume from it.
     written = [path for path in work_dir.glob("*.pth") if not path.name.startswith("best_")]
     written.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-    elsewhere = resume not in (None, "auto") and not _is_in(work_dir, resume)
+    elsewhere = resume not in (None, "auto") and Path(resume).resolve().parent != work_dir.resolve()
     if (resume is None or elsewhere) and (pointer.is_file() or written):
         raise InputError(
-            f"{cfg.work_dir} holds a run already: add --resume to continue it, or choose another "
+            f"{cfg.work_dir} already holds a run: add --resume to continue it, or choose another "
             "--work-dir"
         )
     if resume is None:

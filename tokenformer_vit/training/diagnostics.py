@@ -43,16 +43,16 @@ class DiagnosticsHook(Hook):
 
     Args:
         interval: Number of epochs between two measurements, at least 1.
-        images: Number of images, at least 1: the first of the validation data or, if those are
-            sorted by class, as many at even distances. At most all are taken.
+        images: Number of images, at least 1, or all images if there are fewer. They are the first
+            validation images or, if the images are sorted by class, evenly spaced ones.
 
     Raises:
         InputError: If ``interval`` or ``images`` is below 1, the run has no validation data, or the
             file cannot be written.
 
     Source:
-        TokenFormer, arXiv:2410.23168, Appendix A reasons about the gradient that reaches the tokens
-        through a softmax; this hook measures it, for any Θ.
+        TokenFormer, arXiv:2410.23168: Appendix A derives the gradient that reaches the tokens
+        through a softmax; this hook measures it for any Θ.
     """
 
     def __init__(self, interval: int = 1, images: int = 64) -> None:
@@ -73,15 +73,15 @@ class DiagnosticsHook(Hook):
             return
         if runner.val_loop is None:
             raise InputError(
-                "DiagnosticsHook takes its images from the validation data, but the run has none: "
-                "set val_dataloader, val_cfg and val_evaluator, or leave the hook out"
+                "DiagnosticsHook needs validation images, but the run has none: set "
+                "val_dataloader, val_cfg and val_evaluator, or remove the hook"
             )
         if not is_main_process():
             return
         self._batches = []
         path = Path(runner.work_dir) / FILE
         if runner.iter == 0:
-            path.unlink(missing_ok=True)  # of a run that ended before its first checkpoint
+            path.unlink(missing_ok=True)  # left by a run that ended before its first checkpoint
         # The pipeline that reads an image may draw random numbers.
         state = rng_state()
         loader = runner.val_dataloader
@@ -125,10 +125,10 @@ def probe_indices(dataset: Any, number: int) -> list[int]:
 
     Args:
         dataset: Data set of mmpretrain, or any with a length.
-        number: Number of images; at most all are chosen.
+        number: Number of images, or all images if there are fewer.
 
     Returns:
-        Indices: the first ones if the labels are known and not sorted, else at even distances.
+        Indices: the first ones if the labels are known and not sorted, otherwise evenly spaced.
     """
     size = len(dataset)
     number = min(number, size)
@@ -183,7 +183,7 @@ def diagnose(classifier: nn.Module, batches: Sequence[dict[str, Any]]) -> dict[s
         for batch in batches:
             data = model.data_preprocessor(batch, False)
             labels = torch.cat([sample.gt_label for sample in data["data_samples"]])
-            # Not by forward(), which mmengine can have compiled, bound to the original.
+            # Not by forward(): mmengine may have compiled it, for the original model.
             logits = model.head(model.extract_feat(data["inputs"]))
             part = F.cross_entropy(logits, labels.to(logits.device), reduction="sum") / images
             part.backward()

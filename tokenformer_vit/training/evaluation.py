@@ -29,6 +29,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
 
 from .checkpoint import growth_hooks
+from .export import forget_start
 from .launch import config_explained
 from .loop import loading_explained
 from .reports import environment
@@ -52,7 +53,7 @@ class Evaluation:
         config: File that the config came from.
         checkpoint: File that the weights came from.
         epoch: Epochs that the weights were trained for; None if the file does not say.
-        averaged: Whether the weights are the EMA's; None if the file does not say.
+        averaged_weights: Whether the weights are the EMA's; None if the file does not say.
         images: Number of images tested.
         accuracy: Percentages, by ``top1`` and, from five classes on, ``top5``.
         classes: A row for each class: ``index``, ``class``, ``precision``, ``recall`` and
@@ -63,7 +64,7 @@ class Evaluation:
     config: str
     checkpoint: str
     epoch: int | None
-    averaged: bool | None
+    averaged_weights: bool | None
     images: int
     accuracy: dict[str, float]
     classes: list[dict[str, Any]]
@@ -88,7 +89,7 @@ def configure_test(cfg: Config, checkpoint: str | Path, out: str | Path) -> None
     """
     if not cfg.model.get("head"):
         raise InputError(
-            f"{cfg.filename} trains no image classifier: evaluate a language model by "
+            f"{cfg.filename} is not the config of an image classifier: for a language model, use "
             "`tokenformer-vit evaluate-lm`"
         )
     if not Path(checkpoint).is_file():
@@ -101,11 +102,7 @@ def configure_test(cfg: Config, checkpoint: str | Path, out: str | Path) -> None
         ) from error
     cfg.load_from, cfg.resume = str(checkpoint), False
     cfg.work_dir = str(out)  # not the run's own, whose dumped config would be overwritten
-    backbone = cfg.model.backbone.get("module", cfg.model.backbone)  # LoRA has one within
-    for start in ("checkpoint_path", "pretrained"):
-        # Not needed: the checkpoint replaces these weights, and the file may not exist any more.
-        if backbone.get(start):
-            backbone[start] = type(backbone[start])()
+    forget_start(cfg)
     num_classes = cfg.model.head.num_classes
     cfg.test_evaluator = [
         {"type": "Accuracy", "topk": tuple(k for k in (1, 5) if k <= num_classes)},
@@ -137,11 +134,7 @@ class _TestHook(Hook):
         )
 
     def after_test_iter(
-        self,
-        runner,
-        batch_idx: int,
-        data_batch: Any = None,
-        outputs: Sequence[Any] | None = None,
+        self, runner, batch_idx: int, data_batch: Any = None, outputs: Sequence[Any] | None = None
     ) -> None:
         scores = torch.stack([sample.pred_score for sample in outputs or ()])  # (B, K)
         if not scores.isfinite().all():
@@ -178,7 +171,7 @@ def run_test(cfg: Config) -> Evaluation:
         config=str(cfg.filename),
         checkpoint=str(cfg.load_from),
         epoch=hook.epoch,
-        averaged=hook.averaged,
+        averaged_weights=hook.averaged,
         images=int(metrics["confusion_matrix/result"].sum()),  # fewer, of a shortened test
         accuracy={
             name.removeprefix("accuracy/"): value
@@ -196,7 +189,7 @@ def run_test(cfg: Config) -> Evaluation:
 
 
 def print_evaluation(evaluation: Evaluation, console: Console) -> None:
-    """Print the accuracy and a table of the classes; of many classes the best and the worst."""
+    """Print accuracy and per-class metrics; with many classes, only the best and the worst."""
     rows = evaluation.classes
     title, ends = "classes", {}
     if len(rows) > _MANY:
@@ -223,7 +216,7 @@ def print_evaluation(evaluation: Evaluation, console: Console) -> None:
     console.print(
         Text(
             f"{evaluation.images} images; {evaluation.checkpoint}{epoch}"
-            f"{weights[evaluation.averaged]}"
+            f"{weights[evaluation.averaged_weights]}"
         ),
         soft_wrap=True,
     )
@@ -236,16 +229,8 @@ def write_evaluation(evaluation: Evaluation, folder: str | Path) -> None:
         InputError: If a file cannot be written.
     """
     folder = Path(folder)
-    record = {
-        "config": evaluation.config,
-        "checkpoint": evaluation.checkpoint,
-        "epoch": evaluation.epoch,
-        "averaged_weights": evaluation.averaged,
-        "images": evaluation.images,
-        "accuracy": evaluation.accuracy,
-        "classes": evaluation.classes,
-        **environment(),
-    }
+    record = {**vars(evaluation), **environment()}
+    del record["confusion"]  # the picture shows it
     text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
 
     lines = io.StringIO()
@@ -268,15 +253,15 @@ def write_evaluation(evaluation: Evaluation, folder: str | Path) -> None:
 
 
 def draw_confusion(confusion: Tensor, names: Sequence[str]) -> bytes:
-    """Draw a confusion matrix as a PNG, or of many classes the most confused pairs.
+    """Draw a confusion matrix as a PNG; for many classes, the most frequent confusions instead.
 
     Args:
         confusion: (K, K) int64, true class by predicted class.
         names: K class names.
 
     Returns:
-        The content of a PNG file. Up to 50 classes it shows the matrix, with the numbers up to 30.
-        Above, the cells could not be read, and it shows bars of the 30 most frequent confusions.
+        The content of a PNG file. Up to 50 classes it shows the matrix, and up to 30 also the
+        numbers. With more, the cells would be unreadable: it shows the 30 most frequent confusions.
     """
     matplotlib.use("Agg")  # before mmpretrain's plot asks pyplot for a window
     from matplotlib import pyplot

@@ -46,7 +46,9 @@ def preprocessing(cfg: Any) -> dict[str, Any]:
     """
     preprocessor = cfg.model.get("data_preprocessor") or cfg.data_preprocessor
     if not (preprocessor.get("mean") and preprocessor.get("std")):
-        raise InputError(f"{cfg.filename}: data_preprocessor needs mean and std to be exported")
+        raise InputError(
+            f"{cfg.filename}: the export needs data_preprocessor.mean and .std; set both"
+        )
     steps = [step for step in cfg.test_dataloader.dataset.pipeline if step["type"] not in _NEUTRAL]
     kinds = [step["type"] for step in steps]
     config = {
@@ -95,10 +97,10 @@ def describe_classifier(
 
 
 def run_facts(runner: Any) -> CardFacts:
-    """Collect what a run knows of its data, recipe and results, for a model card.
+    """Collect the data, recipe and results of a run for a model card.
 
-    Results are those of a validation of the present weights; without one there are none. Of a
-    folder only the name is told, because a path may be private.
+    It has results only if the present weights were validated. It has the names of folders, not
+    their paths, because a path may be private.
     """
     cfg, info = runner.cfg, runner.train_dataloader.dataset.metainfo
     unit = "sequences" if "context_length" in info else "images"
@@ -126,7 +128,7 @@ def run_facts(runner: Any) -> CardFacts:
                 f"Validation {unit}": validation,
             },
             "Training": {
-                "Config": PurePath(cfg.filename).name,
+                "Config": PurePath(cfg.filename).name if cfg.filename else None,
                 "Epochs": None if by_iteration else runner.epoch,
                 "Iterations": f"{runner.iter:,}",
                 "Optimiser": type(runner.optim_wrapper.optimizer).__name__,
@@ -162,7 +164,7 @@ def export_classifier(
         cfg: Config of the run; its test pipeline gives the preprocessing.
         metainfo: ``metainfo`` of the data set; ``classes`` names the labels.
         folder: Folder for the files; existing ones are replaced.
-        facts: What is known of data, recipe and results.
+        facts: Data, recipe and results for the model card.
 
     Raises:
         InputError: If timm cannot express the preprocessing.
@@ -170,6 +172,14 @@ def export_classifier(
     """
     model = as_timm_model(classifier)
     save_model(model, Path(folder), metainfo["classes"], preprocessing(cfg), facts)
+
+
+def forget_start(cfg: Config) -> None:
+    """Leave out the weights that a training started from: their file may not exist any more."""
+    backbone = cfg.model.backbone.get("module", cfg.model.backbone)  # LoRA wraps it
+    for start in ("checkpoint_path", "pretrained"):
+        if backbone.get(start):
+            backbone[start] = type(backbone[start])()
 
 
 def export_checkpoint(cfg: Config, checkpoint: Path, folder: Path) -> None:
@@ -193,10 +203,7 @@ def export_checkpoint(cfg: Config, checkpoint: Path, folder: Path) -> None:
             f"{checkpoint} does not name its classes: export the last checkpoint of the run"
         )
     preprocessor = cfg.model.get("data_preprocessor") or cfg.data_preprocessor
-    with_start = cfg.model.backbone.get("module", cfg.model.backbone)
-    for start in ("checkpoint_path", "pretrained"):
-        if with_start.get(start):  # not needed, and may not exist any more
-            with_start[start] = type(with_start[start])()
+    forget_start(cfg)
     classifier = MODELS.build({**cfg.model, "data_preprocessor": preprocessor})
     check_weights(classifier, content)
     classifier.load_state_dict(fuse_state_dict(content["state_dict"]))

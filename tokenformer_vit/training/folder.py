@@ -1,23 +1,23 @@
 """A first config for a folder of images: its classes, image size, model and recipe."""
 
+import ast
 import random
 import statistics
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmengine.config import Config
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import write_whole
+from tokenformer_vit.files import locked_folder, write_whole
 from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.models.description import WEIGHT_FILES, data_config, describe_model
 from tokenformer_vit.vision.images import class_folders, read_image, say_left_out, scan_images
 
-from .config import choose_checkpoint
+from .config import choose_checkpoint, load_config
 from .shipped import CONFIGS
-
-__all__ = ["Start", "configure_folder"]
 
 HELD_OUT = 0.2  # of each class
 _SAMPLE = 100  # images that are opened to see their size
@@ -27,6 +27,11 @@ _SMALL = {"embed_dim": 96, "depth": 4, "num_heads": 3}
 _AVERAGES = 16
 _FINE_TUNING_LR = 1e-4
 _PROBE_LR = 1e-2  # as in tuning_imagenette, which trains a head and a few pairs
+# What the text of a config without code consists of; the only call is dict().
+_PLAIN = (
+    *(ast.Module, ast.Assign, ast.Call, ast.keyword, ast.Name, ast.expr_context),
+    *(ast.Dict, ast.List, ast.Tuple, ast.Constant, ast.UnaryOp, ast.USub),
+)
 
 
 class Start(NamedTuple):
@@ -36,7 +41,7 @@ class Start(NamedTuple):
         model: Name of a timm model, TokenFormer or ViT; None for a small TokenFormer, or for the
             model that ``checkpoint`` describes.
         checkpoint: File or exported folder with the first weights.
-        freeze: Train the head alone.
+        freeze: Train only the head.
     """
 
     model: str | None = None
@@ -50,7 +55,7 @@ class _Images(NamedTuple):
     Args:
         root: Folder with ``train/`` and ``val/``, or with the class folders.
         train: Training images by class, as paths within ``train/``, or within ``root``.
-        val: Validation images, likewise.
+        val: Validation images by class, in the same form.
         listed: There is no ``val/``: two files have to list the images of each split.
     """
 
@@ -71,25 +76,23 @@ def configure_folder(
             stay in place; ``train.txt`` and ``val.txt`` in ``work_dir`` list them.
         work_dir: Folder for the config, whose name is that of ``folder``.
         start: Model and first weights.
-        resume: Value of ``--resume``. A run that is resumed already has its config.
+        resume: Value of ``--resume``. A run that is resumed already has its config; ``start`` must
+            be what it was, or empty.
         say: Print what was chosen.
 
     Returns:
         The path of the config.
 
     Raises:
-        InputError: If ``work_dir`` already holds a run, there are fewer than two classes, a class
-            has too few images, ``val`` lacks a class, an image cannot be read, or the model cannot
-            be built.
+        InputError: If ``work_dir`` already holds a run, a resumed run started otherwise, there are
+            fewer than two classes, a class has too few images, ``val`` lacks a class, an image
+            cannot be read, the model cannot be built, or the config would run code.
         OSError: If a folder cannot be read or a file cannot be written.
     """
     folder, work_dir = Path(folder).resolve(), Path(work_dir)
     path = work_dir / f"{folder.name}.py"
     if resume is not None and path.is_file():
-        if start != Start():
-            raise InputError(
-                f"--resume continues the run of {path}: leave out --model, --checkpoint, --freeze"
-            )
+        _check_same_start(path, start)
         return path
     choose_checkpoint(Config({"work_dir": str(work_dir)}), None)  # refuses to replace a run
     images = _find_images(folder)
@@ -98,19 +101,67 @@ def configure_folder(
     recipe = "digits_demo" if size <= 16 else "cifar10_tiny" if size <= 48 else "imagenette_tiny"
     cfg = Config.fromfile(CONFIGS / f"{recipe}.py")
     for key in ("train_pipeline", "test_pipeline", "vis_backends"):
-        cfg.pop(key)  # copies; an edit of them would change nothing
+        cfg.pop(key)  # these are copies; editing them would change nothing
     model = _set_model(cfg, start, size, count, len(images.train))
     _set_pipelines(cfg)
     work_dir.mkdir(parents=True, exist_ok=True)
-    _set_data(cfg, images, work_dir)
-    _set_schedule(cfg, start, count)
-    write_whole(path, cfg.pretty_text.encode())
+    # A run that has no checkpoint yet must keep its config.
+    with locked_folder(work_dir) if say else nullcontext():
+        _set_data(cfg, images, work_dir)
+        _set_schedule(cfg, start, count)
+        write_whole(path, _text_without_code(cfg).encode())
     if say:
         print(
             f"{path}: the recipe of {recipe} for {model}. "
             "Edit a copy for the next run: tokenformer-vit train COPY"
         )
     return path
+
+
+def _check_same_start(path: Path, start: Start) -> None:
+    """Refuse to resume a run with another start than that in its config."""
+    backbone = load_config(path).model.backbone
+    given = {
+        "model_name": start.model,
+        "checkpoint_path": start.checkpoint and str(_weight_file(start.checkpoint)),
+        "frozen": start.freeze or None,
+    }
+    if any(value not in (None, backbone.get(key)) for key, value in given.items()):
+        raise InputError(
+            f"--resume continues the run of {path}, which started otherwise: give its --model, "
+            "--checkpoint and --freeze, or leave them out"
+        )
+
+
+def _weight_file(checkpoint: Path) -> Path:
+    """Return the absolute path of a checkpoint, or of the weights in an exported folder."""
+    files = (checkpoint / name for name in WEIGHT_FILES)
+    return next((file for file in files if file.is_file()), checkpoint).resolve()
+
+
+def _text_without_code(cfg: Config) -> str:
+    """Return the text of a config that holds values alone.
+
+    mmengine writes the keys of dicts without escaping them, and replaces ``{{...}}`` when it reads
+    the text. The arguments in a checkpoint and the names of folders may be anything.
+
+    Raises:
+        InputError: If reading the text would run code.
+    """
+    refusal = InputError(
+        "a config cannot hold the model arguments in the checkpoint, or the name of a folder, "
+        "because reading it would run them as code: use a checkpoint from people you trust, and "
+        "names without '{{'"
+    )
+    try:
+        text = cfg.pretty_text
+        nodes = list(ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError) as error:
+        raise refusal from error
+    called = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
+    if "{{" in text or called - {"dict"} or not all(isinstance(node, _PLAIN) for node in nodes):
+        raise refusal
+    return text
 
 
 def _find_images(folder: Path) -> _Images:
@@ -131,15 +182,15 @@ def _find_images(folder: Path) -> _Images:
         if len(files) < 2:
             raise InputError(
                 f"{root / name} has one image, but a part of each class is held out for "
-                "validation: add images, or give val/ beside train/"
+                "validation: add images, or make val/ next to train/"
             )
         held_out[name] = sorted(generator.sample(files, max(1, round(HELD_OUT * len(files)))))
         for file in files:
             line = "".join(file.encode(errors="replace").decode().strip().splitlines())
             if line != file:  # mmengine reads a line of UTF-8, without spaces at its ends
                 raise InputError(
-                    f"{file!r} in {root} cannot be listed in a file of UTF-8: rename it without "
-                    "line breaks, other encodings and a space at either end"
+                    f"{file!r} in {root} cannot be listed in a UTF-8 file: rename it, in UTF-8, "
+                    "without line breaks, and without a space at either end"
                 )
     rest = {name: sorted(set(files) - set(held_out[name])) for name, files in train.items()}
     return _Images(root, rest, held_out, listed=True)
@@ -156,7 +207,7 @@ def _scan(root: Path) -> dict[str, list[str]]:
     if len(found) < 2:
         raise InputError(
             f"{root} has {len(found)} class folders, but a classifier needs at least 2: put the "
-            "images of each class into a folder of its own, such as cat/1.jpg and dog/1.jpg"
+            "images of each class into a separate folder, such as cat/1.jpg and dog/1.jpg"
         )
     for name, files in found.items():
         if not files:
@@ -176,19 +227,16 @@ def _set_model(cfg: Config, start: Start, size: int, count: int, classes: int) -
     """Put the model and its image size into a config, and return them in words."""
     backbone = cfg.model.backbone
     if start.freeze and start.checkpoint is None:
-        raise InputError("--freeze trains the head alone: give the other weights by --checkpoint")
+        raise InputError("--freeze trains only the head: give the other weights with --checkpoint")
     if start.checkpoint is not None:
         model: Any = load_model(start.model, start.checkpoint, for_images=False)
         described = describe_model(model, classes, None, None)
         images = data_config(model)
         size, crop_pct = images["input_size"][-1], images["crop_pct"]
-        file = start.checkpoint
-        if file.is_dir():
-            file = next(file / name for name in WEIGHT_FILES if (file / name).is_file())
         new = {
             "model_name": described["architecture"],
             **described["model_args"],
-            "checkpoint_path": str(file.resolve()),
+            "checkpoint_path": str(_weight_file(start.checkpoint)),
             "frozen": start.freeze,
         }
         for key in ("mean", "std"):

@@ -51,7 +51,7 @@ class GrowthHook(Hook):
     The config describes the model at the start. The hook grows the model, its average, the
     optimiser and the schedule of the learning rate, on all processes alike. A resumed run, and a
     test of a checkpoint, first grow to the size of the checkpoint. Checkpoints, record and export
-    are those of the grown model. The curves mark each growth.
+    describe the grown model. The curves mark each growth.
 
     Args:
         schedule: Sizes of the model from a given time on, in order. Each entry has ``epoch`` or
@@ -64,7 +64,7 @@ class GrowthHook(Hook):
         open_iters: Number of iterations in which ``fixed`` gates open evenly after each growth.
         moments: ``keep`` the optimiser's moments of old pairs, or ``reset`` them.
         new_lr_scale: Factor on the learning rate of the newest pairs.
-        freeze: ``old`` trains the newest pairs and the classifier alone after a growth.
+        freeze: ``old`` trains only the newest pairs and the classifier after a growth.
         seed: Seed of the new pairs; default: the seed of the run.
 
     Raises:
@@ -172,10 +172,10 @@ class GrowthHook(Hook):
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Grow to the size of the checkpoint, before its weights are loaded."""
         if is_resuming(runner) and "exact_resume" in checkpoint:
-            # First: else an error would name the shape of a tensor.
+            # First; otherwise an error would be about the shape of a tensor.
             progress = checkpoint["exact_resume"]
             check_schedule_is_kept(runner, progress)
-            # Accumulated gradients are found by the names of parameters.
+            # Accumulated gradients are stored by parameter name.
             progress["gradients"] = {
                 part_name(name): gradient for name, gradient in progress["gradients"].items()
             }
@@ -246,13 +246,13 @@ def _check_schedule(schedule: list[dict[str, int]]) -> str:
     """Check a schedule, and return its unit."""
     if not schedule:
         raise InputError(
-            "the schedule of GrowthHook is empty: add the times of growth, or leave the hook out"
+            "the schedule of GrowthHook is empty: add the times of growth, or remove the hook"
         )
     units = {key for event in schedule for key in event if key in _UNITS}
     if len(units) != 1 or any(not units <= event.keys() for event in schedule):
         raise InputError(
-            "every entry in the schedule of GrowthHook needs its time, all by `epoch` or all by "
-            f"`iteration`, but it is {schedule}"
+            "schedule of GrowthHook: give every entry an `epoch`, or every entry an `iteration`, "
+            f"but got {schedule}"
         )
     (unit,) = units
     kinds = [
@@ -299,7 +299,7 @@ def _rewrap(runner) -> None:
     """Wrap the grown model again, and drop code that was compiled for the old shapes."""
     model = unwrap(runner.model)
     if any(getattr(module, "_compiled_call_impl", None) for module in model.modules()):
-        # Else PyTorch compiles for variable sizes from the second shape on, which is slower.
+        # Otherwise PyTorch compiles for variable sizes from the second shape on, which is slower.
         torch.compiler.reset()
     if is_model_wrapper(runner.model):
         runner.model = runner.wrap_model(runner.cfg.get("model_wrapper_cfg"), model)
@@ -310,8 +310,8 @@ class CostHook(Hook):
     """Log the cost of the training so far, with the loss and with every validation.
 
     ``parameters`` is the present number. ``flops`` is the sum of the forward and backward passes of
-    the backbone, or the language model, over all images or sequences so far, each counted at the
-    size that the model had.
+    the backbone or language model over all images or sequences so far. Each is counted at the size
+    that the model had then.
 
     Raises:
         InputError: If the FLOPs of the model cannot be counted.
@@ -331,11 +331,7 @@ class CostHook(Hook):
                 self._flops = model.training_flops(data_batch[0]["inputs"].shape[1] - 1)
 
     def after_train_iter(
-        self,
-        runner,
-        batch_idx: int,
-        data_batch: Any = None,
-        outputs: dict[str, Any] | None = None,
+        self, runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
         """Add the cost of this iteration."""
         batches = data_batch if isinstance(data_batch, list) else [data_batch]

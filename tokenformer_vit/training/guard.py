@@ -1,4 +1,4 @@
-"""Checks that stop a run early and in one line, where mmengine would continue or fail later."""
+"""Checks that stop a run early, with a one-line error; mmengine would continue or fail later."""
 
 import math
 from collections import Counter
@@ -44,7 +44,7 @@ class GuardHook(Hook):
         number = runner.train_dataloader.batch_size * runner.world_size * accumulation(runner)
         if not scale.get("enable") and number != scale.get("base_batch_size", number):
             runner.logger.warning(
-                f"An optimiser step takes {number} {self.unit}, but the learning rate is that of "
+                f"An optimiser step takes {number} {self.unit}, but the learning rate is for "
                 f"{scale['base_batch_size']}: add --auto-scale-lr, or accumulate gradients "
                 "(`--cfg-options optim_wrapper.accumulative_counts=...`)."
             )
@@ -83,7 +83,7 @@ class GuardHook(Hook):
         self._classes = classes_of(checkpoint)
 
     def _check_classes(self, dataset: Any) -> None:
-        """Refuse data whose labels mean other classes than those of the training."""
+        """Refuse data whose labels mean other classes than in training."""
         own = list(dataset.metainfo.get("classes") or ())
         if self._classes and list(self._classes) != own:
             index, (there, here) = next(
@@ -97,11 +97,7 @@ class GuardHook(Hook):
             )
 
     def after_train_iter(
-        self,
-        runner,
-        batch_idx: int,
-        data_batch: Any = None,
-        outputs: dict[str, torch.Tensor] | None = None,
+        self, runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
         """Average the loss over the processes, and stop if it is not finite."""
         if not outputs:
@@ -163,9 +159,9 @@ def check_dataset(dataset: Any, split: str, model: Any) -> None:
         if number is not None and number != len(classes):
             raise InputError(
                 f"the {split} data have {len(classes)} classes, but "
-                f"{name} is {number}: set both `--cfg-options "
+                f"{name} is {number}: set `--cfg-options "
                 + " ".join(f"{key}={len(classes)}" for key in heads)
-                + "`, or give another data root"
+                + "`, or give another --data-root"
             )
     if not hasattr(dataset, "get_gt_labels"):
         return  # a wrapper; mmpretrain has scanned its data set

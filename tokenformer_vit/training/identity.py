@@ -44,15 +44,15 @@ def check_identity(before: dict[str, Any] | None, now: dict[str, Any], logger: A
     if before is None:
         logger.warning(
             "The checkpoint does not name its training data (an older version wrote it): check "
-            "that the data of this run are the same."
+            "that this run has the same data."
         )
         return
     for key, words in _WORDS.items():
         if before.get(key) != now[key]:
             raise InputError(
-                f"the data or the batch size changed since the checkpoint: {words} was "
-                f"{_short(before.get(key))}, now {_short(now[key])}. Use the same again, or start "
-                "from its weights (`--cfg-options load_from=CHECKPOINT`) in another --work-dir"
+                f"{words} was {_short(before.get(key))} in the checkpoint and is "
+                f"{_short(now[key])} now: use the old value, or start a new run from the weights "
+                "(`--cfg-options load_from=CHECKPOINT`) in another --work-dir"
             )
 
 

@@ -43,7 +43,7 @@ _NOISE = ("Exp name: ", '"FileClient" will be deprecated', '"HardDiskBackend" is
 
 
 class TrainingRunner(Runner):
-    """mmengine's runner; its dump of config, environment and hooks goes to the log file alone."""
+    """mmengine's runner; config, environment and hooks are printed to the log file only."""
 
     def build_logger(self, *args: Any, **kwargs: Any) -> MMLogger:
         """Build the logger, and keep the start of a run off the terminal."""
@@ -56,7 +56,7 @@ class TrainingRunner(Runner):
 
 
 class _Terminal(logging.Filter):
-    """Shows warnings alone until everything is built, then all but noise."""
+    """Shows only warnings until everything is built, then everything except noise."""
 
     built = False
 
@@ -67,24 +67,28 @@ class _Terminal(logging.Filter):
 
 
 class _Built(Hook):
-    """Notes that everything a config names is built."""
+    """Notes that everything a config names is built, weights included."""
 
+    priority = "VERY_HIGH"  # another hook may validate before training
     done = False
 
     def before_run(self, runner) -> None:
-        self.done = runner.terminal.built = True
+        runner.terminal.built = True
+
+    def before_train(self, runner) -> None:
+        self.done = True  # mmengine initialises and loads weights after before_run
 
 
 @contextmanager
 def config_explained(cfg: Config, built: _Built | None = None) -> Iterator[None]:
-    """Say of an error in a ``with`` block that the config caused it.
+    """Report an error in a ``with`` block as an error in the config.
 
     Args:
         cfg: The config that the block builds from.
         built: An error after everything was built is not blamed on the config.
 
     Raises:
-        InputError: In place of any error that does not explain itself; it names the config.
+        InputError: Instead of any error that does not explain itself; the message names the config.
     """
     try:
         yield
@@ -107,7 +111,7 @@ def run_training(cfg: Config) -> Runner:
 
     Raises:
         InputError: If a part cannot be built, or stops the run for a reason that a user can
-            put right.
+            correct.
     """
     secure_files()
     built = _Built()
@@ -159,12 +163,12 @@ def start_processes(cfg: Config) -> None:
     environment = cfg.get("env_cfg") or {}
     try:
         if gpus:
-            # In the order of mmengine, whose runner then skips both.
+            # In mmengine's order; its runner then skips both calls.
             set_multi_processing(**environment.get("mp_cfg", {}), distributed=True)
             init_dist(cfg.launcher, **environment.get("dist_cfg", {}))
             return
         torch.distributed.init_process_group("gloo")
-    except (RuntimeError, ValueError) as error:  # DistNetworkError, a port that is no number
+    except (RuntimeError, ValueError) as error:  # DistNetworkError, a port that is not a number
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise InputError(
             f"the processes cannot connect at {where} ({one_line(error)}): choose a free port, as "

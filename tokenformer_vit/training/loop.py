@@ -27,7 +27,7 @@ class ResumableSampler(DefaultSampler):
         round_up: Repeat samples until all processes have the same number.
         num_samples: Number of samples of each process in a shortened epoch; None for all. With
             ``shuffle``, all processes together take a random subset, a new one in each epoch.
-            Without, they take samples at even distances, the same each time.
+            Without, they take evenly spaced samples, the same each time.
 
     Attributes:
         start: Number of this process's samples that the next pass skips.
@@ -56,14 +56,14 @@ class ResumableSampler(DefaultSampler):
         return islice(indices, start, None)
 
     def _spread_out(self) -> np.ndarray:
-        """Return indices at even distances, those of this process."""
+        """Return evenly spaced indices: the share of this process."""
         own = np.arange(self.rank, self.total_size, self.world_size)
         return own * len(self.dataset) // self.total_size
 
 
 @DATA_SAMPLERS.register_module()
 class EndlessSampler(ResumableSampler):
-    """A sampler without an end: epoch after epoch, each in a new order.
+    """A sampler without an end: one epoch after another, each in a new order.
 
     Attributes:
         start: Number of this process's samples that the next pass skips, over all epochs.
@@ -90,7 +90,7 @@ class EndlessSampler(ResumableSampler):
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(rows, generator=generator)
-        whole = np.resize(order.numpy(), self.total_size)  # from its beginning again
+        whole = np.resize(order.numpy(), self.total_size)  # repeats the order from its beginning
         return whole[self.rank :: self.world_size]
 
 
@@ -114,7 +114,7 @@ def loading_explained() -> Iterator[None]:
         reason = str(error).strip().splitlines()[-1]
         raise InputError(
             f"data loading failed ({reason[:200]}): the machine is short of memory, or of shared "
-            "memory in /dev/shm. Set fewer workers, as in `--cfg-options "
+            "memory in /dev/shm. Use fewer workers, as in `--cfg-options "
             "train_dataloader.num_workers=2 val_dataloader.num_workers=2`, a smaller batch, or in "
             "a container --shm-size=8g; then add --resume"
         ) from error
@@ -124,10 +124,10 @@ def loading_explained() -> Iterator[None]:
 class ResumableEpochLoop(EpochBasedTrainLoop):
     """mmengine's epoch loop; it can resume in the middle of an epoch."""
 
+    @loading_explained()
     def run(self) -> Any:
         """Run the remaining epochs, with their validations."""
-        with loading_explained():
-            return super().run()
+        return super().run()
 
     def run_epoch(self) -> None:
         """Run the rest of the present epoch."""
@@ -148,16 +148,13 @@ class ResumableIterLoop(IterBasedTrainLoop):
     """mmengine's loop by iterations; each iteration is one optimiser step.
 
     With gradient accumulation an iteration takes all batches of the step, so schedules and
-    intervals always count steps. A resumed run starts at its place without reading the data before.
+    intervals always count steps. A resumed run does not read the data before its start.
     The loop needs an :class:`EndlessSampler`.
     """
 
+    @loading_explained()
     def run(self) -> None:
         """Run the remaining iterations, with their validations."""
-        with loading_explained():
-            self._run()
-
-    def _run(self) -> None:
         self.runner.call_hook("before_train")
         self.runner.call_hook("before_train_epoch")
         loader: Any = self.dataloader

@@ -1,4 +1,4 @@
-"""LoRA for ordinary ViTs: the tuning that appended parameter tokens are compared with."""
+"""LoRA for ordinary ViTs, as a baseline for tuning with appended parameter tokens."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,7 +29,7 @@ class LoRABackbone(LoRAModel):
             ``alpha``, ``rank`` and ``drop_rate``.
 
     Shape:
-        That of ``module``.
+        As ``module``.
 
     Source:
         LoRA, arXiv:2106.09685.

@@ -1,4 +1,4 @@
-"""What an image classifier is validated by."""
+"""Validation metrics of image classifiers."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ VAL_LOSS = "cross_entropy"
 class AccuracyAndLoss(Accuracy):
     """mmpretrain's accuracy, and the mean cross-entropy of the validation images.
 
-    The loss is ``cross_entropy``, in nats, of the true labels alone. A recipe that smooths labels
+    The loss is ``cross_entropy``, in nats, of only the true labels. A recipe that smooths labels
     or mixes images has a higher training loss for the same model.
     """
 

@@ -3,7 +3,7 @@
 mmengine may change these names in any release. ``tests/training/test_mmengine_internals.py`` checks
 each against the installed version, so an upgrade fails there first and says which name is gone.
 
-What this package replaces in mmengine is in :func:`tokenformer_vit.training.storage.secure_files`.
+:func:`tokenformer_vit.training.storage.secure_files` replaces parts of mmengine.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,17 +17,6 @@ from mmengine.optim import OptimWrapper
 from mmengine.optim.scheduler.param_scheduler import _ParamScheduler
 from mmengine.runner import CheckpointLoader, EpochBasedTrainLoop, IterBasedTrainLoop, Runner
 from mmpretrain.models.peft import LoRAModel
-
-__all__ = [
-    "INTERNALS",
-    "Internal",
-    "accumulation",
-    "base_files",
-    "bases_of_package",
-    "checkpoint_schemes",
-    "is_resuming",
-    "set_last_values",
-]
 
 
 class Internal(NamedTuple):
@@ -61,7 +50,7 @@ INTERNALS = (
     Internal(
         Config,
         "_get_cfg_path",
-        "mmengine looks for `package::config` in OpenMMLab's own packages alone.",
+        "mmengine looks for `package::config` only in OpenMMLab's own packages.",
         ("cfg_path", "filename"),
     ),
     # Used by a subclass of its owner.
@@ -134,5 +123,5 @@ def bases_of_package(package: str, find: Callable[[str], Path]) -> Iterator[None
 
 
 def checkpoint_schemes() -> dict[str, Callable[..., Any]]:
-    """Return the loader of each prefix of a checkpoint's name, such as ``https://``."""
+    """Return mmengine's loader for each prefix of a checkpoint address, such as ``https://``."""
     return dict(CheckpointLoader._schemes)

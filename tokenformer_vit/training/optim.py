@@ -29,7 +29,7 @@ class AutocastOptimWrapper(OptimWrapper):
 
 @HOOKS.register_module()
 class AccumulationEMAHook(EMAHook):
-    """mmengine's ``EMAHook``, averaging once for each optimiser step.
+    """mmengine's ``EMAHook``, but it averages once for each optimiser step.
 
     The stock hook averages after every iteration. With gradient accumulation its average would
     forget ``accumulative_counts`` times as fast as the recipe says.

@@ -22,7 +22,7 @@ from .loop import validations_left
 from .mmengine_internals import accumulation
 from .optim import AutocastOptimWrapper
 
-# Iterations whose mean duration the log's speed is taken from.
+# Number of iterations over which the log averages the speed.
 _WINDOW = 10
 
 
@@ -88,7 +88,7 @@ def describe_run(runner: Any) -> str:
     }
     if runner.iter:
         epoch = "" if by_iteration else f" (epoch {runner.epoch + 1})"
-        lines["length"] += f"; goes on after iteration {runner.iter:,}{epoch}"
+        lines["length"] += f"; continues after iteration {runner.iter:,}{epoch}"
     return "\n".join(["Training:", *(f"  {name:<11} {text}" for name, text in lines.items())])
 
 
@@ -118,12 +118,12 @@ def _describe_data(runner: Any) -> str:
 
 
 class _Bar(tqdm):
-    """A bar whose ETA counts the validations to come.
+    """A bar whose ETA includes the remaining validations.
 
     Attributes:
         validating: Seconds that all validations so far took.
         validated: Number of validations so far.
-        validations_left: Number of validations to come.
+        validations_left: Number of remaining validations.
         units: Images or tokens of one iteration, and their name.
     """
 
@@ -135,7 +135,7 @@ class _Bar(tqdm):
     def format_dict(self) -> MutableMapping[str, Any]:
         """Add ``eta`` and ``speed``; tqdm's clock stands still during validation."""
         state = super().format_dict
-        if "initial" not in state:  # of a bar that is not shown
+        if "initial" not in state:  # the bar is not shown
             return state
         done = state["n"] - state["initial"]
         state["rate"] = state["rate"] or (done / state["elapsed"] if state["elapsed"] else None)
@@ -156,14 +156,14 @@ class ProgressHook(Hook):
 
     The log lines get ``images/s`` or, for text, ``tokens/s``: the mean over the last ten
     iterations, of all processes together. Where standard error is a terminal, a bar shows the same
-    for the whole run. The bar's ETA counts the validations to come, each as long as the average of
-    those so far; before the first validation it counts training alone.
+    for the whole run. The bar's ETA includes the remaining validations, each as long as the average
+    one so far; before the first validation it counts only training.
     """
 
     _bar: _Bar | None = None
 
     def before_train(self, runner) -> None:
-        """Describe the run, and open the bar at the iteration from which it goes on."""
+        """Describe the run, and open the bar at the iteration where it continues."""
         self._open = ExitStack()
         self._units = _units_per_iteration(runner)
         if not is_main_process():
@@ -184,15 +184,11 @@ class ProgressHook(Hook):
             self._open.enter_context(logging_redirect_tqdm([runner.logger]))
 
     def after_train_iter(
-        self,
-        runner,
-        batch_idx: int,
-        data_batch: Any = None,
-        outputs: dict[str, Any] | None = None,
+        self, runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
         """Log the speed, and advance the bar."""
         scalars, (number, unit) = runner.message_hub.log_scalars, self._units
-        if "train/time" in scalars:  # of mmengine's IterTimerHook
+        if "train/time" in scalars:  # from mmengine's IterTimerHook
             seconds = scalars["train/time"].mean(_WINDOW)
             runner.message_hub.update_scalar(f"train/{unit}/s", number / seconds)
         bar = self._bar

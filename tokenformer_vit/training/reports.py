@@ -1,6 +1,5 @@
-"""What a run leaves behind: a record, curves, and weights for timm."""
+"""Results of a run: a record, curves, and weights for timm."""
 
-import io
 import json
 import math
 import sys
@@ -17,7 +16,7 @@ from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop
 
 from tokenformer_vit.command_line import typed_command
-from tokenformer_vit.files import write_whole
+from tokenformer_vit.files import write_figure
 from tokenformer_vit.records import TRAINING_PACKAGES, environment, write_record
 
 from .export import export_classifier, preprocessing, run_facts
@@ -38,7 +37,7 @@ class RecordHook(Hook):
     Args:
         unit: Name of what a batch consists of.
         metrics: Prefixes of the validation figures to record.
-        packages: Packages whose versions are recorded in addition to those of every training.
+        packages: Packages whose versions are recorded, in addition to the packages of all runs.
     """
 
     priority = "LOWEST"
@@ -69,7 +68,7 @@ class RecordHook(Hook):
         record = {
             "command": typed_command(),
             **self._environment,
-            "config": Path(runner.cfg.filename).name,
+            "config": Path(runner.cfg.filename or "").name,
             "processes": runner.world_size,
             "dtype": dtype_of(runner),
             f"{self._unit}_per_step": samples_per_step(runner),
@@ -100,13 +99,13 @@ class RecordHook(Hook):
 def _peak_mib() -> int | None:
     """Return the peak memory of tensors on the GPU, or of this process on the CPU.
 
-    None, not known, on a CPU under Windows.
+    Returns None on a CPU under Windows, where it is unknown.
     """
     if torch.cuda.is_available():
         return round(torch.cuda.max_memory_allocated() / 2**20)
     try:
         import resource
-    except ImportError:  # Windows has none
+    except ImportError:  # Windows does not have it
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return round(peak / (2**20 if sys.platform == "darwin" else 2**10))  # bytes on macOS, else KiB
@@ -131,7 +130,7 @@ class CurvesHook(Hook):
             Path(runner.work_dir) / "curves.png",
             growth=[growth["iteration"] for growth in grown],
             iters_per_epoch=None if by_iteration else len(runner.train_dataloader),
-            title=Path(runner.cfg.filename).stem,
+            title=Path(runner.cfg.filename or "").stem,
         )
 
 
@@ -149,7 +148,7 @@ def read_scalars(logs: Iterable[Path]) -> tuple[dict[int, dict], dict[int, dict]
     train: dict[int, dict] = {}
     val: dict[int, dict] = {}
     for log in logs:
-        for line in log.read_text().splitlines():
+        for line in log.read_text(encoding="utf-8").splitlines():
             try:
                 record = json.loads(line)
             except json.JSONDecodeError:
@@ -191,7 +190,7 @@ def draw_curves(
     if losses:
         loss.plot(list(losses), list(losses.values()), marker=".", label="validation")
     loss.set(title="loss (nats)")
-    # Of several texts each by itself, without the one of all.
+    # With several texts, one curve for each text, without the perplexity over all texts.
     names = {name: name.removeprefix("perplexity/") for name in texts[1:] or texts}
     kind = "validation perplexity"
     if not names:
@@ -220,9 +219,7 @@ def draw_curves(
             axes.axvline(iteration / scale, color="0.6", linestyle=":", label=label)
     loss.legend()
     figure.suptitle(": ".join(part for part in (title, ", ".join(last)) if part))
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=120, format="png")
-    write_whole(path, picture.getvalue())
+    write_figure(path, figure, dpi=120)
 
 
 @HOOKS.register_module()
@@ -231,8 +228,8 @@ class ExportHook(Hook):
 
     The work directory gets ``model.safetensors``, ``config.json`` and the model card ``README.md``.
     ``timm.create_model("local-dir:WORK_DIR", pretrained=True)`` then gives the trained model with
-    class names and preprocessing. The weights are those of validation: of the EMA, or of the model
-    itself without an ``EMAHook``.
+    class names and preprocessing. Validation uses the same weights: the EMA, or the model's own
+    weights without an ``EMAHook``.
 
     Attributes:
         purpose: Purpose of the files, for the last line of the command.

@@ -73,7 +73,7 @@ def _shorter(parts: Mapping[int, Any], number: int) -> str:
         first, *others = parts.values()
         if len(others) != 1 or not {"start_factor", "end"} <= first.keys():
             return "keep the rate constant by `--cfg-options param_scheduler=[]`"
-        said = "there is no room for a warm-up, leave it out"
+        said = "there is no room for a warm-up, remove it"
         last = {"begin": 0, "end": number} if "end" in others[0] else {"begin": 0}
         fitting = dict(zip(parts, ({"start_factor": 1, "end": number}, last), strict=True))
     options = " ".join(

@@ -1,6 +1,6 @@
 """Type and range of the values in a config.
 
-Other keys are not checked: other optimisers, schedules, data sets and models have their own.
+Only keys in these schemas are checked: optimisers, schedules, data sets and models may have others.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,8 +21,6 @@ from tokenformer_vit.errors import InputError, first_fault
 
 from .labels import check_labels
 from .sizes import check_classes, check_sizes
-
-__all__ = ["check_values"]
 
 # NumPy takes seeds below 2**32, and each process and each worker adds its number to the seed.
 MOST_SEED = 2**32 - 2**20
@@ -63,6 +61,8 @@ def _float(value: Any) -> Any:
 Count = Annotated[int, Field(ge=1), _must_be("a whole number of at least 1")]
 Whole = Annotated[int, Field(ge=0), _must_be("a whole number of at least 0")]
 Seed = Annotated[int, Field(ge=0, le=MOST_SEED), _must_be(f"a whole number from 0 to {MOST_SEED}")]
+# OpenCV starts as many threads as it is told.
+Threads = Annotated[int, Field(ge=0, le=1024), _must_be("a whole number from 0 to 1024")]
 Interval = Annotated[
     Literal[-1] | Annotated[int, Field(ge=1)],
     _must_be("a whole number of at least 1, or -1 for never"),
@@ -290,7 +290,7 @@ class _ScaleLR(_Section):
 
 class _Processes(_Section):
     mp_start_method: Literal["fork", "spawn", "forkserver"] = "fork"
-    opencv_num_threads: Whole = 0
+    opencv_num_threads: Threads = 0
 
 
 class _Environment(_Section):

@@ -9,10 +9,8 @@ from tokenformer_vit.errors import InputError
 
 from .mmengine_internals import bases_of_package
 
-__all__ = ["CONFIGS", "find_config", "shipped_bases"]
-
 _PACKAGE = Path(tokenformer_vit.__file__).parent
-_INSTALLED = _PACKAGE / ".mim" / "configs"  # where OpenMMLab's packages have theirs
+_INSTALLED = _PACKAGE / ".mim" / "configs"  # as in OpenMMLab's packages
 CONFIGS = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "configs"
 
 
@@ -27,7 +25,7 @@ def find_config(name: str | Path) -> Path:
         The path of an existing file.
 
     Raises:
-        InputError: If there is none; the message gives names that are close.
+        InputError: If there is no such config; the message gives similar names.
     """
     path = Path(name)
     if path.is_file():

@@ -11,8 +11,6 @@ from tokenformer_vit.models.checkpoints import load_model
 
 from .backbone import TimmClassificationBackbone
 
-__all__ = ["check_classes", "check_sizes"]
-
 # Argument of each transform that gives the size of its output.
 _SIZES = {
     "CenterCrop": "crop_size",
@@ -76,7 +74,7 @@ def check_sizes(cfg: Mapping[str, Any], backbone: Mapping[str, Any], key: str, p
         InputError: If the model cannot be built, or two sizes differ.
     """
     if ":" in backbone["model_name"]:
-        return  # of a folder or a hub, where config.json has the sizes
+        return  # a model from a folder or a hub, where config.json has the sizes
     own = inspect.signature(TimmClassificationBackbone).parameters
     arguments = {
         name: value
@@ -92,8 +90,8 @@ def check_sizes(cfg: Mapping[str, Any], backbone: Mapping[str, Any], key: str, p
     head = (cfg["model"].get("head") or {}).get("in_channels", width)
     if head != width and not cfg["model"].get("neck"):
         raise InputError(
-            f"{path}: model.head.in_channels is {head}, but {backbone['model_name']} is {width} "
-            f"wide here: set model.head.in_channels={width}, or another {key}.embed_dim"
+            f"{path}: model.head.in_channels is {head}, but {backbone['model_name']} has width "
+            f"{width}: set model.head.in_channels={width}, or another {key}.embed_dim"
         )
     preprocessor = cfg["model"].get("data_preprocessor") or cfg.get("data_preprocessor") or {}
     for name in ("mean", "std"):
@@ -110,8 +108,8 @@ def check_sizes(cfg: Mapping[str, Any], backbone: Mapping[str, Any], key: str, p
     patch = stem.patch_size
     if any(side % part for side, part in zip(size, patch, strict=True)):
         raise InputError(
-            f"{path}: {key}.img_size is {_product(size)}, which is no multiple of the patch size "
-            f"{_product(patch)}: change either"
+            f"{path}: {key}.img_size is {_product(size)}, which is not a multiple of the patch "
+            f"size {_product(patch)}: change one of them"
         )
     for name in ("train_dataloader", "val_dataloader", "test_dataloader"):
         step, crop = _last_size(cfg[name]["dataset"].get("pipeline", ()))

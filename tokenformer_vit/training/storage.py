@@ -108,23 +108,23 @@ def secure_files() -> None:
     A read then runs no code, and a written file is complete or absent:
 
     - Checkpoints: :func:`load_plain_checkpoint` replaces the loaders of all prefixes. mmengine's
-      own unpickle whatever the file holds.
+      own loaders unpickle any object in the file.
     - Local files: :class:`AtomicLocalBackend` replaces ``LocalBackend``.
     - ``mmengine.load`` of YAML and of pickles: :class:`SafeYamlHandler`,
       :class:`RefusedPickleHandler`.
 
     Importing this package replaces nothing. Python imports a package before each of its modules, so
     code in ``tokenformer_vit/training/__init__.py`` would also act on a program that only reads a
-    log by :func:`tokenformer_vit.training.reports.read_scalars`. The call comes when a run is
-    built: by the commands, and by each part of ours that a config names and that checkpoints are
-    written by or loaded into (the guard and checkpoint hooks, the backbones, ``CausalLM``). A
-    runner builds its model and its hooks before it opens a checkpoint, so a config with
+    log by :func:`tokenformer_vit.training.reports.read_scalars`. Instead, the commands call this
+    function, and each part of this package that writes or receives a checkpoint calls it when it is
+    built: the guard and checkpoint hooks, the backbones, ``CausalLM``. A runner builds its model
+    and its hooks before it opens a checkpoint, so a config with
     ``custom_imports=["tokenformer_vit.training"]`` is also safe in mmengine's own ``Runner`` and in
-    mmpretrain's inferencers. A program that uses none of these parts calls this function itself.
+    mmpretrain's inferencers. A program that uses none of these parts must call this function.
 
     Note:
-        A second call changes nothing. There is no way back, because another run in the same process
-        may rely on it.
+        A second call changes nothing. The change cannot be undone, because another run in the same
+        process may rely on it.
     """
     register_backend("local", AtomicLocalBackend, force=True, prefixes="")
     for prefix in ("", *checkpoint_schemes()):

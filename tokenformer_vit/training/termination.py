@@ -1,4 +1,4 @@
-"""Write a checkpoint at SIGTERM, by which Slurm and others end a job."""
+"""Notice SIGTERM, with which Slurm and others end a job, to write a checkpoint first."""
 
 import atexit
 import os
@@ -13,11 +13,9 @@ import torch
 from mmengine.device import get_device
 from mmengine.dist import all_reduce, get_world_size
 
-__all__ = ["STATUS", "PatientWorker", "Termination"]
-
-# Exit status of a process that SIGTERM ended, as in a shell.
+# Exit status of a process that SIGTERM ended, as shells report it.
 STATUS = 128 + 15
-# A data loading worker that got a SIGTERM checks this often whether its run still goes on.
+# Seconds between two checks of a data loading worker, after a SIGTERM, whether its run continues.
 _LOOK_SECONDS = 5
 
 
@@ -47,7 +45,7 @@ class Termination:
         if threading.current_thread() is threading.main_thread():
             self.running[0] = 1
             self._before = signal.signal(signal.SIGTERM, self._note)
-            # Before Python ends its workers by the same signal; also after an error.
+            # Python ends its workers by the same signal, so this must come first, even on errors.
             atexit.register(self.end)
 
     def end(self) -> None:
@@ -74,7 +72,7 @@ class Termination:
 
 
 class PatientWorker:
-    """Start a data loading worker that survives a SIGTERM while its run goes on.
+    """Start a data loading worker that survives a SIGTERM while its run continues.
 
     A job's SIGTERM also reaches the workers. PyTorch stops the run as soon as a worker ends, which
     is before the checkpoint.

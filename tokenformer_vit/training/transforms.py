@@ -20,8 +20,8 @@ class LoadImage(BaseTransform):
 
     Nothing is skipped silently: a run on a part of the data would go unnoticed, and a random
     replacement could not be repeated on resume. mmcv decodes some files differently. With OpenCV,
-    its default, the missing part of a truncated JPEG becomes grey without a word. With Pillow, it
-    clips 16-bit values to white, and puts only some transparent images on a grey ground.
+    its default, the missing part of a truncated JPEG becomes grey without a warning. With Pillow,
+    it clips 16-bit values to white, and gives only some transparent images a grey background.
 
     Raises:
         InputError: If the file cannot be decoded; the message names it.
@@ -62,7 +62,7 @@ def _seeded(*key: int) -> Iterator[None]:
 
 @TRANSFORMS.register_module()
 class SeededTransforms(BaseTransform):
-    """Apply random transforms that depend on the seed, the epoch and the image alone.
+    """Apply random transforms that depend only on the seed, the epoch and the image.
 
     The augmentation does not depend on the number of workers or processes, on the worker that reads
     an image, or on an interruption of the run. It differs from epoch to epoch.

@@ -22,17 +22,6 @@ from tokenformer_vit.models.description import data_config
 
 from .images import class_folders, read_images, say_left_out, scan_images
 
-__all__ = [
-    "KINDS",
-    "METHODS",
-    "Candidate",
-    "candidates",
-    "labelled_images",
-    "measure_top1",
-    "sample_images",
-    "tensor_batches",
-]
-
 METHODS = ("prune", "random", "top-k")
 KINDS = ("qkv", "proj", "ffn")
 

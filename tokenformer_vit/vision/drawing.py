@@ -1,6 +1,5 @@
 """Pictures of what pairs respond to, and of accuracy against the number of pairs."""
 
-import io
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import closing
@@ -18,13 +17,11 @@ from torch import nn
 
 from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import write_whole
+from tokenformer_vit.files import write_figure
 from tokenformer_vit.models.description import data_config
 
 from .images import read_images
 from .inspection import MOST
-
-__all__ = ["draw_compression", "draw_exemplars", "draw_maps"]
 
 
 def draw_maps(record: dict[str, Any], model: nn.Module, path: Path) -> None:
@@ -145,7 +142,7 @@ def _pictures(names: Iterable[str], model: nn.Module) -> dict[str, Any]:
     with closing(read_images([Path(name) for name in names], config, MOST)) as batches:
         for path, image in (pair for batch in batches for pair in batch):
             if isinstance(image, Exception):
-                raise InputError(f"{image}; it could be read before: restore it")
+                raise InputError(f"{image}; the file has changed since it was read: restore it")
             pixels = ((image * std + mean) * 255).round().clamp(0, 255).byte()
             pictures[str(path)] = pixels.permute(1, 2, 0).numpy()
     return pictures
@@ -172,8 +169,6 @@ def _shorten(name: str, most: int = 22) -> str:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    picture = io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # a character that the font lacks
-        figure.savefig(picture, dpi=100, format="png")
-    write_whole(path, picture.getvalue())
+        write_figure(path, figure, dpi=100)

@@ -21,13 +21,7 @@ from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import remove_leftovers, write_whole
 
-from .images import (
-    FORMATS,
-    IMAGE_SUFFIXES,
-    read_image,
-    say_left_out,
-    scan_images,
-)
+from .images import FORMATS, IMAGE_SUFFIXES, read_image, say_left_out, scan_images
 from .sources import Split
 
 # The suffix follows from the content, not from the name in the source.
@@ -47,7 +41,7 @@ _READ_BY_ALL = {".jpg", ".png"}
 
 
 def folder_names(names: Sequence[str]) -> list[str]:
-    """Name class folders such that every library gives each class its index.
+    """Name class folders such that every library gives each class the same index.
 
     Libraries number classes by sorting folder names. torchvision and mmpretrain sort them as text;
     timm ignores case and compares digits as numbers. If one of these orders differs from ``names``,
@@ -98,10 +92,7 @@ def unpack(splits: dict[str, Split], folders: Sequence[str], target: Path) -> No
             (target / name / class_folder).mkdir(parents=True, exist_ok=True)
         rows = missing[name]
         with tqdm(
-            total=len(split.labels),
-            initial=len(split.labels) - len(rows),
-            desc=name,
-            unit="image",
+            total=len(split.labels), initial=len(split.labels) - len(rows), desc=name, unit="image"
         ) as bar:
             for row, data, where in split.read(rows):
                 suffix = _suffix(data, where)
@@ -147,7 +138,7 @@ def _missing(split: Split, folders: Sequence[str], root: Path) -> list[int]:
 def _suffix(data: bytes | None, where: str) -> str:
     if data is None:
         raise InputError(
-            f"{where}: the row has the name of an image file but no bytes; take a data set that "
+            f"{where}: the row has the name of an image file but no bytes; use a data set that "
             "contains its images"
         )
     try:
@@ -178,13 +169,13 @@ def _report(
         if used < len(folders):
             print(
                 f"warning: {len(folders) - used} of {len(folders)} classes have no image in "
-                f"{name}, and training refuses such data: give a larger --limit",
+                f"{name}, and training needs at least one each: give a larger --limit",
                 file=sys.stderr,
             )
     for suffix in sorted(set(suffixes) - _READ_BY_ALL):
         print(
-            f"warning: {suffixes[suffix]} files are {suffix}; this package reads them, but others "
-            "skip them by default (mmpretrain: extensions=..., timm: add_img_extensions)",
+            f"warning: {suffixes[suffix]} files are {suffix}; mmpretrain and timm skip them unless "
+            "you set extensions=... (mmpretrain) or add_img_extensions (timm)",
             file=sys.stderr,
         )
     print(f"classes: {len(folders)} ({printable(folders[0])} ... {printable(folders[-1])})")

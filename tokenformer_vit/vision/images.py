@@ -19,18 +19,6 @@ from tqdm import tqdm
 from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError, one_line
 
-__all__ = [
-    "FORMATS",
-    "IMAGE_SUFFIXES",
-    "class_folders",
-    "find_images",
-    "read_image",
-    "read_images",
-    "say_left_out",
-    "say_skipped",
-    "scan_images",
-]
-
 # The formats that are decoded, by Pillow's names, whatever the suffix. Other formats are rare, and
 # one of them, EPS, starts an interpreter.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP", "JPEG2000")
@@ -90,8 +78,8 @@ def _upright_rgb(image: Image.Image) -> Image.Image:
         return Image.fromarray((np.asarray(image) >> (bits - 8)).astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
         raise InputError(
-            f"the range of its values is unknown (Pillow's mode {image.mode}); save it with 8 "
-            "bits, or with 16 unsigned bits"
+            f"the range of pixel values is unknown (Pillow mode {image.mode}); save the image "
+            "with 8 bits, or with 16 unsigned bits"
         )
     image.info.pop("transparency", None)  # of a palette; the conversion would warn about it
     return image.convert("RGB")

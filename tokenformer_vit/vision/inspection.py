@@ -18,9 +18,7 @@ from tokenformer_vit.models.description import data_config
 
 from .images import read_images, say_skipped
 
-__all__ = ["MOST", "find_exemplars", "map_tokens", "token_weights"]
-
-MOST = 32  # rows or columns of a picture that one can still look at
+MOST = 32  # rows or columns of a picture; with more, it would be hard to read
 
 
 def _find_layer(model: nn.Module, name: str | None) -> tuple[str, Pattention]:
@@ -191,15 +189,15 @@ def find_exemplars(
     Note:
         The ``selectivity`` of a pair is the mean weight of its exemplars, divided by its mean
         |weight|. Only the half of the pairs with the largest mean |weight| · ‖value‖, which add
-        most to the output, can be chosen; among them, the most selective are. Selectivity alone
-        would choose pairs that do almost nothing. The other measure alone would choose pairs that
-        respond to everything, whose exemplars say nothing. Kurtosis would depend on single
-        outliers; selectivity depends on every image that is shown.
+        most to the output, are candidates; the most selective candidates are chosen. Selectivity
+        alone would choose pairs that do almost nothing. The other measure alone would choose pairs
+        that respond to everything, and their exemplars would show nothing. Kurtosis would depend on
+        single outliers; selectivity depends on every image that is shown.
     """
     layer, module = _find_layer(model, layer)
     tokens = _check_tokens(tokens, top, layer, module)
     if not 1 <= number <= MOST:
-        raise InputError(f"cannot draw {number} exemplars of a pair; ask for 1 to {MOST}")
+        raise InputError(f"cannot draw {number} exemplars of a pair; give 1 to {MOST}")
     files: list[Path] = []
     total = torch.zeros(module.num_param_tokens, dtype=torch.float64)
     # The best images of every pair so far: largest weight, number and patch, each (<=K, P).
@@ -262,7 +260,7 @@ def _check_tokens(
                 f"{module.num_param_tokens - 1}"
             )
     if not 1 <= (asked := len(tokens) or top) <= MOST:
-        raise InputError(f"cannot draw {asked} pairs in one picture; ask for 1 to {MOST}")
+        raise InputError(f"cannot draw {asked} pairs in one picture; give 1 to {MOST}")
     return tokens
 
 
@@ -274,7 +272,7 @@ def _stream(
     device: torch.device | str,
     skipped: Callable[[Path, Exception], object],
 ) -> Generator[tuple[list[Path], Tensor], None, None]:
-    """Yield the readable paths of each batch and their (B, N, P) weights; report the others."""
+    """Yield the readable paths of each batch and their (B, N, P) weights; report other paths."""
     config, model, found = data_config(model), model.to(device), False
     with closing(read_images(list(dict.fromkeys(paths)), config, batch_size)) as batches:
         for batch in batches:

@@ -13,8 +13,6 @@ from tokenformer_vit.models.description import class_names, data_config
 
 from .images import read_images
 
-__all__ = ["predict"]
-
 
 def predict(
     model: nn.Module,

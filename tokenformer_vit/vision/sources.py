@@ -15,7 +15,7 @@ from tokenformer_vit.errors import InputError, one_line
 
 _VALIDATION_SPLITS = ("validation", "valid", "val", "dev", "test")  # best first
 _BATCH_ROWS = 64  # images in memory at a time
-# For a data set without class names. Each class is a folder, and one wrong label would make many.
+# For a data set without class names. Each class is a folder, and one wrong label could make many.
 _MOST_CLASSES = 100_000
 
 
@@ -56,13 +56,13 @@ def parquet_splits(
     import pyarrow.parquet as parquet  # of the extra [train]
 
     if not source.is_dir():
-        raise InputError(f"there is no folder {source}; SOURCE is a folder with *.parquet files")
+        raise InputError(f"there is no folder {source}; give a folder with *.parquet files")
     shards: dict[str, list[Path]] = {}
     for path in sorted(source.rglob("*.parquet")):
         shards.setdefault(_split_of(path), []).append(path)
     if not shards:
         raise InputError(
-            f"there is no *.parquet file in {source}; SOURCE is a folder with *.parquet files"
+            f"there is no *.parquet file in {source}; give a folder with *.parquet files as SOURCE"
         )
     chosen = _choose_splits(shards, wanted, source)
 
@@ -266,14 +266,12 @@ def _parquet_rows(
     return stem, read
 
 
-def digits_splits(val_fraction: float = 0.2) -> tuple[dict[str, Split], list[str]]:
+def digits_splits() -> tuple[dict[str, Split], list[str]]:
     """Make splits from scikit-learn's 1,797 handwritten digits, 8 × 8 grey pixels, as PNG.
 
-    Args:
-        val_fraction: Share of every class that goes to val, drawn with a fixed seed.
-
     Returns:
-        The splits by folder name, and the class names "0" to "9".
+        The splits by folder name, and the class names "0" to "9". A fifth of every class goes to
+        val, drawn with a fixed seed.
     """
     from sklearn.datasets import load_digits  # of the extra [train]
     from sklearn.model_selection import train_test_split
@@ -281,7 +279,7 @@ def digits_splits(val_fraction: float = 0.2) -> tuple[dict[str, Split], list[str
     digits: Any = load_digits()
     pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)  # (1797, 8, 8), 0..16 -> 0..255
     train, val = train_test_split(
-        np.arange(len(pixels)), test_size=val_fraction, stratify=digits.target, random_state=0
+        np.arange(len(pixels)), test_size=0.2, stratify=digits.target, random_state=0
     )
 
     def split_of(indices: Any) -> Split:

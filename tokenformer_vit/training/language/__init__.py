@@ -2,8 +2,8 @@
 
 Importing this package registers its classes. The configs ``lm_*.py`` name it in
 ``custom_imports``, with ``tokenformer_vit.training``, which needs none of Hugging Face's libraries.
-Loop, schedule, checkpoints, growth and record are those of image classifiers; this package has
-the data set, the model, the metrics, and what differs in the checks and the export.
+Image classifiers use the same loop, schedule, checkpoints, growth and record. This package has the
+data set, the model, the metrics, and its own checks and export.
 """
 
 from .data import TokenDataset

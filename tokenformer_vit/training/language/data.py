@@ -16,7 +16,7 @@ from mmpretrain.registry import DATASETS
 from torch.utils.data import ConcatDataset, Dataset
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.language import check_tokens_agree, read_text_meta, read_tokens
+from tokenformer_vit.language import check_tokens_agree, open_rows, read_text_meta
 
 
 @DATASETS.register_module()
@@ -43,7 +43,7 @@ class TokenDataset(Dataset):
     def __init__(self, data_root: str | Sequence[str], split: str) -> None:
         roots = [data_root] if isinstance(data_root, str) else list(data_root)
         if not roots:
-            raise InputError("data_root of TokenDataset is an empty list; name a folder")
+            raise InputError("data_root of TokenDataset is an empty list; give a folder")
         self.folders = [Path(root) for root in roots]
         metas = [read_text_meta(folder) for folder in self.folders]
         for key in ("context_length", "vocab_size"):
@@ -60,7 +60,7 @@ class TokenDataset(Dataset):
                 "reported by name; rename one"
             )
         self._metas = metas
-        self._rows: Any = ConcatDataset([read_tokens(folder, split) for folder in self.folders])  # type: ignore[arg-type]
+        self._rows: Any = ConcatDataset([open_rows(folder, split) for folder in self.folders])  # type: ignore[arg-type]
         self.metainfo: dict[str, Any] = {
             "sources": sources,
             "context_length": metas[0]["context_length"],

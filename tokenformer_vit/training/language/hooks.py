@@ -1,4 +1,4 @@
-"""Hooks of a language run: its checks and its export.
+"""Hooks of a language run: checks and export.
 
 They replace two hooks of image classifiers, which check classes and labels and write a timm folder.
 A language run checks tokens and tokenizers, and writes a folder of transformers.

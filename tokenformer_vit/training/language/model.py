@@ -32,7 +32,7 @@ from ..storage import secure_files
 
 @MODELS.register_module()
 class CausalLM(BaseModel):
-    """A TokenFormer language model, or the Transformer that it is compared with.
+    """A TokenFormer language model, or a Transformer as a baseline.
 
     Args:
         architecture: ``tokenformer``, or ``transformer`` for the form of GPT-2.
@@ -42,11 +42,11 @@ class CausalLM(BaseModel):
         checkpoint: Folder of a trained model to start from; its weights are converted to float32.
         growth: Arguments of :func:`tokenformer_vit.growth.grow`, to append pairs at the start. The
             default ``seed`` is the seed of the run.
-        masks: ``new``, the name of a mask that gives the training text pairs of its own: those
-            that ``growth`` appends, or all pairs without ``growth``. Only these pairs are active
-            and change in training. Masks are saved with the model, and loaded with a
-            ``checkpoint``. Validation reads each text with the mask that is named like its folder,
-            or else with the newest mask.
+        masks: ``new``, the name of a mask with the pairs for the training text: the pairs that
+            ``growth`` appends, or all pairs without ``growth``. Only these pairs are active and
+            change in training. Masks are saved with the model, and loaded with a ``checkpoint``.
+            Validation reads a text with the mask that has the name of its folder; if there is none,
+            with the newest mask.
         frozen_stem: Whether to freeze embeddings, positions, final norm and head.
         compile: Whether to compile each block; checkpoints stay the same.
 
@@ -159,8 +159,8 @@ def _build(architecture: str, config: dict[str, Any], checkpoint: str) -> Any:
     if checkpoint:
         if config:
             raise InputError(
-                f"model.config is {config}, but the sizes are those of the checkpoint "
-                f"{checkpoint}: set `config=dict(_delete_=True)`, or leave out the checkpoint"
+                f"model.config sets sizes ({config}), but the checkpoint {checkpoint} has its own: "
+                "set `config=dict(_delete_=True)`, or remove model.checkpoint"
             )
         # Published models may have 16-bit weights, in which the optimiser's steps would be lost.
         return load_language_model(Path(checkpoint), kinds=("tokenformer", "gpt2")).float().train()
@@ -173,7 +173,7 @@ def _build(architecture: str, config: dict[str, Any], checkpoint: str) -> Any:
         if architecture == "transformer":
             return transformer_lm(**config)
     except (TypeError, InputError) as error:  # such as an unknown name
-        raise InputError(f"model.config of the {architecture}: {error}") from error
+        raise InputError(f"model.config cannot build a {architecture}: {error}") from error
     raise InputError(f"architecture must be tokenformer or transformer, but got {architecture!r}")
 
 
