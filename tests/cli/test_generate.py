@@ -64,8 +64,8 @@ def test_prompts_are_continued(folder, tmp_path, capsys, monkeypatch):
 
     greedy = written(folder, "w1 w2", "w3", "--greedy", "--max-new-tokens", 6)
     first, second = greedy.strip().split("\n\n")
-    assert first.startswith("w1 w2 w")
-    assert second.startswith("w3 w")
+    assert first.startswith("w1 w2 ")
+    assert second.startswith("w3 ")  # its weights are random, so an unknown word may follow
     assert len(first.split()) <= 8
     assert greedy == written(folder, "w1 w2", "w3", "--greedy", "--max-new-tokens", 6)
 
