@@ -80,6 +80,7 @@ def refused(cfg, options):
         ("train_dataloader.dataset", "data", "a dict"),
         ("train_dataloader.dataset.pipeline", (), "a list of transforms that ends with PackInputs"),
         ("train_dataloader", None, "a dict"),
+        ("train_dataloader.sampler", None, "a dict"),
         ("val_dataloader", None, "a dict"),
         ("train_cfg.max_epochs", 0, WHOLE),
         ("train_cfg.val_interval", 0, WHOLE),

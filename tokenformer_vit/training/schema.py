@@ -227,6 +227,10 @@ class _Loader(_Section):
     timeout: NotNegative = 0
 
 
+class _TrainLoader(_Loader):
+    sampler: dict[str, Any] = {}  # None would train in the order of the files
+
+
 class _Clipping(_Section):
     max_norm: Positive = 1
     clip_value: Positive = 1
@@ -307,7 +311,7 @@ class _LogProcessor(_Section):
 class _Run(_Section):
     model: _Model
     data_preprocessor: _Preprocessor | None = None
-    train_dataloader: _Loader
+    train_dataloader: _TrainLoader
     val_dataloader: _Loader
     test_dataloader: _Loader
     val_evaluator: Annotated[list[_Evaluator], BeforeValidator(_listed)]
