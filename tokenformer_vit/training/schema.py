@@ -216,7 +216,6 @@ class _Dataset(_Section):
 
 class _Loader(_Section):
     dataset: _Dataset
-    sampler: dict[str, Any] | None = None
     batch_size: Count = 1
     num_workers: Whole = 0
     num_batch_per_epoch: Count | None = None
@@ -229,6 +228,10 @@ class _Loader(_Section):
 
 class _TrainLoader(_Loader):
     sampler: dict[str, Any] = {}  # None would train in the order of the files
+
+
+class _TestLoader(_Loader):
+    sampler: dict[str, Any] | None = None
 
 
 class _Clipping(_Section):
@@ -312,8 +315,8 @@ class _Run(_Section):
     model: _Model
     data_preprocessor: _Preprocessor | None = None
     train_dataloader: _TrainLoader
-    val_dataloader: _Loader
-    test_dataloader: _Loader
+    val_dataloader: _TestLoader
+    test_dataloader: _TestLoader
     val_evaluator: Annotated[list[_Evaluator], BeforeValidator(_listed)]
     test_evaluator: Annotated[list[_Evaluator], BeforeValidator(_listed)]
     optim_wrapper: _OptimWrapper
