@@ -1,6 +1,7 @@
 """Options that several commands share."""
 
 import argparse
+from typing import Any
 
 import torch
 from timm.utils import ParseKwargs
@@ -20,6 +21,16 @@ class KeyValues(ParseKwargs):
             raise argparse.ArgumentError(self, "takes KEY=VALUE") from error
 
 
+# How --model-kwargs is read.
+MODEL_KWARGS: dict[str, Any] = {
+    "nargs": "+",
+    "action": KeyValues,
+    "default": {},
+    "metavar": "KEY=VALUE",
+    "help": "arguments of the model, such as img_size=32 patch_size=4",
+}
+
+
 def model_arguments() -> argparse.ArgumentParser:
     """Define the options for the model and the device.
 
@@ -30,14 +41,7 @@ def model_arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
     add = parser.add_argument_group("the model").add_argument
     add("--model", metavar="NAME", help="timm model name, or local-dir:FOLDER")
-    add(
-        "--model-kwargs",
-        nargs="+",
-        action=KeyValues,
-        default={},
-        metavar="KEY=VALUE",
-        help="arguments of the model, such as img_size=32 patch_size=4",
-    )
+    add("--model-kwargs", **MODEL_KWARGS)
     add(
         "--num-classes",
         type=whole_number(1),

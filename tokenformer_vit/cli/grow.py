@@ -32,7 +32,7 @@ from tokenformer_vit.models.checkpoints import load_model, save_model
 from tokenformer_vit.models.weights import read_state_dict, write_tensors
 from tokenformer_vit.ops import THETAS
 
-from .arguments import KeyValues
+from .arguments import MODEL_KWARGS
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -125,14 +125,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--seed", type=whole_number(0), default=0, help="seed of random numbers")
     add("--model", metavar="NAME", help="timm model of the checkpoint")
-    add(
-        "--model-kwargs",
-        nargs="+",
-        action=KeyValues,
-        default={},
-        metavar="KEY=VALUE",
-        help="arguments of the model, such as img_size=32 patch_size=4",
-    )
+    add("--model-kwargs", **MODEL_KWARGS)
     add("--theta", choices=list(THETAS), help="Θ, for a file of tensors")
     add(
         "--missing-tau",
