@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
 
 from tokenformer_vit.cli import harness
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.command_line import run_tool
 from tokenformer_vit.language import (
     TokenFormerConfig,
     TokenFormerForCausalLM,
@@ -51,7 +51,8 @@ def test_a_task_of_the_harness_is_run_on_our_model(tmp_path, monkeypatch, capsys
     assert "|letters|" in capsys.readouterr().out
 
 
-def test_without_the_harness_it_says_what_to_install(monkeypatch):
+def test_without_the_harness_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
-    with pytest.raises(InputError, match=r"pip install 'tokenformer-vit\[evaluation\]'"):
-        harness.main(["ls", "tasks"])
+    with pytest.raises(SystemExit):
+        run_tool(lambda: harness.main(["ls", "tasks"]))
+    assert "pip install 'tokenformer-vit[evaluation]'" in capsys.readouterr().err
