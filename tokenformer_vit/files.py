@@ -25,6 +25,9 @@ _HOST = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 # On a shared disk, a partial file of another machine is left over if it is a day old.
 _OLD_SECONDS = 24 * 3600
 
+# In the error about a locked folder; a sweep finds it in the output of a training.
+IN_USE = " is in use by "
+
 _log = logging.getLogger("tokenformer_vit")
 
 
@@ -185,7 +188,7 @@ def locked_folder(folder: Path, way_out: str = "choose another --work-dir") -> I
                 file.seek(0)
                 holder = file.read(200).decode(errors="replace").strip() or "another process"
                 raise InputError(
-                    f"{folder} is in use by {holder}: wait for it, stop it, or {way_out}"
+                    f"{folder}{IN_USE}{holder}: wait for it, stop it, or {way_out}"
                 ) from error
             _log.warning(
                 "%s is on a file system without locks (%s): make sure that no other process "

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from growth import QUESTION as GROWTH
 from layernorm import QUESTION as LAYERNORM
+from lm_transformer import QUESTION as LM_TRANSFORMER
 from mmengine.config import Config
 from PIL import Image
 from softmax import QUESTION as SOFTMAX
@@ -20,9 +22,11 @@ from softmax import QUESTION as SOFTMAX
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.experiments import IMAGES, tables
 from tokenformer_vit.experiments.plan import LARGEST_GAP, plan
-from tokenformer_vit.experiments.record import adopt, error_line, read_layers
+from tokenformer_vit.experiments.record import adopt, error_line, find_record, read_layers
+from tokenformer_vit.experiments.results import read_sweep
 from tokenformer_vit.experiments.run import difference
 from tokenformer_vit.experiments.sweep import parse, sweep
+from tokenformer_vit.files import locked_folder
 from tokenformer_vit.records import write_record
 from tokenformer_vit.training.config import load_config
 
@@ -53,6 +57,9 @@ while len(Path(file.name).read_text().splitlines()) < int(os.environ.get("TOGETH
     time.sleep(0.01)
 if os.environ.get("KILL", "nothing") in config.stem:
     os.kill(os.getpid(), signal.SIGKILL)
+if os.environ.get("REFUSAL"):
+    print(f"error: {os.environ['REFUSAL']}")
+    sys.exit(1)
 if os.environ.get("FAIL", "nothing") in config.stem:
     print("Traceback (most recent call last):\\n  ...")
     print(f"error: the loss is nan at iteration 7; kept: {folder.resolve()}/epoch_1.pth")
@@ -312,8 +319,47 @@ def test_an_edited_base_config_is_noticed(tmp_path, config, words, trainer):
     words[words.index("--config") + 1] = str(own)
     sweep(SOFTMAX, words)
     own.write_text(f"{own.read_text()}\nauto_scale_lr = dict(base_batch_size=7)\n")
-    with pytest.raises(InputError, match=r"other settings, such as base: .* there and .* here"):
+    with pytest.raises(InputError, match=r"own\.py.* there and .* here.*give --same-training"):
         sweep(SOFTMAX, words)
+
+
+def test_a_sweep_gets_more_seeds_after_an_edit_of_its_config(tmp_path, config, words, trainer):
+    words += ["--variants", "gelu_l2", "vit"]
+    sweep(SOFTMAX, words)
+    first = records(tmp_path)
+    # The ViT replaces the backbone, and repeats the new key.
+    config.write_text(config.read_text().replace("depth=1", "depth=1, pos_drop_rate=0.0"))
+    words += ["--same-training"]
+    with pytest.raises(InputError, match=r"batch_size: the config's there and 16 here"):
+        sweep(SOFTMAX, [*words, "--batch-size", "16"])
+    sweep(SOFTMAX, [*words, "--seeds", "2"])
+    assert [line.split()[0] for line in trainer()[2:]] == ["gelu_l2_seed1", "vit_seed1"]
+    found = records(tmp_path)
+    assert first.items() <= found.items()
+    assert "pos_drop_rate" in found["vit_seed1"]["settings"]["model"]["backbone"]
+
+    # The table allows keys that are younger than a record, but no other value.
+    path = tmp_path / "results" / "softmax_small" / "vit_seed1.json"
+    backbone = found["vit_seed1"]["options"]["model"]["backbone"]
+    backbone["pos_drop_rate"] = 0.0
+    write_record(path, found["vit_seed1"])
+    assert len(read_sweep(SOFTMAX, path.parent)) == 4
+    backbone["mlp_ratio"] = 3.0
+    write_record(path, found["vit_seed1"])
+    with pytest.raises(InputError, match=r"mlp_ratio is 6\.0 in .*vit_seed0.* and 3\.0 in vit_seed1"):
+        read_sweep(SOFTMAX, path.parent)
+
+
+@pytest.mark.parametrize(
+    ("question", "variants"), [(GROWTH, ("large", "net2net")), (LM_TRANSFORMER, ("transformer",))]
+)
+def test_a_committed_sweep_can_be_extended(question, variants, monkeypatch):
+    monkeypatch.setattr(type(question.field), "check_data", lambda field, cfg: None)
+    (folder,) = (ROOT / "ablations" / "results").glob(f"{question.name}_*/")
+    name = folder.name.removeprefix(f"{question.name}_")
+    words = ["--config", str(ROOT / "configs" / f"{name}.py"), "--variants", *variants]
+    for run in plan(question, parse(question, [*words, "--same-training", "--seeds", "4"])):
+        assert (find_record(run) is None) == (run.about["seed"] == 3)
 
 
 # Trains the run that it is given, as far as others can tell.
@@ -328,33 +374,32 @@ with locked_folder(Path(sys.argv[1])):
 """
 
 
-def test_a_run_of_another_process_is_left_to_it(tmp_path, words, trainer, capfd):
+def test_a_run_of_another_process_is_left_to_it(tmp_path, words, trainer, monkeypatch, capfd):
     folder = tmp_path / "work" / "gelu_l2_seed0"
     folder.mkdir(parents=True)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", OTHER, str(folder)], **pipes) as other:
         assert other.stdout.readline() == b"locked\n"
-        with pytest.raises(SystemExit, match="1"):
-            sweep(SOFTMAX, [*words, "--variants", "gelu_l2"])
+        with pytest.raises(InputError) as refusal, locked_folder(folder):
+            pass
         other.stdin.close()
-    assert trainer() == []
+    # The other process may have ended by now: its record must not become that of a failure.
+    monkeypatch.setenv("REFUSAL", str(refusal.value))
+    with pytest.raises(SystemExit, match="1"):
+        sweep(SOFTMAX, [*words, "--variants", "gelu_l2"])
     assert records(tmp_path) == {}
     out, err = capfd.readouterr()
     assert "gelu_l2_seed0 is skipped: another process is training it" in out
     assert "0 of 1 runs are recorded" in err
 
 
-def test_a_run_that_another_process_began_first_has_not_failed(
-    tmp_path, words, trainer, monkeypatch, capfd
-):
+def test_a_sweep_never_locks_a_run(tmp_path, words, trainer, monkeypatch):
+    """A training that starts at this moment would find its folder locked, and refuse."""
     monkeypatch.setenv("FAIL", "gelu_l2")
-    in_use = iter([False, True])
-    monkeypatch.setattr("tokenformer_vit.experiments.launch._in_use", lambda run: next(in_use))
     with pytest.raises(SystemExit, match="1"):
         sweep(SOFTMAX, [*words, "--variants", "gelu_l2"])
-    assert len(trainer()) == 1
-    assert records(tmp_path) == {}
-    assert "another process is training it" in capfd.readouterr().out
+    assert "failed" in records(tmp_path)["gelu_l2_seed0"]
+    assert not list(tmp_path.rglob(".lock"))
 
 
 def test_the_table_of_own_records_is_beside_them(tmp_path, words, trainer, monkeypatch, capfd):

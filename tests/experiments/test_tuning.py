@@ -88,14 +88,14 @@ def test_the_methods_train_what_they_are_compared_for(words, weights):
 def test_records_of_other_weights_are_not_taken_for_these(words, weights):
     (run,) = plan(words, "--variants", "probe")
     record._write(run, run.about)
-    assert record.read_record(run) == run.about
+    assert record.find_record(run) == run.about
     other = timm.create_model("tokenformer_tiny", **SIZES, num_classes=10).state_dict()
     save_file(other, weights["large_seed0"])
     (again,) = plan(words, "--variants", "probe")
-    with pytest.raises(InputError, match=r"other settings, such as base: "):
-        record.read_record(again)
+    with pytest.raises(InputError, match=r"other settings, such as start\.sha256: "):
+        record.find_record(again)
     run.write_config()
-    with pytest.raises(InputError, match=r"other settings, such as base: "):
+    with pytest.raises(InputError, match=r"the run that it starts from .* there and .* here"):
         again.write_config()
 
 

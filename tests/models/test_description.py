@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.models.card import CardFacts
 from tokenformer_vit.models.checkpoints import load_model, save_model
 from tokenformer_vit.models.description import data_config
 
@@ -67,6 +68,14 @@ def test_a_config_that_is_no_description(exported, text):
     (exported / "config.json").write_text(text, errors="surrogateescape")
     with pytest.raises(InputError, match=r"config\.json"):
         load_model(f"local-dir:{exported}", None)
+
+
+def test_a_card_key_of_another_tool_is_ignored(model, exported):
+    file = exported / "config.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps({**content, "card": {"author": "somebody"}}))
+    loaded = load_model(f"local-dir:{exported}", None)
+    assert loaded.card_facts == CardFacts()
 
 
 def test_a_named_model_takes_preprocessing_and_names_from_the_export(model, exported):

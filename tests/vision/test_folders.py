@@ -109,6 +109,22 @@ def test_training_does_not_pass_over_an_image_that_is_no_file(kind, root):
     assert path in find_images([root / "train"])  # the reader says what is wrong with it
 
 
+@pytest.mark.parametrize("prefix", ["train", {"img_path": "train"}])
+def test_a_listed_image_must_exist(root, prefix):
+    train = root / "train"
+    listed = root / "listed.txt"
+    listed.write_text("ant/upper.PNG 0\n\nbee/two words.png 1\n")
+    cfg = config(root, ann_file="listed.txt")
+    cfg.train_dataloader.dataset.data_prefix = prefix
+    path = train / "bee" / "two words.png"
+    path.symlink_to(root / "nowhere")
+    with pytest.raises(InputError, match=f"{path} is .*a broken link.*remove it from {listed}"):
+        check_data_folders(cfg, ("train_dataloader",))
+    path.unlink()
+    shutil.copy(train / "ant/upper.PNG", path)
+    check_data_folders(cfg, ("train_dataloader",))
+
+
 def test_images_beside_the_class_folders_are_counted(root, capsys):
     shutil.copy(root / "train/ant/upper.PNG", root / "train/loose.png")
     (root / "train/README").touch()

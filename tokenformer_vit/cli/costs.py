@@ -54,10 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         asked = args.lm or args.model or args.against
         lengths = range(1024, 32 * 1024 + 1, 1024) if args.lm or not asked else range(64, 4097, 64)
         drawn = dict(zip(names, models, strict=True)) if asked else None
-        try:
-            draw_lengths(args.plot, drawn, lengths)
-        except ImportError as error:
-            raise InputError("--plot needs matplotlib: pip install matplotlib") from error
+        draw_lengths(args.plot, drawn, lengths)
         what = ", ".join(names) if asked else "the paper's growing language models"
         print(f"chart: {args.plot}, of {what}", file=sys.stderr)
     if args.json:

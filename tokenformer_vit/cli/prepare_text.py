@@ -34,15 +34,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     args = _parse(argv)
     from tokenformer_vit import language  # isort: skip  # says why, if transformers is missing
+    from datasets import config
+    from datasets import logging as datasets_logging
     from transformers.utils import logging
 
-    try:
-        from datasets import config
-        from datasets import logging as datasets_logging
-    except ImportError as error:
-        raise InputError(
-            "reading text needs Hugging Face's datasets: pip install 'tokenformer-vit[language]'"
-        ) from error
     logging.set_verbosity_error()
     # An error that it logs is also raised, and ends the command in one line.
     datasets_logging.set_verbosity(datasets_logging.CRITICAL)

@@ -15,10 +15,9 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import locked_folder
+from tokenformer_vit.files import IN_USE
 
-from .record import collect, error_line, read_record
+from .record import collect, error_line, find_record
 from .run import Run, shown
 
 TRAIN = ("-m", "tokenformer_vit", "train")
@@ -26,7 +25,7 @@ LOOK = 0.5  # seconds between two looks at the processes
 PATIENCE = 30  # seconds that an interrupted training has to end
 
 
-def arguments(run: Run, args: argparse.Namespace) -> list[str]:
+def command_of(run: Run, args: argparse.Namespace) -> list[str]:
     """Return the command of a run without the interpreter."""
     launcher = []
     if args.nproc_per_node:
@@ -52,7 +51,7 @@ def start(run: Run, slot: int, args: argparse.Namespace) -> Started:
     with log.open("ab") as file:
         begin = file.seek(0, os.SEEK_END)
         process = subprocess.Popen(
-            [sys.executable, *arguments(run, args)],
+            [sys.executable, *command_of(run, args)],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -128,12 +127,10 @@ def _cannot_start(run: Run) -> str | None:
     If the run before it failed, it is recorded as failed.
     """
     run.folder.mkdir(parents=True, exist_ok=True)
-    if _in_use(run):
-        return "is skipped: another process is training it"
     before = run.start
     if before is None or before.is_finished:
         return None
-    record = read_record(before)
+    record = find_record(before)
     if record is None:
         return f"is skipped: it starts from the end of {before.name}, which is not finished"
     if "failed" in record:
@@ -147,15 +144,6 @@ def _cannot_start(run: Run) -> str | None:
     return f"failed: {reason}"
 
 
-def _in_use(run: Run) -> bool:
-    """Tell whether a process is training a run: it locks the folder."""
-    try:
-        with locked_folder(run.folder):
-            return False
-    except InputError:
-        return True
-
-
 def _end(started: Started) -> str:
     """Record a training that ended, and return its result in words."""
     run, status = started.run, started.process.returncode
@@ -166,11 +154,12 @@ def _end(started: Started) -> str:
         measure = run.field.measure
         result = f"{measure.label} {record['final'][measure.name]:.2f} {measure.unit}"
         return f"{run.name}: {result}".rstrip()
-    if _in_use(run):  # another process was faster, and ours refused to start
-        return f"{run.name} is skipped: another process is training it"
     with started.log.open("rb") as file:
         file.seek(started.begin)
         line = error_line(file.read().decode(errors="replace"), status)
+    # Only a training locks a folder. If a sweep tried the lock, a training could find it taken.
+    if IN_USE in line:
+        return f"{run.name} is skipped: another process is training it"
     if status == 0:
         line = f"it ended without a record of {run.length} {run.field.length}"
     collect(run, failed=line)

@@ -181,6 +181,7 @@ def _run(
         start=before,
         work_dir=Path(args.work_dir or folder / question.name / stem),
         out=Path(args.out or out / "results" / f"{question.name}_{stem}"),
+        same_training=args.same_training,
     )
 
 

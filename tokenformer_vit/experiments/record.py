@@ -41,24 +41,24 @@ from tokenformer_vit.training.reports import read_scalars
 
 from .fields import Field
 from .plan import MOST_DIAGNOSES
-from .run import Run, check_same, plain, shown
+from .run import Run, plain, shown
 
+IDENTITY = ("settings", "question", "variant", "start", "base")  # keys of what was trained
 MOST_LOSSES = 100  # points of a loss curve in a record
 MOST_FIGURES = 4500  # numbers of diagnostics in a record
 
 
-def read_record(run: Run) -> dict[str, Any] | None:
+def find_record(run: Run) -> dict[str, Any] | None:
     """Return the record of a run, or None if there is none.
 
     Raises:
-        InputError: If it has other settings.
+        InputError: If the record has other settings.
     """
     if not run.record.is_file():
         return None
     record = json.loads(run.record.read_text(encoding="utf-8"))
-    keys = ("settings", "question", "variant", "base")
-    there, wanted = ({key: each[key] for key in keys} for each in (record, run.about))
-    check_same(there, wanted, run.record, "--out and --work-dir")
+    there, wanted = ({key: each.get(key) for key in IDENTITY} for each in (record, run.about))
+    run.check_same(there, wanted, run.record, "--out and --work-dir")
     return record
 
 

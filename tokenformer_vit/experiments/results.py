@@ -10,6 +10,7 @@ from tokenformer_vit.errors import InputError
 
 from .questions import Question
 from .rows import Record
+from .run import differences
 
 Groups = dict[tuple[Question, str], list[Record]]  # by question and folder
 
@@ -50,7 +51,12 @@ def read_sweep(question: Question, folder: Path) -> list[Record]:
     for name in names:
         # All runs of a variant have the same change.
         own = {path: each for path, each in records.items() if each["variant"] == name}
-        _check_one_value("options", {path: _pruned(each["options"]) for path, each in own.items()})
+        for path, record in own.items():
+            first, one = next(iter(own.items()))
+            pair = (_pruned(each["options"]) for each in (one, record))
+            replaced = one.get("base") != record.get("base") and _replaces(question, record)
+            for key, values in differences(*pair, replaced=replaced):
+                _check_one_value(f"options.{key}", dict(zip((first, path), values, strict=True)))
         starts = {path: each["start"] for path, each in own.items() if "start" in each}
         _check_one_value("start", starts)
     return list(records.values())
@@ -86,7 +92,7 @@ def _shared(question: Question, record: Record) -> Record:
     part = field.part(settings)
     if part:
         field.replace(settings, {})
-    if not any("_delete_" in sizes for sizes in (part, part.get("config", {}))):
+    if not _replaces(question, record):
         # The weights to start from are compared by their digests.
         own = {field.seed_key: None, field.weights_key: None}
         shared[field.path[-1]] = _pruned(_without(part, {**field.part(options), **own}))
@@ -97,6 +103,12 @@ def _shared(question: Question, record: Record) -> Record:
         settings["custom_hooks"] = hooks
     others = {key: options[key] for key in options.keys() - {"train_cfg", "custom_hooks"}}
     return {**shared, "settings": _pruned(_without(settings, others))}
+
+
+def _replaces(question: Question, record: Record) -> bool:
+    """Tell whether the variant replaces the whole backbone, or language model."""
+    part = question.field.part(record["settings"])
+    return any("_delete_" in sizes for sizes in (part, part.get("config", {})))
 
 
 def _without(tree: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

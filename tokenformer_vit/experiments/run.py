@@ -36,6 +36,7 @@ class Run:
     start: "Run | None"  # the earlier run that it continues
     work_dir: Path  # where the sweep works
     out: Path  # folder of the sweep's records
+    same_training: bool = False  # earlier versions of the sweep's config trained the same
 
     @property
     def config(self) -> Path:
@@ -74,7 +75,7 @@ class Run:
             del there["_base_"]  # the folder may have been moved
             there["base"] = (re.findall(r"^# Its base: (\w+)$", text, re.MULTILINE) or [None])[0]
             wanted = {**self.settings, "base": self.about["base"]}
-            check_same(there, wanted, self.config, "--work-dir")
+            self.check_same(there, wanted, self.config, "--work-dir")
         lines = [
             f"# {self.name} of ablations/{self.about['question']}.py: what differs from its base.",
             f"# Its base: {self.about['base']}",
@@ -84,6 +85,29 @@ class Run:
             lines.append(f"{key} = {pformat(value, width=90, sort_dicts=False)}")
         self.work_dir.mkdir(parents=True, exist_ok=True)
         write_whole(self.config, "\n".join([*lines, ""]).encode())
+
+    def check_same(
+        self, there: Mapping[str, Any], wanted: Mapping[str, Any], path: Path, way: str
+    ) -> None:
+        """Check that a file has the settings of this run, and the digest of the same config.
+
+        Raises:
+            InputError: If they differ; ``way`` names the options that choose another place.
+        """
+        differing = dict(differences(plain(there), plain(wanted), self.same_training))
+        base = differing.pop("base", None)
+        if differing:
+            key, (old, new) = next(iter(differing.items()))
+            raise InputError(
+                f"{shown(path)} belongs to a run with other settings, such as {key}: {old} there "
+                f"and {new} here; choose another {way}, or delete the file"
+            )
+        if base and not self.same_training:
+            raise InputError(
+                f"{shown(path)} is of another version of {shown(self.base)}, or of the run that it "
+                f"starts from (digest {base[0]} there and {base[1]} here): choose another {way}; "
+                "or give --same-training if the edit does not change what is trained"
+            )
 
 
 def difference(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,26 +126,27 @@ def difference(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any
     return changes
 
 
-def check_same(there: Mapping[str, Any], wanted: Mapping[str, Any], path: Path, way: str) -> None:
-    """Check that a file has the settings of a run.
+def differences(
+    one: Any, other: Any, edited: bool = False, replaced: bool = False, key: str = ""
+) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Find where the settings of two runs differ.
 
-    Raises:
-        InputError: If they differ; ``way`` names the options that choose another place.
+    Args:
+        one: Settings of a run, or a part of them.
+        other: The same part of the settings of another run.
+        edited: The runs are of two versions of a config. A part that replaces the config's own, a
+            ViT for example, repeats keys of its version: only keys of both versions are compared.
+        replaced: This is such a part.
+        key: Name of the part.
+
+    Yields:
+        Each key that differs, with both values.
     """
-    differing = dict(_differing(plain(there), plain(wanted)))
-    if differing:
-        key, (old, new) = next(iter(differing.items()))
-        raise InputError(
-            f"{shown(path)} belongs to a run with other settings, such as {key}: {old} there and "
-            f"{new} here; choose another {way}, or delete the file"
-        )
-
-
-def _differing(one: Any, other: Any, key: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
     if isinstance(one, dict) and isinstance(other, dict):
-        for name in {**one, **other}:
-            unset = "the config's"
-            yield from _differing(one.get(name, unset), other.get(name, unset), f"{key}.{name}")
+        replaced = replaced or (edited and "_delete_" in one and "_delete_" in other)
+        for name in one.keys() & other.keys() if replaced else {**one, **other}:
+            values = (each.get(name, "the config's") for each in (one, other))
+            yield from differences(*values, edited, replaced, f"{key}.{name}")
     elif one != other:
         yield key.removeprefix("."), (one, other)
 

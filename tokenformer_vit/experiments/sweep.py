@@ -28,7 +28,7 @@ def sweep(question: Question, argv: Sequence[str] | None = None) -> None:
     """
     from . import launch, tables
     from .plan import plan
-    from .record import adopt, collect, read_record
+    from .record import adopt, collect, find_record
     from .run import ROOT, shown
 
     args = parse(question, argv)
@@ -36,7 +36,7 @@ def sweep(question: Question, argv: Sequence[str] | None = None) -> None:
     needed = [run.start for run in planned]  # their weights are needed, which no record has
     waiting = []
     for run in planned:
-        record = read_record(run)
+        record = find_record(run)
         if record is not None and "failed" not in record:
             continue
         if run.is_finished:  # a run that had failed may be finished by now
@@ -52,11 +52,11 @@ def sweep(question: Question, argv: Sequence[str] | None = None) -> None:
         run.write_config()
     if args.print_commands:
         for run in waiting:
-            print(shlex.join(["python", *launch.arguments(run, args)]))
+            print(shlex.join(["python", *launch.command_of(run, args)]))
     else:
         launch.train(waiting, args)
 
-    records = {run.name: record for run in planned if (record := read_record(run))}
+    records = {run.name: record for run in planned if (record := find_record(run))}
     failed = [name for name, record in records.items() if "failed" in record]
     out = planned[0].out
     print(
@@ -102,6 +102,12 @@ def parse(question: Question, argv: Sequence[str] | None) -> argparse.Namespace:
         help="train nothing: record finished runs, and print the commands of all others",
     )
     add("--retry-failed", action="store_true", help="try failed runs again")
+    add(
+        "--same-training",
+        action="store_true",
+        help="keep the runs of earlier versions of the config; give it after an edit that does not "
+        "change what is trained, to add seeds or learning rates to a sweep",
+    )
     add("--work-dir", help="folder of the runs (default: work_dirs/ablations/QUESTION/CONFIG)")
     add(
         "--out",

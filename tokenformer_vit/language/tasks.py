@@ -21,15 +21,10 @@ from tokenformer_vit.errors import InputError, first_fault
 # Compute standard errors in this process: each worker would import everything again.
 os.environ.setdefault("DISABLE_MULTIPROC", "1")
 
-try:
-    import lm_eval
-    from lm_eval.models import huggingface
-    from lm_eval.tasks import TaskManager
-except ImportError as error:
-    raise InputError(
-        "zero-shot tasks need lm-evaluation-harness: pip install 'tokenformer-vit[evaluation]'"
-    ) from error
+import lm_eval
 from datasets import Dataset, DatasetDict
+from lm_eval.models import huggingface
+from lm_eval.tasks import TaskManager
 
 _HFLM: Any = huggingface.HFLM  # its decorator hides the type
 _BOOTSTRAP = 1000  # samples for the standard error of LAMBADA's perplexity

@@ -199,6 +199,8 @@ def read_description(path: Path) -> dict[str, Any]:
         raise InputError(
             f"{path} is not readable JSON ({one_line(error)}); export again"
         ) from error
+    if isinstance(content, dict):
+        content.pop("card", None)  # only a training checkpoint has our card; this key is foreign
     return _check_description(content, path)
 
 

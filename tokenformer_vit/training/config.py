@@ -228,15 +228,19 @@ def check_data_folders(cfg: Config, loaders: tuple[str, ...] = LOADERS) -> None:
 
     Raises:
         InputError: If a folder is missing, its number of class folders is not the head's number of
-            classes, or an image is a broken link or not a regular file.
+            classes, or an image, in a folder or in an ``ann_file``, is a broken link or not a
+            regular file.
         OSError: If a folder cannot be read; ``filename`` names it.
     """
     said = set()
     for name in loaders:
         dataset = cfg[name].dataset
         kinds = ("ImageNet", "CustomDataset", "ImagesInMemory")
-        if dataset.type not in kinds or dataset.get("ann_file"):
-            continue  # another data set checks its own files, and a list names them
+        if dataset.type not in kinds:
+            continue  # another data set checks its own files
+        if dataset.get("ann_file"):
+            _check_listed_images(dataset)
+            continue
         if "extensions" not in dataset:
             dataset.extensions = list(IMAGE_SUFFIXES)
         root = Path(dataset.data_root)
@@ -268,6 +272,23 @@ def check_data_folders(cfg: Config, loaders: tuple[str, ...] = LOADERS) -> None:
         if folder not in said:
             say_left_out(left_out, folder)
         said.add(folder)
+
+
+def _check_listed_images(dataset: Any) -> None:
+    """Check the images that an ``ann_file`` lists, one ``path label`` a line."""
+    root, prefix = dataset.get("data_root") or "", dataset.get("data_prefix") or ""
+    listed = Path(root, dataset.ann_file)
+    folder = Path(root, prefix if isinstance(prefix, str) else prefix.get("img_path", ""))
+    if not listed.is_file():
+        return  # mmpretrain names it
+    with listed.open(encoding="utf-8", errors="surrogateescape") as lines:
+        for line in filter(None, map(str.strip, lines)):
+            image = line.rsplit(" ", 1)[0] if dataset.get("with_label", True) else line
+            if not os.path.isfile(path := os.path.join(folder, image)):
+                raise InputError(
+                    f"{path} is missing, a broken link or not a regular file: restore it, or "
+                    f"remove it from {listed}"
+                )
 
 
 def scale_for_accumulation(cfg: Config) -> None:

@@ -86,7 +86,9 @@ def describe_run(runner: Any) -> str:
         "results": f"{Path(runner.work_dir)} (log: {Path(runner.log_dir).name}/)",
         "to resume": "the same command with --resume",
     }
-    if runner.iter:
+    if runner.iter >= runner.max_iters:
+        lines["length"] += "; finished, so nothing is trained"
+    elif runner.iter:
         epoch = "" if by_iteration else f" (epoch {runner.epoch + 1})"
         lines["length"] += f"; continues after iteration {runner.iter:,}{epoch}"
     return "\n".join(["Training:", *(f"  {name:<11} {text}" for name, text in lines.items())])
