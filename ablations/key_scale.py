@@ -5,16 +5,16 @@ turns large keys less. The scale is relative to the default, which gives scores 
 The paper reports no comparison.
 """
 
-from tokenformer_vit.experiments import Steps, Variant, arguments, main, pattention
+from tokenformer_vit.experiments import Steps, Variant, arguments, main, pattention_args
 
 QUESTION = Steps(
     name="key_scale",
     title="Scale of the keys at initialisation",
     text=__doc__,
     variants=(
-        Variant("tenth", "0.1", pattention(key_init_scale=0.1)),
+        Variant("tenth", "0.1", pattention_args(key_init_scale=0.1)),
         Variant("one", "1", arguments()),
-        Variant("ten", "10", pattention(key_init_scale=10.0)),
+        Variant("ten", "10", pattention_args(key_init_scale=10.0)),
     ),
 )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenformer_vit.experiments import (
     LANGUAGE,
-    Change,
+    ModelChange,
     Part,
     Shape,
     Texts,
@@ -27,7 +27,7 @@ FIRST, SECOND = "gutenberg", "newstest_en"
 START = 1 / 2  # of the pairs
 
 
-def grown(init: str) -> Change:
+def grown(init: str) -> ModelChange:
     """Append the other half of the pairs to the end of the first stage."""
 
     def change(model: Part, shape: Shape) -> Part:
@@ -42,7 +42,7 @@ def widened(shape: Shape, iterations: int) -> dict[str, Any]:
     return {"custom_hooks": [{"type": "GrowthHook", "schedule": schedule}]}
 
 
-def second(name: str, label: str, change: Change) -> Variant:
+def second(name: str, label: str, change: ModelChange) -> Variant:
     """Continue from the end of the TokenFormer's first stage."""
     return Variant(name, f"TokenFormer → {label}", change, text=SECOND, start="first")
 

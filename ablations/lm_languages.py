@@ -16,13 +16,13 @@ The texts are the folders newstest_en, _fr and _es in data/, or in the folder --
 from collections.abc import Iterator
 from typing import Any
 
-from tokenformer_vit.experiments import LANGUAGE, Change, Part, Shape, Texts, Variant, main
+from tokenformer_vit.experiments import LANGUAGE, ModelChange, Part, Shape, Texts, Variant, main
 from tokenformer_vit.experiments.language_models import sizes
 
 TEXTS = {"newstest_en": "English", "newstest_fr": "French", "newstest_es": "Spanish"}
 
 
-def appended(stage: int, text: str, masked: bool, **new: Any) -> Change:
+def appended(stage: int, text: str, masked: bool, **new: Any) -> ModelChange:
     """Append as many pairs as the config has, for the language of a stage.
 
     Args:

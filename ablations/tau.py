@@ -6,16 +6,16 @@ drawn for τ = √P. A learned τ is one number per layer and starts from √P. 
 comparison.
 """
 
-from tokenformer_vit.experiments import Steps, Variant, arguments, main, pattention
+from tokenformer_vit.experiments import Steps, Variant, arguments, main, pattention_args
 
 QUESTION = Steps(
     name="tau",
     title="τ",
     text=__doc__,
     variants=(
-        Variant("one", "1", pattention(tau=1.0)),
+        Variant("one", "1", pattention_args(tau=1.0)),
         Variant("root", "√P", arguments()),
-        Variant("learned", "learned, from √P", pattention(learn_tau=True)),
+        Variant("learned", "learned, from √P", pattention_args(learn_tau=True)),
     ),
 )
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.experiments import (
-    Change,
+    ModelChange,
     Outside,
     Part,
     Shape,
@@ -40,7 +40,7 @@ def pairs_like_lora(shape: Shape, rank: int) -> int:
     return round(rank * (8 * shape.embed_dim + 2 * hidden) / (2 * shape.embed_dim))
 
 
-def appended(rank: int) -> Change:
+def appended(rank: int) -> ModelChange:
     """Append pairs to each layer by its size, with as many parameters as LoRA of a rank has."""
 
     def change(backbone: Part, shape: Shape) -> Part:
@@ -82,7 +82,7 @@ def vit_probe(backbone: Part, shape: Shape) -> Part:
     return vit(backbone, shape, frozen=True)
 
 
-def lora(rank: int) -> Change:
+def lora(rank: int) -> ModelChange:
     """Put LoRA on every linear layer of the ViT."""
     return lambda backbone, shape: {
         "type": "LoRABackbone",

@@ -7,7 +7,13 @@ pytest.importorskip("transformers", reason="pip install tokenformer-vit[language
 
 from tokenformer_vit.benchmarking.language import Language
 from tokenformer_vit.benchmarking.measures import counted_flops
-from tokenformer_vit.benchmarking.variants import PRECISIONS, Group, Setting, Variant, measure_group
+from tokenformer_vit.benchmarking.variants import (
+    PRECISIONS,
+    BenchmarkVariant,
+    Group,
+    Setting,
+    measure_group,
+)
 from tokenformer_vit.language import TokenFormerConfig, TokenFormerForCausalLM, matched_transformer
 from tokenformer_vit.models import LMConfig
 
@@ -85,7 +91,7 @@ def test_all_start_with_the_same_weights():
 @pytest.mark.parametrize(("mode", "precision"), zip(SUBJECT.modes, PRECISIONS, strict=True))
 def test_a_group(mode, precision):
     setting = Setting(SUBJECT, torch.device("cpu"), 0, rounds=2)
-    variants = [Variant(name, False) for name in IMPLEMENTATIONS]
+    variants = [BenchmarkVariant(name, False) for name in IMPLEMENTATIONS]
     entry = measure_group(setting, Group(mode, precision, 3), variants)
     assert entry["input_shape"] == [3, 12]
     assert entry["items"] == (3 * 6 if mode == "decode" else 3 * 12)
@@ -98,6 +104,6 @@ def test_a_group(mode, precision):
 @pytest.mark.parametrize("mode", ["train", "prefill"])
 def test_a_group_that_is_compiled(mode):
     setting = Setting(SUBJECT, torch.device("cpu"), 0, rounds=1)
-    variants = [Variant(name, True) for name in IMPLEMENTATIONS]
+    variants = [BenchmarkVariant(name, True) for name in IMPLEMENTATIONS]
     entry = measure_group(setting, Group(mode, "float32", 3), variants)
     assert [row["variant"] for row in entry["variants"]] == [v.name for v in variants]

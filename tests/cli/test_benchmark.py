@@ -17,7 +17,7 @@ from torch import nn
 
 from tokenformer_vit.benchmarking import measures, variants
 from tokenformer_vit.benchmarking.images import Images
-from tokenformer_vit.benchmarking.variants import Group, Setting, Variant
+from tokenformer_vit.benchmarking.variants import BenchmarkVariant, Group, Setting
 from tokenformer_vit.cli import benchmark
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
@@ -302,14 +302,14 @@ def test_numbers_that_are_none(capsys):
 
 @pytest.mark.slow
 def test_what_does_not_fit_drops_out(monkeypatch, tmp_path):
-    step = variants.Run.step
+    step = variants.PreparedVariant.step
 
     def failing_step(run):
         if not any(isinstance(module, Pattention) for module in run.model.modules()):
             raise torch.OutOfMemoryError
         step(run)
 
-    monkeypatch.setattr(variants.Run, "step", failing_step)
+    monkeypatch.setattr(variants.PreparedVariant, "step", failing_step)
     monkeypatch.setattr(measures, "matmul_rate", lambda device, dtype: 2e11)
     words = ("--eager", "--backends", "fused", "--modes", "train", "--precisions", "bfloat16")
     record = run(tmp_path / "speed.json", *words, "--rounds", 1, "--batch-sizes", 1)
@@ -425,7 +425,7 @@ def test_environment_where_python_does_not_know_what_distributions_contain(monke
 @pytest.mark.parametrize("precision", variants.PRECISIONS)
 def test_all_variants_compiled(mode, precision):
     compared = [
-        Variant(name, compiled)
+        BenchmarkVariant(name, compiled)
         for name in ("baseline", "released", "reference", "fused")
         for compiled in (False, True)
     ]

@@ -12,7 +12,7 @@ from PIL import Image
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.training.config import check_data_folders
 from tokenformer_vit.vision.compression import labelled_images, sample_images
-from tokenformer_vit.vision.folders import check
+from tokenformer_vit.vision.folders import check_images
 from tokenformer_vit.vision.images import IMAGE_SUFFIXES, find_images, scan_images
 
 NAMES = [f"{index:02}{suffix}" for index, suffix in enumerate(IMAGE_SUFFIXES)]
@@ -69,7 +69,7 @@ def test_all_readers_find_the_same_images(root, capsys):
         str(path): label for path, label in samples
     }
 
-    assert check(train, workers=1) == []
+    assert check_images(train, workers=1) == []
     captured = capsys.readouterr()
     assert f"all {len(expected)} images" in captured.out
     assert captured.err.startswith(LEFT_OUT.format(train)[:-1])

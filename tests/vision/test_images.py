@@ -16,7 +16,7 @@ from PIL.TiffImagePlugin import ImageFileDirectory_v2
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.description import check_data_config
 from tokenformer_vit.training import LoadImage
-from tokenformer_vit.vision.folders import check
+from tokenformer_vit.vision.folders import check_images
 from tokenformer_vit.vision.images import IMAGE_SUFFIXES, read_image, read_images
 
 ORIENTATION = 0x0112
@@ -240,7 +240,7 @@ def test_huge_images_are_refused_by_their_header(size, tmp_path, capsys):
     path = tmp_path / "x.png"
     path.write_bytes(png_of_size(*size))
     assert "x.png: it has more than 179 megapixels, the limit; make it smaller" in refusal(path)
-    assert check(tmp_path, workers=1) == [path]
+    assert check_images(tmp_path, workers=1) == [path]
     assert f"unreadable: {path}: it has more than 179 megapixels" in capsys.readouterr().out
 
 

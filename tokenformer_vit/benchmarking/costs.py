@@ -89,14 +89,14 @@ def model_costs(model: nn.Module, num_tokens: int | None = None) -> dict[str, Co
         part, count = plan.part(name), parameter.numel()
         # Positions and the class token are only added; they are parameters of the model itself.
         is_matrix = parameter.ndim > 1 and "." in name
-        flops = product_flops(count, plan.rows.get(part, 0)) if is_matrix else 0
+        flops = _product_flops(count, plan.rows.get(part, 0)) if is_matrix else 0
         costs[part] += Cost(count, flops)
     for name, module in plan.model.named_modules():
         if isinstance(module, Pattention):
-            costs[plan.part(name)] += Cost(0, -product_flops(_idle_elements(module), tokens))
+            costs[plan.part(name)] += Cost(0, -_product_flops(_idle_elements(module), tokens))
     width = sum(block.attn.num_heads * block.attn.head_dim for block in plan.blocks)
-    costs["token_token"] += Cost(0, attention_flops(width, tokens))
-    costs["head"] += Cost(0, product_flops(plan.shared, plan.rows["head"]))
+    costs["token_token"] += Cost(0, _attention_flops(width, tokens))
+    costs["head"] += Cost(0, _product_flops(plan.shared, plan.rows["head"]))
     return costs
 
 
@@ -116,12 +116,12 @@ def training_flops(model: nn.Module, num_tokens: int | None = None) -> int:
     return total(model_costs(model, num_tokens)).training_flops
 
 
-def product_flops(elements: int, tokens: int) -> int:
+def _product_flops(elements: int, tokens: int) -> int:
     """Return the FLOPs of multiplying tokens with matrices of ``elements`` elements."""
     return 2 * elements * tokens
 
 
-def attention_flops(width: int, tokens: int) -> int:
+def _attention_flops(width: int, tokens: int) -> int:
     """Return the FLOPs of scores and weighted sums; ``width`` sums all heads of all blocks."""
     return 2 * 2 * width * tokens**2
 

@@ -13,7 +13,7 @@ from tokenformer_vit.models import LMConfig, TokenFormerLM, lm_config
 from .costs import model_costs, total
 
 # The paper's language models that grow at a fixed width, from 124M to "1.4B" parameters.
-GROWN = ("grown_124m", "grown_354m", "grown_757m", "grown_1.4b")
+_GROWN = ("grown_124m", "grown_354m", "grown_757m", "grown_1.4b")
 
 
 def equal_width(depth: int, vocabulary: int, parameters: int) -> int:
@@ -80,7 +80,7 @@ _Curve = tuple[str, str, str, nn.Module]
 
 def _paper() -> Iterator[_Curve]:
     """List the curves of the paper's figure."""
-    for index, name in enumerate(GROWN):
+    for index, name in enumerate(_GROWN):
         config = lm_config(name)
         model = TokenFormerLM(config, device="meta")
         parameters = total(model_costs(model)).parameters

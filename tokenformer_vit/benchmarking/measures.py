@@ -28,7 +28,7 @@ def percentiles(values: Sequence[float]) -> list[float]:
     return torch.tensor(values, dtype=torch.float64).quantile(points).tolist()
 
 
-def seconds_of(call: Call, device: torch.device) -> float:
+def _seconds_of(call: Call, device: torch.device) -> float:
     """Time one call: by events on a GPU, without waiting for it before; by the clock on a CPU."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -68,7 +68,7 @@ def measure_rounds(
         first = index % len(names)
         for name in names[first:] + names[:first]:
             calls[name]()
-            seconds[name].append(seconds_of(calls[name], device))
+            seconds[name].append(_seconds_of(calls[name], device))
             tick(name)
     return seconds
 
@@ -227,7 +227,7 @@ def _least_seconds(call: Call, device: torch.device) -> float:
     for _ in range(3):
         call()
     # The minimum, not the median, because disturbances only make a measurement slower.
-    return min(seconds_of(call, device) for _ in range(11))
+    return min(_seconds_of(call, device) for _ in range(11))
 
 
 def counted_flops(call: Call) -> dict[str, int]:

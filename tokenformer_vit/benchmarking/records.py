@@ -59,7 +59,7 @@ from . import measures
 from .variants import PRECISIONS, Group, Setting, short
 
 # Entries that must be equal in a resumed run and in the interrupted one.
-SAME = (
+_SAME = (
     *("model", "baseline", "img_size", "num_tokens", "depth", "n", "seed"),
     *("device", "threads", "hardware", "versions", "commit"),
 )
@@ -147,7 +147,7 @@ def resume(path: Path, record: dict[str, Any]) -> None:
         InputError: If the earlier run had other models, settings, hardware or versions.
     """
     earlier = read_record(path)
-    for key in SAME:
+    for key in _SAME:
         # The git tree may be dirty only because of the record itself.
         old, new = (str(r.get(key)).removesuffix("-dirty") for r in (earlier, record))
         if old != new:

@@ -11,7 +11,7 @@ from .measures import percentiles
 from .variants import BACKENDS, PRECISIONS, short
 
 _TOKEN_BYTES = 8
-LABELS = {
+_LABELS = {
     "baseline": "baseline",
     "released": "authors' formula",
     "reference": "ours, reference",
@@ -20,7 +20,7 @@ LABELS = {
 }
 # Number format of the memory kept: a token keeps far less than an image.
 _SAVED = {"image": "16.1f", "token": "16.4f"}
-COLOURS = {"baseline": "0.6", "released": "C1", "reference": "C9", "fused": "C0", "triton": "C2"}
+_COLOURS = {"baseline": "0.6", "released": "C1", "reference": "C9", "fused": "C0", "triton": "C2"}
 
 
 def figures(group: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def figures(group: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, An
     Returns:
         The entry with all its keys.
     """
-    items, unit, rate = items_of(group), unit_of(record), record["ceilings"][group["precision"]]
+    items, unit, rate = _items_of(group), unit_of(record), record["ceilings"][group["precision"]]
     matmul, copy = rate["matmul_tflops"] * 1e12, rate["copy_gb_per_s"] * 1e9
     flops = {
         name: counts[group["mode"]] * items for name, counts in record[f"flops_per_{unit}"].items()
@@ -81,7 +81,7 @@ def unit_of(record: Mapping[str, Any]) -> str:
     return record.get("unit", "image")
 
 
-def items_of(group: Mapping[str, Any]) -> int:
+def _items_of(group: Mapping[str, Any]) -> int:
     """Return the number of images or tokens in a step of a group."""
     return group.get("items", group["batch_size"])
 
@@ -174,10 +174,10 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
         rows = [row for row in group["variants"] if "failed" not in row]
         names = [row["variant"] for row in rows]
         low, middle, high = (
-            [items_of(group) / row[f"seconds_{point}"] for row in rows]
+            [_items_of(group) / row[f"seconds_{point}"] for row in rows]
             for point in ("p80", "p50", "p20")
         )
-        bars = axis.barh(names, middle, color=[COLOURS[row["implementation"]] for row in rows])
+        bars = axis.barh(names, middle, color=[_COLOURS[row["implementation"]] for row in rows])
         axis.hlines(names, low, high, color="0.3")
         for bar, row in zip(bars, rows, strict=True):
             bar.set_alpha(1.0 if row["compiled"] else 0.5)
@@ -212,9 +212,9 @@ def draw_summary(record: Mapping[str, Any], path: Path) -> bool:
             break
     else:
         return False
-    names = [LABELS[row["implementation"]] for row in rows]
+    names = [_LABELS[row["implementation"]] for row in rows]
     names[0] = record["baseline"] if rows[0]["implementation"] == "baseline" else names[0]
-    colours = [COLOURS[row["implementation"]] for row in rows]
+    colours = [_COLOURS[row["implementation"]] for row in rows]
     figure = Figure(figsize=(9, 0.4 * len(rows) + 1.4), layout="constrained")
     figure.suptitle(f"{record['model']}, {title(group)}, compiled, {record['hardware']}")
     axes = figure.subplots(1, 2, sharey=True)

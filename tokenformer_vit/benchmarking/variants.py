@@ -93,7 +93,7 @@ class Setting(NamedTuple):
     rounds: int
 
 
-class Variant(NamedTuple):
+class BenchmarkVariant(NamedTuple):
     """One of ``BACKENDS``, ``released`` or ``baseline``; eager or compiled."""
 
     implementation: str
@@ -140,14 +140,14 @@ def as_released(model: Any) -> Any:
     return model
 
 
-class Run:
+class PreparedVariant:
     """A variant that is ready to run in a group."""
 
     def __init__(
         self,
         setting: Setting,
         group: Group,
-        variant: Variant,
+        variant: BenchmarkVariant,
         batches: Sequence[tuple[Tensor, Tensor]],
     ) -> None:
         self.training = group.mode == "train"
@@ -188,7 +188,7 @@ class Run:
 def measure_group(
     setting: Setting,
     group: Group,
-    variants: Sequence[Variant],
+    variants: Sequence[BenchmarkVariant],
     tick: Callable[[str], object] = lambda name: None,
 ) -> dict[str, Any]:
     """Measure the variants of a group in turns.
@@ -214,16 +214,16 @@ def measure_group(
         inputs, targets = subject.draw(group, random)
         dtype = precision.weights if inputs.is_floating_point() else inputs.dtype
         batches.append((inputs.to(device, dtype), targets.to(device)))
-    runs: dict[str, Run] = {}
+    runs: dict[str, PreparedVariant] = {}
     rows: dict[str, dict[str, Any]] = {
         v.name: {"variant": v.name, "implementation": v.implementation, "compiled": v.compiled}
         for v in variants
     }
 
-    def build(variant: Variant) -> None:
-        runs[variant.name] = Run(setting, group, variant, batches)
+    def build(variant: BenchmarkVariant) -> None:
+        runs[variant.name] = PreparedVariant(setting, group, variant, batches)
 
-    def warm_up(variant: Variant) -> None:
+    def warm_up(variant: BenchmarkVariant) -> None:
         graphs = measures.compiled_graphs()
         for _ in range(3):
             runs[variant.name].step()
@@ -231,7 +231,7 @@ def measure_group(
             raise RuntimeError(f"torch.compile did nothing for {variant.name}")
         tick(variant.name)
 
-    def weigh(variant: Variant) -> None:
+    def weigh(variant: BenchmarkVariant) -> None:
         run, row = runs[variant.name], rows[variant.name]
         saved = measures.saved_bytes(run.forward, run.model) if run.training else None
         rise = measures.peak_bytes(run.step, device)
@@ -239,7 +239,7 @@ def measure_group(
         row[f"saved_mb_per_{subject.unit}"] = kept
         row["peak_mib"] = None if rise is None else short((rise + run.own_bytes()) / 2**20)
 
-    def for_each(do: Callable[[Variant], None]) -> None:
+    def for_each(do: Callable[[BenchmarkVariant], None]) -> None:
         for variant in variants:
             row = rows[variant.name]
             if "failed" in row:

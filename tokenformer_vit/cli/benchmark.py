@@ -53,9 +53,9 @@ from tokenformer_vit.benchmarking.reports import draw, draw_summary, figures, ta
 from tokenformer_vit.benchmarking.variants import (
     BACKENDS,
     PRECISIONS,
+    BenchmarkVariant,
     Group,
     Setting,
-    Variant,
     measure_group,
 )
 from tokenformer_vit.command_line import command_parser, whole_number
@@ -66,17 +66,17 @@ from tokenformer_vit.records import write_record
 from .arguments import choose_device
 
 # Defaults of --quick.
-QUICK = {
+_QUICK = {
     "depth": 2,
     "precisions": ["float32"],
     "batch_sizes": [2],
     "backends": ["fused"],
     "rounds": 5,
 }
-QUICK_TOKENS = 128
+_QUICK_TOKENS = 128
 # Defaults for images.
 IMAGES = {"model": "tokenformer_base_matched", "baseline": "vit_base_patch16_224", "img_size": 224}
-COMPILE_OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
+_COMPILE_OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if args.threads:
         torch.set_num_threads(args.threads)
-    subject, models = language_subject(args) if args.lm else image_subject(args)
+    subject, models = _language_subject(args) if args.lm else _image_subject(args)
     setting = Setting(subject, torch.device(args.device), args.seed, args.rounds)
     record = new_record(setting, models)
     if args.resume and args.out.exists():
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     there = {
         group_of(entry): {row["variant"] for row in entry["variants"]} for entry in record["groups"]
     }
-    plan = {group: variants_of(group.mode, args) for group in asked}
+    plan = {group: _variants_of(group.mode, args) for group in asked}
     plan = {
         group: variants
         for group, variants in plan.items()
@@ -164,14 +164,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--draw", type=Path, metavar="RECORD", help="only draw the charts of a record")
     args = parser.parse_args(argv)
     if args.quick:
-        parser.set_defaults(**QUICK)
+        parser.set_defaults(**_QUICK)
         args = parser.parse_args(argv)
 
-    complete(args)
+    _complete(args)
     return args
 
 
-def complete(args: argparse.Namespace) -> None:
+def _complete(args: argparse.Namespace) -> None:
     """Set the defaults that depend on the kind of model and on the device.
 
     Raises:
@@ -188,7 +188,9 @@ def complete(args: argparse.Namespace) -> None:
             raise InputError(f"--modes {mode}: choose from {', '.join(modes)}")
     if args.lm:
         context = lm_config(args.lm).context_length
-        args.num_tokens = args.num_tokens or (min(context, QUICK_TOKENS) if args.quick else context)
+        args.num_tokens = args.num_tokens or (
+            min(context, _QUICK_TOKENS) if args.quick else context
+        )
         if args.num_tokens > context:
             raise InputError(f"--num-tokens {args.num_tokens}: {args.lm} takes at most {context}")
     else:
@@ -196,7 +198,7 @@ def complete(args: argparse.Namespace) -> None:
             setattr(args, name, getattr(args, name) or default)
 
     args.device = choose_device(args.device or "auto").type
-    off = [name for name in COMPILE_OFF if os.environ.get(name) == "1"]
+    off = [name for name in _COMPILE_OFF if os.environ.get(name) == "1"]
     if off and not args.eager:
         raise InputError(f"{off[0]}=1 disables torch.compile; unset it, or give --eager")
     if args.device == "cpu" and "triton" in (args.backends or ()):
@@ -214,21 +216,21 @@ def complete(args: argparse.Namespace) -> None:
         args.out = Path("work_dirs", f"{name}_quick.json" if args.quick else f"{name}.json")
 
 
-def variants_of(mode: str, args: argparse.Namespace) -> list[Variant]:
+def _variants_of(mode: str, args: argparse.Namespace) -> list[BenchmarkVariant]:
     """Return the variants to measure in a mode."""
     compiled = (False,) if args.eager or mode == "decode" else (False, True)
     variants = [
-        Variant(implementation, each)
+        BenchmarkVariant(implementation, each)
         for implementation in ("baseline", "released", *dict.fromkeys(args.backends))
         for each in compiled
     ]
     if args.quick and True in compiled:
-        left_out = (Variant("baseline", False), Variant("released", True))
+        left_out = (BenchmarkVariant("baseline", False), BenchmarkVariant("released", True))
         variants = [variant for variant in variants if variant not in left_out]
     return variants
 
 
-def image_subject(args: argparse.Namespace) -> tuple[Images, dict[str, Any]]:
+def _image_subject(args: argparse.Namespace) -> tuple[Images, dict[str, Any]]:
     """Return the models for images, and their entries in the record.
 
     Raises:
@@ -256,7 +258,7 @@ def image_subject(args: argparse.Namespace) -> tuple[Images, dict[str, Any]]:
     return subject, {**subject._asdict(), **counted(subject.unit, counts)}
 
 
-def language_subject(args: argparse.Namespace) -> tuple[Language, dict[str, Any]]:
+def _language_subject(args: argparse.Namespace) -> tuple[Language, dict[str, Any]]:
     """Return the models for language, and their entries in the record.
 
     Raises:

@@ -42,13 +42,13 @@ from tokenformer_vit.models.checkpoints import load_model
 
 from .arguments import KeyValues
 
-MODEL = "tokenformer_base"
+_MODEL = "tokenformer_base"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
     args = parse(argv)
-    names, models = build_language(args.lm) if args.lm else build_vision(args)
+    names, models = _build_language(args.lm) if args.lm else _build_vision(args)
     costs = [model_costs(model, args.tokens) for model in models]
     if args.plot:
         asked = args.lm or args.model or args.against
@@ -58,10 +58,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         what = ", ".join(names) if asked else "the paper's growing language models"
         print(f"chart: {args.plot}, of {what}", file=sys.stderr)
     if args.json:
-        print(json.dumps([as_json(name, each) for name, each in zip(names, costs, strict=True)]))
+        print(json.dumps([_as_json(name, each) for name, each in zip(names, costs, strict=True)]))
     else:
         item = "sequence" if args.lm else "image"
-        Console().print(as_table(names, costs, item))
+        Console().print(_as_table(names, costs, item))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -69,7 +69,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command_parser(__doc__)
     add = parser.add_argument
     for option, default in (
-        ("model", MODEL),
+        ("model", _MODEL),
         ("against", "the ViT of the same width and depth with as many weights"),
     ):
         add(
@@ -113,23 +113,23 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def build_vision(args: argparse.Namespace) -> tuple[list[str], list[nn.Module]]:
+def _build_vision(args: argparse.Namespace) -> tuple[list[str], list[nn.Module]]:
     """Return the names of two vision models, and the models.
 
     Raises:
         InputError: If a model does not exist, or no ViT matches the model.
     """
-    name = args.model or MODEL
-    model = build(name, args.model_kwargs)
+    name = args.model or _MODEL
+    model = _build(name, args.model_kwargs)
     if args.against:
-        return [name, args.against], [model, build(args.against, args.against_kwargs)]
+        return [name, args.against], [model, _build(args.against, args.against_kwargs)]
     if not isinstance(model, TokenFormerViT):
         raise InputError(f"{name} is not a TokenFormer: give the other model with --against")
     vit, hidden = matched_vit(model)
     return [name, f"ViT, {hidden} hidden"], [model, vit]
 
 
-def build(name: str, kwargs: dict[str, Any]) -> nn.Module:
+def _build(name: str, kwargs: dict[str, Any]) -> nn.Module:
     """Build a model on the device ``meta``.
 
     Raises:
@@ -141,7 +141,7 @@ def build(name: str, kwargs: dict[str, Any]) -> nn.Module:
         return load_model(name, None, **kwargs)
 
 
-def build_language(name: str) -> tuple[list[str], list[nn.Module]]:
+def _build_language(name: str) -> tuple[list[str], list[nn.Module]]:
     """Return the names of a language model and its matched Transformer, and the models.
 
     Raises:
@@ -165,7 +165,7 @@ def build_language(name: str) -> tuple[list[str], list[nn.Module]]:
     return [name, f"Transformer, {transformer.config.n_inner} hidden"], [model, transformer]
 
 
-def as_json(name: str, costs: dict[str, Cost]) -> dict[str, Any]:
+def _as_json(name: str, costs: dict[str, Cost]) -> dict[str, Any]:
     """Return the counts of a model, by part and in total."""
     counts = {
         part: {**asdict(cost), "training_flops": cost.training_flops}
@@ -174,20 +174,20 @@ def as_json(name: str, costs: dict[str, Cost]) -> dict[str, Any]:
     return {"model": name, **counts}
 
 
-def as_table(names: Sequence[str], costs: Sequence[dict[str, Cost]], item: str) -> Table:
+def _as_table(names: Sequence[str], costs: Sequence[dict[str, Cost]], item: str) -> Table:
     """Lay out the counts of two models side by side."""
     title = "Parameters, and training GFLOPs per {}: {} (left) and {} (right)"
     table = Table("part", title=Text(title.format(item, *names), "bold"), show_footer=True)
     table.columns[0].footer = "total"
     for each in costs:
-        parameters, flops = figures(total(each))
+        parameters, flops = _figures(total(each))
         table.add_column("parameters", parameters, justify="right")
         table.add_column("GFLOPs", flops, justify="right")
     for part, label in PARTS.items():
-        table.add_row(label, *(cell for each in costs for cell in figures(each[part])))
+        table.add_row(label, *(cell for each in costs for cell in _figures(each[part])))
     return table
 
 
-def figures(cost: Cost) -> tuple[str, str]:
+def _figures(cost: Cost) -> tuple[str, str]:
     """Format the parameters and the training GFLOPs of a part."""
     return f"{cost.parameters:,}", f"{cost.training_flops / 1e9:,.3f}"

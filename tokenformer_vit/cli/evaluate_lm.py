@@ -54,7 +54,7 @@ from .arguments import choose_device
 TASKS = ("lambada", "hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande")
 
 
-class Job(NamedTuple):
+class _Job(NamedTuple):
     """The evaluation of one text or task.
 
     Attributes:
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    device, items = choose_device(args.device), read_tasks(args)
+    device, items = choose_device(args.device), _read_tasks(args)
     if not args.mask and (args.model / language.MASKS).is_file():
         print(
             "the model has masks, but all pairs are used; choose a mask with --mask",
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     out = args.out or args.model / "evaluation"
     (out / "parts").mkdir(parents=True, exist_ok=True)
     same = {
-        "model": fingerprint([args.model / "config.json", *args.model.glob("*.safetensors")]),
+        "model": _fingerprint([args.model / "config.json", *args.model.glob("*.safetensors")]),
         "tokenizer": tokenizer and vocabulary(tokenizer),
         "mask": args.mask,
         "context": context,
@@ -114,8 +114,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     texts, tasks = (
         {job.name: once(job, out / "parts", {**same, **job.settings}) for job in jobs}
         for jobs in (
-            text_jobs(args, model, tokenizer, context, stride),
-            task_jobs(args, items, model, tokenizer, context),
+            _text_jobs(args, model, tokenizer, context, stride),
+            _task_jobs(args, items, model, tokenizer, context),
         )
     )
     accuracies = accuracies_of(tasks)
@@ -191,9 +191,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def text_jobs(
+def _text_jobs(
     args: argparse.Namespace, model: Any, tokenizer: Any, context: int, stride: int
-) -> Iterator[Job]:
+) -> Iterator[_Job]:
     """Yield a job for each text."""
     from tokenformer_vit import language
     from tokenformer_vit.language.data import stored_rows
@@ -209,7 +209,7 @@ def text_jobs(
             found = measure_text(model, tokens, context, stride, title=str(file), **how)
             return TextLoss(*found, len(text.encode()), len(text.split())).values()
 
-        yield Job(str(file), {"stride": stride, "text": fingerprint([file])}, needed, measure)
+        yield _Job(str(file), {"stride": stride, "text": _fingerprint([file])}, needed, measure)
     if args.data:
         title = f"{args.data} {args.split}"
 
@@ -226,10 +226,10 @@ def text_jobs(
         if all((path / "tokenizer_config.json").is_file() for path in (args.model, args.data)):
             language.check_tokens_agree(args.model, args.data)
         files = [args.data / "meta.json", *args.data.glob(f"{args.split}-*.arrow")]
-        yield Job(title, {"stride": stride, "text": fingerprint(files)}, needed, measure_split)
+        yield _Job(title, {"stride": stride, "text": _fingerprint(files)}, needed, measure_split)
 
 
-def read_tasks(args: argparse.Namespace) -> dict[str, Any]:
+def _read_tasks(args: argparse.Namespace) -> dict[str, Any]:
     """Read the items of all tasks before anything is computed; None if the hub has them."""
     if not args.tasks:
         return {}
@@ -240,9 +240,9 @@ def read_tasks(args: argparse.Namespace) -> dict[str, Any]:
     return {name: folder and read_items(definitions[name], folder) for name in args.tasks}
 
 
-def task_jobs(
+def _task_jobs(
     args: argparse.Namespace, items: Mapping[str, Any], model: Any, tokenizer: Any, context: int
-) -> Iterator[Job]:
+) -> Iterator[_Job]:
     """Yield a job for each task."""
     if not args.tasks:
         return
@@ -263,15 +263,15 @@ def task_jobs(
 
         settings = {
             "task": name,
-            "items": fingerprint([folder / definitions[name].file]) if folder else "hub",
+            "items": _fingerprint([folder / definitions[name].file]) if folder else "hub",
             "limit": args.limit,
             "seed": args.seed,
             "lm_eval": version("lm_eval"),
         }
-        yield Job(name, settings, ("n", METRICS[name]), ask)
+        yield _Job(name, settings, ("n", METRICS[name]), ask)
 
 
-def once(job: Job, folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+def once(job: _Job, folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that an earlier run found with the same settings, or compute them.
 
     Args:
@@ -294,7 +294,7 @@ def once(job: Job, folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def fingerprint(files: Iterable[Path]) -> str:
+def _fingerprint(files: Iterable[Path]) -> str:
     """Return a hash of the content of files, in the order of their names.
 
     Raises:

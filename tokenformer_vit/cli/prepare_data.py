@@ -24,7 +24,7 @@ from pathlib import Path
 
 from tokenformer_vit.command_line import command_parser, whole_number
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.vision.folders import check, folder_names, unpack
+from tokenformer_vit.vision.folders import check_images, folder_names, unpack
 from tokenformer_vit.vision.sources import digits_splits, parquet_splits
 
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _parse(argv)
     try:
         if args.check:
-            if check(args.target, args.workers):
+            if check_images(args.target, args.workers):
                 sys.exit(1)
             return
         if args.digits:

@@ -5,22 +5,22 @@ A file in ``ablations/`` asks a question: it makes an object of one of the kinds
 """
 
 from .fields import Field, Measure
-from .image_models import IMAGES, attention_share, pattention, share_of_pairs, to_matched_vit
+from .image_models import IMAGES, attention_share, pattention_args, share_of_pairs, to_matched_vit
 from .language_models import LANGUAGE
 from .questions import Baseline, Question, Steps
 from .sweep import main
 from .texts import Texts
 from .training_cost import TrainingCost
 from .tuning import Tuning
-from .variants import Change, Outside, Part, Shape, Variant, arguments, in_stages, lasting
+from .variants import ModelChange, Outside, Part, Shape, Variant, arguments, in_stages, lasting
 
 __all__ = [
     "IMAGES",
     "LANGUAGE",
     "Baseline",
-    "Change",
     "Field",
     "Measure",
+    "ModelChange",
     "Outside",
     "Part",
     "Question",
@@ -35,7 +35,7 @@ __all__ = [
     "in_stages",
     "lasting",
     "main",
-    "pattention",
+    "pattention_args",
     "share_of_pairs",
     "to_matched_vit",
 ]

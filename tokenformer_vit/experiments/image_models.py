@@ -16,10 +16,10 @@ from tokenformer_vit.growth.transformer import mlp_ratio
 from tokenformer_vit.models import TokenFormerViT
 
 from .fields import Field, Measure
-from .variants import Change, Part, Shape
+from .variants import ModelChange, Part, Shape
 
 
-class Images(Field):
+class ImageField(Field):
     """Image classifiers, measured by top-1 accuracy."""
 
     measure = Measure("top1", "top-1", "%", r"accuracy/(\w+)")
@@ -74,7 +74,7 @@ class Images(Field):
         return shape, sum(parameter.numel() for parameter in model.parameters())
 
 
-IMAGES = Images()
+IMAGES = ImageField()
 
 
 def timm_part(backbone: Mapping[str, Any]) -> Any:
@@ -82,7 +82,7 @@ def timm_part(backbone: Mapping[str, Any]) -> Any:
     return backbone["module"] if backbone["type"] == "LoRABackbone" else backbone
 
 
-def pattention(**new: Any) -> Change:
+def pattention_args(**new: Any) -> ModelChange:
     """Set arguments of every Pattention layer; other arguments in the config stay."""
     return lambda backbone, shape: {
         **backbone,
@@ -90,12 +90,12 @@ def pattention(**new: Any) -> Change:
     }
 
 
-def share_of_pairs(share: float) -> Change:
+def share_of_pairs(share: float) -> ModelChange:
     """Keep a share of all pairs."""
     return lambda backbone, shape: {**backbone, **shape.pairs(share)}
 
 
-def attention_share(pairs_per_channel: float) -> Change:
+def attention_share(pairs_per_channel: float) -> ModelChange:
     """Give q, k, v and o a number of pairs per channel, and the rest to the feed-forward layer.
 
     Every split has as many parameters and FLOPs as the config's model.

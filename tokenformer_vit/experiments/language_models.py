@@ -9,10 +9,10 @@ from torch import nn
 from tokenformer_vit.errors import InputError
 
 from .fields import Field, Measure
-from .variants import PAIRS, Change, Part, Shape
+from .variants import PAIRS, ModelChange, Part, Shape
 
 
-class Language(Field):
+class LanguageField(Field):
     """Language models, measured by perplexity."""
 
     measure = Measure("perplexity", "perplexity", "", r"(perplexity(?:/.+)?)", logarithmic=True)
@@ -61,20 +61,20 @@ class Language(Field):
         return shape, sum(parameter.numel() for parameter in model.parameters())
 
 
-LANGUAGE = Language()
+LANGUAGE = LanguageField()
 
 
-def sizes(**new: Any) -> Change:
+def sizes(**new: Any) -> ModelChange:
     """Set sizes and other arguments of the TokenFormer; without any, it stays as it is."""
     return lambda model, shape: {**model, "config": {**model["config"], **new}}
 
 
-def share(part: float) -> Change:
+def share(part: float) -> ModelChange:
     """Keep a share of all pairs; with all of them, the config's model stays as it is."""
     return lambda model, shape: model if part == 1 else sizes(**shape.pairs(part))(model, shape)
 
 
-def pairs_by_width(attention: float, ffn: float, **new: Any) -> Change:
+def pairs_by_width(attention: float, ffn: float, **new: Any) -> ModelChange:
     """Set the pairs as multiples of the width.
 
     Args:
@@ -108,6 +108,6 @@ def transformer(model: Part, shape: Shape, hidden_features: int) -> Part:
     }
 
 
-def to_matched_transformer(part: float = 1, pairs: float = 1) -> Change:
+def to_matched_transformer(part: float = 1, pairs: float = 1) -> ModelChange:
     """Use the Transformer whose hidden size :meth:`Shape.hidden` gives."""
     return lambda model, shape: transformer(model, shape, **shape.hidden(part, pairs))

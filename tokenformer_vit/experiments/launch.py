@@ -22,7 +22,7 @@ from .run import Run, shown
 
 TRAIN = ("-m", "tokenformer_vit", "train")
 LOOK = 0.5  # seconds between two looks at the processes
-PATIENCE = 30  # seconds that an interrupted training has to end
+_PATIENCE = 30  # seconds that an interrupted training has to end
 
 
 def command_of(run: Run, args: argparse.Namespace) -> list[str]:
@@ -35,7 +35,7 @@ def command_of(run: Run, args: argparse.Namespace) -> list[str]:
     return command if args.launcher == "none" else [*command, "--launcher", args.launcher]
 
 
-class Started(NamedTuple):
+class _Started(NamedTuple):
     """A training that was started."""
 
     run: Run
@@ -45,7 +45,7 @@ class Started(NamedTuple):
     slot: int  # number of its job, which selects its GPUs
 
 
-def start(run: Run, slot: int, args: argparse.Namespace) -> Started:
+def start(run: Run, slot: int, args: argparse.Namespace) -> _Started:
     """Start a training."""
     log = run.folder / "output.log"
     with log.open("ab") as file:
@@ -58,7 +58,7 @@ def start(run: Run, slot: int, args: argparse.Namespace) -> Started:
             env=_environment(slot, args),
             start_new_session=True,  # Ctrl-C reaches it only once, through this process
         )
-    return Started(run, process, log, begin, slot)
+    return _Started(run, process, log, begin, slot)
 
 
 def _environment(slot: int, args: argparse.Namespace) -> dict[str, str]:
@@ -115,7 +115,7 @@ def train(waiting: Sequence[Run], args: argparse.Namespace) -> None:
             _stop(active)
 
 
-def _next(queue: Sequence[Run], active: Sequence[Started]) -> Run | None:
+def _next(queue: Sequence[Run], active: Sequence[_Started]) -> Run | None:
     """Return the first run that does not wait for another run."""
     unfinished = [*queue, *(started.run for started in active)]
     return next((run for run in queue if run.start not in unfinished), None)
@@ -144,7 +144,7 @@ def _cannot_start(run: Run) -> str | None:
     return f"failed: {reason}"
 
 
-def _end(started: Started) -> str:
+def _end(started: _Started) -> str:
     """Record a training that ended, and return its result in words."""
     run, status = started.run, started.process.returncode
     if status == 0 and run.is_finished:
@@ -166,9 +166,9 @@ def _end(started: Started) -> str:
     return f"{run.name} failed: {line} (see {shown(started.log)})"
 
 
-def _stop(active: Sequence[Started]) -> None:
+def _stop(active: Sequence[_Started]) -> None:
     """Interrupt trainings and their workers, and wait until they are gone."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + _PATIENCE
     for started in active:
         _signal(started, signal.SIGINT)
     try:
@@ -181,7 +181,7 @@ def _stop(active: Sequence[Started]) -> None:
             started.process.wait()
 
 
-def _signal(started: Started, number: signal.Signals) -> None:
+def _signal(started: _Started, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         os.killpg(started.process.pid, number)
 

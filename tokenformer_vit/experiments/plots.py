@@ -23,7 +23,7 @@ FIGURES = {
     "tau": ("τ", "linear"),
 }
 # Line and name of each part of a block.
-PARTS: dict[str, tuple[Any, str]] = {
+_PARTS: dict[str, tuple[Any, str]] = {
     "attn": ("-", "attention, mean of q, k, v, o"),
     "mlp": ("--", "feed-forward"),
 }
@@ -63,9 +63,9 @@ def draw_diagnostics(
                 continue
             for (block, part), curve in means[name].dropna().groupby(["block", "part"]):
                 curve = curve.droplevel(["block", "part"])
-                axes.plot(curve, PARTS[part][0], color=_colour(block, depth), linewidth=1)
+                axes.plot(curve, _PARTS[part][0], color=_colour(block, depth), linewidth=1)
     handles = [
-        Line2D([], [], color="0.3", linestyle=line, label=text) for line, text in PARTS.values()
+        Line2D([], [], color="0.3", linestyle=line, label=text) for line, text in _PARTS.values()
     ]
     for block, text in ((0, "first block"), (depth - 1, "last block")):
         handles.append(Line2D([], [], color=_colour(block, depth), label=text))

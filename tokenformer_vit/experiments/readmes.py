@@ -18,7 +18,7 @@ from .results import Groups
 from .rows import head
 from .training_cost import TrainingCost
 
-READMES = (
+_READMES = (
     "",
     "ablations",
     "configs",
@@ -28,30 +28,30 @@ RUNS = "configs/results"
 SPEED = "tokenformer_vit/benchmarking/results"
 
 # Name of the record of each training run, and a description of the run.
-IMAGE_RUNS = {
+_IMAGE_RUNS = {
     "digits_demo": "`make demo`: 8 px digits, 0.6 M parameters",
     "cifar10_tiny_5000": "`cifar10_tiny` on a 5,000-image slice",
     "cifar10_tiny_full": "`cifar10_tiny`, all 50,000 images, GPU",
     "imagenet_base_20_iterations": "`imagenet_base`, 20 iterations at batch 4, random images",
     "imagenet_base": "`imagenet_base`, the full recipe",
 }
-LANGUAGE_RUNS = {
+_LANGUAGE_RUNS = {
     "lm_reversal": "`lm_reversal`: 16 digits backwards, 0.15 M parameters",
     "lm_shakespeare": "`lm_shakespeare`: tiny Shakespeare by bytes, 0.6 M parameters",
     "lm_pile_150m": "`lm_pile_150m`, the full recipe",
 }
 
 # The image benchmarks that are rendered, and their variants.
-BENCHMARK = {
+_BENCHMARK = {
     "model": "tokenformer_base_matched",
     "baseline": "vit_base_patch16_224",
     "img_size": 224,
     "depth": None,
 }
-VARIANTS = ("fused compiled", "baseline compiled", "released eager")
-DECODING_VARIANTS = ("fused eager", "baseline eager", "released eager")  # decoding is not compiled
+_VARIANTS = ("fused compiled", "baseline compiled", "released eager")
+_DECODING_VARIANTS = ("fused eager", "baseline eager", "released eager")  # decoding is not compiled
 # Benchmarks on a GPU that have no record yet.
-GPU_GROUPS = [
+_GPU_GROUPS = [
     f"NVIDIA H200, {mode}, bfloat16 autocast, batch {batch}"
     for mode in ("train", "infer")
     for batch in (128, 256)
@@ -62,7 +62,7 @@ Link = Callable[[str, str], str]  # of a text and a path, as Markdown
 
 def render(root: Path, groups: Groups) -> dict[Path, str]:
     """Fill the tables of all READMEs of a repository, and return their texts."""
-    paths = [root / folder / "README.md" for folder in READMES]
+    paths = [root / folder / "README.md" for folder in _READMES]
     return {path: _filled(path, root, groups) for path in paths if path.is_file()}
 
 
@@ -73,8 +73,8 @@ def _filled(path: Path, root: Path, groups: Groups) -> str:
         return f"[{text}]({Path(os.path.relpath(root / target, path.parent)).as_posix()})"
 
     tables = {
-        "runs": lambda: _runs(IMAGE_RUNS, root, link),
-        "language-runs": lambda: _runs(LANGUAGE_RUNS, root, link),
+        "runs": lambda: _runs(_IMAGE_RUNS, root, link),
+        "language-runs": lambda: _runs(_LANGUAGE_RUNS, root, link),
         "speed": lambda: _image_speed(root, link),
         "language-speed": lambda: _language_speed(root, link),
         "growth": lambda: _growth(IMAGES, groups, link),
@@ -90,7 +90,7 @@ def _filled(path: Path, root: Path, groups: Groups) -> str:
 
 def _runs(names: dict[str, str], root: Path, link: Link) -> str:
     """Render training runs."""
-    if names is IMAGE_RUNS:
+    if names is _IMAGE_RUNS:
         results = {"top-1 %": "accuracy/top1", "top-5 %": "accuracy/top5"}
         steps, length = "epochs", "epochs"
     else:
@@ -123,10 +123,10 @@ def _image_speed(root: Path, link: Link) -> str:
     rows, on_gpu = [], False
     for path in sorted((root / SPEED).glob("speed_*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
-        if BENCHMARK.items() <= record.items():
+        if _BENCHMARK.items() <= record.items():
             on_gpu = on_gpu or record["device"] == "cuda"
             rows += _speed_rows(link(record["hardware"], f"{SPEED}/{path.name}"), record, "image")
-    rows += [] if on_gpu else [[group, "not run"] for group in GPU_GROUPS]
+    rows += [] if on_gpu else [[group, "not run"] for group in _GPU_GROUPS]
     return _table(_speed_headings("ViT-B/16", "ViT", "images", "MB an image"), rows)
 
 
@@ -153,7 +153,7 @@ def _speed_rows(link: str, record: dict[str, Any], unit: str) -> list[list[str]]
     rows = []
     for group in record["groups"]:
         variants = {row["variant"]: row for row in group["variants"]}
-        names = DECODING_VARIANTS if group["mode"] == "decode" else VARIANTS
+        names = _DECODING_VARIANTS if group["mode"] == "decode" else _VARIANTS
         if variants.keys() >= set(names):
             name = f"{link}, {group['mode']}, {group['dtype']}, batch {group['batch_size']}"
             rows.append([name, *_speed([variants[name] for name in names], unit)])

@@ -43,9 +43,9 @@ from .fields import Field
 from .plan import MOST_DIAGNOSES
 from .run import Run, plain, shown
 
-IDENTITY = ("settings", "question", "variant", "start", "base")  # keys of what was trained
-MOST_LOSSES = 100  # points of a loss curve in a record
-MOST_FIGURES = 4500  # numbers of diagnostics in a record
+_IDENTITY = ("settings", "question", "variant", "start", "base")  # keys of what was trained
+_MOST_LOSSES = 100  # points of a loss curve in a record
+_MOST_FIGURES = 4500  # numbers of diagnostics in a record
 
 
 def find_record(run: Run) -> dict[str, Any] | None:
@@ -57,7 +57,7 @@ def find_record(run: Run) -> dict[str, Any] | None:
     if not run.record.is_file():
         return None
     record = json.loads(run.record.read_text(encoding="utf-8"))
-    there, wanted = ({key: each.get(key) for key in IDENTITY} for each in (record, run.about))
+    there, wanted = ({key: each.get(key) for key in _IDENTITY} for each in (record, run.about))
     run.check_same(there, wanted, run.record, "--out and --work-dir")
     return record
 
@@ -92,7 +92,7 @@ def collect(run: Run, failed: str | None = None) -> dict[str, Any]:
         training["training_command"] = training.pop("command")
     else:
         training = {**environment(), "failed": failed, "n": 1}
-    steps = thin(list(train), MOST_LOSSES)
+    steps = thin(list(train), _MOST_LOSSES)
     record = {
         "command": shlex.join(["python", shown(sys.argv[0]), *sys.argv[1:]]),
         **{key: value for key, value in training.items() if not re.fullmatch(measure.keys, key)},
@@ -139,7 +139,7 @@ def read_layers(path: Path) -> dict[str, Any]:
     layers, names = list(last), list(next(iter(last.values())))
     if all(first[layer]["tau"] == last[layer]["tau"] for layer in layers):
         names.remove("tau")  # it is not learned
-    most = min(MOST_DIAGNOSES + 1, MOST_FIGURES // (len(layers) * len(names)))
+    most = min(MOST_DIAGNOSES + 1, _MOST_FIGURES // (len(layers) * len(names)))
     epochs = thin(list(measured), max(2, most))
     figures = {
         name: [[_number(measured[epoch][layer][name]) for layer in layers] for epoch in epochs]

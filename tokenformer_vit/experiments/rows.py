@@ -9,7 +9,7 @@ import pandas as pd
 from .fields import Measure
 from .variants import Variant
 
-LONGEST_ERROR = 90  # characters
+_LONGEST_ERROR = 90  # characters
 
 Record = dict[str, Any]
 Group = Mapping[Variant, Sequence[Record]]  # the runs of a table, or of one learning rate
@@ -80,7 +80,7 @@ class Row:
     def mean(self) -> str:
         """Mean and standard deviation of the finished runs."""
         results = self.results()
-        return with_deviation(results, ".2f") if len(results) else "–"
+        return _with_deviation(results, ".2f") if len(results) else "–"
 
     def result(self) -> str:
         """Mean, standard deviation and number of the finished runs."""
@@ -93,7 +93,7 @@ class Row:
         steps = (mine - theirs).dropna()
         if steps.empty:
             return "–"
-        text = with_deviation(steps, "+.2f")
+        text = _with_deviation(steps, "+.2f")
         most = max(len(mine), len(theirs))
         return text if len(steps) == most else f"{text} (n = {len(steps)})"
 
@@ -118,7 +118,7 @@ class Row:
     def flops(self) -> str:
         """Mean training FLOPs."""
         flops = self.by_seed(lambda run: run["flops"])
-        return scientific(flops.mean()) if len(flops) else "–"
+        return _scientific(flops.mean()) if len(flops) else "–"
 
     def times_flops(self, other: "Row") -> str:
         """Training FLOPs, divided by the FLOPs of another row."""
@@ -136,8 +136,8 @@ class Row:
         texts = []
         for record in sorted(self.records, key=lambda record: record["seed"]):
             if error := record.get("failed", "").replace("|", "\\|"):
-                if len(error) > LONGEST_ERROR:
-                    error = f"{error[:LONGEST_ERROR].rstrip()} …"
+                if len(error) > _LONGEST_ERROR:
+                    error = f"{error[:_LONGEST_ERROR].rstrip()} …"
                 texts.append(f"seed {record['seed']}: {error}")
         return "; ".join(texts)
 
@@ -171,7 +171,7 @@ def line(row: Row, columns: Sequence[Column]) -> str:
     return f"| {' | '.join([row.variant.label, *cells])} |\n"
 
 
-def with_deviation(values: pd.Series, form: str) -> str:
+def _with_deviation(values: pd.Series, form: str) -> str:
     """Format the mean and, of several values, the standard deviation."""
     text = minus(format(values.mean(), form))
     return f"{text} ± {values.std():.2f}" if len(values) > 1 else text
@@ -182,7 +182,7 @@ def minus(text: str) -> str:
     return text.replace("-", "−")
 
 
-def scientific(value: float) -> str:
+def _scientific(value: float) -> str:
     """Format a large number with three digits and a power of ten."""
     digits, exponent = f"{value:.2e}".split("e")
     return f"{digits} · {power_of_ten(int(exponent))}"

@@ -18,13 +18,13 @@ from .run import ROOT
 
 PAPERS_CONFIG = "configs/imagenet_base.py"
 # A run of the paper has its schedule and batch size, not only its config.
-PAPERS = {"config": PAPERS_CONFIG, "epochs": 300, "images_per_step": 4096}
-PAPERS_ARGUMENTS = (
+_PAPERS = {"config": PAPERS_CONFIG, "epochs": 300, "images_per_step": 4096}
+_PAPERS_ARGUMENTS = (
     f"--config {PAPERS_CONFIG} --seeds 3 --nproc-per-node 8 --amp --batch-size 128 "
     "--cfg-options optim_wrapper.accumulative_counts=4"
 )
 
-TITLE = """# Ablations
+_TITLE = """# Ablations
 
 Rendered by `python ablations/tables.py` from the records in `ablations/results/`, one for each run.
 
@@ -45,7 +45,7 @@ begin with the same weights. Parameters include the embedding. Training FLOPs ar
 forward and backward passes, with the head. Failures, learning rates and minutes are reported as
 above.
 """
-TITLES = {IMAGES: TITLE, LANGUAGE: LANGUAGE_TITLE}
+TITLES = {IMAGES: _TITLE, LANGUAGE: LANGUAGE_TITLE}
 
 
 def main(
@@ -122,8 +122,8 @@ def render(questions: Iterable[Question], groups: Groups) -> str:
         parts.append(f"## {_introduction(question)}")
         own = {folder: records for (asked, folder), records in groups.items() if asked is question}
         if question.field is IMAGES and question.papers_run:
-            if not any(PAPERS.items() <= run.items() for runs in own.values() for run in runs):
-                command = f"python ablations/{question.name}.py {PAPERS_ARGUMENTS}"
+            if not any(_PAPERS.items() <= run.items() for runs in own.values() for run in runs):
+                command = f"python ablations/{question.name}.py {_PAPERS_ARGUMENTS}"
                 parts.append(f"`{PAPERS_CONFIG}`, {question.papers_run} (`{command}`):\n")
                 parts.append(question.table([]))
         elif not own:

@@ -14,7 +14,7 @@ from .questions import Question
 from .rows import FAILED, MINUTES, Column, Record, Row, at_best_lr, finished, minus, result_column
 from .variants import PAIRS, Shape, Variant
 
-DATA = "data"  # folder of the texts, unless the command line names another
+_DATA = "data"  # folder of the texts, unless the command line names another
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +50,14 @@ class Texts(Question):
     def put_data_root(self, cfg: Config, data_root: str | None) -> None:
         """Measure on all texts."""
         for name in ("val_dataloader", "test_dataloader"):
-            folders = [str(Path(data_root or DATA, text)) for text in self.texts]
+            folders = [str(Path(data_root or _DATA, text)) for text in self.texts]
             cfg[name]["dataset"]["data_root"] = folders
 
     def outside(
         self, variant: Variant, shape: Shape, length: int, data_root: str | None
     ) -> dict[str, Any]:
         """Return what a variant changes outside the model, with the text that it trains on."""
-        folder = str(Path(data_root or DATA, variant.text or ""))
+        folder = str(Path(data_root or _DATA, variant.text or ""))
         changes = super().outside(variant, shape, length, data_root)
         return {**changes, "train_dataloader": {"dataset": {"data_root": folder}}}
 

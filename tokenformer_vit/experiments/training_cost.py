@@ -39,7 +39,7 @@ from .rows import (
 from .variants import Variant
 
 # Colours of variants, in turn: whether they are references, and whether they grow.
-COLOURS = {
+_COLOURS = {
     (False, False): ["#9ecae1", "#4292c6", "#08306b", "#6a51a3", "#737373", "#c7a252"],
     (False, True): ["#d7301f", "#fd8d3c", "#ce1256"],
     (True, False): ["#006d2c"],
@@ -147,14 +147,14 @@ class TrainingCost(Question):
         scratch = [row.other(variant) for variant in self.from_scratch(row.variant.reference)]
         if not row.variant.grown or len(scratch) == 1:  # a single variant has no envelope
             return ""
-        costs = cost_and_score(row)
-        whole = [cost_and_score(each) for each in scratch]
+        costs = _cost_and_score(row)
+        whole = [_cost_and_score(each) for each in scratch]
         seeds = set(costs.index).intersection(*(each.index for each in whole))
         if not seeds:
             return "–"
 
         def saving(seeds: Collection[int]) -> str:
-            return saved(mean_of(costs, seeds), envelope(mean_of(each, seeds) for each in whole))
+            return saved(_mean_of(costs, seeds), envelope(_mean_of(each, seeds) for each in whole))
 
         return _with_seeds(saving(seeds), [saving([seed]) for seed in sorted(seeds)], row)
 
@@ -169,7 +169,7 @@ class TrainingCost(Question):
         curves, ends = figure.subplots(1, 2)
         group = at_best_lr(measure, self.variants, records)
         done = {variant: finished(runs) for variant, runs in group.items() if finished(runs)}
-        colours = {kind: cycle(each) for kind, each in COLOURS.items()}
+        colours = {kind: cycle(each) for kind, each in _COLOURS.items()}
         handles = []
         for variant, runs in done.items():
             linestyle, marker = ("--", "s") if variant.reference else ("-", "o")
@@ -186,9 +186,9 @@ class TrainingCost(Question):
         if any(variant.grown for variant in done):
             triangle: dict[str, Any] = {"marker": "^", "color": "w", "markeredgecolor": "0.2"}
             handles.append(Line2D([], [], linestyle="", label="growth", **triangle))
-        whole = [cost_and_score(Row(each, group, measure)) for each in self.from_scratch(False)]
+        whole = [_cost_and_score(Row(each, group, measure)) for each in self.from_scratch(False)]
         if seeds := set.intersection(*(set(each.index) for each in whole)):
-            flops, scores = zip(*envelope(mean_of(each, seeds) for each in whole), strict=True)
+            flops, scores = zip(*envelope(_mean_of(each, seeds) for each in whole), strict=True)
             label = "envelope of TokenFormers from scratch"
             style = {"color": "0.5", "linestyle": ":", "label": label}
             ends.plot(flops, [measure.value(score) for score in scores], zorder=1, **style)
@@ -214,13 +214,13 @@ class TrainingCost(Question):
         axes.plot(flops, results, "^", color=colour, markeredgecolor="0.2", zorder=4)
 
 
-def cost_and_score(row: Row) -> pd.DataFrame:
+def _cost_and_score(row: Row) -> pd.DataFrame:
     """Return training FLOPs and score of each finished run, by seed."""
     scores = row.results().map(row.measure.score)
     return pd.DataFrame({"flops": row.by_seed(lambda run: run["flops"]), "score": scores})
 
 
-def mean_of(costs: pd.DataFrame, seeds: Collection[int]) -> Point:
+def _mean_of(costs: pd.DataFrame, seeds: Collection[int]) -> Point:
     """Return the mean FLOPs and the mean score of some seeds."""
     flops, score = costs.loc[sorted(seeds)].mean()
     return flops, score

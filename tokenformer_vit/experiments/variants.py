@@ -60,7 +60,7 @@ class Shape:
 
 
 # Arguments: the part of a config that variants change, and the sizes of the config's own model.
-Change = Callable[[Part, Shape], Part]
+ModelChange = Callable[[Part, Shape], Part]
 # Arguments: the same sizes, and the length of the config's run in epochs or iterations.
 Outside = Callable[[Shape, int], dict[str, Any]]
 
@@ -71,7 +71,7 @@ class Variant:
 
     name: str  # in files and on the command line
     label: str  # in tables and charts
-    change: Change  # turns the config's backbone, or language model, into the variant's
+    change: ModelChange  # turns the config's backbone, or language model, into the variant's
     paper: float | None = None  # top-1 in % that the paper reports for it on ImageNet-1K
     reference: bool = False  # a ViT or Transformer that TokenFormers are compared with
     outside: Outside | None = None  # returns what else changes in the config
@@ -80,7 +80,7 @@ class Variant:
     text: str | None = None  # folder of the text to train on, where a question has several
 
 
-def arguments(**new: Any) -> Change:
+def arguments(**new: Any) -> ModelChange:
     """Set arguments of the model; without any, the config's model stays as it is."""
     return lambda part, shape: {**part, **new}
 

@@ -10,9 +10,9 @@ from tokenformer_vit.errors import InputError, first_fault
 
 T = TypeVar("T")
 
-MOST_CONTEXT = 2**31 - 2  # Arrow counts the entries of a row, one more, by 32 bits
+_MOST_CONTEXT = 2**31 - 2  # Arrow counts the entries of a row, one more, by 32 bits
 Count = Annotated[int, Field(ge=0, lt=2**63)]
-Context = Annotated[int, Field(ge=1, le=MOST_CONTEXT)]
+Context = Annotated[int, Field(ge=1, le=_MOST_CONTEXT)]
 Vocabulary = Annotated[int, Field(ge=1, le=2**32)]
 Token = Annotated[int, Field(ge=0, lt=2**32)]
 SplitName = Annotated[str, Field(pattern=r"^[\w-][\w.-]*$")]

@@ -16,10 +16,10 @@ from transformers import (
 from tokenformer_vit.errors import InputError, one_line
 
 # End of a text for the tokenizers of GPT-2 and GPT-NeoX; their bare files do not say so.
-END = "<|endoftext|>"
+_END = "<|endoftext|>"
 # No code from a folder runs, and transformers does not ask for permission to run it.
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-BYTES = 256
+_BYTES = 256
 _MOST_ENTRIES = 10_000_000  # the library reserves memory for all entries, and aborts without it
 
 
@@ -32,11 +32,11 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     # Byte-level tokenizers write a printable byte as itself, and the other bytes, in order, as the
     # characters from 256 on.
     letters = pre_tokenizers.ByteLevel.alphabet()
-    others = iter(sorted(set(range(BYTES)) - {ord(letter) for letter in letters}))
+    others = iter(sorted(set(range(_BYTES)) - {ord(letter) for letter in letters}))
     numbers = {
-        letter: ord(letter) if ord(letter) < BYTES else next(others) for letter in sorted(letters)
+        letter: ord(letter) if ord(letter) < _BYTES else next(others) for letter in sorted(letters)
     }
-    return _byte_level(models.BPE(numbers | {END: BYTES}, []), words=False)
+    return _byte_level(models.BPE(numbers | {_END: _BYTES}, []), words=False)
 
 
 def train_tokenizer(texts: Iterable[str], entries: int) -> PreTrainedTokenizerFast:
@@ -53,10 +53,10 @@ def train_tokenizer(texts: Iterable[str], entries: int) -> PreTrainedTokenizerFa
     Raises:
         InputError: If ``entries`` has no room for the bytes, or is over ten million.
     """
-    if entries <= BYTES:
+    if entries <= _BYTES:
         raise InputError(
-            f"bpe:{entries} is too small for {BYTES} bytes and the end of a text: give at least "
-            f"bpe:{BYTES + 1}"
+            f"bpe:{entries} is too small for {_BYTES} bytes and the end of a text: give at least "
+            f"bpe:{_BYTES + 1}"
         )
     if entries > _MOST_ENTRIES:
         raise InputError(f"bpe:{entries} is too large: give at most bpe:{_MOST_ENTRIES}")
@@ -64,12 +64,12 @@ def train_tokenizer(texts: Iterable[str], entries: int) -> PreTrainedTokenizerFa
     core = tokenizer.backend_tokenizer
     trainer = trainers.BpeTrainer(
         vocab_size=entries,
-        special_tokens=[END],
+        special_tokens=[_END],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     core.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END, pad_token=END)
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=_END, pad_token=_END)
 
 
 def load_tokenizer(path: Path, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
@@ -108,8 +108,8 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> PreTrainedToken
             f"{path} holds no readable tokenizer; give another folder or file ({reason_of(error)})"
         ) from error
     numbers = tokenizer.get_vocab()
-    if tokenizer.eos_token is None and END in numbers:
-        tokenizer.eos_token = END
+    if tokenizer.eos_token is None and _END in numbers:
+        tokenizer.eos_token = _END
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     entries = max((*numbers.values(), *used), default=-1) + 1
@@ -173,7 +173,7 @@ def _byte_level(model: models.BPE, words: bool) -> PreTrainedTokenizerFast:
     core = Tokenizer(model)
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
     core.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END, pad_token=END)
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=_END, pad_token=_END)
 
 
 def reason_of(error: BaseException) -> str:

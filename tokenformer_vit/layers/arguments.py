@@ -7,12 +7,12 @@ from typing import Any
 
 from tokenformer_vit.errors import InputError
 
-GATES = ("none", "learned", "fixed")
+_GATES = ("none", "learned", "fixed")
 # A model passes these to all of its layers.
 _SHARED_ARGS = ("tau", "learn_tau", "eps", "key_init_scale", "gate")
 # A model computes these for its layers from ``init``.
 _INIT_ARGS = ("key_init_std", "value_init_std")
-INITIALIZATIONS = ("scaled", "released")
+_INITIALIZATIONS = ("scaled", "released")
 
 # The range of numbers: their squares must also be normal float32 numbers.
 _LARGEST, _SMALLEST = 1e18, 1e-18
@@ -30,8 +30,8 @@ def check_argument(name: str, value: Any) -> None:
         InputError: If the value has another type, is not finite or is out of range.
     """
     if name == "gate":
-        if value not in GATES:
-            raise InputError(f"gate must be one of {', '.join(GATES)}, but got {value!r}")
+        if value not in _GATES:
+            raise InputError(f"gate must be one of {', '.join(_GATES)}, but got {value!r}")
         return
     if name == "learn_tau":
         if not isinstance(value, bool):
@@ -77,8 +77,8 @@ def model_pattention_args(
     """
     shared = _check_arguments(arguments, (*_SHARED_ARGS, "init"))
     init = shared.pop("init", "scaled")
-    if init not in INITIALIZATIONS:
-        raise InputError(f"init must be one of {', '.join(INITIALIZATIONS)}, but got {init!r}")
+    if init not in _INITIALIZATIONS:
+        raise InputError(f"init must be one of {', '.join(_INITIALIZATIONS)}, but got {init!r}")
     if init == "released":
         keys, values = released_stds(width, depth)
         shared |= {"key_init_std": keys, "value_init_std": values}

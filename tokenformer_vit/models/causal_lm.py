@@ -17,7 +17,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Attention, Pattention, TokenFormerBlock
 from tokenformer_vit.layers.arguments import model_pattention_args
 
-POSITIONS = ("rotary", "learned")
+_POSITIONS = ("rotary", "learned")
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class LMConfig:
 
     def __post_init__(self) -> None:
         """Check the values that no layer checks."""
-        if self.positions not in POSITIONS:
+        if self.positions not in _POSITIONS:
             raise InputError(
-                f"positions must be one of {', '.join(POSITIONS)}, but got {self.positions!r}"
+                f"positions must be one of {', '.join(_POSITIONS)}, but got {self.positions!r}"
             )
         for name in ("vocab_size", "context_length", "embed_dim", "depth", "num_heads"):
             if getattr(self, name) < 1:

@@ -183,7 +183,7 @@ def _report(
         print(f"next: tokenformer-vit train CONFIG --data-root {shlex.quote(str(target))}")
 
 
-def check(target: Path, workers: int) -> list[Path]:
+def check_images(target: Path, workers: int) -> list[Path]:
     """Decode every image in a folder, in several processes, and print the unreadable ones.
 
     Args:
