@@ -169,7 +169,7 @@ def test_a_link_in_a_folder_of_somebody_else_is_not_followed(texts, tmp_path):
     (partial / "sub").symlink_to(texts)
     (partial / "train-00000.arrow").write_bytes(b"mine")
     write_progress(partial, files=["sub/a.txt"])
-    with pytest.raises(InputError, match=r"out\.partial is in the way"):
+    with pytest.raises(InputError, match=r"out\.partial holds other files"):
         run(texts / "b.txt", tmp_path / "out", "--context-length", 16)
     assert (texts / "a.txt").is_file()
     assert (partial / "train-00000.arrow").read_bytes() == b"mine"
@@ -179,7 +179,7 @@ def test_a_link_in_the_way_is_not_followed(texts, tmp_path):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "thesis.txt").write_text("mine")
     (tmp_path / "out.partial").symlink_to("theirs")
-    with pytest.raises(InputError, match=r"out\.partial is in the way"):
+    with pytest.raises(InputError, match=r"out\.partial holds other files"):
         run(texts, tmp_path / "out", "--context-length", 16)
     assert files_below(tmp_path / "theirs") == {"thesis.txt": b"mine"}
 

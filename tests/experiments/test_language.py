@@ -310,7 +310,7 @@ def test_what_others_start_from_is_trained_here(tmp_path, words, texts, trainer,
         (["--cfg-options", "model.config.depht=1"], r"has no 'depht'; it has depth"),
         (
             ["--cfg-options", *(f"model.config.{key}=1" for key in PAIRS)],
-            r"width 32 has as few weights as 5 pairs .* --variants without",
+            r"width 32 cannot match 5 pairs .* --variants without",
         ),
     ],
 )

@@ -4,9 +4,10 @@ A multiplication and an addition are two FLOPs, and a backward pass costs as muc
 passes. As in the paper, the FLOPs of Θ and other activations, softmax, norms, biases and sums are
 not counted.
 
-The first version of the paper prints d·n parameters for a Pattention of q, k, v or the output, and
-2·d·n for the feed-forward part. Every Pattention has keys and values, 2·d·n, as a later version
-prints. The training FLOPs of the table are one forward pass; here they are three.
+The first version of the paper counts d·n parameters for a Pattention of q, k, v or the output. A
+later version counts 2·d·n for every Pattention, because it has keys and values; this module does
+the same. The paper's table gives the FLOPs of one forward pass as training FLOPs; here training
+costs three forward passes.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -70,11 +71,12 @@ def model_costs(model: nn.Module, num_tokens: int | None = None) -> dict[str, Co
             for an image of the model's size, or the whole context.
 
     Returns:
-        The cost of each of ``PARTS``, per image or per sequence. Every parameter belongs to one
-        part. An embedding that is also the head belongs to the embedding, its product to the head.
-        In a layer with ``active`` or ``top_k``, all pairs count as parameters, and only the pairs
-        that are read count as FLOPs. A language model predicts after every token, and every token
-        attends to all others, as in the paper: the savings of a causal kernel are not subtracted.
+        The cost of each of ``PARTS``, per image or per sequence. Every parameter is counted in one
+        part. If the embedding is also the head, its parameters are counted in the embedding, and
+        its matrix product in the head. In a layer with ``active`` or ``top_k``, all pairs count as
+        parameters, and only the pairs that are read count as FLOPs. A language model predicts after
+        every token, and every token attends to all others, as in the paper: the savings of a causal
+        kernel are not subtracted.
 
     Raises:
         InputError: If the model is of another kind, or ``num_tokens`` leaves no token for patches.

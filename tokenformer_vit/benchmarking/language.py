@@ -73,8 +73,8 @@ class Language(NamedTuple):
     def costs(self, implementation: str) -> tuple[int, dict[str, int]]:
         """Count the parameters, and the FLOPs per token in each mode.
 
-        In a prompt, the head gets only the last token. A decoded token attends to itself and to the
-        tokens before it.
+        In ``prefill``, the head is computed only for the last token. A decoded token attends to
+        itself and to the tokens before it.
         """
         with torch.device("meta"):
             model = self.create(implementation, 0)

@@ -35,8 +35,8 @@ def matched_hidden(
     hidden = pairs - 2 * width
     if hidden < 1:
         raise InputError(
-            f"no Transformer of width {width} has as few weights as {pairs} pairs per block: even "
-            f"its attention has as many as {2 * width} pairs; {remedy}"
+            f"a Transformer of width {width} cannot match {pairs} pairs per block: its attention "
+            f"alone has the weights of {2 * width} pairs; {remedy}"
         )
     return hidden
 

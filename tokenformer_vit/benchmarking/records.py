@@ -12,7 +12,7 @@ Like every record it has the command, commit, date, hardware and versions. Its o
     seed, n                    n is the number of rounds
     parameters                 {model, baseline}: number of parameters
     flops_per_UNIT             {model, baseline}: {mode: FLOPs}
-    ceilings                   {precision: {matmul_tflops, copy_gb_per_s}}, the most in this run
+    ceilings                   {precision: {matmul_tflops, copy_gb_per_s}}, the highest measured
     groups                     a list of
       mode, precision, dtype, batch_size, input_shape
       items                    images or tokens in a step
@@ -34,14 +34,15 @@ Like every record it has the command, commit, date, hardware and versions. Its o
         peak_mib               peak memory of the variant alone: parameters, optimizer state and the
                                rise during a step, without the keys and values in the cache before
                                it; null if unknown
-        mfu                    needed FLOPs, divided by the FLOPs at the matmul ceiling in that time
+        mfu                    needed FLOPs, divided by the FLOPs that the matmul ceiling allows in
+                               the same time
 
 Minimal bytes. Inference reads the inputs and every parameter once. Decoding reads every parameter
 once for each token of a sequence; cached keys and values are not counted. Training reads the
 inputs; reads every parameter in the forward and in the backward pass; writes and reads every
 gradient; reads and writes every parameter and both moments in the optimizer; and writes and reads
-the activations that the most frugal of our variants keeps. The bound is the larger of two
-times: these bytes at the copy ceiling, and the FLOPs at the matmul ceiling.
+the activations of our variant that keeps the fewest. The bound is the larger of two times: these
+bytes at the copy ceiling, and the FLOPs at the matmul ceiling.
 """
 
 import json

@@ -77,7 +77,7 @@ def figures(group: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, An
 
 
 def unit_of(record: Mapping[str, Any]) -> str:
-    """Return the unit of speed in a record; older records do not have it and count images."""
+    """Return the unit of speed in a record; an older record has no unit and counts images."""
     return record.get("unit", "image")
 
 

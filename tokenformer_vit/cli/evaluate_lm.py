@@ -187,7 +187,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if not (args.text or args.data or args.tasks):
         raise InputError("there is nothing to evaluate: give --text, --data or --tasks")
     if missing := [file for file in args.text if not file.is_file()]:
-        raise InputError(f"there is no file {missing[0]}")
+        raise InputError(f"there is no file {missing[0]}; give existing files with --text")
     return args
 
 

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     results = predict(model, paths, args.topk, args.batch_size, device)
     done = _print_json(results) if args.json else _print_table(results)
     if done == 0:
-        raise InputError("none of the images could be read")
+        raise InputError("none of the images could be read; the lines above say why")
     if done < len(paths):
         sys.exit(1)
 

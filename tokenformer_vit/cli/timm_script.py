@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     script = Path(argv[0])
     if not script.is_file():
         raise InputError(
-            f"there is no script {script}; timm's wheel has none, download them for your version "
-            "of timm from https://github.com/huggingface/pytorch-image-models"
+            f"there is no script {script}; timm's wheel contains no scripts: download them for "
+            "your version of timm from https://github.com/huggingface/pytorch-image-models"
         )
     sys.argv = [str(script), *argv[1:]]
     # As `python SCRIPT` does, so that a script finds the modules beside it.

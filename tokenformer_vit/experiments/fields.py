@@ -22,7 +22,7 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Measure:
-    """A figure that validations measure."""
+    """A result of validation, such as top-1 or perplexity."""
 
     name: str  # in records
     label: str  # in tables, charts and messages

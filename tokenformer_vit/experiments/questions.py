@@ -56,10 +56,11 @@ class Question(ABC):
     # The runs.
 
     def start(self, cfg: Config) -> Config:
-        """Return the config whose model is changed into the variants.
+        """Return the config that every variant changes.
 
         Raises:
-            InputError: If it starts from weights but must not, or must but does not.
+            InputError: If the config loads weights although the question trains from scratch, or
+                loads none although the question needs trained weights.
         """
         return self.field.from_scratch(cfg)
 
@@ -68,7 +69,7 @@ class Question(ABC):
         return {}
 
     def end_of(self, part: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the config of the model at the end of a run, as if trained from scratch."""
+        """Return the config that builds the model at the end of a run from scratch."""
         return dict(part)
 
     def counts(self, model: nn.Module) -> dict[str, int]:
@@ -105,7 +106,7 @@ class Question(ABC):
         """Return the columns of the table."""
 
     def rows(self, records: Sequence[Record]) -> Iterator[Row | str]:
-        """Sort the runs into rows, and headings of groups where there are several learning rates.
+        """Sort the runs into rows; with several learning rates, yield a heading before each group.
 
         Args:
             records: The runs of a table; without any, every variant has an empty row.

@@ -6,17 +6,17 @@ A record, ``OUT/<run>.json``, has what the training's own ``record.json`` has, a
     paper                 the paper's top-1 on ImageNet-1K at base size, or null
     config, seed, lr
     parameters
-    trainable             how many of them are trained, and start, the file of the weights and its
-                          digest: where trained weights are tuned
+    trainable             number of trained parameters, if a question tunes trained weights
+    start                 file of these weights, and its digest
     options               what the variant changes in the config
-    base                  short digest of the config's content, and of the weights, or of the run,
-                          that it starts from
+    base                  short digest of the config's content and, if the run starts from weights
+                          or from another run, of these
     settings              all that differs from the config
     command               command of the sweep; training_command is that of the run
-    taken_from            record of another question that trained the same model before
+    taken_from            record of another question, which had already trained the same model
     failed                the error of a run that failed
-    final, best           {top1, top5} in %, of the last epoch and of the best one; for language
-                          {perplexity, and perplexity/<text> where there are several texts}
+    final, best           {top1, top5} in %, after the last epoch and after the best one; for
+                          language {perplexity, and perplexity/<text> if there are several texts}
     validation            {epoch, top1}: lists, with flops where training FLOPs are counted; for
                           language {iteration, perplexity, ..., flops}
     loss                  {iteration, loss}: lists of at most 100 points
@@ -65,7 +65,8 @@ def find_record(run: Run) -> dict[str, Any] | None:
 def adopt(run: Run, processes: int) -> str | None:
     """Copy the record of the same training from another question, and return its name.
 
-    Every question has the config's own model as a variant. Without such a record, returns None.
+    Several questions have the config's own model as a variant; it is trained only once. Without
+    such a record, returns None.
     """
     wanted = {key: run.about[key] for key in ("config", "base", "settings")}
     # Other code, or another number of processes, would not give the same numbers.
@@ -149,7 +150,7 @@ def read_layers(path: Path) -> dict[str, Any]:
 
 
 def thin(values: Sequence[int], most: int) -> list[int]:
-    """Keep at most so many values of a sequence, evenly spread, with the first and the last."""
+    """Keep at most ``most`` values, evenly spaced, with the first and the last."""
     if len(values) <= most:
         return list(values)
     return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
@@ -166,7 +167,7 @@ def _write(run: Run, record: dict[str, Any]) -> None:
 
 
 def error_line(output: str, status: int) -> str:
-    """Return the output line that says why a training ended; a signal's status is negative."""
+    """Return the output line that says why a training failed; a signal gives a negative status."""
     if status < 0:
         return f"killed by {signal.Signals(-status).name}"
     lines = [line.strip() for line in output.splitlines() if line.strip()]

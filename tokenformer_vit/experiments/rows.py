@@ -126,7 +126,7 @@ class Row:
         return f"{mine.mean() / theirs.mean():.2f}" if len(mine) and len(theirs) else "–"
 
     def minutes(self) -> str:
-        """Mean time. The record of a resumed run has the time of its last part only."""
+        """Mean time of the runs that were not resumed; others record only their last part."""
         whole = [run for run in finished(self.records) if not run["resumed_at_iteration"]]
         seconds = pd.Series([run["seconds"] for run in whole], dtype=float)
         return f"{seconds.mean() / 60:.1f}" if len(seconds) else "–"
@@ -151,7 +151,7 @@ class Column(NamedTuple):
 
 
 def result_column(measure: Measure, cell: Callable[[Row], str] = Row.result) -> Column:
-    """Return the column of the results, where a variant without runs says so."""
+    """Return the column of the results; a variant without runs is marked as not run."""
     return Column(measure.heading, cell, lambda row: "not run")
 
 

@@ -1,8 +1,8 @@
 """One run of a sweep: its settings, and where its files are.
 
 The settings are all that differs from the sweep's config. They are written into a small config,
-``WORK_DIR/<run>.py``, which inherits from the sweep's. The run works in ``WORK_DIR/<run>/``. Its
-record also has the settings. Therefore it is never used for a run with other settings.
+``WORK_DIR/<run>.py``, which inherits from the sweep's. The run works in ``WORK_DIR/<run>/``. The
+record repeats the settings, so it is never used for a run with other settings.
 """
 
 import ast
@@ -104,14 +104,14 @@ class Run:
             )
         if base and not self.same_training:
             raise InputError(
-                f"{shown(path)} is of another version of {shown(self.base)}, or of the run that it "
-                f"starts from (digest {base[0]} there and {base[1]} here): choose another {way}; "
-                "or give --same-training if the edit does not change what is trained"
+                f"{shown(path)} was made with another version of {shown(self.base)}, or of the run "
+                f"that it starts from (digest {base[0]} there and {base[1]} here): choose another "
+                f"{way}, or give --same-training if both versions train the same"
             )
 
 
 def difference(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that turn a config that inherits from ``base`` into ``new``."""
+    """Return the settings with which a config that inherits from ``base`` equals ``new``."""
     changes = {}
     for key, value in new.items():
         old = base.get(key)

@@ -23,7 +23,7 @@ def sweep(question: Question, argv: Sequence[str] | None = None) -> None:
     """Train the unfinished runs, and record the finished ones.
 
     Raises:
-        InputError: As :func:`plan` and :func:`publish` do.
+        InputError: If the sweep cannot be planned, or a record has other settings.
         SystemExit: If a run failed or is not finished.
     """
     from . import launch, tables

@@ -44,7 +44,7 @@ class Texts(Question):
 
     @property
     def common(self) -> tuple[str, ...]:
-        """Keys of a record that all runs share. Texts have different numbers of sequences."""
+        """Keys of a record whose values all runs must share; the size of the text may differ."""
         return tuple(key for key in super().common if key != f"train_{self.field.examples}")
 
     def put_data_root(self, cfg: Config, data_root: str | None) -> None:
@@ -62,7 +62,7 @@ class Texts(Question):
         return {**changes, "train_dataloader": {"dataset": {"data_root": folder}}}
 
     def end_of(self, part: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the config of a stage's final model, as if trained from scratch at that size."""
+        """Return the config that builds the final model of a stage from scratch."""
         grown = {key: size for key, size in (part.get("growth") or {}).items() if key in PAIRS}
         config = {**part["config"], **grown}
         return {**part, "config": config, "growth": None, "masks": None, "frozen_stem": False}

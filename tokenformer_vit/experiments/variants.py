@@ -25,7 +25,7 @@ class Shape:
 
     @classmethod
     def of(cls, blocks: Any, embed_dim: int, outside: Mapping[str, Any]) -> "Shape":
-        """Read the sizes off the blocks of a TokenFormer."""
+        """Read the sizes from the blocks of a TokenFormer."""
         pairs, heads = blocks[0].token_arguments(None), blocks[0].attn.num_heads
         sizes = {key: pairs[key] for key in PAIRS}
         return cls(
@@ -48,7 +48,7 @@ class Shape:
 
         Args:
             share: Share of the neurons; at least one stays.
-            pairs: Share of the pairs whose weights the Transformer matches.
+            pairs: Share of the pairs; the whole Transformer has as many weights as these pairs.
 
         Raises:
             InputError: If no Transformer matches.
@@ -93,7 +93,7 @@ def in_stages(
     Args:
         unit: ``epoch`` or ``iteration``.
         shares: Share of the full size in each stage; the first one is the size at the start.
-        size: Returns the arguments of a growth to a share, such as :meth:`Shape.pairs`.
+        size: Function that returns the sizes for a share, such as :meth:`Shape.pairs`.
         how: Other arguments of GrowthHook.
     """
 
@@ -108,5 +108,5 @@ def in_stages(
 
 
 def lasting(share: float, limit: str) -> Outside:
-    """Train for a share, or a multiple, of the length, with a whole learning rate schedule."""
+    """Multiply the length of the training; the learning rate schedule is stretched with it."""
     return lambda shape, length: {"train_cfg": {limit: round(share * length)}}

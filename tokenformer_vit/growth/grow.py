@@ -56,7 +56,7 @@ def grow(
     ============= ========================= ===================== ===========================
     ``init``      new keys, values          τ                     outputs of the model
     ============= ========================= ===================== ===========================
-    ``zero_key``  zero, random              kept                  stay; ``softmax``: by a gate
+    ``zero_key``  zero, random              kept                  stay (``softmax``: by gate)
     ``duplicate`` keys of the old pair,     times m (L1 norms) or stay, for every Θ
                   values / m ± δ            √m (L2 norms)
     ``random``    random, random            kept                  change (stay with a gate)
@@ -83,8 +83,8 @@ def grow(
             gates are learned; fixed gates cannot be added to learned ones.
         seed: Seed of the random numbers, which differ between layers and between old counts.
         split: Store new pairs in separate parameters (:mod:`tokenformer_vit.layers.segments`), to
-            train them differently. New pairs of an
-            earlier growth are joined to the old pairs in every layer.
+            train them differently. New pairs of an earlier growth are joined to the old pairs in
+            every layer.
         freeze: ``old`` trains only the new pairs: no other parameter of ``model``, not even the
             head, needs a gradient. It implies ``split``.
         optimizer: Optimizer of the model's parameters, which continues with the new parameters. Any
@@ -213,7 +213,8 @@ def grow_state_dict(
         )
         if values is None or keys is None or len(values) != len(keys):
             raise InputError(
-                f"{name}: there must be as many value_param_tokens as key_param_tokens"
+                f"{name} does not have as many value_param_tokens as key_param_tokens; give the "
+                "whole state dict, as it was saved"
             )
         if tau is None:
             if missing_tau != "default":

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.models.weights import read_checkpoint, write_tensors
 
@@ -80,11 +80,11 @@ class TokenMasks:
 
         Args:
             name: Name of the mask.
-            pairs: Pairs in the mask; None for all present pairs. Either a mapping from the full
-                name of a layer, or its kind (``qkv``, ``proj`` or ``ffn``), to something that
-                indexes P entries: a slice, a list or tensor of indices, or a boolean tensor. Layers
-                without an entry have no pairs in the mask. Or a function of a layer's name and the
-                layer that returns such an index.
+            pairs: Pairs in the mask; None for all present pairs. A mapping has an index for each
+                layer, by its full name or its kind (``qkv``, ``proj`` or ``ffn``): a slice, a list
+                or tensor of indices, or a boolean tensor of P entries. Layers without an index have
+                no pairs in the mask. A function gets the name of a layer and the layer, and returns
+                an index.
 
         Raises:
             InputError: If a layer does not exist, or an entry does not index its pairs.
@@ -100,7 +100,8 @@ class TokenMasks:
             except (IndexError, RuntimeError, TypeError, ValueError) as error:
                 raise InputError(
                     f"mask {name!r} does not index the {layer.num_param_tokens} pairs of "
-                    f"{layer_name}: {' '.join(str(error).split())}"
+                    f"{layer_name} ({one_line(error)}); give a slice, numbers of pairs, or a "
+                    "boolean tensor with an entry for each pair"
                 ) from error
         self._masks[name] = masks
 

@@ -56,8 +56,8 @@ Model = TypeVar("Model", bound=nn.Module)
 def merge(model_a: Model, model_b: nn.Module, ancestor: nn.Module | None = None) -> Model:
     """Join the parameter tokens of two models layer by layer; average everything else.
 
-    Notation: Θ first computes h from the scores A, which is exp (times the gate) or GELU, and
-    divides each row by r. r is ‖h‖₁/τ for ``softmax``, ‖h‖₁/τ + eps for ``gelu_l1``,
+    Notation: Θ computes h = exp(A) (times the gate) or h = gelu(A) from the scores A, and divides
+    each row by r. r is ‖h‖₁/τ for ``softmax``, ‖h‖₁/τ + eps for ``gelu_l1``,
     √(‖h‖₂²/τ² + eps) for ``gelu_l2_post``, and √(‖A‖₂²/τ² + eps) for ``gelu_l2`` and
     ``gelu_tanh_l2``. The weights are h/r; for the last two they are gelu(A/r). p is 1 for the first
     two and 2 for the others. A layer of model m computes O_m = weights · V_m. The formulas hold for
@@ -225,8 +225,8 @@ def _check_others(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
         )
         if ours != theirs:
             raise InputError(
-                f"{name} is {ours} in model_a and {theirs} in model_b; averaged tensors must have "
-                "one shape (a head: as many classes)"
+                f"{name} is {ours} in model_a and {theirs} in model_b; merge models with "
+                "equal shapes outside the pairs, such as the same number of classes"
             )
 
 

@@ -28,9 +28,10 @@ def carry_over(
 ) -> None:
     """Replace the old parameters of an optimizer by the new ones, in place.
 
-    The groups stay, in their order. A parameter without a predecessor joins a group with the
-    settings of the group that it came from. It has no weight decay if it has fewer than two
-    dimensions. If no group has these settings, one is added at the end.
+    The groups keep their order. A new parameter takes the place of its old one. Further parameters,
+    such as a gate, get the settings of the layer's old parameters, without weight decay if they
+    have fewer than two dimensions. They join a group with these settings; if there is none, a group
+    is added at the end.
 
     Args:
         optimizer: Optimizer. With ``keep``, its state must have the shape of the parameters and

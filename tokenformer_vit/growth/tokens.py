@@ -110,7 +110,7 @@ def pattention_layers(model: nn.Module) -> dict[str, Pattention]:
 
 
 def check_rebuildable(model: nn.Module, layers: Mapping[str, Pattention]) -> None:
-    """Check that layers whose number of pairs will change are not only a part of a model.
+    """Check that a change of the number of pairs covers whole models.
 
     A TokenFormerViT or TokenFormerLM is rebuilt with one count for all layers of a kind.
 
@@ -253,7 +253,7 @@ def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def record_counts(model: nn.Module) -> None:
-    """Update the counts of pairs in the arguments from which a model is rebuilt.
+    """Update the numbers of pairs in the arguments from which a model is rebuilt.
 
     Args:
         model: Module that is or contains TokenFormer backbones or language models.

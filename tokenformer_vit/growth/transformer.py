@@ -48,8 +48,9 @@ def widen_mlp(
 ) -> Model:
     """Widen the hidden layers of a Transformer with copies of random neurons, in place.
 
-    A copy has the incoming weights of its neuron. The copies share the outgoing weights of the
-    neuron, unequally, to let them diverge. The outputs of the model do not change.
+    A copy has the same incoming weights as its neuron. The outgoing weights are divided among the
+    neuron and its copies, in unequal shares, to let them diverge. The outputs of the model do not
+    change.
 
     Args:
         model: timm ``VisionTransformer`` with ordinary blocks, GPT-2 of transformers, or a module
@@ -197,7 +198,7 @@ def _find_transformer(model: nn.Module) -> tuple[_Form, Any]:
 
 
 def mlp_ratio(hidden: int, width: int) -> float:
-    """Compute the ``mlp_ratio`` with which timm builds exactly so many hidden neurons.
+    """Compute the ``mlp_ratio`` that gives exactly this number of hidden neurons in timm.
 
     Args:
         hidden: Number of hidden neurons.

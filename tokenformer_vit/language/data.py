@@ -2,8 +2,8 @@
 
 A folder holds ``meta.json``, the files of the tokenizer, and for every split
 ``<split>-00000.arrow``, ``<split>-00001.arrow``, ...: streams of one column ``input_ids``, lists
-of context_length + 1 tokens. Rows overlap by one token: the inputs ``row[:-1]`` and the targets
-``row[1:]`` predict every token but the first exactly once.
+of context_length + 1 tokens. Rows overlap by one token. With the inputs ``row[:-1]`` and the
+targets ``row[1:]``, every token except the first is predicted exactly once.
 """
 
 import os
@@ -54,8 +54,8 @@ def read_text_meta(folder: Path) -> TextMeta:
     for split, counts in meta["splits"].items():
         if counts["rows"] and counts["tokens"] <= counts["rows"] * meta["context_length"]:
             raise InputError(
-                f"{file} is not a description of tokens (the {split} part has {counts['rows']} "
-                f"rows of {counts['tokens']} tokens); {way_out}"
+                f"{file} is damaged: {counts['tokens']} tokens cannot fill {counts['rows']} rows "
+                f"of the {split} part; {way_out}"
             )
     return meta
 

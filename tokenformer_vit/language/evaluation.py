@@ -41,22 +41,22 @@ class TextLoss:
 
     @property
     def loss(self) -> float:
-        """Nats a token, as the loss of training."""
+        """Nats per token, like the loss in training."""
         return self.nats / self.tokens
 
     @property
     def perplexity(self) -> float:
-        """Perplexity of a token; only models with the same tokenizer can be compared by it."""
+        """Perplexity of a token; it compares only models with the same tokenizer."""
         return math.exp(min(self.loss, _MOST_NATS))
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits a byte; models with different tokenizers can be compared by it."""
+        """Bits per byte; it compares models with different tokenizers."""
         return self.nats / math.log(2) / self.bytes if self.bytes else None
 
     @property
     def word_perplexity(self) -> float | None:
-        """Perplexity of a word; also None above 700 nats a word, as in text without spaces."""
+        """Perplexity of a word; None if words are not counted, or above 700 nats a word."""
         if not self.words or self.nats / self.words > _MOST_NATS:
             return None
         return math.exp(self.nats / self.words)
@@ -78,7 +78,8 @@ def windows(predicted: int, context: int, stride: int) -> Iterator[tuple[int, in
 
     Yields:
         ``begin, end, known``: the model reads tokens ``begin`` to ``end`` - 1 and predicts tokens
-        ``begin`` + 1 to ``end``. The window before has predicted the first ``known`` already.
+        ``begin`` + 1 to ``end``. The first ``known`` of these were already predicted in the window
+        before.
     """
     done = 0
     for begin in range(0, predicted, stride):
@@ -170,7 +171,7 @@ def measure_text(
 def float32_head(model: Any) -> None:
     """Keep the product that gives the logits in float32 under autocast.
 
-    bfloat16 rounds logits above 16 to steps of 1/8 and more. Logits of answers differ as little.
+    bfloat16 rounds logits above 16 to multiples of 1/8 or more. Two answers may differ by less.
 
     Args:
         model: Causal language model of transformers with float32 weights; changed in place.

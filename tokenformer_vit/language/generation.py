@@ -75,7 +75,7 @@ def load_language_model(
         tensors = _read_weights(folder)
         if (depth := config.num_hidden_layers) > len(tensors):  # it would take long to build
             raise InputError(
-                f"config.json has {depth} layers, but the file has {len(tensors)} tensors"
+                f"config.json has {depth} layers, but there are only {len(tensors)} tensors"
             )
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         with torch.device("meta"):
@@ -89,7 +89,9 @@ def load_language_model(
                 folder, local_files_only=True
             )
     except Exception as error:  # a configuration can make the libraries raise nearly anything
-        raise InputError(f"{folder} holds no readable model: {reason_of(error)}") from error
+        raise InputError(
+            f"{folder} holds no readable model: {reason_of(error)}; copy or export it again"
+        ) from error
     model.name_or_path = model.config.name_or_path = str(folder)
     faults = [
         f"{name} {fault}"
@@ -99,7 +101,8 @@ def load_language_model(
     if faults:
         more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise InputError(
-            f"the weights in {folder} do not fit its config.json: {'; '.join(faults[:3])}{more}"
+            f"the weights in {folder} do not fit its config.json: {'; '.join(faults[:3])}{more}; "
+            "copy or export both files again"
         )
     if mask is not None:
         TokenMasks.load(folder / MASKS, model).activate(mask)
@@ -116,11 +119,13 @@ def _read_config(file: Path, kinds: Sequence[str] | None) -> Any:
     try:
         config = AutoConfig.from_pretrained(file.parent, **LOCAL)
     except Exception as error:  # each model type has its own checks
-        raise InputError(f"{file} cannot be used: {reason_of(error)}") from error
+        raise InputError(
+            f"{file} cannot be used: {reason_of(error)}; correct it, or export the model again"
+        ) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(
             f"{file.parent} holds no readable model: {file.name} is for a model of type {kind!r}, "
-            "which is not a causal language model of transformers"
+            "which is not a causal language model of transformers; give another folder"
         )
     if "/" in str(config._attn_implementation):  # code of the hub, which `kernels` would load
         raise InputError(

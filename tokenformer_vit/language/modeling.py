@@ -25,8 +25,8 @@ class TokenFormerConfig(PretrainedConfig):
     Args:
         **kwargs: Fields of :class:`~tokenformer_vit.models.LMConfig`, and the arguments of every
             configuration of transformers. ``hidden_size``, ``num_hidden_layers``,
-            ``num_attention_heads``, ``max_position_embeddings`` and ``tie_word_embeddings`` also
-            name ``embed_dim``, ``depth``, ``num_heads``, ``context_length`` and
+            ``num_attention_heads``, ``max_position_embeddings`` and ``tie_word_embeddings`` are
+            other names of ``embed_dim``, ``depth``, ``num_heads``, ``context_length`` and
             ``tie_embeddings``.
 
     Raises:
@@ -108,7 +108,7 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
         self._config = config
 
     def init_weights(self) -> None:
-        """Do nothing: the layers of a new model have drawn their weights already."""
+        """Do nothing: the layers of a new model have already drawn their weights."""
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -161,8 +161,8 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
             position_ids: (B, N) position of each token in its sequence; default: counted from the
                 first token that is not padding.
             past_key_values: Cache of earlier tokens; any cache of transformers that grows.
-            labels: (B, N) tokens, not shifted: the label at N is the target at N - 1. -100 gives
-                no loss.
+            labels: (B, N) tokens, not shifted: a token is the target of the position before it.
+                -100 gives no loss.
             use_cache: Whether to make a cache if none is given; default: only in evaluation mode.
             logits_to_keep: Number of last tokens that get logits, or the indices of tokens along
                 N; 0 for all.

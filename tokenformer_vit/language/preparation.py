@@ -46,16 +46,16 @@ def prepare_text(
 
     Args:
         sources: Sources, read in order. The end-of-text token of the tokenizer, if there is one,
-            follows each document; rows do not stop at it.
+            follows each document. A row may hold parts of several documents.
         target: The folder.
         make_tokenizer: Makes the tokenizer; called once, at the beginning.
         context_length: Number of tokens of a row less one.
         settings: All settings that change the result, in values for JSON, with ``tokenizer`` and
             ``sources``. A folder that was begun with other settings is refused.
         held_out: Whether there is a split ``val``.
-        limit_tokens: Number of tokens after which training text ends, with the piece that has the
-            last one; None for no limit.
-        shard_tokens: Number of tokens after which a file ends, with the batch that has the last.
+        limit_tokens: Number of training tokens. Reading ends after the piece that reaches it; None
+            for no limit.
+        shard_tokens: Number of tokens in a file. A file ends after the batch that reaches it.
 
     Returns:
         The description of the folder; see :func:`read_text_meta`.
@@ -115,8 +115,7 @@ def _is_empty(partial: Path) -> bool:
 
 def _in_the_way(partial: Path) -> InputError:
     return InputError(
-        f"{partial} is in the way, and holds other files than unfinished tokens: move it, or name "
-        "another place"
+        f"{partial} holds other files than unfinished tokens: move it, or choose another place"
     )
 
 
@@ -249,8 +248,8 @@ def _check_settings(folder: Path, there: dict[str, Any], here: dict[str, Any]) -
             f"{name}: {str(there.get(name))[:60]}, now {str(here.get(name))[:60]}" for name in names
         )
         raise InputError(
-            f"{folder} was made with other settings ({told}): give the same again, remove that "
-            "folder, or choose another place"
+            f"{folder} was made with other settings ({told}): give the same settings again, "
+            "remove that folder, or choose another place"
         )
 
 

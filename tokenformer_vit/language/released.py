@@ -110,7 +110,7 @@ def released_config(
         others = f" (found: {', '.join(list(shapes)[:3])})"
         raise InputError(
             "the file is not a released TokenFormer language model: it has no matrix "
-            f"{absent[0]}{others}"
+            f"{absent[0]}{others}; give a checkpoint of the authors"
         )
     suffix = pairs["num_ffn_param_tokens"].removeprefix(_FIRST)
     depth = sum(name.startswith("sequential.") and name.endswith(suffix) for name in shapes)
@@ -206,7 +206,9 @@ def _check(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int,
         if name in found and found[name] != shape
     ]
     if faults:
-        raise InputError(f"this is not a complete released language model: {_some(faults)}")
+        raise InputError(
+            f"this is not a complete released language model: {_some(faults)}; download it again"
+        )
 
 
 def _some(faults: list[str]) -> str:

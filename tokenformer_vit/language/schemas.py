@@ -43,7 +43,7 @@ class TextMeta(TypedDict):
 
 
 class WriterState(TypedDict):
-    """Where a split is resumed."""
+    """Place in a split from which an interrupted preparation continues to write."""
 
     counts: Counts
     shards: Count
@@ -51,7 +51,7 @@ class WriterState(TypedDict):
 
 
 class Position(TypedDict):
-    """Where reading the sources is resumed."""
+    """Place in the sources from which an interrupted preparation continues to read."""
 
     source: Count
     state: dict[str, Any] | None

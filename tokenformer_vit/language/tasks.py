@@ -143,9 +143,13 @@ def read_items(task: Task, folder: Path) -> list[dict[str, Any]]:
             try:
                 item = schema.model_validate_json(line).model_dump()
             except ValidationError as error:
-                raise InputError(f"{path}, line {number}: {first_fault(error)}") from error
+                raise InputError(
+                    f"{path}, line {number}: {first_fault(error)}; correct it"
+                ) from error
             if not task.valid(item):
-                raise InputError(f"{path}, line {number}: the answer is not one of the choices")
+                raise InputError(
+                    f"{path}, line {number}: the answer is not one of the choices; correct it"
+                )
             items.append(task.convert(item))
     if not items:
         raise InputError(f"{path} is empty; it must hold the items of {task.name}")

@@ -40,7 +40,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def train_tokenizer(texts: Iterable[str], entries: int) -> PreTrainedTokenizerFast:
-    """Train byte-level BPE as GPT-2 has it; it encodes any text without loss.
+    """Train a byte-level BPE tokenizer like GPT-2's; it encodes any text without loss.
 
     Args:
         texts: Training texts.
@@ -76,12 +76,13 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> PreTrainedToken
     """Load a tokenizer and check that it fits a model.
 
     Args:
-        path: Folder that ``save_pretrained`` of a tokenizer wrote, or with ``tokenizer.json``, or
-            with GPT-2's ``vocab.json`` and ``merges.txt``; or a file such as ``tokenizer.json``.
+        path: File such as ``tokenizer.json``, or folder with this file, with GPT-2's ``vocab.json``
+            and ``merges.txt``, or with the files of a tokenizer's ``save_pretrained``.
         vocab_size: Number of entries of the model's embedding; None skips the check.
 
     Returns:
-        The tokenizer. ``<|endoftext|>`` ends a text if the tokenizer has it and names no other.
+        The tokenizer. ``<|endoftext|>`` ends a text if the tokenizer has this token and names no
+        other one.
 
     Raises:
         InputError: If there is no tokenizer, it is damaged, or it has more entries than the
@@ -140,8 +141,9 @@ def check_tokens_agree(one: Path, other: Path) -> None:
     for number in sorted(known.keys() & found.keys()):
         if known[number] != found[number]:
             raise InputError(
-                f"the tokenizers in {one} and {other} differ: {number} is {known[number]!r} in the "
-                f"first, {found[number]!r} in the second; prepare its text with --tokenizer {one}"
+                f"the tokenizers in {one} and {other} differ: token {number} is {known[number]!r} "
+                f"in the first and {found[number]!r} in the second; prepare the text of the second "
+                f"with --tokenizer {one}"
             )
 
 

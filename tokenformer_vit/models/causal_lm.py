@@ -130,14 +130,14 @@ def lm_config(preset: str, **changes: Any) -> LMConfig:
 class KVCache:
     """Keys and values of the tokens so far, for each layer.
 
-    A cache of transformers has the same two methods and serves as well.
+    A cache of transformers has the same two methods and can be used instead.
     """
 
     def __init__(self) -> None:
         self._layers: list[tuple[Tensor, Tensor]] = []
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Append (B, heads, N, D) keys and values to a layer, and return all of the layer."""
+        """Append (B, heads, N, D) keys and values of a layer; return all its keys and values."""
         if layer == len(self._layers):
             self._layers.append((keys, values))
         else:
@@ -215,7 +215,7 @@ class CausalAttention(Attention):
 
 
 class CausalBlock(TokenFormerBlock):
-    """The block of the vision models around :class:`CausalAttention`."""
+    """The block of the vision models, with :class:`CausalAttention` as its attention."""
 
     attention = CausalAttention
 
@@ -249,7 +249,8 @@ class TokenFormerLM(nn.Module):
 
     Note:
         Initialisation: embeddings N(0, 0.02²), parameter tokens as
-        :class:`~tokenformer_vit.layers.Pattention` says, with residual parts of 1/√(2·depth).
+        :class:`~tokenformer_vit.layers.Pattention` says, with a ``residual_init_gain`` of
+        1/√(2·depth).
         ``pattention_args={"init": "released"}`` draws them as the released code does.
 
     Source:

@@ -234,7 +234,9 @@ def _build(
             return timm.create_model(f"{_LOCAL}{folder}", num_classes=num_classes, **own)
     except Exception as error:  # foreign arguments may cause any error
         what = name or description["architecture"]  # type: ignore[index]
-        raise InputError(f"the model {what} cannot be built: {one_line(error)}") from error
+        raise InputError(
+            f"the model {what} cannot be built: {one_line(error)}; correct its arguments"
+        ) from error
 
 
 def _check_size(

@@ -140,7 +140,8 @@ def data_config(model: nn.Module) -> dict[str, Any]:
         config = resolve_model_data_config(model, {"input_size": (3, *size)} if size else None)
     except Exception as error:  # it computes with values that may be of any type
         raise InputError(
-            f"the preprocessing of the model cannot be used: {one_line(error)}"
+            f"the preprocessing of the model cannot be used: {one_line(error)}; correct it in the "
+            "config.json beside the weights"
         ) from error
     check_data_config(config)
     return config

@@ -90,7 +90,9 @@ class TokenFormerViT(VisionTransformer):
         **kwargs: Any,
     ) -> None:
         for name in sorted(_NOT_OURS & kwargs.keys()):
-            raise TypeError(f"TokenFormer has no {name!r}: its blocks hold no linear layers")
+            raise TypeError(
+                f"TokenFormer has no {name!r}: its blocks hold no linear layers; leave it out"
+            )
         _check_pool(kwargs.get("global_pool"))
         block_fn = partial(
             TokenFormerBlock,

@@ -66,11 +66,11 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
         ) from error
     except SafetensorError as error:
         raise InputError(
-            f"{path} is not a readable safetensors file: {one_line(error)}{_others(path)}"
+            f"{path} is not a readable safetensors file: {one_line(error)}; copy or export it again"
         ) from error
     except Exception as error:  # on foreign bytes torch.load may raise nearly anything
         raise InputError(
-            f"{path} is not a readable checkpoint ({one_line(error)}){_others(path)}"
+            f"{path} is not a readable checkpoint ({one_line(error)}); copy it again{_others(path)}"
         ) from error
     if not isinstance(checkpoint, dict):
         raise InputError(
@@ -234,7 +234,8 @@ def _check_archive(path: Path) -> None:
         damaged = archive.testzip()
     if damaged is not None:
         raise InputError(
-            f"{path} is damaged: the checksum of {damaged} in it is wrong{_others(path)}"
+            f"{path} is damaged: the checksum of {damaged} in it is wrong; copy it again"
+            f"{_others(path)}"
         )
 
 
@@ -244,4 +245,4 @@ def _others(path: Path) -> str:
         return ""
     others = [file for file in path.parent.glob("*.pth") if file != path and file.is_file()]
     others.sort(key=lambda file: file.stat().st_mtime, reverse=True)
-    return f"; others there are {', '.join(file.name for file in others[:3])}" if others else ""
+    return f", or use {' or '.join(file.name for file in others[:3])}" if others else ""

@@ -4,7 +4,7 @@ Plain autograd keeps the scores in float32 several times, once for each step of 
 gradient is derived for Θ as a whole and needs only the scores, in the precision they were computed
 in, and one or two float32 numbers for each row. README.md in this folder has the derivation.
 
-Each pair of functions is one constant, which its variant names in ``theta.THETAS``.
+Each forward and its backward form one constant; ``theta.THETAS`` assigns it to a variant.
 """
 
 from collections.abc import Callable

@@ -10,7 +10,7 @@ def accumulation_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def product_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype of ``tensor`` in a product; if autocast is on, its dtype."""
+    """Return the dtype in which ``tensor`` is multiplied: autocast's, if autocast is on."""
     device = tensor.device.type
     if tensor.dtype == torch.float64 or not tensor.is_floating_point():
         return tensor.dtype

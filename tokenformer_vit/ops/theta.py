@@ -121,8 +121,8 @@ class Theta(NamedTuple):
     Args:
         weights: Function from scores to weights.
         norm_order: 1 or 2, the p of the Lₚ norm that a row is divided by. The p-th power of the
-            norm is a sum over pairs, so τᵖ must follow this sum when pairs are added or removed
-            and the other pairs must keep their weights.
+            norm is a sum over pairs. To keep the weights of the other pairs when pairs are added or
+            removed, τᵖ must change in proportion to this sum.
         normalizes_scores: True if this norm is of the scores A, before the activation; False if it
             is of the activation. If True, the scale of the keys does not change the weights.
         second_moment: E[Θ(A)²] of a weight for standard normal scores and the default τ. The

@@ -27,7 +27,7 @@ class ForeachMovingAverage(ExponentialMovingAverage):
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        """Take the weights of a model into the average; the first time, copy them."""
+        """Update the average with the weights of a model; the first call copies the weights."""
         if self.steps == 0 or self.steps % self.interval:
             super().update_parameters(model)
             return

@@ -146,7 +146,7 @@ class TimmClassificationBackbone(BaseModule):
 
 
 def as_timm_model(classifier: Any) -> nn.Module:
-    """Convert an mmpretrain classifier into the timm model that computes the same, with its head.
+    """Convert an mmpretrain classifier into a timm model with a head and the same outputs.
 
     Args:
         classifier: ``ImageClassifier`` with this backbone, or a ``LoRABackbone``, and a

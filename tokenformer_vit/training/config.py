@@ -122,7 +122,7 @@ def load_config(
         if compiled.type not in ("TimmClassificationBackbone", "CausalLM"):
             raise InputError(
                 f"--compile needs a TimmClassificationBackbone or a CausalLM, but {path} has "
-                f"{compiled.type}"
+                f"{compiled.type}: leave it out"
             )
         compiled.compile = True
     cfg.work_dir = work_dir or cfg.get("work_dir") or f"work_dirs/{Path(path).stem}"
@@ -360,5 +360,5 @@ def choose_checkpoint(cfg: Config, resume: str | None) -> None:
             )
         resume = str(last)
     if not Path(resume).is_file():
-        raise InputError(f"there is no checkpoint {resume} to resume from")
+        raise InputError(f"there is no checkpoint {resume} to resume from; give an existing file")
     cfg.resume, cfg.load_from = True, resume

@@ -93,7 +93,7 @@ def configure_test(cfg: Config, checkpoint: str | Path, out: str | Path) -> None
             "`tokenformer-vit evaluate-lm`"
         )
     if not Path(checkpoint).is_file():
-        raise InputError(f"there is no checkpoint {checkpoint}")
+        raise InputError(f"there is no checkpoint {checkpoint}; give an existing file")
     try:
         Path(out).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -249,7 +249,10 @@ def write_evaluation(evaluation: Evaluation, folder: str | Path) -> None:
         try:
             write_whole(folder / name, content)
         except OSError as error:
-            raise InputError(f"cannot write {error.filename} ({error.strerror})") from error
+            raise InputError(
+                f"cannot write {error.filename} ({error.strerror}): free some space, or give "
+                "another --out"
+            ) from error
 
 
 def draw_confusion(confusion: Tensor, names: Sequence[str]) -> bytes:

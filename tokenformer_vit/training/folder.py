@@ -128,8 +128,8 @@ def _check_same_start(path: Path, start: Start) -> None:
     }
     if any(value not in (None, backbone.get(key)) for key, value in given.items()):
         raise InputError(
-            f"--resume continues the run of {path}, which started otherwise: give its --model, "
-            "--checkpoint and --freeze, or leave them out"
+            f"--resume continues the run of {path}, which began with another --model, --checkpoint "
+            "or --freeze: leave these options out"
         )
 
 
@@ -181,8 +181,8 @@ def _find_images(folder: Path) -> _Images:
     for name, files in train.items():
         if len(files) < 2:
             raise InputError(
-                f"{root / name} has one image, but a part of each class is held out for "
-                "validation: add images, or make val/ next to train/"
+                f"{root / name} has one image, but validation also needs one of each class: add "
+                "images, or make val/ next to train/"
             )
         held_out[name] = sorted(generator.sample(files, max(1, round(HELD_OUT * len(files)))))
         for file in files:

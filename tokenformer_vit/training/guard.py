@@ -93,7 +93,7 @@ class GuardHook(Hook):
             )
             raise InputError(
                 f"the checkpoint was trained on other classes: label {index} is {there!r} there "
-                f"and {here!r} in these data; use the class folders of the training"
+                f"and {here!r} in these data; use data with the same class folders"
             )
 
     def after_train_iter(

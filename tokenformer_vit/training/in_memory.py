@@ -34,8 +34,8 @@ class ImagesInMemory(CustomDataset):
 
     The pipeline is that of ``CustomDataset``. What precedes ``SeededTransforms`` is done once for
     each image, at the start; the results must have one size. The transforms in ``SeededTransforms``
-    are applied to a batch at a time. They depend on the seed, the epoch and the image alone, as
-    there, but the random numbers are others.
+    are applied to a batch at a time. As with ``CustomDataset``, they depend only on the seed, the
+    epoch and the image, but the random numbers are different.
 
     The images are on the GPU if there is one. The data loader needs ``num_workers=0``,
     ``pin_memory=False`` and :func:`collate_fetched`; ``load_config`` sets all three.

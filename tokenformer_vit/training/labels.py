@@ -1,7 +1,7 @@
 """The labels of a batch as one tensor, from the pipeline to the loss.
 
 mmpretrain makes a ``DataSample`` for each image. In training that costs pickling in the workers,
-and a small kernel for each image on the GPU, and nothing of it but the label is used.
+and a small kernel for each image on the GPU, although only the label is used.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ def check_labels(cfg: Mapping[str, Any], path: str) -> None:
         path: File of the config, for messages.
 
     Raises:
-        InputError: If they come as one tensor, and the model does not take one.
+        InputError: If labels come as one tensor, but the model does not take one.
     """
     dataset, model = cfg["train_dataloader"]["dataset"], cfg["model"]
     steps = [step.get("type") for step in dataset.get("pipeline", ())]
@@ -67,7 +67,7 @@ class LabelPreprocessor(ClsDataPreprocessor):
             training: Whether to mix images.
 
         Returns:
-            The same two. Labels become (N, K) scores where images are mixed.
+            The same entries. Labels become (N, K) scores if images are mixed.
         """
         labels = data.get("data_samples")
         if not isinstance(labels, Tensor):
@@ -94,7 +94,8 @@ class LabelHead(LinearClsHead):
             **kwargs: Passed to the loss.
 
         Returns:
-            The mean ``loss`` of the batch, and what a list of ``DataSample`` gives besides.
+            The mean ``loss`` of the batch; for a list of ``DataSample``, the result of mmpretrain's
+            head.
         """
         if not isinstance(data_samples, Tensor):
             return super().loss(feats, data_samples, **kwargs)

@@ -6,8 +6,8 @@ The configs are measured in turn, round after round, without workers and with on
 
 The record holds what every record holds, the number of ``images`` in each of ``n`` rounds, and a
 list ``configs``. An entry of this list has ``seconds_to_open``, for what is read only once,
-``images_per_s`` of every round, and ``ratio_p20``, ``ratio_p50`` and ``ratio_p80`` of its speed to
-that of the first config in the same round. On a CPU, time is processor time.
+``images_per_s`` of every round, and ``ratio_p20``, ``ratio_p50`` and ``ratio_p80`` of its speed,
+divided by the speed of the first config in the same round. On a CPU, time is processor time.
 """
 
 import argparse

@@ -34,8 +34,8 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
     """mmengine's constructor, with one group for each setting and the fastest implementation.
 
     On a GPU it builds the fused form of an optimiser, if PyTorch has one. On a CPU it builds the
-    ``foreach`` form, whose numbers are those of PyTorch's loop to the last bit; a fused one rounds
-    otherwise. ``fused`` or ``foreach`` in the optimiser's config overrides this.
+    ``foreach`` form, whose results equal PyTorch's loop to the last bit; a fused form rounds
+    differently. ``fused`` or ``foreach`` in the optimiser's config overrides this.
     """
 
     def add_params(
@@ -86,12 +86,12 @@ def _merge(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def fit_groups(optimizer: Optimizer, model: nn.Module, saved: list[dict[str, Any]]) -> None:
     """Prepare an optimiser, and the groups of a checkpoint, for loading these.
 
-    Earlier versions saved a group for each parameter. The optimiser takes on such groups, until
-    :func:`merge_separate_groups` merges them after the checkpoint was loaded.
+    Earlier versions saved a group for each parameter. The optimiser gets the same groups to load
+    them; :func:`merge_separate_groups` merges them afterwards.
 
     Args:
-        optimizer: The optimiser, before any growth that the checkpoint has behind it.
-        model: Has the parameters in the order in which mmengine would add them.
+        optimizer: Optimiser of the model, before the model grows to the size of the checkpoint.
+        model: Model, whose parameters are in the order in which mmengine would add them.
         saved: ``param_groups`` of the checkpoint; changed in place.
     """
     how = {
@@ -117,7 +117,7 @@ def merge_separate_groups(runner: Any) -> None:
 
 
 def align_schedulers(runner: Any) -> None:
-    """Let the schedules of a run follow the groups that its optimiser has now."""
+    """Give the schedules of a run the parameter groups that its optimiser has now."""
     groups = runner.optim_wrapper.optimizer.param_groups
     for scheduler in runner.param_schedulers or ():
         name = scheduler.param_name

@@ -49,7 +49,7 @@ class Termination:
             atexit.register(self.end)
 
     def end(self) -> None:
-        """Restore the former effect of a SIGTERM."""
+        """Restore the former handler of SIGTERM."""
         if self._before is not None:
             self.running[0] = 0
             signal.signal(signal.SIGTERM, self._before)

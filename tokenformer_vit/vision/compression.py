@@ -158,7 +158,9 @@ def _images_by_class(folder: Path) -> list[list[Path]]:
     left_out: Counter[str] = Counter()
     folders = class_folders(folder, left_out) if folder.is_dir() else []
     if not folders:
-        raise InputError(f"there is no folder {folder} that holds a folder for each class")
+        raise InputError(
+            f"there are no class folders in {folder}; give a folder that holds one for each class"
+        )
     classes = {
         path.name: [Path(entry.path) for entry in scan_images(path, left_out)] for path in folders
     }

@@ -41,7 +41,7 @@ _READ_BY_ALL = {".jpg", ".png"}
 
 
 def folder_names(names: Sequence[str]) -> list[str]:
-    """Name class folders such that every library gives each class the same index.
+    """Name class folders so that every library gives each class the same index.
 
     Libraries number classes by sorting folder names. torchvision and mmpretrain sort them as text;
     timm ignores case and compares digits as numbers. If one of these orders differs from ``names``,

@@ -67,7 +67,7 @@ def _upright_rgb(image: Image.Image) -> Image.Image:
     if max(image.size) > _MOST_ELONGATED * min(image.size):
         raise InputError(
             f"it has {image.width} x {image.height} pixels; no side may be more than "
-            f"{_MOST_ELONGATED} times the other"
+            f"{_MOST_ELONGATED} times the other; crop it"
         )
     ImageOps.exif_transpose(image, in_place=True)  # also decodes
     if image.mode == "RGB":

@@ -285,7 +285,7 @@ def _stream(
                 images = torch.stack(list(readable.values())).to(device)
                 yield list(readable), token_weights(model, images, layer)
     if not found:
-        raise InputError("none of the images could be read")
+        raise InputError("none of the images could be read; the lines above say why")
 
 
 def _header(model: Any, layer: str, module: Pattention) -> dict[str, Any]:

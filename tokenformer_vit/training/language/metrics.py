@@ -17,9 +17,10 @@ from tokenformer_vit.errors import InputError
 
 @METRICS.register_module()
 class Perplexity(BaseMetric):
-    """exp of the mean cross-entropy a token, over all rows and over the rows of each text.
+    """exp(mean cross-entropy per token), over all rows and over the rows of each text.
 
-    Every token of a text but the first counts once, predicted from those before it in its row.
+    Every token of a text except the first counts once. It is predicted from the tokens before it in
+    its row.
     """
 
     default_prefix = ""  # none, and no warning of it

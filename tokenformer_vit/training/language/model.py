@@ -173,7 +173,9 @@ def _build(architecture: str, config: dict[str, Any], checkpoint: str) -> Any:
         if architecture == "transformer":
             return transformer_lm(**config)
     except (TypeError, InputError) as error:  # such as an unknown name
-        raise InputError(f"model.config cannot build a {architecture}: {error}") from error
+        raise InputError(
+            f"model.config cannot build a {architecture}: {error}; correct it"
+        ) from error
     raise InputError(f"architecture must be tokenformer or transformer, but got {architecture!r}")
 
 
