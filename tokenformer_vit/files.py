@@ -69,6 +69,27 @@ def write_whole(path: Path, data: bytes, sync: bool = True) -> None:
         raise
 
 
+def make_folder(folder: Path, option: str) -> None:
+    """Make a folder for results, unless it exists.
+
+    Args:
+        folder: The folder; missing parents are made.
+        option: Option of the command that names the folder, for errors.
+
+    Raises:
+        InputError: If the folder cannot be made or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"cannot make the folder {error.filename or folder} ({error.strerror}): choose another "
+            f"{option}"
+        ) from error
+    if not os.access(folder, os.W_OK):
+        raise InputError(f"cannot write to the folder {folder}; choose another {option}")
+
+
 def write_figure(path: Path, figure: Any, **options: Any) -> None:
     """Write a figure of matplotlib as a PNG file, with ``options`` of its ``savefig``."""
     picture = io.BytesIO()

@@ -34,7 +34,7 @@ class Images(NamedTuple):
     modes = ("train", "infer")
 
     def create(self, implementation: str, seed: int) -> Any:
-        """Build the baseline, or the TokenFormer with a backend; see ``Subject``."""
+        """Build the baseline, or the TokenFormer with a backend; only the seed sets the weights."""
         sizes: dict[str, Any] = {"img_size": self.img_size, "num_classes": CLASSES}
         if self.depth is not None:
             sizes["depth"] = self.depth

@@ -58,7 +58,7 @@ class Language(NamedTuple):
         return min(_DECODED, self.num_tokens // 2)
 
     def create(self, implementation: str, seed: int) -> Decoder:
-        """Build the baseline, or the TokenFormer with a backend; see ``Subject``."""
+        """Build the baseline, or the TokenFormer with a backend; only the seed sets the weights."""
         torch.manual_seed(seed)
         if implementation == "baseline":
             return Decoder(self.baseline())

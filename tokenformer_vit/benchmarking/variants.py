@@ -4,7 +4,7 @@ import gc
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,10 @@ from tokenformer_vit.layers import BlockLayerNorm, Pattention
 from tokenformer_vit.models import compile_blocks
 
 from . import measures
+
+if TYPE_CHECKING:
+    from .images import Images
+    from .language import Language
 
 BACKENDS = ("reference", "fused", "triton")
 
@@ -41,53 +45,10 @@ class Group(NamedTuple):
     batch_size: int
 
 
-class Subject(Protocol):
-    """A TokenFormer and a baseline to measure."""
-
-    @property
-    def unit(self) -> str:
-        """Unit of speed: ``image`` or ``token``."""
-        ...
-
-    @property
-    def modes(self) -> tuple[str, ...]:
-        """Modes in which the models can run; one of them is ``train``."""
-        ...
-
-    def create(self, implementation: str, seed: int) -> Any:
-        """Build the baseline, or the TokenFormer with a backend.
-
-        The weights depend only on the seed. The blocks are in ``blocks``.
-        """
-        ...
-
-    def costs(self, implementation: str) -> tuple[int, dict[str, int]]:
-        """Count a model's parameters, and the FLOPs per image or token in each mode."""
-        ...
-
-    def shape(self, group: Group) -> list[int]:
-        """Return the shape of the inputs of a step."""
-        ...
-
-    def items(self, group: Group) -> int:
-        """Return the number of images or tokens in a step."""
-        ...
-
-    def draw(self, group: Group, random: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Draw inputs and targets."""
-        ...
-
-    def bind(
-        self, model: nn.Module, group: Group, batches: Sequence[tuple[Tensor, Tensor]]
-    ) -> Callable[[], Tensor]:
-        """Return a function that computes the loss (``train``) or the output to time."""
-        ...
-
-
 class Setting(NamedTuple):
     """Settings of all groups."""
 
-    subject: Subject
+    subject: "Images | Language"
     device: torch.device
     seed: int
     rounds: int

@@ -16,7 +16,6 @@ writes every pruned model, as a folder that timm and the other commands load.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,7 +33,7 @@ from tokenformer_vit.command_line import (
     typed_command,
     whole_number,
 )
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.files import make_folder
 from tokenformer_vit.growth import pattention_layers
 from tokenformer_vit.growth.prune import measure_usage
 from tokenformer_vit.models.checkpoints import load_model, save_model
@@ -67,9 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = sample_images(measured_on, args.measure_images, args.seed, val) if prunes else []
     beside = args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent
     out = args.out or beside / "compression"
-    out.mkdir(parents=True, exist_ok=True)
-    if not os.access(out, os.W_OK):
-        raise InputError(f"the folder {out} is not writable; choose another --out")
+    make_folder(out, "--out")
 
     usage = None
     if prunes:

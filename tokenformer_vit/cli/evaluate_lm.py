@@ -46,7 +46,7 @@ import numpy as np
 
 from tokenformer_vit.command_line import command_parser, printable, typed_command, whole_number
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import write_whole
+from tokenformer_vit.files import make_folder, write_whole
 from tokenformer_vit.records import environment, write_record
 
 from .arguments import choose_device
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         tokenizer = language.load_tokenizer(path, model.config.vocab_size)
 
     out = args.out or args.model / "evaluation"
-    (out / "parts").mkdir(parents=True, exist_ok=True)
+    make_folder(out / "parts", "--out")
     same = {
         "model": _fingerprint([args.model / "config.json", *args.model.glob("*.safetensors")]),
         "tokenizer": tokenizer and vocabulary(tokenizer),

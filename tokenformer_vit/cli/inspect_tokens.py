@@ -18,13 +18,12 @@ was read, 1 if an image was skipped or after an error, 130 after Ctrl-C.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from tokenformer_vit.command_line import command_parser, whole_number
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.files import make_folder
 from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.records import write_record
 from tokenformer_vit.vision.drawing import draw_exemplars, draw_maps
@@ -38,17 +37,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line.
 
     Raises:
-        InputError: If nothing can be drawn; the message says why.
-        OSError: If the folder is not writable.
+        InputError: If nothing can be drawn, or the folder is not writable.
         SystemExit: With status 1 if an image was skipped.
     """
     args = parse(argv)
     device = choose_device(args.device)
     paths = find_images(args.images)
     # Checked first: a data set may take hours.
-    args.out.mkdir(parents=True, exist_ok=True)
-    if not os.access(args.out, os.W_OK):
-        raise InputError(f"the folder {args.out} is not writable; choose another --out")
+    make_folder(args.out, "--out")
     model = load_model(args.model, args.checkpoint, args.num_classes, **args.model_kwargs)
 
     skipped: list[Path] = []

@@ -14,6 +14,7 @@ from mmengine.utils import import_modules_from_strings
 
 from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError, one_line
+from tokenformer_vit.files import make_folder
 from tokenformer_vit.vision.images import IMAGE_SUFFIXES, class_folders, say_left_out, scan_images
 
 from .mmengine_internals import base_files
@@ -304,17 +305,7 @@ def make_work_dir(cfg: Config) -> Path:
         InputError: If the folder cannot be made or written to.
     """
     work_dir = Path(cfg.work_dir)
-    if work_dir.exists() and not work_dir.is_dir():
-        raise InputError(f"--work-dir {work_dir} is a file; give a folder")
-    try:
-        work_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"cannot make the folder {error.filename or work_dir} ({error.strerror}): choose "
-            "another --work-dir"
-        ) from error
-    if not os.access(work_dir, os.W_OK):
-        raise InputError(f"cannot write to the folder {work_dir}; choose another --work-dir")
+    make_folder(work_dir, "--work-dir")
     dumped = work_dir / Path(cfg.filename).name
     if dumped.is_symlink():
         dumped.unlink()  # mmengine writes the config here, and would follow the link

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import write_whole
+from tokenformer_vit.files import make_folder, write_whole
 
 from .checkpoint import growth_hooks
 from .export import forget_start
@@ -94,12 +94,7 @@ def configure_test(cfg: Config, checkpoint: str | Path, out: str | Path) -> None
         )
     if not Path(checkpoint).is_file():
         raise InputError(f"there is no checkpoint {checkpoint}; give an existing file")
-    try:
-        Path(out).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"cannot make the folder {out} ({error.strerror}): give another one with --out"
-        ) from error
+    make_folder(Path(out), "--out")
     cfg.load_from, cfg.resume = str(checkpoint), False
     cfg.work_dir = str(out)  # not the run's own, whose dumped config would be overwritten
     forget_start(cfg)
