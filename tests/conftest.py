@@ -88,7 +88,7 @@ def shared_data() -> Callable[[str], Path]:
 
 
 class Done(NamedTuple):
-    """How a command ended, and what it printed; ``output`` is stdout and stderr as they came."""
+    """How a command ended, and what it printed; ``output`` has stdout and stderr in their order."""
 
     status: int
     out: str

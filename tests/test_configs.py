@@ -1,4 +1,4 @@
-"""Every config builds what it says, and those of the paper hold its recipe to the last number."""
+"""Every config builds what it says; configs of the paper have every number of its recipe."""
 
 import copy
 import math
@@ -50,9 +50,9 @@ def load(name):
 
 
 def build_model(cfg):
-    """Build the classifier as a runner does, but with no memory behind its weights.
+    """Build the classifier as a runner does, without memory for its weights.
 
-    One that starts from the weights of another run, which are not there, is built with fresh ones.
+    A config that starts from the weights of another run is built with random weights.
     """
     model = copy.deepcopy(cfg.model)
     tuned = model.backbone.pop("checkpoint_path")
@@ -69,7 +69,7 @@ def flat(pipeline):
 
 
 def header(name):
-    """Read the fields of a config's header; a field goes on over indented lines."""
+    """Read the fields of a config's header; a field may continue over indented lines."""
     lines = []
     for line in (CONFIGS / f"{name}.py").read_text().splitlines():
         if not line.startswith("#"):
@@ -356,7 +356,7 @@ class Toy(BaseModel):
 
 
 class Rates(Hook):
-    """Notes the learning rate with which every iteration steps."""
+    """Records the learning rate of every iteration."""
 
     def __init__(self):
         self.seen = []

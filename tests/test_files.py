@@ -1,4 +1,4 @@
-"""Files and folders appear whole or not at all, and nothing of the user's is touched."""
+"""Files and folders appear whole or not at all, and the user's own files stay."""
 
 import os
 import stat
@@ -187,7 +187,7 @@ def test_a_lock_is_not_written_through_a_link(tmp_path):
 
 @posix
 def test_a_folder_that_is_a_link_gets_its_files_where_it_points(tmp_path, monkeypatch):
-    """Its target may lie on another disk, to which nothing can be renamed from beside the link."""
+    """Its target may be on another disk, and a rename does not work between disks."""
     elsewhere = tmp_path / "elsewhere"
     (elsewhere / "run").mkdir(parents=True)
     (tmp_path / "run").symlink_to(elsewhere / "run")

@@ -62,7 +62,7 @@ class Command:
         self._name = name
 
     def __call__(self, *words: object) -> tuple[int, str, str]:
-        """Run, and check what must hold of every command line.
+        """Run, and check what must hold for every command line.
 
         Returns:
             Status, standard output and standard error.
@@ -304,7 +304,7 @@ def test_training_checkpoint(predict, exported, photo, tmp_path):
 
 
 def test_members_of_a_checkpoint(predict, exported, photo, tmp_path):
-    """The archive is whole, so its checksums are right; what it holds is not."""
+    """The archive is intact, with right checksums, but its content is invalid."""
     _, data = checkpoint(exported)
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = {info.filename: archive.read(info) for info in archive.infolist()}
@@ -480,7 +480,7 @@ def few_images(tmp_path_factory):
 
 
 def test_options_of_training(tmp_path, few_images):
-    """What passes the checks trains an epoch of four images; the rest is one line, and no run."""
+    """A config that passes the checks trains an epoch of four images; others end in one line."""
     from tokenformer_vit.training.config import load_config
 
     config = tmp_path / "small.py"

@@ -1,4 +1,4 @@
-"""Every language config builds what it says, and those of the paper hold its recipe."""
+"""Every language config builds what it says; configs of the paper have its recipe."""
 
 import re
 from pathlib import Path

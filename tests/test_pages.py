@@ -39,7 +39,7 @@ def blocks(page, *languages):
 
 
 def code(page):
-    """All code of a page: one string a span, and one a line of a block."""
+    """All code of a page: a string for each span and for each line of a block."""
     spans = [" ".join(span.split()) for _, span in SPAN.findall(prose(page))]
     lines = [block.replace("\\\n", " ").splitlines() for block in blocks(page, "sh", "bash", "")]
     return spans + [line for block in lines for line in block]
@@ -81,7 +81,7 @@ def resolves(name):
 
 
 def file_exists(page, name):
-    """Whether a name that a page gives is a file: of the root, the page's folder or the package."""
+    """Whether a name on a page is a file in the root, the page's folder or the package."""
     if "/" not in name:
         return any(ROOT.glob(name)) or any(next((ROOT / f).rglob(name), None) for f in FOLDERS)
     pattern = name.removeprefix("./")
@@ -90,7 +90,7 @@ def file_exists(page, name):
 
 @cache
 def options(script):
-    """The options of a script in the repository, as its usage tells them."""
+    """The options of a script in the repository, from its ``--help``."""
     handler = signal.getsignal(signal.SIGINT)
     told = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
@@ -104,7 +104,7 @@ def options(script):
 
 
 def called(line):
-    """The script of ours that a shell line runs and the options it is given, or None.
+    """Our script that a shell line runs, with its options; or None.
 
     A command is the script of that name in ``tools``.
     """

@@ -1,4 +1,4 @@
-"""Costs in closed form are what PyTorch counts, part by part: of models of images."""
+"""The closed-form costs of image models equal PyTorch's counts, part by part."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def build(name, fused=False, **kwargs):
 
 
 def count(model, backward=False):
-    """Let PyTorch count the FLOPs of an image, by the module that needs them."""
+    """Count the FLOPs of an image with PyTorch, by module."""
     image = torch.randn(1, 3, *model.patch_embed.img_size)
 
     def run():
@@ -67,7 +67,7 @@ def test_forward_flops_of_every_part_are_what_pytorch_counts(case, fused):
     assert total(costs).forward_flops == counted["Global"]
 
     def of(*modules):
-        """Add up what is counted within modules of the model or, at "", of its blocks."""
+        """Sum the counts of modules, by the end of their names."""
         return sum(
             flops
             for key, flops in counted.items()

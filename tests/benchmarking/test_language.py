@@ -1,4 +1,4 @@
-"""What is measured of language models does what it says, and costs what is counted."""
+"""The timed steps of language models compute what they say, with the FLOPs that are counted."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ IMPLEMENTATIONS = ("baseline", "released", "reference", "fused")
 
 
 def bound(implementation, mode):
-    """Return a model, the tokens and targets of its first step, and what is timed."""
+    """Return a model, the tokens and targets of its first step, and the timed function."""
     group = Group(mode, "float32", 3)
     model = SUBJECT.create(implementation, 0).train(mode == "train")
     batches = [SUBJECT.draw(group, torch.default_generator)]

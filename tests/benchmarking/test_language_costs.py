@@ -1,4 +1,4 @@
-"""Costs in closed form are what PyTorch counts, part by part: of models of language."""
+"""The closed-form costs of language models equal PyTorch's counts, part by part."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ PARTS_OF = {
 
 
 class Wrapper(nn.Module):
-    """Has more parameters than the model in it, and its outputs in the shape of transformers'."""
+    """A wrapper with parameters of its own, whose outputs have the form of transformers'."""
 
     def __init__(self, model):
         super().__init__()
@@ -53,7 +53,7 @@ def gpt2(**changes):
 
 
 def count(model, num_tokens=17, backward=False):
-    """Let PyTorch count the FLOPs of a sequence, by the module that needs them."""
+    """Count the FLOPs of a sequence with PyTorch, by module."""
 
     def run():
         out = model(torch.randint(61, (1, num_tokens)))

@@ -1,4 +1,4 @@
-"""Costs by sizes are the costs that the paper publishes, and its figure shows them."""
+"""The costs computed from sizes equal the published ones, and the figure shows them."""
 
 import random
 from itertools import pairwise

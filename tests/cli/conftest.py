@@ -1,4 +1,4 @@
-"""What the tests of several commands share."""
+"""Fixtures that the tests of several commands share."""
 
 import os
 

@@ -45,7 +45,7 @@ def run_without(absent, *arguments):
 
 
 def check_arithmetic(record, unit="image"):
-    """Work the figures of a record out again, by NumPy and from the raw seconds."""
+    """Compute the figures of a record again, with NumPy, from the raw seconds."""
     for group in record["groups"]:
         items, rows = group["items"], {row["variant"]: row for row in group["variants"]}
         ceiling = record["ceilings"][group["precision"]]
@@ -118,7 +118,7 @@ def test_where_only_torch_and_timm_are_installed(tmp_path):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Replace the measuring by random seconds; returns the groups that were asked for."""
+    """Replace the measurement by random seconds; return the measured groups."""
     groups = []
 
     def measure_group(setting, group, variants, tick):

@@ -1,4 +1,4 @@
-"""The accuracies of a compression are those of its models run by hand, on images kept apart."""
+"""The measured accuracies equal those of the models run by hand, on separate images."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""tools/prepare_text.py as a user starts it: from text to a folder of tokens, however often cut."""
+"""tools/prepare_text.py as a user starts it, with and without interruptions."""
 
 import io
 import json

@@ -54,7 +54,7 @@ train_cfg = dict(max_epochs=2, val_interval=1)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, command):
-    """A run of tools/train.py over two epochs, of which the averaged weights still lag behind."""
+    """A run of tools/train.py over two epochs; its averaged weights still lag behind."""
     root = tmp_path_factory.mktemp("run")
     rng = np.random.default_rng(0)
     for split, counts in (("train", dict.fromkeys(VAL_IMAGES, 16)), ("val", VAL_IMAGES)):
@@ -292,7 +292,7 @@ def test_of_a_thousand_classes_the_most_frequent_confusions_are_drawn(monkeypatc
 
 @pytest.mark.parametrize("source", ["epoch_2.pth", "exported", "old"])
 def test_a_checkpoint_answers_images_as_the_test_does(run, tmp_path, source):
-    """A training checkpoint says by itself what predict and compress need to know of it."""
+    """A training checkpoint contains all that predict and compress need."""
     checkpoint = run.work_dir / "epoch_2.pth"
     if source != "epoch_2.pth":
         extra = []

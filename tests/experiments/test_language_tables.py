@@ -22,17 +22,17 @@ SHORTER = {"large_short": 6, "eighth_long": 20}
 
 
 def write(root, question, variant, seed, result, flops=1e12, parameters=1000, **changes):
-    """Write a record of a sweep, finished or, with ``result`` an error, not.
+    """Write the record of a run; if ``result`` is an error, the run failed.
 
     Args:
-        root: Of the results.
-        question: Of the sweep.
+        root: Folder of the results.
+        question: Question of the sweep.
         variant: Name of the variant.
-        seed: Of the run.
-        result: Perplexity at the end, of several texts by their names, or an error.
-        flops: What the run cost.
-        parameters: Of the model.
-        changes: What else is in the record.
+        seed: Seed of the run.
+        result: Final perplexity, or perplexities by the names of texts, or an error.
+        flops: Training FLOPs of the run.
+        parameters: Number of parameters.
+        changes: Other entries of the record.
     """
     (row,) = (each for each in question.variants if each.name == variant)
     options = {"model": {"config": {"num_ffn_param_tokens": parameters}}}

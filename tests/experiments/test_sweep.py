@@ -1,4 +1,4 @@
-"""A sweep trains what is missing, goes on where it was stopped, and drops no run that failed."""
+"""A sweep trains missing runs, resumes interrupted ones, and records failed ones."""
 
 import json
 import os
@@ -394,7 +394,7 @@ def test_a_run_of_another_process_is_left_to_it(tmp_path, words, trainer, monkey
 
 
 def test_a_sweep_never_locks_a_run(tmp_path, words, trainer, monkeypatch):
-    """A training that starts at this moment would find its folder locked, and refuse."""
+    """A training that starts at that moment would find its folder locked, and fail."""
     monkeypatch.setenv("FAIL", "gelu_l2")
     with pytest.raises(SystemExit, match="1"):
         sweep(SOFTMAX, [*words, "--variants", "gelu_l2"])

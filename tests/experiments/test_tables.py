@@ -20,7 +20,7 @@ LAYERS = [f"blocks.{block}.{part}" for block in (0, 1) for part in ("attn.query"
 
 
 def write(root, variant, seed, top1, lr=1e-3, folder="softmax_small", **changes):
-    """Write a record of a sweep, finished or, with ``top1`` an error, not."""
+    """Write the record of a run; if ``top1`` is an error, the run failed."""
     record = {
         "question": "softmax",
         "variant": variant,

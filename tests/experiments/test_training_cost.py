@@ -1,4 +1,4 @@
-"""What growth is said to save follows from the records."""
+"""The savings of growth follow from the records."""
 
 import json
 
@@ -19,7 +19,7 @@ HOOK = {"type": "GrowthHook", "schedule": [{"epoch": 3, "depth": 2}]}
 
 
 def write(root, variant, seed, top1, **changes):
-    """Write a record of a sweep, finished or, with ``top1`` an error, not."""
+    """Write the record of a run; if ``top1`` is an error, the run failed."""
     grown = variant not in SIZES and variant != "vit"
     options, hooks = {"model": {"backbone": {"depth": SIZES.get(variant, 1)}}}, []
     if grown:

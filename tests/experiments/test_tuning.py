@@ -1,4 +1,4 @@
-"""The methods of tuning train as many parameters as they are compared for, of the right weights."""
+"""Each method of tuning trains the stated number of parameters, from the right weights."""
 
 import hashlib
 
@@ -22,7 +22,7 @@ HEAD = 97 * 10
 
 @pytest.fixture
 def weights(tmp_path):
-    """Weights of a TokenFormer and of the ViT with as many, where a sweep leaves them."""
+    """Weights of a TokenFormer and of the matched ViT, where a sweep writes them."""
     paths = {}
     for folder, model in (
         ("large_seed0", {"model_name": "tokenformer_tiny"}),

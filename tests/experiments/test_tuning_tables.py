@@ -16,7 +16,7 @@ TRAINABLE = {"probe": 970, "tokens_small": 31_690, "full": 600_000, "scratch": 6
 
 
 def write(root, variant, seed, top1, lr=1e-2, start="abc", **changes):
-    """Write a record of a sweep, finished or, with ``top1`` an error, not."""
+    """Write the record of a run; if ``top1`` is an error, the run failed."""
     vit = variant.startswith(("vit", "lora"))
     rate = {"optim_wrapper": {"optimizer": {"lr": lr}}}
     options = {"model": {"backbone": {"frozen": True, "growth": None}}}

@@ -7,9 +7,9 @@ from tokenformer_vit.layers import Pattention
 
 @pytest.fixture
 def rounding():
-    """Bound how far two computations of the same outputs may part, relative to the largest.
+    """Bound the difference of two computations of the same outputs, relative to the largest.
 
-    Rounding errors are a random walk: each term of a sum adds one of half an eps at most. So the
+    Rounding errors are a random walk: each term of a sum adds at most half an eps. Therefore the
     bound is eps times the root of the number of terms in all sums of a model, on any machine.
     """
 

@@ -1,4 +1,4 @@
-"""Growth leaves what a model computes as it is, and every new pair learns."""
+"""Growth does not change the outputs of a model, and every new pair learns."""
 
 import copy
 

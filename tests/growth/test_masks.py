@@ -1,4 +1,4 @@
-"""A mask leaves pairs out as if they were not there; gradients reach the others alone."""
+"""A mask removes pairs from the computation; gradients reach only the others."""
 
 import copy
 

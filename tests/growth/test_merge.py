@@ -1,4 +1,4 @@
-"""A merged layer computes the formula it is documented with; a model and itself merge exactly."""
+"""A merged layer computes its documented formula; a model merged with itself does not change."""
 
 import copy
 from dataclasses import replace
@@ -66,7 +66,7 @@ def alone(pairs, theta="gelu_l2", tau=None, eps=1e-6, gate="none", keys=None) ->
 
 
 def divide(layer, x, tau=None):
-    """Return scores A, what Θ makes of them before it divides, and what it divides by."""
+    """Return the scores A, the activations h before the division, and the divisor r."""
     scores = x @ layer.key_param_tokens.T
     if layer.theta == "softmax":
         h = scores.exp() if layer.gate is None else layer.gate * scores.exp()

@@ -1,4 +1,4 @@
-"""An optimiser goes on after growth: old moments kept, new ones zero, groups in place."""
+"""An optimiser continues after growth: old moments kept, new ones zero, groups in place."""
 
 import copy
 from typing import Any

@@ -1,4 +1,4 @@
-"""Usage is what each pair adds on average; pruning leaves the other pairs as they weighed."""
+"""Usage is what each pair adds on average; pruning keeps the weights of the other pairs."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""A model whose old and new pairs are held apart is saved, averaged and copied as any other."""
+"""A model with separate old and new pairs is saved, averaged and copied like any other."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""Net2Net widens the hidden layers of a GPT-2 and leaves what it computes as it is."""
+"""Net2Net widens the hidden layers of a GPT-2 and keeps its outputs."""
 
 from typing import Any
 

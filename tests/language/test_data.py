@@ -41,12 +41,12 @@ META = (
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch):
-    """Else it tells the hub of each file that it opens."""
+    """Without this, datasets reports each opened file to the hub."""
     monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
 
 
 def write(folder, sizes, vocab_size=1000, split="train", shard_rows=3):
-    """Cut the tokens 0, 1, 2, ... (modulo the vocabulary), got in portions, into rows."""
+    """Cut the tokens 0, 1, 2, ... (modulo the vocabulary), which come in portions, into rows."""
     folder.mkdir(exist_ok=True)
     writer = SplitWriter(folder, split, CONTEXT, vocab_size)
     first = 0

@@ -1,4 +1,4 @@
-"""Perplexity and zero-shot tasks, against the same computed here in float64."""
+"""Perplexity and zero-shot tasks against float64 computations in this file."""
 
 import copy
 import json
@@ -61,7 +61,7 @@ def gpt2(context=16, vocab_size=VOCAB):
 
 
 def log_probabilities(model):
-    """Return what maps N tokens to (N, V) float64, of what follows each."""
+    """Return a function from N tokens to (N, V) float64 log-probabilities of the next token."""
     exact = copy.deepcopy(model).double()
 
     @torch.no_grad()
@@ -100,7 +100,7 @@ def test_the_loss_is_that_of_every_token_in_its_window(create, length, stride, g
 
 
 def test_overlap_gives_context(generator):
-    """A model that has seen the text lately: with overlap it is nearer to that of one window."""
+    """Overlapping windows give another loss than separate windows and than one window."""
     model = tokenformer(context=64)
     tokens = generator.integers(0, VOCAB, 65)
     whole = measure_text(model, tokens, 64)[1]
@@ -273,8 +273,10 @@ def words(rng, count, longest=6):
 
 
 def make_item(name, rng):
-    """Return an item without its answer, and (prompt, answer, what its length is taken of) of each
-    choice, as the harness's documentation of the task says them."""
+    """Return an item without its answer, and the choices, as the harness documents the task.
+
+    A choice has a prompt, an answer, and the text whose length normalises the score.
+    """
     if name == "hellaswag":
         activity, done, begun = words(rng, 2), f"A {words(rng, 5)}.", words(rng, 2)
         endings = [words(rng, 3) for _ in range(4)]
@@ -310,7 +312,7 @@ def write_items(folder, name, items):
 def test_the_harness_takes_the_choice_that_is_likeliest_by_hand(
     tasks, tokenizer, tmp_path, name, seed
 ):
-    """The answers are set to what the model finds likeliest here: it must get them all right."""
+    """The answers are those that the model finds most likely, so all must be right."""
     model, rng = tokenformer(context=256), random.Random(seed)
     exact, items, best, best_by_length = log_probabilities(model), [], [], []
     by_hand, by_harness = [], []
@@ -371,7 +373,7 @@ def test_lambada_asks_for_the_last_word(tasks, tokenizer, tmp_path, seed):
     known = {tuple(tokenizer(text)["input_ids"]) for text in texts[:2]}
 
     def oracle(input_ids, **_):
-        """Know how the first two texts go on, and nothing else."""
+        """A model that knows how the first two texts continue, and nothing else."""
         logits = torch.zeros(*input_ids.shape, VOCAB)
         for row, tokens in enumerate(input_ids.tolist()):
             for text in known:

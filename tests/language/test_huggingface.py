@@ -58,7 +58,7 @@ def reload(model, folder, **kwargs):
 
 
 def load(folder, **kwargs) -> Any:
-    """Return a model, and what transformers says of its weights."""
+    """Return a model, and transformers' report about its weights."""
     return AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Released checkpoints: what their code computes, written out here, is what ours computes."""
+"""Released checkpoints: our code computes the authors' formula, which is written out here."""
 
 import math
 

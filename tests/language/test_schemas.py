@@ -1,4 +1,4 @@
-"""What is read from JSON fits its schema, and what does not is said in one line."""
+"""JSON that fits its schema is read; other JSON is refused in one line."""
 
 import dataclasses
 

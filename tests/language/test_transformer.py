@@ -1,4 +1,4 @@
-"""The Transformer in GPT-2's form: what it is built of, and that it is read again."""
+"""The Transformer in GPT-2's form: its parts, saving and loading."""
 
 from typing import Any
 

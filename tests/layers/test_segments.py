@@ -1,4 +1,4 @@
-"""A layer that holds its pairs in two parts computes, loads and is copied as any other."""
+"""A layer with separate old and new pairs computes, loads and is copied like any other."""
 
 import copy
 
@@ -121,7 +121,7 @@ def test_missing_tokens_are_named(layer):
 
 
 class Derived(Pattention):
-    """A layer of somebody else's."""
+    """A layer of another package."""
 
 
 def test_bad_splits_are_refused(layer):

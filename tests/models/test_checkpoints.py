@@ -16,7 +16,7 @@ def local_dir(path, **kwargs):
 
 @pytest.fixture
 def saved(small, tmp_path):
-    """A model whose every own argument differs from the default, and its folder."""
+    """A model with no default value among its own arguments, and its folder."""
     model = small(
         theta="gelu_l1",
         norm="bias",

@@ -1,4 +1,4 @@
-"""What people do to a timm model besides calling it."""
+"""Exports and transformations of a timm model."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""A Θ that is one entry of the table works everywhere."""
+"""A new Θ needs only an entry in the table to work everywhere."""
 
 import io
 import warnings

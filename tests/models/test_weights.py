@@ -1,4 +1,4 @@
-"""Weight files: no code runs, damage is found, nonsense is refused, in every format."""
+"""Weight files of every format: no code runs, and damaged or invalid files are refused."""
 
 import io
 import os
@@ -23,7 +23,7 @@ from tokenformer_vit.models.weights import (
 
 
 def flip(path, start, rng):
-    """Flip one bit of a file behind ``start``."""
+    """Flip one bit of a file after ``start``."""
     data = bytearray(path.read_bytes())
     place = rng.randrange(start, len(data))
     data[place] ^= 1 << rng.randrange(8)

@@ -24,7 +24,7 @@ NAMES = ("output", "x", "keys", "values")
 
 @pytest.fixture
 def poison():
-    """Fill fresh memory with NaN, so that what is read before it is written shows."""
+    """Fill fresh memory with NaN, to show memory that is read before it is written."""
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     assert torch.empty(3).isnan().all()
@@ -45,7 +45,7 @@ def run(op, inputs, upstream):
 
 
 def exact(inputs, theta, tau, upstream, eps=1e-6):
-    """Output and gradients of the reference in float64, at the very numbers of ``inputs``."""
+    """Output and gradients of the reference in float64, for exactly the numbers of ``inputs``."""
     inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
     return run(
         lambda *i: pattention_reference(*i, theta, tau.double(), eps), inputs, upstream.double()

@@ -24,7 +24,7 @@ def tau_of(theta, dtype=torch.float64):
 
 
 def with_zeros(x, keys, values, theta, tau, k, gate=None):
-    """Compute densely, but for the weights that are not among the k largest of their row."""
+    """Compute densely, with all but the k largest weights of each row set to zero."""
     weights = theta_weights(x @ keys.T, theta, tau, 1e-6, gate)
     kth = weights.abs().sort(dim=-1, descending=True).values[..., k - 1, None]
     return torch.where(weights.abs() >= kth, weights, 0.0) @ values

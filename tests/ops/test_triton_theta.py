@@ -1,8 +1,7 @@
 """The kernels on CUDA, and on the CPU in Triton's interpreter.
 
-Triton decides when it is imported whether it interprets, and anything may have imported it before.
-So the tests on the CPU are there only where TRITON_INTERPRET=1 was set from the start, as
-test_in_the_interpreter does for a process of its own.
+Triton decides at its import whether it interprets. Therefore the tests on the CPU exist only if
+TRITON_INTERPRET=1 was set at the start; test_in_the_interpreter starts such a process.
 """
 
 import itertools

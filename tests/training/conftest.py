@@ -66,7 +66,7 @@ def config(tmp_path_factory) -> Path:
 
 
 class Train:
-    """Runs of the command `train`, each within this process or, if asked for, in its own."""
+    """Runs of the command `train`, each in this process or, on request, in its own."""
 
     def __init__(self, config: Path, data_root: Path, command) -> None:
         self.arguments = [str(config), "--data-root", str(data_root)]
@@ -119,12 +119,12 @@ def train(config, data_root, command) -> Train:
 
 
 class Trained(NamedTuple):
-    """A finished run of two epochs, to be read and not to be changed.
+    """A finished run of two epochs, to read and not to change.
 
     Args:
-        work_dir: What it left behind.
-        output: What it printed.
-        config: Its config.
+        work_dir: Folder of the run.
+        output: Printed lines.
+        config: Config of the run.
     """
 
     work_dir: Path
@@ -134,7 +134,7 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="session")
 def trained(train, config, tmp_path_factory) -> Trained:
-    """Train under autocast, at a rate at which two epochs tell the classes apart."""
+    """Train under autocast, with a learning rate at which two epochs separate the classes."""
     work_dir = tmp_path_factory.mktemp("trained") / "small_run"
     output = train(
         work_dir,

@@ -1,4 +1,4 @@
-"""The average of all parameters at once is mmengine's of each."""
+"""Averaging all parameters at once gives the same as mmengine's average of each."""
 
 import pytest
 import torch

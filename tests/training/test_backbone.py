@@ -1,4 +1,4 @@
-"""A classifier over our backbone computes, and is exported as, the timm model it is."""
+"""A classifier with our backbone has the outputs of its timm model, and is exported as it."""
 
 import pytest
 import timm
@@ -54,7 +54,7 @@ def build_untouched(drop_path_rate=0.2, **backbone):
 
 
 def build(**backbone):
-    """Build a classifier whose every parameter is drawn, so that none is neutral."""
+    """Build a classifier whose parameters are all random; none is zero or one."""
     classifier = build_untouched(**backbone)
     with torch.no_grad():
         for parameter in classifier.parameters():

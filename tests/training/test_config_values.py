@@ -1,4 +1,4 @@
-"""A value that cannot be used is named, with what is allowed, before anything starts."""
+"""A wrong value in a config is named, with the allowed values, before a run starts."""
 
 import copy
 import json
@@ -31,7 +31,7 @@ WHOLE = "a whole number of at least 1"
 
 
 def refusal(config, options):
-    """Return the one line with which a config of these options is refused."""
+    """Return the line that refuses a config with these options."""
     with pytest.raises(InputError) as raised:
         load_config(config, options)
     assert "\n" not in str(raised.value)
@@ -45,7 +45,7 @@ def plain(config):
 
 
 def refused(cfg, options):
-    """Return the one line with which the values of a config are refused after these options."""
+    """Return the line that refuses the values of a config after these options."""
     cfg = copy.deepcopy(cfg)
     cfg.merge_from_dict(options)
     with pytest.raises(InputError) as raised:

@@ -260,7 +260,7 @@ def test_errors_have_one_line(tmp_path):
 
 
 def run(config, data_root, work_dir, *hooks, **options):
-    """Train in this process: three epochs of six iterations; the losses, and all else drawn."""
+    """Train three epochs of six iterations in this process; return the runner and the losses."""
     cfg = load_config(config, options, str(data_root), work_dir=str(work_dir))
     for loader in (cfg.train_dataloader, cfg.val_dataloader, cfg.test_dataloader):
         loader.update(num_workers=0, persistent_workers=False)

@@ -1,4 +1,4 @@
-"""What a user can get wrong ends in one line that names it and the way out."""
+"""A user's mistake ends in one line with the mistake and the way out."""
 
 import argparse
 import errno
@@ -279,7 +279,7 @@ def test_a_config_of_an_early_version_is_told_the_new_name(config, tmp_path, imp
 
 @pytest.fixture
 def failing(monkeypatch):
-    """Let what a config names be built, and fail at a point of the run."""
+    """Build what a config names, then fail at a point of the run."""
 
     def prepare(point, early=False):
         class Built:

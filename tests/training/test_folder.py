@@ -145,7 +145,7 @@ def test_the_same_command_resumes_a_run_whatever_it_started_from(data_root, expo
     ["a': open({!r}, 'w'), 'b", "a': 1}})\nopen({!r}, 'w')\nx = dict({{'b", "it's {!r}"],
 )
 def test_arguments_in_a_checkpoint_cannot_become_code(key, data_root, tmp_path):
-    """A ViT without blocks builds no activation, so timm takes anything for one."""
+    """A ViT without blocks builds no activation, so timm accepts any value for it."""
     folder, sign = tmp_path / "exported", tmp_path / "sign"
     vit = timm.create_model("vit_tiny_patch16_224", depth=0, img_size=16, patch_size=8)
     save_model(vit, folder)

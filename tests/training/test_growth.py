@@ -1,4 +1,4 @@
-"""A run grows its model as it goes, and a killed one goes on as if it had not been killed."""
+"""A run grows its model, and a killed run continues as if it had not been killed."""
 
 import json
 import time
@@ -111,7 +111,7 @@ def test_a_killed_run_goes_on_exactly(growing, tmp_path, kill_at, options):
 
 
 def as_earlier_versions_saved(checkpoint):
-    """Hold the parts of split layers apart, under the names of PyTorch's parametrizations."""
+    """Store the parts of split layers separately, under the names of PyTorch's parametrizations."""
     groups = [checkpoint["state_dict"], checkpoint["ema_state_dict"]]
     gradients = checkpoint["exact_resume"]["gradients"]
     for name in [name for name in gradients if ".old_" in name]:

@@ -1,4 +1,4 @@
-"""Images in memory are those of the files, and augmented alike in any batch."""
+"""Images in memory equal the files, and their augmentation does not depend on the batch."""
 
 import copy
 
@@ -43,7 +43,7 @@ def build(*transforms):
 
 
 def smooth_images(number, size):
-    """Images with edges and areas, whose values are not independent from pixel to pixel."""
+    """Images with edges and areas: neighbouring pixels are alike."""
     coarse = torch.rand(number, 3, size // 3, size // 3)
     images = nn.functional.interpolate(coarse, size=(size, size), mode="bicubic")
     return (255 * images.clamp(0, 1)).to(torch.uint8)
@@ -108,7 +108,7 @@ def test_crops_and_flips_are_those_of_the_padded_image_and_equally_frequent():
 
 
 def test_randaugment_chooses_as_mmpretrain_does():
-    """Each of two rounds does something in half of the cases, with each operation as often."""
+    """Each of two rounds acts in half of the cases, and all operations are equally frequent."""
     augment = build(
         {**POLICIES, "policies": [{"type": "Invert"}, {"type": "Equalize", "prob": 0.0}]}
     )

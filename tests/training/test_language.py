@@ -347,7 +347,7 @@ def test_the_averaged_weights_are_exported_where_there_are_any(run, tmp_path):
 
 @pytest.mark.parametrize("place", ["among val", "train and val", "the checkpoint"])
 def test_tokenizers_of_one_name_and_size_that_differ_are_refused(run, texts, tmp_path, place):
-    """As two that are trained on different text."""
+    """Two tokenizers can have the same name and size if their training texts differ."""
     folder = shutil.copytree(texts["xyz"], tmp_path / "odd")
     file = folder / "tokenizer.json"
     content = json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""The record of loading says what each config took, against the first."""
+"""The record of loading has the time of each config, relative to the first."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Shortened epochs see all classes; a resumed one goes on; data loading that dies is explained."""
+"""Shortened epochs have all classes; resumed ones continue; failed data loading is explained."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""An optimiser step is a few operator calls, besides those of the forward and the backward pass."""
+"""Apart from the forward and backward pass, an optimiser step takes few operator calls."""
 
 import copy
 from collections import Counter
@@ -20,7 +20,7 @@ default_hooks = dict(logger=dict(interval=100))
 
 
 class Calls(TorchDispatchMode):
-    """Count the operators that are called, those within a function left out on demand."""
+    """Count operator calls; the calls within a function can be left out."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ class Calls(TorchDispatchMode):
 
 @pytest.fixture
 def calls(train, tmp_path, monkeypatch):
-    """Count what an iteration calls, on average, in a run with a given config."""
+    """Count the mean number of operator calls of an iteration in a run."""
 
     def count(*options):
         path = tmp_path / "wide.py"

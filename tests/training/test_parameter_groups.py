@@ -1,4 +1,4 @@
-"""An optimiser has a group for each setting, and takes the steps that it took before."""
+"""An optimiser with one group for each setting takes the same steps as before."""
 
 import copy
 from types import SimpleNamespace

@@ -20,7 +20,7 @@ class Terminal(io.StringIO):
 
 
 def make_runner(metainfo=None, **own):
-    """Make what a hook sees of a run with 48 images, or sequences, a step."""
+    """Make the parts of a runner that a hook reads, with 48 images or sequences per step."""
     loader = SimpleNamespace(
         batch_size=4, dataset=SimpleNamespace(metainfo=metainfo or {}, __len__=lambda: 7)
     )

@@ -1,4 +1,4 @@
-"""What a run leaves behind: the record, the curves, the export and its card."""
+"""The results of a run: the record, the curves, the export and its card."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""A run that is killed goes on as if it had not been."""
+"""A killed run continues as if it had not been killed."""
 
 import json
 import math
@@ -91,7 +91,7 @@ def test_a_killed_run_goes_on_exactly(train, tmp_path, checkpoints, kill_at):
 
 @pytest.fixture(scope="session")
 def finished(train, tmp_path_factory):
-    """A run that came to its end, to be copied."""
+    """A finished run, to copy."""
     folder = tmp_path_factory.mktemp("runs") / "finished"
     train(folder, *OPTIONS, "default_hooks.checkpoint.save_best=accuracy/top1")
     return folder
@@ -146,7 +146,7 @@ def test_a_full_disk_stops_the_run_and_leaves_the_previous_checkpoint(train, tmp
 
 @pytest.mark.slow
 def test_a_checkpoint_of_an_early_version_resumes(train, run):
-    """Commit 0f51de9 wrote neither what a run trains on nor a description of its model."""
+    """Commit 0f51de9 wrote neither the identity of the data nor a description of the model."""
     for path in run.glob("epoch_*.pth"):
         checkpoint = torch.load(path, weights_only=True)
         del checkpoint[DESCRIPTION], checkpoint["exact_resume"]["run"]

@@ -1,4 +1,4 @@
-"""mmengine reads files without running code, and a run notices data and signals that change it."""
+"""mmengine reads files without running code; a run notices changed data and signals."""
 
 import os
 import pickle
@@ -221,7 +221,7 @@ def test_pickled_annotations_are_not_read(tmp_path, name):
     "where", ["{victim}", "{victim}/best_x.pth", "", "/", "..", "best_top1_epoch_1.pth"]
 )
 def test_a_checkpoint_does_not_say_what_is_removed(tmp_path, where):
-    """mmengine removes the best checkpoint that a checkpoint names as soon as there is a better."""
+    """mmengine removes the best checkpoint that a checkpoint names when there is a better one."""
     victim, work_dir = tmp_path / "victim", tmp_path / "run"
     victim.mkdir()
     work_dir.mkdir()

@@ -1,4 +1,4 @@
-"""Tuning trains what it says and nothing else, and what comes out is a plain timm model."""
+"""Tuning trains only the stated parameters, and its result is a plain timm model."""
 
 import shutil
 

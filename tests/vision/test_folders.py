@@ -20,7 +20,7 @@ NAMES = [f"{index:02}{suffix}" for index, suffix in enumerate(IMAGE_SUFFIXES)]
 
 @pytest.fixture
 def root(tmp_path):
-    """An image of every suffix in two classes, one of them a link, and what is no image."""
+    """Images of every suffix in two classes, one class a link, and files that are not images."""
     Image.new("1", (4, 4)).save(tmp_path / "x.png")
     for folder in (tmp_path / "data/train/ant/deep", tmp_path / "elsewhere"):
         folder.mkdir(parents=True)

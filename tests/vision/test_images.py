@@ -219,7 +219,7 @@ def test_formats_that_run_programs_are_not_opened(tmp_path):
 
 
 def png_of_size(width, height):
-    """A PNG that claims a size and has hardly any pixels."""
+    """A PNG that claims a large size and has few pixels."""
 
     def chunk(name, data):
         return (

@@ -1,4 +1,4 @@
-"""Parquet files of strangers: what is not as it should be is named in one line."""
+"""Damaged or unusual Parquet files end in one line that names the fault."""
 
 import json
 import os

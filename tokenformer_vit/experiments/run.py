@@ -145,8 +145,8 @@ def differences(
     if isinstance(one, dict) and isinstance(other, dict):
         replaced = replaced or (edited and "_delete_" in one and "_delete_" in other)
         for name in one.keys() & other.keys() if replaced else {**one, **other}:
-            values = (each.get(name, "the config's") for each in (one, other))
-            yield from differences(*values, edited, replaced, f"{key}.{name}")
+            here, there = (each.get(name, "the config's") for each in (one, other))
+            yield from differences(here, there, edited, replaced, f"{key}.{name}")
     elif one != other:
         yield key.removeprefix("."), (one, other)
 
