@@ -105,7 +105,7 @@ class Language(NamedTuple):
     def bind(
         self, model: nn.Module, group: Group, batches: Sequence[tuple[Tensor, Tensor]]
     ) -> Callable[[], Tensor]:
-        """Return a function that computes the loss in training, and last logits otherwise."""
+        """Return a function that computes the loss in training, and the last logits otherwise."""
         if group.mode == "decode":
             return self._decoding(model, batches[0][0])
         turn = itertools.cycle(batches)

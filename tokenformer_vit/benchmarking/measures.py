@@ -109,8 +109,8 @@ def saved_bytes(forward: Call, model: nn.Module) -> int:
 
     Each storage is counted once and as a whole, because a view keeps its whole storage. Parameters,
     buffers and copies of parameters in another precision are not counted, because their size does
-    not depend on the batch; copies are recognised by their values. Tensors that torch.compile keeps
-    are counted without a new compilation. Tensors that a custom autograd function stores without
+    not depend on the batch; copies are recognised by their values. A compiled model is measured as
+    it is, without a new compilation. Tensors that a custom autograd function stores without
     ``save_for_backward`` are not counted.
 
     Args:

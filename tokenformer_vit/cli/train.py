@@ -4,8 +4,8 @@ A config is your own file, or a config that comes with the package::
 
     tokenformer-vit train configs/imagenet_base.py
 
-A folder has one folder of images for each class, also within train/ and val/. A first run needs
-nothing else; it writes the config that it uses::
+A folder holds one folder of images for each class, directly or within train/ and val/. A first run
+needs nothing else; it writes the config that it uses::
 
     tokenformer-vit train photos
     tokenformer-vit train photos --model vit_tiny_patch16_224 --work-dir work_dirs/photos_vit

@@ -41,16 +41,16 @@ class Measure:
         return f"{self.label} ({self.unit})" if self.unit else self.label
 
     def read(self, line: Mapping[str, Any]) -> dict[str, float]:
-        """Read the figures of a log line, under their names in records."""
+        """Read the results in a log line, by their names in records."""
         matches = ((re.fullmatch(self.keys, key), value) for key, value in line.items())
         return {match[1]: round(float(value), 3) for match, value in matches if match}
 
     def score(self, value: float) -> float:
-        """Turn a figure into a score, where higher is better: perplexity p becomes −ln p."""
+        """Turn a result into a score, where higher is better: perplexity p becomes −ln p."""
         return -math.log(value) if self.logarithmic else value
 
     def value(self, score: float) -> float:
-        """Turn a score into a figure again."""
+        """Turn a score back into a result."""
         return math.exp(-score) if self.logarithmic else score
 
 

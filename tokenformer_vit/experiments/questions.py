@@ -36,7 +36,7 @@ class Question(ABC):
     Args:
         name: Name of the file with the question.
         title: Heading.
-        text: The question, and what the paper says, in Markdown: the docstring of the file.
+        text: Docstring of the file, in Markdown: the question, and what the paper says.
         variants: Rows of the table, in order.
         field: Images or language.
     """
@@ -169,7 +169,7 @@ class Question(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Steps(Question):
-    """Each variant is a step from the one above; all have as many parameters."""
+    """Each variant is a step from the one above; all have the same number of parameters."""
 
     def columns(self) -> Sequence[Column]:
         """Return the columns of the table."""

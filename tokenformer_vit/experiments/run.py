@@ -89,7 +89,7 @@ class Run:
     def check_same(
         self, there: Mapping[str, Any], wanted: Mapping[str, Any], path: Path, way: str
     ) -> None:
-        """Check that a file has the settings of this run, and the digest of the same config.
+        """Check that a file has the settings of this run, and was made with the same config.
 
         Raises:
             InputError: If they differ; ``way`` names the options that choose another place.

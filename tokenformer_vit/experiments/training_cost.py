@@ -121,7 +121,7 @@ class TrainingCost(Question):
         )
 
     def from_scratch(self, reference: bool) -> list[Variant]:
-        """List the variants from scratch, of TokenFormers or of references."""
+        """List the variants that do not grow: the references, or all others."""
         return [each for each in self.variants if each.reference == reference and not each.grown]
 
     def _largest(self, row: Row) -> Row:

@@ -55,7 +55,7 @@ class Tuning(Question):
         return {**cfg, "model": {**cfg["model"], "backbone": backbone}}
 
     def start_of(self, part: Mapping[str, Any]) -> dict[str, Any]:
-        """Name the file of the weights that a variant starts from, and digest its content."""
+        """Return the file of the weights that a variant starts from, with its SHA-256."""
         if not (path := timm_part(part)["checkpoint_path"]):
             return {"start": None}
         if not Path(path).is_file():

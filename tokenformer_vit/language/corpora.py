@@ -144,8 +144,9 @@ def file_source(
             each line without its line end.
         column: Column of the text in rows.
         val_share: Share of the text that is held out, 0 to 1. Documents are chosen by a hash of
-            their content, which keeps equal ones in one split. If a file is one document, its end
-            is held out, from the beginning of a line or word, and comes first in the stream.
+            their content, which keeps equal ones in one split. If a file is one document, its last
+            part is held out, from the start of a line or word on. The stream yields this part
+            first.
         split: Split of the whole file; None holds out a part.
 
     Returns:

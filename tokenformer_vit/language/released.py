@@ -122,7 +122,9 @@ def released_config(
             "(--num-heads)"
         )
     if width % num_heads:
-        raise InputError(f"the width {width} is not a multiple of num_heads {num_heads}")
+        raise InputError(
+            f"the width {width} is not a multiple of num_heads {num_heads}; give a divisor"
+        )
     counts: dict[str, Any] = {kind: shapes[name][0] for kind, name in pairs.items()}
     config = LMConfig(
         vocab_size=vocab_size,
@@ -175,8 +177,8 @@ def to_released(model: TokenFormerLM) -> dict[str, Tensor]:
             )
     if differing:
         raise InputError(
-            f"the released code cannot compute this model: {_some(differing)}; it computes τ from "
-            "the number of pairs, and has one Θ, norm and kind of position"
+            f"the released code cannot compute this model: {_some(differing)}; give a model "
+            "that did not grow, with the Θ, norm and positions of the released models"
         )
     state_dict = model.state_dict()
     return {theirs: state_dict[own] for theirs, own in _names(model.config.depth)}

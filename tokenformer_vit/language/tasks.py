@@ -217,7 +217,7 @@ def run_task(
         harness: The model.
         name: Name of the task in :data:`TASKS`.
         items: Items from :func:`read_items`; None downloads them from the Hugging Face hub.
-        limit: Number of items, the first ones of the task; None for all.
+        limit: Number of items, counted from the first one; None for all.
         seed: Seed of Python, NumPy and PyTorch; the harness sets all three.
 
     Returns:

@@ -32,7 +32,7 @@ SEGMENT = re.compile(rf"(.*\.|)parametrizations\.({'|'.join(TOKENS)})\.original(
 
 
 def fuse_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Join the two parts of split layers that earlier versions saved apart.
+    """Join the two parts of split layers that earlier versions saved separately.
 
     Args:
         state_dict: State dict of a model or layer.
@@ -284,7 +284,7 @@ class Pattention(nn.Module):
     def weights(self, x: Tensor) -> Tensor:
         """Return how strongly each input token reads each active pair, Θ(X K_Pᵀ).
 
-        ``top_k`` has no effect here: it keeps the largest of these weights.
+        ``top_k`` has no effect here; the forward pass applies it to these weights.
 
         Args:
             x: (..., C_in) input tokens.

@@ -87,12 +87,12 @@ def model_card(
 
 
 def write_card(folder: Path, card: str, old: Path) -> None:
-    """Write a card into a folder, unless a README.md that somebody wrote or edited is in its place.
+    """Write a card into a folder, but keep a README.md that somebody wrote or edited.
 
     Args:
         folder: Folder for ``README.md``.
         card: The content.
-        old: File that the new one is to replace, if it exists.
+        old: README.md that the card would replace; it need not exist.
     """
     if old.is_file() and _LICENSE not in old.read_text(encoding="utf-8", errors="replace"):
         return  # an edited card has a license line of its own

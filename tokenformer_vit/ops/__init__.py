@@ -5,7 +5,7 @@ Both have several implementations that compute the same. ``backend`` chooses one
 
 ========= ==============================================================================
 reference plain PyTorch, the ground truth; ``torch.jit.trace`` and TorchScript always use it
-fused     hand-written gradients that keep less; the meaning of ``auto``
+fused     hand-written gradients that keep less memory; ``auto`` means this one
 triton    ``fused`` with Triton kernels for ``gelu_l2`` if τ is not learned; NVIDIA GPUs
           only, never chosen by ``auto``
 ========= ==============================================================================

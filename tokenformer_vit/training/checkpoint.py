@@ -178,7 +178,7 @@ class ExactCheckpointHook(CheckpointHook):
             return
         if "optimizer" not in checkpoint or "exact_resume" not in checkpoint:
             raise InputError(
-                "the checkpoint has only weights, not the state of a run: resume from the one "
+                "the checkpoint has only weights, not the state of a run: resume from the file "
                 "that `last_checkpoint` names, or start a new run from its weights with "
                 "`--cfg-options load_from=CHECKPOINT`"
             )

@@ -264,7 +264,7 @@ def _check_schedule(schedule: list[dict[str, int]]) -> str:
     if len(kinds) != len(schedule) or len(set(kinds)) != 1:
         raise InputError(
             f"the schedule of GrowthHook may set {', '.join(_PAIRS)} of a TokenFormer (its depth "
-            "and width stay), or `hidden_features` of a ViT, or `depth` of one, but it is "
+            "and width stay), or either `hidden_features` or `depth` of a ViT, but it is "
             f"{schedule}"
         )
     for before, after in zip([{unit: 0}, *schedule], schedule, strict=False):

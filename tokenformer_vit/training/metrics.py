@@ -20,7 +20,7 @@ class AccuracyAndLoss(Accuracy):
     """
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
-        """Compute both from the collected results of all processes."""
+        """Compute accuracy and loss from the collected results of all processes."""
         scores = torch.stack([result["pred_score"] for result in results]).double()  # (images, K)
         labels = torch.cat([result["gt_label"] for result in results])  # (images,)
         # A probability may have been rounded to zero.

@@ -1,4 +1,4 @@
-"""bfloat16 autocast on any device, and weight averaging in step with gradient accumulation."""
+"""bfloat16 autocast on any device, and weight averaging with gradient accumulation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -41,7 +41,7 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
     def add_params(
         self, params: list[dict], module: nn.Module, prefix: str = "", *args: Any, **kwargs: Any
     ) -> None:
-        """Add the parameters of a module; after the whole model, merge the groups."""
+        """Add the parameters of a module; when the model is complete, merge the groups."""
         super().add_params(params, module, prefix, *args, **kwargs)
         if not prefix:
             defaults = {"lr": self.base_lr, "weight_decay": self.base_wd}
