@@ -140,7 +140,7 @@ class TokenFormerViT(VisionTransformer):
 
     @torch.jit.ignore()
     def record_param_tokens(self) -> None:
-        """Update the arguments from which timm rebuilds this model to its current pairs.
+        """Update the numbers of pairs in the arguments from which timm rebuilds this model.
 
         Call it after pairs were added or removed; then the model is saved and exported with its
         new size. It does nothing for a model that timm did not build.

@@ -32,7 +32,7 @@ class Termination:
         termination.end()
 
     Attributes:
-        running: 1 while a run needs its workers, in memory shared with them.
+        running: Shared memory: 1 while a run needs its workers.
     """
 
     def __init__(self) -> None:
