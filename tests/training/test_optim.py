@@ -1,5 +1,7 @@
 """Training under bfloat16 autocast."""
 
+from typing import Any
+
 import pytest
 import timm
 import torch
@@ -10,7 +12,7 @@ from tokenformer_vit.training import AutocastOptimWrapper
 @pytest.mark.skipif(torch.cuda.is_available(), reason="fused attention is fast on a GPU")
 @pytest.mark.parametrize("name", ["tokenformer_tiny", "vit_tiny_patch16_224"])
 def test_on_a_cpu_attention_is_not_fused_and_computes_the_same(name):
-    model = timm.create_model(
+    model: Any = timm.create_model(
         name, img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=5
     )
     images = torch.randn(4, 3, 32, 32)
