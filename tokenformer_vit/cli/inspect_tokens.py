@@ -34,12 +34,7 @@ from .arguments import choose_device, model_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line.
-
-    Raises:
-        InputError: If nothing can be drawn, or the folder is not writable.
-        SystemExit: With status 1 if an image was skipped.
-    """
+    """Run the command line."""
     args = parse(argv)
     device = choose_device(args.device)
     paths = find_images(args.images)

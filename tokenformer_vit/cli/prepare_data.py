@@ -29,12 +29,7 @@ from tokenformer_vit.vision.sources import digits_splits, parquet_splits
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line.
-
-    Raises:
-        InputError: If the data set cannot be read or the target cannot be written.
-        SystemExit: With status 1 if ``--check`` found an image that cannot be read.
-    """
+    """Run the command line; exit with status 1 if ``--check`` finds an unreadable image."""
     args = _parse(argv)
     try:
         if args.check:

@@ -27,10 +27,6 @@ MOST_DIAGNOSES = 20  # epochs after which layers are measured, not counting the 
 def plan(question: Question, args: argparse.Namespace) -> list[Run]:
     """List the runs of a sweep, and check that each of them can be trained.
 
-    Args:
-        question: The question.
-        args: The command line of the sweep.
-
     Raises:
         InputError: If the config, its data, an option or the weights to start from are wrong, or
             parameter counts differ that should be equal.

@@ -51,12 +51,7 @@ TITLES = {IMAGES: _TITLE, LANGUAGE: LANGUAGE_TITLE}
 def main(
     questions: Sequence[Question], argv: Sequence[str] | None = None, root: Path = ROOT
 ) -> None:
-    """Run the command line.
-
-    Args:
-        questions: All questions, in the order of TABLES.md.
-        argv: The words; None for ``sys.argv[1:]``.
-        root: The repository.
+    """Run the command line, for all questions in the order of TABLES.md.
 
     Raises:
         InputError: If records cannot be compared.
