@@ -184,7 +184,7 @@ def test_another_number_of_classes(data, tmp_path):
 
 
 def test_missing_folders(exported, data, tmp_path):
-    assert f"there is no folder {tmp_path / 'val'} that holds" in failure(exported, tmp_path)
+    assert f"there are no class folders in {tmp_path / 'val'};" in failure(exported, tmp_path)
     (tmp_path / "val").symlink_to(data / "val")
     assert str(tmp_path / "train") in failure(exported, tmp_path)
     (tmp_path / "val").unlink()
@@ -201,8 +201,9 @@ def test_missing_checkpoint_and_model(exported, data, tmp_path):
 
 def test_folder_that_cannot_be_made(exported, data, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="file"):  # run_tool() names the file and the reason
-        run(exported, data, "--out", tmp_path / "file" / "out")
+    message = failure(exported, data, "--out", tmp_path / "file" / "out")
+    assert f"cannot make the folder {tmp_path / 'file'}" in message
+    assert "choose another --out" in message
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
