@@ -145,7 +145,7 @@ def test_tokens_of_another_tokenizer_are_refused(folder, text, tmp_path):
         {"tokenizer": "bytes", "sources": []},
         held_out=False,
     )
-    with pytest.raises(InputError, match=r"the tokenizers in .* differ: 0 is"):
+    with pytest.raises(InputError, match=r"the tokenizers in .* differ: token 0 is"):
         run(folder, "--data", tmp_path / "data", "--split", "train")
 
 
