@@ -133,10 +133,10 @@ def test_the_same_command_resumes_a_run_whatever_it_started_from(data_root, expo
     for start in (fine_tuning, Start("tokenformer_tiny"), Start()):
         assert configure_folder(data_root, tmp_path / "tuned", start, "auto") == path
     for other in (Start("vit_tiny_patch16_224"), Start(checkpoint=tmp_path / "other")):
-        with pytest.raises(InputError, match="leave them out"):
+        with pytest.raises(InputError, match="leave these options out"):
             configure_folder(data_root, tmp_path / "tuned", other, "auto")
     configure_folder(data_root, tmp_path / "new", Start(), None)
-    with pytest.raises(InputError, match="leave them out"):
+    with pytest.raises(InputError, match="leave these options out"):
         configure_folder(data_root, tmp_path / "new", Start(freeze=True), "auto")
 
 
