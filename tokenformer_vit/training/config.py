@@ -5,6 +5,8 @@ import difflib
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -277,18 +279,28 @@ def check_data_folders(cfg: Config, loaders: tuple[str, ...] = LOADERS) -> None:
 
 def _check_listed_images(dataset: Any) -> None:
     """Check the images that an ``ann_file`` lists, one ``path label`` a line."""
-    root, prefix = dataset.get("data_root") or "", dataset.get("data_prefix") or ""
+    root = dataset.get("data_root") or ""
+    prefix = dataset.get("data_prefix") or dataset.get("split") or ""
     listed = Path(root, dataset.ann_file)
     folder = Path(root, prefix if isinstance(prefix, str) else prefix.get("img_path", ""))
     if not listed.is_file():
         return  # mmpretrain names it
+
+    @cache
+    def files_in(place: str) -> set[str]:
+        """List the files of a folder once: a look at each image would take long on a network."""
+        with suppress(OSError), os.scandir(place) as entries:
+            return {entry.name for entry in entries if entry.is_file()}
+        return set()
+
     with listed.open(encoding="utf-8", errors="surrogateescape") as lines:
         for line in filter(None, map(str.strip, lines)):
             image = line.rsplit(" ", 1)[0] if dataset.get("with_label", True) else line
-            if not os.path.isfile(path := os.path.join(folder, image)):
+            place, name = os.path.split(os.path.join(folder, image))
+            if name not in files_in(place):
                 raise InputError(
-                    f"{path} is missing, a broken link or not a regular file: restore it, or "
-                    f"remove it from {listed}"
+                    f"{os.path.join(place, name)} is missing, a broken link or not a regular file: "
+                    f"restore it, or remove it from {listed}"
                 )
 
 
