@@ -16,6 +16,7 @@ pytest.importorskip("datasets", reason="pip install tokenformer-vit[language]")
 
 from tokenformer_vit import language
 from tokenformer_vit.cli import prepare_text
+from tokenformer_vit.command_line import run_tool
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.language import load_tokenizer, open_rows, preparation, read_text_meta
 
@@ -392,10 +393,12 @@ def test_what_does_not_go_together(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-def test_without_datasets_it_says_what_to_install(monkeypatch, tmp_path):
+def test_without_datasets_it_says_what_to_install(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(InputError, match=r"pip install 'tokenformer-vit\[language\]'"):
-        run(tmp_path, tmp_path / "out")
+    with pytest.raises(SystemExit, match="1"):
+        run_tool(lambda: run(tmp_path, tmp_path / "out"))
+    line = "error: datasets is not installed: pip install 'tokenformer-vit[language]'\n"
+    assert capsys.readouterr().err == line
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def cut(file, size):
         (meta_is(META.replace('h": 8', f'h": {2**31}')), "context_length is 2147483648"),
         (meta_is(META.replace('"rows": 1', '"rows": -1')), r"splits\.train\.rows is -1"),
         (meta_is(META.replace('"rows": 1', '"rows": "x"')), r"splits\.train\.rows is 'x'"),
-        (meta_is(META.replace('"tokens": 9', '"tokens": 0')), "1 rows of 0 tokens"),
+        (meta_is(META.replace('"tokens": 9', '"tokens": 0')), "0 tokens cannot fill 1 rows"),
         (meta_is(META.replace('"train"', '"../x"')), "is not a description of tokens"),
         (meta_is("[" * 30_000), "is not a description of tokens"),
         (floats, r"train-00000\.arrow does not hold rows of 9 tokens"),
