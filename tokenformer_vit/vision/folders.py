@@ -73,7 +73,7 @@ def _natural_key(name: str) -> tuple:
 
 
 def unpack(splits: dict[str, Split], folders: Sequence[str], target: Path) -> None:
-    """Write the images of splits that are missing in the target, and print a summary.
+    """Write the missing images of all splits into the target, and print a summary.
 
     Args:
         splits: Splits by folder name, ``train`` and ``val``.
