@@ -178,12 +178,44 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(t
     assert all(torch.isfinite(tensor).all() for tensor in weights.values())
 
 
+@pytest.mark.parametrize("checkpoint", ["interval=3", "save_best=accuracy/top1"])
+def test_a_loss_that_nobody_has_read_is_checked_before_a_checkpoint(
+    train, tmp_path, monkeypatch, checkpoint
+):
+    """The logger's interval is longer than the run, and only one loss is not finite."""
+    loss, steps = LabelHead.loss, iter(range(100))
+
+    def one_infinite(*args, **kwargs):
+        infinite = next(steps) == 7  # in the second epoch
+        return {k: v / (0 if infinite else 1) for k, v in loss(*args, **kwargs).items()}
+
+    monkeypatch.setattr(LabelHead, "loss", one_infinite)
+    # Such gradients are no step, so the weights stay finite.
+    monkeypatch.setattr(OptimWrapper, "should_update", lambda self: False)
+    line = train.fails(
+        tmp_path,
+        "--cfg-options",
+        *("default_hooks.logger.interval=100", "default_hooks.checkpoint.by_epoch=False"),
+        *("train_cfg.max_epochs=2", f"default_hooks.checkpoint.{checkpoint}"),
+    )
+    assert "the loss is inf at iteration 8 " in line
+    saved = {path.name for path in tmp_path.glob("*.pth")}
+    assert "iter_6.pth" in saved
+    assert not saved & {"iter_9.pth", "iter_12.pth"}
+
+
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     model = torch.nn.Linear(2, 2)
     hub = SimpleNamespace(runtime_info={"last_ckpt": "epoch_1.pth"}, update_info=None)
     wrapper = SimpleNamespace(get_lr=lambda: {"lr": [0.1]})
     runner = SimpleNamespace(
-        model=model, message_hub=hub, optim_wrapper=wrapper, train_loop=None, iter=3, epoch=1
+        model=model,
+        hooks=[],
+        message_hub=hub,
+        optim_wrapper=wrapper,
+        train_loop=None,
+        iter=3,
+        epoch=1,
     )
     torch.nn.init.constant_(model.weight, torch.inf)
     hook = ExactCheckpointHook(max_keep_ckpts=1)

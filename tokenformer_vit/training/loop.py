@@ -1,6 +1,6 @@
 """Loops and samplers of mmengine that can start in the middle of an epoch."""
 
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from itertools import count, islice
 from typing import Any
@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 from mmengine.dataset import DefaultSampler
+from mmengine.device import get_device
 from mmengine.registry import DATA_SAMPLERS, LOOPS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
+from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 
@@ -120,6 +122,37 @@ def loading_explained() -> Iterator[None]:
         ) from error
 
 
+def copied_on_the_side(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+    """Copy batches to a GPU on a stream of their own.
+
+    The processor is ahead of the GPU, so the GPU copies a batch while it computes the step before.
+    A batch is taken only when the loop asks for it: none is lost or repeated after a resume, and
+    the order of random draws stays. For a CPU the batches stay as they are.
+
+    Args:
+        batches: Dicts with tensors, in pinned memory; other values stay as they are.
+        device: Where the model is.
+    """
+    if device.type != "cuda":
+        yield from batches
+        return
+    side = torch.cuda.Stream(device)
+    for batch in batches:
+        copied = batch
+        if isinstance(batch, Mapping):
+            main = torch.cuda.current_stream(device)
+            with torch.cuda.stream(side):
+                copied = {
+                    name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+                    for name, value in batch.items()
+                }
+            main.wait_stream(side)
+            for value in copied.values():
+                if isinstance(value, Tensor):
+                    value.record_stream(main)  # else its memory could be reused too early
+        yield copied
+
+
 @LOOPS.register_module()
 class ResumableEpochLoop(EpochBasedTrainLoop):
     """mmengine's epoch loop; it can resume in the middle of an epoch."""
@@ -137,7 +170,8 @@ class ResumableEpochLoop(EpochBasedTrainLoop):
         first = self._iter - self._epoch * len(loader)
         if first:
             loader.sampler.start = first * loader.batch_size
-        for batch_idx, data_batch in enumerate(loader, start=first):
+        batches = copied_on_the_side(loader, torch.device(get_device()))
+        for batch_idx, data_batch in enumerate(batches, start=first):
             self.run_iter(batch_idx, data_batch)
         self.runner.call_hook("after_train_epoch")
         self._epoch += 1
@@ -164,7 +198,7 @@ class ResumableIterLoop(IterBasedTrainLoop):
         optim.initialize_count_status(self.runner.model, self._iter * each, self._max_iters * each)
         loader.sampler.start = self._iter * each * loader.batch_size
         del self.dataloader_iterator  # of the base class; its workers would keep running
-        batches = iter(loader)
+        batches = copied_on_the_side(loader, torch.device(get_device()))
         while self._iter < self._max_iters and not self.stop_training:
             self.runner.model.train()
             self.run_iter(list(islice(batches, each)))
