@@ -143,7 +143,9 @@ def copied_on_the_side(batches: Iterable[Any], device: torch.device) -> Iterator
             main = torch.cuda.current_stream(device)
             with torch.cuda.stream(side):
                 copied = {
-                    name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+                    name: value.to(device, non_blocking=True)
+                    if isinstance(value, Tensor)
+                    else value
                     for name, value in batch.items()
                 }
             main.wait_stream(side)
