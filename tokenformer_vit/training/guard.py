@@ -47,7 +47,7 @@ class GuardHook(Hook):
     def before_train(self, runner) -> None:
         """Check the size of a batch, and the data."""
         self._first = runner.iter
-        self._keep_norms(runner.optim_wrapper)
+        self._leave_on_device(runner)
         scale = runner.auto_scale_lr or {}
         number = runner.train_dataloader.batch_size * runner.world_size * accumulation(runner)
         if not scale.get("enable") and number != scale.get("base_batch_size", number):
@@ -104,15 +104,19 @@ class GuardHook(Hook):
                 f"and {here!r} in these data; use the class folders of the training"
             )
 
-    def _keep_norms(self, wrapper: Any) -> None:
-        """Keep the norm of clipped gradients on its device; mmengine reads it in each step."""
+    def _leave_on_device(self, runner) -> None:
+        """Replace what reads losses and norms in each iteration, and so waits for the GPU."""
+        for hook in runner.hooks:
+            if isinstance(hook, RuntimeInfoHook):
+                hook.after_train_iter = lambda *args, **kwargs: None
+        wrapper = runner.optim_wrapper
         if not wrapper.clip_grad_kwargs:
             return
         clip = wrapper.clip_func
 
         def clip_gradients(*args: Any, **kwargs: Any) -> None:
             norm = clip(*args, **kwargs)
-            if norm is not None:
+            if norm is not None:  # as of clip_grad_value_
                 self._norms[wrapper.grad_name] = norm
 
         wrapper.clip_func = clip_gradients
@@ -156,16 +160,6 @@ class GuardHook(Hook):
                 runner.message_hub.update_scalar(f"train/{name}", number)
                 if name == "loss" and not math.isfinite(number):
                     raise diverged(runner, f"the loss is {number}", iteration)
-
-
-class RunStateHook(RuntimeInfoHook):
-    """mmengine's ``RuntimeInfoHook``, but ``GuardHook`` logs the losses.
-
-    The stock hook reads each loss at once, and waits for the GPU.
-    """
-
-    def after_train_iter(self, *args: Any, **kwargs: Any) -> None:
-        """Leave the losses alone."""
 
 
 def losses_are_due(runner: Any, batch_idx: int) -> bool:

@@ -88,7 +88,8 @@ class DeviceCutMix(CutMix):
         """Paste into each image, (N, C, H, W), a box of another; mix scores, (N, K), likewise."""
         lam = np.random.beta(self.alpha, self.alpha)  # noqa: NPY002  # checkpoints keep its state
         order = _draw_order(batch_inputs)
-        (y1, y2, x1, x2), lam = self.cutmix_bbox_and_lam(batch_inputs.shape[-2:], lam)
+        height, width = batch_inputs.shape[-2:]
+        (y1, y2, x1, x2), lam = self.cutmix_bbox_and_lam((height, width), lam)
         boxes = batch_inputs[:, :, y1:y2, x1:x2]
         boxes.copy_(boxes[order])
         return batch_inputs, lam * batch_scores + (1 - lam) * batch_scores[order]

@@ -17,7 +17,6 @@ from mmengine.utils.dl_utils import set_multi_processing
 from tokenformer_vit.errors import InputError, one_line
 
 from .checkpoint import ExactCheckpointHook
-from .guard import RunStateHook
 from .storage import secure_files
 
 _RANKS = {"pytorch": "RANK", "slurm": "SLURM_PROCID", "mpi": "OMPI_COMM_WORLD_RANK"}
@@ -44,14 +43,7 @@ _NOISE = ("Exp name: ", '"FileClient" will be deprecated', '"HardDiskBackend" is
 
 
 class TrainingRunner(Runner):
-    """mmengine's runner; it prints less, and no hook of its own reads the losses.
-
-    Config, environment and hooks are printed to the log file only.
-    """
-
-    def register_default_hooks(self, hooks: dict[str, Any] | None = None) -> None:
-        """Register mmengine's default hooks, one of them replaced."""
-        super().register_default_hooks({**(hooks or {}), "runtime_info": RunStateHook()})
+    """mmengine's runner; config, environment and hooks are printed to the log file only."""
 
     def build_logger(self, *args: Any, **kwargs: Any) -> MMLogger:
         """Build the logger, and keep the start of a run off the terminal."""
