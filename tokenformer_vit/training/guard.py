@@ -29,9 +29,9 @@ class GuardHook(Hook):
     The loss that is checked and logged is the mean over all processes. The loss of one process
     would show a part of the batch, and one process could stop without the others.
 
-    Losses, and the norm of clipped gradients, stay on the GPU until the logger needs them: reading
-    one lets the GPU run idle. All are read together, and also before every validation and every
-    checkpoint, so weights that diverged are never saved.
+    Losses, and the norms of clipped gradients, stay on the GPU until the logger needs them, because
+    reading one lets the GPU run idle. They are also read before every validation and checkpoint:
+    weights that diverged are never saved.
     """
 
     priority = 5  # after GrowthHook, and before mmengine's hooks use the loss
@@ -116,7 +116,7 @@ class GuardHook(Hook):
 
         def clip_gradients(*args: Any, **kwargs: Any) -> None:
             norm = clip(*args, **kwargs)
-            if norm is not None:  # as of clip_grad_value_
+            if norm is not None:  # clip_grad_value_ returns None
                 self._norms[wrapper.grad_name] = norm
 
         wrapper.clip_func = clip_gradients
@@ -165,11 +165,11 @@ class GuardHook(Hook):
 def losses_are_due(runner: Any, batch_idx: int) -> bool:
     """Tell whether the losses are read after an iteration.
 
-    They are when the logger needs them, and at the end of an epoch.
+    They are when the logger needs them, at the end of an epoch, and after every 100 iterations.
     """
-    intervals = [hook.interval for hook in runner.hooks if isinstance(hook, LoggerHook)]
+    intervals = {hook.interval for hook in runner.hooks if isinstance(hook, LoggerHook)} | {100}
     done = batch_idx + 1
-    return done % min(intervals, default=100) == 0 or done == len(runner.train_dataloader)
+    return done == len(runner.train_dataloader) or any(done % n == 0 for n in intervals)
 
 
 def classes_of(checkpoint: Mapping[str, Any]) -> list[str] | None:

@@ -122,37 +122,35 @@ def loading_explained() -> Iterator[None]:
         ) from error
 
 
-def copied_on_the_side(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+def copied_ahead(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     """Copy batches to a GPU on a stream of their own.
 
-    The processor is ahead of the GPU, so the GPU copies a batch while it computes the step before.
-    A batch is taken only when the loop asks for it: none is lost or repeated after a resume, and
-    the order of random draws stays. For a CPU the batches stay as they are.
+    The processor is ahead of the GPU, which copies a batch while it still computes the step before.
+    A batch is taken only when the loop asks for it: a resume loses none and repeats none, and the
+    order of random draws stays. On a CPU the batches stay as they are.
 
     Args:
-        batches: Dicts with tensors, in pinned memory; other values stay as they are.
-        device: Where the model is.
+        batches: Dicts with tensors in pinned memory; what is not a tensor stays as it is.
+        device: Device of the model.
     """
     if device.type != "cuda":
         yield from batches
         return
     side = torch.cuda.Stream(device)
     for batch in batches:
-        copied = batch
         if isinstance(batch, Mapping):
             main = torch.cuda.current_stream(device)
             with torch.cuda.stream(side):
-                copied = {
+                copies = {
                     name: value.to(device, non_blocking=True)
-                    if isinstance(value, Tensor)
-                    else value
                     for name, value in batch.items()
+                    if isinstance(value, Tensor)
                 }
             main.wait_stream(side)
-            for value in copied.values():
-                if isinstance(value, Tensor):
-                    value.record_stream(main)  # else its memory could be reused too early
-        yield copied
+            for copy in copies.values():
+                copy.record_stream(main)  # or the side stream could reuse its memory too early
+            batch = {**batch, **copies}
+        yield batch
 
 
 @LOOPS.register_module()
@@ -172,7 +170,7 @@ class ResumableEpochLoop(EpochBasedTrainLoop):
         first = self._iter - self._epoch * len(loader)
         if first:
             loader.sampler.start = first * loader.batch_size
-        batches = copied_on_the_side(loader, torch.device(get_device()))
+        batches = copied_ahead(loader, torch.device(get_device()))
         for batch_idx, data_batch in enumerate(batches, start=first):
             self.run_iter(batch_idx, data_batch)
         self.runner.call_hook("after_train_epoch")
@@ -200,7 +198,7 @@ class ResumableIterLoop(IterBasedTrainLoop):
         optim.initialize_count_status(self.runner.model, self._iter * each, self._max_iters * each)
         loader.sampler.start = self._iter * each * loader.batch_size
         del self.dataloader_iterator  # of the base class; its workers would keep running
-        batches = copied_on_the_side(loader, torch.device(get_device()))
+        batches = copied_ahead(loader, torch.device(get_device()))
         while self._iter < self._max_iters and not self.stop_training:
             self.runner.model.train()
             self.run_iter(list(islice(batches, each)))
