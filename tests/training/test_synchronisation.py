@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tokenformer_vit.training import ResumableEpochLoop
+from tokenformer_vit.training import ResumableEpochLoop, labels
 from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.launch import run_training
 
@@ -91,7 +91,11 @@ def configured(config, data_root, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "accumulate"), [(RECIPE, 1), (NO_MIXING, 4)], ids=["mixing", "labels"]
+    ("recipe", "accumulate"),
+    [
+        pytest.param(RECIPE, 1, id="mixing"),
+        pytest.param(NO_MIXING, 4, id="labels", marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_reads_no_tensor_between_two_lines_of_the_log(
     configured, monkeypatch, recipe, accumulate
@@ -109,6 +113,8 @@ def test_a_step_reads_no_tensor_between_two_lines_of_the_log(
             run_iter(loop, batch_idx, data_batch)
 
     monkeypatch.setattr(ResumableEpochLoop, "run_iter", watched)
+    # PyTorch's reads the labels on a CPU alone, to check them.
+    monkeypatch.setattr(labels, "one_hot", lambda y, k: (y[:, None] == torch.arange(k)).long())
     run_training(configured(recipe, **{"optim_wrapper.accumulative_counts": accumulate}))
     assert len(reads) == 12
     # The first loss is read, too, and the first step makes the optimiser's counters.

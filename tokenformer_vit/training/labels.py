@@ -14,6 +14,7 @@ from mmpretrain.models import ClsDataPreprocessor, LabelSmoothLoss, LinearClsHea
 from mmpretrain.models.utils.batch_augments import CutMix, Mixup
 from mmpretrain.registry import MODELS, TRANSFORMS
 from torch import Tensor, nn
+from torch.nn.functional import one_hot
 
 from tokenformer_vit.errors import InputError
 
@@ -54,12 +55,6 @@ class PackLabels(PackInputs):
     def transform(self, results: dict) -> dict:
         """Return the image as a (3, H, W) tensor, and its label as a number."""
         return {"inputs": self.format_input(results["img"]), "data_samples": results["gt_label"]}
-
-
-def one_hot(labels: Tensor, num_classes: int) -> Tensor:
-    """Turn labels, (N,) int64, into (N, K) int64; PyTorch's would read the largest label."""
-    zeros = labels.new_zeros(len(labels), num_classes)
-    return zeros.scatter_(1, labels[:, None], 1)
 
 
 def _draw_order(images: Tensor) -> Tensor:
@@ -106,7 +101,7 @@ _ON_DEVICE: dict[type, Any] = {
 class LabelPreprocessor(ClsDataPreprocessor):
     """mmpretrain's ``ClsDataPreprocessor``, which also takes labels as one tensor.
 
-    Nothing in it waits for the GPU. Mixup and CutMix draw the numbers of mmpretrain's.
+    With these, nothing waits for the GPU. Mixup and CutMix draw the same numbers as mmpretrain's.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -160,5 +155,6 @@ class LabelHead(LinearClsHead):
             return super().loss(feats, data_samples, **kwargs)
         scores, loss = self(feats), cast(nn.Module, self.loss_module)
         if isinstance(loss, LabelSmoothLoss) and data_samples.ndim == 1:
-            data_samples = one_hot(data_samples, scores.shape[1])  # it would read the labels
+            # The loss would make the same, but read the labels from the GPU to check them.
+            data_samples = one_hot(data_samples, scores.shape[1])
         return {"loss": loss(scores, data_samples, avg_factor=len(scores), **kwargs)}

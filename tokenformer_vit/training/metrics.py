@@ -40,10 +40,10 @@ def _of_all_processes(rows: Tensor, size: int) -> Tensor:
     rank, world = get_dist_info()
     if world == 1:
         return rows[:size].cpu()
-    # Samplers deal the samples in turn. The first column tells the rows that a sampler left out.
+    # Samplers deal the samples in turn. The first column stays 0 where a sampler left one out.
     merged = rows.new_zeros(size, 1 + rows.shape[1])
     own = merged[rank::world]
-    own[: len(rows)] = torch.nn.functional.pad(rows[: len(own)], (1, 0), value=1)
+    own[: len(rows)] = F.pad(rows[: len(own)], (1, 0), value=1)
     all_reduce(merged)
     merged = merged.cpu()
     return merged[merged[:, 0] > 0, 1:]

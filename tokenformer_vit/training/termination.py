@@ -61,12 +61,12 @@ class Termination:
         """Tell whether any process of the run got a SIGTERM.
 
         All processes must call this at the same iteration; all get the same answer. With several
-        processes it is the answer of the previous call, which a GPU has finished: this one's would
-        let it run idle.
+        processes it is the answer to the previous call: to wait for this one would let the GPU run
+        idle.
         """
         if get_world_size() == 1:
             return self._noted
-        # A copy of a number from the CPU would wait, too.
+        # torch.tensor would copy from the CPU, which waits, too.
         flag = torch.full((), int(self._noted), device=get_device())
         all_reduce(flag, op="max")
         previous, self._answer = self._answer, _read_later(flag)
@@ -77,7 +77,7 @@ class Termination:
 
 
 def _read_later(flag: torch.Tensor) -> Callable[[], bool]:
-    """Return a function that reads a flag when the GPU has come so far."""
+    """Return a function that waits until the GPU has computed a flag, and reads it."""
     if not flag.is_cuda:
         return lambda: bool(flag)
     copy = torch.empty_like(flag, device="cpu", pin_memory=True)
