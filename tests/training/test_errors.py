@@ -13,6 +13,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from mmengine.optim import OptimWrapper
 from mmpretrain.datasets import CustomDataset
 from PIL import Image
 
@@ -22,6 +23,7 @@ from tokenformer_vit.training import (
     AtomicLocalBackend,
     ExactCheckpointHook,
     GuardHook,
+    LabelHead,
     LoadImage,
     load_plain_checkpoint,
 )
@@ -178,14 +180,58 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(t
     assert all(torch.isfinite(tensor).all() for tensor in weights.values())
 
 
-def test_weights_that_are_not_finite_are_not_saved(tmp_path):
-    model = torch.nn.Linear(2, 2)
-    hub = SimpleNamespace(runtime_info={"last_ckpt": "epoch_1.pth"}, update_info=None)
-    wrapper = SimpleNamespace(get_lr=lambda: {"lr": [0.1]})
-    runner = SimpleNamespace(
-        model=model, message_hub=hub, optim_wrapper=wrapper, train_loop=None, iter=3, epoch=1
+def test_a_loss_is_read_before_a_checkpoint(train, tmp_path, monkeypatch):
+    """One loss is not finite, and the logger's interval is longer than the run."""
+    loss, steps = LabelHead.loss, iter(range(100))
+
+    def infinite_once(*args, **kwargs):
+        factor = torch.inf if next(steps) == 7 else 1
+        return {name: value * factor for name, value in loss(*args, **kwargs).items()}
+
+    monkeypatch.setattr(LabelHead, "loss", infinite_once)
+    # Without a step the weights stay finite.
+    monkeypatch.setattr(OptimWrapper, "should_update", lambda self: False)
+    line = train.fails(
+        tmp_path,
+        "--cfg-options",
+        *("default_hooks.logger.interval=100", "default_hooks.checkpoint.by_epoch=False"),
+        "default_hooks.checkpoint.interval=3",
     )
-    torch.nn.init.constant_(model.weight, torch.inf)
+    assert "the loss is inf at iteration 8 " in line
+    assert {path.name for path in tmp_path.glob("*.pth")} == {"iter_3.pth", "iter_6.pth"}
+
+
+@pytest.fixture
+def runner():
+    """Make what a hook sees of a run in its fourth iteration."""
+    return SimpleNamespace(
+        model=torch.nn.Linear(2, 2),
+        hooks=[GuardHook()],
+        message_hub=SimpleNamespace(
+            runtime_info={"last_ckpt": "epoch_1.pth"}, update_scalar=lambda *args: None
+        ),
+        optim_wrapper=SimpleNamespace(get_lr=lambda: {"lr": [0.1]}),
+        train_dataloader=range(9),
+        train_loop=None,
+        iter=3,
+        epoch=1,
+    )
+
+
+def test_a_model_that_diverged_is_not_validated(runner):
+    """It could become the best checkpoint."""
+    (hook,) = runner.hooks
+    hook._first = 0
+    hook.after_train_iter(runner, 3, None, {"loss": torch.tensor(1.0)})
+    hook.before_val(runner)
+    hook.after_train_iter(runner, 3, None, {"loss": torch.tensor(torch.nan)})
+    runner.iter = 5
+    with pytest.raises(InputError, match=r"the loss is nan at iteration 4.*kept: epoch_1\.pth"):
+        hook.before_val(runner)
+
+
+def test_weights_that_are_not_finite_are_not_saved(runner):
+    torch.nn.init.constant_(runner.model.weight, torch.inf)
     hook = ExactCheckpointHook(max_keep_ckpts=1)
     with pytest.raises(InputError, match=r"not finite at iteration 4.*is kept: epoch_1\.pth"):
         hook._save_checkpoint_with_step(runner, 2, {})

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from mmengine.runner import IterBasedTrainLoop
 from torch.utils.data import DataLoader
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.training import EndlessSampler, LoadImage, ResumableSampler
 from tokenformer_vit.training.config import load_config
-from tokenformer_vit.training.loop import loading_explained, validations_left
+from tokenformer_vit.training.loop import copied_ahead, loading_explained, validations_left
 from tokenformer_vit.training.reports import read_scalars
 
 PER_CLASS, CLASSES = 16, 10
@@ -114,6 +115,24 @@ def test_a_config_tells_the_sampler_how_short_an_epoch_is(tmp_path, config):
         InputError, match="num_batch_per_epoch is 2, but RepeatAugSampler does not support it"
     ):
         load_config(path, options)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_batches_are_copied_in_order_and_none_is_taken_early(device):
+    pinned = device == "cuda"
+    images = torch.rand(20, 2, 3, 64, 64, pin_memory=pinned)
+    taken = []
+
+    def load():
+        for index, image in enumerate(images):
+            taken.append(index)
+            yield {"inputs": image, "data_samples": [index]}
+
+    for index, batch in enumerate(copied_ahead(load(), torch.device(device))):
+        assert taken == list(range(index + 1))
+        assert batch["data_samples"] == [index]
+        assert batch["inputs"].device.type == device
+        assert torch.equal(batch["inputs"].cpu(), images[index])
 
 
 def scalars(work_dir):

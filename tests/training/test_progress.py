@@ -7,7 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
+from mmengine.hooks import LoggerHook
 from mmengine.logging import MessageHub
 
 from tokenformer_vit.training import ProgressHook, progress
@@ -21,11 +21,11 @@ class Terminal(io.StringIO):
 
 def make_runner(metainfo=None, **own):
     """Make the parts of a runner that a hook reads, with 48 images or sequences per step."""
-    loader = SimpleNamespace(
-        batch_size=4, dataset=SimpleNamespace(metainfo=metainfo or {}, __len__=lambda: 7)
-    )
+    data = SimpleNamespace(metainfo=metainfo or {}, __len__=lambda: 7)
+    loader = type("Loader", (), {"batch_size": 4, "dataset": data, "__len__": lambda _: 100})()
     common = {
         "train_dataloader": loader,
+        "hooks": [LoggerHook(interval=2)],
         "world_size": 12,
         "optim_wrapper": SimpleNamespace(_accumulative_counts=1),
         "train_loop": None,
@@ -85,10 +85,14 @@ def test_speed_counts_images_or_tokens_of_all_processes(metainfo, name, number):
     runner = make_runner(metainfo, max_iters=9, iter=0)
     hook = ProgressHook()
     hook.before_train(runner)
-    runner.message_hub.update_scalar("train/time", 0.5)
-    hook.after_train_iter(runner, 0)
+    # The first iteration is slow. Then the losses are read after every second one.
+    speeds = []
+    for runner.iter, seconds in enumerate((9, 1.5, 0.25, 0.75)):
+        runner.message_hub.update_scalar("train/time", seconds)
+        hook.after_train_iter(runner, runner.iter)
+        speeds.append(runner.message_hub.get_scalar(f"train/{name}").current())
     hook.after_train(runner)
-    assert runner.message_hub.get_scalar(f"train/{name}").current() == pytest.approx(number)
+    assert speeds == pytest.approx([number * 0.5 / of for of in (9, 1.5, 1.5, 0.5)])
 
 
 def test_the_bar_shows_progress_and_eta_in_a_terminal(monkeypatch):
@@ -97,8 +101,9 @@ def test_the_bar_shows_progress_and_eta_in_a_terminal(monkeypatch):
     runner = make_runner(max_iters=10, iter=4, epoch=1, max_epochs=3)
     hook = ProgressHook()
     hook.before_train(runner)
-    for _ in range(3):
-        hook.after_train_iter(runner, 0, None, {"loss": torch.tensor(1.25)})
+    runner.message_hub.update_scalar("train/loss", 1.25)
+    for index in range(3):
+        hook.after_train_iter(runner, index)
     hook._bar.refresh()
     hook.after_train(runner)
     text = stream.getvalue()
@@ -120,7 +125,7 @@ def test_the_eta_counts_the_validations_to_come(monkeypatch):
     for epoch, seconds in enumerate((20, 40), start=1):
         for _ in range(5):
             now += 1.0
-            hook.after_train_iter(runner, 0, None, {"loss": torch.tensor(1.25)})
+            hook.after_train_iter(runner, 0)
         loop.epoch = epoch
         hook.before_val(runner)
         now += seconds

@@ -24,7 +24,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.description import DESCRIPTION
 
 from .export import describe_classifier, run_facts
-from .guard import diverged, unwrap
+from .guard import check_finite, unwrap
 from .identity import check_identity, run_identity
 from .loop import validation_is_due
 from .mmengine_internals import is_resuming
@@ -300,17 +300,6 @@ def _card(runner, meta: dict[str, Any]) -> dict[str, Any]:
         training["Epochs"] = meta["epoch"]
     sections = {"Data": facts.sections["Data"], "Training": training}
     return _plain(facts._replace(sections=sections, metrics=[])._asdict())
-
-
-def check_finite(runner) -> None:
-    """Check that weights are finite before they are saved.
-
-    Raises:
-        InputError: If a weight is not finite.
-    """
-    # A finite loss can have an infinite gradient, and infinite weights after the next step.
-    if not all(tensor.isfinite().all() for tensor in runner.model.parameters()):
-        raise diverged(runner, "the weights are not finite")
 
 
 def _schedule(runner) -> dict[str, Any]:

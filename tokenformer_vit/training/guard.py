@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from mmengine.dist import all_reduce
-from mmengine.hooks import Hook
+from mmengine.hooks import Hook, LoggerHook, RuntimeInfoHook
 from mmengine.model import is_model_wrapper
 from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop
-from torch import nn
+from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers.segments import fuse_state_dict
@@ -28,18 +28,26 @@ class GuardHook(Hook):
 
     The loss that is checked and logged is the mean over all processes. The loss of one process
     would show a part of the batch, and one process could stop without the others.
+
+    Losses, and the norms of clipped gradients, stay on the GPU until the logger needs them, because
+    reading one lets the GPU run idle. They are also read before every validation and checkpoint:
+    weights that diverged are never saved.
     """
 
-    priority = 5  # after GrowthHook, and before mmengine's own hooks log the loss
+    priority = 5  # after GrowthHook, and before mmengine's hooks use the loss
     unit = "images"  # what a batch consists of
 
     _classes: list[str] | None = None  # of the checkpoint that is resumed or tested
 
     def __init__(self) -> None:
         secure_files()
+        self._unread: list[tuple[int, dict[str, Tensor]]] = []  # iteration and values
+        self._norms: dict[str, Tensor] = {}  # of this iteration's gradients, where they are clipped
 
     def before_train(self, runner) -> None:
         """Check the size of a batch, and the data."""
+        self._first = runner.iter
+        self._leave_on_device(runner)
         scale = runner.auto_scale_lr or {}
         number = runner.train_dataloader.batch_size * runner.world_size * accumulation(runner)
         if not scale.get("enable") and number != scale.get("base_batch_size", number):
@@ -96,18 +104,72 @@ class GuardHook(Hook):
                 f"and {here!r} in these data; use data with the same class folders"
             )
 
+    def _leave_on_device(self, runner) -> None:
+        """Replace what reads losses and norms in each iteration, and so waits for the GPU."""
+        for hook in runner.hooks:
+            if isinstance(hook, RuntimeInfoHook):
+                hook.after_train_iter = lambda *args, **kwargs: None
+        wrapper = runner.optim_wrapper
+        if not wrapper.clip_grad_kwargs:
+            return
+        clip = wrapper.clip_func
+
+        def clip_gradients(*args: Any, **kwargs: Any) -> None:
+            norm = clip(*args, **kwargs)
+            if norm is not None:  # clip_grad_value_ returns None
+                self._norms[wrapper.grad_name] = norm
+
+        wrapper.clip_func = clip_gradients
+
     def after_train_iter(
         self, runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
-        """Average the loss over the processes, and stop if it is not finite."""
-        if not outputs:
+        """Keep the losses, or read them if it is time."""
+        values = {name: value.detach() for name, value in (outputs or {}).items()}
+        self._unread.append((runner.iter + 1, {**self._norms, **values}))
+        self._norms.clear()
+        if runner.iter == self._first or losses_are_due(runner, batch_idx):
+            self.read_losses(runner)
+
+    def after_train_epoch(self, runner) -> None:
+        """Read the last losses of a run that counts iterations."""
+        self.read_losses(runner)
+
+    def before_val(self, runner) -> None:
+        """Stop rather than validate a model that diverged; it could be saved as the best."""
+        check_finite(runner)
+
+    def read_losses(self, runner) -> None:
+        """Log the losses since the last time, averaged over the processes.
+
+        All processes must call this at the same iteration.
+
+        Raises:
+            InputError: If a loss is not finite; the message gives its iteration.
+        """
+        unread, self._unread = self._unread, []
+        tensors = [tensor for _, values in unread for tensor in values.values()]
+        if not tensors:
             return
-        for name, value in outputs.items():
-            outputs[name] = value.detach().clone()
-            all_reduce(outputs[name], op="mean")
-        loss = float(outputs["loss"])
-        if not math.isfinite(loss):
-            raise diverged(runner, f"the loss is {loss}")
+        stacked = torch.stack(tensors)
+        all_reduce(stacked, op="mean")
+        numbers = iter(stacked.tolist())
+        for iteration, values in unread:
+            for name in values:
+                number = next(numbers)
+                runner.message_hub.update_scalar(f"train/{name}", number)
+                if name == "loss" and not math.isfinite(number):
+                    raise diverged(runner, f"the loss is {number}", iteration)
+
+
+def losses_are_due(runner: Any, batch_idx: int) -> bool:
+    """Tell whether the losses are read after an iteration.
+
+    They are when the logger needs them, at the end of an epoch, and after every 100 iterations.
+    """
+    intervals = {hook.interval for hook in runner.hooks if isinstance(hook, LoggerHook)} | {100}
+    done = batch_idx + 1
+    return done == len(runner.train_dataloader) or any(done % n == 0 for n in intervals)
 
 
 def classes_of(checkpoint: Mapping[str, Any]) -> list[str] | None:
@@ -123,12 +185,28 @@ def unwrap(model: nn.Module) -> Any:
     return model.module if is_model_wrapper(model) else model
 
 
-def diverged(runner, what: str) -> InputError:
+def check_finite(runner) -> None:
+    """Check losses and weights before the weights are saved.
+
+    Raises:
+        InputError: If a loss or a weight is not finite.
+    """
+    for hook in runner.hooks:
+        if isinstance(hook, GuardHook):
+            hook.read_losses(runner)
+    # A finite loss can have an infinite gradient, and infinite weights after the next step.
+    finite = torch.stack([tensor.isfinite().all() for tensor in runner.model.parameters()])
+    if not finite.all():
+        raise diverged(runner, "the weights are not finite", runner.iter + 1)
+
+
+def diverged(runner, what: str, iteration: int) -> InputError:
     """Make the error for a training that diverged.
 
     Args:
-        runner: The runner; the message gives its iteration, learning rate and last checkpoint.
+        runner: The runner; the message gives its learning rate and last checkpoint.
         what: Name of what is not finite.
+        iteration: Number of the iteration, from 1 on.
     """
     lr = runner.optim_wrapper.get_lr()["lr"][0]
     last = runner.message_hub.runtime_info.get("last_ckpt")
@@ -138,7 +216,7 @@ def diverged(runner, what: str) -> InputError:
         "" if isinstance(runner.train_loop, IterBasedTrainLoop) else f"epoch {runner.epoch + 1}, "
     )
     return InputError(
-        f"{what} at iteration {runner.iter + 1} ({epoch}learning rate "
+        f"{what} at iteration {iteration} ({epoch}learning rate "
         f"{lr:.3g}); {kept}. Start again {start}in another --work-dir, with a lower learning rate "
         "(`optim_wrapper.optimizer.lr=...`), a longer warm-up, or without --amp"
     )

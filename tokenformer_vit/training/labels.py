@@ -7,8 +7,11 @@ and a small kernel for each image on the GPU, although only the label is used.
 from collections.abc import Mapping
 from typing import Any, cast
 
+import numpy as np
+import torch
 from mmpretrain.datasets import PackInputs
-from mmpretrain.models import ClsDataPreprocessor, LinearClsHead
+from mmpretrain.models import ClsDataPreprocessor, LabelSmoothLoss, LinearClsHead
+from mmpretrain.models.utils.batch_augments import CutMix, Mixup
 from mmpretrain.registry import MODELS, TRANSFORMS
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
@@ -54,9 +57,61 @@ class PackLabels(PackInputs):
         return {"inputs": self.format_input(results["img"]), "data_samples": results["gt_label"]}
 
 
+def _draw_order(images: Tensor) -> Tensor:
+    """Draw the partner of each image, on the processor, and copy it without waiting."""
+    order = torch.randperm(len(images), pin_memory=images.is_cuda)
+    return order.to(images.device, non_blocking=True)
+
+
+class DeviceMixup(Mixup):
+    """mmpretrain's ``Mixup``, whose indices are on the device of the images."""
+
+    def mix(self, batch_inputs: Tensor, batch_scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Mix each image, (N, C, H, W), and its scores, (N, K), with those of another."""
+        lam = np.random.beta(self.alpha, self.alpha)  # noqa: NPY002  # checkpoints keep its state
+        order = _draw_order(batch_inputs)
+        images, scores = (
+            lam * each + (1 - lam) * each[order] for each in (batch_inputs, batch_scores)
+        )
+        return images, scores
+
+
+class DeviceCutMix(CutMix):
+    """mmpretrain's ``CutMix``, whose indices are on the device of the images."""
+
+    def mix(self, batch_inputs: Tensor, batch_scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Paste into each image, (N, C, H, W), a box of another; mix scores, (N, K), likewise."""
+        lam = np.random.beta(self.alpha, self.alpha)  # noqa: NPY002  # checkpoints keep its state
+        order = _draw_order(batch_inputs)
+        height, width = batch_inputs.shape[-2:]
+        (y1, y2, x1, x2), lam = self.cutmix_bbox_and_lam((height, width), lam)
+        boxes = batch_inputs[:, :, y1:y2, x1:x2]
+        boxes.copy_(boxes[order])
+        return batch_inputs, lam * batch_scores + (1 - lam) * batch_scores[order]
+
+
+# Mixing from mmpretrain, and the form that is built from its settings.
+_ON_DEVICE: dict[type, Any] = {
+    Mixup: lambda stock: DeviceMixup(**vars(stock)),
+    CutMix: lambda stock: DeviceCutMix(**vars(stock)),
+}
+
+
 @MODELS.register_module()
 class LabelPreprocessor(ClsDataPreprocessor):
-    """mmpretrain's ``ClsDataPreprocessor``, which also takes labels as one tensor."""
+    """mmpretrain's ``ClsDataPreprocessor``, which also takes labels as one tensor.
+
+    With these, nothing waits for the GPU. Mixup and CutMix draw the same numbers as mmpretrain's.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._non_blocking = True
+        if self.batch_augments is not None:
+            self.batch_augments.augments = [
+                _ON_DEVICE.get(type(augment), lambda same: same)(augment)
+                for augment in self.batch_augments.augments
+            ]
 
     def forward(self, data: dict, training: bool = False) -> dict:
         """Normalise the images of a batch, and mix them in training.
@@ -100,4 +155,7 @@ class LabelHead(LinearClsHead):
         if not isinstance(data_samples, Tensor):
             return super().loss(feats, data_samples, **kwargs)
         scores, loss = self(feats), cast(nn.Module, self.loss_module)
+        if isinstance(loss, LabelSmoothLoss) and data_samples.ndim == 1:
+            # The loss would make the same, but read the labels from the GPU to check them.
+            data_samples = one_hot(data_samples, scores.shape[1])
         return {"loss": loss(scores, data_samples, avg_factor=len(scores), **kwargs)}

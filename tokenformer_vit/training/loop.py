@@ -1,6 +1,6 @@
 """Loops and samplers of mmengine that can start in the middle of an epoch."""
 
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from itertools import count, islice
 from typing import Any
@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 from mmengine.dataset import DefaultSampler
+from mmengine.device import get_device
 from mmengine.registry import DATA_SAMPLERS, LOOPS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
+from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 
@@ -120,6 +122,37 @@ def loading_explained() -> Iterator[None]:
         ) from error
 
 
+def copied_ahead(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+    """Copy batches to a GPU on a stream of their own.
+
+    The processor is ahead of the GPU, which copies a batch while it still computes the step before.
+    A batch is taken only when the loop asks for it: a resume loses none and repeats none, and the
+    order of random draws stays. On a CPU the batches stay as they are.
+
+    Args:
+        batches: Dicts with tensors in pinned memory; what is not a tensor stays as it is.
+        device: Device of the model.
+    """
+    if device.type != "cuda":
+        yield from batches
+        return
+    side = torch.cuda.Stream(device)
+    for batch in batches:
+        if isinstance(batch, Mapping):
+            main = torch.cuda.current_stream(device)
+            with torch.cuda.stream(side):
+                copies = {
+                    name: value.to(device, non_blocking=True)
+                    for name, value in batch.items()
+                    if isinstance(value, Tensor)
+                }
+            main.wait_stream(side)
+            for copy in copies.values():
+                copy.record_stream(main)  # or the side stream could reuse its memory too early
+            batch = {**batch, **copies}
+        yield batch
+
+
 @LOOPS.register_module()
 class ResumableEpochLoop(EpochBasedTrainLoop):
     """mmengine's epoch loop; it can resume in the middle of an epoch."""
@@ -137,7 +170,8 @@ class ResumableEpochLoop(EpochBasedTrainLoop):
         first = self._iter - self._epoch * len(loader)
         if first:
             loader.sampler.start = first * loader.batch_size
-        for batch_idx, data_batch in enumerate(loader, start=first):
+        batches = copied_ahead(loader, torch.device(get_device()))
+        for batch_idx, data_batch in enumerate(batches, start=first):
             self.run_iter(batch_idx, data_batch)
         self.runner.call_hook("after_train_epoch")
         self._epoch += 1
@@ -164,7 +198,7 @@ class ResumableIterLoop(IterBasedTrainLoop):
         optim.initialize_count_status(self.runner.model, self._iter * each, self._max_iters * each)
         loader.sampler.start = self._iter * each * loader.batch_size
         del self.dataloader_iterator  # of the base class; its workers would keep running
-        batches = iter(loader)
+        batches = copied_ahead(loader, torch.device(get_device()))
         while self._iter < self._max_iters and not self.stop_training:
             self.runner.model.train()
             self.run_iter(list(islice(batches, each)))

@@ -1,31 +1,91 @@
-"""Validation metrics of image classifiers."""
+"""Validation metrics that wait for the GPU once, at the end of a validation."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from mmengine.dist import all_reduce, get_dist_info
+from mmengine.evaluator import BaseMetric
 from mmpretrain.evaluation import Accuracy
 from mmpretrain.registry import METRICS
+from torch import Tensor
 
 # Not "loss" or "val_loss": mmengine logs the mean of the last ten of such a name.
 VAL_LOSS = "cross_entropy"
 
 
+class RowMetric(BaseMetric):
+    """A metric of a few numbers for each sample, which stay on the device until the end.
+
+    Processes exchange them in one operation; mmengine does it through files. A subclass appends
+    (B, C) float64 to ``results``, and computes its figures from all rows in the order of the data
+    set.
+    """
+
+    def evaluate(self, size: int) -> dict[str, float]:
+        """Return the figures of all processes.
+
+        Args:
+            size: Number of samples; a sampler may have repeated some to deal them evenly.
+        """
+        rows = _of_all_processes(torch.cat(self.results), size)
+        self.results.clear()
+        prefix = f"{self.prefix}/" if self.prefix else ""
+        return {f"{prefix}{name}": value for name, value in self.compute_metrics(rows).items()}  # type: ignore[arg-type]
+
+
+def _of_all_processes(rows: Tensor, size: int) -> Tensor:
+    """Merge the rows of the processes, (n, C), into at most (size, C) on the CPU."""
+    rank, world = get_dist_info()
+    if world == 1:
+        return rows[:size].cpu()
+    # Samplers deal the samples in turn. The first column stays 0 where a sampler left one out.
+    merged = rows.new_zeros(size, 1 + rows.shape[1])
+    own = merged[rank::world]
+    own[: len(rows)] = F.pad(rows[: len(own)], (1, 0), value=1)
+    all_reduce(merged)
+    merged = merged.cpu()
+    return merged[merged[:, 0] > 0, 1:]
+
+
 @METRICS.register_module()
-class AccuracyAndLoss(Accuracy):
+class AccuracyAndLoss(RowMetric, Accuracy):
     """mmpretrain's accuracy, and the mean cross-entropy of the validation images.
 
     The loss is ``cross_entropy``, in nats, of only the true labels. A recipe that smooths labels
     or mixes images has a higher training loss for the same model.
     """
 
-    def compute_metrics(self, results: list[Any]) -> dict[str, float]:
-        """Compute accuracy and loss from the collected results of all processes."""
-        scores = torch.stack([result["pred_score"] for result in results]).double()  # (images, K)
-        labels = torch.cat([result["gt_label"] for result in results])  # (images,)
+    def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
+        """Note the score of each true label, and its place among the best."""
+        scores = torch.stack([sample["pred_score"] for sample in data_samples]).float()  # (B, K)
+        labels = torch.cat([sample["gt_label"] for sample in data_samples])[:, None]  # (B, 1)
+        best = scores.topk(max(self.topk), dim=1).indices
+        self.results.append(torch.cat([scores.gather(1, labels), best == labels], dim=1).double())
+
+    def compute_metrics(self, results: Tensor) -> dict[str, float]:  # type: ignore[override]
+        """Compute accuracy and loss.
+
+        Args:
+            results: (N, 1 + k) scores of the true labels; 1 at their place among the best k.
+        """
+        scores, places = results[:, 0], results[:, 1:]
+        found = {}
+        for k in self.topk:
+            for thr in self.thrs:
+                name = f"top{k}"
+                if len(self.thrs) > 1:
+                    name += "_no-thr" if thr is None else f"_thr-{thr:.2f}"
+                right = places[:, :k].any(dim=1)
+                if thr is not None:
+                    right &= scores.float() > thr
+                # In float32, as mmpretrain's.
+                found[name] = right.sum().float().mul(100.0 / len(right)).item()
         # A probability may have been rounded to zero.
-        logs = scores.clamp_min(torch.finfo(torch.float32).tiny).log()
-        return {**super().compute_metrics(results), "loss": F.nll_loss(logs, labels).item()}
+        logs = scores.clamp_min(torch.finfo(torch.float32).tiny).log()[:, None]
+        loss = F.nll_loss(logs, torch.zeros(len(logs), dtype=torch.long))
+        return {**found, "loss": loss.item()}
 
     def evaluate(self, size: int) -> dict[str, float]:
         """Return ``accuracy/top1`` and so on, and ``cross_entropy``."""

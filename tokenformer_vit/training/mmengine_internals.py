@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from mmengine.config import Config
 from mmengine.hooks import CheckpointHook
+from mmengine.model import BaseDataPreprocessor
 from mmengine.optim import OptimWrapper
 from mmengine.optim.scheduler.param_scheduler import _ParamScheduler
 from mmengine.runner import CheckpointLoader, EpochBasedTrainLoop, IterBasedTrainLoop, Runner
@@ -54,6 +55,9 @@ INTERNALS = (
         ("cfg_path", "filename"),
     ),
     # Used by a subclass of its owner.
+    Internal(
+        BaseDataPreprocessor, "_non_blocking", "mmpretrain's preprocessor has no argument for it."
+    ),
     Internal(EpochBasedTrainLoop, "_iter", "The loop starts in the middle of an epoch."),
     Internal(EpochBasedTrainLoop, "_epoch", "The loop counts the epochs itself."),
     Internal(IterBasedTrainLoop, "_iter", "The loop counts optimiser steps."),

@@ -17,13 +17,10 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.models.card import describe_pairs
 
-from .guard import unwrap
+from .guard import losses_are_due, unwrap
 from .loop import validations_left
 from .mmengine_internals import accumulation
 from .optim import AutocastOptimWrapper
-
-# Number of iterations over which the log averages the speed.
-_WINDOW = 10
 
 
 def dtype_of(runner: Any) -> str:
@@ -156,10 +153,12 @@ class _Bar(tqdm):
 class ProgressHook(Hook):
     """Describe the run at its start, then show speed and ETA.
 
-    The log lines get ``images/s`` or, for text, ``tokens/s``: the mean over the last ten
-    iterations, of all processes together. Where standard error is a terminal, a bar shows the same
-    for the whole run. The bar's ETA includes the remaining validations, each as long as the average
-    one so far; before the first validation it counts only training.
+    The log lines get ``images/s`` or, for text, ``tokens/s``: the mean since the losses were read
+    the last time, of all processes together. At these times the processor waits for the GPU; the
+    time of an iteration between them is not the time of the GPU. Where standard error is a
+    terminal, a bar shows the same for the whole run. The bar's ETA includes the remaining
+    validations, each as long as the average one so far; before the first validation it counts only
+    training.
     """
 
     _bar: _Bar | None = None
@@ -168,6 +167,7 @@ class ProgressHook(Hook):
         """Describe the run, and open the bar at the iteration where it continues."""
         self._open = ExitStack()
         self._units = _units_per_iteration(runner)
+        self._first, self._steps = runner.iter, 0
         if not is_main_process():
             return
         runner.logger.info(describe_run(runner))
@@ -188,21 +188,23 @@ class ProgressHook(Hook):
     def after_train_iter(
         self, runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
-        """Log the speed, and advance the bar."""
+        """Advance the bar; where the losses are read, log the speed."""
+        if self._bar is not None:
+            self._bar.update()
+        self._steps += 1
+        if runner.iter != self._first and not losses_are_due(runner, batch_idx):
+            return
         scalars, (number, unit) = runner.message_hub.log_scalars, self._units
         if "train/time" in scalars:  # from mmengine's IterTimerHook
-            seconds = scalars["train/time"].mean(_WINDOW)
+            seconds = scalars["train/time"].mean(self._steps)
             runner.message_hub.update_scalar(f"train/{unit}/s", number / seconds)
-        bar = self._bar
-        if bar is None:
-            return
-        bar.update()
-        if outputs and not bar.disable:
+        self._steps = 0
+        if self._bar is not None and "train/loss" in scalars:
             epoch = {"epoch": f"{runner.epoch + 1}/{runner.max_epochs}"}
             if isinstance(runner.train_loop, IterBasedTrainLoop):
                 epoch = {}
-            loss = f"{float(outputs['loss']):.4f}"
-            bar.set_postfix({**epoch, "loss": loss}, refresh=False)
+            loss = f"{scalars['train/loss'].current():.4f}"
+            self._bar.set_postfix({**epoch, "loss": loss}, refresh=False)
 
     def before_val(self, runner) -> None:
         """Note when a validation begins."""

@@ -38,6 +38,7 @@ class Termination:
     def __init__(self) -> None:
         self.running = torch.zeros(1, dtype=torch.uint8).share_memory_()
         self._noted = False
+        self._answer: Callable[[], bool] = lambda: False
         self._before: Any = None
 
     def begin(self) -> None:
@@ -59,16 +60,36 @@ class Termination:
     def requested(self) -> bool:
         """Tell whether any process of the run got a SIGTERM.
 
-        All processes must call this at the same iteration; all get the same answer.
+        All processes must call this at the same iteration; all get the same answer. With several
+        processes it is the answer to the previous call: to wait for this one would let the GPU run
+        idle.
         """
         if get_world_size() == 1:
             return self._noted
-        flag = torch.tensor(int(self._noted), device=get_device())
+        # torch.tensor would copy from the CPU, which waits, too.
+        flag = torch.full((), int(self._noted), device=get_device())
         all_reduce(flag, op="max")
-        return bool(flag)
+        previous, self._answer = self._answer, _read_later(flag)
+        return previous()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted = True
+
+
+def _read_later(flag: torch.Tensor) -> Callable[[], bool]:
+    """Return a function that waits until the GPU has computed a flag, and reads it."""
+    if not flag.is_cuda:
+        return lambda: bool(flag)
+    copy = torch.empty_like(flag, device="cpu", pin_memory=True)
+    copy.copy_(flag, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> bool:
+        copied.synchronize()
+        return bool(copy)
+
+    return read
 
 
 class PatientWorker:

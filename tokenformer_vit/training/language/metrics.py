@@ -8,15 +8,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from mmengine.evaluator import BaseMetric
+import torch
 from mmpretrain.registry import METRICS
 from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 
+from ..metrics import RowMetric
+
 
 @METRICS.register_module()
-class Perplexity(BaseMetric):
+class Perplexity(RowMetric):
     """exp(mean cross-entropy per token), over all rows and over the rows of each text.
 
     Every token of a text except the first counts once. It is predicted from the tokens before it in
@@ -27,24 +29,29 @@ class Perplexity(BaseMetric):
 
     def process(self, data_batch: Any, data_samples: Sequence[dict[str, Tensor]]) -> None:
         """Collect the sums of a batch."""
-        for row in data_samples:
-            losses = row["losses"].double()
-            self.results.append((int(row["source"]), float(losses.sum()), len(losses)))
+        sums = torch.stack([row["losses"].double().sum() for row in data_samples])
+        sources = torch.stack([row["source"] for row in data_samples])
+        tokens = torch.full_like(sums, len(data_samples[0]["losses"]))
+        self.results.append(torch.stack([sources, sums, tokens], dim=1))
 
-    def compute_metrics(self, results: list[tuple[int, float, int]]) -> dict[str, float]:
-        """Return ``perplexity``; with several texts also ``perplexity/<name of the folder>``."""
+    def compute_metrics(self, results: Tensor) -> dict[str, float]:  # type: ignore[override]
+        """Return ``perplexity``; with several texts also ``perplexity/<name of the folder>``.
+
+        Args:
+            results: (N, 3), for each row the number of its text, the sum of its losses and the
+                number of its tokens.
+        """
         names = (self.dataset_meta or {}).get("sources", ("",))
         parts = {"": results}
         if len(names) > 1:
             parts |= {
-                f"/{name}": [result for result in results if result[0] == number]
-                for number, name in enumerate(names)
+                f"/{name}": results[results[:, 0] == number] for number, name in enumerate(names)
             }
         return {f"perplexity{part}": _perplexity(own) for part, own in parts.items()}
 
 
-def _perplexity(results: list[tuple[int, float, int]]) -> float:
-    total, tokens = (sum(column) for column in list(zip(*results, strict=True))[1:])
+def _perplexity(results: Tensor) -> float:
+    total, tokens = (sum(column) for column in results[:, 1:].T.tolist())
     try:
         return math.exp(total / tokens)
     except OverflowError:
@@ -52,7 +59,7 @@ def _perplexity(results: list[tuple[int, float, int]]) -> float:
 
 
 @METRICS.register_module()
-class AnswerAccuracy(BaseMetric):
+class AnswerAccuracy(RowMetric):
     """Percentage of answers in which every token is the most likely one.
 
     An answer is the tokens after a start token, up to and with an end token. Each token is
@@ -74,23 +81,31 @@ class AnswerAccuracy(BaseMetric):
         self._start, self._end = start, end
 
     def process(self, data_batch: Any, data_samples: Sequence[dict[str, Tensor]]) -> None:
-        """Collect the answers of a batch."""
-        for row in data_samples:
-            answers, right = 0, 0
-            begin: int | None = None
-            targets, hits = row["targets"].tolist(), row["right"].tolist()
-            for place, token in enumerate(targets):
-                if token == self._start:
-                    begin = place + 1
-                elif token == self._end and begin is not None:
-                    answers += 1
-                    right += all(hits[begin : place + 1])
-                    begin = None
-            self.results.append((answers, right))
+        """Count the answers of a batch, and those that are right."""
+        targets, right = (
+            torch.stack([row[key] for row in data_samples]) for key in ("targets", "right")
+        )  # (B, N)
+        places = torch.arange(targets.shape[1], device=targets.device)
+        start = targets == self._start
+        end = (targets == self._end) & ~start
+        # The last start up to each place, and the last end before it.
+        begin = torch.where(start, places, -1).cummax(dim=1).values
+        ended = torch.where(end, places, -1).cummax(dim=1).values.roll(1, dims=1)
+        ended[:, 0] = -1
+        answers = end & (begin > ended)
+        wrong = (~right).cumsum(dim=1)
+        none_wrong = wrong == wrong.gather(1, begin.clamp(min=0))
+        self.results.append(
+            torch.stack([answers.sum(dim=1), (answers & none_wrong).sum(dim=1)], dim=1).double()
+        )
 
-    def compute_metrics(self, results: list[tuple[int, int]]) -> dict[str, float]:
-        """Return ``answers/accuracy`` in percent, and ``answers/count``, the number of answers."""
-        answers, right = (sum(column) for column in zip(*results, strict=True))
+    def compute_metrics(self, results: Tensor) -> dict[str, float]:  # type: ignore[override]
+        """Return ``answers/accuracy`` in percent, and ``answers/count``, the number of answers.
+
+        Args:
+            results: (N, 2), the answers of each row, and the right ones among them.
+        """
+        answers, right = results.sum(dim=0).long().tolist()
         if not answers:
             raise InputError(
                 f"no row of the validation text has an answer between the tokens {self._start} "

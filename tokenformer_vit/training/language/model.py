@@ -75,7 +75,7 @@ class CausalLM(BaseModel):
         frozen_stem: bool = False,
         compile: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__({"type": "BaseDataPreprocessor", "non_blocking": True})
         secure_files()
         self.model: Any = _build(architecture, dict(config or {}), checkpoint)
         before = count_pairs(self.model) if masks and growth else {}
@@ -115,7 +115,7 @@ class CausalLM(BaseModel):
             mode: Mode of mmengine: ``loss``, ``predict`` or ``tensor``.
 
         Returns:
-            For ``loss`` a dict with the mean loss. For ``predict`` a dict for each row, on the CPU:
+            For ``loss`` a dict with the mean loss. For ``predict`` a dict for each row:
             ``losses`` (N,) float32; ``right`` (N,) bool, whether the most likely token is the true
             one; ``targets`` (N,); and ``source``. For ``tensor`` (B, N, V) logits.
         """
@@ -131,21 +131,27 @@ class CausalLM(BaseModel):
         return self.model(input_ids=inputs[:, :-1], use_cache=False).logits
 
     def _predict(self, inputs: Tensor, source: Tensor) -> list[dict[str, Tensor]]:
-        rows: list[dict[str, Tensor]] = [{} for _ in inputs]
-        for number in source.unique().tolist():
-            chosen = (source == number).nonzero()[:, 0]
-            logits = self._masked_logits(inputs[chosen], int(number)).float()
-            targets = inputs[chosen, 1:]
-            losses = F.cross_entropy(
-                logits.flatten(0, 1), targets.flatten(), reduction="none"
-            ).view_as(targets)
-            right = logits.argmax(dim=-1) == targets
-            for index, *values in zip(
-                chosen.tolist(), losses.cpu(), right.cpu(), targets.cpu(), strict=True
-            ):
-                rows[index] = dict(zip(("losses", "right", "targets"), values, strict=True))
-                rows[index]["source"] = source[index].cpu()
-        return rows
+        # Reading the numbers of the texts waits for the GPU; a single text needs no number.
+        parts: list[tuple[int, Any]] = [(0, slice(None))]
+        if len(self.sources) > 1:
+            parts = [
+                (int(number), (source == number).nonzero()[:, 0])
+                for number in source.unique().tolist()
+            ]
+        targets = inputs[:, 1:]
+        losses, right = torch.empty_like(targets, dtype=torch.float), targets.bool()
+        for number, chosen in parts:
+            logits = self._masked_logits(inputs[chosen], number).float()
+            own = targets[chosen]
+            losses[chosen] = F.cross_entropy(
+                logits.flatten(0, 1), own.flatten(), reduction="none"
+            ).view_as(own)
+            right[chosen] = logits.argmax(dim=-1) == own
+        names = ("losses", "right", "targets", "source")
+        return [
+            dict(zip(names, row, strict=True))
+            for row in zip(losses, right, targets, source, strict=True)
+        ]
 
     def _masked_logits(self, inputs: Tensor, source: int) -> Tensor:
         if self.masks is None:

@@ -1,0 +1,51 @@
+"""Labels as one tensor, and images mixed on their device: the numbers are mmpretrain's."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from mmpretrain.models import LabelSmoothLoss
+from mmpretrain.models.utils.batch_augments import RandomBatchAugment
+from torch.nn.functional import one_hot
+
+from tokenformer_vit.training import LabelHead, LabelPreprocessor
+
+CLASSES = 5
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+MIXUP, CUTMIX = {"type": "Mixup", "alpha": 0.8}, {"type": "CutMix", "alpha": 1.0}
+AUGMENTS = {
+    "mixup": {"augments": MIXUP},
+    "cutmix": {"augments": CUTMIX},
+    "minmax": {"augments": {**CUTMIX, "cutmix_minmax": [0.2, 0.8]}},
+    "uncorrected": {"augments": {**CUTMIX, "correct_lam": False}},
+    "either": {"augments": [MIXUP, CUTMIX], "probs": [0.4, 0.4]},
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("augments", AUGMENTS.values(), ids=AUGMENTS)
+def test_mixing_draws_what_mmpretrain_draws(augments, device, seed):
+    def mixed(mix):
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002  # mmpretrain draws from it
+        found = []
+        for images, labels in batches:
+            found += mix(images.clone().to(device), labels.to(device))
+        return [*found, torch.rand(1)]  # and leaves the generators where mmpretrain does
+
+    batches = [(torch.randn(6, 3, 9, 8), torch.randint(0, CLASSES, (6,))) for _ in range(4)]
+    stock = RandomBatchAugment(**copy.deepcopy(augments))
+    ours = LabelPreprocessor(num_classes=CLASSES, batch_augments=copy.deepcopy(augments)).to(device)
+    expected = mixed(lambda x, y: stock(x, one_hot(y, CLASSES)))
+    got = mixed(lambda x, y: ours({"inputs": x, "data_samples": y}, training=True).values())
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_smoothed_labels_give_the_loss_of_mmpretrain():
+    features, labels = (torch.randn(7, 4),), torch.randint(0, CLASSES, (7,))
+    head = LabelHead(CLASSES, 4, loss={"type": "LabelSmoothLoss", "label_smooth_val": 0.1})
+    stock = LabelSmoothLoss(0.1, CLASSES)
+    expected = stock(head(features), labels, avg_factor=7)
+    assert torch.equal(head.loss(features, labels)["loss"], expected)

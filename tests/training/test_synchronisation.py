@@ -1,0 +1,149 @@
+"""A training step reads nothing from the GPU; the log reads the losses at its interval."""
+
+import warnings
+from itertools import pairwise
+
+import pytest
+import torch
+from mmengine.hooks import EMAHook
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tokenformer_vit.training import ResumableEpochLoop, labels
+from tokenformer_vit.training.config import load_config
+from tokenformer_vit.training.launch import run_training
+
+# Operators whose result decides what the processor does next: numbers and variable sizes.
+OPERATORS = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select", "_unique2")
+# Methods that copy from a GPU, and that are no operator on a CPU.
+METHODS = (Tensor.cpu, Tensor.numpy, Tensor.tolist, Tensor.__array__)
+INTERVAL = 3  # of the logger; an epoch has six iterations
+RECIPE = """
+optim_wrapper = dict(clip_grad=dict(max_norm=1.0))
+model = dict(
+    train_cfg=dict(
+        _delete_=True, augments=[dict(type="Mixup", alpha=0.8), dict(type="CutMix", alpha=1.0)]
+    )
+)
+default_hooks = dict(logger=dict(interval=3))
+"""
+NO_MIXING = "model = dict(train_cfg=None)\ndefault_hooks = dict(logger=dict(interval=3))\n"
+
+
+class Operators(TorchDispatchMode):
+    """List the operators that would make the processor wait, if the tensors were on a GPU.
+
+    Tensors that are on the CPU on any machine, and what is computed of them, do not count.
+    """
+
+    def __init__(self, found):
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        on_cpu = tensors and all(getattr(x, "on_cpu", False) for x in tensors)
+        result = func(*args, **(kwargs or {}))
+        if on_cpu:
+            for x in tree_leaves(result):
+                if isinstance(x, Tensor):
+                    x.on_cpu = True
+        elif func.overloadpacket.__name__ in OPERATORS or _by_mask(func, args):
+            self.found.append(str(func))
+        return result
+
+
+class Methods(TorchFunctionMode):
+    """List the methods that do the same."""
+
+    def __init__(self, found):
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in METHODS:
+            self.found.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _by_mask(func, args):
+    """Tell whether an operator takes the elements where a mask is true."""
+    is_index = func.overloadpacket.__name__ in ("index", "index_put", "index_put_")
+    return is_index and any(x is not None and x.dtype == torch.bool for x in args[1])
+
+
+@pytest.fixture
+def configured(config, data_root, tmp_path):
+    """Make the config of a run with other settings."""
+
+    def make(text, **options):
+        path = tmp_path / "own.py"
+        path.write_text(f"_base_ = {str(config)!r}\n{text}")
+        options = {"train_cfg.max_epochs": 2, **options}
+        cfg = load_config(path, options, str(data_root), work_dir=str(tmp_path / "run"))
+        cfg.launcher = "none"
+        del cfg.default_hooks.curves  # drawing takes longer than these runs
+        return cfg
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("recipe", "accumulate"),
+    [
+        pytest.param(RECIPE, 1, id="mixing"),
+        pytest.param(NO_MIXING, 4, id="labels", marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_reads_no_tensor_between_two_lines_of_the_log(
+    configured, monkeypatch, recipe, accumulate
+):
+    run_iter, reads = ResumableEpochLoop.run_iter, {}
+
+    def watched(loop, batch_idx, data_batch):
+        for state in loop.runner.optim_wrapper.optimizer.state.values():
+            state["step"].on_cpu = True
+        for hook in loop.runner.hooks:
+            if isinstance(hook, EMAHook):
+                hook.ema_model.steps.on_cpu = True
+        found = reads.setdefault(loop.iter + 1, [])
+        with Operators(found), Methods(found):
+            run_iter(loop, batch_idx, data_batch)
+
+    monkeypatch.setattr(ResumableEpochLoop, "run_iter", watched)
+    # PyTorch's reads the labels on a CPU alone, to check them.
+    monkeypatch.setattr(labels, "one_hot", lambda y, k: (y[:, None] == torch.arange(k)).long())
+    run_training(configured(recipe, **{"optim_wrapper.accumulative_counts": accumulate}))
+    assert len(reads) == 12
+    # The first loss is read, too, and the first step makes the optimiser's counters.
+    between = {number for number in reads if number % INTERVAL and number > accumulate}
+    assert {number: reads[number] for number in between} == {key: [] for key in between}
+    assert all(reads[number] == ["tolist"] for number in (3, 6, 9, 12))
+
+
+@pytest.mark.gpu
+def test_a_step_on_a_gpu_does_not_wait(configured, monkeypatch):
+    run_iter, starts = ResumableEpochLoop.run_iter, []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+
+        def watched(loop, batch_idx, data_batch):
+            torch.cuda.set_sync_debug_mode("warn")
+            starts.append(len(caught))
+            run_iter(loop, batch_idx, data_batch)
+
+        monkeypatch.setattr(ResumableEpochLoop, "run_iter", watched)
+        try:
+            run_training(configured(RECIPE))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    # Up to the start of the next step: the copy of its batch counts, too.
+    waits = {
+        number: [str(w.message) for w in caught[start:end] if "synchronizing" in str(w.message)]
+        for number, (start, end) in enumerate(pairwise([*starts, len(caught)]), start=1)
+    }
+    between = {number for number in waits if number % INTERVAL and number > 1}
+    assert {number: waits[number] for number in between} == {key: [] for key in between}
+    assert waits[INTERVAL]
