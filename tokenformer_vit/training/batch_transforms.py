@@ -16,7 +16,7 @@ from torchvision.transforms.v2 import functional
 
 from tokenformer_vit.errors import InputError
 
-__all__ = ["BatchTransforms"]
+__all__ = ["BatchTransforms", "without_waiting"]
 
 
 class BatchTransforms:
@@ -58,6 +58,13 @@ class BatchTransforms:
         return images
 
 
+def without_waiting(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor from the processor to a device; a GPU goes on computing meanwhile."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 class _Crop:
     num_draws = 2
 
@@ -75,7 +82,8 @@ class _Crop:
             images = functional.pad(images, padding, fill=self._fill)
         height, width = (min(sizes) for sizes in zip(self._size, images.shape[2:], strict=True))
         windows = images.unfold(2, height, 1).unfold(3, width, 1)  # (N, 3, tops, lefts, H', W')
-        offsets = (draws * torch.tensor(windows.shape[2:4])).long().to(images.device)
+        offsets = (draws * torch.tensor(windows.shape[2:4])).long()
+        offsets = without_waiting(offsets, images.device)
         rows = torch.arange(len(images), device=images.device)
         return windows[rows, :, offsets[:, 0], offsets[:, 1]]
 
@@ -92,7 +100,7 @@ class _Flip:
         self._prob, self._flip = transform.prob, flips[transform.direction]
 
     def __call__(self, images: Tensor, draws: Tensor) -> Tensor:
-        flipped = (draws < self._prob).to(images.device)
+        flipped = without_waiting(draws < self._prob, images.device)
         return torch.where(flipped[:, :, None, None], self._flip(images), images)
 
 
@@ -123,8 +131,8 @@ class _Choice:
                 continue
             values = _values(operation, draws[rows, 2], draws[rows, 3])
             if change := _COLOURS.get(type(operation)):
-                here = rows.to(images.device)
-                factors = values.float().to(images.device)[:, None, None, None]
+                here = without_waiting(rows, images.device)
+                factors = without_waiting(values.float(), images.device)[:, None, None, None]
                 changed = change(operation, images.index_select(0, here), factors)
                 images.index_copy_(0, here, changed)
             else:
@@ -133,7 +141,7 @@ class _Choice:
                 warps.setdefault(how, []).append((rows, matrices))
         for how, parts in warps.items():
             rows, matrices = (
-                torch.cat(each).to(images.device) for each in zip(*parts, strict=True)
+                without_waiting(torch.cat(each), images.device) for each in zip(*parts, strict=True)
             )
             images.index_copy_(0, rows, _warp(images.index_select(0, rows), matrices, *how))
 
@@ -248,9 +256,9 @@ def _warp(images: Tensor, matrices: Tensor, interpolation: str, pad_val: Any) ->
     y = torch.arange(height, device=images.device)[:, None]
     # Sums instead of a matrix product, whose rounding depends on the size of the batch.
     places = matrices[:, :, 0] * x + matrices[:, :, 1] * y + matrices[:, :, 2]  # (N, 2, H, W)
-    sizes = torch.tensor([width, height], device=images.device)
+    sizes = without_waiting(torch.tensor([width, height]), images.device)
     grid = (2 * places.permute(0, 2, 3, 1) + 1) / sizes - 1  # (N, H, W, 2), from -1 to 1
-    fill = torch.tensor(pad_val, dtype=torch.float, device=images.device).view(-1, 1, 1)
+    fill = without_waiting(torch.tensor(pad_val, dtype=torch.float), images.device).view(-1, 1, 1)
     # It reads zeros outside.
     warped = grid_sample(images - fill, grid, mode=interpolation, align_corners=False) + fill
     return warped.round_().clamp_(0, 255).to(torch.uint8)

@@ -24,7 +24,7 @@ from tokenformer_vit.growth import (
 from tokenformer_vit.layers.segments import fuse_state_dict, part_name
 
 from .checkpoint import check_schedule_is_kept
-from .guard import unwrap
+from .guard import check_finite, unwrap
 from .mmengine_internals import is_resuming
 from .parameter_groups import align_schedulers, fit_groups
 
@@ -152,6 +152,7 @@ class GrowthHook(Hook):
             event = self.schedule[self._done]
             if self._start(runner, event) > runner.iter:
                 break
+            check_finite(runner)  # growth would hide which iteration diverged
             before = _count(runner.model)
             self._grow(runner, runner.optim_wrapper.optimizer)
             _rewrap(runner)

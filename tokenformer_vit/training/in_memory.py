@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from tokenformer_vit.errors import InputError
 
-from .batch_transforms import BatchTransforms
+from .batch_transforms import BatchTransforms, without_waiting
 from .labels import PackLabels
 from .transforms import SeededTransforms
 
@@ -96,7 +96,7 @@ class ImagesInMemory(CustomDataset):
             )
         assert self._images is not None
         rows = torch.tensor(indices)
-        images = self._images.index_select(0, rows.to(self._images.device))
+        images = self._images.index_select(0, without_waiting(rows, self._images.device))
         if self._seeded is not None:
             images = self._augment(images, self._numbers(self._seeded)[rows])
         labels: Any = self._labels[rows]

@@ -18,6 +18,8 @@ from torch.nn.functional import one_hot
 
 from tokenformer_vit.errors import InputError
 
+from .batch_transforms import without_waiting
+
 
 def check_labels(cfg: Mapping[str, Any], path: str) -> None:
     """Check that the model of a config takes labels in the form in which they are packed.
@@ -59,8 +61,7 @@ class PackLabels(PackInputs):
 
 def _draw_order(images: Tensor) -> Tensor:
     """Draw the partner of each image, on the processor, and copy it without waiting."""
-    order = torch.randperm(len(images), pin_memory=images.is_cuda)
-    return order.to(images.device, non_blocking=True)
+    return without_waiting(torch.randperm(len(images)), images.device)
 
 
 class DeviceMixup(Mixup):
