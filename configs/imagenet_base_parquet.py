@@ -10,7 +10,8 @@
 # Expected:  as imagenet_base: the same images and recipe
 _base_ = "imagenet_base.py"
 
-data = dict(type="HuggingFaceImages", data_root="hf://datasets/ILSVRC/imagenet-1k")
-train_dataloader = dict(dataset=data)
-val_dataloader = dict(dataset=dict(data, split="validation"))
+train_dataloader = dict(
+    dataset=dict(type="HuggingFaceImages", data_root="hf://datasets/ILSVRC/imagenet-1k")
+)
+val_dataloader = dict(dataset=dict(train_dataloader["dataset"], split="validation"))
 test_dataloader = val_dataloader

@@ -87,6 +87,18 @@ def shared_data() -> Callable[[str], Path]:
     return find
 
 
+@pytest.fixture(scope="session")
+def arrow_cache(tmp_path_factory) -> Iterator[Path]:
+    """Let the library datasets write its copies into a temporary folder; return the folder."""
+    config = pytest.importorskip("datasets.config")
+    folder = tmp_path_factory.mktemp("arrow_cache")
+    with (
+        patch.object(config, "HF_DATASETS_CACHE", folder),
+        patch.dict(os.environ, HF_DATASETS_CACHE=str(folder)),
+    ):
+        yield folder
+
+
 class Done(NamedTuple):
     """How a command ended, and what it printed; ``output`` is stdout and stderr as they came."""
 

@@ -6,8 +6,9 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from functools import partial
+from glob import escape
 from hashlib import sha256
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,35 +72,31 @@ class ImageRows(Sequence):
         """Return an image in mmpretrain's words.
 
         Returns:
-            ``gt_label``; ``img_bytes``, the content of an image file; and ``img_path``, its file
-            and row. Where a row has only the path of an image file, ``img_path`` is this path, and
-            there is no ``img_bytes``.
+            ``img_path``, its file and row; ``img_bytes``, the content of an image file; and
+            ``gt_label``.
         """
         row = int(self._order[index])
-        image: Any = self._rows[row]["image"] or {}
-        found = {"img_path": self._where(row), "gt_label": int(self.labels[index])}
-        if image.get("bytes") is None and image.get("path"):
-            return {**found, "img_path": image["path"]}
-        return {**found, "img_bytes": image.get("bytes") or b""}
+        return {
+            "img_path": self._where(row),
+            "img_bytes": self._rows[row]["image"]["bytes"],
+            "gt_label": int(self.labels[index]),
+        }
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 of the label and the size in bytes of each image, in order.
-
-        Where a row has only the path of an image file, its last two parts take the place of the
-        size. No image is read.
-        """
+        """Return a SHA-256 of the label and the size in bytes of each image; none is read."""
         import pyarrow.compute as pc
 
-        images = self._rows.data.column("image")
-        sizes = pc.binary_length(pc.struct_field(images, "bytes"))
-        order = self._order.numpy()
+        sizes = pc.binary_length(_contents(self._rows)).to_numpy().astype(np.int64)
         digest = sha256(self.labels.numpy().tobytes())
-        digest.update(sizes.fill_null(-1).to_numpy().astype(np.int64)[order].tobytes())
-        if sizes.null_count:
-            paths = pc.struct_field(images, "path").to_pylist()
-            names = ("/".join(PurePath(paths[row] or "").parts[-2:]) for row in order)
-            digest.update("\n".join(names).encode("utf-8", "surrogateescape"))
+        digest.update(sizes[self._order.numpy()].tobytes())
         return digest.hexdigest()
+
+
+def _contents(rows: "Dataset") -> Any:
+    """Return the content of the image files of all rows, memory-mapped."""
+    import pyarrow.compute as pc
+
+    return pc.struct_field(rows.data.column("image"), "bytes")
 
 
 def open_images(
@@ -135,7 +132,7 @@ def open_images(
     Raises:
         InputError: If ``datasets`` is not installed; the source, the split or a column is missing;
             a file cannot be read or downloaded, or the copy not be written; two files have other
-            classes; or a label is missing or out of range.
+            classes; an image is missing; or a label is missing or out of range.
     """
     try:
         from datasets import Image, logging
@@ -152,10 +149,11 @@ def open_images(
     rows, columns, where = (_open_saved if is_saved else _open_parquet)(folder, split, find_columns)
     rows = rows.with_format(None).select_columns(columns)
     rows = rows.rename_columns(dict(zip(columns, ("image", "label"), strict=True)))
+    rows = rows.cast_column("image", Image(decode=False))
     names = classes or _names(rows.features["label"])
     labels = _read_labels(rows, names, where)
-    names = names or numbered(int(labels.max()) + 1)
-    return ImageRows(rows.cast_column("image", Image(decode=False)), labels, names, where)
+    _check_contents(rows, where)
+    return ImageRows(rows, labels, names or numbered(int(labels.max()) + 1), where)
 
 
 class _Where:
@@ -256,7 +254,8 @@ def _open_parquet(
     way_out = "make room, set HF_DATASETS_CACHE to another folder, or download damaged files again"
     copy = f"the rows of {split} in {folder} cannot be copied to {config.HF_DATASETS_CACHE}"
     with _explained(copy, way_out):
-        rows: Any = Dataset.from_parquet([str(path) for path in paths], split, columns=columns)
+        patterns: Any = [escape(str(path)) for path in paths]  # datasets takes paths as patterns
+        rows: Any = Dataset.from_parquet(patterns, split, columns=columns)
     return rows, columns, _Where(paths, starts)
 
 
@@ -303,7 +302,7 @@ def _find_columns(
 
 
 def _is_image(kind: Any) -> bool:
-    """Tell whether a type of Arrow holds the content or the path of a file."""
+    """Tell whether a type of Arrow holds the content and the path of a file."""
     from pyarrow import types
 
     return types.is_struct(kind) and {"bytes", "path"} <= {field.name for field in kind}
@@ -324,3 +323,14 @@ def _read_labels(rows: "Dataset", names: Sequence[str] | None, where: _Where) ->
             "with labels, or give all class names"
         )
     return labels
+
+
+def _check_contents(rows: "Dataset", where: _Where) -> None:
+    """Check that each row has the content of an image file; a path would be of another machine."""
+    contents = _contents(rows)
+    if contents.null_count:
+        row = contents.is_null().index(True).as_py()
+        raise InputError(
+            f"{where(row)}: there is no image, or only the path of one; use data that contain "
+            "their images"
+        )
