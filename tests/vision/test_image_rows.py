@@ -347,7 +347,9 @@ def test_missing_folders_files_and_rows(tmp_path):
     assert f"no folder {tmp_path / 'none'}" in refused(tmp_path / "none", "train")
     assert "no *.parquet file" in refused(tmp_path, "train")
     write(tmp_path / "train-0.parquet", [])
-    assert "train-0.parquet has no rows" in refused(tmp_path, "train")
+    assert "no data" in refused(tmp_path, "train")
+    images = write(tmp_path / "train-1.parquet", [2, 2])
+    assert contents(open_images(tmp_path, "train")) == [(image, 2) for image in images]
     write(tmp_path / "b/train-0.parquet", [0])
     assert "several folders" in refused(tmp_path, "train")
 

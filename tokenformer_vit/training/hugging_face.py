@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from mmengine.dataset import force_full_init
 from mmpretrain.datasets import BaseDataset
 from mmpretrain.registry import DATASETS
 
@@ -58,16 +59,16 @@ class HuggingFaceImages(BaseDataset):
         self._metainfo["classes"] = rows.classes
         return rows
 
+    @force_full_init
     def get_gt_labels(self) -> np.ndarray:
-        """Return the labels, (N,) int64, without reading the images."""
-        self.full_init()
+        """Return the labels, (N,) int64; no image is read."""
         return self.data_list.labels.numpy()
 
     def get_cat_ids(self, idx: int) -> list[int]:
         """Return the label of an image in a list."""
         return [int(self.get_gt_labels()[idx])]
 
+    @force_full_init
     def fingerprint(self) -> str:
         """Return a SHA-256 of the labels and the sizes of all images, to check on resume."""
-        self.full_init()
         return self.data_list.fingerprint()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # hf://datasets/OWNER/NAME, then perhaps @REVISION, then perhaps /FOLDER, as huggingface_hub has it.
 _HUB = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@(refs/\w+/\w+|[^/]+))?(?:/(.+))?")
+_BATCH = 100  # rows that are copied at a time; by default a row group, of which there may be none
 _HUB_FORM = "hf://datasets/OWNER/NAME or hf://datasets/OWNER/NAME@REVISION/FOLDER"
 
 
@@ -255,7 +256,7 @@ def _open_parquet(
     copy = f"the rows of {split} in {folder} cannot be copied to {config.HF_DATASETS_CACHE}"
     with _explained(copy, way_out):
         patterns: Any = [escape(str(path)) for path in paths]  # datasets takes paths as patterns
-        rows: Any = Dataset.from_parquet(patterns, split, columns=columns)
+        rows: Any = Dataset.from_parquet(patterns, split, columns=columns, batch_size=_BATCH)
     return rows, columns, _Where(paths, starts)
 
 
@@ -312,8 +313,6 @@ def _read_labels(rows: "Dataset", names: Sequence[str] | None, where: _Where) ->
     """Read and check all labels; return (N,) int64."""
     values = rows.data.column("label")
     labels = values.fill_null(-1).to_numpy().astype(np.int64)
-    if not len(labels):
-        raise InputError(f"{where(0).rpartition(',')[0]} has no rows; use another split")
     count = len(names) if names else MOST_CLASSES
     bad = (labels < 0) | (labels >= count)
     if bad.any():
