@@ -24,7 +24,11 @@ TRAIN = [
 ]
 # Before 14.0.1 a Parquet file ran code (CVE-2023-47248); before 23.0.1 Arrow's own reader of IPC
 # files wrote to freed memory (CVE-2026-25087). CVE-2026-92287 is about key servers, unused here.
-ARROW = ["pyarrow>=23.0.1", "datasets>=4.0"]  # datasets 3 could run code that came with the data
+ARROW = [
+    "pyarrow>=23.0.1",
+    "datasets>=4.0",  # 3 still had code of data sets that it could run
+    "huggingface_hub>=0.34",  # its command is `hf` since then
+]
 LANGUAGE = [
     "transformers>=5.15",  # before, GPT-2 starts without its smaller residual weights
     "tokenizers>=0.22",

@@ -1,7 +1,7 @@
 # imagenet_base (114,759,400 parameters) on the parquet files of the Hugging Face hub, not unpacked.
 #
 # Paper:     as for imagenet_base
-# Data:      ILSVRC/imagenet-1k, 160 GB; accept its terms on the hub, then `hf auth login`
+# Data:      ILSVRC/imagenet-1k, about 150 GB; accept its terms on the hub, then `hf auth login`
 # Batch:     4096 = 32 GPUs x 128, or 8 GPUs x 128 with 4 steps of accumulation
 # Hardware:  not run
 # Command:   torchrun --nproc_per_node=8 --no-python \

@@ -99,6 +99,20 @@ def arrow_cache(tmp_path_factory) -> Iterator[Path]:
         yield folder
 
 
+@pytest.fixture
+def hub(tmp_path, monkeypatch) -> Path:
+    """Return the files of hf://datasets/owner/pictures, downloaded earlier; there is no network."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    folder = tmp_path / "hub/datasets--owner--pictures"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    for revision in ("main", "v1.0", "refs/convert/parquet"):
+        (folder / "refs" / revision).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "refs" / revision).write_text(commit)
+    return folder / "snapshots" / commit
+
+
 class Done(NamedTuple):
     """How a command ended, and what it printed; ``output`` is stdout and stderr as they came."""
 

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from tokenformer_vit.training import HuggingFaceImages
 from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.reports import read_scalars
+from tokenformer_vit.training.transforms import seeded_transforms
 from tokenformer_vit.vision.folders import folder_names, unpack
 from tokenformer_vit.vision.sources import parquet_splits
 
@@ -152,7 +153,8 @@ def test_samples_are_those_of_the_unpacked_folders(source, unpacked):
     assert np.array_equal(dataset.get_gt_labels(), folders.get_gt_labels())
     assert len(dataset) == len(folders) == 48
     for each in (dataset, folders):
-        each.pipeline.transforms[1].set_epoch(7, 3)
+        for transform in seeded_transforms(each):
+            transform.set_epoch(7, 3)
     for one, other in zip(dataset, folders, strict=True):
         assert torch.equal(one["inputs"], other["inputs"])
         assert one["data_samples"] == other["data_samples"]
@@ -201,19 +203,23 @@ def test_spawned_workers_read_the_same(source):
         assert torch.equal(one["data_samples"], other["data_samples"])
 
 
-def test_a_run_resumes_on_the_same_images_only(train_parquet, finished, source, tmp_path):
+def test_a_run_resumes_on_the_same_images_only(train_parquet, finished, source, hub, tmp_path):
+    """The folder may be another, here one that was downloaded from the hub."""
     work_dir = shutil.copytree(finished, tmp_path / "run")
-    moved = shutil.copytree(source, tmp_path / "moved")
-    again = train_parquet(work_dir, "--resume", "--data-root", str(moved), *OPTIONS)
-    assert "resumed epoch: 2, iter: 12" in again
-    path = moved / "data/train-00001-of-00002.parquet"
+    shutil.copytree(source, hub)
+    resume = ("--resume", "--data-root", "hf://datasets/owner/pictures@v1.0", *OPTIONS)
+    assert "resumed epoch: 2, iter: 12" in train_parquet(work_dir, *resume)
+    card = (work_dir / "README.md").read_text()
+    assert "- owner/pictures" in card
+    assert "pictures@v1.0" in card
+    path = hub / "data/train-00001-of-00002.parquet"
     table = pq.read_table(path).to_pydict()
+    images = [image["bytes"] for image in table["image"]]
     buffer = io.BytesIO()
-    Image.open(io.BytesIO(table["image"][3]["bytes"])).save(buffer, "bmp")
-    table["image"][3]["bytes"] = buffer.getvalue()
-    write(path, [image["bytes"] for image in table["image"]], table["label"])
-    line = train_parquet.fails(work_dir, "--resume", "--data-root", str(moved), *OPTIONS)
-    assert "hash of training" in line
+    Image.open(io.BytesIO(images[3])).save(buffer, "bmp")  # the same pixels in another file
+    images[3] = buffer.getvalue()
+    write(path, images, table["label"])
+    assert "hash of training images" in train_parquet.fails(work_dir, *resume)
 
 
 def test_test_and_predict_know_the_classes(finished, parquet_config, source, command, tmp_path):
@@ -264,10 +270,10 @@ def test_a_corrupt_image_names_its_file_and_row(workers, train_parquet, source, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_killed_run_goes_on_exactly(processes, train_parquet, tmp_path):
+def test_a_run_that_is_killed_or_stopped_goes_on_exactly(processes, train_parquet, tmp_path):
     launched: dict = {}
     often = ("default_hooks.checkpoint.by_epoch=False", "default_hooks.checkpoint.interval=4")
-    options = (*OPTIONS, *often)
+    options = (*OPTIONS, *often, "train_cfg.max_epochs=5")
     if processes > 1:
         names = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
         launched = {"launcher": names}
@@ -279,10 +285,24 @@ def test_a_killed_run_goes_on_exactly(processes, train_parquet, tmp_path):
         assert process.poll() is None, process.stdout.read()
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
+    # The workers of a torchrun that is killed outlive it for a while.
+    os.killpg(process.pid, signal.SIGKILL if processes == 1 else signal.SIGTERM)
     process.communicate()
-    assert max(scalars(tmp_path / "killed")[0]) < 12  # it was in fact cut off
+    assert max(scalars(tmp_path / "killed")[0]) < 30  # it was in fact cut off
     train_parquet(tmp_path / "killed", "--resume", *options, **launched)
     assert scalars(tmp_path / "killed") == scalars(tmp_path / "whole")
     one, other = (tmp_path / name / "model.safetensors" for name in ("whole", "killed"))
     assert one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.slow
+def test_two_processes_follow_the_curve_of_one(train_parquet, tmp_path):
+    plain = (*OPTIONS, "model.train_cfg=None", "model.backbone.drop_path_rate=0.0")
+    train_parquet(tmp_path / "one", "--batch-size", "8", *plain)
+    train_parquet(
+        *(tmp_path / "two", "--batch-size", "4", "--launcher", "pytorch", *plain),
+        launcher=("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
+    )
+    one, two = (list(scalars(tmp_path / name)[0].values()) for name in ("one", "two"))
+    assert len(one) == 12
+    torch.testing.assert_close(torch.tensor(two), torch.tensor(one), rtol=2e-5, atol=2e-6)

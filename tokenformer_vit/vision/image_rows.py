@@ -28,7 +28,7 @@ _BATCH = 100  # rows that are copied at a time; by default a row group, of which
 _HUB_FORM = "hf://datasets/OWNER/NAME or hf://datasets/OWNER/NAME@REVISION/FOLDER"
 
 
-class ImageRows(Sequence):
+class ImageRows:
     """The images of a split, in the order of the folders that ``prepare-data`` unpacks them into.
 
     They are sorted by label; images of the same label stay in the order of their rows. An image is
@@ -85,9 +85,9 @@ class ImageRows(Sequence):
 
     def fingerprint(self) -> str:
         """Return a SHA-256 of the label and the size in bytes of each image; none is read."""
-        import pyarrow.compute as pc
+        from pyarrow.compute import binary_length  # type: ignore[attr-defined]
 
-        sizes = pc.binary_length(_contents(self._rows)).to_numpy().astype(np.int64)
+        sizes = binary_length(_contents(self._rows)).to_numpy().astype(np.int64)
         digest = sha256(self.labels.numpy().tobytes())
         digest.update(sizes[self._order.numpy()].tobytes())
         return digest.hexdigest()
@@ -95,9 +95,9 @@ class ImageRows(Sequence):
 
 def _contents(rows: "Dataset") -> Any:
     """Return the content of the image files of all rows, memory-mapped."""
-    import pyarrow.compute as pc
+    from pyarrow.compute import struct_field  # type: ignore[attr-defined]
 
-    return pc.struct_field(rows.data.column("image"), "bytes")
+    return struct_field(rows.data.column("image"), "bytes")
 
 
 def open_images(
@@ -155,6 +155,12 @@ def open_images(
     labels = _read_labels(rows, names, where)
     _check_contents(rows, where)
     return ImageRows(rows, labels, names or numbered(int(labels.max()) + 1), where)
+
+
+def hub_name(source: str) -> str | None:
+    """Return OWNER/NAME of a data set on the hub, or None if it is elsewhere."""
+    found = _HUB.fullmatch(source.rstrip("/"))
+    return found and found[1]
 
 
 class _Where:
@@ -230,7 +236,7 @@ def _open_parquet(
 ) -> tuple["Dataset", list[str], _Where]:
     """Open the parquet files of a split as Arrow files; return also the columns."""
     import pyarrow.parquet as parquet
-    from datasets import Dataset, Features, config
+    from datasets import Dataset, Features, NamedSplit, config
 
     shards = find_shards(folder)
     paths = one_folder(split, shards[_check_split(split, shards, folder)])
@@ -256,7 +262,9 @@ def _open_parquet(
     copy = f"the rows of {split} in {folder} cannot be copied to {config.HF_DATASETS_CACHE}"
     with _explained(copy, way_out):
         patterns: Any = [escape(str(path)) for path in paths]  # datasets takes paths as patterns
-        rows: Any = Dataset.from_parquet(patterns, split, columns=columns, batch_size=_BATCH)
+        rows: Any = Dataset.from_parquet(
+            patterns, NamedSplit(split), columns=columns, batch_size=_BATCH
+        )
     return rows, columns, _Where(paths, starts)
 
 
@@ -286,14 +294,14 @@ def _find_columns(
             raise InputError(
                 f"{place} has no column of {what}, only {', '.join(features)}; give other data"
             )
+        if given is not None and given in possible:
+            return given
         typed = [name for name in possible if isinstance(features[name], kind)]
-        if given is None:
-            known = [name for name in usual if name in possible]
-            given = known[0] if known else typed[0] if len(typed) == 1 else None
-        if given not in possible:
-            problem = f"column {given!r} has no {what}" if given else f"several may have {what}"
-            raise InputError(f"{place}: {problem}; set {key} to one of {', '.join(possible)}")
-        return given
+        known = [name for name in usual if name in possible] or (typed if len(typed) == 1 else [])
+        if given is None and known:
+            return known[0]
+        problem = f"column {given!r} has no {what}" if given else f"several may have {what}"
+        raise InputError(f"{place}: {problem}; set {key} to one of {', '.join(possible)}")
 
     usual = ("label", "labels", "fine_label")
     return [
