@@ -32,7 +32,9 @@ _KEYS = (
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that training and testing share."""
-    parser.add_argument("--data-root", help="folder that holds train/ and val/, or tokens")
+    parser.add_argument(
+        "--data-root", help="folder that holds train/ and val/, parquet files or tokens"
+    )
     parser.add_argument(
         "--batch-size",
         type=whole_number(1),
