@@ -191,7 +191,7 @@ def test_another_batch_size_or_other_data_are_refused(train, run, data_root, tmp
     shutil.copytree(data_root, root, dirs_exist_ok=True)
     (root / "train" / "dark" / "0.png").rename(root / "train" / "dark" / "x.png")
     line = train.fails(run, "--resume", *OPTIONS, "--data-root", str(root))
-    assert "the hash of training file names and labels was" in line
+    assert "the hash of training images (names or sizes) and labels was" in line
     line = train.fails(run, "--resume", "--batch-size", "9", *OPTIONS)
     assert (
         "the batch size times the number of processes was 8 in the checkpoint and is 9 now" in line

@@ -37,7 +37,8 @@ from .checkpoint import ExactCheckpointHook
 from .diagnostics import DiagnosticsHook, read_diagnostics
 from .growth import CostHook, GrowthHook
 from .guard import GuardHook
-from .in_memory import ImagesInMemory
+from .hugging_face import HuggingFaceImages
+from .in_memory import HuggingFaceImagesInMemory, ImagesInMemory
 from .labels import LabelHead, LabelPreprocessor, PackLabels
 from .loop import EndlessSampler, ResumableEpochLoop, ResumableIterLoop, ResumableSampler
 from .lora import LoRABackbone
@@ -63,6 +64,8 @@ __all__ = [
     "ForeachMovingAverage",
     "GrowthHook",
     "GuardHook",
+    "HuggingFaceImages",
+    "HuggingFaceImagesInMemory",
     "ImagesInMemory",
     "LabelHead",
     "LabelPreprocessor",

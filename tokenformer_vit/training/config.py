@@ -19,6 +19,7 @@ from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.files import make_folder
 from tokenformer_vit.vision.images import IMAGE_SUFFIXES, class_folders, say_left_out, scan_images
 
+from .in_memory import IN_MEMORY
 from .mmengine_internals import base_files
 from .schema import check_values
 from .shipped import find_config, shipped_bases
@@ -34,7 +35,9 @@ _KEYS = (
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that training and testing share."""
-    parser.add_argument("--data-root", help="folder that holds train/ and val/, or tokens")
+    parser.add_argument(
+        "--data-root", help="folder that holds train/ and val/, parquet files or tokens"
+    )
     parser.add_argument(
         "--batch-size",
         type=whole_number(1),
@@ -135,7 +138,7 @@ def load_config(
         loader = cfg[name]
         if data_root is not None:
             loader.dataset.data_root = data_root
-        if loader.dataset.get("type") == "ImagesInMemory":
+        if loader.dataset.get("type") in IN_MEMORY:
             loader.update(num_workers=0, pin_memory=False, collate_fn={"type": "collate_fetched"})
         # PyTorch refuses to keep workers where there are none, and warns of pinning without a GPU.
         loader.persistent_workers = (

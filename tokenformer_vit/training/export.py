@@ -14,6 +14,7 @@ from tokenformer_vit.models.card import CardFacts
 from tokenformer_vit.models.checkpoints import save_model
 from tokenformer_vit.models.description import describe_model
 from tokenformer_vit.models.weights import read_checkpoint
+from tokenformer_vit.vision.image_rows import hub_name
 
 from .backbone import TimmClassificationBackbone, as_timm_model
 from .guard import check_weights, classes_of
@@ -120,6 +121,7 @@ def run_facts(runner: Any) -> CardFacts:
             if f"val/{key}" in scalars
         }
     imagenet = cfg.train_dataloader.dataset.type == "ImageNet" and len(info["classes"]) == 1000
+    on_hub = [name for name in map(hub_name, folders) if name]
     return CardFacts(
         {
             "Data": {
@@ -141,7 +143,7 @@ def run_facts(runner: Any) -> CardFacts:
             },
             "Validation": found,
         },
-        datasets=["imagenet-1k"] if imagenet else [],
+        datasets=["imagenet-1k"] if imagenet else on_hub,
         metrics=[
             name
             for name in ("accuracy", "perplexity")

@@ -28,16 +28,24 @@ class LoadImage(BaseTransform):
     """
 
     def transform(self, results: dict) -> dict | None:
-        """Add ``img`` (H, W, 3) uint8 BGR and its shape to ``results``, from ``img_path``."""
+        """Add ``img`` (H, W, 3) uint8 BGR and its shape to ``results``.
+
+        Args:
+            results: A sample with ``img_path``, and perhaps ``img_bytes``, the content of the file.
+        """
         if "img" in results:  # mmpretrain's inferencers decode their inputs themselves
             return results
+        content = results.pop("img_bytes", None)
         try:
-            image = read_image(results["img_path"])
+            image = read_image(results["img_path"], content)
         except InputError as error:
-            raise InputError(
-                f"cannot read image {error}; replace or delete it "
-                "(`tokenformer-vit prepare-data --check DATA_ROOT` lists all such files)"
-            ) from error
+            way_out = (
+                "replace or delete it (`tokenformer-vit prepare-data --check DATA_ROOT` lists all "
+                "such files)"
+                if content is None
+                else "download the file again, or remove the row"
+            )
+            raise InputError(f"cannot read image {error}; {way_out}") from error
         results["img"] = np.array(image)[:, :, ::-1]
         results["img_shape"] = results["ori_shape"] = results["img"].shape[:2]
         return results

@@ -1,5 +1,6 @@
 """Find and read image files. All commands and the training use this reader."""
 
+import io
 import os
 import stat
 import sys
@@ -36,11 +37,12 @@ _MOST_KINDS = 8  # kinds of skipped files that one line names
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
-def read_image(path: str | Path) -> Image.Image:
+def read_image(path: str | Path, content: bytes | None = None) -> Image.Image:
     """Decode an image file.
 
     Args:
         path: Regular file, or a link to one, in one of the :data:`FORMATS`.
+        content: Content of the file if it is in memory; ``path`` is then only a name for messages.
 
     Returns:
         The image in mode RGB, turned upright by its EXIF orientation. An animation or a file of
@@ -55,6 +57,8 @@ def read_image(path: str | Path) -> Image.Image:
             path.
     """
     try:
+        if content is not None:
+            return _upright_rgb(Image.open(io.BytesIO(content), formats=FORMATS))
         if not stat.S_ISREG(os.stat(path).st_mode):  # a named pipe would be waited for
             raise InputError("it is not a regular file")
         with open(path, "rb") as file:
