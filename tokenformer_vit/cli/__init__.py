@@ -1,7 +1,7 @@
 """The commands: ``tokenformer-vit train``, ``tokenformer-vit predict`` and so on.
 
-Each other module but ``arguments`` is one command and has a function ``main``. In a clone,
-``python tools/train.py`` is the same as ``tokenformer-vit train``.
+Each other module but ``arguments`` and ``benchmark_loop`` is one command and has a function
+``main``. In a clone, ``python tools/train.py`` is the same as ``tokenformer-vit train``.
 """
 
 import argparse
