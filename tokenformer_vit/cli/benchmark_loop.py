@@ -46,7 +46,8 @@ def main(path: str, argv: Sequence[str]) -> None:
     from tokenformer_vit.training import loop_speed
     from tokenformer_vit.training.launch import config_explained, start_processes
 
-    parser = command_parser(__doc__, usage="%(prog)s --loop CONFIG [options]")
+    parser = command_parser(__doc__)
+    parser.prog += " --loop CONFIG"
     config.add_run_arguments(parser)
     add = parser.add_argument
     add("--amp", action="store_true", help="train under bfloat16 autocast")
