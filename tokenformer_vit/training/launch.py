@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -103,12 +103,12 @@ def config_explained(cfg: Config, built: _Built | None = None) -> Iterator[None]
         ) from error
 
 
-def run_training(cfg: Config, hooks: Sequence[Hook] = ()) -> Runner:
+def run_training(cfg: Config, *hooks: Hook) -> Runner:
     """Build what a config names, and train.
 
     Args:
         cfg: The config.
-        hooks: Hooks besides those of the config.
+        *hooks: Hooks besides those of the config.
 
     Returns:
         The runner, at the end of its training.

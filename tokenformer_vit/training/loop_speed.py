@@ -335,7 +335,7 @@ def measure_loop(cfg: Config, warm_up: int, steps: int) -> dict[str, Any]:
     def run() -> None:
         try:
             with suppress(_Measured):
-                run_training(cfg, [timer])
+                run_training(cfg, timer)
         finally:
             _close_log()
 
