@@ -23,14 +23,8 @@ from tokenformer_vit.training import (
     loop_speed,
 )
 from tokenformer_vit.training.config import load_config
-from tokenformer_vit.training.loop_speed import (
-    OVERHEAD,
-    PARTS,
-    SyntheticImages,
-    measure_loop,
-    shrink,
-    with_synthetic_images,
-)
+from tokenformer_vit.training.loop_speed import OVERHEAD, PARTS, measure_loop
+from tokenformer_vit.training.synthetic import SyntheticImages, shrink, with_synthetic_images
 
 STEPS = 5
 WITHOUT_WORKERS = {"train_dataloader.num_workers": 0}

@@ -43,7 +43,7 @@ def main(path: str, argv: Sequence[str]) -> None:
 
     from mmengine.dist import get_world_size, is_main_process
 
-    from tokenformer_vit.training import loop_speed
+    from tokenformer_vit.training import loop_speed, synthetic
     from tokenformer_vit.training.launch import config_explained, start_processes
 
     parser = command_parser(__doc__)
@@ -66,15 +66,15 @@ def main(path: str, argv: Sequence[str]) -> None:
     with config_explained(cfg):
         configs = {}
         if args.small_tensors:
-            loop_speed.shrink(cfg)
+            synthetic.shrink(cfg)
         elif args.data_root or loop_speed.has_data(cfg):
             config.check_data_folders(cfg, ("train_dataloader",))
             configs["real"] = cfg
         start_processes(cfg)
         if cfg.model.get("head"):
             steps = args.warm_up + args.steps
-            synthetic = loop_speed.with_synthetic_images(cfg, steps, get_world_size())
-            configs = {"synthetic": synthetic, **configs}
+            random = synthetic.with_synthetic_images(cfg, steps, get_world_size())
+            configs = {"synthetic": random, **configs}
     if not configs:
         raise InputError(
             f"{path} trains a language model, and its data {cfg.train_dataloader.dataset.data_root}"
