@@ -14,8 +14,8 @@ are::
     runs                       a list of
       data                     synthetic or real
       UNITs_per_s              over all measured steps
-      peak_mib                 peak memory without workers, or null if unknown; on a GPU: of tensors;
-                               on a CPU: the rise of the resident memory since the run began
+      peak_mib                 peak memory without workers, or null if unknown; on a GPU of tensors,
+                               on a CPU the rise of the resident memory since the run began
       seconds                  time of every step
       seconds_p20, _p50, _p80
       overhead_p20, ...        processor seconds of OVERHEAD
