@@ -103,8 +103,12 @@ def config_explained(cfg: Config, built: _Built | None = None) -> Iterator[None]
         ) from error
 
 
-def run_training(cfg: Config) -> Runner:
+def run_training(cfg: Config, *hooks: Hook) -> Runner:
     """Build what a config names, and train.
+
+    Args:
+        cfg: The config.
+        *hooks: Hooks besides those of the config.
 
     Returns:
         The runner, at the end of its training.
@@ -117,7 +121,8 @@ def run_training(cfg: Config) -> Runner:
     built = _Built()
     with config_explained(cfg, built):
         runner = TrainingRunner.from_cfg(cfg)
-        runner.register_hook(built)
+        for hook in (built, *hooks):
+            runner.register_hook(hook)
         try:
             runner.train()
         finally:
