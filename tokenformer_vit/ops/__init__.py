@@ -19,7 +19,6 @@ from torch import Tensor
 from tokenformer_vit.errors import InputError
 
 from .fused import pattention_fused
-from .kernels import Kernels
 from .norm import layer_norm_fused, layer_norm_reference
 from .reference import pattention_reference
 from .theta import THETAS, default_tau, find_theta, norm_shares, theta_weights
@@ -114,12 +113,11 @@ def pattention(
     # Few layers have a gate, most of them for a short time: plain autograd is good enough.
     if backend == "reference" or gate is not None:
         return pattention_reference(*operands, theta, tau, eps, gate)
-    kernels: Kernels | None = None
     if backend == "triton":
         from .triton_theta import KERNELS
-
-        kernels = KERNELS.get(theta)
-    return pattention_fused(*operands, theta, tau, eps, kernels)
+    else:
+        from .cpu_theta import KERNELS
+    return pattention_fused(*operands, theta, tau, eps, KERNELS.get(theta))
 
 
 def layer_norm(x: Tensor, num_channels: int, eps: float = 1e-6, backend: str = "auto") -> Tensor:

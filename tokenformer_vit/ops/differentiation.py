@@ -1,0 +1,14 @@
+"""What autograd wants to know of an operation."""
+
+import torch
+from torch import Tensor
+
+
+def needs_gradient(*tensors: Tensor) -> bool:
+    """Return whether autograd records an operation on these tensors."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of ``torch.func`` is active, or batched gradients."""
+    return torch._C._are_functorch_transforms_active()
