@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .differentiation import is_transformed, needs_gradient
 from .kernels import Kernels
-from .precision import product_dtype
+from .precision import to_product_dtype
 from .reference import pattention_reference
 from .theta import find_theta
 
@@ -120,7 +120,7 @@ def pattention_fused(
         return pattention_reference(*operands, theta, tau, eps)
     if kernels is None or tau.requires_grad:
         kernels = plain
-    x, keys, values = (operand.to(product_dtype(operand)) for operand in operands)
+    x, keys, values = to_product_dtype(*operands)
     if needs_gradient(x, keys, values, tau):
         return _Pattention.apply(x, keys, values, tau, eps, plain, kernels)
     weights, _ = kernels.forward(F.linear(x, keys), tau, eps)
