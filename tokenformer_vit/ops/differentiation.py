@@ -1,4 +1,4 @@
-"""What autograd wants to know of an operation."""
+"""What autograd and ``torch.func`` do with an operation."""
 
 import torch
 from torch import Tensor
@@ -10,5 +10,10 @@ def needs_gradient(*tensors: Tensor) -> bool:
 
 
 def is_transformed() -> bool:
-    """Return whether a transform of ``torch.func`` is active, or batched gradients."""
+    """Return whether a transform of ``torch.func`` is active."""
     return torch._C._are_functorch_transforms_active()
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Return whether a gradient is one of many that ``is_grads_batched`` computes together."""
+    return torch._C._functorch.is_legacy_batchedtensor(tensor)
