@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 
+from . import cpu_theta
 from .fused import pattention_fused
 from .norm import layer_norm_fused, layer_norm_reference
 from .reference import pattention_reference
@@ -113,11 +114,12 @@ def pattention(
     # Few layers have a gate, most of them for a short time: plain autograd is good enough.
     if backend == "reference" or gate is not None:
         return pattention_reference(*operands, theta, tau, eps, gate)
+    kernels = cpu_theta.KERNELS.get(theta)
     if backend == "triton":
         from .triton_theta import KERNELS
-    else:
-        from .cpu_theta import KERNELS
-    return pattention_fused(*operands, theta, tau, eps, KERNELS.get(theta))
+
+        kernels = KERNELS.get(theta)
+    return pattention_fused(*operands, theta, tau, eps, kernels)
 
 
 def layer_norm(x: Tensor, num_channels: int, eps: float = 1e-6, backend: str = "auto") -> Tensor:

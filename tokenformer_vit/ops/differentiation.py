@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 
 
 def needs_gradient(*tensors: Tensor) -> bool:
@@ -16,4 +17,4 @@ def is_transformed() -> bool:
 
 def is_batched(tensor: Tensor) -> bool:
     """Return whether a gradient is one of many that ``is_grads_batched`` computes together."""
-    return torch._C._functorch.is_legacy_batchedtensor(tensor)
+    return is_legacy_batchedtensor(tensor)

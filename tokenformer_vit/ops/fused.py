@@ -108,8 +108,9 @@ def pattention_fused(
         The precision is the same as in :func:`pattention_reference`. Operands are cast before the
         autograd function: autocast and torch.compile see the casts, and the input that is kept is
         the one that the product used. No product is computed for an operand that needs no
-        gradient. Gradients of gradients use plain autograd. Forward-mode differentiation is not
-        supported.
+        gradient, and no autograd function is called if none needs one. Gradients of gradients and
+        transforms of ``torch.func`` use plain autograd. Forward-mode differentiation outside
+        ``torch.func`` is not supported.
 
     Source:
         TokenFormer, arXiv:2410.23168, Eq. 4; README.md in this folder derives the gradients.
