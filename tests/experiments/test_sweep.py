@@ -57,14 +57,16 @@ if os.environ.get("FAIL", "nothing") in config.stem:
     print("Traceback (most recent call last):\\n  ...")
     print(f"error: the loss is nan at iteration 7; kept: {folder.resolve()}/epoch_1.pth")
     sys.exit(1)
+lr = float(config.stem.partition("_lr")[2] or 1e-3)
+top1 = 75.5 - 1000 * abs(lr - float(os.environ.get("BEST", lr)))
 logs = folder / "20260101_000000" / "vis_data"
 logs.mkdir(parents=True)
 lines = [{"loss": 2 - step / 1000, "lr": 0.1, "epoch": 1, "step": step} for step in range(1, 500)]
 lines += [{"accuracy/top1": 80.0, "accuracy/top5": 99.0, "step": 1}]
-lines += [{"accuracy/top1": 75.5, "accuracy/top5": 98.0, "step": 2}]
+lines += [{"accuracy/top1": top1, "accuracy/top5": 98.0, "step": 2}]
 (logs / "scalars.json").write_text("\\n".join(map(json.dumps, lines)))
 record = {"command": "python train.py", "commit": "abc", "epochs": 2, "seconds": 60.0, "seed": 0}
-record |= {"accuracy/top1": 75.5, "resumed_at_iteration": 0, "processes": 1}
+record |= {"accuracy/top1": top1, "resumed_at_iteration": 0, "processes": 1}
 (folder / "record.json").write_text(json.dumps(record))
 """
 
@@ -297,6 +299,19 @@ def test_a_learning_rate_that_is_none(words, capsys, rate):
     with pytest.raises(SystemExit):
         parse(SOFTMAX, [*words, "--lr", "1e-3", rate])
     assert f"{rate!r} is not a finite number above 0" in capsys.readouterr().err
+
+
+def test_later_seeds_train_at_the_best_rate_of_the_first(tmp_path, words, trainer, monkeypatch):
+    monkeypatch.setenv("BEST", "2.1e-3")
+    variants = ["--variants", "softmax", "vit", "--lr", "1e-3", "2e-3", "4e-3", "--lr-seeds", "1"]
+    sweep(SOFTMAX, [*words, *variants])
+    assert len(trainer()) == 6
+    sweep(SOFTMAX, [*words, *variants, "--seeds", "3"])
+    later = {line.split()[0] for line in trainer()[6:]}
+    assert later == {
+        f"{variant}_seed{seed}_lr0.002" for variant in ("softmax", "vit") for seed in (1, 2)
+    }
+    assert len(records(tmp_path)) == 10
 
 
 def test_the_batch_size_is_that_of_training(words):

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from tokenformer_vit.command_line import positive_number, run_tool, whole_number
 
 from .questions import Question
+from .rows import best_lr, by_variant
+from .run import Run
 
 
 def main(question: Question, argv: Sequence[str] | None = None) -> None:
@@ -26,13 +28,40 @@ def sweep(question: Question, argv: Sequence[str] | None = None) -> None:
         InputError: As :func:`plan` and :func:`publish` do.
         SystemExit: If a run failed or is not finished.
     """
-    from . import launch, tables
+    from . import tables
     from .plan import plan
-    from .record import adopt, collect, read_record
+    from .record import read_record
     from .run import ROOT, shown
 
     args = parse(question, argv)
     planned = plan(question, args)
+    first = [run for run in planned if args.lr_seeds is None or run.about["seed"] < args.lr_seeds]
+    _train(first, args)
+    others = _at_best_rates(question, first, [run for run in planned if run not in first])
+    _train(others, args)
+    planned = first + others
+
+    records = {run.name: record for run in planned if (record := read_record(run))}
+    failed = [name for name, record in records.items() if "failed" in record]
+    out = planned[0].out
+    print(
+        f"{len(records) - len(failed)} of {len(planned)} runs are recorded in {shown(out)}"
+        + (f"; failed: {', '.join(failed)} (--retry-failed tries again)" if failed else ""),
+        file=sys.stderr,
+    )
+    if out.resolve().parent == ROOT / "ablations" / "results":
+        print("`python ablations/tables.py` renders their table", file=sys.stderr)
+    elif records:
+        print(f"their table is {shown(tables.write_own(question, out))}", file=sys.stderr)
+    if failed or not (args.print_commands or len(records) == len(planned)):
+        sys.exit(1)
+
+
+def _train(planned: Sequence[Run], args: argparse.Namespace) -> None:
+    """Train the unfinished runs, or print their commands, and record the finished ones."""
+    from . import launch
+    from .record import adopt, collect, read_record
+
     needed = [run.start for run in planned]  # their weights are needed, which no record has
     waiting = []
     for run in planned:
@@ -56,20 +85,25 @@ def sweep(question: Question, argv: Sequence[str] | None = None) -> None:
     else:
         launch.train(waiting, args)
 
-    records = {run.name: record for run in planned if (record := read_record(run))}
-    failed = [name for name, record in records.items() if "failed" in record]
-    out = planned[0].out
-    print(
-        f"{len(records) - len(failed)} of {len(planned)} runs are recorded in {shown(out)}"
-        + (f"; failed: {', '.join(failed)} (--retry-failed tries again)" if failed else ""),
-        file=sys.stderr,
-    )
-    if out.resolve().parent == ROOT / "ablations" / "results":
-        print("`python ablations/tables.py` renders their table", file=sys.stderr)
-    elif records:
-        print(f"their table is {shown(tables.write_own(question, out))}", file=sys.stderr)
-    if failed or not (args.print_commands or len(records) == len(planned)):
-        sys.exit(1)
+
+def _at_best_rates(question: Question, first: Sequence[Run], others: Sequence[Run]) -> list[Run]:
+    """Keep the runs of later seeds at the learning rate that was the best of the first seeds.
+
+    A variant without a finished run among the first seeds keeps none.
+    """
+    from .record import read_record
+
+    records = [record for run in first if (record := read_record(run))]
+    best = {
+        variant.name: best_lr(question.field.measure, runs)
+        for variant, runs in by_variant(question.variants, records).items()
+    }
+    kept: list[Run] = []
+    for run in reversed(others):  # a run comes after the run that it continues
+        at_best = run.about["lr"] == best[run.about["variant"]]
+        if at_best or any(run is each.start for each in kept):
+            kept.append(run)
+    return kept[::-1]
 
 
 def parse(question: Question, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -86,6 +120,13 @@ def parse(question: Question, argv: Sequence[str] | None) -> argparse.Namespace:
     add("--config", required=True, help="such as configs/cifar10_tiny.py")
     add("--seeds", type=whole_number(1), default=1, metavar="N", help="seeds 0 to N - 1")
     add("--lr", type=positive_number, nargs="+", help="learning rates, each for every variant")
+    add(
+        "--lr-seeds",
+        type=whole_number(1),
+        metavar="N",
+        help="seeds that try every learning rate; the others train at the best of them, which is "
+        "chosen for each variant (default: all seeds)",
+    )
     add("--variants", nargs="+", choices=[variant.name for variant in question.variants])
     add_run_arguments(parser)
     add("--amp", action="store_true", help="train under bfloat16 autocast")

@@ -1,0 +1,17 @@
+# cifar10_micro on all 50,000 images, in memory, compiled and in bfloat16: for long ablations.
+#
+# Paper:     none
+# Data:      tokenformer-vit prepare-data CIFAR10_PARQUET_FOLDER data/cifar10
+# Batch:     128
+# Hardware:  one CPU core; minutes in ablations/TABLES.md
+# Command:   tokenformer-vit train configs/cifar10_micro_50k.py
+# Expected:  the figures of ablations/TABLES.md
+_base_ = "cifar10_micro_in_memory.py"
+
+model = dict(backbone=dict(compile=True))
+optim_wrapper = dict(type="AutocastOptimWrapper")
+train_dataloader = dict(dataset=dict(data_root="data/cifar10"))
+val_dataloader = dict(dataset=dict(data_root="data/cifar10"))
+test_dataloader = val_dataloader
+train_cfg = dict(max_epochs=8, val_interval=2)
+default_hooks = dict(logger=dict(interval=100))
