@@ -14,10 +14,10 @@ train_pipeline = [
     dict(
         type="SeededTransforms",
         transforms=[
-            dict(type="RandomResizedCrop", scale=224, backend="pillow", interpolation="bicubic"),
+            dict(type="FastRandomResizedCrop", scale=224, interpolation="bicubic"),
             dict(type="RandomFlip", prob=0.5, direction="horizontal"),
             dict(
-                type="RandAugment",
+                type="FastRandAugment",
                 policies="timm_increasing",
                 num_policies=2,
                 total_level=10,
@@ -40,8 +40,7 @@ train_pipeline = [
 ]
 test_pipeline = [
     dict(type="LoadImage"),
-    dict(type="ResizeEdge", scale=256, edge="short", backend="pillow", interpolation="bicubic"),
-    dict(type="CenterCrop", crop_size=224),
+    dict(type="FastCenterCrop", scale=256, crop_size=224, interpolation="bicubic"),
     dict(type="PackInputs"),
 ]
 

@@ -35,6 +35,7 @@ from .averaging import ForeachMovingAverage
 from .backbone import TimmClassificationBackbone
 from .checkpoint import ExactCheckpointHook
 from .diagnostics import DiagnosticsHook, read_diagnostics
+from .fast_transforms import FastCenterCrop, FastRandAugment, FastRandomResizedCrop
 from .growth import CostHook, GrowthHook
 from .guard import GuardHook
 from .in_memory import ImagesInMemory
@@ -60,6 +61,9 @@ __all__ = [
     "EndlessSampler",
     "ExactCheckpointHook",
     "ExportHook",
+    "FastCenterCrop",
+    "FastRandAugment",
+    "FastRandomResizedCrop",
     "ForeachMovingAverage",
     "GrowthHook",
     "GuardHook",
