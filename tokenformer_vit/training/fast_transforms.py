@@ -15,7 +15,6 @@ from mmcv.transforms import BaseTransform
 from mmpretrain.datasets import transforms as stock
 from mmpretrain.registry import TRANSFORMS
 from PIL import Image, ImageOps
-from torch import Tensor
 from torch.nn.functional import interpolate
 
 from tokenformer_vit.errors import InputError
@@ -43,8 +42,8 @@ class FastRandomResizedCrop(stock.RandomResizedCrop):
         """Replace ``img``, (H, W, 3) uint8, by a random crop of it, resized."""
         top, left, height, width = self.rand_crop_params(results["img"])
         crop = results["img"][top : top + height, left : left + width]
-        resized = _resize(crop, self.interpolation, size=tuple(self.scale))
-        results["img"], results["img_shape"] = _in_bgr(resized, crop), self.scale
+        results["img"] = _resize(crop, self.interpolation, size=tuple(self.scale))
+        results["img_shape"] = tuple(self.scale)
         return results
 
 
@@ -88,8 +87,8 @@ class FastCenterCrop(BaseTransform):
             new / old * (1 + 1e-12) for old, new in zip(before, after, strict=True)
         )
         resized = _resize(image[:height, :width], self.interpolation, scale_factor=factors)
-        resized = resized[:, top : top + crop, left : left + crop]
-        results["img"], results["img_shape"] = _in_bgr(resized, image), (crop, crop)
+        results["img"] = resized[top : top + crop, left : left + crop]
+        results["img_shape"] = (crop, crop)
         return results
 
 
@@ -102,17 +101,10 @@ def _checked(interpolation: str) -> str:
     return interpolation
 
 
-def _resize(image: np.ndarray, interpolation: str, **to: Any) -> Tensor:
-    """Resize (H, W, 3) to (3, H', W'). The channels keep their order in memory."""
-    # LoadImage gives a BGR view of RGB, with a negative stride, which PyTorch cannot take.
-    pixels = np.ascontiguousarray(image[:, :, ::-1] if image.strides[2] < 0 else image)
-    planes = torch.from_numpy(pixels).permute(2, 0, 1)[None]
-    return interpolate(planes, mode=interpolation, antialias=True, **to)[0]
-
-
-def _in_bgr(planes: Tensor, image: np.ndarray) -> np.ndarray:
-    """View (3, H, W), whose channels have the order in memory of ``image``, as (H, W, 3) in BGR."""
-    planes = planes.flip(0) if image.strides[2] < 0 else planes.contiguous()
+def _resize(image: np.ndarray, interpolation: str, **to: Any) -> np.ndarray:
+    """Resize an image. Its memory is (3, H, W) afterwards, as a batch needs it."""
+    planes = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)[None]
+    (planes,) = interpolate(planes, mode=interpolation, antialias=True, **to)
     return planes.permute(1, 2, 0).numpy()
 
 

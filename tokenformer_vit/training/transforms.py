@@ -11,7 +11,7 @@ from mmcv.transforms import BaseTransform
 from mmpretrain.registry import TRANSFORMS
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.vision.images import read_pixels
+from tokenformer_vit.vision.images import read_bgr
 
 _GENERATOR = np.random.MT19937()
 
@@ -34,13 +34,12 @@ class LoadImage(BaseTransform):
         if "img" in results:  # mmpretrain's inferencers decode their inputs themselves
             return results
         try:
-            pixels = read_pixels(results["img_path"])
+            results["img"] = read_bgr(results["img_path"])
         except InputError as error:
             raise InputError(
                 f"cannot read image {error}; replace or delete it "
                 "(`tokenformer-vit prepare-data --check DATA_ROOT` lists all such files)"
             ) from error
-        results["img"] = pixels[:, :, ::-1]  # a view
         results["img_shape"] = results["ori_shape"] = results["img"].shape[:2]
         return results
 
