@@ -15,7 +15,7 @@ train_pipeline = [
         type="SeededTransforms",
         transforms=[
             dict(type="FastRandomResizedCrop", scale=224, interpolation="bicubic"),
-            dict(type="RandomFlip", prob=0.5, direction="horizontal"),
+            dict(type="FastRandomFlip", prob=0.5),
             dict(
                 type="FastRandAugment",
                 policies="timm_increasing",

@@ -35,7 +35,12 @@ from .averaging import ForeachMovingAverage
 from .backbone import TimmClassificationBackbone
 from .checkpoint import ExactCheckpointHook
 from .diagnostics import DiagnosticsHook, read_diagnostics
-from .fast_transforms import FastCenterCrop, FastRandAugment, FastRandomResizedCrop
+from .fast_transforms import (
+    FastCenterCrop,
+    FastRandAugment,
+    FastRandomFlip,
+    FastRandomResizedCrop,
+)
 from .growth import CostHook, GrowthHook
 from .guard import GuardHook
 from .in_memory import ImagesInMemory
@@ -63,6 +68,7 @@ __all__ = [
     "ExportHook",
     "FastCenterCrop",
     "FastRandAugment",
+    "FastRandomFlip",
     "FastRandomResizedCrop",
     "ForeachMovingAverage",
     "GrowthHook",
