@@ -41,7 +41,7 @@ train_pipeline = [
 test_pipeline = [
     dict(type="LoadImage"),
     dict(type="FastCenterCrop", scale=256, crop_size=224, interpolation="bicubic"),
-    dict(type="PackInputs"),
+    dict(type="PackInputs", meta_keys=()),
 ]
 
 train_dataloader = dict(

@@ -5,10 +5,12 @@ a resize. PyTorch's antialiased resize has Pillow's filter and takes a third of 
 changes each value of a channel alone is worked out once for each of the 256 values.
 """
 
+from collections.abc import Callable
 from math import ceil
 from typing import Any
 
 import cv2
+import mmcv
 import numpy as np
 import torch
 from mmcv.transforms import BaseTransform
@@ -20,9 +22,8 @@ from torch.nn.functional import interpolate
 from tokenformer_vit.errors import InputError
 
 _LEVELS = np.arange(256, dtype=np.uint8)[:, None, None].repeat(3, axis=2)  # (256, 1, 3)
-_POINTWISE = (stock.Brightness, stock.Invert, stock.Posterize, stock.Solarize, stock.SolarizeAdd)
-# Pillow's tables are those of mmcv.
-_PILLOW = {stock.AutoContrast: ImageOps.autocontrast, stock.Equalize: ImageOps.equalize}
+# What an operation of RandAugment with a value does to an image, (H, W, 3) uint8 in BGR.
+_Change = Callable[[Any, np.ndarray, float], np.ndarray]
 
 
 @TRANSFORMS.register_module()
@@ -84,9 +85,7 @@ class FastCenterCrop(BaseTransform):
             for old, new, start in zip(before, after, (top, left), strict=True)
         )
         # PyTorch rounds the new length down, so what is a whole number must not become smaller.
-        factors = tuple(
-            new / old * (1 + 1e-12) for old, new in zip(before, after, strict=True)
-        )
+        factors = tuple(new / old * (1 + 1e-12) for old, new in zip(before, after, strict=True))
         planes = _resize(image[:height, :width], self.interpolation, scale_factor=factors)
         planes = planes[:, top : top + crop, left : left + crop]
         results["img"] = planes.transpose(1, 2, 0)
@@ -137,13 +136,76 @@ class FastRandAugment(stock.RandAugment):
         """Apply operations that are chosen at random to ``img``, (H, W, 3) uint8."""
         for index in self.random_policy_indices():
             operation = self.transforms[index]
-            if isinstance(operation, _POINTWISE):
-                table = operation({"img": _LEVELS})["img"]
-                if table is not _LEVELS:
-                    results["img"] = cv2.LUT(results["img"], table)
-            elif change := _PILLOW.get(type(operation)):
-                if not operation.random_disable():
-                    results["img"] = np.array(change(Image.fromarray(results["img"])))
-            else:
-                operation(results)
+            if type(operation) not in _OPERATIONS:
+                results = operation(results)
+            elif np.random.rand() <= operation.prob:  # noqa: NPY002
+                name, signed, change = _OPERATIONS[type(operation)]
+                value: Any = getattr(operation, name)
+                if value is None:
+                    value = operation.random_magnitude()
+                if signed:
+                    value = operation.random_negative(value)
+                results["img"] = change(operation, results["img"], value)
         return results
+
+
+def _by_table(change: Callable[[Any, np.ndarray, float], np.ndarray]) -> _Change:
+    """Change an image by a table of what each of the 256 values becomes."""
+    return lambda operation, image, value: cv2.LUT(
+        image, change(operation, _LEVELS, value).astype(np.uint8)
+    )
+
+
+def _by_pillow(change: Callable[[Image.Image], Image.Image]) -> _Change:
+    """Change an image by a function of Pillow that treats all channels alike."""
+    return lambda operation, image, value: np.array(change(Image.fromarray(image)))
+
+
+def _by_warp(warp: Callable[..., np.ndarray]) -> _Change:
+    """Change an image by mmcv's function for a shear or a translation."""
+    return lambda operation, image, value: warp(
+        image, value, operation.direction, operation.pad_val, operation.interpolation
+    )
+
+
+def _translate(operation: Any, image: np.ndarray, value: float) -> np.ndarray:
+    side = image.shape[1 if operation.direction == "horizontal" else 0]
+    return _by_warp(mmcv.imtranslate)(operation, image, value * side)
+
+
+def _rotate(operation: Any, image: np.ndarray, angle: float) -> np.ndarray:
+    options = operation.center, operation.scale, operation.pad_val, operation.interpolation
+    return mmcv.imrotate(image, angle, *options)
+
+
+def _solarize_add(operation: Any, image: np.ndarray, value: float) -> np.ndarray:
+    return np.where(image < operation.thr, np.minimum(image + value, 255), image)
+
+
+def _contrast(operation: Any, image: np.ndarray, value: float) -> np.ndarray:
+    mean = round(cv2.mean(cv2.cvtColor(image, cv2.COLOR_BGR2GRAY))[0])
+    levels = _LEVELS.astype(np.float32)
+    table = cv2.addWeighted(levels, 1 + value, np.full_like(levels, mean), -value, 0)
+    return cv2.LUT(image, table.clip(0, 255).astype(np.uint8))
+
+
+# For each operation: the attribute that holds its value, which is drawn if that is None; whether a
+# sign is drawn, too; and what it does. Some have no value, and do not use their probability.
+_OPERATIONS: dict[type, tuple[str, bool, _Change]] = {
+    stock.AutoContrast: ("prob", False, _by_pillow(ImageOps.autocontrast)),  # as mmcv's
+    stock.Equalize: ("prob", False, _by_pillow(ImageOps.equalize)),
+    stock.Invert: ("prob", False, lambda _, image, value: cv2.bitwise_not(image)),
+    stock.Posterize: ("bits", False, _by_table(lambda _, x, v: mmcv.posterize(x, ceil(v)))),
+    stock.Solarize: ("thr", False, _by_table(lambda _, x, v: mmcv.solarize(x, v))),
+    stock.SolarizeAdd: ("magnitude", False, _by_table(_solarize_add)),
+    stock.Brightness: (
+        *("magnitude", True),
+        _by_table(lambda _, x, v: mmcv.adjust_brightness(x, 1 + v)),
+    ),
+    stock.Contrast: ("magnitude", True, _contrast),
+    stock.ColorTransform: ("magnitude", True, lambda _, x, v: mmcv.adjust_color(x, 1 + v)),
+    stock.Sharpness: ("magnitude", True, lambda _, x, v: mmcv.adjust_sharpness(x, 1 + v)),
+    stock.Rotate: ("angle", True, _rotate),
+    stock.Shear: ("magnitude", True, _by_warp(mmcv.imshear)),
+    stock.Translate: ("magnitude", True, _translate),
+}
