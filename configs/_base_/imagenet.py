@@ -47,7 +47,7 @@ test_pipeline = [
 train_dataloader = dict(
     batch_size=128,
     num_batch_per_epoch=None,  # a number shortens the epochs, each to a random subset
-    num_workers=8,
+    num_workers="auto",  # the cores of this machine, shared by its processes
     persistent_workers=True,
     pin_memory=True,
     collate_fn=dict(type="default_collate"),

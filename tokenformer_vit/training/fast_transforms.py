@@ -51,7 +51,7 @@ class FastRandomResizedCrop(stock.RandomResizedCrop):
 
 @TRANSFORMS.register_module()
 class FastCenterCrop(BaseTransform):
-    """mmpretrain's ``ResizeEdge`` of the shorter edge with ``backend="pillow"``, and ``CenterCrop``.
+    """mmpretrain's ``ResizeEdge`` with ``backend="pillow"``, and ``CenterCrop``.
 
     Args:
         scale: Length of the shorter edge after the resize.

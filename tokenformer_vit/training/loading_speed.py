@@ -27,6 +27,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import cv2
 import torch
 from mmengine.registry import DefaultScope
 from mmengine.runner import Runner
@@ -186,6 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.enlarge and not args.timm:
         parser.error("--enlarge needs --timm")
     torch.set_num_threads(1)
+    cv2.setNumThreads(0)  # as the configs do
     with ExitStack() as stack:
         stack.enter_context(DefaultScope.overwrite_default_scope("mmpretrain"))
         root, facts = args.data_root, {}

@@ -49,7 +49,7 @@ def _seeded(*key: int) -> Iterator[None]:
     """Seed all generators that transforms draw from, and restore them afterwards."""
     # NumPy's global generator is the one that mmcv's and mmpretrain's transforms use. To copy its
     # state twice would take 0.14 ms.
-    states = random.getstate(), np.random.get_bit_generator(), torch.get_rng_state()  # noqa: NPY002
+    states = random.getstate(), np.random.get_bit_generator(), torch.get_rng_state()
     words = np.random.SeedSequence(key).generate_state(4)
     random.seed(int(words[0]))
     np.random.set_bit_generator(_GENERATOR)
