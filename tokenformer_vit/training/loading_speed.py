@@ -10,10 +10,10 @@ list ``configs``. An entry of this list has ``seconds_to_open``, for what is rea
 that of the first config in the same round. On a CPU, time is processor time.
 
 ``--timm`` compares a config of ImageNet with timm's transforms for the same recipe, in training and
-in validation. An entry then names what it is ``compared_with``. timm's transforms return normalized
-floats, the config returns bytes, which the model normalizes on its device; ``bytes`` stands for
-timm's transform of validation without the floats. All read the images in ``val/``. ``--enlarge``
-makes large images from small ones.
+in validation; all read the images in ``val/``. An entry then names what it is ``compared_with``.
+timm's transforms return normalized floats; the config returns bytes, a quarter as much, and the
+model normalizes them on its device. ``bytes`` is timm's transform of validation without that step.
+``--enlarge`` makes large images from small ones.
 """
 
 import argparse
@@ -54,18 +54,15 @@ _TIMM = {
     "timm, validation": {"crop_pct": 224 / 256},
     "timm, validation, bytes": {"crop_pct": 224 / 256, "normalize": False},
 }
-# With this quality, images of 500 x 375 pixels have 0.5 bytes a pixel, as those of ImageNet.
-_QUALITY = 98
 
 
-def _describe(root: Path, enlarged_to: int | None) -> dict[str, Any]:
-    """Return the mean size of the files in ``root/val``, and from where they are."""
+def _describe(root: Path, enlarged_to: int | None, quality: int) -> dict[str, Any]:
+    """Return the mean size of the files in ``root/val``, and where they are from."""
     sizes = [path.stat().st_size for path in find_images([root / "val"])]
+    enlarged = f"enlarged to a shorter side of {enlarged_to} pixels, JPEG of quality {quality}"
     return {
-        "source": f"enlarged to a shorter side of {enlarged_to} pixels, JPEG quality {_QUALITY}"
-        if enlarged_to
-        else "as they are",
-        "bytes_per_image": round(sum(sizes) / len(sizes)),
+        "files": enlarged if enlarged_to else "as they are",
+        "bytes_per_file": round(sum(sizes) / len(sizes)),
     }
 
 
@@ -79,19 +76,19 @@ class _Images:
 
     failures = 0
 
-    def __init__(self, loader: Any, seconds_to_open: float, singly: bool) -> None:
-        self.loader, self.seconds_to_open, self.singly = loader, seconds_to_open, singly
+    def __init__(self, loader: Any, seconds_to_open: float) -> None:
+        self.loader, self.seconds_to_open = loader, seconds_to_open
         self._numbers = self._read()
 
     @classmethod
-    def of_config(cls, cfg: Any, name: str, singly: bool = False) -> "_Images":
+    def of_config(cls, cfg: Any, name: str) -> "_Images":
         check_data_folders(cfg, (name,))
         start = time.perf_counter()
         loader: Any = Runner.build_dataloader(cfg[name], seed=0)
-        return cls(loader, time.perf_counter() - start, singly)
+        return cls(loader, time.perf_counter() - start)
 
     @classmethod
-    def of_timm(cls, name: str, folder: Path) -> "_Images":
+    def of_timm(cls, name: str, folder: Path, batch_size: int) -> "_Images":
         transform: Any = create_transform(224, interpolation="bicubic", **_TIMM[name])
 
         def repeated(image: Any) -> Any:
@@ -103,24 +100,19 @@ class _Images:
 
         start = time.perf_counter()
         dataset = ImageDataset(str(folder), transform=repeated)
-        loader = DataLoader(dataset, shuffle="training" in name)
-        images = cls(loader, time.perf_counter() - start, singly=True)
+        loader = DataLoader(dataset, batch_size, shuffle="training" in name)
+        images = cls(loader, time.perf_counter() - start)
         return images
 
     def _read(self) -> Iterator[int]:
-        """Read batch after batch, or one image after the other; yield their number."""
+        """Read batch after batch, and yield the number of images in each."""
         for epoch in count():
             if hasattr(self.loader.sampler, "set_epoch"):
                 self.loader.sampler.set_epoch(epoch)
             for transform in seeded_transforms(self.loader.dataset):
                 transform.set_epoch(0, epoch)
-            if self.singly:
-                for index in self.loader.sampler:
-                    self.loader.dataset[index]
-                    yield 1
-            else:
-                for batch in self.loader:
-                    yield len(batch["inputs"])
+            for batch in self.loader:
+                yield len(batch["inputs"] if isinstance(batch, dict) else batch[0])
 
     def rate(self, images: int) -> float:
         """Return how many images a second the next ``images`` of them take, or a few more."""
@@ -137,7 +129,7 @@ def _seconds() -> float:
     return time.perf_counter()
 
 
-def _enlarge(root: Path, into: Path, side: int) -> None:
+def _enlarge(root: Path, into: Path, side: int, quality: int) -> None:
     """Write JPEG copies of the images in ``root/val``, with a shorter side of ``side`` pixels."""
     for path in tqdm(find_images([root / "val"]), desc="enlarging", unit="image", disable=None):
         image = read_image(path)
@@ -145,7 +137,7 @@ def _enlarge(root: Path, into: Path, side: int) -> None:
         target = (into / path.relative_to(root)).with_suffix(".jpg")
         target.parent.mkdir(parents=True, exist_ok=True)
         size = round(image.width * scale), round(image.height * scale)
-        image.resize(size).save(target, quality=_QUALITY)  # bicubic
+        image.resize(size).save(target, quality=quality)  # bicubic
 
 
 def _against_timm(config: str, root: Path) -> Iterator[tuple[str, str, _Images]]:
@@ -156,9 +148,9 @@ def _against_timm(config: str, root: Path) -> Iterator[tuple[str, str, _Images]]
     cfg = load_config(config, options, str(root))
     for name in _TIMM:
         reference = name.removesuffix(", bytes")
-        yield name, reference, _Images.of_timm(name, root / "val")
+        yield name, reference, _Images.of_timm(name, root / "val", cfg.train_dataloader.batch_size)
     for name, use in (("train_dataloader", "training"), ("val_dataloader", "validation")):
-        yield f"{Path(config).name}, {use}", f"timm, {use}", _Images.of_config(cfg, name, True)
+        yield f"{Path(config).name}, {use}", f"timm, {use}", _Images.of_config(cfg, name)
 
 
 def _plain(configs: Sequence[str], root: str | None) -> Iterator[tuple[str, str, _Images]]:
@@ -178,6 +170,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--enlarge", type=whole_number(1), metavar="PIXELS", help="shorter side, with --timm"
     )
+    parser.add_argument(
+        "--quality", type=whole_number(1), default=95, help="of enlarged JPEG; default: %(default)s"
+    )
     parser.add_argument("--images", type=whole_number(1), default=2048, help="of each round")
     parser.add_argument("--rounds", type=whole_number(1), default=11, help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("work_dirs/loading.json"), help="record")
@@ -194,9 +189,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.timm:
             if args.enlarge:
                 enlarged = stack.enter_context(tempfile.TemporaryDirectory())
-                _enlarge(Path(root), Path(enlarged), args.enlarge)
+                _enlarge(Path(root), Path(enlarged), args.enlarge, args.quality)
                 root = enlarged
-            facts = _describe(Path(root), args.enlarge)
+            facts = _describe(Path(root), args.enlarge, args.quality)
             opened = list(_against_timm(args.configs[0], Path(root)))
         else:
             opened = list(_plain(args.configs, root))

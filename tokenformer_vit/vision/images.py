@@ -83,7 +83,8 @@ def read_bgr(path: str | Path) -> np.ndarray:
 
     with suppress(Exception):  # Pillow knows what is wrong with a file
         if stat.S_ISREG(os.stat(path).st_mode):
-            data = Path(path).read_bytes()
+            with open(path, "rb") as file:
+                data = file.read()
             if _is_plain_jpeg(data):
                 flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
                 pixels = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
