@@ -203,9 +203,11 @@ def test_pipelines_build_and_evaluation_is_that_of_timm(name, tmp_path, seed):
         std=[value / 255 for value in preprocessor.std],
     )
     for loader in (cfg.val_dataloader, cfg.test_dataloader):
-        image, pixels = run(loader, 2 * edge - 3, 3 * edge)
+        image, pixels = run(loader, 2 * resize.scale - 3, 3 * resize.scale)
         inputs = prepare({"inputs": pixels[None]})["inputs"][0]
-        torch.testing.assert_close(inputs, reference(image), rtol=1e-5, atol=1e-5)
+        # PyTorch's resize may round to a neighbour of Pillow's value.
+        level = 1 / min(preprocessor.std) if resize.type == "FastCenterCrop" else 0
+        torch.testing.assert_close(inputs, reference(image), rtol=1e-5, atol=1e-5 + level)
 
 
 def test_tuning_appends_pairs_to_the_model_it_starts_from():

@@ -68,9 +68,8 @@ def preprocessing(cfg: Any) -> dict[str, Any]:
             }
     raise InputError(
         f"the test pipeline of {cfg.filename} ({', '.join(kinds) or 'nothing'}) cannot be "
-        "exported: give FastCenterCrop, or ResizeEdge (edge 'short') and CenterCrop (one "
-        "number), or set "
-        "`default_hooks.export=None` to train without an export"
+        "exported: give FastCenterCrop, or ResizeEdge (edge 'short') and CenterCrop (one number), "
+        "or set `default_hooks.export=None` to train without an export"
     )
 
 
