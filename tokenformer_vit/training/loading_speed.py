@@ -94,7 +94,7 @@ class _Images:
         def repeated(image: Any) -> Any:
             try:
                 return transform(image)
-            except ValueError:  # of Pillow 13, if timm posterizes to 0 bits: one image in 700
+            except ValueError:  # of Pillow 13, if timm posterizes to 0 bits
                 images.failures += 1
                 return repeated(image)  # draws anew
 
@@ -142,7 +142,7 @@ def _enlarge(root: Path, into: Path, side: int, quality: int) -> None:
 
 def _against_timm(config: str, root: Path) -> Iterator[tuple[str, str, _Images]]:
     """Open what ``--timm`` compares: names, what each is compared with, and images."""
-    options = {"train_dataloader.dataset.split": "val"}
+    options: dict[str, Any] = {"train_dataloader.dataset.split": "val"}
     for name in ("train_dataloader", "val_dataloader"):
         options[f"{name}.num_workers"] = 0
     cfg = load_config(config, options, str(root))

@@ -49,17 +49,18 @@ def _seeded(*key: int) -> Iterator[None]:
     """Seed all generators that transforms draw from, and restore them afterwards."""
     # NumPy's global generator is the one that mmcv's and mmpretrain's transforms use. To copy its
     # state twice would take 0.14 ms.
-    states = random.getstate(), np.random.get_bit_generator(), torch.get_rng_state()
+    numpy: Any = np.random  # whose stubs lack these two functions
+    states = random.getstate(), numpy.get_bit_generator(), torch.get_rng_state()
     words = np.random.SeedSequence(key).generate_state(4)
     random.seed(int(words[0]))
-    np.random.set_bit_generator(_GENERATOR)
+    numpy.set_bit_generator(_GENERATOR)
     np.random.seed(words[1:3])  # noqa: NPY002
     torch.default_generator.manual_seed(int(words[3]))
     try:
         yield
     finally:
         random.setstate(states[0])
-        np.random.set_bit_generator(states[1])
+        numpy.set_bit_generator(states[1])
         torch.set_rng_state(states[2])
 
 
