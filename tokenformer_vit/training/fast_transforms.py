@@ -23,7 +23,7 @@ from tokenformer_vit.errors import InputError
 
 _LEVELS = np.arange(256, dtype=np.uint8)[:, None, None].repeat(3, axis=2)  # (256, 1, 3)
 # What an operation of RandAugment with a value does to an image, (H, W, 3) uint8 in BGR.
-_Change = Callable[[Any, np.ndarray, float], np.ndarray]
+_Change = Callable[[Any, np.ndarray, Any], np.ndarray]
 
 
 @TRANSFORMS.register_module()
@@ -149,7 +149,7 @@ class FastRandAugment(stock.RandAugment):
         return results
 
 
-def _by_table(change: Callable[[Any, np.ndarray, float], np.ndarray]) -> _Change:
+def _by_table(change: _Change) -> _Change:
     """Change an image by a table of what each of the 256 values becomes."""
     return lambda operation, image, value: cv2.LUT(
         image, change(operation, _LEVELS, value).astype(np.uint8)

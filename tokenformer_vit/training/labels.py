@@ -55,7 +55,7 @@ class PackLabels(PackInputs):
         """Return the image as a (3, H, W) tensor, and its label as a number."""
         image = results["img"]
         if image.ndim == 3 and image.shape[2] == 3 and image.flags.c_contiguous:
-            planes = np.empty((3, *image.shape[:2]), image.dtype)
+            planes: Any = np.empty((3, *image.shape[:2]), image.dtype)
             cv2.split(image, list(planes))  # four times as fast as a copy of the transpose
             image = planes.transpose(1, 2, 0)
         return {"inputs": self.format_input(image), "data_samples": results["gt_label"]}
