@@ -190,6 +190,31 @@ def test_sizes_are_those_of_what_training_gets(tmp_path, config):
         load_config(path)  # right, and unknown
 
 
+@pytest.mark.parametrize(
+    ("cores", "environment", "workers"),
+    [
+        (6, {}, 6),
+        (200, {}, 16),
+        (96, {"LOCAL_WORLD_SIZE": "8"}, 12),
+        (4, {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, 1),
+        (32, {"SLURM_NTASKS_PER_NODE": "4"}, 8),
+        (32, {"SLURM_NTASKS_PER_NODE": "4", "SLURM_CPUS_PER_TASK": "10"}, 10),
+    ],
+)
+def test_workers_are_chosen_by_cores_and_processes(
+    config, monkeypatch, cores, environment, workers
+):
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    cfg = load_config("imagenet_base.py", {"val_dataloader.num_workers": 3})
+    assert cfg.train_dataloader.num_workers == workers
+    assert cfg.val_dataloader.num_workers == 3
+    assert load_config(config).train_dataloader.num_workers == 1  # as the config says
+
+
 def test_other_optimisers_schedules_data_and_models_stay_free(tmp_path, config):
     path = tmp_path / "own.py"
     path.write_text(

@@ -35,6 +35,12 @@ from .averaging import ForeachMovingAverage
 from .backbone import TimmClassificationBackbone
 from .checkpoint import ExactCheckpointHook
 from .diagnostics import DiagnosticsHook, read_diagnostics
+from .fast_transforms import (
+    FastCenterCrop,
+    FastRandAugment,
+    FastRandomFlip,
+    FastRandomResizedCrop,
+)
 from .growth import CostHook, GrowthHook
 from .guard import GuardHook
 from .hugging_face import HuggingFaceImages
@@ -61,6 +67,10 @@ __all__ = [
     "EndlessSampler",
     "ExactCheckpointHook",
     "ExportHook",
+    "FastCenterCrop",
+    "FastRandAugment",
+    "FastRandomFlip",
+    "FastRandomResizedCrop",
     "ForeachMovingAverage",
     "GrowthHook",
     "GuardHook",

@@ -57,19 +57,20 @@ def preprocessing(cfg: Any) -> dict[str, Any]:
         "std": [value / 255 for value in preprocessor["std"]],
     }
     channels = len(preprocessor["mean"])
-    if kinds == ["ResizeEdge", "CenterCrop"] and steps[0].get("edge", "short") == "short":
-        crop, resize = steps[1]["crop_size"], steps[0]
+    in_two = kinds == ["ResizeEdge", "CenterCrop"] and steps[0].get("edge", "short") == "short"
+    if in_two or kinds == ["FastCenterCrop"]:
+        crop, resize = steps[-1]["crop_size"], steps[0]
         if isinstance(crop, int):
             return config | {
                 "input_size": (channels, crop, crop),
                 "crop_pct": crop / resize["scale"],
-                "interpolation": resize.get("interpolation", "bilinear"),
+                "interpolation": resize.get("interpolation", "bilinear" if in_two else "bicubic"),
                 "crop_mode": "center",
             }
     raise InputError(
         f"the test pipeline of {cfg.filename} ({', '.join(kinds) or 'nothing'}) cannot be "
-        "exported: give ResizeEdge (edge 'short') and CenterCrop (one number), or set "
-        "`default_hooks.export=None` to train without an export"
+        "exported: give FastCenterCrop, or ResizeEdge (edge 'short') and CenterCrop (one number), "
+        "or set `default_hooks.export=None` to train without an export"
     )
 
 

@@ -60,6 +60,10 @@ def _float(value: Any) -> Any:
 
 Count = Annotated[int, Field(ge=1), _must_be("a whole number of at least 1")]
 Whole = Annotated[int, Field(ge=0), _must_be("a whole number of at least 0")]
+Workers = Annotated[
+    Literal["auto"] | Annotated[int, Field(ge=0)],
+    _must_be("a whole number of at least 0, or auto for as many as the cores allow"),
+]
 Seed = Annotated[int, Field(ge=0, le=MOST_SEED), _must_be(f"a whole number from 0 to {MOST_SEED}")]
 # OpenCV starts as many threads as it is told.
 Threads = Annotated[int, Field(ge=0, le=1024), _must_be("a whole number from 0 to 1024")]
@@ -217,7 +221,7 @@ class _Dataset(_Section):
 class _Loader(_Section):
     dataset: _Dataset
     batch_size: Count = 1
-    num_workers: Whole = 0
+    num_workers: Workers = 0
     num_batch_per_epoch: Count | None = None
     persistent_workers: bool = False
     pin_memory: bool = False
