@@ -2,21 +2,28 @@
 
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
+import mmengine
 import torch
 from mmengine.config import Config
-from mmengine.dist import init_dist
+from mmengine.dist import init_dist, master_only
+from mmengine.fileio import join_path
 from mmengine.hooks import Hook
 from mmengine.logging import MMLogger
 from mmengine.runner import Runner
+from mmengine.utils import get_git_hash
 from mmengine.utils.dl_utils import set_multi_processing
 
 from tokenformer_vit.errors import InputError, one_line
 
+from .background import BackgroundWriter
 from .checkpoint import ExactCheckpointHook
+from .guard import unwrap
 from .storage import secure_files
 
 _RANKS = {"pytorch": "RANK", "slurm": "SLURM_PROCID", "mpi": "OMPI_COMM_WORLD_RANK"}
@@ -43,7 +50,17 @@ _NOISE = ("Exp name: ", '"FileClient" will be deprecated', '"HardDiskBackend" is
 
 
 class TrainingRunner(Runner):
-    """mmengine's runner; config, environment and hooks are printed to the log file only."""
+    """mmengine's runner, with checkpoints in the background and a short output.
+
+    Config, environment and hooks are printed to the log file only.
+
+    Attributes:
+        writer: Writes the checkpoints.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.writer = BackgroundWriter()
+        super().__init__(*args, **kwargs)
 
     def build_logger(self, *args: Any, **kwargs: Any) -> MMLogger:
         """Build the logger, and keep the start of a run off the terminal."""
@@ -53,6 +70,48 @@ class TrainingRunner(Runner):
             if not isinstance(handler, logging.FileHandler):
                 handler.addFilter(self.terminal)
         return logger
+
+    @cached_property
+    def _facts(self) -> dict[str, Any]:
+        """What mmengine notes in each checkpoint; to format a config takes it seconds."""
+        return {
+            "cfg": self.cfg.pretty_text,
+            "seed": self.seed,
+            "experiment_name": self.experiment_name,
+            "mmengine_version": mmengine.__version__ + get_git_hash(),
+        }
+
+    @master_only
+    def save_checkpoint(
+        self,
+        out_dir: str,
+        filename: str,
+        file_client_args: dict | None = None,
+        save_optimizer: bool = True,
+        save_param_scheduler: bool = True,
+        meta: dict | None = None,
+        by_epoch: bool = True,
+        backend_args: dict | None = None,
+    ) -> None:
+        """Write a checkpoint in the background; arguments and content are mmengine's."""
+        progress = {"epoch": self.epoch + by_epoch, "iter": self.iter + (not by_epoch)}
+        noted = {"time": time.strftime("%Y%m%d_%H%M%S"), **self._facts}
+        data = {"dataset_meta": self.train_dataloader.dataset.metainfo}
+        checkpoint: dict[str, Any] = {
+            "meta": {**progress, **(meta or {}), **noted, **data},
+            "state_dict": unwrap(self.model).state_dict(),
+            "message_hub": self.message_hub.state_dict(),
+        }
+        if save_optimizer:
+            checkpoint["optimizer"] = self.optim_wrapper.state_dict()
+        if save_param_scheduler:
+            schedulers: Any = self.param_schedulers or ()
+            checkpoint["param_schedulers"] = [each.state_dict() for each in schedulers]
+        self.call_hook("before_save_checkpoint", checkpoint=checkpoint)
+        how = {"file_client_args": file_client_args, "backend_args": backend_args}
+        self.writer.write(
+            checkpoint, join_path(out_dir, filename, backend_args=backend_args), **how
+        )
 
 
 class _Terminal(logging.Filter):
@@ -124,6 +183,7 @@ def run_training(cfg: Config) -> Runner:
             for hook in runner.hooks:
                 if isinstance(hook, ExactCheckpointHook):
                     hook.release()
+            runner.writer.wait()
     return runner
 
 

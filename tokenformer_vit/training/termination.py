@@ -10,8 +10,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from mmengine.device import get_device
-from mmengine.dist import all_reduce, get_world_size
+from mmengine.dist import all_reduce, get_comm_device, get_world_size
 
 # Exit status of a process that SIGTERM ended, as shells report it.
 STATUS = 128 + 15
@@ -27,17 +26,18 @@ class Termination:
         termination = Termination()
         termination.begin()
         ...
-        if termination.requested():
+        if termination.noted:
             save_and_leave()
         termination.end()
 
     Attributes:
+        noted: Whether a SIGTERM came.
         running: 1 while a run needs its workers, in memory shared with them.
     """
 
     def __init__(self) -> None:
         self.running = torch.zeros(1, dtype=torch.uint8).share_memory_()
-        self._noted = False
+        self.noted = False
         self._before: Any = None
 
     def begin(self) -> None:
@@ -56,19 +56,46 @@ class Termination:
             self._before = None
             atexit.unregister(self.end)
 
-    def requested(self) -> bool:
-        """Tell whether any process of the run got a SIGTERM.
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.noted = True
+
+
+class Agreement:
+    """Tells all processes of a run at the same iteration what one of them noticed.
+
+    With several processes, an answer is that to the call before. A GPU has it by then, so nobody
+    waits for the present iteration.
+    """
+
+    def __init__(self) -> None:
+        self._answer: torch.Tensor | None = None
+        self._ready: torch.cuda.Event | None = None
+
+    def any(self, *noticed: bool) -> list[bool]:
+        """Tell which of these any process noticed.
 
         All processes must call this at the same iteration; all get the same answer.
+
+        Args:
+            *noticed: What this process noticed.
         """
         if get_world_size() == 1:
-            return self._noted
-        flag = torch.tensor(int(self._noted), device=get_device())
-        all_reduce(flag, op="max")
-        return bool(flag)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._noted = True
+            return list(noticed)
+        if self._ready is not None:
+            self._ready.synchronize()
+        before = [False] * len(noticed) if self._answer is None else self._answer.tolist()
+        self._answer = torch.tensor(noticed, dtype=torch.uint8)
+        device = get_comm_device()
+        if device.type == "cuda":
+            shared = self._answer.pin_memory().to(device, non_blocking=True)
+            all_reduce(shared, op="max")
+            self._answer = torch.empty_like(shared, device="cpu", pin_memory=True)
+            self._answer.copy_(shared, non_blocking=True)
+            self._ready = torch.cuda.Event(blocking=True)
+            self._ready.record()
+        else:
+            all_reduce(self._answer, op="max")
+        return [bool(each) for each in before]
 
 
 class PatientWorker:
