@@ -43,6 +43,7 @@ from .loop import EndlessSampler, ResumableEpochLoop, ResumableIterLoop, Resumab
 from .lora import LoRABackbone
 from .metrics import AccuracyAndLoss
 from .optim import AccumulationEMAHook, AutocastOptimWrapper
+from .parallel import CompressingDataParallel
 from .parameter_groups import MergedLayerDecayConstructor, MergedOptimWrapperConstructor
 from .progress import ProgressHook
 from .reports import CurvesHook, ExportHook, RecordHook
@@ -54,6 +55,7 @@ __all__ = [
     "AccuracyAndLoss",
     "AtomicLocalBackend",
     "AutocastOptimWrapper",
+    "CompressingDataParallel",
     "CostHook",
     "CurvesHook",
     "DiagnosticsHook",

@@ -354,7 +354,7 @@ def check_finite(runner) -> None:
         InputError: If a weight is not finite.
     """
     # A finite loss can have an infinite gradient, and infinite weights after the next step.
-    if not torch.stack([tensor.isfinite().all() for tensor in runner.model.parameters()]).all():
+    if not all(tensor.isfinite().all() for tensor in runner.model.parameters()):
         raise diverged(runner, "the weights are not finite")
 
 
@@ -367,11 +367,16 @@ def _schedule(runner) -> dict[str, Any]:
             f"train_cfg.{length}": getattr(runner, length),
             "auto_scale_lr": dict(cfg.get("auto_scale_lr") or {}),
             "optim_wrapper.accumulative_counts": cfg.optim_wrapper.get("accumulative_counts", 1),
-            "optim_wrapper.optimizer": dict(cfg.optim_wrapper.optimizer),
+            "optim_wrapper.optimizer": _recipe(cfg.optim_wrapper.optimizer),
             "param_scheduler": [dict(scheduler) for scheduler in cfg.param_scheduler or ()],
             "custom_hooks: GrowthHook": growth_hooks(cfg),
         }
     )
+
+
+def _recipe(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of an optimiser, without the implementation that computes them."""
+    return {key: value for key, value in optimizer.items() if key not in ("foreach", "fused")}
 
 
 def check_schedule_is_kept(runner, resumed: Mapping[str, Any]) -> None:
@@ -386,6 +391,8 @@ def check_schedule_is_kept(runner, resumed: Mapping[str, Any]) -> None:
     """
     for name, value in _schedule(runner).items():
         before = resumed["schedule"].get(name, [])
+        if name == "optim_wrapper.optimizer":
+            before = _recipe(before)
         if value != before:
             raise InputError(
                 f"{name} was {before} in the checkpoint and is {value} now, but a resumed run must "

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -220,6 +221,10 @@ def start_processes(cfg: Config) -> None:
             f"there is no GPU for process {rank} of this machine, which has {gpus}: start at most "
             f"{gpus} processes on it"
         )
+    wrapper = {"type": "CompressingDataParallel", **(cfg.get("model_wrapper_cfg") or {})}
+    if cfg.get("find_unused_parameters"):  # mmengine reads it only without a wrapper
+        wrapper["find_unused_parameters"] = True
+    cfg.model_wrapper_cfg = wrapper if gpus else {**wrapper, "device_ids": None}
     environment = cfg.get("env_cfg") or {}
     try:
         if gpus:
@@ -227,15 +232,13 @@ def start_processes(cfg: Config) -> None:
             set_multi_processing(**environment.get("mp_cfg", {}), distributed=True)
             init_dist(cfg.launcher, **environment.get("dist_cfg", {}))
             return
-        torch.distributed.init_process_group("gloo")
+        seconds = environment.get("dist_cfg", {}).get("timeout")
+        torch.distributed.init_process_group(
+            "gloo", timeout=None if seconds is None else timedelta(seconds=seconds)
+        )
     except (RuntimeError, ValueError) as error:  # DistNetworkError, a port that is not a number
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise InputError(
             f"the processes cannot connect at {where} ({one_line(error)}): choose a free port, as "
             "in MASTER_PORT=29501 or `torchrun --master_port=29501`"
         ) from error
-    cfg.model_wrapper_cfg = {
-        "type": "MMDistributedDataParallel",
-        "device_ids": None,
-        "broadcast_buffers": False,
-    }

@@ -35,7 +35,7 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
 
     On a GPU it builds the fused form of an optimiser, if PyTorch has one. On a CPU it builds the
     ``foreach`` form, whose numbers are those of PyTorch's loop to the last bit; a fused one rounds
-    otherwise. ``fused`` or ``foreach`` in the optimiser's config overrides this.
+    otherwise. ``fused`` or ``foreach`` in the optimiser's config overrides this, unless it is None.
     """
 
     def add_params(
@@ -50,7 +50,12 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
 
     def __call__(self, model: nn.Module) -> OptimWrapper:
         """Build the optimiser of a model, and its wrapper."""
-        self.optimizer_cfg = {**_fastest(self.optimizer_cfg, model), **self.optimizer_cfg}
+        given = {
+            key: value
+            for key, value in self.optimizer_cfg.items()
+            if value is not None or key not in ("foreach", "fused")
+        }
+        self.optimizer_cfg = {**_fastest(given, model), **given}
         return super().__call__(model)
 
 
@@ -67,7 +72,7 @@ def _fastest(cfg: Mapping[str, Any], model: nn.Module) -> dict[str, bool]:
         kind = OPTIMIZERS.get(kind)
     if kind is None or "fused" not in inspect.signature(kind).parameters:
         return {}
-    if cfg.get("fused") is not None or cfg.get("foreach") is not None:
+    if "fused" in cfg or "foreach" in cfg:
         return {}
     cuda = next(model.parameters()).device.type == "cuda"
     return {"fused": True} if cuda else {"foreach": True}

@@ -108,6 +108,15 @@ Pipeline = Annotated[
     BeforeValidator(_listed),
     _must_be("a list of transforms that ends with PackInputs"),
 ]
+Compile = Annotated[
+    bool
+    | Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+    | dict[str, Any],
+    _must_be(
+        "True, False, a dict of torch.compile's arguments, or one of its modes default, "
+        "reduce-overhead, max-autotune and max-autotune-no-cudagraphs"
+    ),
+]
 TopK = Annotated[
     Annotated[int, Field(ge=1)]
     | Annotated[list[Annotated[int, Field(ge=1)]], BeforeValidator(_listed)],
@@ -159,7 +168,7 @@ class _TimmBackbone(_Backbone):
     model_name: str
     pretrained: bool = False
     checkpoint_path: str = ""
-    compile: bool = False
+    compile: Compile = False
     frozen: bool = False
     stem_seed: Seed | None = None
     growth: dict[str, Any] | None = None
@@ -206,7 +215,7 @@ class _LanguageModel(_Section):
     growth: dict[str, Any] | None = None
     masks: dict[str, Any] | None = None
     frozen_stem: bool = False
-    compile: bool = False
+    compile: Compile = False
 
 
 class _Dataset(_Section):
@@ -242,6 +251,8 @@ class _Clipping(_Section):
 class _Optimizer(_Section):
     lr: Positive | None = None
     weight_decay: NotNegative = 0
+    foreach: bool | None = None
+    fused: bool | None = None
 
 
 class _Adam(_Section):
@@ -275,12 +286,15 @@ class _TrainLoop(_Section):
 
 
 class _Hook(_Section):
+    background: bool = True
     interval: Interval = 1
+    minutes: Positive | None = None
     max_keep_ckpts: Interval = 1
     momentum: Between = 0.5
 
 
 class _Evaluator(_Section):
+    collect_device: Literal["cpu", "gpu"] = "cpu"
     topk: TopK = 1
 
 
@@ -300,10 +314,21 @@ class _Processes(_Section):
     opencv_num_threads: Threads = 0
 
 
+class _Connection(_Section):
+    timeout: Positive | None = None
+
+
+class _DataParallel(_Section):
+    compression: Literal["bf16", "fp16"] | None = None
+    find_unused_parameters: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+
+
 class _Environment(_Section):
     cudnn_benchmark: bool = False
     mp_cfg: _Processes = _Processes()
-    dist_cfg: dict[str, Any] = {}
+    dist_cfg: _Connection = _Connection()
 
 
 class _LogProcessor(_Section):
@@ -329,6 +354,7 @@ class _Run(_Section):
     auto_scale_lr: _ScaleLR
     randomness: _Randomness
     env_cfg: _Environment = _Environment()
+    model_wrapper_cfg: _DataParallel | None = None
     log_processor: _LogProcessor = _LogProcessor()
     log_level: Level = "INFO"
     load_from: str | None = None
