@@ -109,10 +109,8 @@ class TrainingRunner(Runner):
             schedulers: Any = self.param_schedulers or ()
             checkpoint["param_schedulers"] = [each.state_dict() for each in schedulers]
         self.call_hook("before_save_checkpoint", checkpoint=checkpoint)
-        how = {"file_client_args": file_client_args, "backend_args": backend_args}
-        self.writer.write(
-            checkpoint, join_path(out_dir, filename, backend_args=backend_args), **how
-        )
+        path = join_path(out_dir, filename, backend_args=backend_args)
+        self.writer.write(checkpoint, path, backend_args)
 
 
 class _Terminal(logging.Filter):
