@@ -1,6 +1,7 @@
 """Checkpoints in the background hold exactly their step, in order, and are whole or absent."""
 
 import copy
+import shutil
 import threading
 import time
 from collections import OrderedDict
@@ -173,16 +174,26 @@ RUNS = ("waiting", "going_on")
 
 
 def test_checkpoints_come_by_the_clock_too(train, tmp_path, monkeypatch):
-    """A regular checkpoint replaces the timed one; minutes count from either."""
-    names, point_to = [], ExactCheckpointHook._point_to
+    """A regular checkpoint replaces the timed one; a run also resumes at the end of an epoch."""
+    names, point_to, kept = [], ExactCheckpointHook._point_to, tmp_path / "kept.pth"
 
     def noted(hook, runner, path):
         point_to(hook, runner, path)
         names.append(Path(path).name)
+        if names == ["timed.pth"] * 3:  # at the iterations 2, 4 and 6
+            shutil.copy(path, kept)
 
     monkeypatch.setattr(ExactCheckpointHook, "_point_to", noted)
     options = ("train_cfg.max_epochs=2", "default_hooks.checkpoint.minutes=1e-6")
-    train(tmp_path, "--cfg-options", *options)
+    run, resumed = tmp_path / "run", tmp_path / "resumed"
+    train(run, "--cfg-options", *options)
     assert [name for name in names if name != "timed.pth"] == ["epoch_1.pth", "epoch_2.pth"]
     assert names.index("timed.pth") < names.index("epoch_1.pth")
-    assert not (tmp_path / "timed.pth").exists()
+    assert not (run / "timed.pth").exists()
+
+    assert torch.load(kept, weights_only=True)["meta"]["iter"] == 6
+    train(resumed, "--resume", str(kept), "--cfg-options", *options)
+    for name in ("epoch_1.pth", "epoch_2.pth"):
+        one, other = (torch.load(each / name, weights_only=True) for each in (run, resumed))
+        assert same(one["exact_resume"]["rng"], other["exact_resume"]["rng"])
+        assert same(one["state_dict"], other["state_dict"])

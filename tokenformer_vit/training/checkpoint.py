@@ -155,6 +155,9 @@ class ExactCheckpointHook(CheckpointHook):
 
     def before_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
         """Restore the random generators before the first iteration after a resume."""
+        self._restore_rng(runner)
+
+    def _restore_rng(self, runner) -> None:
         if self._resumed is None:
             return
         states = self._resumed["rng"]
@@ -318,6 +321,8 @@ class ExactCheckpointHook(CheckpointHook):
 
     def _collect(self, runner) -> dict[str, Any]:
         """Gather from all processes what an exact resume needs."""
+        # A run that resumes after the last iteration of an epoch saves that epoch before it trains.
+        self._restore_rng(runner)
         gradients = {}
         if not runner.optim_wrapper.should_update():
             for name, parameter in unwrap(runner.model).named_parameters():

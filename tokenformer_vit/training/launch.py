@@ -97,20 +97,20 @@ class TrainingRunner(Runner):
         """Write a checkpoint in the background; arguments and content are mmengine's."""
         progress = {"epoch": self.epoch + by_epoch, "iter": self.iter + (not by_epoch)}
         noted = {"time": time.strftime("%Y%m%d_%H%M%S"), **self._facts}
-        data = {"dataset_meta": self.train_dataloader.dataset.metainfo}
+        dataset: Any = self.train_dataloader.dataset
+        schedulers: Any = self.param_schedulers or ()
         checkpoint: dict[str, Any] = {
-            "meta": {**progress, **(meta or {}), **noted, **data},
+            "meta": {**progress, **(meta or {}), **noted, "dataset_meta": dataset.metainfo},
             "state_dict": unwrap(self.model).state_dict(),
             "message_hub": self.message_hub.state_dict(),
         }
         if save_optimizer:
             checkpoint["optimizer"] = self.optim_wrapper.state_dict()
         if save_param_scheduler:
-            schedulers: Any = self.param_schedulers or ()
             checkpoint["param_schedulers"] = [each.state_dict() for each in schedulers]
         self.call_hook("before_save_checkpoint", checkpoint=checkpoint)
         path = join_path(out_dir, filename, backend_args=backend_args)
-        self.writer.write(checkpoint, path, backend_args)
+        self.writer.write(checkpoint, str(path), backend_args)
 
 
 class _Terminal(logging.Filter):
@@ -174,7 +174,7 @@ def run_training(cfg: Config) -> Runner:
     secure_files()
     built = _Built()
     with config_explained(cfg, built):
-        runner = TrainingRunner.from_cfg(cfg)
+        runner: Any = TrainingRunner.from_cfg(cfg)
         runner.register_hook(built)
         try:
             runner.train()

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from mmengine.dist import all_reduce, get_comm_device, get_world_size
 
+from .background import snapshot
+
 # Exit status of a process that SIGTERM ended, as shells report it.
 STATUS = 128 + 15
 # Seconds between two checks of a data loading worker, after a SIGTERM, whether its run continues.
@@ -67,9 +69,7 @@ class Agreement:
     waits for the present iteration.
     """
 
-    def __init__(self) -> None:
-        self._answer: torch.Tensor | None = None
-        self._ready: torch.cuda.Event | None = None
+    _last: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
 
     def any(self, *noticed: bool) -> list[bool]:
         """Tell which of these any process noticed.
@@ -81,21 +81,18 @@ class Agreement:
         """
         if get_world_size() == 1:
             return list(noticed)
-        if self._ready is not None:
-            self._ready.synchronize()
-        before = [False] * len(noticed) if self._answer is None else self._answer.tolist()
-        self._answer = torch.tensor(noticed, dtype=torch.uint8)
+        flags = torch.tensor(noticed, dtype=torch.uint8)
         device = get_comm_device()
         if device.type == "cuda":
-            shared = self._answer.pin_memory().to(device, non_blocking=True)
-            all_reduce(shared, op="max")
-            self._answer = torch.empty_like(shared, device="cpu", pin_memory=True)
-            self._answer.copy_(shared, non_blocking=True)
-            self._ready = torch.cuda.Event(blocking=True)
-            self._ready.record()
-        else:
-            all_reduce(self._answer, op="max")
-        return [bool(each) for each in before]
+            flags = flags.pin_memory().to(device, non_blocking=True)
+        all_reduce(flags, op="max")
+        before, self._last = self._last, snapshot(flags)
+        if before is None:
+            return [False] * len(noticed)
+        answer, ready = before
+        if ready is not None:
+            ready.synchronize()
+        return answer.bool().tolist()
 
 
 class PatientWorker:
