@@ -75,7 +75,6 @@ class ExactCheckpointHook(CheckpointHook):
     _resumed: dict[str, Any] | None = None
     _identity: dict[str, Any] | None = None
     _termination: Termination | None = None
-    _writer: BackgroundWriter
 
     def __init__(
         self, *args: Any, minutes: float | None = None, background: bool = True, **kwargs: Any
@@ -83,6 +82,7 @@ class ExactCheckpointHook(CheckpointHook):
         super().__init__(*args, **kwargs)
         secure_files()
         self._minutes, self._background = minutes, background
+        self._writer = BackgroundWriter()
 
     def before_train(self, runner) -> None:
         """Restore the state of the checkpoint, if the run resumes from one."""
@@ -90,8 +90,8 @@ class ExactCheckpointHook(CheckpointHook):
         self._keep_best_within(runner)
         loader = runner.train_dataloader
         self._identity = run_identity(runner)
-        # mmengine's own runner has written a checkpoint when it returns.
-        self._writer = getattr(runner, "writer", None) or BackgroundWriter()
+        # mmengine's own runner has no writer: it returns when a checkpoint is on the disk.
+        self._writer = getattr(runner, "writer", self._writer)
         self._writer.background = self._background
         self._saved, self._saved_at = time.monotonic(), runner.iter
         self._agreement = Agreement()
@@ -183,9 +183,7 @@ class ExactCheckpointHook(CheckpointHook):
         stopped, due = self._agreement.any(self._termination.noted, due)
         if stopped:
             self._stop(runner)
-        elif (
-            due and self._saved_at < runner.iter
-        ):  # an answer may be older than the last checkpoint
+        elif due and self._saved_at < runner.iter:  # else it was due before the last checkpoint
             self._save_between(runner, TIMED)
 
     def _stop(self, runner) -> None:
@@ -199,6 +197,11 @@ class ExactCheckpointHook(CheckpointHook):
             )
         barrier()  # a launcher stops all processes as soon as one of them ends
         raise SystemExit(STATUS)
+
+    def after_val_epoch(self, runner, metrics: dict[str, Any]) -> None:  # type: ignore[override]
+        """Save the best checkpoint."""
+        self._writer.wait()  # mmengine deletes the former best one, which may not be written yet
+        super().after_val_epoch(runner, metrics)
 
     def after_train(self, runner) -> None:
         """Wait for the last checkpoint; the files of a finished run are written after it."""
