@@ -137,6 +137,11 @@ def test_a_value_out_of_range_is_named_with_what_is_allowed(plain, key, value, a
     assert allowed in must
 
 
+def test_a_static_graph_does_not_accumulate(plain):
+    options = {"model_wrapper_cfg.static_graph": True, "optim_wrapper.accumulative_counts": 3}
+    assert "accumulative_counts is 3): set one of the two" in refused(plain, options)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "allowed"),
     [

@@ -35,7 +35,6 @@ BY_ITERATION = (
 BY_TIME = (*BY_EPOCH, "default_hooks.checkpoint.minutes=1e-6")
 CONNECTED = (
     "model_wrapper_cfg.gradient_as_bucket_view=True",
-    "model_wrapper_cfg.static_graph=True",
     "val_evaluator.collect_device=gpu",
     "env_cfg.dist_cfg.timeout=600",
 )

@@ -382,6 +382,13 @@ def check_values(cfg: Mapping[str, Any], path: str) -> None:
         raise InputError(f"{path}: train_cfg needs max_epochs or max_iters, the length of the run")
     if optimizer.get("type") in _ADAMS:
         _check(_Adam, optimizer, path, "optim_wrapper.optimizer")
+    counts = cfg["optim_wrapper"].get("accumulative_counts", 1)
+    if (cfg.get("model_wrapper_cfg") or {}).get("static_graph") and counts > 1:
+        raise InputError(
+            f"{path}: model_wrapper_cfg.static_graph is True, but PyTorch cannot accumulate "
+            f"gradients in a static graph (optim_wrapper.accumulative_counts is {counts}): set one "
+            "of the two to False or 1"
+        )
     if cfg["model"].get("type") == "CausalLM":
         _check(_LanguageModel, cfg["model"], path, "model")
     check_classes(cfg, path)
