@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import mmengine
 import torch
@@ -98,16 +98,16 @@ class TrainingRunner(Runner):
         progress = {"epoch": self.epoch + by_epoch, "iter": self.iter + (not by_epoch)}
         noted = {"time": time.strftime("%Y%m%d_%H%M%S"), **self._facts}
         dataset: Any = self.train_dataloader.dataset
-        schedulers: Any = self.param_schedulers or ()
+        optimizer, schedulers = cast(Any, self.optim_wrapper), cast(Any, self.param_schedulers)
         checkpoint: dict[str, Any] = {
             "meta": {**progress, **(meta or {}), **noted, "dataset_meta": dataset.metainfo},
             "state_dict": unwrap(self.model).state_dict(),
             "message_hub": self.message_hub.state_dict(),
         }
         if save_optimizer:
-            checkpoint["optimizer"] = self.optim_wrapper.state_dict()
+            checkpoint["optimizer"] = optimizer.state_dict()
         if save_param_scheduler:
-            checkpoint["param_schedulers"] = [each.state_dict() for each in schedulers]
+            checkpoint["param_schedulers"] = [each.state_dict() for each in schedulers or ()]
         self.call_hook("before_save_checkpoint", checkpoint=checkpoint)
         path = join_path(out_dir, filename, backend_args=backend_args)
         self.writer.write(checkpoint, str(path), backend_args)
