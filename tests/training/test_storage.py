@@ -171,9 +171,9 @@ def test_a_sigterm_is_noted_and_later_has_its_former_effect():
     before = signal.getsignal(signal.SIGTERM)
     termination = Termination()
     termination.begin()
-    assert not termination.requested()
+    assert not termination.noted
     os.kill(os.getpid(), signal.SIGTERM)
-    assert termination.requested()
+    assert termination.noted
     assert termination.running[0] == 1
     termination.end()
     assert termination.running[0] == 0

@@ -50,6 +50,7 @@ from .loop import EndlessSampler, ResumableEpochLoop, ResumableIterLoop, Resumab
 from .lora import LoRABackbone
 from .metrics import AccuracyAndLoss
 from .optim import AccumulationEMAHook, AutocastOptimWrapper
+from .parallel import CompressingDataParallel
 from .parameter_groups import MergedLayerDecayConstructor, MergedOptimWrapperConstructor
 from .progress import ProgressHook
 from .reports import CurvesHook, ExportHook, RecordHook
@@ -61,6 +62,7 @@ __all__ = [
     "AccuracyAndLoss",
     "AtomicLocalBackend",
     "AutocastOptimWrapper",
+    "CompressingDataParallel",
     "CostHook",
     "CurvesHook",
     "DiagnosticsHook",

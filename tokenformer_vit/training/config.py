@@ -134,7 +134,7 @@ def load_config(
                 f"--compile needs a TimmClassificationBackbone or a CausalLM, but {path} has "
                 f"{compiled.type}: leave it out"
             )
-        compiled.compile = True
+        compiled.compile = compiled.get("compile") or True
     cfg.work_dir = work_dir or cfg.get("work_dir") or f"work_dirs/{Path(path).stem}"
     if batch_size is not None:
         cfg[batched].batch_size = batch_size

@@ -34,7 +34,7 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
     """mmengine's constructor, with one group for each setting and the fastest implementation.
 
     It builds the fused form of an optimiser, if PyTorch has one; ``fused`` or ``foreach`` in the
-    optimiser's config overrides this.
+    optimiser's config overrides this, unless it is None.
     """
 
     def add_params(
@@ -49,7 +49,12 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
 
     def __call__(self, model: nn.Module) -> OptimWrapper:
         """Build the optimiser of a model, and its wrapper."""
-        self.optimizer_cfg = {**_fastest(self.optimizer_cfg), **self.optimizer_cfg}
+        given = {
+            key: value
+            for key, value in self.optimizer_cfg.items()
+            if value is not None or key not in ("foreach", "fused")
+        }
+        self.optimizer_cfg = {**_fastest(given), **given}
         return super().__call__(model)
 
 
@@ -66,8 +71,7 @@ def _fastest(cfg: Mapping[str, Any]) -> dict[str, bool]:
         kind = OPTIMIZERS.get(kind)
     if kind is None or "fused" not in inspect.signature(kind).parameters:
         return {}
-    chosen = any(cfg.get(key) is not None for key in ("fused", "foreach"))
-    return {} if chosen else {"fused": True}
+    return {} if "fused" in cfg or "foreach" in cfg else {"fused": True}
 
 
 def _merge(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
