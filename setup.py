@@ -17,6 +17,7 @@ TRAIN = [
     "mmengine>=0.11.0rc3,<1.0",
     "mmcv-lite>=2.2.0,<2.4",
     "mmpretrain>=1.2.0,<2.0",
+    "opencv-python>=4.11",  # decodes JPEGs; mmcv-lite needs it, too
     "matplotlib>=3.10",
     "pandas>=2.2.3",  # the tables of ablations
     "pyyaml>=6.0.2",  # reads what mmengine stores

@@ -248,6 +248,7 @@ def test_recipe_of_the_paper(name):
         "weight_decay": 0.3,
         "betas": (0.9, 0.95),
         "eps": 1e-8,
+        "fused": None,
     }
     assert cfg.optim_wrapper.optimizer.lr == pytest.approx(PEAK, rel=1e-12)
     warmup, cosine = cfg.param_scheduler

@@ -90,6 +90,7 @@ def test_recipe_of_the_released_models():
         "weight_decay": 0.1,
         "betas": (0.9, 0.95),
         "eps": 1e-8,
+        "fused": None,
     }
     assert cfg.train_cfg.max_iters == 143_000
     assert cfg.auto_scale_lr.base_batch_size == 1024

@@ -27,6 +27,7 @@ from tokenformer_vit.training import (
     LoadImage,
     load_plain_checkpoint,
 )
+from tokenformer_vit.training.background import BackgroundWriter
 from tokenformer_vit.training.config import (
     add_run_arguments,
     check_data_folders,
@@ -332,6 +333,7 @@ def failing(monkeypatch):
             logger = logging.getLogger("test")
             terminal = SimpleNamespace(built=False)
             hooks: ClassVar[list] = []
+            writer = BackgroundWriter()
 
             def register_hook(self, hook):
                 self.hooks = [hook]

@@ -184,10 +184,12 @@ def run_training(cfg: Config, *hooks: Hook) -> Runner:
         try:
             runner.train()
         finally:
-            for hook in runner.hooks:
-                if isinstance(hook, ExactCheckpointHook):
-                    hook.release()
-            runner.writer.wait()
+            try:
+                runner.writer.wait()  # another run may start when the lock is released
+            finally:
+                for hook in runner.hooks:
+                    if isinstance(hook, ExactCheckpointHook):
+                        hook.release()
     return runner
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmengine.config import Config
+from mmengine.dataset import BaseDataset
 from mmengine.hooks import CheckpointHook
 from mmengine.model import BaseDataPreprocessor
 from mmengine.optim import OptimWrapper
@@ -58,6 +59,7 @@ INTERNALS = (
     Internal(
         BaseDataPreprocessor, "_non_blocking", "mmpretrain's preprocessor has no argument for it."
     ),
+    Internal(BaseDataset, "_metainfo", "Class names are known when the data set is opened."),
     Internal(EpochBasedTrainLoop, "_iter", "The loop starts in the middle of an epoch."),
     Internal(EpochBasedTrainLoop, "_epoch", "The loop counts the epochs itself."),
     Internal(IterBasedTrainLoop, "_iter", "The loop counts optimiser steps."),
