@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from timm.models import VisionTransformer
-from torch import nn
+from torch import Tensor, nn
 
+from tokenformer_vit.benchmarking.costs import training_flops
 from tokenformer_vit.benchmarking.matched import matched_hidden
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth.transformer import mlp_ratio
@@ -32,6 +33,44 @@ class ImageField(Field):
     examples = "images"
     counts_flops = False
     transformer = "ViT"
+
+    def continued(self, part: Part) -> Part:
+        """Return the part as it is: it has the sizes of the earlier run."""
+        return part
+
+    def start_from(self, cfg: Part, folder: str) -> None:
+        """Load the weights of the whole classifier, with its head."""
+        cfg["load_from"] = f"{folder}/model.safetensors"
+
+    def sized(self, part: Part, sizes: Mapping[str, int]) -> Part:
+        """Set pairs, blocks or hidden neurons; see :meth:`Field.sized`."""
+        new: dict[str, Any] = dict(sizes)
+        if hidden := new.pop("hidden_features", None):
+            new["mlp_ratio"] = mlp_ratio(hidden, part["embed_dim"])
+        return {**part, **new}
+
+    def flops(self, cfg: Mapping[str, Any]) -> int:
+        """Count the FLOPs of the backbone on one image; see :meth:`Field.flops`."""
+        model: Any = self.build(cfg)
+        return training_flops(model.backbone.model)
+
+    def num_examples(self, cfg: Mapping[str, Any]) -> int:
+        """Count the training images, without reading them."""
+        from mmengine.registry import DefaultScope
+        from mmpretrain.registry import DATASETS
+
+        dataset = {**cfg["train_dataloader"]["dataset"], "pipeline": []}
+        if dataset["type"] == "ImagesInMemory":
+            dataset["type"] = "CustomDataset"
+        with DefaultScope.overwrite_default_scope("mmpretrain"):
+            return len(DATASETS.build(dataset))
+
+    def random_loss(self, model: nn.Module, batch_size: int, device: torch.device) -> Tensor:
+        """Return the mean of squared features of random images."""
+        vit: Any = model.backbone
+        height, width = vit.model.patch_embed.img_size
+        images = torch.rand(batch_size, vit.model.in_chans, height, width, device=device)
+        return vit(images)[0].float().square().mean()
 
     def check_data(self, cfg: Mapping[str, Any]) -> None:
         """Check that the images of a config can be read; see :class:`Field`."""
@@ -119,6 +158,11 @@ def attention_share(pairs_per_channel: float) -> ModelChange:
         }
 
     return change
+
+
+def with_frozen_norms(change: ModelChange) -> ModelChange:
+    """Freeze weight and bias of the blocks' LayerNorms, after another change."""
+    return lambda backbone, shape: {**change(backbone, shape), "frozen_norms": True}
 
 
 def to_matched_vit(backbone: Part, shape: Shape) -> Part:
