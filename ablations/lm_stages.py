@@ -15,17 +15,17 @@ and the two that grow from it; or it is *counted* in full.
 
 from tokenformer_vit.experiments import LANGUAGE, Budgets, main
 from tokenformer_vit.experiments.language_models import to_matched_transformer
-from tokenformer_vit.experiments.stages import FULL, accounts, in_stages_of
+from tokenformer_vit.experiments.stages import FULL, Family
 
-TIMES = (2, 4)
+FAMILY = Family(LANGUAGE, to_matched_transformer(), times=(2, 4))
 
 QUESTION = Budgets(
     name="lm_stages",
     title="Language: growth in stages",
     text=__doc__,
-    variants=in_stages_of(LANGUAGE, to_matched_transformer(), TIMES),
+    variants=FAMILY.variants,
     field=LANGUAGE,
-    accounts=accounts(TIMES),
+    accounts=FAMILY.accounts,
     full=FULL,
 )
 

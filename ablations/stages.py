@@ -15,16 +15,16 @@ from it; or it is *counted* in full.
 """
 
 from tokenformer_vit.experiments import IMAGES, Budgets, main, to_matched_vit
-from tokenformer_vit.experiments.stages import FULL, accounts, in_stages_of
+from tokenformer_vit.experiments.stages import FULL, Family
 
-TIMES = (2, 3)
+FAMILY = Family(IMAGES, to_matched_vit, times=(2, 3))
 
 QUESTION = Budgets(
     name="stages",
     title="Growth in stages",
     text=__doc__,
-    variants=in_stages_of(IMAGES, to_matched_vit, TIMES),
-    accounts=accounts(TIMES),
+    variants=FAMILY.variants,
+    accounts=FAMILY.accounts,
     full=FULL,
 )
 

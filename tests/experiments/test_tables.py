@@ -9,7 +9,16 @@ from PIL import Image
 from tables import QUESTIONS
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.experiments import IMAGES, Question, Tuning, plan, plots, run, tables
+from tokenformer_vit.experiments import (
+    IMAGES,
+    Question,
+    TrainingCost,
+    Tuning,
+    plan,
+    plots,
+    run,
+    tables,
+)
 from tokenformer_vit.experiments.results import read_groups
 from tokenformer_vit.training.config import load_config
 
@@ -147,7 +156,7 @@ def test_what_was_never_run_is_said(root):
     text = rendered(root)
     for question in OF_IMAGES:
         for variant in question.variants:
-            assert any("not run" in row[3:5] for row in cells(text, variant.label)), variant
+            assert any("not run" in row[3:] for row in cells(text, variant.label)), variant
     assert "[records]" not in text
     paper = {"config": "configs/imagenet_base.py", "images_per_step": 4096}
     write(root, "softmax", 0, 70.0, **paper, epochs=4)  # not the paper's schedule
@@ -231,8 +240,9 @@ def test_every_question_can_be_asked_of_the_paper_s_model(question: Question):
     shape, parameters = IMAGES.shape_of(cfg)
     assert (ROOT / "ablations" / f"{question.name}.py").is_file()
     backbone, settings = cfg["model"]["backbone"], []
+    ends = {None: backbone}
     for variant in question.variants:
-        changed = variant.change(dict(backbone), shape)
+        ends[variant.name] = changed = variant.change(dict(ends[variant.start]), shape)
         outside = variant.outside(shape, 300) if variant.outside else {}
         settings.append(json.dumps([run.difference(backbone, changed), outside]))
         hooks = [hook["type"] for hook in outside.get("custom_hooks", ())]
@@ -241,7 +251,7 @@ def test_every_question_can_be_asked_of_the_paper_s_model(question: Question):
         count = sum(parameter.numel() for parameter in model.parameters())
         if question.same_size:
             assert count == pytest.approx(parameters, rel=plan.LARGEST_GAP)
-        else:
+        elif isinstance(question, TrainingCost):
             assert (count < 0.7 * parameters) == (variant.grown or variant.name in SMALLER)
         if variant.name == "large":
             assert count == parameters
