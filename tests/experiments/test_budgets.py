@@ -135,7 +135,9 @@ def test_a_stage_without_room_for_a_warm_up_is_refused(words, trainer):
     assert trainer() == []
 
 
-def test_stages_start_from_the_best_rate_of_the_small_model(tmp_path, words, trainer, monkeypatch):
+def test_stages_start_from_the_best_rate_of_the_small_model(
+    tmp_path, words, trainer, monkeypatch, capfd
+):
     monkeypatch.setenv("BEST", json.dumps({"small": 2e-3, "x2_zero_key_10": 4e-3}))
     words += [*EPOCHS, "--variants", "x2_zero_key_10", "--lr", "1e-3", "2e-3", "4e-3"]
     words += ["--lr-seeds", "1"]
@@ -153,6 +155,9 @@ def test_stages_start_from_the_best_rate_of_the_small_model(tmp_path, words, tra
             assert record["settings"]["load_from"] == start
     sweep(STAGES, [*words, "--seeds", "2"])
     assert len(trainer()) == len(found)
+    capfd.readouterr()
+    sweep(STAGES, [*words, "--seeds", "2", "--dry-run"])
+    assert capfd.readouterr().out == "0 of 8 runs are left\n"
 
 
 def test_without_a_small_model_there_are_no_stages(tmp_path, words, trainer, monkeypatch, capfd):

@@ -1,5 +1,6 @@
 """Questions about equal cost: variants of several sizes, each trained with several budgets."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
@@ -73,7 +74,7 @@ class Budgets(Question):
             if full is None or (share and row.variant.start is None):
                 return ""
             times = self._cost(row, share) / row.other(self.named(full)).mean_flops()
-            return "–" if times != times else f"{times:.2f}"
+            return "–" if math.isnan(times) else f"{times:.2f}"
 
         return Column(f"× {self.full}{f', {name}' if name else ''}", cell)
 
@@ -103,7 +104,7 @@ class Budgets(Question):
                 style = {"color": colormaps["tab20"](index % 20), "label": label}
                 dashed = "--" if rows[0].variant.reference else "-"
                 costs = [(self._cost(row, share), row) for row in rows]
-                done = [(cost, row.results()) for cost, row in costs if cost == cost]
+                done = [(cost, row.results()) for cost, row in costs if not math.isnan(cost)]
                 done.sort(key=lambda point: point[0])
                 means = [results.mean() for _, results in done]
                 marker = next(markers)

@@ -29,22 +29,25 @@ def sweep(question: Question, argv: Sequence[str] | None = None) -> None:
         SystemExit: If a run failed or is not finished.
     """
     from . import tables
+    from .estimate import estimate
     from .plan import plan
     from .record import find_record
     from .run import ROOT, shown
 
     args = parse(question, argv)
     planned = plan(question, args)
-    if args.dry_run:
-        from .estimate import estimate
-
-        print(estimate(question, planned, args))
-        return
     needed = [run.start for run in planned]  # their weights are needed, which no record has
     if question.starts_at_best and len(args.lr or ()) > 1:
         begun = [run for run in _first(planned, args) if run.start is None]
-        _train(begun, needed, args)
-        planned = plan(question, args, _best_rates(question, begun))
+        if not args.dry_run:
+            _train(begun, needed, args)
+        best = _best_rates(question, begun)
+        # A dry run also counts the stages whose start is not trained yet.
+        known = {each: lr for each, lr in best.items() if lr is not None or not args.dry_run}
+        planned = plan(question, args, known)
+    if args.dry_run:
+        print(estimate(question, planned, args))
+        return
     first = _first(planned, args)
     _train(first, needed, args)
     others = _at_best_rates(question, first, [run for run in planned if run not in first])
