@@ -246,8 +246,8 @@ def test_three_accounts_of_the_small_model(root):
     assert table(root, STAGES, "best lr")["x2_zero_key_10"] == "0.001"
     for heading, expected in (
         ("the full training", "+2.00 ± 0.00, better"),
-        ("from scratch, counted", "−1.00 ± 0.00, worse"),
-        ("from scratch, small model sunk", "–"),
+        ("scratch, counted", "−1.00 ± 0.00, worse"),
+        ("scratch, small model sunk", "–"),
         ("not grown", "+1.00 ± 0.00, better"),
     ):
         cells = table(root, STAGES, f"Δ to {heading}, ± standard error")

@@ -142,7 +142,7 @@ class Field(ABC):
         """
 
     @abstractmethod
-    def build(self, cfg: Mapping[str, Any], loaded: bool = False) -> nn.Module:
+    def build(self, cfg: Mapping[str, Any]) -> nn.Module:
         """Build the model of a config; on the meta device, unless the config loads weights."""
 
     @abstractmethod

@@ -80,18 +80,19 @@ class ImageField(Field):
 
         check_data_folders(Config(dict(cfg)), ("train_dataloader", "val_dataloader"))
 
-    def build(self, cfg: Mapping[str, Any], loaded: bool = False) -> nn.Module:
+    def build(self, cfg: Mapping[str, Any]) -> nn.Module:
         """Build the classifier of a config; see :class:`Field`."""
         from mmengine.registry import DefaultScope
         from mmpretrain.registry import MODELS
 
         model = copy.deepcopy({**cfg["model"], "train_cfg": None})  # mixup logs a line
-        timm_part(model["backbone"]).update(compile=False, stem_seed=None)
+        backbone = timm_part(model["backbone"])
+        backbone.update(compile=False, stem_seed=None)
         preprocessor = copy.deepcopy(cfg["data_preprocessor"])
         logging.disable(logging.INFO)  # LoRA logs a line for each layer
         try:
             with (
-                torch.device("cpu" if loaded else "meta"),
+                torch.device("cpu" if backbone.get("checkpoint_path") else "meta"),
                 DefaultScope.overwrite_default_scope("mmpretrain"),
             ):
                 return MODELS.build({"data_preprocessor": preprocessor, **model})

@@ -63,7 +63,7 @@ class LanguageField(Field):
             dataset = cfg[name]["dataset"]
             TokenDataset(dataset["data_root"], dataset["split"])
 
-    def build(self, cfg: Mapping[str, Any], loaded: bool = False) -> nn.Module:
+    def build(self, cfg: Mapping[str, Any]) -> nn.Module:
         """Build the language model of a config, which loads no weights; see :class:`Field`."""
         from mmengine.registry import DefaultScope
         from mmpretrain.registry import MODELS

@@ -67,7 +67,7 @@ def plan(
 
         ends[variant.name] = question.end_of(part)
         whole = _with_part(question, cfg, ends[variant.name])
-        counts = question.counts(field.build(whole, loaded=question.loads_weights))
+        counts = question.counts(field.build(whole))
         gap = abs(counts["parameters"] / parameters - 1)
         if question.same_size and gap > LARGEST_GAP:
             raise InputError(

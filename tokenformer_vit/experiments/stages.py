@@ -89,7 +89,7 @@ class Family:
         budgets = zip(ACCOUNTS, self.accounts, strict=True)
         against = (
             (FULL, f"x{times}"),
-            *((f"from scratch, {text}", f"x{times}_{name}_{stage}") for name, (text, _) in budgets),
+            *((f"scratch, {text}", f"x{times}_{name}_{stage}") for name, (text, _) in budgets),
             ("not grown", f"same_{stage * times}"),
             ("Net2Net", net2net),
         )
