@@ -24,11 +24,14 @@ TRAIN = [
 ]
 # Before 14.0.1 a Parquet file ran code (CVE-2023-47248); before 23.0.1 Arrow's own reader of IPC
 # files wrote to freed memory (CVE-2026-25087). CVE-2026-92287 is about key servers, unused here.
-PYARROW = ["pyarrow>=23.0.1"]
+ARROW = [
+    "pyarrow>=23.0.1",
+    "datasets>=4.0",  # 3 still had code of data sets that it could run
+    "huggingface_hub>=0.34",  # its command is `hf` since then
+]
 LANGUAGE = [
     "transformers>=5.15",  # before, GPT-2 starts without its smaller residual weights
     "tokenizers>=0.22",
-    "datasets>=4.0",  # 3 still had code of data sets that it could run
     "zstandard>=0.23",  # reads the Pile
     "typing_extensions>=4.12",
 ]
@@ -80,9 +83,9 @@ setup(
         "tqdm>=4.67",
     ],
     extras_require={
-        "train": [*TRAIN, *PYARROW],
-        "language": [*LANGUAGE, *PYARROW],
-        "evaluation": [*LANGUAGE, *PYARROW, *EVALUATION],
+        "train": [*TRAIN, *ARROW],
+        "language": [*LANGUAGE, *ARROW],
+        "evaluation": [*LANGUAGE, *ARROW, *EVALUATION],
         "dev": [
             "pytest>=8.2",
             "pytest-xdist>=3.6",
@@ -95,7 +98,7 @@ setup(
             "onnxruntime>=1.23",
             "tensorboard>=2.18",  # training writes for it if it is installed
             *TRAIN,
-            *PYARROW,
+            *ARROW,
             *LANGUAGE,
             *EVALUATION,
         ],

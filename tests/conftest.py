@@ -87,6 +87,32 @@ def shared_data() -> Callable[[str], Path]:
     return find
 
 
+@pytest.fixture(scope="session")
+def arrow_cache(tmp_path_factory) -> Iterator[Path]:
+    """Let the library datasets write its copies into a temporary folder; return the folder."""
+    config = pytest.importorskip("datasets.config")
+    folder = tmp_path_factory.mktemp("arrow_cache")
+    with (
+        patch.object(config, "HF_DATASETS_CACHE", folder),
+        patch.dict(os.environ, HF_DATASETS_CACHE=str(folder)),
+    ):
+        yield folder
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch) -> Path:
+    """Return the files of hf://datasets/owner/pictures, downloaded earlier; there is no network."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    folder = tmp_path / "hub/datasets--owner--pictures"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    for revision in ("main", "v1.0", "refs/convert/parquet"):
+        (folder / "refs" / revision).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "refs" / revision).write_text(commit)
+    return folder / "snapshots" / commit
+
+
 class Done(NamedTuple):
     """How a command ended, and what it printed; ``output`` has stdout and stderr in their order."""
 

@@ -25,6 +25,8 @@ PAGES = sorted(
     + [page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md")]
 )
 PASS_ON = ("lm-eval", "timm")  # commands whose options are those of another program
+# Words after which a command has other options.
+TWO_FORMS = {"tools/benchmark.py": [("--loop", "CONFIG")]}
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"(`+)(.+?)\1", re.DOTALL)
 
@@ -92,15 +94,18 @@ def file_exists(page, name):
 def options(script):
     """The options of a script in the repository, from its ``--help``."""
     handler = signal.getsignal(signal.SIGINT)
-    told = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", [script, "--help"])
-        patch.syspath_prepend(str((ROOT / script).parent))
-        patch.setattr("logging.raiseExceptions", True)
-        with contextlib.redirect_stdout(told), contextlib.suppress(SystemExit):
-            runpy.run_path(str(ROOT / script), run_name="__main__")
+    found = {"--debug"}
+    for first in [(), *TWO_FORMS.get(script, ())]:
+        told = io.StringIO()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.argv", [script, *first, "--help"])
+            patch.syspath_prepend(str((ROOT / script).parent))
+            patch.setattr("logging.raiseExceptions", True)
+            with contextlib.redirect_stdout(told), contextlib.suppress(SystemExit):
+                runpy.run_path(str(ROOT / script), run_name="__main__")
+        found.update(re.findall(r"--[\w-]+", told.getvalue().partition("\n\n")[0]))
     signal.signal(signal.SIGINT, handler)
-    return set(re.findall(r"--[\w-]+", told.getvalue().partition("\n\n")[0])) | {"--debug"}
+    return found
 
 
 def called(line):

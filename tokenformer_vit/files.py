@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from .errors import InputError
 
@@ -38,6 +38,22 @@ def temporary_name(path: Path) -> Path:
 
 
 def write_whole(path: Path, data: bytes, sync: bool = True) -> None:
+    """Write a file as :func:`whole_file` does.
+
+    Args:
+        path: File to write.
+        data: Complete content.
+        sync: As for :func:`whole_file`.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    with whole_file(path, sync) as file:
+        file.write(data)
+
+
+@contextmanager
+def whole_file(path: Path, sync: bool = True) -> Iterator[BinaryIO]:
     """Write a file under a temporary name, then rename it.
 
     If two processes write the same file, the last one wins. The umask sets the mode. A symbolic
@@ -45,8 +61,10 @@ def write_whole(path: Path, data: bytes, sync: bool = True) -> None:
 
     Args:
         path: File to write. An old file stays until the new one is complete.
-        data: Complete content.
         sync: Wait until file and folder are on the disk, to survive a loss of power.
+
+    Yields:
+        The temporary file, to write to.
 
     Raises:
         OSError: If the file cannot be written; ``filename`` is ``path``, and no partial file stays.
@@ -54,7 +72,7 @@ def write_whole(path: Path, data: bytes, sync: bool = True) -> None:
     partial = temporary_name(path)
     try:
         with partial.open("xb") as file:  # "x" fails if the name exists, even as a link
-            file.write(data)
+            yield file
             if sync:
                 file.flush()
                 os.fsync(file.fileno())

@@ -2,7 +2,6 @@
 _base_ = "imagenet.py"
 
 train_dataloader = dict(
-    num_workers=2,
     dataset=dict(
         _delete_=True,
         type="CustomDataset",
@@ -13,7 +12,6 @@ train_dataloader = dict(
     ),
 )
 val_dataloader = dict(
-    num_workers=2,
     dataset=dict(train_dataloader["dataset"], data_prefix="val", test_mode=True),
 )
 test_dataloader = val_dataloader

@@ -14,10 +14,10 @@ train_pipeline = [
     dict(
         type="SeededTransforms",
         transforms=[
-            dict(type="RandomResizedCrop", scale=224, backend="pillow", interpolation="bicubic"),
-            dict(type="RandomFlip", prob=0.5, direction="horizontal"),
+            dict(type="FastRandomResizedCrop", scale=224, interpolation="bicubic"),
+            dict(type="FastRandomFlip", prob=0.5),
             dict(
-                type="RandAugment",
+                type="FastRandAugment",
                 policies="timm_increasing",
                 num_policies=2,
                 total_level=10,
@@ -40,15 +40,14 @@ train_pipeline = [
 ]
 test_pipeline = [
     dict(type="LoadImage"),
-    dict(type="ResizeEdge", scale=256, edge="short", backend="pillow", interpolation="bicubic"),
-    dict(type="CenterCrop", crop_size=224),
-    dict(type="PackInputs"),
+    dict(type="FastCenterCrop", scale=256, crop_size=224, interpolation="bicubic"),
+    dict(type="PackInputs", meta_keys=()),
 ]
 
 train_dataloader = dict(
     batch_size=128,
     num_batch_per_epoch=None,  # a number shortens the epochs, each to a random subset
-    num_workers=8,
+    num_workers="auto",  # the cores of this machine, shared by its processes
     persistent_workers=True,
     pin_memory=True,
     collate_fn=dict(type="default_collate"),
@@ -64,5 +63,5 @@ val_dataloader = dict(
     dataset=dict(type="ImageNet", data_root="data/imagenet", split="val", pipeline=test_pipeline),
 )
 test_dataloader = val_dataloader
-val_evaluator = dict(type="AccuracyAndLoss", topk=(1, 5))
+val_evaluator = dict(type="AccuracyAndLoss", topk=(1, 5), collect_device="cpu")
 test_evaluator = val_evaluator

@@ -34,7 +34,7 @@ val_dataloader = dict(
     dataset=dict(type="TokenDataset", data_root="data/text", split="val"),
 )
 test_dataloader = val_dataloader
-val_evaluator = dict(type="Perplexity")
+val_evaluator = dict(type="Perplexity", collect_device="cpu")
 test_evaluator = val_evaluator
 
 optim_wrapper = dict(
@@ -42,7 +42,9 @@ optim_wrapper = dict(
     accumulative_counts=1,
     constructor="MergedOptimWrapperConstructor",
     clip_grad=dict(max_norm=1.0),
-    optimizer=dict(type="AdamW", lr=6e-4, weight_decay=0.1, eps=1e-8, betas=(0.9, 0.95)),
+    optimizer=dict(
+        type="AdamW", lr=6e-4, weight_decay=0.1, eps=1e-8, betas=(0.9, 0.95), fused=None
+    ),
     # As in the released code, embeddings and parameter tokens decay; norms and biases do not.
     paramwise_cfg=dict(
         norm_decay_mult=0.0,

@@ -9,7 +9,12 @@ optim_wrapper = dict(
     accumulative_counts=1,
     constructor="MergedOptimWrapperConstructor",
     optimizer=dict(
-        type="AdamW", lr=1e-4 * 4096 / 256, weight_decay=0.3, eps=1e-8, betas=(0.9, 0.95)
+        type="AdamW",
+        lr=1e-4 * 4096 / 256,
+        weight_decay=0.3,
+        eps=1e-8,
+        betas=(0.9, 0.95),
+        fused=None,
     ),
     paramwise_cfg=dict(
         norm_decay_mult=0.0,

@@ -9,7 +9,13 @@ default_hooks = dict(
     param_scheduler=dict(type="ParamSchedulerHook"),
     sampler_seed=dict(type="DistSamplerSeedHook"),
     checkpoint=dict(
-        type="ExactCheckpointHook", interval=1, by_epoch=True, max_keep_ckpts=3, save_best=None
+        type="ExactCheckpointHook",
+        interval=1,
+        by_epoch=True,
+        minutes=None,  # also a checkpoint after so many minutes
+        max_keep_ckpts=3,
+        save_best=None,
+        background=True,  # False: the run waits for each write
     ),
     progress=dict(type="ProgressHook"),
     curves=dict(type="CurvesHook"),
@@ -20,7 +26,15 @@ default_hooks = dict(
 env_cfg = dict(
     cudnn_benchmark=False,
     mp_cfg=dict(mp_start_method="fork", opencv_num_threads=0),
-    dist_cfg=dict(backend="nccl"),
+    dist_cfg=dict(backend="nccl", timeout=None),  # seconds; None is PyTorch's
+)
+# Several processes: arguments of DistributedDataParallel, and the type in which gradients are sent.
+model_wrapper_cfg = dict(
+    type="CompressingDataParallel",
+    compression=None,  # "bf16" or "fp16" sends half the bytes, rounded
+    gradient_as_bucket_view=False,
+    static_graph=False,
+    find_unused_parameters=False,
 )
 vis_backends = [dict(type="LocalVisBackend")]
 visualizer = dict(type="UniversalVisualizer", vis_backends=vis_backends)

@@ -59,6 +59,39 @@ def test_rows_of_language_models(tmp_path):
     assert link not in of_images
 
 
+def test_rows_of_training_loops(tmp_path):
+    readme, folder = tmp_path / "README.md", tmp_path / readmes.SPEED
+    readme.write_text("<!-- loop-speed -->\nold\n<!-- /loop-speed -->\n")
+    seconds = dict(zip(("seconds_p20", "seconds_p50", "seconds_p80"), (0.1, 0.2, 0.3), strict=True))
+    parts = [
+        {"part": part, "seconds_p50": index / 100} for index, part in enumerate(readmes.LOOP_PARTS)
+    ]
+    run = {"images_per_s": 1234.5, "overhead_p50": 0.0025, "parts": parts[::-1], **seconds}
+    record = {"config": "some_config", "hardware": "2 cores", "processes": 1, "dtype": "float32"}
+    record |= {"device": "cpu", "batch_size": 64, "unit": "image", "small_tensors": False}
+    two_processes = {**record, "processes": 2, "small_tensors": True}
+    record["runs"] = [
+        {**run, "data": "synthetic", "peak_mib": 4321},
+        {**run, "data": "real", "peak_mib": None, "images_per_s": 12.345},
+    ]
+    two_processes["runs"] = record["runs"][:1]
+    folder.mkdir(parents=True)
+    for name, each in (("loop_a", record), ("loop_b", two_processes)):
+        (folder / f"{name}.json").write_text(json.dumps(each))
+    (text,) = readmes.render(tmp_path, {}).values()
+    link = f"[`some_config`]({readmes.SPEED}/loop_a.json)"
+    times = "**200.0** (100.0–300.0) | 0.0 | 10.0 | 20.0 | 30.0 | 40.0 | 50.0 | 60.0 | 2.5"
+    rows = [
+        f"| {link}, 2 cores, float32, batch 64, synthetic data | 1,234 | {times} | 4,321 |",
+        f"| {link}, 2 cores, float32, batch 64, real data | 12.3 | {times} | – |",
+        f"| {link.replace('loop_a', 'loop_b')}, small tensors, 2 cores, 2 processes, float32, "
+        f"batch 64, synthetic data | 1,234 | {times} | 4,321 |",
+    ]
+    assert "\n".join(rows) in text
+    assert f"\n| {readmes.GPU_LOOP} | not run |" in text
+    assert "old" not in text
+
+
 @pytest.mark.parametrize(
     ("readme", "link"),
     [

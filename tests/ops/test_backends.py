@@ -225,6 +225,26 @@ def test_no_products_for_what_is_frozen(theta):
             assert (tensor.grad is None) == (name in frozen)
 
 
+@pytest.mark.parametrize("op", [pattention, layer_norm])
+def test_no_autograd_function_where_no_gradient_is_wanted(op, monkeypatch):
+    x, *tokens = operands(3, 72)
+    rest = (*tokens, "gelu_l2", TAU) if op is pattention else (WIDTH,)
+    with torch.no_grad():
+        expected = op(x, *rest, backend="reference")
+
+    def refuse(*args):
+        raise AssertionError("an autograd function costs more than the rest of a small layer")
+
+    monkeypatch.setattr(torch.autograd.Function, "apply", refuse)
+    with pytest.raises(AssertionError):
+        op(x, *rest)
+    with torch.no_grad():
+        torch.testing.assert_close(op(x, *rest), expected)
+    for tensor in (x, *tokens):
+        tensor.requires_grad_(False)
+    torch.testing.assert_close(op(x, *rest), expected)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_changes_nothing(reentrant):
     inputs, tau = operands(197, 72), torch.tensor(5.0)

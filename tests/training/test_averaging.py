@@ -1,5 +1,7 @@
 """Averaging all parameters at once gives the same as mmengine's average of each."""
 
+import copy
+
 import pytest
 import torch
 from mmengine.model import ExponentialMovingAverage
@@ -29,6 +31,31 @@ def test_averages_are_mmengines_to_the_last_bit(momentum, options):
         assert mine.state_dict().keys() == stock.state_dict().keys()
         for name, tensor in stock.state_dict().items():
             assert torch.equal(mine.state_dict()[name], tensor), name
+
+
+def test_a_model_that_grows_and_another_model():
+    models = [nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(2)]
+    average = ForeachMovingAverage(models[0], 0.25)
+    expected = copy.deepcopy(models[0].state_dict())
+
+    def update(model):
+        average.update_parameters(model)
+        first = average.steps == 1
+        for name, tensor in model.state_dict().items():
+            expected[name] = tensor if first else torch.lerp(expected[name], tensor, 0.25)
+        for name, tensor in average.module.state_dict().items():
+            assert torch.allclose(tensor, expected[name]), name
+
+    for model in (*models, models[0], models[0]):
+        update(model)
+    layer = nn.Linear(3, 3)
+    for each in (models[0], average.module):
+        each.append(copy.deepcopy(layer))
+    expected |= {f"2.{name}": tensor for name, tensor in layer.state_dict().items()}
+    average.avg_parameters = dict(average.module.named_parameters())  # as growth does
+    nn.init.zeros_(models[0][2].weight)
+    models[0][0].weight = nn.Parameter(torch.ones(3, 3))  # another tensor in the same module
+    update(models[0])
 
 
 def test_the_hook_of_the_configs_uses_it():

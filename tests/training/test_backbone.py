@@ -15,7 +15,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import classifier_state_dict, timm_state_dict
 from tokenformer_vit.training.backbone import as_timm_model
 from tokenformer_vit.training.config import load_config
-from tokenformer_vit.training.export import export_classifier
+from tokenformer_vit.training.export import export_classifier, preprocessing
 
 SIZES = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 2}
 BACKBONES = {
@@ -179,6 +179,14 @@ def cfg(config):
             step.crop_size = 16
     cfg.data_preprocessor.update(mean=[51.0, 102.0, 127.5], std=[25.5, 51.0, 76.5])
     return cfg
+
+
+def test_the_fast_center_crop_is_exported(cfg):
+    pipeline = cfg.test_dataloader.dataset.pipeline
+    expected = {**preprocessing(cfg), "interpolation": "bicubic"}
+    pipeline[1:3] = [{"type": "FastCenterCrop", "scale": 20, "crop_size": 16}]
+    assert preprocessing(cfg) == expected
+    assert (expected["crop_pct"], expected["input_size"]) == (0.8, (3, 16, 16))
 
 
 def test_the_exported_folder_is_the_model(backbone, images, tmp_path, cfg):

@@ -94,6 +94,17 @@ def refused(cfg, options):
         ("default_hooks.ema.momentum", 1.0, "a number above 0 and below 1"),
         ("default_hooks.logger.interval", 0, "a whole number of at least 1, or -1"),
         ("default_hooks.checkpoint.max_keep_ckpts", 0, "a whole number of at least 1, or -1"),
+        ("default_hooks.checkpoint.minutes", 0, "a finite number above 0"),
+        ("default_hooks.checkpoint.minutes", "30m", "a finite number above 0"),
+        ("default_hooks.checkpoint.background", "no", "True or False"),
+        ("env_cfg.dist_cfg.timeout", 0, "a finite number above 0"),
+        ("env_cfg.dist_cfg", None, "a dict"),
+        ("model_wrapper_cfg.compression", "int8", "'bf16' or 'fp16'"),
+        ("model_wrapper_cfg.gradient_as_bucket_view", 1, "True or False"),
+        ("model_wrapper_cfg.static_graph", "yes", "True or False"),
+        ("optim_wrapper.optimizer.fused", "yes", "True or False"),
+        ("val_evaluator.collect_device", "cuda", "'cpu' or 'gpu'"),
+        ("model.backbone.compile", "fast", "reduce-overhead, max-autotune and max-autotune-no"),
         ("model.head.num_classes", 0, WHOLE),
         ("model.head.loss.label_smooth_val", 1.0, "at least 0.0 and below 1.0"),
         ("model.head.loss.label_smooth_val", 0, "a number with a decimal point"),
@@ -124,6 +135,11 @@ def test_a_value_out_of_range_is_named_with_what_is_allowed(plain, key, value, a
     assert re.match(rf"{re.escape(key)}(\.0)? is ", named)
     assert repr(value[0] if "std" in key else value) in named
     assert allowed in must
+
+
+def test_a_static_graph_does_not_accumulate(plain):
+    options = {"model_wrapper_cfg.static_graph": True, "optim_wrapper.accumulative_counts": 3}
+    assert "accumulative_counts is 3): set one of the two" in refused(plain, options)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +204,31 @@ def test_sizes_are_those_of_what_training_gets(tmp_path, config):
     for step in ("dict(type='CenterCrop', crop_size=8)", "dict(type='ResizeEdge', scale=9)"):
         path.write_text(own.replace("dict(type='Pack", f"{step}, dict(type='Pack"))
         load_config(path)  # right, and unknown
+
+
+@pytest.mark.parametrize(
+    ("cores", "environment", "workers"),
+    [
+        (6, {}, 6),
+        (200, {}, 16),
+        (96, {"LOCAL_WORLD_SIZE": "8"}, 12),
+        (4, {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, 1),
+        (32, {"SLURM_NTASKS_PER_NODE": "4"}, 8),
+        (32, {"SLURM_NTASKS_PER_NODE": "4", "SLURM_CPUS_PER_TASK": "10"}, 10),
+    ],
+)
+def test_workers_are_chosen_by_cores_and_processes(
+    config, monkeypatch, cores, environment, workers
+):
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    cfg = load_config("imagenet_base.py", {"val_dataloader.num_workers": 3})
+    assert cfg.train_dataloader.num_workers == workers
+    assert cfg.val_dataloader.num_workers == 3
+    assert load_config(config).train_dataloader.num_workers == 1  # as the config says
 
 
 def test_other_optimisers_schedules_data_and_models_stay_free(tmp_path, config):
@@ -414,8 +455,8 @@ def test_processes_on_gpus_meet_as_mmengine_lets_them(monkeypatch, plain, fails)
             start_processes(cfg)
     else:
         start_processes(cfg)
-    assert called == [("pytorch", {"backend": "nccl"})]
-    assert "model_wrapper_cfg" not in cfg
+    assert called == [("pytorch", {"backend": "nccl", "timeout": None})]
+    assert "device_ids" not in cfg.model_wrapper_cfg  # mmengine gives the GPU of the process
 
 
 @pytest.mark.parametrize("launcher", ["slurm", "mpi"])

@@ -155,7 +155,7 @@ def test_an_empty_class_folder_is_named(config, data_root, tmp_path):
     counts = SimpleNamespace(num_classes=3)
     model = SimpleNamespace(head=counts, data_preprocessor=counts)
     runner = SimpleNamespace(**loaders, model=model, val_loop=object(), _resume=False)
-    with pytest.raises(InputError, match=r"no images in 1 class folders .*: split; fill or remove"):
+    with pytest.raises(InputError, match=r"no images in 1 classes .*: split; fill or remove"):
         GuardHook().check_training(runner)
 
 

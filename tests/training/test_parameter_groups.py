@@ -59,8 +59,8 @@ def step(model, optimizer):
 def test_steps_are_those_of_the_stock_constructors_to_the_last_bit(
     config, ours, stock, options, kind
 ):
-    options = {**options, "optimizer": kind}
-    (model, optimizer), (other, loop) = (make(config, c, **options) for c in (ours, stock))
+    model, optimizer = make(config, ours, optimizer=kind, **options)
+    other, loop = make(config, stock, optimizer={**kind, "fused": True}, **options)
     settings = names_by_setting(model, optimizer)
     assert settings == names_by_setting(other, loop)
     assert len(optimizer.param_groups) == len(set(settings.values()))
@@ -77,8 +77,8 @@ def test_steps_are_those_of_the_stock_constructors_to_the_last_bit(
 @pytest.mark.parametrize(
     ("optimizer", "expected"),
     [
-        ({}, {"foreach": True, "fused": None}),
-        ({"fused": True}, {"foreach": None, "fused": True}),
+        ({}, {"foreach": None, "fused": True}),
+        ({"foreach": True}, {"foreach": True, "fused": None}),
         ({"foreach": False}, {"foreach": False, "fused": None}),
         ({"type": "RAdam", "betas": (0.9, 0.99)}, {"foreach": None}),  # has no fused form
     ],
@@ -89,7 +89,7 @@ def test_the_config_of_an_optimiser_has_the_last_word(config, optimizer, expecte
 
 
 def test_the_state_of_a_group_for_each_parameter_is_taken_over(config):
-    model, loop = make(config, "DefaultOptimWrapperConstructor")
+    model, loop = make(config, "DefaultOptimWrapperConstructor", optimizer={"fused": True})
     step(model, loop)
     schedule = LinearLR(loop, start_factor=0.5, end=10)
     other, merged = make(config, "MergedOptimWrapperConstructor")

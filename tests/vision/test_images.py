@@ -17,7 +17,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.description import check_data_config
 from tokenformer_vit.training import LoadImage
 from tokenformer_vit.vision.folders import check_images
-from tokenformer_vit.vision.images import IMAGE_SUFFIXES, read_image, read_images
+from tokenformer_vit.vision.images import IMAGE_SUFFIXES, read_bgr, read_image, read_images
 
 ORIENTATION = 0x0112
 CONFIG = {
@@ -169,6 +169,73 @@ def test_ordinary_images_are_decoded_as_mmcv_and_timm_decode_them(mode, suffix, 
     np.testing.assert_array_equal(trained[:, :, ::-1], expected)
     with Image.open(path) as image:
         np.testing.assert_array_equal(predicted, np.asarray(image.convert("RGB")))
+
+
+JPEGS = {
+    "common": {},
+    "full colours": {"subsampling": 0},
+    "progressive": {"progressive": True},
+    "not YCbCr": {"keep_rgb": True},
+    "restarts": {"restart_marker_rows": 1},
+    "poor": {"quality": 20},
+    "XMP": {"xmp": b'<rdf:RDF tiff:Orientation="6"/>'},
+    "grey": {"mode": "L"},
+    "CMYK": {"mode": "CMYK"},
+}
+
+
+def jpeg(rng, mode="RGB", size=(37, 45), **options):
+    pixels = np.repeat(rng.integers(0, 256, (9, 8, 3), dtype=np.uint8), 6, axis=0)
+    file = io.BytesIO()
+    image = Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC)
+    image.convert(mode).save(file, "JPEG", **options)
+    return file.getvalue()
+
+
+def in_training_and_elsewhere(path, data):
+    """What training and the other readers make of a file: its pixels, or the error."""
+    path.write_bytes(data)
+    results = []
+    for read in (
+        lambda file: read_bgr(file)[:, :, ::-1],
+        lambda file: np.asarray(read_image(file)),
+    ):
+        try:
+            results.append(read(path))
+        except InputError as error:
+            results.append(str(error))
+    return results
+
+
+@pytest.mark.parametrize("kind", JPEGS)
+@pytest.mark.parametrize("orientation", [None, 1, 6])
+def test_training_reads_a_jpeg_as_all_do(kind, orientation, tmp_path, seed):
+    options = dict(JPEGS[kind])
+    if orientation:
+        options["exif"] = Image.Exif()
+        options["exif"][ORIENTATION] = orientation
+    trained, predicted = in_training_and_elsewhere(
+        tmp_path / "x.jpg", jpeg(np.random.default_rng(seed), **options)
+    )
+    turned = orientation == 6 or (kind == "XMP" and orientation is None)
+    assert predicted.shape == ((37, 45, 3) if turned else (45, 37, 3))
+    np.testing.assert_array_equal(trained, predicted)
+
+
+def test_training_and_others_agree_on_damaged_jpegs(tmp_path, seed):
+    rng = np.random.default_rng(seed)
+    whole = jpeg(rng)
+    refused = 0
+    for _ in range(60):
+        data = bytearray(whole[: rng.integers(1, len(whole))] if rng.random() < 0.3 else whole)
+        for place in rng.integers(0, len(data), rng.integers(0, 4)):
+            data[place] = rng.integers(256)
+        data += [b"", b"\xff\xd9", b"\0"][rng.integers(3)]
+        trained, others = in_training_and_elsewhere(tmp_path / "x.jpg", bytes(data))
+        assert isinstance(trained, str) == isinstance(others, str), (trained, others)
+        np.testing.assert_array_equal(trained, others)
+        refused += isinstance(others, str)
+    assert 0 < refused < 60
 
 
 def test_what_is_read_can_be_written_to(tmp_path):

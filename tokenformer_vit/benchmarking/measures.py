@@ -180,19 +180,23 @@ def peak_bytes(call: Call, device: torch.device) -> int | None:
         call()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
+    resident = _reset_high_water()
+    call()
+    return None if resident is None else _resident("VmHWM") - resident
+
+
+def _reset_high_water() -> int | None:
+    """Return the bytes of resident memory, from which its high-water mark now rises, if it does."""
     if sys.platform != "linux":
         return None
     with suppress(AttributeError):  # a C library other than GNU's
         ctypes.CDLL(None).malloc_trim(0)
     try:
         Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the high-water mark
-        before, mark = _resident("VmRSS"), _resident("VmHWM")
-        if mark > before + 2**24:
-            return None  # the reset was accepted but had no effect
-        call()
-        return _resident("VmHWM") - before
+        resident, mark = _resident("VmRSS"), _resident("VmHWM")
     except (OSError, ValueError):
         return None
+    return resident if mark <= resident + 2**24 else None  # the reset may have no effect
 
 
 def _resident(name: str) -> int:

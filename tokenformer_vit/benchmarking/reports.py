@@ -103,16 +103,17 @@ def _row_figures(
     if "failed" in row:
         return dict(row)
     seconds = row["seconds"]
-    figures = _named("seconds", seconds)
+    figures = named_percentiles("seconds", seconds)
     figures |= {name: short(each / figures["seconds_p50"]) for name, each in per_step.items()}
     if baseline:
         ratios = [theirs / own for theirs, own in zip(baseline, seconds, strict=True)]
-        figures |= _named("ratio", ratios)
+        figures |= named_percentiles("ratio", ratios)
     figures["mfu"] = short(ideal / figures["seconds_p50"])
     return {**row, **figures}
 
 
-def _named(name: str, values: Sequence[float]) -> dict[str, float]:
+def named_percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Return ``NAME_p20``, ``NAME_p50`` and ``NAME_p80`` of values."""
     return {
         f"{name}_{point}": short(value)
         for point, value in zip(("p20", "p50", "p80"), percentiles(values), strict=True)

@@ -7,6 +7,10 @@ and timm, and matplotlib for the chart::
     tokenformer-vit benchmark --quick                              # two minutes on two CPU cores
     tokenformer-vit benchmark --batch-sizes 128 256 --precisions autocast bfloat16
     tokenformer-vit benchmark --lm 150m --num-tokens 1024          # needs transformers
+    tokenformer-vit benchmark --loop configs/digits_demo.py        # needs mmengine and mmpretrain
+
+With ``--loop`` it measures the parts of a training step, with the trainer of a config; ``--loop
+CONFIG --help`` lists its options. All of the following is without ``--loop``.
 
 With ``--lm`` it measures a language model. The baseline is a Transformer in GPT-2's form with the
 same width, depth, heads and vocabulary, and as many weights in its blocks. Both are models of
@@ -63,6 +67,7 @@ from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.models import LM_PRESETS, lm_config
 from tokenformer_vit.records import write_record
 
+from . import benchmark_loop
 from .arguments import choose_device
 
 # Defaults of --quick.
@@ -81,6 +86,12 @@ _COMPILE_OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--loop")
+    loop, others = first.parse_known_args(argv)
+    if loop.loop is not None:
+        benchmark_loop.main(loop.loop, others)
+        return
     args = parse(argv)
     if args.draw:
         print(chart(args.draw, read_record(args.draw)))
@@ -162,6 +173,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--eager", action="store_true", help="compile nothing: no C++ compiler, no ratios")
     add("--quick", action="store_true", help="two blocks and a few variants")
     add("--draw", type=Path, metavar="RECORD", help="only draw the charts of a record")
+    add("--loop", metavar="CONFIG", help="measure the parts of a training step")
     args = parser.parse_args(argv)
     if args.quick:
         parser.set_defaults(**_QUICK)

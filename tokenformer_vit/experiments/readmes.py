@@ -56,6 +56,17 @@ _GPU_GROUPS = [
     for mode in ("train", "infer")
     for batch in (128, 256)
 ]
+# A part of a step in records of loops, and its column.
+LOOP_PARTS = {
+    "data": "data",
+    "copy": "copy",
+    "preprocess": "mixing",
+    "forward_backward": "forward and backward",
+    "optimizer": "optimiser",
+    "ema": "EMA",
+    "hooks": "hooks",
+}
+GPU_LOOP = "`imagenet_base_matched`, NVIDIA H200, bfloat16 autocast, batch 128, synthetic data"
 
 Link = Callable[[str, str], str]  # of a text and a path, as Markdown
 
@@ -77,6 +88,7 @@ def _filled(path: Path, root: Path, groups: Groups) -> str:
         "language-runs": lambda: _runs(_LANGUAGE_RUNS, root, link),
         "speed": lambda: _image_speed(root, link),
         "language-speed": lambda: _language_speed(root, link),
+        "loop-speed": lambda: _loop_speed(root, link),
         "growth": lambda: _growth(IMAGES, groups, link),
         "language-growth": lambda: _growth(LANGUAGE, groups, link),
     }
@@ -139,6 +151,38 @@ def _language_speed(root: Path, link: Link) -> str:
         rows += _speed_rows(link(what, f"{SPEED}/{path.name}"), record, "token")
     headings = _speed_headings("Transformer", "Transformer", "tokens", "kB a token")
     return _table(headings, rows or [["not run"]])
+
+
+def _loop_speed(root: Path, link: Link) -> str:
+    """Render the parts of training steps; times are medians in milliseconds."""
+    rows, on_gpu = [], False
+    for path in sorted((root / SPEED).glob("loop_*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        on_gpu = on_gpu or record["device"] == "cuda"
+        parts = [
+            link(f"`{record['config']}`", f"{SPEED}/{path.name}"),
+            *["small tensors"] * record["small_tensors"],
+            record["hardware"],
+            *[f"{record['processes']} processes"] * (record["processes"] > 1),
+            f"{record['dtype']}, batch {record['batch_size']}",
+        ]
+        for run in record["runs"]:
+            rate = run[f"{record['unit']}s_per_s"]
+            low, middle, high = (1e3 * run[f"seconds_{point}"] for point in ("p20", "p50", "p80"))
+            row = {part["part"]: f"{1e3 * part['seconds_p50']:.1f}" for part in run["parts"]}
+            rows.append(
+                [
+                    f"{', '.join(parts)}, {run['data']} data",
+                    f"{rate:.3g}" if rate < 1000 else f"{rate:,.0f}",
+                    f"**{middle:.1f}** ({low:.1f}–{high:.1f})",
+                    *(row[part] for part in LOOP_PARTS),
+                    f"{1e3 * run['overhead_p50']:.1f}",
+                    "–" if run["peak_mib"] is None else f"{run['peak_mib']:,}",
+                ]
+            )
+    rows += [] if on_gpu else [[GPU_LOOP, "not run"]]
+    headings = f"| images/s | step (p20–p80) | {' | '.join(LOOP_PARTS.values())}"
+    return _table(f"{headings} | host | peak MiB", rows)
 
 
 def _speed_headings(theirs: str, short: str, things: str, unit: str) -> str:

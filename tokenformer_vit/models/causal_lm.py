@@ -153,27 +153,33 @@ class KVCache:
         return self._layers[0][0].shape[2] if self._layers else 0
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate the first R dimensions of each head by the angle of its position.
 
     Dimensions r and r + R / 2 form a pair.
 
     Args:
-        x: (B, heads, N, D) queries or keys.
+        queries: (B, heads, N, D) queries.
+        keys: (B, heads, N, D) keys.
         cos: (B or 1, 1, N, R) with R ≤ D; both halves along R hold the same angles.
         sin: (B or 1, 1, N, R).
 
     Returns:
-        (B, heads, N, D) in the dtype of ``x``, rotated in the dtype of ``cos``.
+        (B, heads, N, D) queries and keys in their own dtype, rotated in the dtype of ``cos``.
 
     Source:
         RoFormer, arXiv:2104.09864, in the form of GPT-NeoX, which the authors' code uses.
     """
     dims = cos.shape[-1]
-    part, rest = x[..., :dims].to(cos.dtype), x[..., dims:]
+    # Both at once: when decoding, the number of operations counts, not their size.
+    part = torch.cat((queries[..., :dims], keys[..., :dims]), dim=1).to(cos.dtype)
     first, second = part.chunk(2, dim=-1)
     rotated = part * cos + torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((rotated.to(x.dtype), rest), dim=-1)
+    q, k = rotated.to(queries.dtype).chunk(2, dim=1)
+    return (
+        torch.cat((q, queries[..., dims:]), dim=-1),
+        torch.cat((k, keys[..., dims:]), dim=-1),
+    )
 
 
 class CausalAttention(Attention):
@@ -192,7 +198,7 @@ class CausalAttention(Attention):
         Args:
             x: (B, N, C) tokens.
             mask: (B or 1, 1, N, all tokens) boolean, true where attention is allowed; None for a
-                causal mask over an empty cache.
+                causal mask over an empty cache, or one token that sees all others.
             rotation: Cosines and sines of the positions.
             cache: Cache that gets the keys and values of these tokens.
             layer: Number of the block in the cache.
@@ -207,10 +213,11 @@ class CausalAttention(Attention):
         )  # (B, heads, N, D)
         q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
-            q, k = rotate(q, *rotation), rotate(k, *rotation)
+            q, k = rotate(q, k, *rotation)
         if cache is not None:
             k, v = cache.update(k, v, layer)
-        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        is_causal = mask is None and N > 1
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
         return self.proj(x.transpose(1, 2).reshape(B, N, C))
 
 
@@ -384,9 +391,12 @@ class TokenFormerLM(nn.Module):
 
 
 def _causal_mask(tokens: Tensor, past: int, attention_mask: Tensor | None) -> Tensor | None:
-    """Return a (B or 1, 1, N, all tokens) boolean mask, or None for the plain causal mask."""
+    """Return a (B or 1, 1, N, all tokens) boolean mask, or None for the plain causal mask.
+
+    A single token without padding attends to all tokens; it needs no mask either.
+    """
     N = tokens.shape[1]
-    if attention_mask is None and past == 0:
+    if attention_mask is None and (past == 0 or N == 1):
         return None
     causal = torch.ones(N, past + N, dtype=torch.bool, device=tokens.device).tril(past)
     if attention_mask is None:

@@ -1,5 +1,6 @@
 """torch.compile, block by block."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch._dynamo
@@ -13,7 +14,9 @@ from tokenformer_vit.errors import InputError
 _MOST_VERSIONS = 64
 
 
-def compile_blocks(model: nn.Module, **kwargs: Any) -> None:
+def compile_blocks(
+    model: nn.Module, how: bool | str | Mapping[str, Any] = True, **kwargs: Any
+) -> None:
     """Compile each transformer block of a timm model, in place.
 
     All blocks run the same code with different weights, so they share one compilation, which takes
@@ -22,6 +25,8 @@ def compile_blocks(model: nn.Module, **kwargs: Any) -> None:
 
     Args:
         model: Model whose blocks are in ``model.blocks``, as in timm's ViTs.
+        how: Value of a config: a mode of ``torch.compile``, or a dict of its arguments; True for
+            its default, False to compile nothing.
         **kwargs: Arguments of ``torch.compile``.
 
     Raises:
@@ -31,6 +36,10 @@ def compile_blocks(model: nn.Module, **kwargs: Any) -> None:
         This raises torch.compile's limit of versions from 8 to 64 and switches ``optimize_ddp``
         off, for the whole process.
     """
+    if how is False:
+        return
+    if how is not True:
+        kwargs = {**({"mode": how} if isinstance(how, str) else how), **kwargs}
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.Module):
         raise InputError(

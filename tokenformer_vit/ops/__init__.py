@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 
+from . import cpu_theta
 from .fused import pattention_fused
-from .kernels import Kernels
 from .norm import layer_norm_fused, layer_norm_reference
 from .reference import pattention_reference
 from .theta import THETAS, default_tau, find_theta, norm_shares, theta_weights
@@ -114,7 +114,7 @@ def pattention(
     # Few layers have a gate, most of them for a short time: plain autograd is good enough.
     if backend == "reference" or gate is not None:
         return pattention_reference(*operands, theta, tau, eps, gate)
-    kernels: Kernels | None = None
+    kernels = cpu_theta.KERNELS.get(theta)
     if backend == "triton":
         from .triton_theta import KERNELS
 

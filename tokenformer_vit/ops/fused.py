@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .differentiation import is_transformed, needs_gradient
 from .kernels import Kernels
-from .precision import product_dtype
+from .precision import to_product_dtype
 from .reference import pattention_reference
 from .theta import find_theta
 
@@ -24,10 +25,11 @@ def flat(tensor: Tensor) -> Tensor:
 class _Pattention(torch.autograd.Function):
     """Θ(X K_Pᵀ) V_P and its gradients, by ``kernels``; ``plain`` can be differentiated again."""
 
-    generate_vmap_rule = True
-
+    # With setup_context, torch.func would accept this function, but PyTorch would inspect the
+    # signature of forward at each call: about 25 µs, as long as a small layer takes.
     @staticmethod
     def forward(  # type: ignore[override]
+        ctx: Any,
         x: Tensor,
         keys: Tensor,
         values: Tensor,
@@ -35,22 +37,16 @@ class _Pattention(torch.autograd.Function):
         eps: float,
         plain: Kernels,
         kernels: Kernels,
-    ) -> tuple[Tensor, ...]:
+    ) -> Tensor:
         weights, kept = kernels.forward(F.linear(x, keys), tau, eps)  # (..., P)
-        # torch.func requires that everything the backward needs is returned.
-        return F.linear(weights, values.t()), *kept
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, keys, values, tau, ctx.eps, ctx.plain, ctx.kernels = inputs
-        _, *kept = output
-        ctx.mark_non_differentiable(*kept)
+        ctx.eps, ctx.plain, ctx.kernels = eps, plain, kernels
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, keys, values, tau, *kept)
+        return F.linear(weights, values.t())
 
     @staticmethod
     def backward(  # type: ignore[override]
-        ctx: Any, grad: Tensor | None, *of_kept: None
+        ctx: Any, grad: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * 7
@@ -112,17 +108,21 @@ def pattention_fused(
         The precision is the same as in :func:`pattention_reference`. Operands are cast before the
         autograd function: autocast and torch.compile see the casts, and the input that is kept is
         the one that the product used. No product is computed for an operand that needs no
-        gradient. Gradients of gradients use plain autograd. Forward-mode differentiation is not
-        supported.
+        gradient, and no autograd function is called if none needs one. Gradients of gradients and
+        transforms of ``torch.func`` use plain autograd. Forward-mode differentiation outside
+        ``torch.func`` is not supported.
 
     Source:
         TokenFormer, arXiv:2410.23168, Eq. 4; README.md in this folder derives the gradients.
     """
+    operands = (x, key_param_tokens, value_param_tokens)
     plain = find_theta(theta).kernels
-    if plain is None:
-        return pattention_reference(x, key_param_tokens, value_param_tokens, theta, tau, eps)
+    if plain is None or is_transformed():
+        return pattention_reference(*operands, theta, tau, eps)
     if kernels is None or tau.requires_grad:
         kernels = plain
-    operands = (x, key_param_tokens, value_param_tokens)
-    x, keys, values = (operand.to(product_dtype(operand)) for operand in operands)
-    return _Pattention.apply(x, keys, values, tau, eps, plain, kernels)[0]
+    x, keys, values = to_product_dtype(*operands)
+    if needs_gradient(x, keys, values, tau):
+        return _Pattention.apply(x, keys, values, tau, eps, plain, kernels)
+    weights, _ = kernels.forward(F.linear(x, keys), tau, eps)
+    return F.linear(weights, values.t())

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .differentiation import is_transformed, needs_gradient
 from .precision import accumulation_dtype, product_dtype
 
 
@@ -17,22 +18,18 @@ def layer_norm_reference(x: Tensor, num_channels: int, eps: float) -> Tensor:
 class _LayerNorm(torch.autograd.Function):
     """LayerNorm that computes its gradient from its output and 1/σ, and does not keep its input."""
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(  # type: ignore[override]
-        x: Tensor, num_channels: int, eps: float, dtype: torch.dtype
+        ctx: Any, x: Tensor, num_channels: int, eps: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
+        ctx.dtype = x.dtype
         # Without the cast, a CPU returns 1/σ in the precision of x.
         x = x.to(accumulation_dtype(x))
         y, _, rstd = torch.native_layer_norm(x, [num_channels], None, None, eps)
-        return y.to(dtype), rstd
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.dtype = inputs[0].dtype
+        y = y.to(dtype)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*output)
+        ctx.save_for_backward(y, rstd)
+        return y, rstd
 
     @staticmethod
     def backward(  # type: ignore[override]
@@ -74,4 +71,7 @@ def layer_norm_fused(x: Tensor, num_channels: int, eps: float) -> Tensor:
     """
     if not x.is_floating_point():
         raise TypeError(f"LayerNorm needs floating-point tokens, but got {x.dtype}")
-    return _LayerNorm.apply(x, num_channels, eps, product_dtype(x))[0]
+    dtype = product_dtype(x)
+    if needs_gradient(x) and not is_transformed():
+        return _LayerNorm.apply(x, num_channels, eps, dtype)[0]
+    return layer_norm_reference(x.to(accumulation_dtype(x)), num_channels, eps).to(dtype)

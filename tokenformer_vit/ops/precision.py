@@ -18,3 +18,11 @@ def product_dtype(tensor: Tensor) -> torch.dtype:
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensor.dtype
     return torch.get_autocast_dtype(device)
+
+
+def to_product_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast the operands of a product, which are on one device; see :func:`product_dtype`."""
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(tensor.to(product_dtype(tensor)) for tensor in tensors)

@@ -35,14 +35,22 @@ from .averaging import ForeachMovingAverage
 from .backbone import TimmClassificationBackbone
 from .checkpoint import ExactCheckpointHook
 from .diagnostics import DiagnosticsHook, read_diagnostics
+from .fast_transforms import (
+    FastCenterCrop,
+    FastRandAugment,
+    FastRandomFlip,
+    FastRandomResizedCrop,
+)
 from .growth import CostHook, GrowthHook
 from .guard import GuardHook
-from .in_memory import ImagesInMemory
+from .hugging_face import HuggingFaceImages
+from .in_memory import HuggingFaceImagesInMemory, ImagesInMemory
 from .labels import LabelHead, LabelPreprocessor, PackLabels
 from .loop import EndlessSampler, ResumableEpochLoop, ResumableIterLoop, ResumableSampler
 from .lora import LoRABackbone
 from .metrics import AccuracyAndLoss
 from .optim import AccumulationEMAHook, AutocastOptimWrapper
+from .parallel import CompressingDataParallel
 from .parameter_groups import MergedLayerDecayConstructor, MergedOptimWrapperConstructor
 from .progress import ProgressHook
 from .reports import CurvesHook, ExportHook, RecordHook
@@ -54,15 +62,22 @@ __all__ = [
     "AccuracyAndLoss",
     "AtomicLocalBackend",
     "AutocastOptimWrapper",
+    "CompressingDataParallel",
     "CostHook",
     "CurvesHook",
     "DiagnosticsHook",
     "EndlessSampler",
     "ExactCheckpointHook",
     "ExportHook",
+    "FastCenterCrop",
+    "FastRandAugment",
+    "FastRandomFlip",
+    "FastRandomResizedCrop",
     "ForeachMovingAverage",
     "GrowthHook",
     "GuardHook",
+    "HuggingFaceImages",
+    "HuggingFaceImagesInMemory",
     "ImagesInMemory",
     "LabelHead",
     "LabelPreprocessor",

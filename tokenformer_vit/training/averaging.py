@@ -1,5 +1,6 @@
 """Weight averaging in one operation for all parameters, instead of one for each."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ class ForeachMovingAverage(ExponentialMovingAverage):
         **kwargs: As for ``ExponentialMovingAverage``.
     """
 
+    _found: tuple[Any, Any, tuple[list[nn.Module], list[nn.Module]]] | None = None
+
     def __init__(self, model: nn.Module, momentum: float = 0.0002, **kwargs: Any) -> None:
         super().__init__(model, momentum, **kwargs)
         self._average = get_ema_multi_avg_fn(1 - momentum)
@@ -31,11 +34,37 @@ class ForeachMovingAverage(ExponentialMovingAverage):
         if self.steps == 0 or self.steps % self.interval:
             super().update_parameters(model)
             return
-        source = model.state_dict() if self.update_buffers else dict(model.named_parameters())
-        names = [name for name, x in self.avg_parameters.items() if x.is_floating_point()]
-        averages: Any = [self.avg_parameters[name] for name in names]
-        sources: Any = [source[name].to(x.device) for name, x in zip(names, averages, strict=True)]
+        if self.update_buffers:
+            state = model.state_dict()
+            sources: Any = [state[name] for name in self.avg_parameters]
+        else:
+            own, others = self._modules_of(model)
+            sources = _tensors("_parameters", others)
+            if buffers := _tensors("_buffers", own):
+                torch._foreach_copy_(buffers, _tensors("_buffers", others))
+        pairs = [
+            (average, source.to(average.device))
+            for average, source in zip(self.avg_parameters.values(), sources, strict=True)
+            if average.is_floating_point()
+        ]
+        averages, sources = map(list, zip(*pairs, strict=True))
         self._average(averages, sources, self.steps)
-        if not self.update_buffers and (buffers := list(self.module.buffers())):
-            torch._foreach_copy_(buffers, list(model.buffers()))
         self.steps += 1
+
+    def _modules_of(self, model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+        """List the modules of the average and of a model.
+
+        To walk through a model takes longer than to average its weights. Growth, which may add
+        modules, replaces ``avg_parameters``.
+        """
+        found = self._found
+        if found is None or found[0] is not self.avg_parameters or found[1] is not model:
+            modules = list(self.module.modules()), list(model.modules())
+            found = self._found = self.avg_parameters, model, modules
+        return found[2]
+
+
+def _tensors(kind: str, modules: Iterable[nn.Module]) -> list[Any]:
+    """List the parameters or buffers of modules, each once."""
+    members = (tensor for module in modules for tensor in getattr(module, kind).values())
+    return list(dict.fromkeys(tensor for tensor in members if tensor is not None))

@@ -32,7 +32,8 @@ class TimmClassificationBackbone(BaseModule):
         pretrained: Start from timm's pretrained weights.
         checkpoint_path: Start from this checkpoint of the same model. The head of the checkpoint is
             not used, and positions are resampled for another ``img_size``.
-        compile: Compile each block, for training and evaluation; checkpoints stay the same.
+        compile: Compile each block, for training and evaluation; checkpoints stay the same. A text
+            is a mode of ``torch.compile``, a dict has its arguments.
         growth: Arguments of :func:`tokenformer_vit.growth.grow`, which then appends pairs to the
             model. ``freeze="old"`` trains only the new pairs and the head. Default ``seed``: the
             seed of the run.
@@ -59,7 +60,7 @@ class TimmClassificationBackbone(BaseModule):
         model_name: str,
         pretrained: bool = False,
         checkpoint_path: str = "",
-        compile: bool = False,
+        compile: bool | str | dict[str, Any] = False,
         growth: dict[str, Any] | None = None,
         frozen: bool = False,
         frozen_norms: bool = False,
@@ -107,8 +108,7 @@ class TimmClassificationBackbone(BaseModule):
             self.model.requires_grad_(False)
         if frozen_norms:
             _freeze_norms(self.model, model_name)
-        if compile:
-            compile_blocks(self.model)
+        compile_blocks(self.model, compile)
 
     def _draw_stem(self, seed: int, model_name: str, kwargs: dict[str, Any]) -> None:
         """Take the weights outside the blocks from a model without blocks, drawn from ``seed``."""

@@ -1,7 +1,9 @@
 """Checkpoints for an exact resume: a killed run continues as if it had not been killed."""
 
 import random
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +25,7 @@ from mmengine.runner import IterBasedTrainLoop
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.description import DESCRIPTION
 
+from .background import BackgroundWriter
 from .export import describe_classifier, run_facts
 from .guard import check_finite, unwrap
 from .identity import check_identity, run_identity
@@ -30,11 +33,11 @@ from .loop import validation_is_due
 from .mmengine_internals import is_resuming
 from .parameter_groups import fit_groups, merge_separate_groups
 from .storage import secure_files
-from .termination import STATUS, PatientWorker, Termination
+from .termination import STATUS, Agreement, PatientWorker, Termination
 from .transforms import seeded_transforms
 
-# Checkpoint written at a SIGTERM; the next regular one replaces it.
-STOPPED = "stopped.pth"
+# Checkpoints written at a SIGTERM and after some minutes; the next checkpoint replaces them.
+STOPPED, TIMED = "stopped.pth", "timed.pth"
 
 
 @HOOKS.register_module()
@@ -47,9 +50,19 @@ class ExactCheckpointHook(CheckpointHook):
     ``torch.load(..., weights_only=True)``. An old checkpoint is deleted only after the next one is
     on the disk.
 
+    In a :class:`~tokenformer_vit.training.launch.TrainingRunner` a checkpoint is copied, and the
+    copy is written while the run continues. A run ends only after its last checkpoint is complete.
+    If a checkpoint cannot be written, the run stops at the next iteration.
+
     On resume, the validation that was due at the checkpoint runs again, because the run may have
-    been killed during it. A SIGTERM ends the run after the present iteration; its checkpoint is
-    ``stopped.pth``.
+    been killed during it. A SIGTERM ends the run after the present iteration, or after the next one
+    if there are several processes; its checkpoint is ``stopped.pth``.
+
+    Args:
+        minutes: Also write the checkpoint ``timed.pth`` whenever so many minutes have passed since
+            the last checkpoint. The first process decides for all.
+        background: Whether the run continues while a checkpoint is written.
+        **kwargs: As for ``CheckpointHook``.
 
     Note:
         After a resume the losses equal the losses of an uninterrupted run, bit for bit, if the
@@ -63,9 +76,13 @@ class ExactCheckpointHook(CheckpointHook):
     _identity: dict[str, Any] | None = None
     _termination: Termination | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, minutes: float | None = None, background: bool = True, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         secure_files()
+        self._minutes, self._background = minutes, background
+        self._writer = BackgroundWriter()
 
     def before_train(self, runner) -> None:
         """Restore the state of the checkpoint, if the run resumes from one."""
@@ -73,6 +90,11 @@ class ExactCheckpointHook(CheckpointHook):
         self._keep_best_within(runner)
         loader = runner.train_dataloader
         self._identity = run_identity(runner)
+        # mmengine's own runner has no writer: it returns when a checkpoint is on the disk.
+        self._writer = getattr(runner, "writer", self._writer)
+        self._writer.background = self._background
+        self._saved, self._saved_at = time.monotonic(), runner.iter
+        self._agreement = Agreement()
         self._termination = Termination()
         self._termination.begin()
         # Iterators draw a seed for their workers. From the global generator, that would shift all
@@ -133,6 +155,9 @@ class ExactCheckpointHook(CheckpointHook):
 
     def before_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
         """Restore the random generators before the first iteration after a resume."""
+        self._restore_rng(runner)
+
+    def _restore_rng(self, runner) -> None:
         if self._resumed is None:
             return
         states = self._resumed["rng"]
@@ -150,22 +175,38 @@ class ExactCheckpointHook(CheckpointHook):
     ) -> None:
         """Save, if a checkpoint is due or a SIGTERM came."""
         super().after_train_iter(runner, batch_idx, data_batch, outputs)  # type: ignore[arg-type]
-        if self._termination is not None and self._termination.requested():
+        if self._termination is None:
+            return
+        self._writer.check()
+        passed = (time.monotonic() - self._saved) / 60
+        due = self._minutes is not None and is_main_process() and passed >= self._minutes
+        stopped, due = self._agreement.any(self._termination.noted, due)
+        if stopped:
             self._stop(runner)
+        elif due and self._saved_at < runner.iter:  # else it was due before the last checkpoint
+            self._save_between(runner, TIMED)
 
     def _stop(self, runner) -> None:
         """Write a checkpoint and end the process."""
-        check_finite(runner)
-        path = self.file_backend.join_path(self.out_dir, STOPPED)
-        self._save(runner, STOPPED, {"epoch": runner.epoch, "iter": runner.iter + 1})
+        path = self._save_between(runner, STOPPED)
+        self._writer.wait()
         if is_main_process():
-            self._point_to(runner, path)
             runner.logger.info(
                 f"Stopped by SIGTERM after iteration {runner.iter + 1}. The checkpoint {path} is "
                 "complete: run the same command with --resume to continue."
             )
         barrier()  # a launcher stops all processes as soon as one of them ends
         raise SystemExit(STATUS)
+
+    def after_val_epoch(self, runner, metrics: dict[str, Any]) -> None:  # type: ignore[override]
+        """Save the best checkpoint."""
+        self._writer.wait()  # mmengine deletes the former best one, which may not be written yet
+        super().after_val_epoch(runner, metrics)
+
+    def after_train(self, runner) -> None:
+        """Wait for the last checkpoint; the files of a finished run are written after it."""
+        self._writer.wait()
+        super().after_train(runner)
 
     def release(self) -> None:
         """Let a SIGTERM end the process again."""
@@ -232,27 +273,25 @@ class ExactCheckpointHook(CheckpointHook):
             checkpoint[DESCRIPTION] = {**description, "card": _card(runner, checkpoint["meta"])}
 
     def _save_checkpoint_with_step(self, runner, step: int, meta: dict) -> None:
-        def path(step: int) -> str:
-            return self.file_backend.join_path(self.out_dir, self.filename_tmpl.format(step))
-
+        name = self.filename_tmpl.format
         check_finite(runner)
-        expired = None
+        expired = []
         if self.max_keep_ckpts > 0 and step not in self.keep_ckpt_ids:
             if len(self.keep_ckpt_ids) == self.max_keep_ckpts:
-                expired = path(self.keep_ckpt_ids.popleft())
+                expired = [name(self.keep_ckpt_ids.popleft())]
             self.keep_ckpt_ids.append(step)
             runner.message_hub.update_info("keep_ckpt_ids", list(self.keep_ckpt_ids))
-        self.last_ckpt = path(step)
-        runner.message_hub.update_info("last_ckpt", self.last_ckpt)
-        self._save(runner, self.filename_tmpl.format(step), meta)
-        if is_main_process():
-            self._point_to(runner, self.last_ckpt)
-            stopped = self.file_backend.join_path(self.out_dir, STOPPED)
-            for name in (expired, stopped):
-                if name is not None and self.file_backend.isfile(name):
-                    self.file_backend.remove(name)
+        self.last_ckpt = self._save(runner, name(step), meta, expired)
 
-    def _save(self, runner, name: str, meta: dict) -> None:
+    def _save_between(self, runner, name: str) -> str:
+        """Save a checkpoint that the next one replaces, and return its path."""
+        check_finite(runner)
+        return self._save(runner, name, {"epoch": runner.epoch, "iter": runner.iter + 1})
+
+    def _save(self, runner, name: str, meta: dict, expired: Sequence[str] = ()) -> str:
+        """Save a checkpoint under a name, and delete expired ones once it is complete."""
+        path = self.file_backend.join_path(self.out_dir, name)
+        runner.message_hub.update_info("last_ckpt", path)
         self._progress = self._collect(runner)
         runner.save_checkpoint(
             self.out_dir,
@@ -265,6 +304,18 @@ class ExactCheckpointHook(CheckpointHook):
             **self.args,
         )
         self._progress = None
+        self._saved, self._saved_at = time.monotonic(), meta["iter"]
+        if is_main_process():
+            replaced = {*expired, STOPPED, TIMED} - {name}
+            self._writer.then(partial(self._replace, runner, path, replaced))
+        return path
+
+    def _replace(self, runner, path: str, names: Iterable[str]) -> None:
+        """Name a complete checkpoint as the one to resume from, and delete others."""
+        self._point_to(runner, path)
+        for other in (self.file_backend.join_path(self.out_dir, name) for name in names):
+            if self.file_backend.isfile(other):
+                self.file_backend.remove(other)
 
     def _point_to(self, runner, path: str) -> None:
         """Name the checkpoint to resume from."""
@@ -273,6 +324,8 @@ class ExactCheckpointHook(CheckpointHook):
 
     def _collect(self, runner) -> dict[str, Any]:
         """Gather from all processes what an exact resume needs."""
+        # A run that resumes after the last iteration of an epoch saves that epoch before it trains.
+        self._restore_rng(runner)
         gradients = {}
         if not runner.optim_wrapper.should_update():
             for name, parameter in unwrap(runner.model).named_parameters():
@@ -285,7 +338,7 @@ class ExactCheckpointHook(CheckpointHook):
             "iters_per_epoch": len(runner.train_dataloader),
             "schedule": _schedule(runner),
             "run": self._identity,
-            "gradients": {name: gradient.cpu() for name, gradient in gradients.items()},
+            "gradients": gradients,
         }
 
 
@@ -311,11 +364,16 @@ def _schedule(runner) -> dict[str, Any]:
             f"train_cfg.{length}": getattr(runner, length),
             "auto_scale_lr": dict(cfg.get("auto_scale_lr") or {}),
             "optim_wrapper.accumulative_counts": cfg.optim_wrapper.get("accumulative_counts", 1),
-            "optim_wrapper.optimizer": dict(cfg.optim_wrapper.optimizer),
+            "optim_wrapper.optimizer": _recipe(cfg.optim_wrapper.optimizer),
             "param_scheduler": [dict(scheduler) for scheduler in cfg.param_scheduler or ()],
             "custom_hooks: GrowthHook": growth_hooks(cfg),
         }
     )
+
+
+def _recipe(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of an optimiser, without the implementation that computes them."""
+    return {key: value for key, value in optimizer.items() if key not in ("foreach", "fused")}
 
 
 def check_schedule_is_kept(runner, resumed: Mapping[str, Any]) -> None:
@@ -330,6 +388,8 @@ def check_schedule_is_kept(runner, resumed: Mapping[str, Any]) -> None:
     """
     for name, value in _schedule(runner).items():
         before = resumed["schedule"].get(name, [])
+        if name == "optim_wrapper.optimizer":
+            before = _recipe(before)
         if value != before:
             raise InputError(
                 f"{name} was {before} in the checkpoint and is {value} now, but a resumed run must "

@@ -19,12 +19,17 @@ from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.files import make_folder
 from tokenformer_vit.vision.images import IMAGE_SUFFIXES, class_folders, say_left_out, scan_images
 
+from .in_memory import IN_MEMORY
 from .mmengine_internals import base_files
 from .schema import check_values
 from .shipped import find_config, shipped_bases
 
 # What custom_imports named in configs of early versions.
 _FORMER_NAME = "tokenformer_vit.integrations"
+# Environment variables with the number of processes on this machine.
+_PROCESSES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+# Sixteen cores prepare 5,000 photographs a second, more than a GPU takes; each worker needs memory.
+_MOST_WORKERS = 16
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
 _KEYS = (
     *("model", *LOADERS, "val_evaluator", "test_evaluator", "optim_wrapper", "param_scheduler"),
@@ -34,7 +39,9 @@ _KEYS = (
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that training and testing share."""
-    parser.add_argument("--data-root", help="folder that holds train/ and val/, or tokens")
+    parser.add_argument(
+        "--data-root", help="folder that holds train/ and val/, parquet files or tokens"
+    )
     parser.add_argument(
         "--batch-size",
         type=whole_number(1),
@@ -127,7 +134,7 @@ def load_config(
                 f"--compile needs a TimmClassificationBackbone or a CausalLM, but {path} has "
                 f"{compiled.type}: leave it out"
             )
-        compiled.compile = True
+        compiled.compile = compiled.get("compile") or True
     cfg.work_dir = work_dir or cfg.get("work_dir") or f"work_dirs/{Path(path).stem}"
     if batch_size is not None:
         cfg[batched].batch_size = batch_size
@@ -135,8 +142,10 @@ def load_config(
         loader = cfg[name]
         if data_root is not None:
             loader.dataset.data_root = data_root
-        if loader.dataset.get("type") == "ImagesInMemory":
+        if loader.dataset.get("type") in IN_MEMORY:
             loader.update(num_workers=0, pin_memory=False, collate_fn={"type": "collate_fetched"})
+        if loader.get("num_workers") == "auto":
+            loader.num_workers = data_workers()
         # PyTorch refuses to keep workers where there are none, and warns of pinning without a GPU.
         loader.persistent_workers = (
             loader.get("persistent_workers", True) and loader.setdefault("num_workers", 0) > 0
@@ -144,6 +153,23 @@ def load_config(
         loader.pin_memory = loader.get("pin_memory", True) and torch.cuda.is_available()
         _shorten(loader, name)
     return cfg
+
+
+def data_workers() -> int:
+    """Return how many workers a data loader gets for ``num_workers="auto"``.
+
+    They are the cores that this process may use, shared with the other processes on this machine
+    that torchrun or MPI started; at least one, at most 16. Slurm may give each process cores of its
+    own.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:  # macOS and Windows
+        cores = os.cpu_count() or 1
+    if own := os.environ.get("SLURM_CPUS_PER_TASK"):
+        return max(1, min(int(own), cores, _MOST_WORKERS))
+    processes = [int(os.environ.get(name, 1)) for name in _PROCESSES]
+    return max(1, min(cores // max(processes), _MOST_WORKERS))
 
 
 def _read(path: Path) -> Config:

@@ -14,6 +14,7 @@ from tokenformer_vit.models.card import CardFacts
 from tokenformer_vit.models.checkpoints import save_model
 from tokenformer_vit.models.description import describe_model
 from tokenformer_vit.models.weights import read_checkpoint
+from tokenformer_vit.vision.image_rows import hub_name
 
 from .backbone import TimmClassificationBackbone, as_timm_model
 from .guard import check_weights, classes_of
@@ -56,19 +57,20 @@ def preprocessing(cfg: Any) -> dict[str, Any]:
         "std": [value / 255 for value in preprocessor["std"]],
     }
     channels = len(preprocessor["mean"])
-    if kinds == ["ResizeEdge", "CenterCrop"] and steps[0].get("edge", "short") == "short":
-        crop, resize = steps[1]["crop_size"], steps[0]
+    in_two = kinds == ["ResizeEdge", "CenterCrop"] and steps[0].get("edge", "short") == "short"
+    if in_two or kinds == ["FastCenterCrop"]:
+        crop, resize = steps[-1]["crop_size"], steps[0]
         if isinstance(crop, int):
             return config | {
                 "input_size": (channels, crop, crop),
                 "crop_pct": crop / resize["scale"],
-                "interpolation": resize.get("interpolation", "bilinear"),
+                "interpolation": resize.get("interpolation", "bilinear" if in_two else "bicubic"),
                 "crop_mode": "center",
             }
     raise InputError(
         f"the test pipeline of {cfg.filename} ({', '.join(kinds) or 'nothing'}) cannot be "
-        "exported: give ResizeEdge (edge 'short') and CenterCrop (one number), or set "
-        "`default_hooks.export=None` to train without an export"
+        "exported: give FastCenterCrop, or ResizeEdge (edge 'short') and CenterCrop (one number), "
+        "or set `default_hooks.export=None` to train without an export"
     )
 
 
@@ -120,6 +122,7 @@ def run_facts(runner: Any) -> CardFacts:
             if f"val/{key}" in scalars
         }
     imagenet = cfg.train_dataloader.dataset.type == "ImageNet" and len(info["classes"]) == 1000
+    on_hub = [name for name in map(hub_name, folders) if name]
     return CardFacts(
         {
             "Data": {
@@ -141,7 +144,7 @@ def run_facts(runner: Any) -> CardFacts:
             },
             "Validation": found,
         },
-        datasets=["imagenet-1k"] if imagenet else [],
+        datasets=["imagenet-1k"] if imagenet else on_hub,
         metrics=[
             name
             for name in ("accuracy", "perplexity")

@@ -72,8 +72,8 @@ class GuardHook(Hook):
             if train != val:
                 odd = sorted(set(train) ^ set(val)) or ["their order"]
                 raise InputError(
-                    f"the class folders of train and val differ in {', '.join(odd[:5])}: give both "
-                    "the same folders"
+                    f"the classes of train and val differ in {', '.join(odd[:5])}: give both the "
+                    "same classes"
                 )
 
     def before_test(self, runner) -> None:
@@ -101,7 +101,7 @@ class GuardHook(Hook):
             )
             raise InputError(
                 f"the checkpoint was trained on other classes: label {index} is {there!r} there "
-                f"and {here!r} in these data; use data with the same class folders"
+                f"and {here!r} in these data; use data with the classes of the training"
             )
 
     def _leave_on_device(self, runner) -> None:
@@ -247,7 +247,7 @@ def check_dataset(dataset: Any, split: str, model: Any) -> None:
     empty = [name for index, name in enumerate(classes) if not counts[index]]
     if empty:
         raise InputError(
-            f"there are no images in {len(empty)} class folders of {dataset.img_prefix}: "
+            f"there are no images in {len(empty)} classes of {dataset.img_prefix}: "
             f"{', '.join(empty[:5])}{', ...' if len(empty) > 5 else ''}; fill or remove them"
         )
 

@@ -10,7 +10,7 @@ from tokenformer_vit.errors import InputError
 _WORDS = {
     "samples_per_iteration": "the batch size times the number of processes",
     "samples": "the number of training samples",
-    "files": "the hash of training file names and labels",
+    "files": "the hash of training images (names or sizes) and labels",
 }
 
 
@@ -19,8 +19,8 @@ def run_identity(runner) -> dict[str, Any]:
 
     Returns:
         ``samples_per_iteration``, the batch size times the number of processes; ``samples``, the
-        number of training samples; ``files``, a SHA-256 of file names and labels, or None if the
-        data set has no files. The folder of the data may change.
+        number of training samples; ``files``, a SHA-256 of file names and labels or the data set's
+        own ``fingerprint()``, or None if there is neither. The folder of the data may change.
     """
     loader = runner.train_dataloader
     return {

@@ -8,7 +8,7 @@ import torch
 from mmcv.transforms.utils import cache_randomness
 from mmengine.dataset import default_collate
 from mmengine.registry import FUNCTIONS
-from mmpretrain.datasets import CustomDataset, PackInputs
+from mmpretrain.datasets import BaseDataset, CustomDataset, PackInputs
 from mmpretrain.registry import DATASETS
 from mmpretrain.structures import DataSample
 from torch import Tensor
@@ -18,6 +18,7 @@ from tqdm import tqdm
 from tokenformer_vit.errors import InputError
 
 from .batch_transforms import BatchTransforms, without_waiting
+from .hugging_face import HuggingFaceImages
 from .labels import PackLabels
 from .transforms import SeededTransforms
 
@@ -28,20 +29,16 @@ def collate_fetched(batch: Any) -> dict[str, Any]:
     return batch if isinstance(batch, dict) else default_collate(batch)
 
 
-@DATASETS.register_module()
-class ImagesInMemory(CustomDataset):
-    """mmpretrain's ``CustomDataset``, which decodes each image once.
+class _InMemory(BaseDataset):
+    """Part of a data set that decodes each image once.
 
-    The pipeline is that of ``CustomDataset``. What precedes ``SeededTransforms`` is done once for
+    The pipeline is that of the data set. What precedes ``SeededTransforms`` is done once for
     each image, at the start; the results must have one size. The transforms in ``SeededTransforms``
     are applied to a batch at a time. As with ``CustomDataset``, they depend only on the seed, the
     epoch and the image, but the random numbers are different.
 
     The images are on the GPU if there is one. The data loader needs ``num_workers=0``,
     ``pin_memory=False`` and :func:`collate_fetched`; ``load_config`` sets all three.
-
-    Args:
-        **kwargs: As for ``CustomDataset``.
 
     Raises:
         InputError: If the pipeline cannot be applied to batches, an image cannot be read, or two
@@ -75,8 +72,8 @@ class ImagesInMemory(CustomDataset):
                 own, first = ("x".join(map(str, images[i].shape[1:])) for i in (-1, 0))
                 raise InputError(
                     f"{path} has {own} pixels, but the first image has {first}: images in memory "
-                    "need one size. Begin the pipeline with ResizeEdge and CenterCrop, or use the "
-                    "data set CustomDataset"
+                    "need one size. Begin the pipeline with ResizeEdge and CenterCrop, or use a "
+                    "data set without InMemory in its name"
                 )
         return torch.stack(images)
 
@@ -111,6 +108,27 @@ class ImagesInMemory(CustomDataset):
             random = np.random.default_rng(key).random((len(self), self._augment.num_draws))
             self._draws = key, torch.from_numpy(random)
         return self._draws[1]
+
+
+@DATASETS.register_module()
+class ImagesInMemory(_InMemory, CustomDataset):
+    """mmpretrain's ``CustomDataset`` with its images in memory.
+
+    Args:
+        **kwargs: As for ``CustomDataset``.
+    """
+
+
+@DATASETS.register_module()
+class HuggingFaceImagesInMemory(_InMemory, HuggingFaceImages):
+    """The data set ``HuggingFaceImages`` with its images in memory.
+
+    Args:
+        **kwargs: As for ``HuggingFaceImages``.
+    """
+
+
+IN_MEMORY = (ImagesInMemory.__name__, HuggingFaceImagesInMemory.__name__)
 
 
 def _split(transforms: Sequence[Any]) -> tuple[list[Any], SeededTransforms | None]:

@@ -7,6 +7,7 @@ and a small kernel for each image on the GPU, although only the label is used.
 from collections.abc import Mapping
 from typing import Any, cast
 
+import cv2
 import numpy as np
 import torch
 from mmpretrain.datasets import PackInputs
@@ -56,7 +57,12 @@ class PackLabels(PackInputs):
 
     def transform(self, results: dict) -> dict:
         """Return the image as a (3, H, W) tensor, and its label as a number."""
-        return {"inputs": self.format_input(results["img"]), "data_samples": results["gt_label"]}
+        image = results["img"]
+        if image.ndim == 3 and image.shape[2] == 3 and image.flags.c_contiguous:
+            planes: Any = np.empty((3, *image.shape[:2]), image.dtype)
+            cv2.split(image, list(planes))  # four times as fast as a copy of the transpose
+            image = planes.transpose(1, 2, 0)
+        return {"inputs": self.format_input(image), "data_samples": results["gt_label"]}
 
 
 def _draw_order(images: Tensor) -> Tensor:

@@ -2,21 +2,29 @@
 
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from datetime import timedelta
+from functools import cached_property
+from typing import Any, cast
 
+import mmengine
 import torch
 from mmengine.config import Config
-from mmengine.dist import init_dist
+from mmengine.dist import init_dist, master_only
+from mmengine.fileio import join_path
 from mmengine.hooks import Hook
 from mmengine.logging import MMLogger
 from mmengine.runner import Runner
+from mmengine.utils import get_git_hash
 from mmengine.utils.dl_utils import set_multi_processing
 
 from tokenformer_vit.errors import InputError, one_line
 
+from .background import BackgroundWriter
 from .checkpoint import ExactCheckpointHook
+from .guard import unwrap
 from .storage import secure_files
 
 _RANKS = {"pytorch": "RANK", "slurm": "SLURM_PROCID", "mpi": "OMPI_COMM_WORLD_RANK"}
@@ -43,7 +51,17 @@ _NOISE = ("Exp name: ", '"FileClient" will be deprecated', '"HardDiskBackend" is
 
 
 class TrainingRunner(Runner):
-    """mmengine's runner; config, environment and hooks are printed to the log file only."""
+    """mmengine's runner, with checkpoints in the background and a short output.
+
+    Config, environment and hooks are printed to the log file only.
+
+    Attributes:
+        writer: Writes the checkpoints.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.writer = BackgroundWriter()
+        super().__init__(*args, **kwargs)
 
     def build_logger(self, *args: Any, **kwargs: Any) -> MMLogger:
         """Build the logger, and keep the start of a run off the terminal."""
@@ -53,6 +71,46 @@ class TrainingRunner(Runner):
             if not isinstance(handler, logging.FileHandler):
                 handler.addFilter(self.terminal)
         return logger
+
+    @cached_property
+    def _facts(self) -> dict[str, Any]:
+        """What mmengine notes in each checkpoint; to format a config takes it seconds."""
+        return {
+            "cfg": self.cfg.pretty_text,
+            "seed": self.seed,
+            "experiment_name": self.experiment_name,
+            "mmengine_version": mmengine.__version__ + get_git_hash(),
+        }
+
+    @master_only
+    def save_checkpoint(
+        self,
+        out_dir: str,
+        filename: str,
+        file_client_args: dict | None = None,
+        save_optimizer: bool = True,
+        save_param_scheduler: bool = True,
+        meta: dict | None = None,
+        by_epoch: bool = True,
+        backend_args: dict | None = None,
+    ) -> None:
+        """Write a checkpoint in the background; arguments and content are mmengine's."""
+        progress = {"epoch": self.epoch + by_epoch, "iter": self.iter + (not by_epoch)}
+        noted = {"time": time.strftime("%Y%m%d_%H%M%S"), **self._facts}
+        dataset: Any = self.train_dataloader.dataset
+        optimizer, schedulers = cast(Any, self.optim_wrapper), cast(Any, self.param_schedulers)
+        checkpoint: dict[str, Any] = {
+            "meta": {**progress, **(meta or {}), **noted, "dataset_meta": dataset.metainfo},
+            "state_dict": unwrap(self.model).state_dict(),
+            "message_hub": self.message_hub.state_dict(),
+        }
+        if save_optimizer:
+            checkpoint["optimizer"] = optimizer.state_dict()
+        if save_param_scheduler:
+            checkpoint["param_schedulers"] = [each.state_dict() for each in schedulers or ()]
+        self.call_hook("before_save_checkpoint", checkpoint=checkpoint)
+        path = join_path(out_dir, filename, backend_args=backend_args)
+        self.writer.write(checkpoint, str(path), backend_args)
 
 
 class _Terminal(logging.Filter):
@@ -103,8 +161,12 @@ def config_explained(cfg: Config, built: _Built | None = None) -> Iterator[None]
         ) from error
 
 
-def run_training(cfg: Config) -> Runner:
+def run_training(cfg: Config, *hooks: Hook) -> Runner:
     """Build what a config names, and train.
+
+    Args:
+        cfg: The config.
+        *hooks: Hooks besides those of the config.
 
     Returns:
         The runner, at the end of its training.
@@ -116,14 +178,16 @@ def run_training(cfg: Config) -> Runner:
     secure_files()
     built = _Built()
     with config_explained(cfg, built):
-        runner = TrainingRunner.from_cfg(cfg)
-        runner.register_hook(built)
+        runner: Any = TrainingRunner.from_cfg(cfg)
+        for hook in (built, *hooks):
+            runner.register_hook(hook)
         try:
             runner.train()
         finally:
             for hook in runner.hooks:
                 if isinstance(hook, ExactCheckpointHook):
                     hook.release()
+            runner.writer.wait()
     return runner
 
 
@@ -160,6 +224,10 @@ def start_processes(cfg: Config) -> None:
             f"there is no GPU for process {rank} of this machine, which has {gpus}: start at most "
             f"{gpus} processes on it"
         )
+    wrapper = {"type": "CompressingDataParallel", **(cfg.get("model_wrapper_cfg") or {})}
+    if cfg.get("find_unused_parameters"):  # mmengine reads it only without a wrapper
+        wrapper["find_unused_parameters"] = True
+    cfg.model_wrapper_cfg = wrapper if gpus else {**wrapper, "device_ids": None}
     environment = cfg.get("env_cfg") or {}
     try:
         if gpus:
@@ -167,15 +235,13 @@ def start_processes(cfg: Config) -> None:
             set_multi_processing(**environment.get("mp_cfg", {}), distributed=True)
             init_dist(cfg.launcher, **environment.get("dist_cfg", {}))
             return
-        torch.distributed.init_process_group("gloo")
+        seconds = environment.get("dist_cfg", {}).get("timeout")
+        torch.distributed.init_process_group(
+            "gloo", timeout=None if seconds is None else timedelta(seconds=seconds)
+        )
     except (RuntimeError, ValueError) as error:  # DistNetworkError, a port that is not a number
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise InputError(
             f"the processes cannot connect at {where} ({one_line(error)}): choose a free port, as "
             "in MASTER_PORT=29501 or `torchrun --master_port=29501`"
         ) from error
-    cfg.model_wrapper_cfg = {
-        "type": "MMDistributedDataParallel",
-        "device_ids": None,
-        "broadcast_buffers": False,
-    }

@@ -33,9 +33,8 @@ _NO_SETTINGS = ("params", "param_name", "layer_id", "lr_mult", "decay_mult", SEP
 class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
     """mmengine's constructor, with one group for each setting and the fastest implementation.
 
-    On a GPU it builds the fused form of an optimiser, if PyTorch has one. On a CPU it builds the
-    ``foreach`` form, whose results equal PyTorch's loop to the last bit; a fused form rounds
-    differently. ``fused`` or ``foreach`` in the optimiser's config overrides this.
+    It builds the fused form of an optimiser, if PyTorch has one; ``fused`` or ``foreach`` in the
+    optimiser's config overrides this, unless it is None.
     """
 
     def add_params(
@@ -50,7 +49,12 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
 
     def __call__(self, model: nn.Module) -> OptimWrapper:
         """Build the optimiser of a model, and its wrapper."""
-        self.optimizer_cfg = {**_fastest(self.optimizer_cfg, model), **self.optimizer_cfg}
+        given = {
+            key: value
+            for key, value in self.optimizer_cfg.items()
+            if value is not None or key not in ("foreach", "fused")
+        }
+        self.optimizer_cfg = {**_fastest(given), **given}
         return super().__call__(model)
 
 
@@ -61,16 +65,13 @@ class MergedLayerDecayConstructor(
     """mmpretrain's constructor of layer-wise learning rates, with one group for each setting."""
 
 
-def _fastest(cfg: Mapping[str, Any], model: nn.Module) -> dict[str, bool]:
+def _fastest(cfg: Mapping[str, Any]) -> dict[str, bool]:
     kind = cfg["type"]
     if isinstance(kind, str):
         kind = OPTIMIZERS.get(kind)
     if kind is None or "fused" not in inspect.signature(kind).parameters:
         return {}
-    if cfg.get("fused") is not None or cfg.get("foreach") is not None:
-        return {}
-    cuda = next(model.parameters()).device.type == "cuda"
-    return {"fused": True} if cuda else {"foreach": True}
+    return {} if "fused" in cfg or "foreach" in cfg else {"fused": True}
 
 
 def _merge(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -34,13 +34,18 @@ def samples_per_step(runner: Any) -> int:
     return runner.train_dataloader.batch_size * runner.world_size * accumulation(runner)
 
 
-def _units_per_iteration(runner: Any) -> tuple[int, str]:
-    """Count the images of one iteration, or the tokens of a text."""
-    iteration = samples_per_step(runner)
-    if not isinstance(runner.train_loop, IterBasedTrainLoop):
-        iteration //= accumulation(runner)  # there, an iteration is one batch
+def units_per_step(runner: Any) -> tuple[int, str]:
+    """Count the images or tokens of one optimiser step; return also which, as a singular noun."""
+    samples = samples_per_step(runner)
     length = runner.train_dataloader.dataset.metainfo.get("context_length")
-    return (iteration * length, "tokens") if length else (iteration, "images")
+    return (samples * length, "token") if length else (samples, "image")
+
+
+def _units_per_iteration(runner: Any) -> tuple[int, str]:
+    number, unit = units_per_step(runner)
+    if not isinstance(runner.train_loop, IterBasedTrainLoop):
+        number //= accumulation(runner)  # there, an iteration is one batch
+    return number, f"{unit}s"
 
 
 def describe_run(runner: Any) -> str:

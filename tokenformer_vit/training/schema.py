@@ -60,6 +60,10 @@ def _float(value: Any) -> Any:
 
 Count = Annotated[int, Field(ge=1), _must_be("a whole number of at least 1")]
 Whole = Annotated[int, Field(ge=0), _must_be("a whole number of at least 0")]
+Workers = Annotated[
+    Literal["auto"] | Annotated[int, Field(ge=0)],
+    _must_be("a whole number of at least 0, or auto for as many as the cores allow"),
+]
 Seed = Annotated[int, Field(ge=0, le=MOST_SEED), _must_be(f"a whole number from 0 to {MOST_SEED}")]
 # OpenCV starts as many threads as it is told.
 Threads = Annotated[int, Field(ge=0, le=1024), _must_be("a whole number from 0 to 1024")]
@@ -107,6 +111,15 @@ Pipeline = Annotated[
     Annotated[list[dict[str, Any]], Field(min_length=1)],
     BeforeValidator(_listed),
     _must_be("a list of transforms that ends with PackInputs"),
+]
+Compile = Annotated[
+    bool
+    | Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+    | dict[str, Any],
+    _must_be(
+        "True, False, a dict of torch.compile's arguments, or one of its modes default, "
+        "reduce-overhead, max-autotune and max-autotune-no-cudagraphs"
+    ),
 ]
 TopK = Annotated[
     Annotated[int, Field(ge=1)]
@@ -159,7 +172,7 @@ class _TimmBackbone(_Backbone):
     model_name: str
     pretrained: bool = False
     checkpoint_path: str = ""
-    compile: bool = False
+    compile: Compile = False
     frozen: bool = False
     frozen_norms: bool = False
     stem_seed: Seed | None = None
@@ -207,7 +220,7 @@ class _LanguageModel(_Section):
     growth: dict[str, Any] | None = None
     masks: dict[str, Any] | None = None
     frozen_stem: bool = False
-    compile: bool = False
+    compile: Compile = False
 
 
 class _Dataset(_Section):
@@ -218,7 +231,7 @@ class _Dataset(_Section):
 class _Loader(_Section):
     dataset: _Dataset
     batch_size: Count = 1
-    num_workers: Whole = 0
+    num_workers: Workers = 0
     num_batch_per_epoch: Count | None = None
     persistent_workers: bool = False
     pin_memory: bool = False
@@ -243,6 +256,8 @@ class _Clipping(_Section):
 class _Optimizer(_Section):
     lr: Positive | None = None
     weight_decay: NotNegative = 0
+    foreach: bool | None = None
+    fused: bool | None = None
 
 
 class _Adam(_Section):
@@ -276,12 +291,15 @@ class _TrainLoop(_Section):
 
 
 class _Hook(_Section):
+    background: bool = True
     interval: Interval = 1
+    minutes: Positive | None = None
     max_keep_ckpts: Interval = 1
     momentum: Between = 0.5
 
 
 class _Evaluator(_Section):
+    collect_device: Literal["cpu", "gpu"] = "cpu"
     topk: TopK = 1
 
 
@@ -301,10 +319,21 @@ class _Processes(_Section):
     opencv_num_threads: Threads = 0
 
 
+class _Connection(_Section):
+    timeout: Positive | None = None
+
+
+class _DataParallel(_Section):
+    compression: Literal["bf16", "fp16"] | None = None
+    find_unused_parameters: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+
+
 class _Environment(_Section):
     cudnn_benchmark: bool = False
     mp_cfg: _Processes = _Processes()
-    dist_cfg: dict[str, Any] = {}
+    dist_cfg: _Connection = _Connection()
 
 
 class _LogProcessor(_Section):
@@ -330,6 +359,7 @@ class _Run(_Section):
     auto_scale_lr: _ScaleLR
     randomness: _Randomness
     env_cfg: _Environment = _Environment()
+    model_wrapper_cfg: _DataParallel | None = None
     log_processor: _LogProcessor = _LogProcessor()
     log_level: Level = "INFO"
     load_from: str | None = None
@@ -357,6 +387,13 @@ def check_values(cfg: Mapping[str, Any], path: str) -> None:
         raise InputError(f"{path}: train_cfg needs max_epochs or max_iters, the length of the run")
     if optimizer.get("type") in _ADAMS:
         _check(_Adam, optimizer, path, "optim_wrapper.optimizer")
+    counts = cfg["optim_wrapper"].get("accumulative_counts", 1)
+    if (cfg.get("model_wrapper_cfg") or {}).get("static_graph") and counts > 1:
+        raise InputError(
+            f"{path}: model_wrapper_cfg.static_graph is True, but PyTorch cannot accumulate "
+            f"gradients in a static graph (optim_wrapper.accumulative_counts is {counts}): set one "
+            "of the two to False or 1"
+        )
     if cfg["model"].get("type") == "CausalLM":
         _check(_LanguageModel, cfg["model"], path, "model")
     check_classes(cfg, path)

@@ -16,6 +16,8 @@ _SIZES = {
     "CenterCrop": "crop_size",
     "EfficientNetCenterCrop": "crop_size",
     "EfficientNetRandomCrop": "scale",
+    "FastCenterCrop": "crop_size",
+    "FastRandomResizedCrop": "scale",
     "RandomCrop": "crop_size",
     "RandomResizedCrop": "scale",
 }

@@ -1,21 +1,25 @@
 """Files of mmengine: a written file is complete or absent, and a read runs no code."""
 
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
+import torch
 import yaml
 from mmengine.fileio import (
     LocalBackend,
     PickleHandler,
     YamlHandler,
+    get_file_backend,
     register_backend,
     register_handler,
 )
-from mmengine.runner import CheckpointLoader
+from mmengine.runner import CheckpointLoader, save_checkpoint
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import write_whole
+from tokenformer_vit.files import whole_file
 from tokenformer_vit.models import classifier_state_dict
 from tokenformer_vit.models.description import find_description
 from tokenformer_vit.models.weights import read_checkpoint
@@ -32,19 +36,50 @@ class AtomicLocalBackend(LocalBackend):
         Raises:
             InputError: If the disk is full or cannot be written; an earlier file stays.
         """
-        path = Path(filepath)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, obj)
-        except OSError as error:
-            raise InputError(
-                f"cannot write {path} ({error.strerror}); earlier files are intact: free some "
-                "space, then run the same command with --resume"
-            ) from error
+        with _complete(Path(filepath)) as file:
+            file.write(obj)
+
+    def save(self, checkpoint: Mapping[str, Any], filepath: str | Path) -> None:
+        """Write a checkpoint as :meth:`put` writes bytes, without a copy of it in memory."""
+        with _complete(Path(filepath)) as file:
+            try:
+                torch.save(checkpoint, file)
+            except RuntimeError as error:
+                if isinstance(error.__context__, OSError):  # PyTorch hides the error of the disk
+                    raise error.__context__ from error
+                raise
 
     def put_text(self, obj: str, filepath: str | Path, encoding: str = "utf-8") -> None:
         """Write text as :meth:`put` writes bytes."""
         self.put(obj.encode(encoding), filepath)
+
+
+@contextmanager
+def _complete(path: Path) -> Iterator[BinaryIO]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as file:
+            yield file
+    except OSError as error:
+        raise InputError(
+            f"cannot write {path} ({error.strerror}); earlier files are intact: free some "
+            "space, then run the same command with --resume"
+        ) from error
+
+
+def write_checkpoint(
+    checkpoint: dict[str, Any], path: str, backend_args: dict | None = None
+) -> None:
+    """Write a checkpoint to a disk, or to another storage of mmengine.
+
+    Raises:
+        InputError: If the disk is full or cannot be written; an earlier file stays.
+    """
+    backend = get_file_backend(path, backend_args=backend_args)
+    if isinstance(backend, AtomicLocalBackend):
+        backend.save(checkpoint, path)
+    else:
+        save_checkpoint(checkpoint, path, backend_args=backend_args)
 
 
 def load_plain_checkpoint(filename: str, map_location: Any = None) -> dict[str, Any]:

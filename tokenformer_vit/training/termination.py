@@ -10,8 +10,9 @@ from types import FrameType
 from typing import Any
 
 import torch
-from mmengine.device import get_device
-from mmengine.dist import all_reduce, get_world_size
+from mmengine.dist import all_reduce, get_comm_device, get_world_size
+
+from .background import snapshot
 
 # Exit status of a process that SIGTERM ended, as shells report it.
 STATUS = 128 + 15
@@ -27,18 +28,18 @@ class Termination:
         termination = Termination()
         termination.begin()
         ...
-        if termination.requested():
+        if termination.noted:
             save_and_leave()
         termination.end()
 
     Attributes:
-        running: Shared memory: 1 while a run needs its workers.
+        noted: Whether a SIGTERM came.
+        running: 1 while a run needs its workers, in memory shared with them.
     """
 
     def __init__(self) -> None:
         self.running = torch.zeros(1, dtype=torch.uint8).share_memory_()
-        self._noted = False
-        self._answer: Callable[[], bool] = lambda: False
+        self.noted = False
         self._before: Any = None
 
     def begin(self) -> None:
@@ -57,39 +58,41 @@ class Termination:
             self._before = None
             atexit.unregister(self.end)
 
-    def requested(self) -> bool:
-        """Tell whether any process of the run got a SIGTERM.
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.noted = True
 
-        All processes must call this at the same iteration; all get the same answer. With several
-        processes it is the answer to the previous call: to wait for this one would let the GPU run
-        idle.
+
+class Agreement:
+    """Tells all processes of a run at the same iteration what one of them noticed.
+
+    With several processes, a call returns the answer to the call before. A GPU has it by then, so
+    no process waits for the present iteration.
+    """
+
+    _last: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+
+    def any(self, *noticed: bool) -> list[bool]:
+        """Tell which of these any process noticed.
+
+        All processes must call this at the same iteration; all get the same answer.
+
+        Args:
+            *noticed: What this process noticed.
         """
         if get_world_size() == 1:
-            return self._noted
-        # torch.tensor would copy from the CPU, which waits, too.
-        flag = torch.full((), int(self._noted), device=get_device())
-        all_reduce(flag, op="max")
-        previous, self._answer = self._answer, _read_later(flag)
-        return previous()
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._noted = True
-
-
-def _read_later(flag: torch.Tensor) -> Callable[[], bool]:
-    """Return a function that waits until the GPU has computed a flag, and reads it."""
-    if not flag.is_cuda:
-        return lambda: bool(flag)
-    copy = torch.empty_like(flag, device="cpu", pin_memory=True)
-    copy.copy_(flag, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def read() -> bool:
-        copied.synchronize()
-        return bool(copy)
-
-    return read
+            return list(noticed)
+        flags = torch.tensor(noticed, dtype=torch.uint8)
+        device = get_comm_device()
+        if device.type == "cuda":
+            flags = flags.pin_memory().to(device, non_blocking=True)
+        all_reduce(flags, op="max")
+        before, self._last = self._last, snapshot(flags)
+        if before is None:
+            return [False] * len(noticed)
+        answer, ready = before
+        if ready is not None:
+            ready.synchronize()
+        return answer.bool().tolist()
 
 
 class PatientWorker:

@@ -16,7 +16,7 @@ from tokenformer_vit.errors import InputError, one_line
 _VALIDATION_SPLITS = ("validation", "valid", "val", "dev", "test")  # best first
 _BATCH_ROWS = 64  # images in memory at a time
 # For a data set without class names. Each class is a folder, and one wrong label could make many.
-_MOST_CLASSES = 100_000
+MOST_CLASSES = 100_000
 
 
 @dataclass
@@ -55,15 +55,7 @@ def parquet_splits(
     """
     import pyarrow.parquet as parquet  # of the extra [train]
 
-    if not source.is_dir():
-        raise InputError(f"there is no folder {source}; give a folder with *.parquet files")
-    shards: dict[str, list[Path]] = {}
-    for path in sorted(source.rglob("*.parquet")):
-        shards.setdefault(_split_of(path), []).append(path)
-    if not shards:
-        raise InputError(
-            f"there is no *.parquet file in {source}; give a folder with *.parquet files as SOURCE"
-        )
+    shards = find_shards(source)
     chosen = _choose_splits(shards, wanted, source)
 
     splits: dict[str, Split] = {}
@@ -72,7 +64,7 @@ def parquet_splits(
     for folder, split in chosen.items():
         files = []
         for path in shards[split]:
-            with _opened(parquet, path) as file:
+            with opened(parquet, path) as file:
                 image = _image_column(file.schema_arrow, image_column, path)
                 found[path] = _labels(file, label_column, path)
                 own = _class_names(file.schema_arrow, label_column, path)
@@ -89,7 +81,44 @@ def parquet_splits(
     count = max(int(split.labels.max(initial=-1)) for split in splits.values()) + 1
     if count == 0:
         raise InputError(f"the parquet files in {source} have no rows; download them again")
-    return splits, names or [str(i).zfill(len(str(count - 1))) for i in range(count)]
+    return splits, names or numbered(count)
+
+
+def numbered(count: int) -> list[str]:
+    """Return names of classes that have none: their indices, padded with zeros."""
+    return [str(index).zfill(len(str(count - 1))) for index in range(count)]
+
+
+def find_shards(source: Path) -> dict[str, list[Path]]:
+    """Find the parquet files in a folder, at any depth.
+
+    Returns:
+        The files by split, sorted. The split is the beginning of a file's name.
+
+    Raises:
+        InputError: If there is no such folder, or no such file in it.
+    """
+    if not source.is_dir():
+        raise InputError(f"there is no folder {source}; give a folder with *.parquet files")
+    shards: dict[str, list[Path]] = {}
+    for path in sorted(source.rglob("*.parquet")):
+        shards.setdefault(_split_of(path), []).append(path)
+    if not shards:
+        raise InputError(
+            f"there is no *.parquet file in {source}; give a folder with *.parquet files"
+        )
+    return shards
+
+
+def one_folder(split: str, paths: list[Path]) -> list[Path]:
+    """Return the files of a split, which must be in the same folder."""
+    folders = sorted({str(path.parent) for path in paths})
+    if len(folders) > 1:
+        raise InputError(
+            f"{split} shards are in several folders ({', '.join(folders)}), perhaps of "
+            "different data sets; give one of the folders"
+        )
+    return paths
 
 
 def _split_of(path: Path) -> str:
@@ -118,12 +147,7 @@ def _choose_splits(
             f"splits {found}: assign them with --splits train=... val=..."
         )
     for split in chosen.values():
-        folders = sorted({str(path.parent) for path in shards[split]})
-        if len(folders) > 1:
-            raise InputError(
-                f"{split} shards are in several folders ({', '.join(folders)}), perhaps of "
-                "different data sets; give one folder as SOURCE"
-            )
+        one_folder(split, shards[split])
     return chosen
 
 
@@ -173,7 +197,7 @@ def _labels(file: Any, column: str, path: Path) -> np.ndarray:
 
 
 def _check_labels(labels: dict[Path, np.ndarray], names: list[str] | None, column: str) -> None:
-    count = len(names) if names else _MOST_CLASSES
+    count = len(names) if names else MOST_CLASSES
     for path, shard in labels.items():
         bad = (shard < 0) | (shard >= count)
         if bad.any():
@@ -214,8 +238,16 @@ def _few(names: Sequence[str]) -> str:
 
 
 @contextmanager
-def _opened(parquet: Any, path: Path) -> Iterator[Any]:
-    """Open a parquet file; turn errors of pyarrow in the ``with`` block into an InputError."""
+def opened(parquet: Any, path: Path) -> Iterator[Any]:
+    """Open a parquet file; turn errors of pyarrow in the ``with`` block into an InputError.
+
+    Args:
+        parquet: The module ``pyarrow.parquet``.
+        path: The file.
+
+    Yields:
+        Its ``ParquetFile``.
+    """
     try:
         if not path.is_file():  # a named pipe would be waited for
             raise OSError("it is not a regular file")
@@ -245,7 +277,7 @@ def _parquet_rows(
         rows = np.asarray(wanted)
         for start, (path, column, _) in zip(starts, files, strict=False):
             first = int(start)
-            with _opened(parquet, path) as file:
+            with opened(parquet, path) as file:
                 for group in range(file.num_row_groups):
                     last = first + file.metadata.row_group(group).num_rows
                     here = set(rows[(rows >= first) & (rows < last)].tolist())

@@ -48,7 +48,8 @@ class CausalLM(BaseModel):
             Validation reads a text with the mask that has the name of its folder; if there is none,
             with the newest mask.
         frozen_stem: Whether to freeze embeddings, positions, final norm and head.
-        compile: Whether to compile each block; checkpoints stay the same.
+        compile: Whether to compile each block, or how: a mode of ``torch.compile``, or a dict of
+            its arguments. Checkpoints stay the same.
 
     Raises:
         InputError: If an argument is unknown, sizes do not fit, or the checkpoint cannot be read.
@@ -73,7 +74,7 @@ class CausalLM(BaseModel):
         growth: dict[str, Any] | None = None,
         masks: Mapping[str, str] | None = None,
         frozen_stem: bool = False,
-        compile: bool = False,
+        compile: bool | str | dict[str, Any] = False,
     ) -> None:
         super().__init__({"type": "BaseDataPreprocessor", "non_blocking": True})
         secure_files()
@@ -88,7 +89,7 @@ class CausalLM(BaseModel):
             for parameter in _stem(self.model):
                 parameter.requires_grad_(not frozen_stem)
         if compile:
-            _compile(self.model)
+            _compile(self.model, compile)
 
     @property
     def context_length(self) -> int:
@@ -213,7 +214,7 @@ def _stem(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if id(parameter) not in within]
 
 
-def _compile(model: nn.Module) -> None:
+def _compile(model: nn.Module, how: Any) -> None:
     if not isinstance(model, TokenFormerForCausalLM):
         raise InputError("--compile is for TokenFormers only; leave it out for a Transformer")
-    compile_blocks(model.model)
+    compile_blocks(model.model, how)

@@ -1,0 +1,308 @@
+"""A run on parquet files equals a run on the folders that they unpack to."""
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+from mmengine.registry import DefaultScope
+from mmengine.runner import Runner
+from mmpretrain.datasets import CustomDataset
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from tokenformer_vit.training import HuggingFaceImages
+from tokenformer_vit.training.config import load_config
+from tokenformer_vit.training.reports import read_scalars
+from tokenformer_vit.training.transforms import seeded_transforms
+from tokenformer_vit.vision.folders import folder_names, unpack
+from tokenformer_vit.vision.sources import parquet_splits
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+pytest.importorskip("datasets")
+pytestmark = pytest.mark.usefixtures("arrow_cache")
+
+CLASSES = ["bright", "dark", "split"]
+RANDOM = [
+    {"type": "RandomCrop", "crop_size": 8, "padding": 2},
+    {"type": "RandomErasing", "erase_prob": 0.5, "mode": "rand"},
+]
+PIPELINE = [
+    {"type": "LoadImage"},
+    {"type": "SeededTransforms", "transforms": RANDOM},
+    {"type": "PackLabels"},
+]
+CONFIG = """
+_base_ = "{config}"
+
+train_dataloader = dict(
+    dataset=dict(
+        _delete_=True,
+        type="HuggingFaceImages",
+        data_root="",
+        split="train",
+        pipeline={{{{_base_.train_pipeline}}}},
+    )
+)
+val_dataloader = dict(
+    dataset=dict(
+        train_dataloader["dataset"], split="validation", pipeline={{{{_base_.test_pipeline}}}}
+    )
+)
+test_dataloader = val_dataloader
+"""
+
+
+@pytest.fixture(autouse=True)
+def scope():
+    with DefaultScope.overwrite_default_scope("mmpretrain"):
+        yield
+
+
+def write(path, images, labels):
+    """Write a parquet file as the library datasets does."""
+    features = {"image": {"_type": "Image"}, "label": {"names": CLASSES, "_type": "ClassLabel"}}
+    rows = [{"bytes": image, "path": None} for image in images]
+    table = pa.table({"image": rows, "label": labels})
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table.replace_schema_metadata(metadata), path, row_group_size=5)
+
+
+@pytest.fixture(scope="module")
+def source(data_root, tmp_path_factory, session_seed):
+    """The images of ``data_root`` in a random order: two shards of training, one of validation."""
+    root = tmp_path_factory.mktemp("parquet") / "source"
+    for split, folder, shards in (("train", "train", 2), ("validation", "val", 1)):
+        files = sorted((data_root / folder).rglob("*.png"))
+        files = np.random.default_rng(session_seed).permutation(files)
+        for shard, part in enumerate(np.array_split(files, shards)):
+            write(
+                root / f"data/{split}-{shard:05d}-of-{shards:05d}.parquet",
+                [file.read_bytes() for file in part],
+                [CLASSES.index(file.parent.name) for file in part],
+            )
+    return root
+
+
+@pytest.fixture(scope="module")
+def unpacked(source, tmp_path_factory):
+    """The folders that prepare-data makes."""
+    root = tmp_path_factory.mktemp("unpacked")
+    splits, names = parquet_splits(source, {}, None, "label")
+    unpack(splits, folder_names(names), root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def parquet_config(config, tmp_path_factory):
+    path = tmp_path_factory.mktemp("configs") / "small.py"
+    path.write_text(CONFIG.format(config=config))
+    return path
+
+
+@pytest.fixture(scope="module")
+def train_parquet(train, parquet_config, source):
+    """Runs on the parquet files."""
+    runs = train.of(parquet_config)
+    runs.arguments[-1] = str(source)
+    return runs
+
+
+OPTIONS = ("--cfg-options", "train_cfg.max_epochs=2", "train_dataloader.num_workers=2")
+
+
+@pytest.fixture(scope="module")
+def finished(train_parquet, tmp_path_factory):
+    """A finished run on the parquet files, to be read and not to be changed."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    train_parquet(folder, *OPTIONS)
+    return folder
+
+
+def scalars(work_dir):
+    train, val = read_scalars(sorted(work_dir.glob("*/vis_data/scalars.json")))
+    accuracies = {step: record["accuracy/top1"] for step, record in val.items()}
+    return {step: record["loss"] for step, record in train.items()}, accuracies
+
+
+def test_a_run_equals_a_run_on_the_unpacked_folders(train, finished, unpacked, tmp_path):
+    without_workers = "train_dataloader.num_workers=0"
+    train(tmp_path, "--data-root", str(unpacked), *OPTIONS, without_workers)
+    assert scalars(finished) == scalars(tmp_path)
+    assert len(scalars(finished)[0]) == 12
+    for name in ("model.safetensors", "config.json"):
+        assert (finished / name).read_bytes() == (tmp_path / name).read_bytes()
+
+
+def make(source, split="train", pipeline=PIPELINE, **options):
+    return HuggingFaceImages(str(source), split, pipeline=pipeline, **options)
+
+
+def test_samples_are_those_of_the_unpacked_folders(source, unpacked):
+    dataset = make(source)
+    folders = CustomDataset(str(unpacked), "train", pipeline=PIPELINE)
+    assert dataset.metainfo == folders.metainfo
+    assert np.array_equal(dataset.get_gt_labels(), folders.get_gt_labels())
+    assert len(dataset) == len(folders) == 48
+    for each in (dataset, folders):
+        for transform in seeded_transforms(each):
+            transform.set_epoch(7, 3)
+    for one, other in zip(dataset, folders, strict=True):
+        assert torch.equal(one["inputs"], other["inputs"])
+        assert one["data_samples"] == other["data_samples"]
+    assert dataset.get_cat_ids(-1) == [2]
+    assert "img_bytes" not in make(source, pipeline=PIPELINE[:1])[0]  # freed once it is decoded
+
+
+def test_images_in_memory_are_those_of_the_unpacked_folders(
+    parquet_config, config, source, unpacked
+):
+    options = {"train_dataloader.dataset.type": "HuggingFaceImagesInMemory"}
+    cfg = load_config(parquet_config, options, str(source))
+    in_memory = {"train_dataloader.dataset.type": "ImagesInMemory"}
+    folders = load_config(config, in_memory, str(unpacked))
+    batches = [
+        [(batch["inputs"], batch["data_samples"]) for batch in loader]
+        for loader in (
+            Runner.build_dataloader(each.train_dataloader, seed=0) for each in (cfg, folders)
+        )
+    ]
+    assert len(batches[0]) == 6
+    for one, other in zip(*batches, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def test_shortened_epochs_and_subsets(parquet_config, source):
+    options = {"train_dataloader.num_batch_per_epoch": 2, "train_dataloader.num_workers": 0}
+    cfg = load_config(parquet_config, options, str(source))
+    assert len(list(Runner.build_dataloader(cfg.train_dataloader, seed=0))) == 2
+    assert make(source, indices=-20).get_gt_labels().tolist() == [1] * 4 + [2] * 16
+    few = make(source, indices=[40, 3], pipeline=PIPELINE[:1])
+    whole = make(source, pipeline=PIPELINE[:1])
+    assert [sample["img_path"] for sample in few] == [whole[i]["img_path"] for i in (40, 3)]
+    assert few[1]["sample_idx"] == 1
+
+
+@pytest.mark.slow
+def test_spawned_workers_read_the_same(source):
+    dataset = make(source)
+    loaders = [
+        DataLoader(dataset, batch_size=8, num_workers=n, multiprocessing_context=context)
+        for n, context in ((0, None), (2, "spawn"))
+    ]
+    for one, other in zip(*loaders, strict=True):
+        assert torch.equal(one["inputs"], other["inputs"])
+        assert torch.equal(one["data_samples"], other["data_samples"])
+
+
+def test_a_run_resumes_on_the_same_images_only(train_parquet, finished, source, hub, tmp_path):
+    """The folder may be another, here one that was downloaded from the hub."""
+    work_dir = shutil.copytree(finished, tmp_path / "run")
+    shutil.copytree(source, hub)
+    resume = ("--resume", "--data-root", "hf://datasets/owner/pictures@v1.0", *OPTIONS)
+    assert "resumed epoch: 2, iter: 12" in train_parquet(work_dir, *resume)
+    card = (work_dir / "README.md").read_text()
+    assert 'datasets: ["owner/pictures"]' in card
+    assert "pictures@v1.0" in card
+    path = hub / "data/train-00001-of-00002.parquet"
+    table = pq.read_table(path).to_pydict()
+    images = [image["bytes"] for image in table["image"]]
+    buffer = io.BytesIO()
+    Image.open(io.BytesIO(images[3])).save(buffer, "bmp")  # the same pixels in another file
+    images[3] = buffer.getvalue()
+    write(path, images, table["label"])
+    assert "hash of training images" in train_parquet.fails(work_dir, *resume)
+
+
+def test_test_and_predict_know_the_classes(finished, parquet_config, source, command, tmp_path):
+    done = command(
+        *("test", parquet_config, finished / "model.safetensors"),
+        *("--data-root", source, "--out", tmp_path),
+    )
+    assert done.status == 0, done.output
+    measured = json.loads((tmp_path / "metrics.json").read_text())
+    assert measured["accuracy"]["top1"] == pytest.approx(scalars(finished)[1][2])
+    assert [row["class"] for row in measured["classes"]] == CLASSES
+    table = pq.read_table(source / "data/validation-00000-of-00001.parquet")
+    (tmp_path / "x.png").write_bytes(table["image"][0].as_py()["bytes"])
+    done = command("predict", tmp_path / "x.png", "--checkpoint", finished, "--json")
+    assert all(f'"{name}"' in done.out for name in CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--data-root", "no/folder"), "there is no folder no/folder"),
+        (("--cfg-options", "val_dataloader.dataset.split=dev"), "no split 'dev'.*validation"),
+        (
+            ("--cfg-options", "model.head.num_classes=7", "data_preprocessor.num_classes=7"),
+            "train data have 3 classes, but model.head.num_classes is 7",
+        ),
+    ],
+)
+def test_data_that_do_not_fit_end_in_one_line(options, said, train_parquet, tmp_path):
+    assert re.search(said, train_parquet.fails(tmp_path / "run", *options))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_corrupt_image_names_its_file_and_row(workers, train_parquet, source, tmp_path):
+    other = shutil.copytree(source, tmp_path / "source")
+    path = other / "data/train-00001-of-00002.parquet"
+    table = pq.read_table(path).to_pydict()
+    images = [image["bytes"] for image in table["image"]]
+    images[17] = images[17][:60]
+    write(path, images, table["label"])
+    line = train_parquet.fails(
+        *(tmp_path / "run", "--data-root", str(other)),
+        *("--cfg-options", f"train_dataloader.num_workers={workers}"),
+    )
+    assert f"cannot read image {path}, row 17: " in line
+    assert line.endswith("download the file again, or remove the row")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_that_is_killed_or_stopped_goes_on_exactly(processes, train_parquet, tmp_path):
+    launched: dict = {}
+    often = ("default_hooks.checkpoint.by_epoch=False", "default_hooks.checkpoint.interval=4")
+    options = (*OPTIONS, *often, "train_cfg.max_epochs=5")
+    if processes > 1:
+        names = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
+        launched = {"launcher": names}
+        options = ("--launcher", "pytorch", "--batch-size", "4", *options)
+    train_parquet(tmp_path / "whole", *options, **launched)
+    process = train_parquet.start(tmp_path / "killed", *options, **launched, start_new_session=True)
+    deadline = time.monotonic() + 200
+    while max(scalars(tmp_path / "killed")[0], default=0) < 6:
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    # The workers of a torchrun that is killed outlive it for a while.
+    os.killpg(process.pid, signal.SIGKILL if processes == 1 else signal.SIGTERM)
+    process.communicate()
+    assert max(scalars(tmp_path / "killed")[0]) < 30  # it was in fact cut off
+    train_parquet(tmp_path / "killed", "--resume", *options, **launched)
+    assert scalars(tmp_path / "killed") == scalars(tmp_path / "whole")
+    one, other = (tmp_path / name / "model.safetensors" for name in ("whole", "killed"))
+    assert one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.slow
+def test_two_processes_follow_the_curve_of_one(train_parquet, tmp_path):
+    plain = (*OPTIONS, "model.train_cfg=None", "model.backbone.drop_path_rate=0.0")
+    train_parquet(tmp_path / "one", "--batch-size", "8", *plain)
+    train_parquet(
+        *(tmp_path / "two", "--batch-size", "4", "--launcher", "pytorch", *plain),
+        launcher=("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
+    )
+    one, two = (list(scalars(tmp_path / name)[0].values()) for name in ("one", "two"))
+    assert len(one) == 12
+    torch.testing.assert_close(torch.tensor(two), torch.tensor(one), rtol=2e-5, atol=2e-6)

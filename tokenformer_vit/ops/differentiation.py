@@ -1,0 +1,20 @@
+"""What autograd and ``torch.func`` do with an operation."""
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
+
+
+def needs_gradient(*tensors: Tensor) -> bool:
+    """Return whether autograd records an operation on these tensors."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of ``torch.func`` is active."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Return whether a gradient is one of many that ``is_grads_batched`` computes together."""
+    return is_legacy_batchedtensor(tensor)
