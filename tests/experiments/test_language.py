@@ -192,6 +192,17 @@ def test_growth_ends_with_the_whole_model(words):
     assert planned["large"].settings.keys() <= {"randomness"}
 
 
+@pytest.mark.parametrize("question", [GROWTH, STAGES], ids=lambda question: question.name)
+def test_a_dry_run_counts_sequences(question, words, capsys):
+    sweep(question, [*words, "--dry-run"])
+    number = len(question.variants)
+    text = capsys.readouterr().out
+    assert text.startswith(f"{number} of {number} runs are left: ")
+    if question is GROWTH:  # 40 iterations of 4 sequences, 24 and 80
+        assert f"left: {4 * (9 * 40 + 24 + 80):,} sequences, " in text
+    assert "measured in 3 steps" in text
+
+
 def test_schedules_end_at_one_size(words):
     for name, run in planned_runs(
         SCHEDULES, words, "--cfg-options", "train_cfg.max_iters=100"
