@@ -11,6 +11,7 @@ from lm_continue import QUESTION as CONTINUE
 from lm_growth import QUESTION as GROWTH
 from lm_languages import QUESTION as LANGUAGES
 from lm_schedules import QUESTION as SCHEDULES
+from lm_stages import QUESTION as STAGES
 from lm_transformer import QUESTION as TRANSFORMER
 from tables import QUESTIONS
 
@@ -191,6 +192,17 @@ def test_growth_ends_with_the_whole_model(words):
     assert planned["large"].settings.keys() <= {"randomness"}
 
 
+@pytest.mark.parametrize("question", [GROWTH, STAGES], ids=lambda question: question.name)
+def test_a_dry_run_counts_sequences(question, words, capsys):
+    sweep(question, [*words, "--dry-run"])
+    number = len(question.variants)
+    text = capsys.readouterr().out
+    assert text.startswith(f"{number} of {number} runs are left: ")
+    if question is GROWTH:  # 40 iterations of 4 sequences, 24 and 80
+        assert f"left: {4 * (9 * 40 + 24 + 80):,} sequences, " in text
+    assert "measured in 3 steps" in text
+
+
 def test_schedules_end_at_one_size(words):
     for name, run in planned_runs(
         SCHEDULES, words, "--cfg-options", "train_cfg.max_iters=100"
@@ -352,3 +364,19 @@ def test_from_one_end_to_the_other(tmp_path, words, texts, monkeypatch):
     (grown,) = found["net2net_seed0"]["growth"]
     assert grown["iteration"] == 1
     assert found["random_seed0"]["flops"] > found["first_seed0"]["flops"]
+
+
+@pytest.mark.slow
+def test_stages_from_one_end_to_the_other(tmp_path, words, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
+    names = ("x4_duplicate_20", "x4_net2net_20", "x4_sunk_20")
+    sweep(STAGES, [*words, "--variants", *names])
+    found = {name.removesuffix("_seed0"): record for name, record in records(tmp_path).items()}
+    assert sorted(found) == sorted((*names, "small", "reference"))
+    for name, start in (("x4_duplicate_20", "small"), ("x4_net2net_20", "reference")):
+        assert found[name]["iterations"] == 8
+        assert found[name]["growth"][0]["iteration"] == 1
+        assert found[name]["loss"]["loss"][0] < found[start]["loss"]["loss"][0] - 0.3
+    scratch, small = found["x4_sunk_20"]["flops"] / 8, found["small"]["flops"] / 40
+    assert found["x4_duplicate_20"]["flops"] == pytest.approx(small + 7 * scratch, rel=1e-6)

@@ -532,8 +532,7 @@ def test_the_vit_has_as_many_weights(name, monkeypatch):
     cfg = load_config(ROOT / "configs" / f"{name}.py").to_dict()
     shape, parameters = IMAGES.shape_of(cfg)
     ours = IMAGES.build(cfg)
-    vit = SOFTMAX.variants[-1]
-    assert vit.name == "vit"
+    vit = SOFTMAX.named("vit")
     cfg["model"]["backbone"] = vit.change(cfg["model"]["backbone"], shape)
     matched = IMAGES.build(cfg)
 

@@ -13,7 +13,7 @@ from tuning import QUESTION as TUNING
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.experiments import image_models, record
 from tokenformer_vit.experiments import plan as plans
-from tokenformer_vit.experiments.sweep import parse
+from tokenformer_vit.experiments.sweep import parse, sweep
 from tokenformer_vit.training.config import load_config
 
 SIZES = {"img_size": 8, "patch_size": 4, "embed_dim": 96, "depth": 1, "num_heads": 3}
@@ -83,6 +83,12 @@ def test_the_methods_train_what_they_are_compared_for(words, weights):
             model = MODELS.build({"data_preprocessor": cfg.data_preprocessor, **cfg.model})
         count = sum(p.numel() for p in model.parameters() if p.requires_grad)
         assert count == trainable[name]
+
+
+def test_a_dry_run_of_every_method(words, weights, capsys):
+    sweep(TUNING, [*words, "--dry-run"])
+    number = len(TUNING.variants)
+    assert f"{number} of {number} runs are left: " in capsys.readouterr().out
 
 
 def test_records_of_other_weights_are_not_taken_for_these(words, weights):

@@ -62,6 +62,36 @@ def test_of_a_frozen_backbone_the_head_alone_trains(model):
     assert len(trained(build(of_timm(**model)))) > 10
 
 
+def test_frozen_norms_stay_as_if_there_were_none():
+    classifier = build(of_timm(**VIT, frozen_norms=True))
+    norms = {
+        f"backbone.model.blocks.{block}.{norm}.{part}"
+        for block in (0, 1)
+        for norm in ("norm1", "norm2")
+        for part in ("weight", "bias")
+    }
+    parameters = dict(classifier.named_parameters())
+    assert parameters.keys() - trained(classifier) == norms
+    optimizer = torch.optim.AdamW(classifier.parameters(), lr=0.1, weight_decay=0.5)
+    classifier.backbone(torch.randn(2, 3, 8, 8))[0].square().sum().backward()
+    optimizer.step()
+    for name in norms:
+        assert (parameters[name] == (1 if name.endswith("weight") else 0)).all()
+    # The export is an ordinary ViT.
+    exported = as_timm_model(classifier).eval()
+    images = torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        features = classifier.eval().backbone(images)[0]
+        torch.testing.assert_close(
+            exported.forward_head(exported.forward_features(images), True), features
+        )
+
+
+def test_norms_that_are_not_there_cannot_be_frozen():
+    with pytest.raises(InputError, match=r"tokenformer_tiny .* set frozen_norms=False"):
+        build(of_timm(**TOKENFORMER, norm="none", frozen_norms=True))
+
+
 def test_of_a_grown_backbone_the_new_pairs_and_the_head_train():
     classifier = build(of_timm(**TOKENFORMER, growth=GROWTH))
     names = trained(classifier)

@@ -4,8 +4,16 @@ A file in ``ablations/`` asks a question: it makes an object of one of the kinds
 :func:`main` with it. ``ablations/README.md`` says how.
 """
 
+from .budgets import Budgets
 from .fields import Field, Measure
-from .image_models import IMAGES, attention_share, pattention_args, share_of_pairs, to_matched_vit
+from .image_models import (
+    IMAGES,
+    attention_share,
+    pattention_args,
+    share_of_pairs,
+    to_matched_vit,
+    with_frozen_norms,
+)
 from .language_models import LANGUAGE
 from .questions import Baseline, Question, Steps
 from .sweep import main
@@ -18,6 +26,7 @@ __all__ = [
     "IMAGES",
     "LANGUAGE",
     "Baseline",
+    "Budgets",
     "Field",
     "Measure",
     "ModelChange",
@@ -38,4 +47,5 @@ __all__ = [
     "pattention_args",
     "share_of_pairs",
     "to_matched_vit",
+    "with_frozen_norms",
 ]

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 
@@ -92,12 +93,45 @@ class Field(ABC):
         Raises:
             InputError: If it does.
         """
+        if cfg.get("load_from"):
+            raise InputError(
+                f"load_from is {cfg['load_from']}, but an ablation trains from scratch; set it to "
+                "None"
+            )
         if weights := self.part(cfg).get(self.weights_key):
             raise InputError(
                 f"{'.'.join((*self.path, self.weights_key))} is {weights}, but an ablation trains "
                 "from scratch; set it to an empty string"
             )
         return cfg
+
+    @abstractmethod
+    def continued(self, part: Config) -> Config:
+        """Return the part of a config for a run that continues an earlier run."""
+
+    @abstractmethod
+    def start_from(self, cfg: Config, folder: str) -> None:
+        """Let a run start from the end of the run in a folder."""
+
+    @abstractmethod
+    def sized(self, part: Config, sizes: Mapping[str, int]) -> Config:
+        """Set sizes, named as in the schedule of GrowthHook, in the part that variants change."""
+
+    @abstractmethod
+    def flops(self, cfg: Mapping[str, Any]) -> int:
+        """Count the FLOPs of training a config's model on one image or sequence.
+
+        Raises:
+            InputError: If they cannot be counted.
+        """
+
+    @abstractmethod
+    def num_examples(self, cfg: Mapping[str, Any]) -> int:
+        """Count the images or sequences of a config's training set."""
+
+    @abstractmethod
+    def random_loss(self, model: nn.Module, batch_size: int, device: torch.device) -> Tensor:
+        """Return a loss of a built model on a random batch, to time its backward pass."""
 
     @abstractmethod
     def check_data(self, cfg: Mapping[str, Any]) -> None:
@@ -108,7 +142,7 @@ class Field(ABC):
         """
 
     @abstractmethod
-    def build(self, cfg: Mapping[str, Any], loaded: bool = False) -> nn.Module:
+    def build(self, cfg: Mapping[str, Any]) -> nn.Module:
         """Build the model of a config; on the meta device, unless the config loads weights."""
 
     @abstractmethod

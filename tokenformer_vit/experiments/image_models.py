@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from timm.models import VisionTransformer
-from torch import nn
+from torch import Tensor, nn
 
+from tokenformer_vit.benchmarking.costs import training_flops
 from tokenformer_vit.benchmarking.matched import matched_hidden
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth.transformer import mlp_ratio
@@ -33,6 +34,44 @@ class ImageField(Field):
     counts_flops = False
     transformer = "ViT"
 
+    def continued(self, part: Part) -> Part:
+        """Return the part as it is: it has the sizes of the earlier run."""
+        return part
+
+    def start_from(self, cfg: Part, folder: str) -> None:
+        """Load the weights of the whole classifier, with its head."""
+        cfg["load_from"] = f"{folder}/model.safetensors"
+
+    def sized(self, part: Part, sizes: Mapping[str, int]) -> Part:
+        """Set pairs, blocks or hidden neurons; see :meth:`Field.sized`."""
+        new: dict[str, Any] = dict(sizes)
+        if hidden := new.pop("hidden_features", None):
+            new["mlp_ratio"] = mlp_ratio(hidden, part["embed_dim"])
+        return {**part, **new}
+
+    def flops(self, cfg: Mapping[str, Any]) -> int:
+        """Count the FLOPs of the backbone on one image; see :meth:`Field.flops`."""
+        model: Any = self.build(cfg)
+        return training_flops(model.backbone.model)
+
+    def num_examples(self, cfg: Mapping[str, Any]) -> int:
+        """Count the training images, without reading them."""
+        from mmengine.registry import DefaultScope
+        from mmpretrain.registry import DATASETS
+
+        dataset = {**cfg["train_dataloader"]["dataset"], "pipeline": []}
+        if dataset["type"] == "ImagesInMemory":
+            dataset["type"] = "CustomDataset"
+        with DefaultScope.overwrite_default_scope("mmpretrain"):
+            return len(DATASETS.build(dataset))
+
+    def random_loss(self, model: nn.Module, batch_size: int, device: torch.device) -> Tensor:
+        """Return the mean of squared features of random images."""
+        vit: Any = model.backbone
+        height, width = vit.model.patch_embed.img_size
+        images = torch.rand(batch_size, vit.model.in_chans, height, width, device=device)
+        return vit(images)[0].float().square().mean()
+
     def check_data(self, cfg: Mapping[str, Any]) -> None:
         """Check that the images of a config can be read; see :class:`Field`."""
         from mmengine.config import Config
@@ -41,18 +80,19 @@ class ImageField(Field):
 
         check_data_folders(Config(dict(cfg)), ("train_dataloader", "val_dataloader"))
 
-    def build(self, cfg: Mapping[str, Any], loaded: bool = False) -> nn.Module:
+    def build(self, cfg: Mapping[str, Any]) -> nn.Module:
         """Build the classifier of a config; see :class:`Field`."""
         from mmengine.registry import DefaultScope
         from mmpretrain.registry import MODELS
 
         model = copy.deepcopy({**cfg["model"], "train_cfg": None})  # mixup logs a line
-        timm_part(model["backbone"]).update(compile=False, stem_seed=None)
+        backbone = timm_part(model["backbone"])
+        backbone.update(compile=False, stem_seed=None)
         preprocessor = copy.deepcopy(cfg["data_preprocessor"])
         logging.disable(logging.INFO)  # LoRA logs a line for each layer
         try:
             with (
-                torch.device("cpu" if loaded else "meta"),
+                torch.device("cpu" if backbone.get("checkpoint_path") else "meta"),
                 DefaultScope.overwrite_default_scope("mmpretrain"),
             ):
                 return MODELS.build({"data_preprocessor": preprocessor, **model})
@@ -119,6 +159,11 @@ def attention_share(pairs_per_channel: float) -> ModelChange:
         }
 
     return change
+
+
+def with_frozen_norms(change: ModelChange) -> ModelChange:
+    """Freeze weight and bias of the blocks' LayerNorms, after another change."""
+    return lambda backbone, shape: {**change(backbone, shape), "frozen_norms": True}
 
 
 def to_matched_vit(backbone: Part, shape: Shape) -> Part:

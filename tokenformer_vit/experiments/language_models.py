@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 
@@ -25,6 +25,36 @@ class LanguageField(Field):
     counts_flops = True
     transformer = "Transformer"
 
+    def continued(self, part: Part) -> Part:
+        """Leave the sizes to the checkpoint."""
+        return {**part, "config": {}}
+
+    def start_from(self, cfg: Part, folder: str) -> None:
+        """Start from the language model in a folder."""
+        cfg["model"]["checkpoint"] = folder
+
+    def sized(self, part: Part, sizes: Mapping[str, int]) -> Part:
+        """Set pairs or hidden neurons; see :meth:`Field.sized`."""
+        return {**part, "config": {**part["config"], **sizes}}
+
+    def flops(self, cfg: Mapping[str, Any]) -> int:
+        """Count the FLOPs of a whole context; see :meth:`Field.flops`."""
+        model: Any = self.build(cfg)
+        return model.training_flops(model.context_length)
+
+    def num_examples(self, cfg: Mapping[str, Any]) -> int:
+        """Count the training sequences."""
+        from tokenformer_vit.training.language import TokenDataset
+
+        dataset = cfg["train_dataloader"]["dataset"]
+        return len(TokenDataset(dataset["data_root"], dataset["split"]))
+
+    def random_loss(self, model: nn.Module, batch_size: int, device: torch.device) -> Tensor:
+        """Return the loss of random tokens."""
+        lm: Any = model
+        shape = batch_size, lm.context_length + 1
+        return lm(torch.randint(lm.vocab_size, shape, device=device), mode="loss")["loss"]
+
     def check_data(self, cfg: Mapping[str, Any]) -> None:
         """Check that the texts of a config can be read; see :class:`Field`."""
         from tokenformer_vit.training.language import TokenDataset
@@ -33,7 +63,7 @@ class LanguageField(Field):
             dataset = cfg[name]["dataset"]
             TokenDataset(dataset["data_root"], dataset["split"])
 
-    def build(self, cfg: Mapping[str, Any], loaded: bool = False) -> nn.Module:
+    def build(self, cfg: Mapping[str, Any]) -> nn.Module:
         """Build the language model of a config, which loads no weights; see :class:`Field`."""
         from mmengine.registry import DefaultScope
         from mmpretrain.registry import MODELS

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,18 @@ LARGEST_GAP = 0.01  # between the parameter counts of two variants
 MOST_DIAGNOSES = 20  # epochs after which layers are measured, not counting the start
 
 
-def plan(question: Question, args: argparse.Namespace) -> list[Run]:
+def plan(
+    question: Question,
+    args: argparse.Namespace,
+    starts: Mapping[str, float | None] | None = None,
+) -> list[Run]:
     """List the runs of a sweep, and check that each of them can be trained.
+
+    Args:
+        question: The question.
+        args: The options of the command line.
+        starts: Learning rate of the runs that others continue, by variant, or None for a variant
+            that no run can continue. Default: a run continues one of its own learning rate.
 
     Raises:
         InputError: If the config, its data, an option or the weights to start from are wrong, or
@@ -47,6 +58,8 @@ def plan(question: Question, args: argparse.Namespace) -> list[Run]:
         outside = question.outside(variant, shape, length, args.data_root)
         cfg = _merged(_with_part(question, chosen, part), outside)
         field.check_data(cfg)
+        if outside:
+            check_schedule(Config(cfg))  # it may be shorter than the config's
         start = question.start_of(part)
         hooks = cfg.get("custom_hooks") or []
         if (question.counts_flops or field.counts_flops) and {"type": "CostHook"} not in hooks:
@@ -54,7 +67,7 @@ def plan(question: Question, args: argparse.Namespace) -> list[Run]:
 
         ends[variant.name] = question.end_of(part)
         whole = _with_part(question, cfg, ends[variant.name])
-        counts = question.counts(field.build(whole, loaded=question.loads_weights))
+        counts = question.counts(field.build(whole))
         gap = abs(counts["parameters"] / parameters - 1)
         if question.same_size and gap > LARGEST_GAP:
             raise InputError(
@@ -63,7 +76,7 @@ def plan(question: Question, args: argparse.Namespace) -> list[Run]:
                 f"comparison; leave {variant.name} out of --variants"
             )
         if variant.start is not None:
-            part = {**part, "config": {}}  # its start checkpoint has the sizes
+            part = field.continued(part)
         options = {**outside}
         if changes := difference(field.part(chosen), part):
             options |= field.within(changes)
@@ -80,9 +93,12 @@ def plan(question: Question, args: argparse.Namespace) -> list[Run]:
         cfg = _with_part(question, cfg, part)
         for lr in args.lr or [None]:
             for seed in range(args.seeds):
-                before = runs.get((variant.start, lr, seed))
+                from_lr = lr if starts is None else starts.get(variant.start or "", lr)
+                before = runs.get((variant.start, from_lr, seed))
+                if before is None and variant.start is not None:
+                    continue
                 run = _run(question, base, cfg, {**about, "seed": seed}, lr, before, args)
-                runs[variant.name, lr, seed] = run
+                runs[variant.name, lr, seed] = replace(run, whole=whole)
     return list(runs.values())
 
 
@@ -147,7 +163,7 @@ def _run(
     # A run starts from the config and the weights.
     beginning = {**base, "start": about["start"]} if "start" in about else base
     if before is not None:
-        field.part(cfg)[field.weights_key] = shown(before.folder)
+        field.start_from(cfg, shown(before.folder))
         source = {key: before.about[key] for key in ("base", "settings")}
         beginning = {**base, "start": _digest(source)}
     name = f"{about['variant']}_seed{about['seed']}"
@@ -177,6 +193,7 @@ def _run(
         start=before,
         work_dir=Path(args.work_dir or folder / question.name / stem),
         out=Path(args.out or out / "results" / f"{question.name}_{stem}"),
+        whole={},
         same_training=args.same_training,
     )
 

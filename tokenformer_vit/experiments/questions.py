@@ -50,6 +50,7 @@ class Question(ABC):
     same_size: ClassVar[bool] = True  # all variants have as many parameters, within 1 %
     loads_weights: ClassVar[bool] = False  # the config starts from trained weights
     counts_flops: ClassVar[bool] = False  # every run counts its training FLOPs
+    starts_at_best: ClassVar[bool] = False  # a stage starts from the best lr of the run before it
     papers_run: ClassVar[str] = "the paper's setting"  # name in the table of images, or empty
     chart: ClassVar[str] = "{} and curves"  # title of the chart; {} is the measure
 
@@ -88,6 +89,11 @@ class Question(ABC):
         """Return what a variant changes outside the model."""
         return variant.outside(shape, length) if variant.outside is not None else {}
 
+    def named(self, name: str | None) -> Variant:
+        """Return the variant of a name."""
+        (variant,) = (each for each in self.variants if each.name == name)
+        return variant
+
     # The table.
 
     @property
@@ -104,6 +110,19 @@ class Question(ABC):
     @abstractmethod
     def columns(self) -> Sequence[Column]:
         """Return the columns of the table."""
+
+    def comparisons(self) -> list[Column]:
+        """Return a column for each heading in the variants' ``against``."""
+
+        def column(heading: str) -> Column:
+            def cell(row: Row) -> str:
+                other = dict(row.variant.against).get(heading)
+                return row.compared(row.other(self.named(other))) if other else ""
+
+            return Column(f"Δ to {heading}, ± standard error", cell)
+
+        headings = [heading for variant in self.variants for heading, _ in variant.against]
+        return [column(heading) for heading in dict.fromkeys(headings)]
 
     def rows(self, records: Sequence[Record]) -> Iterator[Row | str]:
         """Sort the runs into rows; with several learning rates, yield a heading before each group.
@@ -180,6 +199,7 @@ class Steps(Question):
             Column("paper", _paper, _paper),
             Column("Δ", self._step),
             Column("Δ, paper", self._papers_step),
+            *self.comparisons(),
             MINUTES,
             FAILED,
         )
@@ -218,7 +238,7 @@ class Baseline(Question):
 
     def columns(self) -> Sequence[Column]:
         """Return the columns of the table."""
-        (base,) = (variant for variant in self.variants if variant.name == self.baseline)
+        base = self.named(self.baseline)
 
         def parameters(row: Row) -> str:
             if not (others := row.other(base).records):
@@ -235,6 +255,7 @@ class Baseline(Question):
                 f"Δ to {base.label}",
                 lambda row: "" if row.variant is base else row.difference(row.other(base)),
             ),
+            *self.comparisons(),
             MINUTES,
             FAILED,
         )

@@ -83,6 +83,7 @@ def _shared(question: Question, record: Record) -> Record:
     shared = {key: record[key] for key in question.common if key in record}
     shared["config"] = Path(record["config"]).name  # its path depends on the current folder
     settings.get("randomness", {}).pop("seed", None)
+    settings.pop("load_from", None)  # the earlier run of a stage
     settings.get("optim_wrapper", {}).get("optimizer", {}).pop("lr", None)
     length = settings.get("train_cfg", {}).pop(field.limit, "the config's")
     if field.limit in options.get("train_cfg", {}):

@@ -10,6 +10,7 @@ from .fields import Measure
 from .variants import Variant
 
 _LONGEST_ERROR = 90  # characters
+_FEWEST_SEEDS = 3  # for a verdict
 
 Record = dict[str, Any]
 Group = Mapping[Variant, Sequence[Record]]  # the runs of a table, or of one learning rate
@@ -97,6 +98,20 @@ class Row:
         most = max(len(mine), len(theirs))
         return text if len(steps) == most else f"{text} (n = {len(steps)})"
 
+    def compared(self, other: "Row") -> str:
+        """Mean and standard error of the differences, over the seeds that both rows have.
+
+        *better* or *worse* follows a mean over two standard errors, of three seeds or more.
+        """
+        steps = (self.results() - other.results()).dropna()
+        if steps.empty:
+            return "–"
+        mean, error = steps.mean(), steps.sem()
+        text = f"{mean:+.2f}" if len(steps) == 1 else f"{mean:+.2f} ± {error:.2f}"
+        if len(steps) >= _FEWEST_SEEDS and abs(mean) > 2 * error:
+            text += ", better" if (mean > 0) != self.measure.logarithmic else ", worse"
+        return minus(text) if len(steps) >= _FEWEST_SEEDS else f"{minus(text)} (n = {len(steps)})"
+
     def lr(self) -> str:
         """Learning rate."""
         return ", ".join(f"{lr:g}" for lr in sorted({run["lr"] for run in self.records}))
@@ -118,12 +133,19 @@ class Row:
     def flops(self) -> str:
         """Mean training FLOPs."""
         flops = self.by_seed(lambda run: run["flops"])
-        return _scientific(flops.mean()) if len(flops) else "–"
+        return scientific(flops.mean()) if len(flops) else "–"
 
     def times_flops(self, other: "Row") -> str:
         """Training FLOPs, divided by the FLOPs of another row."""
         mine, theirs = (row.by_seed(lambda run: run["flops"]) for row in (self, other))
         return f"{mine.mean() / theirs.mean():.2f}" if len(mine) and len(theirs) else "–"
+
+    def mean_flops(self, before: "Row | None" = None, share: float = 0) -> float:
+        """Mean training FLOPs, with a share of the FLOPs of the run before; NaN without runs."""
+        own, others = (
+            row.by_seed(lambda run: run["flops"]).mean() if row else 0.0 for row in (self, before)
+        )
+        return float(own + share * others) if share else float(own)
 
     def minutes(self) -> str:
         """Mean time of the runs that were not resumed; others record only their last part."""
@@ -182,7 +204,7 @@ def minus(text: str) -> str:
     return text.replace("-", "−")
 
 
-def _scientific(value: float) -> str:
+def scientific(value: float) -> str:
     """Format a large number with three digits and a power of ten."""
     digits, exponent = f"{value:.2e}".split("e")
     return f"{digits} · {power_of_ten(int(exponent))}"

@@ -36,6 +36,7 @@ class Run:
     start: "Run | None"  # the earlier run that it continues
     work_dir: Path  # where the sweep works
     out: Path  # folder of the sweep's records
+    whole: dict[str, Any]  # config that builds the model at the start of the run, without weights
     same_training: bool = False  # earlier versions of the sweep's config trained the same
 
     @property

@@ -29,16 +29,29 @@ def sweep(question: Question, argv: Sequence[str] | None = None) -> None:
         SystemExit: If a run failed or is not finished.
     """
     from . import tables
+    from .estimate import estimate
     from .plan import plan
     from .record import find_record
     from .run import ROOT, shown
 
     args = parse(question, argv)
     planned = plan(question, args)
-    first = [run for run in planned if args.lr_seeds is None or run.about["seed"] < args.lr_seeds]
-    _train(first, args)
+    needed = [run.start for run in planned]  # their weights are needed, which no record has
+    if question.starts_at_best and len(args.lr or ()) > 1:
+        begun = [run for run in _first(planned, args) if run.start is None]
+        if not args.dry_run:
+            _train(begun, needed, args)
+        best = _best_rates(question, begun)
+        # A dry run also counts the stages whose start is not trained yet.
+        known = {each: lr for each, lr in best.items() if lr is not None or not args.dry_run}
+        planned = plan(question, args, known)
+    if args.dry_run:
+        print(estimate(question, planned, args))
+        return
+    first = _first(planned, args)
+    _train(first, needed, args)
     others = _at_best_rates(question, first, [run for run in planned if run not in first])
-    _train(others, args)
+    _train(others, needed, args)
     planned = first + others
 
     records = {run.name: record for run in planned if (record := find_record(run))}
@@ -57,12 +70,22 @@ def sweep(question: Question, argv: Sequence[str] | None = None) -> None:
         sys.exit(1)
 
 
-def _train(planned: Sequence[Run], args: argparse.Namespace) -> None:
-    """Train the unfinished runs, or print their commands, and record the finished ones."""
+def _first(planned: Sequence[Run], args: argparse.Namespace) -> list[Run]:
+    """Return the runs of the seeds that try every learning rate."""
+    return [run for run in planned if args.lr_seeds is None or run.about["seed"] < args.lr_seeds]
+
+
+def _train(planned: Sequence[Run], needed: Sequence[Run | None], args: argparse.Namespace) -> None:
+    """Train the unfinished runs, or print their commands, and record the finished ones.
+
+    Args:
+        planned: Runs to train.
+        needed: Runs that other runs start from.
+        args: Options of the command line.
+    """
     from . import launch
     from .record import adopt, collect, find_record
 
-    needed = [run.start for run in planned]  # their weights are needed, which no record has
     waiting = []
     for run in planned:
         record = find_record(run)
@@ -91,19 +114,24 @@ def _at_best_rates(question: Question, first: Sequence[Run], others: Sequence[Ru
 
     A variant without a finished run among the first seeds keeps none.
     """
-    from .record import find_record
-
-    records = [record for run in first if (record := find_record(run))]
-    best = {
-        variant.name: best_lr(question.field.measure, runs)
-        for variant, runs in by_variant(question.variants, records).items()
-    }
+    best = _best_rates(question, first)
     kept: list[Run] = []
     for run in reversed(others):  # a run comes after the run that it continues
         at_best = run.about["lr"] == best[run.about["variant"]]
         if at_best or any(run is each.start for each in kept):
             kept.append(run)
     return kept[::-1]
+
+
+def _best_rates(question: Question, runs: Sequence[Run]) -> dict[str, float | None]:
+    """Return the best learning rate of each variant, or None without a finished run."""
+    from .record import find_record
+
+    records = [record for run in runs if (record := find_record(run))]
+    return {
+        variant.name: best_lr(question.field.measure, own)
+        for variant, own in by_variant(question.variants, records).items()
+    }
 
 
 def parse(question: Question, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -136,6 +164,11 @@ def parse(question: Question, argv: Sequence[str] | None) -> argparse.Namespace:
         "--print-commands",
         action="store_true",
         help="train nothing: record finished runs, and print the commands of all others",
+    )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="train nothing: print how many runs are left, and what they cost on this machine",
     )
     add("--retry-failed", action="store_true", help="try failed runs again")
     add(

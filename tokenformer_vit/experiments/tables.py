@@ -29,13 +29,14 @@ _TITLE = """# Ablations
 Rendered by `python ablations/tables.py` from the records in `ablations/results/`, one for each run.
 
 Top-1 is measured on the validation images after the last epoch: mean ± standard deviation over n
-seeds; a single seed has no deviation. Δ is the step from the row above, seed by seed. Runs of one
-seed share the order of the data, the augmentation of each image and every weight outside the
-blocks. A ViT draws other random numbers in its blocks, so it pairs other images in mixup and drops
-other paths. Failed runs are named and count in no mean. Where several learning rates were tried,
-the best one has the highest mean on the same validation images. The paper's figures are for its
-base model on ImageNet-1K; it does not say how many seeds. Minutes are means over runs that were not
-interrupted.
+seeds; a single seed has no deviation. Δ is the step from the row above, seed by seed. Where a
+heading says *± standard error*, *better* and *worse* mean a difference of over two standard errors,
+with three seeds or more. Runs of one seed share the order of the data, the augmentation of each
+image and every weight outside the blocks. A ViT draws other random numbers in its blocks, so it
+pairs other images in mixup and drops other paths. Failed runs are named and count in no mean. Where
+several learning rates were tried, the best one has the highest mean on the same validation images.
+The paper's figures are for its base model on ImageNet-1K; it does not say how many seeds. Minutes
+are means over runs that were not interrupted.
 """
 LANGUAGE_TITLE = """# Ablations of language models
 

@@ -96,8 +96,7 @@ class Texts(Question):
         """List the stages that lead to a variant, the first one first."""
         if variant.start is None:
             return [variant]
-        (before,) = (each for each in self.variants if each.name == variant.start)
-        return [*self.stages(before), variant]
+        return [*self.stages(self.named(variant.start)), variant]
 
     def _cell(self, row: Row, text: str) -> str:
         """Return the perplexity of a text, and its change since a stage that trained on it."""

@@ -78,6 +78,8 @@ class Variant:
     grown: bool = False  # grows during training
     start: str | None = None  # name of the earlier variant that training continues
     text: str | None = None  # folder of the text to train on, where a question has several
+    against: tuple[tuple[str, str], ...] = ()  # heading of a column, name of the other variant
+    line: str | None = None  # line of a chart that it is a point of
 
 
 def arguments(**new: Any) -> ModelChange:

@@ -38,6 +38,8 @@ class TimmClassificationBackbone(BaseModule):
             model. ``freeze="old"`` trains only the new pairs and the head. Default ``seed``: the
             seed of the run.
         frozen: Train only the head: a linear probe.
+        frozen_norms: Freeze weight and bias of every LayerNorm in the blocks. From scratch they are
+            1 and 0, and the model computes as if it had none; its checkpoints stay the same.
         stem_seed: Seed for all weights outside the blocks (patch embedding, class token,
             positions, final norm). With the same width and image size, a ViT and TokenFormers of
             any Θ and number of pairs then start from the same weights there. The blocks and the
@@ -46,8 +48,8 @@ class TimmClassificationBackbone(BaseModule):
 
     Raises:
         InputError: If the model has no linear head, the checkpoint cannot be read or does not fit,
-            ``stem_seed`` is given together with loaded weights or for a model that is no ViT, or
-            ``frozen`` together with ``growth``.
+            ``stem_seed`` is given together with loaded weights or for a model that is no ViT,
+            ``frozen`` together with ``growth``, or ``frozen_norms`` for a model without such norms.
 
     Shape:
         (B, in_chans, H, W) -> a tuple of one (B, C), the pooled and normalised features.
@@ -61,6 +63,7 @@ class TimmClassificationBackbone(BaseModule):
         compile: bool | str | dict[str, Any] = False,
         growth: dict[str, Any] | None = None,
         frozen: bool = False,
+        frozen_norms: bool = False,
         stem_seed: int | None = None,
         **kwargs: Any,
     ) -> None:
@@ -103,6 +106,8 @@ class TimmClassificationBackbone(BaseModule):
             grow(self.model, **{"seed": torch.initial_seed(), **growth})
         if frozen:
             self.model.requires_grad_(False)
+        if frozen_norms:
+            _freeze_norms(self.model, model_name)
         compile_blocks(self.model, compile)
 
     def _draw_stem(self, seed: int, model_name: str, kwargs: dict[str, Any]) -> None:
@@ -143,6 +148,18 @@ class TimmClassificationBackbone(BaseModule):
         # A norm after the pooling belongs to the head, as in timm's own layer decay.
         last = layers.get("fc_norm.weight", max(layers.values()) + 1)
         return layers.get(param_name.removeprefix(f"{prefix}model."), last), last + 1
+
+
+def _freeze_norms(model: Any, name: str) -> None:
+    modules = model.blocks.modules() if isinstance(model, VisionTransformer) else ()
+    norms = [norm for norm in modules if isinstance(norm, nn.LayerNorm) and norm.elementwise_affine]
+    if not norms:
+        raise InputError(
+            f"frozen_norms is True, but the blocks of {name} have no LayerNorm with weight and "
+            "bias: set frozen_norms=False"
+        )
+    for norm in norms:
+        norm.requires_grad_(False)
 
 
 def as_timm_model(classifier: Any) -> nn.Module:

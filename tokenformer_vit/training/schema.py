@@ -174,6 +174,7 @@ class _TimmBackbone(_Backbone):
     checkpoint_path: str = ""
     compile: Compile = False
     frozen: bool = False
+    frozen_norms: bool = False
     stem_seed: Seed | None = None
     growth: dict[str, Any] | None = None
     img_size: Size = 1

@@ -1,0 +1,160 @@
+"""The variants of a growth in stages: a trained small model is enlarged, and trained on."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .fields import Field
+from .variants import PAIRS, ModelChange, Outside, Part, Shape, Variant, arguments, lasting
+
+STAGES = (10, 20)  # length of a stage, in % of the large model's training
+FULL = "the full training"
+ACCOUNTS = ("sunk", "shared", "counted")  # in names of variants
+# Start of the new pairs, with its name in tables.
+_INITS = {
+    "zero_key": "zero keys",
+    "duplicate": "duplicates",
+    "random": "random, τ kept",
+    "released": "random, as released",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A small model, and models that are several times as large.
+
+    The small model has the pairs of the config's model, divided by the largest of ``times``. Each
+    model is trained to its end by the config's schedule, and every stage has the schedule anew.
+
+    Args:
+        field: Images or language.
+        reference: Turns the config's model into the Transformer that grows by Net2Net.
+        times: How many times as large each large model is.
+    """
+
+    field: Field
+    reference: ModelChange
+    times: tuple[int, ...]
+
+    @property
+    def accounts(self) -> tuple[tuple[str, float], ...]:
+        """The accounts of the small model's cost: its share in the cost of a large model."""
+        members = len(self.times) + 1
+        return ("small model sunk", 0.0), (f"shared by {members}", 1 / members), ("counted", 1.0)
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """The variants of the question, each after the one that it starts from."""
+        return tuple(self._variants())
+
+    def _variants(self) -> Iterator[Variant]:
+        other = self.field.transformer
+        yield Variant("small", "small", self._ours(1), line="small")
+        label = f"{other}, small"
+        yield Variant("reference", label, self._theirs(1), line=label, reference=True)
+        for percent in sorted({stage * times for stage in STAGES for times in self.times}):
+            yield Variant(
+                f"same_{percent}",
+                f"small, not grown, {percent} % longer",
+                arguments(),
+                outside=lasting(percent / 100, self.field.limit),
+                start="small",
+                line="small, not grown",
+            )
+        for times in self.times:
+            label = f"× {times}, from scratch"
+            yield Variant(f"x{times}", label, self._ours(times), line=label)
+            name, label = f"x{times}_reference", f"{other}, {label}"
+            yield Variant(name, label, self._theirs(times), line=label, reference=True)
+            for stage in STAGES:
+                yield from self._equal_budgets(times, stage)
+                yield from self._grown(times, stage)
+
+    def _equal_budgets(self, times: int, stage: int) -> Iterator[Variant]:
+        """Yield the large model from scratch for the cost of a stage, in each account."""
+        line = f"× {times}, from scratch"
+        for name, (account, share) in zip(ACCOUNTS, self.accounts, strict=True):
+            yield Variant(
+                f"x{times}_{name}_{stage}",
+                f"{line}, cost of {stage} %, {account}",
+                self._ours(times),
+                outside=lasting(stage / 100 + share / times, self.field.limit),
+                against=((FULL, f"x{times}"),),
+                line=line,
+            )
+
+    def _grown(self, times: int, stage: int) -> Iterator[Variant]:
+        """Yield the small model grown in each way and trained on, and Net2Net."""
+        net2net = f"x{times}_net2net_{stage}"
+        budgets = zip(ACCOUNTS, self.accounts, strict=True)
+        against = (
+            (FULL, f"x{times}"),
+            *((f"scratch, {text}", f"x{times}_{name}_{stage}") for name, (text, _) in budgets),
+            ("not grown", f"same_{stage * times}"),
+            ("Net2Net", net2net),
+        )
+        for init, label in _INITS.items():
+            line = f"× {times}, {label}"
+            yield Variant(
+                f"x{times}_{init}_{stage}",
+                f"{line}, {stage} %",
+                arguments(),
+                outside=self._growth(self._pairs, times, stage, init=init),
+                grown=True,
+                start="small",
+                against=against,
+                line=line,
+            )
+        line = f"{self.field.transformer}, × {times}, Net2Net"
+        yield Variant(
+            net2net,
+            f"{line}, {stage} %",
+            arguments(),
+            outside=self._growth(self._hidden, times, stage),
+            reference=True,
+            grown=True,
+            start="reference",
+            against=((FULL, f"x{times}_reference"),),
+            line=line,
+        )
+
+    def _pairs(self, shape: Shape, times: int) -> dict[str, int]:
+        """Return the numbers of pairs, which are multiples of the small model's."""
+        small = shape.pairs(1 / max(self.times))
+        return {key: times * number for key, number in small.items()}
+
+    def _hidden(self, shape: Shape, times: int) -> dict[str, int]:
+        """Return the number of hidden neurons, which is a multiple of the small model's."""
+        small = shape.hidden(1 / max(self.times))["hidden_features"]
+        return {"hidden_features": times * small}
+
+    def _ours(self, times: int) -> ModelChange:
+        """Set the pairs of a TokenFormer."""
+
+        def change(part: Part, shape: Shape) -> Part:
+            sizes = self._pairs(shape, times)
+            # The config's own model is written as in the config.
+            same = all(getattr(shape, key) == sizes[key] for key in PAIRS)
+            return part if same else self.field.sized(part, sizes)
+
+        return change
+
+    def _theirs(self, times: int) -> ModelChange:
+        """Set the hidden neurons of the Transformer."""
+
+        def change(part: Part, shape: Shape) -> Part:
+            return self.field.sized(self.reference(part, shape), self._hidden(shape, times))
+
+        return change
+
+    def _growth(
+        self, sizes: Callable[[Shape, int], dict[str, int]], times: int, stage: int, **how: str
+    ) -> Outside:
+        """Grow after the first iteration, in which the warm-up has hardly begun."""
+
+        def outside(shape: Shape, length: int) -> dict[str, Any]:
+            schedule = [{"iteration": 1, **sizes(shape, times)}]
+            hook = {"type": "GrowthHook", "schedule": schedule, **how}
+            return {"custom_hooks": [hook], **lasting(stage / 100, self.field.limit)(shape, length)}
+
+        return outside
