@@ -139,7 +139,8 @@ class LabelPreprocessor(ClsDataPreprocessor):
         if self.to_onehot:
             targets = one_hot(targets, cast(int, self.num_classes))
         if training and self.batch_augments is not None:
-            batch["inputs"], targets = self.batch_augments(batch["inputs"], targets)
+            # As floats they are mixed in half the time.
+            batch["inputs"], targets = self.batch_augments(batch["inputs"], targets.float())
         return {**batch, "data_samples": targets}
 
 
