@@ -5,6 +5,7 @@ import copy
 import cv2
 import numpy as np
 import pytest
+from mmcv.transforms.utils import cache_random_params
 from mmengine.dataset import Compose
 from mmengine.registry import DefaultScope
 from mmpretrain.registry import TRANSFORMS
@@ -106,6 +107,19 @@ def test_random_flip(prob, rng):
     stock = build("RandomFlip", prob=prob, direction="horizontal")
     for number in range(20):
         assert_alike(fast, stock, photograph(rng, 6, 9), number)
+
+
+def test_random_numbers_can_be_kept_for_several_images(rng, seed):
+    np.random.seed(seed)  # noqa: NPY002
+    flip = build("FastRandomFlip", prob=0.5)
+    image = photograph(rng, 6, 9)
+    found = set()
+    for _ in range(20):
+        with cache_random_params(flip):
+            flips = [flip({"img": image})["flip"] for _ in range(5)]
+        assert len(set(flips)) == 1
+        found |= set(flips)
+    assert found == {True, False}
 
 
 def test_every_operation_of_randaugment(rng):

@@ -178,7 +178,10 @@ def test_a_config_only_names_the_data_set(data_root, config, monkeypatch):
 @pytest.mark.parametrize(
     ("pipeline", "message"),
     [
-        ([LOAD, FLIP, PACK], "RandomFlip is random"),
+        ([LOAD, FLIP, PACK], "^RandomFlip is random"),
+        ([LOAD, {"type": "FastRandomFlip", "prob": 0.5}, PACK], "FastRandomFlip is random"),
+        ([LOAD, {"type": "FastRandomResizedCrop", "scale": 8}, PACK], "ResizedCrop is random"),
+        ([LOAD, {**POLICIES, "type": "FastRandAugment"}, PACK], "FastRandAugment is random"),
         ([LOAD, {"type": "SeededTransforms", "transforms": [FLIP]}, LOAD, PACK], "Seeded.* random"),
         ([LOAD], "ends with LoadImage"),
         ([{"type": "RandomErasing"}], "RandomErasing cannot be applied"),

@@ -149,6 +149,7 @@ def test_a_checkpoint_with_a_group_for_each_parameter_is_resumed_exactly(
         "default_hooks.checkpoint.by_epoch=False",
         "default_hooks.checkpoint.interval=4",
         "default_hooks.checkpoint.max_keep_ckpts=-1",
+        "optim_wrapper.optimizer.fused=True",
     )
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     with monkeypatch.context() as earlier:

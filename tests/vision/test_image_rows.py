@@ -5,6 +5,7 @@ import os
 import pickle
 from multiprocessing import get_context
 from pathlib import Path
+from shutil import rmtree
 
 import numpy as np
 import pytest
@@ -184,6 +185,31 @@ def test_a_file_that_changed_is_read_again(source):
     assert after.fingerprint() != before.fingerprint()
 
 
+@pytest.mark.parametrize("labels", [[0, 0, 1, 2], [0, 1, 1, 2, 2]])
+def test_a_file_that_changed_but_kept_its_time_is_read_again(labels, source):
+    path = source / "data/validation-00000-of-00001.parquet"
+    time = path.stat().st_mtime_ns
+    open_images(source, "validation")
+    images = write(path, labels, images=[b"new"] * len(labels))
+    os.utime(path, ns=(time, time))
+    assert contents(open_images(source, "validation")) == list(zip(images, labels, strict=True))
+
+
+def test_a_copy_with_other_rows_is_refused(source, arrow_cache):
+    earlier = set(arrow_cache.rglob("*.arrow"))  # of other tests
+    open_images(source, "validation")
+    (file,) = set(arrow_cache.rglob("*.arrow")) - earlier
+    with pa.ipc.open_stream(file) as stream:
+        rows = stream.read_all()
+    with pa.ipc.new_stream(file, rows.schema) as stream:
+        stream.write_table(rows[:3])
+    message = refused(source, "validation")
+    assert f"{file.parent} has 3 rows of validation" in message
+    assert f"{source} have 4; delete this copy" in message
+    rmtree(file.parent)
+    assert len(open_images(source, "validation")) == 4
+
+
 def test_a_folder_whose_name_is_a_pattern(tmp_path):
     images = write(tmp_path / "a[bc]*{d}/train-00000-of-00001.parquet", [0, 1, 2])
     write(tmp_path / "ab/train-00000-of-00001.parquet", [0])
@@ -333,7 +359,10 @@ def test_missing_folders_files_and_rows(tmp_path):
     assert f"no folder {tmp_path / 'none'}" in refused(tmp_path / "none", "train")
     assert "no *.parquet file" in refused(tmp_path, "train")
     write(tmp_path / "train-0.parquet", [])
-    assert "no data" in refused(tmp_path, "train")
+    assert "no data of train: its files have no rows; use another" in refused(tmp_path, "train")
+    empty = pa.table({"image": pa.array([], IMAGE), "label": pa.array([], pa.int64())})
+    datasets.Dataset(empty).save_to_disk(str(tmp_path / "saved"), num_shards=1)
+    assert "no data of train: its files have no rows" in refused(tmp_path / "saved", "train")
     images = write(tmp_path / "train-1.parquet", [2, 2])
     assert contents(open_images(tmp_path, "train")) == [(image, 2) for image in images]
     write(tmp_path / "b/train-0.parquet", [0])
@@ -348,6 +377,22 @@ def test_a_label_out_of_range_names_its_file_and_row(label, tmp_path):
     assert f"{tmp_path / 'train-1.parquet'}, row 2: the label is {label}, but must be 0 to 2" in (
         message
     )
+
+
+@pytest.mark.parametrize("kind", [pa.uint8(), pa.uint64(), pa.int8()], ids=str)
+def test_labels_of_other_integers(kind, tmp_path):
+    table = {"image": IMAGES * 3, "label": pa.array([2, 0, 1], kind)}
+    pq.write_table(pa.table(table), tmp_path / "train.parquet")
+    assert open_images(tmp_path, "train").labels.tolist() == [0, 1, 2]
+    table["label"] = pa.array([2, None, 1], kind)
+    pq.write_table(pa.table(table), tmp_path / "train.parquet")
+    assert "row 1: the label is None" in refused(tmp_path, "train")
+
+
+def test_a_label_beyond_int64_is_out_of_range(tmp_path):
+    table = {"image": IMAGES * 2, "label": pa.array([0, 2**64 - 5], pa.uint64())}
+    pq.write_table(pa.table(table), tmp_path / "train.parquet")
+    assert f"row 1: the label is {2**64 - 5}, but must be 0 to" in refused(tmp_path, "train")
 
 
 def test_files_that_name_classes_differently_are_refused(tmp_path):
@@ -382,6 +427,20 @@ def test_a_damaged_saved_data_set_is_named(source, tmp_path):
     save_one(source, tmp_path / "saved")
     (tmp_path / "saved/state.json").write_text("{")
     assert refused(tmp_path / "saved", "train").startswith(f"{tmp_path / 'saved'} is damaged")
+
+
+def test_a_saved_image_that_ends_outside_its_file_is_damage(source, tmp_path):
+    save_one(source, tmp_path / "saved")
+    (file,) = (tmp_path / "saved").glob("*.arrow")
+    images = datasets.Dataset.from_file(str(file)).data.column("image").chunk(0).field("bytes")
+    ends = np.frombuffer(images.buffers()[1], np.int32)[: len(images) + 1].copy()
+    before, after = ends.tobytes(), (ends << 20).tobytes()
+    data = file.read_bytes()
+    assert data.count(before) == 1
+    file.write_bytes(data.replace(before, after))
+    message = refused(tmp_path / "saved", "train")
+    assert message.startswith(f"{tmp_path / 'saved'} is damaged")
+    assert "save it again" in message
 
 
 def test_a_cache_that_cannot_be_written_is_named(source, tmp_path, monkeypatch):

@@ -222,6 +222,29 @@ def test_training_reads_a_jpeg_as_all_do(kind, orientation, tmp_path, seed):
     np.testing.assert_array_equal(trained, predicted)
 
 
+@pytest.mark.parametrize("kind", ["common", "progressive", "grey"])
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_exif_after_the_frame_of_a_jpeg_counts(kind, orientation, tmp_path, seed):
+    data = jpeg(np.random.default_rng(seed), **JPEGS[kind])
+    frame = data.index(b"\xff\xc2" if kind == "progressive" else b"\xff\xc0")
+    end = frame + 2 + int.from_bytes(data[frame + 2 : frame + 4], "big")
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    segment = b"\xff\xe1" + struct.pack(">H", 2 + len(exif.tobytes())) + exif.tobytes()
+    trained, predicted = in_training_and_elsewhere(
+        tmp_path / "x.jpg", data[:end] + segment + data[end:]
+    )
+    assert predicted.shape == ((37, 45, 3) if orientation == 6 else (45, 37, 3))
+    np.testing.assert_array_equal(trained, predicted)
+
+
+@pytest.mark.parametrize("kind", ["common", "progressive", "grey"])
+def test_training_decodes_a_common_jpeg_with_opencv(kind, monkeypatch, seed):
+    data = jpeg(np.random.default_rng(seed), **JPEGS[kind])
+    monkeypatch.setattr("tokenformer_vit.vision.images.read_image", None)
+    assert read_bgr("x.jpg", data).shape == (45, 37, 3)
+
+
 def test_training_and_others_agree_on_damaged_jpegs(tmp_path, seed):
     rng = np.random.default_rng(seed)
     whole = jpeg(rng)

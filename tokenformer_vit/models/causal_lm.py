@@ -216,6 +216,12 @@ class CausalAttention(Attention):
             q, k = rotate(q, k, *rotation)
         if cache is not None:
             k, v = cache.update(k, v, layer)
+            if mask is None and k.shape[2] != cache.get_seq_length():
+                raise InputError(
+                    f"the cache has room for {k.shape[2]} tokens and holds "
+                    f"{cache.get_seq_length()}; use a cache that grows (cache_implementation "
+                    "'dynamic')"
+                )
         is_causal = mask is None and N > 1
         x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
         return self.proj(x.transpose(1, 2).reshape(B, N, C))

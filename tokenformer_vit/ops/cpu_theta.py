@@ -3,7 +3,8 @@
 PyTorch runs an operation over all scores before it starts the next one. Θ and its gradient are
 about ten such operations, and most of them wait for memory. Here all of them run on a block of
 rows before the next block is read, and in place where a tensor is not needed again. They are the
-operations of ``kernels.py`` in the same order, so the results are equal bit for bit.
+operations of ``kernels.py`` in the same order. Results differ by the last bit at most: where a
+block ends, PyTorch's vector instructions end elsewhere.
 """
 
 from collections.abc import Iterator

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +30,7 @@ class BackgroundWriter:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
         self._writes: deque[Future[None]] = deque()
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     def write(
         self, checkpoint: dict[str, Any], path: str, backend_args: dict | None = None
@@ -80,7 +81,7 @@ class BackgroundWriter:
         if self._error is None:
             try:
                 job()
-            except Exception as error:  # the main thread raises it
+            except BaseException as error:  # the main thread raises it
                 self._error = error
 
 
@@ -92,11 +93,11 @@ def snapshot(state: Any) -> tuple[Any, torch.cuda.Event | None]:
     wrote and later ones do not change them. The caller does not wait for them.
 
     Args:
-        state: Dicts, lists and tuples of tensors and plain values.
+        state: Dicts, lists and tuples of tensors, NumPy arrays and plain values.
 
     Returns:
-        The copy. Tensors that share their memory still share it. Of a state with tensors on a GPU,
-        also the event after which the copy is complete.
+        The copy. Tensors that are equal views of one memory share it again. Of a state with tensors
+        on a GPU, also the event after which the copy is complete.
     """
     copies: dict[Any, Tensor] = {}
 
@@ -111,9 +112,11 @@ def snapshot(state: Any) -> tuple[Any, torch.cuda.Event | None]:
             new = copy.copy(value)  # with the metadata that a state dict has as an attribute
             new.update((key, taken(item)) for key, item in value.items())
             return new
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(taken, value))
         if isinstance(value, list | tuple):
             return type(value)(map(taken, value))
-        return value
+        return value.copy() if isinstance(value, np.ndarray) else value
 
     copied = taken(state)
     if not torch.cuda.is_initialized():

@@ -60,9 +60,9 @@ class BatchTransforms:
 
 def without_waiting(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor from the processor to a device; a GPU goes on computing meanwhile."""
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class _Crop:

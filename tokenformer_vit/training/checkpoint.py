@@ -48,7 +48,8 @@ class ExactCheckpointHook(CheckpointHook):
     gradients that are still being accumulated, the identity of the data, and a description of the
     model and its preprocessing. It has tensors and plain values only, so it loads with
     ``torch.load(..., weights_only=True)``. An old checkpoint is deleted only after the next one is
-    on the disk.
+    on the disk. mmengine deletes the old best one first; after a kill in between, the resumed run
+    validates again and writes it.
 
     In a :class:`~tokenformer_vit.training.launch.TrainingRunner` a checkpoint is copied, and the
     copy is written while the run continues. A run ends only after its last checkpoint is complete.

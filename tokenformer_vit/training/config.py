@@ -166,10 +166,11 @@ def data_workers() -> int:
         cores = len(os.sched_getaffinity(0))
     else:  # macOS and Windows
         cores = os.cpu_count() or 1
-    if own := os.environ.get("SLURM_CPUS_PER_TASK"):
-        return max(1, min(int(own), cores, _MOST_WORKERS))
-    processes = [int(os.environ.get(name, 1)) for name in _PROCESSES]
-    return max(1, min(cores // max(processes), _MOST_WORKERS))
+    numbers = {name: text for name, text in os.environ.items() if text.isdecimal()}
+    if own := int(numbers.get("SLURM_CPUS_PER_TASK", 0)):
+        return max(1, min(own, cores, _MOST_WORKERS))
+    processes = [int(numbers.get(name, 1)) for name in _PROCESSES]
+    return max(1, min(cores // max(1, *processes), _MOST_WORKERS))
 
 
 def _read(path: Path) -> Config:

@@ -14,6 +14,7 @@ import mmcv
 import numpy as np
 import torch
 from mmcv.transforms import BaseTransform
+from mmcv.transforms.utils import cache_randomness
 from mmpretrain.datasets import transforms as stock
 from mmpretrain.registry import TRANSFORMS
 from PIL import Image, ImageOps
@@ -121,11 +122,15 @@ class FastRandomFlip(BaseTransform):
 
     def transform(self, results: dict) -> dict:
         """Mirror ``img``, or leave it as it is."""
-        # The number that np.random.choice would draw; making a choice takes ten times as long.
-        results["flip"] = np.random.rand() < self.prob  # noqa: NPY002
+        results["flip"] = self._random_flip()
         if results["flip"]:
             results["img"] = cv2.flip(results["img"], 1)
         return results
+
+    @cache_randomness
+    def _random_flip(self) -> bool:
+        # The number that np.random.choice would draw; making a choice takes ten times as long.
+        return np.random.rand() < self.prob  # noqa: NPY002
 
 
 @TRANSFORMS.register_module()
@@ -138,7 +143,7 @@ class FastRandAugment(stock.RandAugment):
             operation = self.transforms[index]
             if type(operation) not in _OPERATIONS:
                 results = operation(results)
-            elif np.random.rand() <= operation.prob:  # noqa: NPY002
+            elif not operation.random_disable():
                 name, signed, change = _OPERATIONS[type(operation)]
                 value: Any = getattr(operation, name)
                 if value is None:

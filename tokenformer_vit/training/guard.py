@@ -41,7 +41,8 @@ class GuardHook(Hook):
 
     def __init__(self) -> None:
         secure_files()
-        self._unread: list[tuple[int, dict[str, Tensor]]] = []  # iteration and values
+        # Iteration, learning rate and values.
+        self._unread: list[tuple[int, float, dict[str, Tensor]]] = []
         self._norms: dict[str, Tensor] = {}  # of this iteration's gradients, where they are clipped
 
     def before_train(self, runner) -> None:
@@ -126,7 +127,7 @@ class GuardHook(Hook):
     ) -> None:
         """Keep the losses, or read them if it is time."""
         values = {name: value.detach() for name, value in (outputs or {}).items()}
-        self._unread.append((runner.iter + 1, {**self._norms, **values}))
+        self._unread.append((runner.iter + 1, _learning_rate(runner), {**self._norms, **values}))
         self._norms.clear()
         if runner.iter == self._first or losses_are_due(runner, batch_idx):
             self.read_losses(runner)
@@ -148,18 +149,18 @@ class GuardHook(Hook):
             InputError: If a loss is not finite; the message gives its iteration.
         """
         unread, self._unread = self._unread, []
-        tensors = [tensor for _, values in unread for tensor in values.values()]
+        tensors = [tensor for *_, values in unread for tensor in values.values()]
         if not tensors:
             return
         stacked = torch.stack(tensors)
         all_reduce(stacked, op="mean")
         numbers = iter(stacked.tolist())
-        for iteration, values in unread:
+        for iteration, lr, values in unread:
             for name in values:
                 number = next(numbers)
                 runner.message_hub.update_scalar(f"train/{name}", number)
                 if name == "loss" and not math.isfinite(number):
-                    raise diverged(runner, f"the loss is {number}", iteration)
+                    raise diverged(runner, f"the loss is {number}", iteration, lr)
 
 
 def losses_are_due(runner: Any, batch_idx: int) -> bool:
@@ -197,18 +198,23 @@ def check_finite(runner) -> None:
     # A finite loss can have an infinite gradient, and infinite weights after the next step.
     finite = torch.stack([tensor.isfinite().all() for tensor in runner.model.parameters()])
     if not finite.all():
-        raise diverged(runner, "the weights are not finite", runner.iter + 1)
+        lr = _learning_rate(runner)
+        raise diverged(runner, "the weights are not finite", runner.iter + 1, lr)
 
 
-def diverged(runner, what: str, iteration: int) -> InputError:
+def _learning_rate(runner) -> float:
+    return runner.optim_wrapper.get_lr()["lr"][0]
+
+
+def diverged(runner, what: str, iteration: int, lr: float) -> InputError:
     """Make the error for a training that diverged.
 
     Args:
-        runner: The runner; the message gives its learning rate and last checkpoint.
+        runner: The runner; the message gives its last checkpoint.
         what: Name of what is not finite.
         iteration: Number of the iteration, from 1 on.
+        lr: Learning rate of the iteration.
     """
-    lr = runner.optim_wrapper.get_lr()["lr"][0]
     last = runner.message_hub.runtime_info.get("last_ckpt")
     kept = f"the last good checkpoint is kept: {last}" if last else "no checkpoint was written yet"
     start = f"from its weights, `--cfg-options load_from={last}`, " if last else ""

@@ -113,7 +113,7 @@ class LabelPreprocessor(ClsDataPreprocessor):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._non_blocking = True
+        self._non_blocking = torch.cuda.is_available()
         if self.batch_augments is not None:
             self.batch_augments.augments = [
                 _ON_DEVICE.get(type(augment), lambda same: same)(augment)

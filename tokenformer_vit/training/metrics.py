@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from mmengine.device import get_device
 from mmengine.dist import all_reduce, get_dist_info
 from mmengine.evaluator import BaseMetric
 from mmpretrain.evaluation import Accuracy
@@ -19,9 +20,11 @@ class RowMetric(BaseMetric):
     """A metric of a few numbers for each sample, which stay on the device until the end.
 
     Processes exchange them in one operation; mmengine does it through files. A subclass appends
-    (B, C) float64 to ``results``, and computes its figures from all rows in the order of the data
-    set.
+    (B, C) numbers, as :func:`precise` returns them, to ``results``, and computes its figures from
+    all rows in the order of the data set.
     """
+
+    num_columns: int  # C
 
     def evaluate(self, size: int) -> dict[str, float]:
         """Return the figures of all processes.
@@ -29,10 +32,17 @@ class RowMetric(BaseMetric):
         Args:
             size: Number of samples; a sampler may have repeated some to deal them evenly.
         """
-        rows = _of_all_processes(torch.cat(self.results), size)
+        # A process may have no sample, but all take part in the exchange.
+        empty = precise(torch.empty(0, self.num_columns, device=get_device()))
+        rows = _of_all_processes(torch.cat([empty, *self.results]), size).double()
         self.results.clear()
         prefix = f"{self.prefix}/" if self.prefix else ""
         return {f"{prefix}{name}": value for name, value in self.compute_metrics(rows).items()}  # type: ignore[arg-type]
+
+
+def precise(tensor: Tensor) -> Tensor:
+    """Return a tensor in float64, or in float32 on a device that has no float64 (Apple's GPUs)."""
+    return tensor.float() if tensor.device.type == "mps" else tensor.double()
 
 
 def _of_all_processes(rows: Tensor, size: int) -> Tensor:
@@ -57,12 +67,17 @@ class AccuracyAndLoss(RowMetric, Accuracy):
     or mixes images has a higher training loss for the same model.
     """
 
+    @property
+    def num_columns(self) -> int:  # type: ignore[override]
+        """Score of the true label, and its place among the best."""
+        return 1 + max(self.topk)
+
     def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
         """Note the score of each true label, and its place among the best."""
         scores = torch.stack([sample["pred_score"] for sample in data_samples]).float()  # (B, K)
         labels = torch.cat([sample["gt_label"] for sample in data_samples])[:, None]  # (B, 1)
         best = scores.topk(max(self.topk), dim=1).indices
-        self.results.append(torch.cat([scores.gather(1, labels), best == labels], dim=1).double())
+        self.results.append(precise(torch.cat([scores.gather(1, labels), best == labels], dim=1)))
 
     def compute_metrics(self, results: Tensor) -> dict[str, float]:  # type: ignore[override]
         """Compute accuracy and loss.

@@ -105,16 +105,18 @@ def _is_plain_jpeg(data: bytes) -> bool:
     """
     if data[:2] != b"\xff\xd8" or data[-2:] != b"\xff\xd9":
         return False
-    place = 2
+    place, suits = 2, False
     while data[place] == 0xFF:
         marker, length = struct.unpack_from(">BH", data, place + 1)
+        if marker == 0xDA:  # the pixels follow; up to here, also after the frame, EXIF counts
+            return suits
         if marker == 0xE1:  # EXIF or XMP
             exif = Image.open(io.BytesIO(data), formats=FORMATS).getexif()
             if exif.get(ExifTags.Base.Orientation, 1) != 1:
                 return False
         if marker in (0xC0, 0xC2):  # a frame, baseline or progressive
             bits, height, width, channels = struct.unpack_from(">BHHB", data, place + 4)
-            return (
+            suits = (
                 (bits, channels) in ((8, 1), (8, 3))
                 and max(height, width) <= _MOST_ELONGATED * min(height, width)
                 and height * width <= _MOST_PIXELS

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 
-from ..metrics import RowMetric
+from ..metrics import RowMetric, precise
 
 
 @METRICS.register_module()
@@ -26,10 +26,11 @@ class Perplexity(RowMetric):
     """
 
     default_prefix = ""  # none, and no warning of it
+    num_columns = 3
 
     def process(self, data_batch: Any, data_samples: Sequence[dict[str, Tensor]]) -> None:
         """Collect the sums of a batch."""
-        sums = torch.stack([row["losses"].double().sum() for row in data_samples])
+        sums = torch.stack([precise(row["losses"]).sum() for row in data_samples])
         sources = torch.stack([row["source"] for row in data_samples])
         tokens = torch.full_like(sums, len(data_samples[0]["losses"]))
         self.results.append(torch.stack([sources, sums, tokens], dim=1))
@@ -75,6 +76,7 @@ class AnswerAccuracy(RowMetric):
     """
 
     default_prefix = ""  # none, and no warning of it
+    num_columns = 2
 
     def __init__(self, start: int, end: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -96,7 +98,7 @@ class AnswerAccuracy(RowMetric):
         wrong = (~right).cumsum(dim=1)
         none_wrong = wrong == wrong.gather(1, begin.clamp(min=0))
         self.results.append(
-            torch.stack([answers.sum(dim=1), (answers & none_wrong).sum(dim=1)], dim=1).double()
+            precise(torch.stack([answers.sum(dim=1), (answers & none_wrong).sum(dim=1)], dim=1))
         )
 
     def compute_metrics(self, results: Tensor) -> dict[str, float]:  # type: ignore[override]

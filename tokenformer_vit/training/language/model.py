@@ -76,7 +76,8 @@ class CausalLM(BaseModel):
         frozen_stem: bool = False,
         compile: bool | str | dict[str, Any] = False,
     ) -> None:
-        super().__init__({"type": "BaseDataPreprocessor", "non_blocking": True})
+        non_blocking = torch.cuda.is_available()
+        super().__init__({"type": "BaseDataPreprocessor", "non_blocking": non_blocking})
         secure_files()
         self.model: Any = _build(architecture, dict(config or {}), checkpoint)
         before = count_pairs(self.model) if masks and growth else {}
