@@ -281,8 +281,8 @@ def _open_parquet(
         )
     if len(rows) != starts[-1]:
         raise InputError(
-            f"{Path(rows.cache_files[0]['filename']).parent} has {len(rows)} rows of {split}, but "
-            f"the files in {folder} have {starts[-1]}; delete this copy, it is then made again"
+            f"{config.HF_DATASETS_CACHE}/parquet/{name}-* has {len(rows)} rows of {split}, but the "
+            f"files in {folder} have {starts[-1]}; delete this copy, it is then made again"
         )
     return rows, columns, _Where(paths, starts)
 
