@@ -33,6 +33,10 @@ IMAGE_SUFFIXES = (
 # A transform that resizes the shorter side to 256 makes 13 megapixels out of such an image.
 _MOST_ELONGATED = 200
 _MOST_PIXELS = 2**26  # of a JPEG that is read in one piece; Pillow reads larger ones
+# Bytes that may follow 0xFF among the pixels of a JPEG: a stuffed zero, restarts, filling, and the
+# tables and headers of further scans.
+_AMONG_PIXELS = np.zeros(256, bool)
+_AMONG_PIXELS[[0x00, *range(0xD0, 0xD8), 0xFF, 0xC4, 0xDA]] = True
 _MOST_KINDS = 8  # kinds of skipped files that one line names
 
 # Pillow warns at half the size at which it raises. Only its error matters here: a warning would
@@ -101,7 +105,8 @@ def _is_plain_jpeg(data: bytes) -> bool:
     """Return whether this is a JPEG that is whole, upright, not too large, and not in CMYK.
 
     OpenCV does not see that a file is truncated. In the data of an image, the two bytes of the end
-    are impossible, so a file that ends with them is whole.
+    are impossible, so a file that ends with them is whole. It also reads on after a marker that
+    does not belong among the pixels, where Pillow sees that the file is damaged.
     """
     if data[:2] != b"\xff\xd8" or data[-2:] != b"\xff\xd9":
         return False
@@ -109,7 +114,8 @@ def _is_plain_jpeg(data: bytes) -> bool:
     while data[place] == 0xFF:
         marker, length = struct.unpack_from(">BH", data, place + 1)
         if marker == 0xDA:  # the pixels follow; up to here, also after the frame, EXIF counts
-            return suits
+            pixels = np.frombuffer(data, np.uint8)[place + 2 : -2]
+            return suits and bool(_AMONG_PIXELS[pixels[1:][pixels[:-1] == 0xFF]].all())
         if marker == 0xE1:  # EXIF or XMP
             exif = Image.open(io.BytesIO(data), formats=FORMATS).getexif()
             if exif.get(ExifTags.Base.Orientation, 1) != 1:
