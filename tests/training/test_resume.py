@@ -110,7 +110,7 @@ def test_a_run_that_is_killed_ten_times_at_random_goes_on_exactly(train, tmp_pat
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     options = (*OPTIONS, *checkpoints, "train_cfg.max_epochs=30")
     train(whole, *options)
-    moments, writing = random.Random(torch.initial_seed()), 0
+    moments, writing, before = random.Random(torch.initial_seed()), 0, 0
     for number in range(10):
         before = max(losses(killed)[0], default=0)
         process = train.start(killed, "--resume", *options)
