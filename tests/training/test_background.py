@@ -173,6 +173,7 @@ def test_a_run_goes_on_while_its_checkpoints_are_written(train, tmp_path, monkey
 RUNS = ("waiting", "going_on")
 
 
+@pytest.mark.slow
 def test_checkpoints_come_by_the_clock_too(train, tmp_path, monkeypatch):
     """A regular checkpoint replaces the timed one; a run also resumes at the end of an epoch."""
     names, point_to, kept = [], ExactCheckpointHook._point_to, tmp_path / "kept.pth"

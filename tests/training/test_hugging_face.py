@@ -133,6 +133,7 @@ def scalars(work_dir):
     return {step: record["loss"] for step, record in train.items()}, accuracies
 
 
+@pytest.mark.slow
 def test_a_run_equals_a_run_on_the_unpacked_folders(train, finished, unpacked, tmp_path):
     without_workers = "train_dataloader.num_workers=0"
     train(tmp_path, "--data-root", str(unpacked), *OPTIONS, without_workers)
