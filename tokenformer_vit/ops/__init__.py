@@ -18,7 +18,6 @@ from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 
-from . import cpu_theta
 from .fused import pattention_fused
 from .norm import layer_norm_fused, layer_norm_reference
 from .reference import pattention_reference
@@ -114,7 +113,7 @@ def pattention(
     # Few layers have a gate, most of them for a short time: plain autograd is good enough.
     if backend == "reference" or gate is not None:
         return pattention_reference(*operands, theta, tau, eps, gate)
-    kernels = cpu_theta.KERNELS.get(theta)
+    kernels = None
     if backend == "triton":
         from .triton_theta import KERNELS
 
