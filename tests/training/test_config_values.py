@@ -22,7 +22,7 @@ from tokenformer_vit.training.config import (
     scale_for_accumulation,
 )
 from tokenformer_vit.training.evaluation import configure_test
-from tokenformer_vit.training.launch import start_processes
+from tokenformer_vit.training.processes import start_processes
 from tokenformer_vit.training.schedule import check_schedule
 from tokenformer_vit.training.schema import MOST_SEED, check_values
 
@@ -436,7 +436,7 @@ def test_processes_on_gpus_meet_as_mmengine_lets_them(monkeypatch, plain, fails)
             raise RuntimeError("NCCL error:\nunhandled system error")
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr("tokenformer_vit.training.launch.init_dist", init_dist)
+    monkeypatch.setattr("tokenformer_vit.training.processes.init_dist", init_dist)
     for name, value in {
         **LAUNCHED["pytorch"],
         "MASTER_ADDR": "127.0.0.1",
@@ -444,7 +444,7 @@ def test_processes_on_gpus_meet_as_mmengine_lets_them(monkeypatch, plain, fails)
     }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(
-        "tokenformer_vit.training.launch.set_multi_processing", lambda **kwargs: None
+        "tokenformer_vit.training.processes.set_multi_processing", lambda **kwargs: None
     )
     cfg = copy.deepcopy(plain)
     cfg.launcher = "pytorch"

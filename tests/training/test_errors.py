@@ -37,7 +37,8 @@ from tokenformer_vit.training.config import (
     scale_for_accumulation,
 )
 from tokenformer_vit.training.guard import check_weights
-from tokenformer_vit.training.launch import TrainingRunner, run_training, start_processes
+from tokenformer_vit.training.launch import TrainingRunner, run_training
+from tokenformer_vit.training.processes import start_processes
 from tokenformer_vit.training.schedule import check_schedule
 
 

@@ -22,8 +22,8 @@ from tokenformer_vit.layers.segments import fuse_state_dict
 from tokenformer_vit.training.checkpoint import ExactCheckpointHook
 from tokenformer_vit.training.guard import classes_of
 from tokenformer_vit.training.identity import check_identity, run_identity
-from tokenformer_vit.training.launch import is_first
 from tokenformer_vit.training.mmengine_internals import checkpoint_schemes
+from tokenformer_vit.training.processes import is_first
 from tokenformer_vit.training.storage import AtomicLocalBackend, load_plain_checkpoint, secure_files
 from tokenformer_vit.training.termination import PatientWorker, Termination
 

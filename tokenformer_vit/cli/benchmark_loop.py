@@ -44,7 +44,8 @@ def main(path: str, argv: Sequence[str]) -> None:
     from mmengine.dist import get_world_size, is_main_process
 
     from tokenformer_vit.training import loop_speed, synthetic
-    from tokenformer_vit.training.launch import config_explained, start_processes
+    from tokenformer_vit.training.launch import config_explained
+    from tokenformer_vit.training.processes import start_processes
 
     parser = command_parser(__doc__)
     parser.prog += " --loop CONFIG"

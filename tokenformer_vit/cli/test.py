@@ -17,7 +17,8 @@ def main(argv: list[str] | None = None) -> None:
         run_test,
         write_evaluation,
     )
-    from tokenformer_vit.training.launch import config_explained, start_processes
+    from tokenformer_vit.training.launch import config_explained
+    from tokenformer_vit.training.processes import start_processes
 
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument

@@ -13,7 +13,7 @@ needs nothing else; it writes the config that it uses::
 """
 
 import os
-from contextlib import nullcontext
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,14 +26,17 @@ def main(argv: list[str] | None = None) -> None:
 
     from tokenformer_vit.files import locked_folder, remove_leftovers
     from tokenformer_vit.training.folder import Start, configure_folder
-    from tokenformer_vit.training.launch import (
-        config_explained,
+    from tokenformer_vit.training.identity import keep_samples
+    from tokenformer_vit.training.launch import config_explained, run_training
+    from tokenformer_vit.training.processes import (
+        check_last_checkpoints,
+        from_first,
         is_first,
-        run_training,
         start_processes,
     )
     from tokenformer_vit.training.reports import ExportHook
     from tokenformer_vit.training.schedule import check_schedule
+    from tokenformer_vit.training.storage import load_plain_checkpoint
 
     parser = command_parser(__doc__)
     add = parser.add_argument
@@ -45,6 +48,12 @@ def main(argv: list[str] | None = None) -> None:
         nargs="?",
         const="auto",
         help="continue from the last checkpoint in the work directory, if any, or from this file",
+    )
+    add(
+        "--elastic",
+        action="store_true",
+        help="let --resume continue with another number of processes: the batch size of a process "
+        "changes, the images of a step stay",
     )
     add("--amp", action="store_true", help="train under bfloat16 autocast")
     add(
@@ -82,6 +91,8 @@ def main(argv: list[str] | None = None) -> None:
     with config_explained(cfg):
         check_schedule(cfg)
         config.check_data_folders(cfg, ("train_dataloader", "val_dataloader"))
+        if args.elastic:
+            cfg.default_hooks.checkpoint.elastic = True
         if args.amp:
             cfg.optim_wrapper.type = "AutocastOptimWrapper"
         if args.auto_scale_lr:
@@ -94,12 +105,23 @@ def main(argv: list[str] | None = None) -> None:
             backends.append(tensorboard)
         config.scale_for_accumulation(cfg)
     work_dir = config.make_work_dir(cfg)
-    # One process of a run holds the lock for all of them.
-    with locked_folder(work_dir) if first else nullcontext():
-        if first:
+    start_processes(cfg)
+    with ExitStack() as held:
+
+        def open_run() -> tuple[bool, str | None, int]:
+            held.enter_context(locked_folder(work_dir))
             remove_leftovers(work_dir)
-        config.choose_checkpoint(cfg, args.resume)
-        start_processes(cfg)
+            config.choose_checkpoint(cfg, args.resume)
+            batch_size = cfg.train_dataloader.batch_size
+            if args.elastic and cfg.resume:
+                batch_size = keep_samples(load_plain_checkpoint(cfg.load_from), batch_size)
+            return cfg.resume, cfg.load_from, batch_size
+
+        # One process holds the lock and chooses for all of them.
+        cfg.resume, cfg.load_from, batch_size = from_first(open_run)
+        config.set_batch_size(cfg.train_dataloader, batch_size)
+        if args.resume == "auto":
+            check_last_checkpoints(work_dir)
         runner = run_training(cfg)
     if runner.rank == 0:
         export = next((hook for hook in runner.hooks if isinstance(hook, ExportHook)), None)

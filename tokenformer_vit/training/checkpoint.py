@@ -20,7 +20,7 @@ from mmengine.dist import (
 from mmengine.hooks import CheckpointHook
 from mmengine.logging import HistoryBuffer
 from mmengine.registry import HOOKS
-from mmengine.runner import IterBasedTrainLoop
+from mmengine.runner import IterBasedTrainLoop, set_random_seed
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.description import DESCRIPTION
@@ -28,10 +28,11 @@ from tokenformer_vit.models.description import DESCRIPTION
 from .background import BackgroundWriter
 from .export import describe_classifier, run_facts
 from .guard import check_finite, unwrap
-from .identity import check_identity, run_identity
+from .identity import check_identity, check_processes, run_identity, say_identity
 from .loop import validation_is_due
 from .mmengine_internals import is_resuming
 from .parameter_groups import fit_groups, merge_separate_groups
+from .processes import check_alike
 from .storage import secure_files
 from .termination import STATUS, Agreement, PatientWorker, Termination
 from .transforms import seeded_transforms
@@ -63,6 +64,8 @@ class ExactCheckpointHook(CheckpointHook):
         minutes: Also write the checkpoint ``timed.pth`` whenever so many minutes have passed since
             the last checkpoint. The first process decides for all.
         background: Whether the run continues while a checkpoint is written.
+        elastic: Whether a run may resume with another number of processes, if each step still takes
+            as many images. Dropout and mixup then draw other numbers, the same at each resume.
         **kwargs: As for ``CheckpointHook``.
 
     Note:
@@ -78,11 +81,16 @@ class ExactCheckpointHook(CheckpointHook):
     _termination: Termination | None = None
 
     def __init__(
-        self, *args: Any, minutes: float | None = None, background: bool = True, **kwargs: Any
+        self,
+        *args: Any,
+        minutes: float | None = None,
+        background: bool = True,
+        elastic: bool = False,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         secure_files()
-        self._minutes, self._background = minutes, background
+        self._minutes, self._background, self._elastic = minutes, background, elastic
         self._writer = BackgroundWriter()
 
     def before_train(self, runner) -> None:
@@ -91,6 +99,7 @@ class ExactCheckpointHook(CheckpointHook):
         self._keep_best_within(runner)
         loader = runner.train_dataloader
         self._identity = run_identity(runner)
+        check_alike({**say_identity(self._identity), **_schedule(runner)})
         # mmengine's own runner has no writer: it returns when a checkpoint is on the disk.
         self._writer = getattr(runner, "writer", self._writer)
         self._writer.background = self._background
@@ -113,6 +122,8 @@ class ExactCheckpointHook(CheckpointHook):
         if self._resumed is None:
             return
         merge_separate_groups(runner)
+        if not self._elastic:
+            check_processes(self._resumed)
         if self._resumed["iters_per_epoch"] != len(loader):
             raise InputError(
                 f"the checkpoint is of a run with {self._resumed['iters_per_epoch']} iterations an "
@@ -161,15 +172,19 @@ class ExactCheckpointHook(CheckpointHook):
     def _restore_rng(self, runner) -> None:
         if self._resumed is None:
             return
-        states = self._resumed["rng"]
+        states, seed = self._resumed["rng"], self._resumed["sampler_seed"]
         self._resumed = None
         if len(states) == get_world_size():
             set_rng_state(states[get_rank()])
-        else:
-            runner.logger.warning(
-                f"The checkpoint was written by {len(states)} processes, this run has "
-                f"{get_world_size()}: its random numbers will differ."
-            )
+            return
+        # Not the seed of the run, which would repeat the numbers of its start.
+        seeds = np.random.SeedSequence([seed, runner.iter, get_rank()])
+        set_random_seed(int(seeds.generate_state(1)[0]))
+        runner.logger.warning(
+            f"The checkpoint was written by {len(states)} processes, this run has "
+            f"{get_world_size()}: each step takes the same samples, but dropout, drop path and "
+            "mixup draw other random numbers."
+        )
 
     def after_train_iter(
         self, runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None

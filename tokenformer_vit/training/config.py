@@ -227,6 +227,14 @@ def _shorten(loader: Any, name: str) -> None:
     sampler.num_samples = batches * loader.get("batch_size", 1)
 
 
+def set_batch_size(loader: Any, batch_size: int) -> None:
+    """Change the batch size of a loader whose config is complete; the number of batches stays."""
+    sampler = loader.get("sampler") or {}
+    if sampler.get("num_samples"):
+        sampler.num_samples = sampler.num_samples // loader.batch_size * batch_size
+    loader.batch_size = batch_size
+
+
 def _check_option(cfg: Config, key: str) -> None:
     """Refuse a dotted key that the config does not have; mmengine adds it silently."""
     node: Any = cfg
@@ -347,7 +355,7 @@ def make_work_dir(cfg: Config) -> Path:
     make_folder(work_dir, "--work-dir")
     dumped = work_dir / Path(cfg.filename).name
     if dumped.is_symlink():
-        dumped.unlink()  # mmengine writes the config here, and would follow the link
+        dumped.unlink(missing_ok=True)  # mmengine writes the config here, and would follow the link
     return work_dir
 
 

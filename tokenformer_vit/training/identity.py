@@ -4,6 +4,8 @@ import hashlib
 from pathlib import PurePath
 from typing import Any
 
+from mmengine.dist import get_world_size
+
 from tokenformer_vit.errors import InputError
 
 # What each entry is called in messages.
@@ -54,6 +56,52 @@ def check_identity(before: dict[str, Any] | None, now: dict[str, Any], logger: A
                 f"{_short(now[key])} now: use the old value, or start a new run from the weights "
                 "(`--cfg-options load_from=CHECKPOINT`) in another --work-dir"
             )
+
+
+def say_identity(identity: dict[str, Any]) -> dict[str, str]:
+    """Return the values of an identity by what they are called in messages."""
+    return {words: _short(identity[key]) for key, words in _WORDS.items()}
+
+
+def check_processes(resumed: dict[str, Any]) -> None:
+    """Check that a run resumes with as many processes as its checkpoint has.
+
+    Args:
+        resumed: Content of the checkpoint under ``exact_resume``.
+
+    Raises:
+        InputError: If the numbers differ; the message says how to resume all the same.
+    """
+    before, now = len(resumed["rng"]), get_world_size()
+    if before != now:
+        raise InputError(
+            f"the checkpoint is of a run with {before} processes, and this run has {now}, which "
+            f"would draw other random numbers: start {before} processes, or add --elastic to "
+            "continue with as many samples a step"
+        )
+
+
+def keep_samples(checkpoint: dict[str, Any], batch_size: int) -> int:
+    """Return the batch size with which a step takes as many samples as in a checkpoint.
+
+    Args:
+        checkpoint: Checkpoint of a run with any number of processes.
+        batch_size: Batch size that this run was started with; the result, if the number of
+            processes is the same.
+
+    Raises:
+        InputError: If the processes cannot take equal parts of a step.
+    """
+    resumed, now = checkpoint.get("exact_resume") or {}, get_world_size()
+    if "run" not in resumed or len(resumed["rng"]) == now:
+        return batch_size
+    samples = resumed["run"]["samples_per_iteration"]
+    if samples % now:
+        raise InputError(
+            f"--elastic: {now} processes cannot share the {samples} samples of an iteration "
+            f"equally: start a number of processes that divides {samples}"
+        )
+    return samples // now
 
 
 def _short(value: Any) -> str:

@@ -1,24 +1,21 @@
-"""Start a run: its processes, by torchrun, Slurm or MPI, and its parts."""
+"""Build a run from its config, and train."""
 
 import logging
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import cached_property
 from typing import Any, cast
 
 import mmengine
 import torch
 from mmengine.config import Config
-from mmengine.dist import init_dist, master_only
+from mmengine.dist import master_only
 from mmengine.fileio import join_path
 from mmengine.hooks import Hook
 from mmengine.logging import MMLogger
 from mmengine.runner import Runner
 from mmengine.utils import get_git_hash
-from mmengine.utils.dl_utils import set_multi_processing
 
 from tokenformer_vit.errors import InputError, one_line
 
@@ -26,25 +23,6 @@ from .background import BackgroundWriter
 from .checkpoint import ExactCheckpointHook
 from .guard import unwrap
 from .storage import secure_files
-
-_RANKS = {"pytorch": "RANK", "slurm": "SLURM_PROCID", "mpi": "OMPI_COMM_WORLD_RANK"}
-# Environment variables that a launcher sets.
-_LAUNCHED = {
-    "pytorch": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NODELIST"),
-    "mpi": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "MASTER_ADDR",
-    ),
-}
-_STARTS = {
-    "pytorch": "torchrun --nproc_per_node=N --no-python tokenformer-vit train ...",
-    "slurm": "srun --ntasks=N tokenformer-vit train ...",
-    "mpi": "mpirun -np N -x MASTER_ADDR=HOST tokenformer-vit train ...",
-}
-
 
 # Lines that tell a user nothing, at each epoch or about mmengine itself.
 _NOISE = ("Exp name: ", '"FileClient" will be deprecated', '"HardDiskBackend" is the alias')
@@ -191,59 +169,3 @@ def run_training(cfg: Config, *hooks: Hook) -> Runner:
                     if isinstance(hook, ExactCheckpointHook):
                         hook.release()
     return runner
-
-
-def is_first(launcher: str) -> bool:
-    """Tell whether this process is the first of a run, before the processes meet."""
-    return os.environ.get(_RANKS.get(launcher, ""), "0") == "0"
-
-
-def start_processes(cfg: Config) -> None:
-    """Connect the processes of a launcher, on GPUs or, unlike mmengine, on CPUs.
-
-    Raises:
-        InputError: If the launcher did not start this process, there is no GPU for it, or the
-            processes cannot connect.
-    """
-    if cfg.launcher == "none":
-        return
-    absent = [name for name in _LAUNCHED[cfg.launcher] if name not in os.environ]
-    if absent:
-        raise InputError(
-            f"--launcher {cfg.launcher} needs {_STARTS[cfg.launcher].split()[0]}: "
-            f"{', '.join(absent)} are not in the environment; start by `{_STARTS[cfg.launcher]}`"
-        )
-    gpus = torch.cuda.device_count()
-    if not gpus and cfg.launcher != "pytorch":
-        raise InputError(
-            f"--launcher {cfg.launcher} needs GPUs, and this machine has none: start by "
-            f"`{_STARTS['pytorch']}` with --launcher pytorch"
-        )
-    local = {"slurm": "SLURM_LOCALID", "mpi": "OMPI_COMM_WORLD_LOCAL_RANK"}
-    rank = int(os.environ.get(local.get(cfg.launcher, "LOCAL_RANK"), 0))
-    if 0 < gpus <= rank:
-        raise InputError(
-            f"there is no GPU for process {rank} of this machine, which has {gpus}: start at most "
-            f"{gpus} processes on it"
-        )
-    wrapper = {"type": "CompressingDataParallel", **(cfg.get("model_wrapper_cfg") or {})}
-    if cfg.get("find_unused_parameters"):  # mmengine reads it only without a wrapper
-        wrapper["find_unused_parameters"] = True
-    cfg.model_wrapper_cfg = wrapper if gpus else {**wrapper, "device_ids": None}
-    environment = cfg.get("env_cfg") or {}
-    try:
-        if gpus:
-            # In mmengine's order; its runner then skips both calls.
-            set_multi_processing(**environment.get("mp_cfg", {}), distributed=True)
-            init_dist(cfg.launcher, **environment.get("dist_cfg", {}))
-            return
-        seconds = environment.get("dist_cfg", {}).get("timeout")
-        torch.distributed.init_process_group(
-            "gloo", timeout=None if seconds is None else timedelta(seconds=seconds)
-        )
-    except (RuntimeError, ValueError) as error:  # DistNetworkError, a port that is not a number
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise InputError(
-            f"the processes cannot connect at {where} ({one_line(error)}): choose a free port, as "
-            "in MASTER_PORT=29501 or `torchrun --master_port=29501`"
-        ) from error

@@ -25,6 +25,7 @@ from tokenformer_vit.models.description import find_description
 from tokenformer_vit.models.weights import read_checkpoint
 
 from .mmengine_internals import checkpoint_schemes
+from .processes import from_first
 
 
 class AtomicLocalBackend(LocalBackend):
@@ -113,6 +114,14 @@ def load_plain_checkpoint(filename: str, map_location: Any = None) -> dict[str, 
     return checkpoint
 
 
+def load_checkpoint_together(filename: str, map_location: Any = None) -> dict[str, Any]:
+    """Load a checkpoint in all processes of a run; only the first one reads the file.
+
+    Arguments, result and errors are those of :func:`load_plain_checkpoint`.
+    """
+    return from_first(lambda: load_plain_checkpoint(filename, map_location))
+
+
 class SafeYamlHandler(YamlHandler):
     """Read YAML as plain values; mmengine's own handler builds any object that a file names."""
 
@@ -142,7 +151,7 @@ def secure_files() -> None:
 
     A read then runs no code, and a written file is complete or absent:
 
-    - Checkpoints: :func:`load_plain_checkpoint` replaces the loaders of all prefixes. mmengine's
+    - Checkpoints: :func:`load_checkpoint_together` replaces the loaders of all prefixes. mmengine's
       own loaders unpickle any object in the file.
     - Local files: :class:`AtomicLocalBackend` replaces ``LocalBackend``.
     - ``mmengine.load`` of YAML and of pickles: :class:`SafeYamlHandler`,
@@ -163,6 +172,8 @@ def secure_files() -> None:
     """
     register_backend("local", AtomicLocalBackend, force=True, prefixes="")
     for prefix in ("", *checkpoint_schemes()):
-        CheckpointLoader.register_scheme(prefixes=prefix, loader=load_plain_checkpoint, force=True)
+        CheckpointLoader.register_scheme(
+            prefixes=prefix, loader=load_checkpoint_together, force=True
+        )
     register_handler(["yaml", "yml"])(SafeYamlHandler)
     register_handler(["pickle", "pkl"])(RefusedPickleHandler)
