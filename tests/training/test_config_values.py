@@ -4,9 +4,7 @@ import copy
 import json
 import math
 import re
-import socket
 from pathlib import Path
-from types import SimpleNamespace
 
 import mmengine
 import pytest
@@ -22,7 +20,6 @@ from tokenformer_vit.training.config import (
     scale_for_accumulation,
 )
 from tokenformer_vit.training.evaluation import configure_test
-from tokenformer_vit.training.processes import start_processes
 from tokenformer_vit.training.schedule import check_schedule
 from tokenformer_vit.training.schema import MOST_SEED, check_values
 
@@ -393,98 +390,6 @@ def test_a_schedule_by_epochs_of_a_run_by_iterations_is_refused(tmp_path, config
     with pytest.raises(InputError, match=r"param_scheduler\.0 counts epochs, but the run counts i"):
         check_schedule(load_config(path))
     check_schedule(load_config(path, {"param_scheduler.0.by_epoch": False}))
-
-
-LAUNCHED = {
-    "pytorch": {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
-    "slurm": {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_NODELIST": "a"},
-    "mpi": dict.fromkeys(
-        [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE")], "1"
-    ),
-}
-
-
-@pytest.mark.parametrize("launcher", LAUNCHED)
-def test_a_launcher_without_its_environment(monkeypatch, launcher):
-    for name in LAUNCHED[launcher]:
-        monkeypatch.delenv(name, raising=False)
-    last = list(LAUNCHED[launcher])[-1]
-    with pytest.raises(
-        InputError, match=rf"--launcher {launcher} needs \w+: .*{last}.* are not in"
-    ):
-        start_processes(SimpleNamespace(launcher=launcher))
-
-
-@pytest.mark.parametrize("launcher", LAUNCHED)
-def test_more_processes_than_gpus(monkeypatch, launcher):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for name, value in {**LAUNCHED[launcher], "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    for name in ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"):
-        monkeypatch.setenv(name, "2")
-    with pytest.raises(InputError, match="no GPU for process 2 of this machine, which has 2"):
-        start_processes(SimpleNamespace(launcher=launcher))
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_processes_on_gpus_meet_as_mmengine_lets_them(monkeypatch, plain, fails):
-    called = []
-
-    def init_dist(launcher, **kwargs):
-        called.append((launcher, kwargs))
-        if fails:
-            raise RuntimeError("NCCL error:\nunhandled system error")
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr("tokenformer_vit.training.processes.init_dist", init_dist)
-    for name, value in {
-        **LAUNCHED["pytorch"],
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-    }.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(
-        "tokenformer_vit.training.processes.set_multi_processing", lambda **kwargs: None
-    )
-    cfg = copy.deepcopy(plain)
-    cfg.launcher = "pytorch"
-    if fails:
-        with pytest.raises(
-            InputError, match=r"cannot connect at 127\.0\.0\.1:29500 \(NCCL error: un"
-        ):
-            start_processes(cfg)
-    else:
-        start_processes(cfg)
-    assert called == [("pytorch", {"backend": "nccl", "timeout": None})]
-    assert "device_ids" not in cfg.model_wrapper_cfg  # mmengine gives the GPU of the process
-
-
-@pytest.mark.parametrize("launcher", ["slurm", "mpi"])
-def test_launchers_of_mmengine_need_gpus(monkeypatch, launcher):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    for name, value in {**LAUNCHED[launcher], "MASTER_ADDR": "a"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(InputError, match=f"--launcher {launcher} needs GPUs"):
-        start_processes(SimpleNamespace(launcher=launcher))
-
-
-@pytest.mark.parametrize("fault", ["taken", "no number"])
-def test_a_port_that_cannot_be_used(monkeypatch, fault):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1]) if fault == "taken" else "x"
-        for name, value in {
-            **LAUNCHED["pytorch"],
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }.items():
-            monkeypatch.setenv(name, value)
-        with pytest.raises(InputError, match=rf"cannot connect at 127\.0\.0\.1:{port} ") as raised:
-            start_processes(SimpleNamespace(launcher="pytorch", get=lambda key: None))
-    assert "\n" not in str(raised.value)
-    assert "choose a free port" in str(raised.value)
 
 
 def test_a_model_without_a_head_is_no_classifier(config, tmp_path):

@@ -331,6 +331,37 @@ def test_two_killed_processes_go_on_exactly(train, tmp_path):
 
 
 @pytest.mark.slow
+def test_another_number_of_processes_takes_the_same_images(train, tmp_path):
+    plain = (
+        *OPTIONS,
+        *("model.train_cfg=None", "model.backbone.drop_path_rate=0.0"),
+        *BY_ITERATION,
+        "default_hooks.checkpoint.max_keep_ckpts=9",
+    )
+    train(
+        tmp_path,
+        *("--launcher", "pytorch", "--batch-size", "4", *plain),
+        launcher=("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
+    )
+    expected, _ = losses(tmp_path)
+    resume = ("--resume", str(tmp_path / "iter_8.pth"))  # within an epoch, gradients pending
+    line = train.fails(tmp_path, *resume, *plain)
+    assert "a run with 2 processes, and this run has 1" in line
+    assert "add --elastic" in line
+    output = train(tmp_path, *resume, "--elastic", "--batch-size", "5", *plain)
+    assert "written by 2 processes, this run has 1: each step takes the same samples" in output
+    *_, log = sorted(tmp_path.glob("*/vis_data/scalars.json"))
+    continued, _ = read_scalars([log])
+    assert list(continued) == list(range(9, 19))
+    torch.testing.assert_close(
+        [record["loss"] for record in continued.values()],
+        [expected[step] for step in continued],
+        rtol=2e-5,
+        atol=2e-6,
+    )
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("extra", "rtol"),
     [((), 2e-5), (("--compile",), 2e-5), ((IN_MEMORY,), 2e-5), (CONNECTED, 2e-5), (ROUNDED, 2e-3)],

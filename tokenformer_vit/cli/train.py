@@ -52,8 +52,8 @@ def main(argv: list[str] | None = None) -> None:
     add(
         "--elastic",
         action="store_true",
-        help="let --resume continue with another number of processes: the batch size of a process "
-        "changes, the images of a step stay",
+        help="let --resume continue with another number of processes: their batch size changes, "
+        "and each step takes the same samples",
     )
     add("--amp", action="store_true", help="train under bfloat16 autocast")
     add(

@@ -171,9 +171,7 @@ def secure_files() -> None:
         process may rely on it.
     """
     register_backend("local", AtomicLocalBackend, force=True, prefixes="")
-    for prefix in ("", *checkpoint_schemes()):
-        CheckpointLoader.register_scheme(
-            prefixes=prefix, loader=load_checkpoint_together, force=True
-        )
+    load, schemes = load_checkpoint_together, ["", *checkpoint_schemes()]
+    CheckpointLoader.register_scheme(prefixes=schemes, loader=load, force=True)
     register_handler(["yaml", "yml"])(SafeYamlHandler)
     register_handler(["pickle", "pkl"])(RefusedPickleHandler)
