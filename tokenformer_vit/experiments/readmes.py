@@ -11,6 +11,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import timm
+import torch
+
+from tokenformer_vit.benchmarking.cluster import STATE_BYTES, Needs
+from tokenformer_vit.benchmarking.costs import model_costs, total
+from tokenformer_vit.models import TokenFormerLM, lm_config
+
 from .fields import Field
 from .image_models import IMAGES
 from .language_models import LANGUAGE
@@ -18,11 +25,12 @@ from .results import Groups
 from .rows import head
 from .training_cost import TrainingCost
 
-_READMES = (
-    "",
-    "ablations",
-    "configs",
-    *(f"tokenformer_vit/{name}" for name in ("benchmarking", "growth", "language")),
+_PAGES = (
+    "README.md",
+    "ablations/README.md",
+    "configs/README.md",
+    "configs/MANY_MACHINES.md",
+    *(f"tokenformer_vit/{name}/README.md" for name in ("benchmarking", "growth", "language")),
 )
 RUNS = "configs/results"
 SPEED = "tokenformer_vit/benchmarking/results"
@@ -73,7 +81,7 @@ Link = Callable[[str, str], str]  # of a text and a path, as Markdown
 
 def render(root: Path, groups: Groups) -> dict[Path, str]:
     """Fill the tables of all READMEs of a repository, and return their texts."""
-    paths = [root / folder / "README.md" for folder in _READMES]
+    paths = [root / page for page in _PAGES]
     return {path: _filled(path, root, groups) for path in paths if path.is_file()}
 
 
@@ -89,6 +97,8 @@ def _filled(path: Path, root: Path, groups: Groups) -> str:
         "speed": lambda: _image_speed(root, link),
         "language-speed": lambda: _language_speed(root, link),
         "loop-speed": lambda: _loop_speed(root, link),
+        "gpus": _gpus,
+        "memory": _memory,
         "growth": lambda: _growth(IMAGES, groups, link),
         "language-growth": lambda: _growth(LANGUAGE, groups, link),
     }
@@ -239,6 +249,27 @@ def _growth(field: Field, groups: Groups, link: Link) -> str:
             text += f"| **{link(name, f'ablations/results/{folder}')}**, {hardware} | | | | |\n"
             text += question.summary(records)
     return text or _table("", [["not run"]])
+
+
+def _gpus() -> str:
+    """Render what training on many GPUs needs."""
+    with torch.device("meta"):
+        count = total(model_costs(timm.create_model(_BENCHMARK["model"]))).parameters
+    rows = [Needs(number, count) for number in (8, 64, 512)]
+    rows.append(Needs(512, count, batch_size=512 * 64))
+    return _table(" | ".join(Needs.HEADINGS), [row.cells() for row in rows])
+
+
+def _memory() -> str:
+    """Render the memory of training language models, without activations."""
+    rows = []
+    for preset in ("150m", "450m", "900m", "1.5b"):
+        model = TokenFormerLM(lm_config(preset), device="meta")
+        count = sum(parameter.numel() for parameter in model.parameters())
+        state = STATE_BYTES * count / 1e9
+        shares = [f"{state / gigabytes:.0%}" for gigabytes in (80, 141)]
+        rows.append([f"`{preset}`", f"{count:,}", f"{state:.1f}", *shares])
+    return _table("preset | parameters | state, GB | of 80 GB | of 141 GB", rows)
 
 
 def _table(headings: str, rows: Sequence[Sequence[str]]) -> str:
