@@ -48,7 +48,7 @@ class BuildWithConfigs(build_py):
         if not self.editable_mode:
             target = Path(self.build_lib, "tokenformer_vit", ".mim", "configs")
             shutil.rmtree(target, ignore_errors=True)
-            ignored = shutil.ignore_patterns("__pycache__", "results", "README.md")
+            ignored = shutil.ignore_patterns("__pycache__", "results", "*.md")
             shutil.copytree(ROOT / "configs", target, ignore=ignored)
 
 

@@ -11,6 +11,7 @@ import timm
 from matplotlib.figure import Figure
 from timm.models import save_for_hf
 
+from tokenformer_vit.benchmarking.cluster import Needs
 from tokenformer_vit.benchmarking.costs import PARTS, model_costs, total
 from tokenformer_vit.cli import costs
 from tokenformer_vit.command_line import run_tool
@@ -227,3 +228,20 @@ def test_slips_on_the_command_line(arguments, said, capsys):
     with pytest.raises(SystemExit):
         costs.main(arguments)
     assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_what_many_gpus_need(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    costs.main([*TINY[:2], "--gpus", "8", "64", "--speed", "1000"])
+    printed = capsys.readouterr().out
+    model = timm.create_model("tokenformer_tiny")
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert f"{count:,} parameters, 1000 images/s" in printed
+    assert f"A checkpoint has {16 * count / 1e9:.2f} GB." in printed
+    for gpus in (8, 64):
+        row = next(line for line in printed.splitlines() if line.startswith(f"│ {gpus} "))
+        cells = [cell.strip() for cell in row.strip("│").split("│")]
+        assert cells == Needs(gpus, count, 1000).cells()
+    with pytest.raises(SystemExit):
+        costs.main([*TINY[:2], "--gpus", "8", "--json"])
+    assert "--gpus takes only" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from mmengine.runner import CheckpointLoader
 from mmengine.runner.checkpoint import load_from_local
 from mmpretrain.registry import HOOKS, MODELS
 
+from tokenformer_vit.benchmarking.cluster import CHECKPOINT_BYTES
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers.segments import fuse_state_dict
 from tokenformer_vit.training.checkpoint import ExactCheckpointHook
@@ -269,3 +270,13 @@ def test_halves_that_do_not_fit_are_tensors_of_no_model():
     assert {key: tuple(t.shape) for key, t in fuse_state_dict(odd).items()} == {
         "key_param_tokens": (7, 3)
     }
+
+
+def test_a_checkpoint_has_sixteen_bytes_a_parameter(trained):
+    checkpoint = load_plain_checkpoint(str(trained.work_dir / "epoch_2.pth"))
+    count = sum(tensor.numel() for tensor in checkpoint["state_dict"].values())
+    tensors = [*checkpoint["state_dict"].values(), *checkpoint["ema_state_dict"].values()]
+    for state in checkpoint["optimizer"]["state"].values():
+        tensors += state.values()
+    size = sum(tensor.nbytes for tensor in tensors)
+    assert size == pytest.approx(CHECKPOINT_BYTES * count, rel=0.01)
