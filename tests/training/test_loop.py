@@ -7,12 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from mmengine.config import ConfigDict
 from mmengine.runner import IterBasedTrainLoop
 from torch.utils.data import DataLoader
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.training import EndlessSampler, LoadImage, ResumableSampler
-from tokenformer_vit.training.config import load_config
+from tokenformer_vit.training.config import load_config, set_batch_size
 from tokenformer_vit.training.loop import copied_ahead, loading_explained, validations_left
 from tokenformer_vit.training.reports import read_scalars
 
@@ -54,6 +55,26 @@ def test_a_shortened_epoch_is_a_random_subset_that_is_redrawn(sampler):
     assert set(first) != set(second)
     whole, _ = epochs(sampler(), 2)
     assert first == whole[:40]  # of the order that the whole epoch has
+
+
+@pytest.mark.parametrize("batches", [None, 4])  # all 160 samples, or a part
+def test_other_numbers_of_processes_take_the_same_samples_in_each_step(sampler, batches):
+    def steps(world):
+        loader = ConfigDict(batch_size=2, sampler={"num_samples": batches and batches * 2})
+        set_batch_size(loader, 16 // world)
+        size, shares = loader.batch_size, []
+        for rank in range(world):
+            shares.append(sampler(rank, world, num_samples=loader.sampler.num_samples))
+            shares[-1].start = size  # resumed after the first step
+        orders = [
+            [index for _, index in zip(range(3 * size), each, strict=False)] for each in shares
+        ]
+        return [
+            sorted(index for order in orders for index in order[step * size : (step + 1) * size])
+            for step in range(3)
+        ]
+
+    assert steps(8) == steps(4) == steps(1)
 
 
 def test_a_shortened_epoch_goes_on_in_its_middle(sampler):

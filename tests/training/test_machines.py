@@ -34,7 +34,10 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 class Cluster:
-    """Two machines with a process each, and a relative work directory on their own disks."""
+    """Two machines with a process each, and a relative work directory on their own disks.
+
+    The agent that is started first has the first process.
+    """
 
     def __init__(self, train, root: Path) -> None:
         self.train, self.root, self.machines = train, root, [root / "a", root / "b"]
@@ -47,12 +50,12 @@ class Cluster:
         (first,) = {path.parents[3] for path in self.root.glob("*/run/*/*/*.json")}
         return first
 
-    def start(self, *words: str, restarts: int = 0) -> list[subprocess.Popen]:
+    def start(self, *words: str, nodes: str = "2") -> list[subprocess.Popen]:
         port = free_port()
         launcher = (
-            *("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
+            *("-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc-per-node=1"),
             *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=1"),
-            f"--max-restarts={restarts}",
+            *("--rdzv-conf=last_call_timeout=20", "--max-restarts=3"),
         )
         return [
             self.train.start(Path("run"), *words, *OPTIONS, launcher=launcher, cwd=machine)
@@ -82,15 +85,18 @@ def wait_for(agents, done):
         time.sleep(0.02)
 
 
+def worker(agent: subprocess.Popen) -> int:
+    """Return the process that an agent of torchrun started."""
+    (number,) = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    return int(number)
+
+
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_process_is_started_again_and_goes_on_exactly(cluster, whole, killed):
-    agents = cluster.start("--resume", restarts=3)
+    agents = cluster.start("--resume")
     wait_for(agents, lambda: any(cluster.root.glob("*/run/*/*/*.json")))
     wait_for(agents, lambda: max(losses(cluster.first), default=0) >= 10)
-    # The agent that was started first has the first process.
-    pid = agents[killed].pid
-    (process,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    os.kill(int(process), signal.SIGKILL)
+    os.kill(worker(agents[killed]), signal.SIGKILL)
     output = [agent.communicate(timeout=400)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], output
     first = cluster.first
@@ -100,3 +106,16 @@ def test_a_killed_process_is_started_again_and_goes_on_exactly(cluster, whole, k
     assert weights[0].read_bytes() == weights[1].read_bytes()
     (other,) = {*cluster.machines} - {first}
     assert not [*other.glob("run/*.pth")]  # the first process sent it the checkpoint
+
+
+def test_a_lost_machine_leaves_the_other_one_training(cluster):
+    agents = cluster.start("--resume", "--elastic", nodes="1:2")
+    wait_for(agents, lambda: any(cluster.root.glob("*/run/*/*/*.json")))
+    wait_for(agents, lambda: max(losses(cluster.first), default=0) >= 10)
+    for process in (worker(agents[1]), agents[1].pid):
+        os.kill(process, signal.SIGKILL)
+    agents[1].communicate()
+    output, _ = agents[0].communicate(timeout=400)
+    assert agents[0].returncode == 0, output
+    assert "written by 2 processes, this run has 1: each step takes the same samples" in output
+    assert list(losses(cluster.first)) == list(range(1, 25))

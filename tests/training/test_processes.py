@@ -130,12 +130,18 @@ def test_each_slurm_job_has_its_own_address(monkeypatch, environment):
     assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("n3", "22345")
 
 
-def _of_slurm(rank, port, work):
-    """Meet as tasks of a job on machines without scontrol."""
-    tasks = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"}
-    os.environ |= {**tasks, "SLURM_NODELIST": "127.0.0.1,n2", "MASTER_PORT": str(port), "PATH": ""}
+def _of_launcher(rank, where, work):
+    """Meet as the processes of Slurm or MPI, on machines without scontrol."""
+    launcher, port = where
+    os.environ |= LAUNCHED[launcher] | {"MASTER_PORT": str(port), "PATH": ""}
+    if launcher == "slurm":
+        os.environ |= {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "2"}
+        os.environ["SLURM_NODELIST"] = "127.0.0.1,n2"
+    else:
+        os.environ |= {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2"}
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
     with patch("torch.cuda.device_count", lambda: 0):
-        start_processes(SimpleNamespace(launcher="slurm", get=lambda key: None))
+        start_processes(SimpleNamespace(launcher=launcher, get=lambda key: None))
     return work(rank)
 
 
@@ -169,12 +175,14 @@ def in_two_processes(meet, where, work):
         return [answers[0], answers[1]]
 
 
-def test_processes_of_slurm_meet_without_a_gpu_and_without_scontrol(environment):
+@pytest.mark.parametrize("launcher", ["slurm", "mpi"])
+def test_processes_meet_without_a_gpu_and_without_scontrol(environment, launcher):
     with socket.socket() as port:
         port.bind(("127.0.0.1", 0))
         number = port.getsockname()[1]
-    received = in_two_processes(_of_slurm, number, lambda rank: from_first(lambda: ("first", rank)))
-    assert received == [("first", 0)] * 2
+    where = launcher, number
+    received = in_two_processes(_of_launcher, where, lambda rank: from_first(lambda: rank + 5))
+    assert received == [5, 5]
 
 
 def test_the_first_process_alone_makes_what_all_receive(tmp_path, seed):

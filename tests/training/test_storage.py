@@ -25,7 +25,12 @@ from tokenformer_vit.training.guard import classes_of
 from tokenformer_vit.training.identity import check_identity, run_identity
 from tokenformer_vit.training.mmengine_internals import checkpoint_schemes
 from tokenformer_vit.training.processes import is_first
-from tokenformer_vit.training.storage import AtomicLocalBackend, load_plain_checkpoint, secure_files
+from tokenformer_vit.training.storage import (
+    AtomicLocalBackend,
+    load_checkpoint_together,
+    load_plain_checkpoint,
+    secure_files,
+)
 from tokenformer_vit.training.termination import PatientWorker, Termination
 
 BACKBONE = {
@@ -65,7 +70,7 @@ def test_what_lies_elsewhere_is_not_loaded(name):
 
 def test_every_scheme_of_mmengine_has_our_loader():
     before = checkpoint_schemes()
-    assert set(before.values()) == {load_plain_checkpoint}
+    assert set(before.values()) == {load_checkpoint_together}
     secure_files()
     assert checkpoint_schemes() == before
     assert isinstance(mmengine.fileio.get_file_backend("x.pth"), AtomicLocalBackend)
@@ -113,7 +118,7 @@ def test_each_part_that_meets_a_checkpoint_secures_the_files(registry, part, mon
     monkeypatch.setattr(CheckpointLoader, "_schemes", {"": load_from_local})
     with DefaultScope.overwrite_default_scope("mmpretrain"):
         registry.build(dict(part))
-    assert CheckpointLoader._schemes == {"": load_plain_checkpoint}
+    assert CheckpointLoader._schemes == {"": load_checkpoint_together}
 
 
 def test_a_file_may_have_a_name_like_a_scheme(tmp_path, monkeypatch):

@@ -173,8 +173,9 @@ class _Unpickler(pickle.Unpickler):
 def from_first(make: Callable[[], T]) -> T:
     """Return on all processes what the first one makes.
 
-    All processes must call this together. Tensors are sent one after another, on the same kind of
-    device as in the first process.
+    All processes must call this together. Tensors are sent one after another, to the same kind of
+    device as in the first process. Plain values are sent as a pickle, as in PyTorch's collectives:
+    the processes of a run trust each other.
 
     Args:
         make: Called in the first process only. Returns tensors and plain values in dicts and lists.
