@@ -36,7 +36,7 @@ def losses(folder: Path) -> dict[int, float]:
 class Cluster:
     """Two machines with a process each, and a relative work directory on their own disks.
 
-    The agent that is started first has the first process.
+    The agent that is started first has the first process, and the store where agents meet.
     """
 
     def __init__(self, train, root: Path) -> None:
@@ -55,12 +55,14 @@ class Cluster:
         launcher = (
             *("-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc-per-node=1"),
             *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=1"),
-            *("--rdzv-conf=last_call_timeout=20", "--max-restarts=3"),
+            "--max-restarts=3",
         )
-        return [
-            self.train.start(Path("run"), *words, *OPTIONS, launcher=launcher, cwd=machine)
-            for machine in self.machines
-        ]
+        agents = []
+        for machine in self.machines:
+            own = f"--rdzv-conf=last_call_timeout=20,is_host={int(not agents)}"
+            start = {"launcher": (*launcher, own), "cwd": machine}
+            agents.append(self.train.start(Path("run"), *words, *OPTIONS, **start))
+        return agents
 
 
 @pytest.fixture

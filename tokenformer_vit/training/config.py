@@ -229,7 +229,7 @@ def _shorten(loader: Any, name: str) -> None:
 
 def set_batch_size(loader: Any, batch_size: int) -> None:
     """Change the batch size of a loader whose config is complete; the number of batches stays."""
-    sampler = loader.get("sampler") or {}
+    sampler: Any = loader.get("sampler") or {}
     if sampler.get("num_samples"):
         sampler.num_samples = sampler.num_samples // loader.batch_size * batch_size
     loader.batch_size = batch_size

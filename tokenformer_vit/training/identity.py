@@ -86,16 +86,15 @@ def keep_samples(checkpoint: dict[str, Any], batch_size: int) -> int:
 
     Args:
         checkpoint: Checkpoint of a run with any number of processes.
-        batch_size: Batch size that this run was started with; the result, if the number of
-            processes is the same.
+        batch_size: The result for a checkpoint of an older version, which has no batch size.
 
     Raises:
         InputError: If the processes cannot take equal parts of a step.
     """
-    resumed, now = checkpoint.get("exact_resume") or {}, get_world_size()
-    if "run" not in resumed or len(resumed["rng"]) == now:
+    run = (checkpoint.get("exact_resume") or {}).get("run")
+    if run is None:
         return batch_size
-    samples = resumed["run"]["samples_per_iteration"]
+    samples, now = run["samples_per_iteration"], get_world_size()
     if samples % now:
         raise InputError(
             f"--elastic: {now} processes cannot share the {samples} samples of an iteration "
