@@ -3,14 +3,15 @@
 import copy
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.distributed import destroy_process_group, init_process_group
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES = ("bright", "dark", "split")
@@ -143,3 +144,37 @@ def trained(train, config, tmp_path_factory) -> Trained:
         *("optim_wrapper.accumulative_counts=2",),
     )
     return Trained(work_dir, output, config)
+
+
+def _report(answers, meet: Callable, work: Callable, rank: int) -> None:
+    try:
+        meet(rank)
+        answers[rank] = work(rank)
+    except Exception as error:
+        answers[rank] = f"{type(error).__name__}: {error}"
+    destroy_process_group()
+
+
+@pytest.fixture
+def in_two_processes(tmp_path) -> Callable:
+    """Return what ``work(rank)`` returns in two processes that meet, or its error as text."""
+
+    def meet_by_file(rank: int) -> None:
+        store = f"file://{tmp_path}/store"
+        init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+
+    def run(work: Callable, meet: Callable = meet_by_file) -> list[Any]:
+        context = torch.multiprocessing.get_context("fork")
+        with context.Manager() as manager:
+            answers = manager.dict()
+            processes = [
+                context.Process(target=_report, args=(answers, meet, work, rank))
+                for rank in range(2)
+            ]
+            for process in processes:
+                process.start()
+            for process in processes:
+                process.join(120)
+            return [answers[0], answers[1]]
+
+    return run

@@ -48,25 +48,11 @@ def test_one_process_learns_at_once_what_it_noticed(group):
     assert agreement.any(False, False) == [False, False]
 
 
-def _ask(rank, store, answers):
-    init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    agreement = Agreement()
-    asked = [(False, rank == 0), (rank == 1, False), (False, False), (False, False)]
-    answers[rank] = [agreement.any(*each) for each in asked]
-    destroy_process_group()
+def test_two_processes_learn_at_the_same_call_what_one_noticed(in_two_processes):
+    def ask(rank):
+        agreement = Agreement()
+        asked = [(False, rank == 0), (rank == 1, False), (False, False), (False, False)]
+        return [agreement.any(*each) for each in asked]
 
-
-def test_two_processes_learn_at_the_same_call_what_one_noticed(tmp_path):
-    context = torch.multiprocessing.get_context("fork")
-    with context.Manager() as manager:
-        answers = manager.dict()
-        processes = [
-            context.Process(target=_ask, args=(rank, f"file://{tmp_path}/store", answers))
-            for rank in range(2)
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(120)
-        expected = [[False, False], [False, True], [True, False], [False, False]]
-        assert dict(answers) == {0: expected, 1: expected}
+    expected = [[False, False], [False, True], [True, False], [False, False]]
+    assert in_two_processes(ask) == [expected, expected]

@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch.distributed import destroy_process_group, init_process_group
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.training.config import load_config
@@ -130,62 +129,29 @@ def test_each_slurm_job_has_its_own_address(monkeypatch, environment):
     assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("n3", "22345")
 
 
-def _of_launcher(rank, where, work):
-    """Meet as the processes of Slurm or MPI, on machines without scontrol."""
-    launcher, port = where
-    os.environ |= LAUNCHED[launcher] | {"MASTER_PORT": str(port), "PATH": ""}
-    if launcher == "slurm":
-        os.environ |= {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "2"}
-        os.environ["SLURM_NODELIST"] = "127.0.0.1,n2"
-    else:
-        os.environ |= {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2"}
-        os.environ["MASTER_ADDR"] = "127.0.0.1"
-    with patch("torch.cuda.device_count", lambda: 0):
-        start_processes(SimpleNamespace(launcher=launcher, get=lambda key: None))
-    return work(rank)
-
-
-def _of_file(rank, store, work):
-    init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    return work(rank)
-
-
-def _report(answers, rank, *how):
-    try:
-        meet, where, work = how
-        answers[rank] = meet(rank, where, work)
-    except Exception as error:
-        answers[rank] = f"{type(error).__name__}: {error}"
-    destroy_process_group()
-
-
-def in_two_processes(meet, where, work):
-    """Return what ``work(rank)`` returns in each of two processes, or its error as text."""
-    context = torch.multiprocessing.get_context("fork")
-    with context.Manager() as manager:
-        answers = manager.dict()
-        processes = [
-            context.Process(target=_report, args=(answers, rank, meet, where, work))
-            for rank in range(2)
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(120)
-        return [answers[0], answers[1]]
-
-
 @pytest.mark.parametrize("launcher", ["slurm", "mpi"])
-def test_processes_meet_without_a_gpu_and_without_scontrol(environment, launcher):
+def test_processes_meet_without_a_gpu_and_without_scontrol(environment, in_two_processes, launcher):
     with socket.socket() as port:
         port.bind(("127.0.0.1", 0))
-        number = port.getsockname()[1]
-    where = launcher, number
-    received = in_two_processes(_of_launcher, where, lambda rank: from_first(lambda: rank + 5))
+        environment["MASTER_PORT"] = str(port.getsockname()[1])
+
+    def meet(rank):
+        own = LAUNCHED[launcher] | {"PATH": ""}
+        if launcher == "slurm":
+            own |= {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "2"}
+            own["SLURM_NODELIST"] = "127.0.0.1,n2"
+        else:
+            own |= {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2"}
+            own["MASTER_ADDR"] = "127.0.0.1"
+        os.environ |= own
+        with patch("torch.cuda.device_count", lambda: 0):
+            start_processes(SimpleNamespace(launcher=launcher, get=lambda key: None))
+
+    received = in_two_processes(lambda rank: from_first(lambda: rank + 5), meet)
     assert received == [5, 5]
 
 
-def test_the_first_process_alone_makes_what_all_receive(tmp_path, seed):
+def test_the_first_process_alone_makes_what_all_receive(in_two_processes, seed):
     made = {
         "state_dict": {
             "float": torch.randn(3, 5),
@@ -209,14 +175,14 @@ def test_the_first_process_alone_makes_what_all_receive(tmp_path, seed):
             assert torch.equal(received["state_dict"][name], tensor)
         return "equal"
 
-    assert in_two_processes(_of_file, tmp_path / "store", work) == ["equal"] * 2
+    assert in_two_processes(work) == ["equal"] * 2
 
 
-def test_an_error_of_the_first_process_stops_all(tmp_path):
+def test_an_error_of_the_first_process_stops_all(tmp_path, in_two_processes):
     def work(rank):
         from_first(lambda: (tmp_path / "absent.pth").read_bytes())
 
-    first, other = in_two_processes(_of_file, tmp_path / "store", work)
+    first, other = in_two_processes(work)
     assert first.startswith("FileNotFoundError: ")
     assert other.startswith("InputError: the first process stopped: ")
     assert "absent.pth" in first
@@ -224,18 +190,18 @@ def test_an_error_of_the_first_process_stops_all(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["samples", "schedule"])
-def test_machines_with_other_data_are_refused(tmp_path, name):
+def test_machines_with_other_data_are_refused(in_two_processes, name):
     def work(rank):
         facts = {"samples": 48, "schedule": [1, 2]}
         check_alike(facts)
         check_alike({**facts, name: facts[name] if rank == 0 else 7})
 
-    for line in in_two_processes(_of_file, tmp_path / "store", work):
+    for line in in_two_processes(work):
         assert f"{name} is 7 in process 1 on {socket.gethostname()}, but " in line
         assert "give all machines the same data and config" in line
 
 
-def test_a_later_checkpoint_on_another_machine_is_not_forgotten(tmp_path):
+def test_a_later_checkpoint_on_another_machine_is_not_forgotten(tmp_path, in_two_processes):
     def work(rank):
         folder = tmp_path / str(rank)
         folder.mkdir()
@@ -246,7 +212,7 @@ def test_a_later_checkpoint_on_another_machine_is_not_forgotten(tmp_path):
         (folder / "last_checkpoint").write_text(f"epoch_{rank + 1}.pth\n")
         check_last_checkpoints(folder)
 
-    for line in in_two_processes(_of_file, tmp_path / "store", work):
+    for line in in_two_processes(work):
         assert "is epoch_2.pth on" in line
         assert "but epoch_1.pth on" in line
         assert "copy the later one" in line
