@@ -66,7 +66,8 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(train, tmp_path):
+def cluster(train, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     return Cluster(train, tmp_path / "cluster")
 
 

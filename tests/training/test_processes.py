@@ -39,6 +39,7 @@ MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 def environment():
     """The environment, without variables of launchers; a test may change it."""
     known = {name for variables in LAUNCHED.values() for name in variables} | {*MEETING}
+    known |= {name for name in os.environ if name.startswith(("TORCHELASTIC", "SLURM"))}
     with patch.dict(os.environ):
         for name in known:
             os.environ.pop(name, None)
@@ -89,6 +90,18 @@ def test_processes_on_gpus_meet_as_mmengine_lets_them(monkeypatch, environment, 
         start_processes(cfg)
     assert called == [("pytorch", {"backend": "nccl", "timeout": None})]
     assert "device_ids" not in cfg.model_wrapper_cfg  # mmengine gives the GPU of the process
+
+
+def test_restarts_need_a_new_store(monkeypatch, environment):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    environment.update({**LAUNCHED["pytorch"], **MEETING, "LOCAL_RANK": "1"})
+    environment.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_MAX_RESTARTS="3")
+    with pytest.raises(InputError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-re"):
+        start_processes(SimpleNamespace(launcher="pytorch"))
+    for name, value in (("USE_AGENT_STORE", "False"), ("MAX_RESTARTS", "0")):
+        own = patch.dict(os.environ, {f"TORCHELASTIC_{name}": value})
+        with own, pytest.raises(InputError, match="there is no GPU"):
+            start_processes(SimpleNamespace(launcher="pytorch"))
 
 
 @pytest.mark.parametrize("fault", ["taken", "no number"])

@@ -51,6 +51,8 @@ _STARTS = {
     "mpi": "mpirun -np N -x MASTER_ADDR=HOST tokenformer-vit train ...",
 }
 _DEFAULT_PORT = 29500  # PyTorch's
+# Without it, torchrun keeps the store with the addresses of the processes when it restarts them.
+_NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def is_first(launcher: str) -> bool:
@@ -101,7 +103,7 @@ def _set_environment(launcher: str) -> None:
     """Set the variables of torchrun from those of another launcher.
 
     Raises:
-        InputError: If the launcher did not start this process.
+        InputError: If the launcher did not start this process, or could not restart it.
     """
     needed = dict(_VARIABLES[launcher])
     if launcher == "slurm":
@@ -129,6 +131,14 @@ def _set_environment(launcher: str) -> None:
         )
     for name, other in needed.items():
         os.environ[name] = os.environ[other]
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    keeps_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if launcher == "pytorch" and restarts != "0" and keeps_store:
+        raise InputError(
+            f"torchrun may restart this run {restarts} times, and restarted processes could wait "
+            "forever for addresses of dead ones: start it as "
+            f"`{_NEW_STORE}=1 torchrun --max-restarts={restarts} ...`"
+        )
 
 
 def first_host(nodes: str) -> str:
