@@ -96,7 +96,7 @@ def test_restarts_need_a_new_store(monkeypatch, environment):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     environment.update({**LAUNCHED["pytorch"], **MEETING, "LOCAL_RANK": "1"})
     environment.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_MAX_RESTARTS="3")
-    with pytest.raises(InputError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-re"):
+    with pytest.raises(InputError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv"):
         start_processes(SimpleNamespace(launcher="pytorch"))
     for name, value in (("USE_AGENT_STORE", "False"), ("MAX_RESTARTS", "0")):
         own = patch.dict(os.environ, {f"TORCHELASTIC_{name}": value})

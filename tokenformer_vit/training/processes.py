@@ -137,7 +137,7 @@ def _set_environment(launcher: str) -> None:
         raise InputError(
             f"torchrun may restart this run {restarts} times, and restarted processes could wait "
             "forever for addresses of dead ones: start it as "
-            f"`{_NEW_STORE}=1 torchrun --max-restarts={restarts} ...`"
+            f"`{_NEW_STORE}=1 torchrun --rdzv-backend=c10d --max-restarts={restarts} ...`"
         )
 
 
