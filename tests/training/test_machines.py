@@ -41,6 +41,7 @@ class Cluster:
 
     def __init__(self, train, root: Path) -> None:
         self.train, self.root, self.machines = train, root, [root / "a", root / "b"]
+        self.agents: list[subprocess.Popen] = []
         for machine in self.machines:
             machine.mkdir(parents=True)
 
@@ -57,18 +58,20 @@ class Cluster:
             *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=1"),
             "--max-restarts=3",
         )
-        agents = []
         for machine in self.machines:
-            own = f"--rdzv-conf=last_call_timeout=20,is_host={int(not agents)}"
+            own = f"--rdzv-conf=last_call_timeout=20,is_host={int(not self.agents)}"
             start = {"launcher": (*launcher, own), "cwd": machine}
-            agents.append(self.train.start(Path("run"), *words, *OPTIONS, **start))
-        return agents
+            self.agents.append(self.train.start(Path("run"), *words, *OPTIONS, **start))
+        return self.agents
 
 
 @pytest.fixture
 def cluster(train, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    return Cluster(train, tmp_path / "cluster")
+    cluster = Cluster(train, tmp_path / "cluster")
+    yield cluster
+    for agent in cluster.agents:
+        agent.terminate()  # an agent ends its process; one that ended before stays as it is
 
 
 @pytest.fixture(scope="module")
