@@ -65,6 +65,12 @@ class PackLabels(PackInputs):
         return {"inputs": self.format_input(image), "data_samples": results["gt_label"]}
 
 
+def _mix(values: Tensor, order: Tensor, lam: float) -> Tensor:
+    """Mix each row with the row at its place in ``order``, in the memory of ``values``."""
+    others = values[order].mul_(1 - lam)
+    return values.mul_(lam).add_(others)
+
+
 def _draw_order(images: Tensor) -> Tensor:
     """Draw the partner of each image, on the processor, and copy it without waiting."""
     return without_waiting(torch.randperm(len(images)), images.device)
@@ -77,10 +83,7 @@ class DeviceMixup(Mixup):
         """Mix each image, (N, C, H, W), and its scores, (N, K), with those of another."""
         lam = np.random.beta(self.alpha, self.alpha)  # noqa: NPY002  # checkpoints keep its state
         order = _draw_order(batch_inputs)
-        images, scores = (
-            lam * each + (1 - lam) * each[order] for each in (batch_inputs, batch_scores)
-        )
-        return images, scores
+        return _mix(batch_inputs, order, lam), _mix(batch_scores, order, lam)
 
 
 class DeviceCutMix(CutMix):
@@ -94,7 +97,7 @@ class DeviceCutMix(CutMix):
         (y1, y2, x1, x2), lam = self.cutmix_bbox_and_lam((height, width), lam)
         boxes = batch_inputs[:, :, y1:y2, x1:x2]
         boxes.copy_(boxes[order])
-        return batch_inputs, lam * batch_scores + (1 - lam) * batch_scores[order]
+        return batch_inputs, _mix(batch_scores, order, lam)
 
 
 # Mixing from mmpretrain, and the form that is built from its settings.
@@ -137,10 +140,11 @@ class LabelPreprocessor(ClsDataPreprocessor):
         batch = super().forward({"inputs": data["inputs"]}, training)
         targets: Any = self.cast_data(labels)
         if self.to_onehot:
-            targets = one_hot(targets, cast(int, self.num_classes))
+            shape = len(targets), cast(int, self.num_classes)
+            # one_hot would make integers, which take twice the memory.
+            targets = targets.new_zeros(shape, dtype=torch.float).scatter_(1, targets[:, None], 1)
         if training and self.batch_augments is not None:
-            # As floats they are mixed in half the time.
-            batch["inputs"], targets = self.batch_augments(batch["inputs"], targets.float())
+            batch["inputs"], targets = self.batch_augments(batch["inputs"], targets)
         return {**batch, "data_samples": targets}
 
 
