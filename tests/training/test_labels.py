@@ -19,6 +19,7 @@ AUGMENTS = {
     "cutmix": {"augments": CUTMIX},
     "minmax": {"augments": {**CUTMIX, "cutmix_minmax": [0.2, 0.8]}},
     "uncorrected": {"augments": {**CUTMIX, "correct_lam": False}},
+    "stock": {"augments": [{"type": "ResizeMix", "alpha": 1.0}, MIXUP], "probs": [0.5, 0.3]},
     "either": {"augments": [MIXUP, CUTMIX], "probs": [0.4, 0.4]},
 }
 

@@ -63,6 +63,15 @@ class AdamW(optim.AdamW):
                 torch._foreach_sub_(steps, [overflow] * len(steps))  # there was no step
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Delete the gradients, or set them to zero."""
+        if not set_to_none:
+            super().zero_grad(set_to_none)
+            return
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
     def _state_of(
         self, index: int, group: dict[str, Any], trained: list[Tensor]
     ) -> list[list[Tensor]]:

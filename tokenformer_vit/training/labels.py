@@ -65,10 +65,29 @@ class PackLabels(PackInputs):
         return {"inputs": self.format_input(image), "data_samples": results["gt_label"]}
 
 
-def _mix(values: Tensor, order: Tensor, lam: float) -> Tensor:
-    """Mix each row with the row at its place in ``order``, in the memory of ``values``."""
-    others = values[order].mul_(1 - lam)
-    return values.mul_(lam).add_(others)
+class _OneHot:
+    """One-hot scores of labels.
+
+    They become a tensor after they are mixed: then two of the scores of an image are not zero, and
+    only these are computed.
+    """
+
+    def __init__(self, labels: Tensor, num_classes: int) -> None:
+        self._labels, self._shape = labels, (len(labels), num_classes)
+
+    def float(self) -> Tensor:
+        """Return the scores, (N, K) float32."""
+        return self._scores(1.0)
+
+    def mix(self, order: Tensor, lam: float) -> Tensor:
+        """Return the mean of the scores, weighted by ``lam``, and the scores in another order."""
+        others = self._labels[order][:, None]
+        shares = torch.full_like(others, 1 - lam, dtype=torch.float)
+        return self._scores(lam).scatter_add_(1, others, shares)
+
+    def _scores(self, value: float) -> Tensor:
+        zeros = self._labels.new_zeros(self._shape, dtype=torch.float)
+        return zeros.scatter_(1, self._labels[:, None], value)
 
 
 def _draw_order(images: Tensor) -> Tensor:
@@ -79,32 +98,34 @@ def _draw_order(images: Tensor) -> Tensor:
 class DeviceMixup(Mixup):
     """mmpretrain's ``Mixup``, whose indices are on the device of the images."""
 
-    def mix(self, batch_inputs: Tensor, batch_scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Mix each image, (N, C, H, W), and its scores, (N, K), with those of another."""
+    def mix(self, batch_inputs: Tensor, batch_scores: Any) -> tuple[Tensor, Tensor]:
+        """Mix each image, (N, C, H, W), and its :class:`_OneHot` scores with those of another."""
         lam = np.random.beta(self.alpha, self.alpha)  # noqa: NPY002  # checkpoints keep its state
         order = _draw_order(batch_inputs)
-        return _mix(batch_inputs, order, lam), _mix(batch_scores, order, lam)
+        others = batch_inputs[order].mul_(1 - lam)
+        return batch_inputs.mul_(lam).add_(others), batch_scores.mix(order, lam)
 
 
 class DeviceCutMix(CutMix):
     """mmpretrain's ``CutMix``, whose indices are on the device of the images."""
 
-    def mix(self, batch_inputs: Tensor, batch_scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Paste into each image, (N, C, H, W), a box of another; mix scores, (N, K), likewise."""
+    def mix(self, batch_inputs: Tensor, batch_scores: Any) -> tuple[Tensor, Tensor]:
+        """Paste into each image, (N, C, H, W), a box of another; mix :class:`_OneHot` scores."""
         lam = np.random.beta(self.alpha, self.alpha)  # noqa: NPY002  # checkpoints keep its state
         order = _draw_order(batch_inputs)
         height, width = batch_inputs.shape[-2:]
         (y1, y2, x1, x2), lam = self.cutmix_bbox_and_lam((height, width), lam)
         boxes = batch_inputs[:, :, y1:y2, x1:x2]
         boxes.copy_(boxes[order])
-        return batch_inputs, _mix(batch_scores, order, lam)
+        return batch_inputs, batch_scores.mix(order, lam)
 
 
-# Mixing from mmpretrain, and the form that is built from its settings.
-_ON_DEVICE: dict[type, Any] = {
-    Mixup: lambda stock: DeviceMixup(**vars(stock)),
-    CutMix: lambda stock: DeviceCutMix(**vars(stock)),
-}
+def _on_device(augment: Any) -> Any:
+    """Return the form of an augmentation of mmpretrain that takes :class:`_OneHot`."""
+    own = {Mixup: DeviceMixup, CutMix: DeviceCutMix}.get(type(augment))
+    if own is not None:
+        return own(**vars(augment))
+    return augment and (lambda images, scores: augment(images, scores.float()))
 
 
 @MODELS.register_module()
@@ -118,10 +139,7 @@ class LabelPreprocessor(ClsDataPreprocessor):
         super().__init__(*args, **kwargs)
         self._non_blocking = torch.cuda.is_available()
         if self.batch_augments is not None:
-            self.batch_augments.augments = [
-                _ON_DEVICE.get(type(augment), lambda same: same)(augment)
-                for augment in self.batch_augments.augments
-            ]
+            self.batch_augments.augments = list(map(_on_device, self.batch_augments.augments))
 
     def forward(self, data: dict, training: bool = False) -> dict:
         """Normalise the images of a batch, and mix them in training.
@@ -139,12 +157,12 @@ class LabelPreprocessor(ClsDataPreprocessor):
             return super().forward(data, training)
         batch = super().forward({"inputs": data["inputs"]}, training)
         targets: Any = self.cast_data(labels)
-        if self.to_onehot:
-            shape = len(targets), cast(int, self.num_classes)
-            # one_hot would make integers, which take twice the memory.
-            targets = targets.new_zeros(shape, dtype=torch.float).scatter_(1, targets[:, None], 1)
-        if training and self.batch_augments is not None:
-            batch["inputs"], targets = self.batch_augments(batch["inputs"], targets)
+        if self.to_onehot:  # always, where images are mixed
+            scores: Any = _OneHot(targets, cast(int, self.num_classes))
+            if training and self.batch_augments is not None:
+                batch["inputs"], targets = self.batch_augments(batch["inputs"], scores)
+            else:
+                targets = scores.float()
         return {**batch, "data_samples": targets}
 
 
