@@ -121,10 +121,10 @@ class DeviceCutMix(CutMix):
 
 
 def _on_device(augment: Any) -> Any:
-    """Return the form of an augmentation of mmpretrain that takes :class:`_OneHot`."""
+    """Turn an augmentation of mmpretrain, or None, into a function that takes :class:`_OneHot`."""
     own = {Mixup: DeviceMixup, CutMix: DeviceCutMix}.get(type(augment))
     if own is not None:
-        return own(**vars(augment))
+        return own(**vars(augment)).mix
     return augment and (lambda images, scores: augment(images, scores.float()))
 
 
