@@ -5,6 +5,7 @@ and a small kernel for each image on the GPU, although only the label is used.
 """
 
 from collections.abc import Mapping
+from copy import copy
 from typing import Any, cast
 
 import cv2
@@ -138,8 +139,9 @@ class LabelPreprocessor(ClsDataPreprocessor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._non_blocking = torch.cuda.is_available()
-        if self.batch_augments is not None:
-            self.batch_augments.augments = list(map(_on_device, self.batch_augments.augments))
+        self._mix: Any = copy(self.batch_augments)
+        if self._mix is not None:
+            self._mix.augments = list(map(_on_device, self._mix.augments))
 
     def forward(self, data: dict, training: bool = False) -> dict:
         """Normalise the images of a batch, and mix them in training.
@@ -155,15 +157,25 @@ class LabelPreprocessor(ClsDataPreprocessor):
         labels = data.get("data_samples")
         if not isinstance(labels, Tensor):
             return super().forward(data, training)
-        batch = super().forward({"inputs": data["inputs"]}, training)
+        batch = {"inputs": self._normalized(data["inputs"])}
         targets: Any = self.cast_data(labels)
         if self.to_onehot:  # always, where images are mixed
             scores: Any = _OneHot(targets, cast(int, self.num_classes))
-            if training and self.batch_augments is not None:
-                batch["inputs"], targets = self.batch_augments(batch["inputs"], scores)
+            if training and self._mix is not None:
+                batch["inputs"], targets = self._mix(batch["inputs"], scores)
             else:
                 targets = scores.float()
         return {**batch, "data_samples": targets}
+
+    def _normalized(self, images: Any) -> Tensor:
+        """Normalise images as mmpretrain does; where it is possible, in the memory of one copy."""
+        usual = hasattr(self, "mean") and self.pad_size_divisor <= 1
+        if not usual or not isinstance(images, Tensor) or images.dtype != torch.uint8:
+            return super().forward({"inputs": images})["inputs"]
+        images = self.cast_data(images)
+        if self.to_rgb and images.shape[1] == 3:
+            images = images.flip(1)
+        return images.float().sub_(self.mean).div_(self.std)
 
 
 @MODELS.register_module()
