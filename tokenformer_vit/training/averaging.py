@@ -22,7 +22,8 @@ class ForeachMovingAverage(ExponentialMovingAverage):
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
         """Update the average with the weights of a model; the first call copies the weights."""
-        steps = int(self.steps)
+        counter: Any = self.steps
+        steps = int(counter)
         if steps == 0 or steps % self.interval:
             super().update_parameters(model)
             return
@@ -38,7 +39,7 @@ class ForeachMovingAverage(ExponentialMovingAverage):
         if weights[0].device != tensors[0].device:
             weights = [weight.to(tensors[0].device) for weight in weights]
         torch._foreach_lerp_(tensors, weights, self.momentum)
-        self.steps.add_(1)
+        counter.add_(1)
 
     def _find(self, model: nn.Module) -> tuple[Any, ...]:
         """Return the averages by name, and the places of weights, own buffers and the model's.

@@ -183,7 +183,8 @@ def _log(hub: MessageHub, name: str, numbers: Sequence[float]) -> None:
     hub.update_scalar(name, numbers[0])
     log, counts = hub.get_scalar(name).data
     ones = np.ones(len(numbers) - 1, counts.dtype)
-    hub.log_scalars[name] = HistoryBuffer(np.append(log, numbers[1:]), np.append(counts, ones))
+    longer: Any = np.append(log, numbers[1:]), np.append(counts, ones)
+    hub.log_scalars[name] = HistoryBuffer(*longer)
 
 
 def losses_are_due(runner: Any, batch_idx: int) -> bool:

@@ -80,13 +80,13 @@ class _OneHot:
         """Return the scores, (N, K) float32."""
         return self._scores(1.0)
 
-    def mix(self, order: Tensor, lam: float) -> Tensor:
+    def mix(self, order: Tensor, lam: Any) -> Tensor:
         """Return the mean of the scores, weighted by ``lam``, and the scores in another order."""
         others = self._labels[order][:, None]
         shares = torch.full_like(others, 1 - lam, dtype=torch.float)
         return self._scores(lam).scatter_add_(1, others, shares)
 
-    def _scores(self, value: float) -> Tensor:
+    def _scores(self, value: Any) -> Tensor:
         zeros = self._labels.new_zeros(self._shape, dtype=torch.float)
         return zeros.scatter_(1, self._labels[:, None], value)
 
