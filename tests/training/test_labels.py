@@ -5,8 +5,9 @@ import copy
 import numpy as np
 import pytest
 import torch
-from mmpretrain.models import LabelSmoothLoss
+from mmpretrain.models import ClsDataPreprocessor, LabelSmoothLoss
 from mmpretrain.models.utils.batch_augments import RandomBatchAugment
+from mmpretrain.structures import DataSample
 from torch.nn.functional import one_hot
 
 from tokenformer_vit.training import LabelHead, LabelPreprocessor
@@ -19,6 +20,7 @@ AUGMENTS = {
     "cutmix": {"augments": CUTMIX},
     "minmax": {"augments": {**CUTMIX, "cutmix_minmax": [0.2, 0.8]}},
     "uncorrected": {"augments": {**CUTMIX, "correct_lam": False}},
+    "stock": {"augments": [{"type": "ResizeMix", "alpha": 1.0}, MIXUP], "probs": [0.5, 0.3]},
     "either": {"augments": [MIXUP, CUTMIX], "probs": [0.4, 0.4]},
 }
 
@@ -39,8 +41,28 @@ def test_mixing_draws_what_mmpretrain_draws(augments, device, seed):
     ours = LabelPreprocessor(num_classes=CLASSES, batch_augments=copy.deepcopy(augments)).to(device)
     expected = mixed(lambda x, y: stock(x, one_hot(y, CLASSES)))
     got = mixed(lambda x, y: ours({"inputs": x, "data_samples": y}, training=True).values())
-    for one, other in zip(got, expected, strict=True):
+    listed = mixed(lambda x, y: _in_samples(ours, x, y))
+    for one, other, third in zip(got, expected, listed, strict=True):
         assert torch.equal(one, other)
+        assert torch.equal(third, other)
+
+
+def _in_samples(preprocessor, images, labels):
+    samples = [DataSample().set_gt_label(label) for label in labels]
+    batch = preprocessor({"inputs": images, "data_samples": samples}, training=True)
+    return batch["inputs"], torch.stack([each.gt_score for each in batch["data_samples"]]).float()
+
+
+@pytest.mark.parametrize("options", [{}, {"to_rgb": True}, {"pad_size_divisor": 8}])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float])
+def test_images_are_normalised_as_by_mmpretrain(options, dtype):
+    options = {"mean": [3.0, 50.0, 99.0], "std": [57.0, 58.0, 59.0], "num_classes": 5, **options}
+    images, labels = torch.randint(256, (4, 3, 7, 9)).to(dtype), torch.randint(CLASSES, (4,))
+    given = images.clone()
+    got = LabelPreprocessor(**options)({"inputs": images, "data_samples": labels})
+    expected = ClsDataPreprocessor(**options)({"inputs": given.clone()})
+    assert torch.equal(got["inputs"], expected["inputs"])
+    assert torch.equal(images, given)
 
 
 def test_smoothed_labels_give_the_loss_of_mmpretrain():

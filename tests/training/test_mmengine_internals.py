@@ -23,8 +23,11 @@ from tokenformer_vit.training.mmengine_internals import (
 )
 
 VERSIONS = f"mmengine {mmengine.__version__}, mmpretrain {mmpretrain.__version__}"
-# Of other libraries: PyTorch's compiled call and copy, a named tuple's methods, os._exit.
-NOT_THEIRS = {"_asdict", "_compiled_call_impl", "_exit", "_foreach_copy_", "_make", "_replace"}
+# Of other libraries: PyTorch's compiled call, a named tuple's methods, os._exit.
+NOT_THEIRS = {"_asdict", "_compiled_call_impl", "_exit", "_make", "_replace"}
+# PyTorch's operators on many tensors, and the part of Adam that makes the state.
+NOT_THEIRS |= {"_foreach_add_", "_foreach_copy_", "_foreach_lerp_", "_foreach_sub_"}
+NOT_THEIRS |= {"_fused_adamw_", "_init_group"}
 
 
 @pytest.mark.parametrize("each", INTERNALS, ids=lambda each: f"{each.owner.__name__}.{each.name}")

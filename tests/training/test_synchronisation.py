@@ -3,6 +3,7 @@
 import warnings
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from mmengine.hooks import EMAHook
@@ -100,9 +101,11 @@ def configured(config, data_root, tmp_path):
 def test_a_step_reads_no_tensor_between_two_lines_of_the_log(
     configured, monkeypatch, recipe, accumulate
 ):
-    run_iter, reads = ResumableEpochLoop.run_iter, {}
+    run_iter, reads, rates, hubs = ResumableEpochLoop.run_iter, {}, {}, []
 
     def watched(loop, batch_idx, data_batch):
+        hubs.append(loop.runner.message_hub)
+        rates[loop.iter + 1] = loop.runner.optim_wrapper.get_lr()["lr"][0]
         for state in loop.runner.optim_wrapper.optimizer.state.values():
             state["step"].on_cpu = True
         for hook in loop.runner.hooks:
@@ -121,6 +124,11 @@ def test_a_step_reads_no_tensor_between_two_lines_of_the_log(
     between = {number for number in reads if number % INTERVAL and number > accumulate}
     assert {number: reads[number] for number in between} == {key: [] for key in between}
     assert all(reads[number] == ["tolist"] for number in (3, 6, 9, 12))
+    losses, counts = hubs[0].get_scalar("train/loss").data
+    assert np.isfinite(losses).all()
+    assert counts.tolist() == [1] * 12
+    logged, _ = hubs[0].get_scalar("train/lr").data
+    assert logged.tolist() == [rates[number] for number in (1, 3, 6, 9, 12)]
 
 
 @pytest.mark.gpu

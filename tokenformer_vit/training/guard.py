@@ -2,13 +2,15 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 from mmengine.dist import all_reduce
 from mmengine.hooks import Hook, LoggerHook, RuntimeInfoHook
+from mmengine.logging import HistoryBuffer, MessageHub
 from mmengine.model import is_model_wrapper
 from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop
@@ -106,9 +108,17 @@ class GuardHook(Hook):
             )
 
     def _leave_on_device(self, runner) -> None:
-        """Replace what reads losses and norms in each iteration, and so waits for the GPU."""
+        """Replace what reads losses and norms in each iteration, and so waits for the GPU.
+
+        Learning rates are logged with the losses, too, because a longer history takes longer.
+        """
+
+        def count(runner, *args: Any, **kwargs: Any) -> None:
+            runner.message_hub.update_info("iter", runner.iter)
+
         for hook in runner.hooks:
             if isinstance(hook, RuntimeInfoHook):
+                hook.before_train_iter = count
                 hook.after_train_iter = lambda *args, **kwargs: None
         wrapper = runner.optim_wrapper
         if not wrapper.clip_grad_kwargs:
@@ -130,6 +140,8 @@ class GuardHook(Hook):
         self._unread.append((runner.iter + 1, _learning_rate(runner), {**self._norms, **values}))
         self._norms.clear()
         if runner.iter == self._first or losses_are_due(runner, batch_idx):
+            for name, rates in runner.optim_wrapper.get_lr().items():
+                runner.message_hub.update_scalar(f"train/{name}", rates[0])
             self.read_losses(runner)
 
     def after_train_epoch(self, runner) -> None:
@@ -155,12 +167,24 @@ class GuardHook(Hook):
         stacked = torch.stack(tensors)
         all_reduce(stacked, op="mean")
         numbers = iter(stacked.tolist())
+        found: dict[str, list[float]] = {}
         for iteration, lr, values in unread:
             for name in values:
                 number = next(numbers)
-                runner.message_hub.update_scalar(f"train/{name}", number)
+                found.setdefault(f"train/{name}", []).append(number)
                 if name == "loss" and not math.isfinite(number):
                     raise diverged(runner, f"the loss is {number}", iteration, lr)
+        for name, column in found.items():
+            _log(runner.message_hub, name, column)
+
+
+def _log(hub: MessageHub, name: str, numbers: Sequence[float]) -> None:
+    """Add numbers to a history at once; mmengine would copy the history for each of them."""
+    hub.update_scalar(name, numbers[0])
+    log, counts = hub.get_scalar(name).data
+    ones = np.ones(len(numbers) - 1, counts.dtype)
+    longer: Any = np.append(log, numbers[1:]), np.append(counts, ones)
+    hub.log_scalars[name] = HistoryBuffer(*longer)
 
 
 def losses_are_due(runner: Any, batch_idx: int) -> bool:
@@ -203,7 +227,7 @@ def check_finite(runner) -> None:
 
 
 def _learning_rate(runner) -> float:
-    return runner.optim_wrapper.get_lr()["lr"][0]
+    return runner.optim_wrapper.optimizer.param_groups[0]["lr"]
 
 
 def diverged(runner, what: str, iteration: int, lr: float) -> InputError:

@@ -71,7 +71,8 @@ class StepTimer(Hook):
 
     ``data`` is the time between two iterations, in which the loop fetches a batch and may copy it
     ahead. ``copy`` is a copy to the device in the data preprocessor. ``preprocess`` normalises and
-    mixes images. ``hooks`` is the rest: the hooks but for weight averaging, and the loop itself.
+    mixes images. ``forward_backward`` ends when the graph of autograd is freed. ``hooks`` is the
+    rest: the hooks but for weight averaging, and the loop itself.
 
     Args:
         warm_up: Number of steps that are not measured, at least 1.
@@ -111,6 +112,7 @@ class StepTimer(Hook):
         self._time(preprocessor, "cast_data", "copy")
         self._time(preprocessor, "forward", "preprocess")
         self._time(runner.model, "forward", "forward_backward")
+        self._free_graphs(runner.model)
         self._time(optim, "backward", "forward_backward")
         self._time(optim, "step", "optimizer")
         self._time(optim, "zero_grad", "optimizer")
@@ -141,6 +143,23 @@ class StepTimer(Hook):
                 self._switch(outer)
 
         setattr(owner, name, timed)
+
+    def _free_graphs(self, model: Any) -> None:
+        """Free the graph of a batch, which its losses hold, as the end of the backward pass.
+
+        Otherwise it would be freed with the losses, after the hooks.
+        """
+        train_step = model.train_step
+
+        def freed(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+            losses = train_step(*args, **kwargs)
+            outer = self._part
+            self._switch("forward_backward")
+            losses = {name: loss.detach() for name, loss in losses.items()}
+            self._switch(outer)
+            return losses
+
+        model.train_step = freed
 
     def _switch(self, part: str) -> None:
         """End the present part, and begin another."""

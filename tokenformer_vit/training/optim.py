@@ -17,8 +17,8 @@ class AutocastOptimWrapper(OptimWrapper):
     """Forward passes under bfloat16 autocast, on any device.
 
     bfloat16 needs no loss scaling; mmengine's ``AmpOptimWrapper`` has a scaler and needs a GPU. On
-    a CPU, attention is computed by matrix products: the backward pass of PyTorch's fused attention
-    takes up to 9 times as long there in bfloat16.
+    a CPU, attention is computed by matrix products, because the backward pass of PyTorch's fused
+    attention is slow there in bfloat16.
     """
 
     @contextmanager

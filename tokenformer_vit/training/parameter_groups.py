@@ -10,11 +10,12 @@ from typing import Any
 from mmengine.optim import DefaultOptimWrapperConstructor, OptimWrapper
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
 from mmpretrain.engine import LearningRateDecayOptimWrapperConstructor
-from torch import nn
+from torch import nn, optim
 from torch.optim import Optimizer
 
 from tokenformer_vit.growth.optimizer import SEPARATE
 
+from .adamw import AdamW
 from .mmengine_internals import set_last_values
 
 __all__ = [
@@ -33,8 +34,9 @@ _NO_SETTINGS = ("params", "param_name", "layer_id", "lr_mult", "decay_mult", SEP
 class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
     """mmengine's constructor, with one group for each setting and the fastest implementation.
 
-    It builds the fused form of an optimiser, if PyTorch has one; ``fused`` or ``foreach`` in the
-    optimiser's config overrides this, unless it is None.
+    It builds the fused form of an optimiser, if PyTorch has one, and :class:`AdamW` of this
+    package for PyTorch's; ``fused`` or ``foreach`` in the optimiser's config overrides this, unless
+    it is None.
     """
 
     def add_params(
@@ -54,7 +56,7 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
             for key, value in self.optimizer_cfg.items()
             if value is not None or key not in ("foreach", "fused")
         }
-        self.optimizer_cfg = {**_fastest(given), **given}
+        self.optimizer_cfg = {**given, **_fastest(given)}
         return super().__call__(model)
 
 
@@ -65,13 +67,15 @@ class MergedLayerDecayConstructor(
     """mmpretrain's constructor of layer-wise learning rates, with one group for each setting."""
 
 
-def _fastest(cfg: Mapping[str, Any]) -> dict[str, bool]:
+def _fastest(cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that make an optimiser fused, unless its config says how it works."""
     kind = cfg["type"]
     if isinstance(kind, str):
         kind = OPTIMIZERS.get(kind)
-    if kind is None or "fused" not in inspect.signature(kind).parameters:
+    if kind is None or "fused" not in inspect.signature(kind).parameters or "foreach" in cfg:
         return {}
-    return {} if "fused" in cfg or "foreach" in cfg else {"fused": True}
+    fused = cfg.get("fused", True)
+    return {"type": AdamW if kind is optim.AdamW and fused else kind, "fused": fused}
 
 
 def _merge(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

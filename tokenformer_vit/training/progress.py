@@ -200,7 +200,10 @@ class ProgressHook(Hook):
         if runner.iter != self._first and not losses_are_due(runner, batch_idx):
             return
         scalars, (number, unit) = runner.message_hub.log_scalars, self._units
-        if "train/time" in scalars:  # from mmengine's IterTimerHook
+        for name in ("train/time", "train/data_time"):  # from mmengine's IterTimerHook
+            if name in scalars:  # which copies the history in each iteration: keep the end of it
+                scalars[name].max_length = 1000
+        if "train/time" in scalars:
             seconds = scalars["train/time"].mean(self._steps)
             runner.message_hub.update_scalar(f"train/{unit}/s", number / seconds)
         self._steps = 0

@@ -57,8 +57,8 @@ class LoadImage(BaseTransform):
 def _seeded(*key: int) -> Iterator[None]:
     """Seed all generators that transforms draw from, and restore them afterwards."""
     # NumPy's global generator is the one that mmcv's and mmpretrain's transforms use. To copy its
-    # state twice would take 0.14 ms, so its bit generator is replaced instead. That drops the
-    # normal number that NumPy may keep for the next call. In the main process, mixup may draw it.
+    # state twice would be slow, so its bit generator is replaced instead. That drops the normal
+    # number that NumPy may keep for the next call. In the main process, mixup may draw it.
     numpy: Any = np.random  # whose stubs lack these two functions
     kept = numpy.get_state(legacy=False) if get_worker_info() is None else {"has_gauss": 0}
     states = random.getstate(), numpy.get_bit_generator(), torch.get_rng_state()

@@ -111,11 +111,11 @@ def open_images(
     """Open the images of a data set in one of Hugging Face's forms.
 
     Images are read from Arrow files, because a single row of a parquet file costs the decompression
-    of its whole row group: 7 ms instead of 0.03 ms, with 100 images of 110 kB in a group. The
-    library ``datasets`` copies the rows of parquet files into Arrow files when they are first
-    opened. It keeps them in ``HF_DATASETS_CACHE`` (``~/.cache/huggingface/datasets``) and needs as
-    much room there as the parquet files take. Nothing is written beside the data. The rows are
-    copied again when the path, the time, the size or the footer of a parquet file changes.
+    of its whole row group. The library ``datasets`` copies the rows of parquet files into Arrow
+    files when they are first opened. It keeps them in ``HF_DATASETS_CACHE``
+    (``~/.cache/huggingface/datasets``) and needs as much room there as the parquet files take.
+    Nothing is written beside the data. The rows are copied again when the path, the time, the size
+    or the footer of a parquet file changes.
 
     A folder that ``save_to_disk`` wrote must come from someone you trust. Its columns are checked
     before they are used, but a damaged Arrow file may still crash the process.
