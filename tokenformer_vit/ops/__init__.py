@@ -162,11 +162,11 @@ def pattention_joint(
     Source:
         README.md in this folder.
     """
-    first, *others = key_param_tokens
-    alike = all(
-        keys.shape == first.shape and keys.requires_grad == first.requires_grad for keys in others
-    )
-    if alike and _choose(backend) == "fused":
+    first = key_param_tokens[0]
+    if _choose(backend) == "fused" and all(
+        keys.shape == first.shape and keys.requires_grad == first.requires_grad
+        for keys in key_param_tokens
+    ):
         return pattention_fused(x, key_param_tokens, value_param_tokens, theta, tau, eps)
     return tuple(
         pattention(x, keys, values, theta, own_tau, eps, backend)
