@@ -199,18 +199,8 @@ def test_compiled_blocks_share_their_code():
     for layer in layers:
         layer.compile(backend=counter, fullgraph=True)
     for batch in (2, 3, 5):
-        layers(tokens(batch)).sum().backward()
+        layers(tokens(batch).requires_grad_()).sum().backward()
     assert counter.frame_count == 2  # the second has any batch size
-
-
-@pytest.mark.usefixtures("fresh")
-def test_compiled_code_keeps_the_scores_once_and_no_copy_of_the_keys():
-    layer, kept = attention(pairs=22), []
-    layer.compile(backend="aot_eager_decomp_partition", fullgraph=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
-        layer(tokens(5))
-    assert sum(tensor.numel() == 5 * 9 * 3 * 22 for tensor in kept) == 1
-    assert not any(tensor.numel() == 3 * 22 * WIDTH for tensor in kept)
 
 
 def test_exports(calls):

@@ -31,6 +31,16 @@ def _scores(x: Tensor, keys: Sequence[Tensor]) -> Tensor:
     return F.linear(x, whole).unflatten(-1, (len(keys), -1))  # (..., S, P)
 
 
+def _joined_again(keys: Sequence[Tensor]) -> Tensor:
+    """Return the (S · P, C_in) keys for the backward.
+
+    Written as in the forward, torch.compile would compute them once, and keep this copy.
+    """
+    if len(keys) == 1:
+        return keys[0]
+    return torch.cat([own.flatten() for own in keys]).view(-1, keys[0].shape[-1])
+
+
 def _outputs(weights: Tensor, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Multiply the segments of (..., S, P) weights by their values; they are read in place."""
     segments = zip(weights.unbind(-2), values, strict=True)
@@ -102,9 +112,7 @@ class _Pattention(torch.autograd.Function):
             weights, grad_scores, *dot = kernels.backward(kept, tau, _grad_weights(grads, values))
             grad_scores = grad_scores.reshape(*x.shape[:-1], S * len(keys[0]))  # (..., S · P)
             if x_needed:
-                # Not cat, as in the forward: torch.compile would keep the result in addition.
-                whole = keys[0] if S == 1 else torch.stack(keys).flatten(0, 1)
-                grad_x = grad_scores @ whole  # (..., C_in)
+                grad_x = grad_scores @ _joined_again(keys)  # (..., C_in)
             if keys_needed:
                 grad_keys = (flat(grad_scores).t() @ flat(x)).split(len(keys[0]))  # S of (P, C_in)
             if tau_needed:
