@@ -7,7 +7,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.layers import BlockLayerNorm, Pattention
+from tokenformer_vit.layers import Attention, BlockLayerNorm, Pattention
 from tokenformer_vit.models import compile_blocks
 from tokenformer_vit.ops import THETAS
 
@@ -82,7 +82,11 @@ def test_trains_as_the_uncompiled_model_does_and_keeps_its_names():
 def test_compiled_blocks_keep_the_scores_and_not_the_weights(dtype):
     # Every Θ with a number of pairs of its own, so that what is kept shows whose it is.
     layers = [Pattention(48, 48, 66 + i, theta=theta) for i, theta in enumerate(THETAS)]
-    model = nn.Sequential(*(nn.Sequential(BlockLayerNorm(48), layer) for layer in layers))
+    attention = Attention(48, 2, 80, 90)
+    attention.joint = True
+    model = nn.Sequential(
+        *(nn.Sequential(BlockLayerNorm(48), layer) for layer in layers), attention
+    )
     model.to(dtype).compile(fullgraph=True)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
@@ -91,6 +95,8 @@ def test_compiled_blocks_keep_the_scores_and_not_the_weights(dtype):
         scores = [t for t in kept if t.numel() == 2 * 37 * layer.num_param_tokens]
         assert len(scores) == 1, layer
         assert scores[0].dtype == dtype
+    assert sum(t.numel() == 2 * 37 * 3 * 80 for t in kept) == 1  # of query, key and value
+    assert not any(t.numel() == 3 * 80 * 48 for t in kept)  # a copy of their keys
 
 
 def test_serves_other_vits():

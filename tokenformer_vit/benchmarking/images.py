@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import measures
-from .variants import Group, as_released
+from .variants import Group, as_released, set_implementation
 
 CLASSES = 1000
 
@@ -34,7 +34,7 @@ class Images(NamedTuple):
     modes = ("train", "infer")
 
     def create(self, implementation: str, seed: int) -> Any:
-        """Build the baseline, or the TokenFormer with a backend; only the seed sets the weights."""
+        """Build the baseline, or our model in one of ``IMPLEMENTATIONS``, with random weights."""
         sizes: dict[str, Any] = {"img_size": self.img_size, "num_classes": CLASSES}
         if self.depth is not None:
             sizes["depth"] = self.depth
@@ -44,8 +44,7 @@ class Images(NamedTuple):
         model: Any = timm.create_model(self.model, **sizes)
         if implementation == "released":
             return as_released(model)
-        model.set_backend(implementation)
-        return model
+        return set_implementation(model, implementation)
 
     def costs(self, implementation: str) -> tuple[int, dict[str, int]]:
         """Count the parameters, and the FLOPs per image in each mode.

@@ -12,10 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tokenformer_vit.layers import BlockLayerNorm, Pattention
-
 from .costs import model_costs, total
-from .variants import Group, as_released
+from .variants import Group, as_released, set_implementation
 
 # Largest number of tokens of a sequence that a decoding step adds, one by one.
 _DECODED = 32
@@ -58,17 +56,14 @@ class Language(NamedTuple):
         return min(_DECODED, self.num_tokens // 2)
 
     def create(self, implementation: str, seed: int) -> Decoder:
-        """Build the baseline, or the TokenFormer with a backend; only the seed sets the weights."""
+        """Build the baseline, or our model in one of ``IMPLEMENTATIONS``, with random weights."""
         torch.manual_seed(seed)
         if implementation == "baseline":
             return Decoder(self.baseline())
         decoder = Decoder(self.model())
         if implementation == "released":
             return as_released(decoder)
-        for module in decoder.blocks.modules():
-            if isinstance(module, BlockLayerNorm | Pattention):
-                module.backend = implementation
-        return decoder
+        return set_implementation(decoder, implementation)
 
     def costs(self, implementation: str) -> tuple[int, dict[str, int]]:
         """Count the parameters, and the FLOPs per token in each mode.

@@ -8,7 +8,7 @@ from typing import Any
 from tokenformer_vit.files import write_figure
 
 from .measures import percentiles
-from .variants import BACKENDS, PRECISIONS, short
+from .variants import IMPLEMENTATIONS, PRECISIONS, short
 
 _TOKEN_BYTES = 8
 _LABELS = {
@@ -21,6 +21,15 @@ _LABELS = {
 # Number format of the memory kept: a token keeps far less than an image.
 _SAVED = {"image": "16.1f", "token": "16.4f"}
 _COLOURS = {"baseline": "0.6", "released": "C1", "reference": "C9", "fused": "C0", "triton": "C2"}
+
+
+def _label(row: Mapping[str, Any]) -> str:
+    name, _, products = row["implementation"].partition("-")
+    return f"{_LABELS[name]}, {products} q, k, v" if products else _LABELS[name]
+
+
+def _colour(row: Mapping[str, Any]) -> str:
+    return _COLOURS[row["implementation"].partition("-")[0]]
 
 
 def figures(group: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,7 +52,7 @@ def figures(group: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, An
     saved = [
         row[f"saved_mb_per_{unit}"] * 1e6 * items
         for row in rows
-        if row["implementation"] in BACKENDS and row.get(f"saved_mb_per_{unit}")
+        if row["implementation"] in IMPLEMENTATIONS and row.get(f"saved_mb_per_{unit}")
     ]
     item = PRECISIONS[group["precision"]].weights.itemsize
     parameters = record["parameters"]["model"] * item
@@ -178,7 +187,7 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
             [_items_of(group) / row[f"seconds_{point}"] for row in rows]
             for point in ("p80", "p50", "p20")
         )
-        bars = axis.barh(names, middle, color=[_COLOURS[row["implementation"]] for row in rows])
+        bars = axis.barh(names, middle, color=[_colour(row) for row in rows])
         axis.hlines(names, low, high, color="0.3")
         for bar, row in zip(bars, rows, strict=True):
             bar.set_alpha(1.0 if row["compiled"] else 0.5)
@@ -213,9 +222,9 @@ def draw_summary(record: Mapping[str, Any], path: Path) -> bool:
             break
     else:
         return False
-    names = [_LABELS[row["implementation"]] for row in rows]
+    names = [_label(row) for row in rows]
     names[0] = record["baseline"] if rows[0]["implementation"] == "baseline" else names[0]
-    colours = [_COLOURS[row["implementation"]] for row in rows]
+    colours = [_colour(row) for row in rows]
     figure = Figure(figsize=(9, 0.4 * len(rows) + 1.4), layout="constrained")
     figure.suptitle(f"{record['model']}, {title(group)}, compiled, {record['hardware']}")
     axes = figure.subplots(1, 2, sharey=True)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tokenformer_vit.layers import BlockLayerNorm, Pattention
+from tokenformer_vit.layers import Attention, BlockLayerNorm, Pattention
 from tokenformer_vit.models import compile_blocks
 
 from . import measures
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from .language import Language
 
 BACKENDS = ("reference", "fused", "triton")
+_JOINT = {"joint": True, "separate": False}
+IMPLEMENTATIONS = (*BACKENDS, *(f"{name}-{how}" for name in BACKENDS[1:] for how in _JOINT))
+"""Backends; with a suffix, query, key and value are forced to have joint or separate products."""
 
 
 class Precision(NamedTuple):
@@ -55,7 +58,7 @@ class Setting(NamedTuple):
 
 
 class BenchmarkVariant(NamedTuple):
-    """One of ``BACKENDS``, ``released`` or ``baseline``; eager or compiled."""
+    """One of ``IMPLEMENTATIONS``, ``released`` or ``baseline``; eager or compiled."""
 
     implementation: str
     compiled: bool
@@ -87,6 +90,17 @@ class Released(nn.Module):
         scores = x @ self.key_param_tokens.T  # (..., P)
         directions = scores / torch.norm(scores, dim=-1, keepdim=True)
         return F.gelu(directions * math.sqrt(scores.shape[-1])) @ self.value_param_tokens
+
+
+def set_implementation(model: Any, implementation: str) -> Any:
+    """Choose one of ``IMPLEMENTATIONS`` for the blocks of a model, in place."""
+    backend, _, joint = implementation.partition("-")
+    for module in model.blocks.modules():
+        if isinstance(module, BlockLayerNorm | Pattention):
+            module.backend = backend
+        elif isinstance(module, Attention):
+            module.joint = _JOINT.get(joint)
+    return model
 
 
 def as_released(model: Any) -> Any:

@@ -56,6 +56,7 @@ from tokenformer_vit.benchmarking.records import (
 from tokenformer_vit.benchmarking.reports import draw, draw_summary, figures, table
 from tokenformer_vit.benchmarking.variants import (
     BACKENDS,
+    IMPLEMENTATIONS,
     PRECISIONS,
     BenchmarkVariant,
     Group,
@@ -153,7 +154,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="length of a sequence; default: the context length",
     )
-    add("--backends", nargs="+", choices=BACKENDS, help="default: all that run on the device")
+    add(
+        "--backends",
+        nargs="+",
+        choices=IMPLEMENTATIONS,
+        metavar="BACKEND",
+        help="%(choices)s; default: all that run on the device, without suffix",
+    )
     add("--modes", nargs="+", metavar="MODE", help="default: all modes")
     add("--precisions", nargs="+", choices=PRECISIONS, default=[*PRECISIONS], help="default: all")
     add(
@@ -213,7 +220,7 @@ def _complete(args: argparse.Namespace) -> None:
     off = [name for name in _COMPILE_OFF if os.environ.get(name) == "1"]
     if off and not args.eager:
         raise InputError(f"{off[0]}=1 disables torch.compile; unset it, or give --eager")
-    if args.device == "cpu" and "triton" in (args.backends or ()):
+    if args.device == "cpu" and any(name.startswith("triton") for name in args.backends or ()):
         raise InputError("--backends triton needs a CUDA device; choose reference or fused")
     if args.device == "cpu":
         kind, backends, batch_size = "cpu", ["reference", "fused"], 1 if args.lm else 4

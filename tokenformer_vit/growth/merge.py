@@ -34,6 +34,7 @@ _FREE = frozenset(
         "init_tau",
         "init_values",
         "inplace",
+        "joint",
         "key_init_scale",
         "key_init_std",
         "num_ffn_param_tokens",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tokenformer_vit.errors import InputError
 
 from .arguments import check_pattention_args
+from .joint import call_together
 from .norm import BlockLayerNorm
 from .pattention import Pattention
 
@@ -34,6 +35,11 @@ class Attention(nn.Module):
         device: Device of the parameters.
         dtype: Type of the parameters.
 
+    Attributes:
+        joint: Whether one product computes the scores of query, key and value if possible, or
+            ``None`` for the default; see :func:`~tokenformer_vit.layers.joint.call_together`. It
+            is not saved with the model.
+
     Raises:
         InputError: If ``num_heads`` is not positive or does not divide ``dim``, or
             ``pattention_args`` has another key.
@@ -46,6 +52,7 @@ class Attention(nn.Module):
     """
 
     fused_attn: Final[bool]
+    joint: bool | None = None
 
     def __init__(
         self,
@@ -83,6 +90,18 @@ class Attention(nn.Module):
         self.proj = projection(num_param_tokens=num_proj_param_tokens, init_gain=proj_init_gain)
         self.proj_drop = nn.Dropout(proj_drop)
 
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Map (B, N, C) tokens to (B, heads, N, head_dim) queries, keys and values."""
+        B, N, _ = x.shape
+        if torch.jit.is_scripting():
+            q, k, v = self.query(x), self.key(x), self.value(x)
+        else:  # TorchScript must not compile this branch
+            q, k, v = call_together(x, (self.query, self.key, self.value), self.joint)
+        q = q.reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
+        k = k.reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
+        v = v.reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
+        return self.q_norm(q), self.k_norm(k), v
+
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
@@ -95,10 +114,7 @@ class Attention(nn.Module):
             is_causal: Attend to the token itself and earlier ones only; excludes ``attn_mask``.
         """
         B, N, C = x.shape
-        q = self.query(x).reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
-        k = self.key(x).reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
-        v = self.value(x).reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
-        q, k = self.q_norm(q), self.k_norm(k)  # (B, heads, N, head_dim)
+        q, k, v = self.project(x)
 
         if self.fused_attn:
             x = F.scaled_dot_product_attention(

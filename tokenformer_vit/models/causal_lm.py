@@ -207,11 +207,7 @@ class CausalAttention(Attention):
             (B, N, C) tokens.
         """
         B, N, C = x.shape
-        heads = (B, N, self.num_heads, self.head_dim)
-        q, k, v = (
-            part(x).reshape(heads).transpose(1, 2) for part in (self.query, self.key, self.value)
-        )  # (B, heads, N, D)
-        q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = self.project(x)  # (B, heads, N, D)
         if rotation is not None:
             q, k = rotate(q, k, *rotation)
         if cache is not None:

@@ -12,6 +12,7 @@ triton    ``fused`` with Triton kernels for ``gelu_l2`` if τ is not learned; NV
 """
 
 import os
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ __all__ = [
     "layer_norm",
     "norm_shares",
     "pattention",
+    "pattention_joint",
     "pattention_reference",
     "pattention_top_k",
     "strongest_values",
@@ -108,17 +110,68 @@ def pattention(
     Source:
         TokenFormer, arXiv:2410.23168, Eq. 4.
     """
-    operands = (x, key_param_tokens, value_param_tokens)
     backend = _choose(backend)
     # Few layers have a gate, most of them for a short time: plain autograd is good enough.
     if backend == "reference" or gate is not None:
-        return pattention_reference(*operands, theta, tau, eps, gate)
+        return pattention_reference(x, key_param_tokens, value_param_tokens, theta, tau, eps, gate)
     kernels = None
     if backend == "triton":
         from .triton_theta import KERNELS
 
         kernels = KERNELS.get(theta)
-    return pattention_fused(*operands, theta, tau, eps, kernels)
+    return pattention_fused(
+        x, [key_param_tokens], [value_param_tokens], theta, [tau], eps, kernels
+    )[0]
+
+
+def pattention_joint(
+    x: Tensor,
+    key_param_tokens: Sequence[Tensor],
+    value_param_tokens: Sequence[Tensor],
+    theta: str,
+    tau: Sequence[Tensor],
+    eps: float = 1e-6,
+    backend: str = "auto",
+) -> tuple[Tensor, ...]:
+    """Compute Pattention layers that have the same input, such as query, key and value.
+
+    With ``fused``, one product gives the scores of all layers, and one gives the gradient of
+    ``x``. This needs as many pairs in each layer, and keys that all need a gradient or all need
+    none. Otherwise each layer is computed alone.
+
+    Args:
+        x: (..., C_in) input tokens.
+        key_param_tokens: (P, C_in) keys of each layer.
+        value_param_tokens: (P, C_out) values of each layer.
+        theta: Name of the Θ variant of all layers, a key of ``THETAS``.
+        tau: 0-dim tensor of each layer, its stored scale.
+        eps: Number added to the divisor of a row, relative to ``tau``.
+        backend: Implementation, as for :func:`pattention`.
+
+    Returns:
+        (..., C_out) output tokens of each layer, as :func:`pattention` returns them up to rounding.
+
+    Raises:
+        ValueError: If the variant or the backend is unknown, or the backend does not support these
+            inputs.
+
+    Note:
+        The precision is that of :func:`pattention`. The keys are copied into one tensor at each
+        call and in the backward.
+
+    Source:
+        README.md in this folder.
+    """
+    first = key_param_tokens[0]
+    if _choose(backend) == "fused" and all(
+        keys.shape == first.shape and keys.requires_grad == first.requires_grad
+        for keys in key_param_tokens
+    ):
+        return pattention_fused(x, key_param_tokens, value_param_tokens, theta, tau, eps)
+    return tuple(
+        pattention(x, keys, values, theta, own_tau, eps, backend)
+        for keys, values, own_tau in zip(key_param_tokens, value_param_tokens, tau, strict=True)
+    )
 
 
 def layer_norm(x: Tensor, num_channels: int, eps: float = 1e-6, backend: str = "auto") -> Tensor:

@@ -2,15 +2,19 @@
 
 A layer keeps its input, its scores in the precision they were computed in, and one or two float32
 numbers for each row. README.md in this folder has the derivation and counts what that saves.
+
+Layers with the same input can share products: query, key and value do. S is the number of layers,
+and each has a segment of the scores (..., S, P).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .differentiation import is_transformed, needs_gradient
+from .differentiation import is_batched, is_transformed, needs_gradient
 from .kernels import Kernels
 from .precision import to_product_dtype
 from .reference import pattention_reference
@@ -22,8 +26,49 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
+def _scores(x: Tensor, keys: Sequence[Tensor]) -> Tensor:
+    whole = keys[0] if len(keys) == 1 else torch.cat(tuple(keys))  # (S · P, C_in)
+    return F.linear(x, whole).unflatten(-1, (len(keys), -1))  # (..., S, P)
+
+
+def _joined_again(keys: Sequence[Tensor]) -> Tensor:
+    """Return the (S · P, C_in) keys for the backward.
+
+    Written as in the forward, torch.compile would compute them once, and keep this copy.
+    """
+    if len(keys) == 1:
+        return keys[0]
+    return torch.cat([own.flatten() for own in keys]).view(-1, keys[0].shape[-1])
+
+
+def _outputs(weights: Tensor, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Multiply the segments of (..., S, P) weights by their values; they are read in place."""
+    segments = zip(weights.unbind(-2), values, strict=True)
+    return tuple(F.linear(own, value.t()) for own, value in segments)
+
+
+def _grad_weights(grads: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """Return the (..., S, P) gradients of the weights, given those of the outputs."""
+    if len(grads) == 1:
+        return F.linear(grads[0], values[0]).unsqueeze(-2)
+    pairs = [(flat(grad), value.t()) for grad, value in zip(grads, values, strict=True)]
+    shape = (*grads[0].shape[:-1], len(values), len(values[0]))
+    if (
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or type(grads[0]) is not Tensor
+        or is_batched(grads[0])
+    ):
+        # Compiled products write into the result: nothing may stand between them and cat.
+        return torch.cat([grad @ value for grad, value in pairs], dim=1).view(shape)
+    whole = grads[0].new_empty(shape)
+    for (grad, value), own in zip(pairs, whole.view(-1, *shape[-2:]).unbind(1), strict=True):
+        torch.mm(grad, value, out=own)  # cat would copy it
+    return whole
+
+
 class _Pattention(torch.autograd.Function):
-    """Θ(X K_Pᵀ) V_P and its gradients, by ``kernels``; ``plain`` can be differentiated again."""
+    """Θ(X Kᵢᵀ) Vᵢ and its gradients, by ``kernels``; ``plain`` can be differentiated again."""
 
     # With setup_context, torch.func would accept this function, but PyTorch would inspect the
     # signature of forward at each call, which would slow down small layers.
@@ -31,75 +76,79 @@ class _Pattention(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any,
         x: Tensor,
-        keys: Tensor,
-        values: Tensor,
         tau: Tensor,
         eps: float,
         plain: Kernels,
         kernels: Kernels,
-    ) -> Tensor:
-        weights, kept = kernels.forward(F.linear(x, keys), tau, eps)  # (..., P)
+        *tokens: Tensor,
+    ) -> tuple[Tensor, ...]:
+        num_segments = len(tau)
+        weights, kept = kernels.forward(_scores(x, tokens[:num_segments]), tau, eps)  # (..., S, P)
         ctx.eps, ctx.plain, ctx.kernels = eps, plain, kernels
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, keys, values, tau, *kept)
-        return F.linear(weights, values.t())
+        ctx.save_for_backward(x, tau, *tokens, *kept)
+        return _outputs(weights, tokens[num_segments:])
 
     @staticmethod
     def backward(  # type: ignore[override]
-        ctx: Any, grad: Tensor | None
+        ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return (None,) * 7
-        x, keys, values, tau, *saved = ctx.saved_tensors
-        kept = tuple(saved)
+        S = len(grads)
+        x, tau, *saved = ctx.saved_tensors
+        keys, values, kept = saved[:S], saved[S : 2 * S], tuple(saved[2 * S :])
         kernels = ctx.kernels
         if torch.is_grad_enabled():
             # This gradient will itself be differentiated. The kept tensors have no history, so
             # they are computed again with one, and plain autograd does the rest.
             kernels = ctx.plain
-            kept = kernels.forward(F.linear(x, keys), tau, ctx.eps)[1]
-        x_needed, keys_needed, values_needed, tau_needed = ctx.needs_input_grad[:4]
+            kept = kernels.forward(_scores(x, keys), tau, ctx.eps)[1]
+        x_needed, tau_needed, _, _, _, *tokens_needed = ctx.needs_input_grad
+        keys_needed, values_needed = any(tokens_needed[:S]), tokens_needed[S:]
+
+        grad_x = grad_tau = None
+        grad_keys: Sequence[Tensor | None] = [None] * S
         if not (x_needed or keys_needed or tau_needed):
             weights, _ = kernels.forward(kept[0], tau, ctx.eps)
-            return None, None, flat(weights).t() @ flat(grad), None, None, None, None
-
-        grad_x = grad_keys = grad_values = grad_tau = None
-        weights, grad_scores, *dot = kernels.backward(kept, tau, F.linear(grad, values))
-        if x_needed:
-            grad_x = grad_scores @ keys  # (..., C_in)
-        if keys_needed:
-            grad_keys = flat(grad_scores).t() @ flat(x)  # (P, C_in)
-        if values_needed:
-            grad_values = flat(weights).t() @ flat(grad)  # (P, C_out)
-        if tau_needed:
-            grad_tau = ((dot[0] * kernels.elasticity(kept, ctx.eps)).sum() / tau).to(tau.dtype)
-        return grad_x, grad_keys, grad_values, grad_tau, None, None, None
+        else:
+            weights, grad_scores, *dot = kernels.backward(kept, tau, _grad_weights(grads, values))
+            grad_scores = grad_scores.reshape(*x.shape[:-1], S * len(keys[0]))  # (..., S · P)
+            if x_needed:
+                grad_x = grad_scores @ _joined_again(keys)  # (..., C_in)
+            if keys_needed:
+                grad_keys = (flat(grad_scores).t() @ flat(x)).split(len(keys[0]))  # S of (P, C_in)
+            if tau_needed:
+                change = dot[0] * kernels.elasticity(kept, ctx.eps)  # (..., S, 1)
+                grad_tau = (change.reshape(-1, S, 1).sum(dim=0) / tau).to(tau.dtype)
+        grad_values = [
+            flat(own).t() @ flat(grad) if needed else None  # (P, C_out)
+            for own, grad, needed in zip(weights.unbind(-2), grads, values_needed, strict=True)
+        ]
+        return grad_x, grad_tau, None, None, None, *grad_keys, *grad_values
 
 
 def pattention_fused(
     x: Tensor,
-    key_param_tokens: Tensor,
-    value_param_tokens: Tensor,
+    key_param_tokens: Sequence[Tensor],
+    value_param_tokens: Sequence[Tensor],
     theta: str,
-    tau: Tensor,
+    tau: Sequence[Tensor],
     eps: float,
     kernels: Kernels | None = None,
-) -> Tensor:
-    """Let input tokens attend to parameter tokens, keeping little for the backward.
+) -> tuple[Tensor, ...]:
+    """Compute one or more Pattention layers of the same input, keeping little for the backward.
 
     Args:
         x: (..., C_in) input tokens.
-        key_param_tokens: (P, C_in) keys.
-        value_param_tokens: (P, C_out) values.
+        key_param_tokens: (P, C_in) keys of each layer. Either all need a gradient or none does.
+        value_param_tokens: (P, C_out) values of each layer.
         theta: Name of the variant, a key of ``THETAS``. A variant without hand-written gradients
             is computed by :func:`pattention_reference`.
-        tau: 0-dim tensor, the stored scale of the layer.
+        tau: 0-dim tensor of each layer, its stored scale.
         eps: Number added to the divisor of a row, relative to ``tau``.
         kernels: Kernels to use in place of the variant's own. They are ignored if ``tau`` needs a
             gradient, so they need not compute one for it.
 
     Returns:
-        (..., C_out) output tokens, of the dtype that PyTorch's ``linear`` gives for ``x``.
+        (..., C_out) output tokens of each layer, of the dtype that PyTorch's ``linear`` gives.
 
     Raises:
         InputError: If the variant is unknown.
@@ -115,14 +164,18 @@ def pattention_fused(
     Source:
         TokenFormer, arXiv:2410.23168, Eq. 4; README.md in this folder derives the gradients.
     """
-    operands = (x, key_param_tokens, value_param_tokens)
+    layers = (key_param_tokens, value_param_tokens, tau)
     plain = find_theta(theta).kernels
     if plain is None or is_transformed():
-        return pattention_reference(*operands, theta, tau, eps)
-    if kernels is None or tau.requires_grad:
+        return tuple(
+            pattention_reference(x, keys, values, theta, own_tau, eps)
+            for keys, values, own_tau in zip(*layers, strict=True)
+        )
+    taus = tau[0].reshape(1, 1) if len(tau) == 1 else torch.stack(tuple(tau)).unsqueeze(-1)
+    if kernels is None or taus.requires_grad:
         kernels = plain
-    x, keys, values = to_product_dtype(*operands)
-    if needs_gradient(x, keys, values, tau):
-        return _Pattention.apply(x, keys, values, tau, eps, plain, kernels)
-    weights, _ = kernels.forward(F.linear(x, keys), tau, eps)
-    return F.linear(weights, values.t())
+    x, *tokens = to_product_dtype(x, *key_param_tokens, *value_param_tokens)
+    if needs_gradient(x, *tokens, taus):
+        return _Pattention.apply(x, taus, eps, plain, kernels, *tokens)
+    weights, _ = kernels.forward(_scores(x, tokens[: len(tau)]), taus, eps)
+    return _outputs(weights, tokens[len(tau) :])

@@ -1,0 +1,80 @@
+"""Pattention layers with the same input, such as query, key and value, called together."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from tokenformer_vit.ops import pattention_joint
+
+from .pattention import Pattention
+
+# fx must not trace into it, as with pattention().
+torch.fx.wrap("pattention_joint")
+
+
+def call_together(
+    x: Tensor, layers: Sequence[nn.Module], joint: bool | None = None
+) -> tuple[Tensor, ...]:
+    """Call layers with the same input, with one product for the scores of all where it serves.
+
+    It needs ordinary :class:`Pattention` layers with the same Θ, eps and backend. A layer with a
+    hook, a gate, a mask, ``top_k``, or old and new pairs is called by itself, and so are the
+    others; so is a layer of another class.
+
+    Args:
+        x: (..., C_in) input tokens.
+        layers: Layers to call.
+        joint: Whether to use one product if possible. ``None`` for the default: on a GPU, if ``x``
+            is at least as large as all keys together. Then reading ``x`` once instead of once for
+            each layer saves at least as much as the copy of the keys takes.
+
+    Returns:
+        Output tokens of each layer, (..., C_out).
+    """
+    if not _is_joint(x, layers, joint):
+        return tuple(layer(x) for layer in layers)
+    plain: Sequence[Any] = layers
+    first = plain[0]
+    return pattention_joint(
+        x,
+        [layer.key_param_tokens for layer in plain],
+        [layer.value_param_tokens for layer in plain],
+        first.theta,
+        [layer.tau for layer in plain],
+        first.eps,
+        first.backend,
+    )
+
+
+def _is_joint(x: Tensor, layers: Sequence[Any], joint: bool | None) -> bool:
+    if joint is False or not isinstance(x, Tensor):  # fx traces with other objects
+        return False
+    # An export may have any batch size, so it cannot depend on the size of x.
+    if joint is None and (not x.is_cuda or torch.compiler.is_exporting()):
+        return False
+    if _has_any_global_hook() or not all(_is_plain(layer) for layer in layers):
+        return False
+    first = layers[0]
+    settings = (first.theta, first.eps, first.backend)
+    if any((layer.theta, layer.eps, layer.backend) != settings for layer in layers):
+        return False
+    return joint or x.numel() >= len(layers) * first.key_param_tokens.numel()
+
+
+def _is_plain(layer: Any) -> bool:
+    """Return whether a call of a layer is a call of ``pattention`` with its tokens, and no more."""
+    return (
+        type(layer) is Pattention
+        and layer.active is None
+        and layer.top_k is None
+        and layer.gate is None
+        and not layer._forward_hooks
+        and not layer._forward_pre_hooks
+        and not layer._backward_hooks
+        and not layer._backward_pre_hooks
+        and layer._compiled_call_impl is None
+        and "forward" not in layer.__dict__
+    )
