@@ -64,7 +64,7 @@ class _Pattention(torch.autograd.Function):
             return None, None, flat(weights).t() @ flat(grad), None, None, None, None
 
         grad_x = grad_keys = grad_values = grad_tau = None
-        weights, grad_scores, *dot = kernels.backward(kept, tau, F.linear(grad, values))
+        weights, grad_scores, dot = kernels.backward(kept, tau, F.linear(grad, values))
         if x_needed:
             grad_x = grad_scores @ keys  # (..., C_in)
         if keys_needed:
@@ -72,7 +72,7 @@ class _Pattention(torch.autograd.Function):
         if values_needed:
             grad_values = flat(weights).t() @ flat(grad)  # (P, C_out)
         if tau_needed:
-            grad_tau = ((dot[0] * kernels.elasticity(kept, ctx.eps)).sum() / tau).to(tau.dtype)
+            grad_tau = ((dot * kernels.elasticity(kept, ctx.eps)).sum() / tau).to(tau.dtype)
         return grad_x, grad_keys, grad_values, grad_tau, None, None, None
 
 
@@ -95,8 +95,7 @@ def pattention_fused(
             is computed by :func:`pattention_reference`.
         tau: 0-dim tensor, the stored scale of the layer.
         eps: Number added to the divisor of a row, relative to ``tau``.
-        kernels: Kernels to use in place of the variant's own. They are ignored if ``tau`` needs a
-            gradient, so they need not compute one for it.
+        kernels: Kernels to use in place of the variant's own.
 
     Returns:
         (..., C_out) output tokens, of the dtype that PyTorch's ``linear`` gives for ``x``.
@@ -119,7 +118,7 @@ def pattention_fused(
     plain = find_theta(theta).kernels
     if plain is None or is_transformed():
         return pattention_reference(*operands, theta, tau, eps)
-    if kernels is None or tau.requires_grad:
+    if kernels is None:
         kernels = plain
     x, keys, values = to_product_dtype(*operands)
     if needs_gradient(x, keys, values, tau):
