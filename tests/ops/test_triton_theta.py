@@ -16,9 +16,13 @@ import pytest
 import torch
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.ops import default_tau, pattention, triton_theta
-from tokenformer_vit.ops.theta import gelu_l2
-from tokenformer_vit.ops.triton_theta import MAX_PARAM_TOKENS, gelu_l2_backward, gelu_l2_forward
+from tokenformer_vit.ops import THETAS, default_tau, pattention, theta_weights, triton_theta
+from tokenformer_vit.ops.triton_theta import (
+    KERNELS,
+    MAX_PARAM_TOKENS,
+    theta_backward,
+    theta_forward,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -31,6 +35,9 @@ if INTERPRETED:  # where a kernel takes a second for one of the large ones
     SIZES += [(197, 576, torch.float32), (197, 2304, torch.bfloat16)]
 else:
     SIZES += itertools.product([1576], [576, 2304, 3072, MAX_PARAM_TOKENS - 1], DTYPES)
+CASES = [("gelu_l2", *size) for size in SIZES]
+for other in THETAS.keys() - {"gelu_l2"}:  # the same frame, so fewer sizes
+    CASES += [(other, *size) for size in SIZES if size[0] > 1 and size[1] in (72, 576, 2304)]
 EPS = 1e-6
 FENCE = 64
 
@@ -69,43 +76,45 @@ def fences(monkeypatch):
     return fences
 
 
-def inputs(rows, pairs, dtype=torch.float32, device="cpu"):
+def inputs(rows, pairs, dtype=torch.float32, device="cpu", theta="gelu_l2"):
     """Scores with a scale of its own for each row, a τ that is not the default, a gradient."""
     scores = torch.randn(rows, pairs, device=device) * torch.rand(rows, 1, device=device).add(0.5)
-    tau = torch.tensor(0.7 * default_tau("gelu_l2", pairs) + 0.3, device=device)
+    tau = torch.tensor(0.7 * default_tau(theta, pairs) + 0.3, device=device)
     return scores.to(dtype), tau, torch.randn(rows, pairs, device=device).to(dtype)
 
 
-def plain(scores, tau, grad):
+def plain(scores, tau, grad, theta="gelu_l2", eps=EPS):
     """Weights and gradient of the scores by plain PyTorch, in the precision of the scores."""
     scores = scores.detach().requires_grad_()
-    weights = gelu_l2(scores, tau.to(torch.promote_types(scores.dtype, tau.dtype)), EPS)
+    tau = tau.to(torch.promote_types(scores.dtype, tau.dtype))
+    weights = theta_weights(scores, theta, tau, eps)
     (grad_scores,) = torch.autograd.grad(weights, scores, grad)
     return weights.detach(), grad_scores
 
 
-def kernels(scores, tau, grad):
-    """Weights, factor, the weights again, gradient of the scores; ``grad`` stays as it is."""
-    weights, factor = gelu_l2_forward(scores, tau, EPS)
-    return weights, factor, *gelu_l2_backward(scores, factor, tau, grad.clone())
+def kernels(scores, tau, grad, theta="gelu_l2"):
+    """Weights, factors, weights again, gradient, dot products; ``grad`` stays as it is."""
+    weights, factors = theta_forward(scores, theta, tau, EPS)
+    return weights, factors, *theta_backward(scores, factors, theta, tau, grad.clone())
 
 
 @on_each_device
-@pytest.mark.parametrize(("rows", "pairs", "dtype"), SIZES)
-def test_error_is_at_most_twice_that_of_plain_pytorch(device, rows, pairs, dtype, fences):
-    scores, tau, grad = inputs(rows, pairs, dtype, device)
-    exact_weights, exact_grad = plain(scores.double(), tau, grad.double())
-    exact_factor = (scores.double().square().sum(1, keepdim=True) / tau.double() ** 2 + EPS) ** -0.5
-    stock_weights, stock_grad = plain(scores, tau, grad)
+@pytest.mark.parametrize(("theta", "rows", "pairs", "dtype"), CASES)
+def test_error_is_at_most_twice_that_of_plain_pytorch(device, theta, rows, pairs, dtype, fences):
+    scores, tau, grad = inputs(rows, pairs, dtype, device, theta)
+    exact = scores.double()
+    exact_weights, exact_grad = plain(exact, tau, grad.double(), theta)
+    _, (_, exact_factors) = THETAS[theta].kernels.forward(exact, tau.double(), EPS)
+    stock_weights, stock_grad = plain(scores, tau, grad, theta)
 
     own_scores, own_grad = fences.copy(scores), fences.copy(grad)
-    weights, factor = gelu_l2_forward(own_scores, tau, EPS)
-    again, grad_scores = gelu_l2_backward(own_scores, factor, tau, own_grad)
+    weights, factors = theta_forward(own_scores, theta, tau, EPS)
+    again, grad_scores, _ = theta_backward(own_scores, factors, theta, tau, own_grad)
     fences.check()
     assert torch.equal(own_scores, scores)
     assert grad_scores.data_ptr() == own_grad.data_ptr()
-    assert factor.dtype == torch.float32
-    torch.testing.assert_close(factor.double(), exact_factor, rtol=5e-7, atol=0)
+    assert factors.dtype == torch.float32
+    torch.testing.assert_close(factors.double(), exact_factors, rtol=1e-6, atol=0)
 
     # Few numbers, or a factor they have in common, can be right by chance, so what one rounding
     # does on average counts as well. In a row of one entry, which is parallel to its scores, hardly
@@ -116,122 +125,170 @@ def test_error_is_at_most_twice_that_of_plain_pytorch(device, rows, pairs, dtype
         by_chance = 0.0
     if INTERPRETED and dtype == torch.bfloat16:
         by_chance = 0.5 * epsilon  # it cuts off where a GPU rounds
-    for name, ours, stock, exact, terms in (
+    terms = exact_factors * grad if theta == "gelu_l2" else exact_grad
+    for name, ours, stock, exact, size in (
         ("weights", weights, stock_weights, exact_weights, exact_weights),
         ("weights again", again, stock_weights, exact_weights, exact_weights),
-        ("gradient", grad_scores, stock_grad, exact_grad, exact_factor * grad),
+        ("gradient", grad_scores, stock_grad, exact_grad, terms),
     ):
         assert ours.dtype == dtype
-        standard = max((stock - exact).norm(), by_chance * terms.norm())
+        standard = max((stock - exact).norm(), by_chance * size.norm())
         assert (ours - exact).norm() <= 2 * standard, name
 
 
 @on_each_device
 def test_gelu_and_its_slope_over_their_whole_range(device):
     # with this τ the factor is nearly 1, so the scores are what GELU is applied to
-    for row in torch.linspace(-14, 14, 8 * 997, device=device).view(8, 1, 997):
-        tau, grad = row.norm(), torch.ones_like(row)
-        exact_weights, exact_grad = plain(row.double(), tau, grad.double())
-        weights, _, _, grad_scores = kernels(row, tau, grad)
-        error = (weights - exact_weights).abs() / row.abs().clamp(min=1)
-        assert error.max() < 6e-7
-        assert (grad_scores - exact_grad).abs().max() < 2e-6
+    for theta in ("gelu_l2", "gelu_tanh_l2"):
+        for row in torch.linspace(-14, 14, 8 * 997, device=device).view(8, 1, 997):
+            tau, grad = row.norm(), torch.ones_like(row)
+            exact_weights, exact_grad = plain(row.double(), tau, grad.double(), theta)
+            weights, _, _, grad_scores, _ = kernels(row, tau, grad, theta)
+            error = (weights - exact_weights).abs() / row.abs().clamp(min=1)
+            assert error.max() < 6e-7
+            assert (grad_scores - exact_grad).abs().max() < 2e-6
 
 
 @on_each_device
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("pairs", [72, 2304])
-def test_zero_rows_are_finite(device, dtype, pairs):
-    scores, tau, grad = inputs(5, pairs, dtype, device)
+@pytest.mark.parametrize("theta", THETAS)
+def test_zero_rows_are_finite(device, theta, pairs, dtype):
+    scores, tau, grad = inputs(5, pairs, dtype, device, theta)
     scores[::2] = 0
-    weights, factor, again, grad_scores = kernels(scores, tau, grad)
-    assert not weights[::2].any()
-    assert not again[::2].any()
-    torch.testing.assert_close(factor[::2], torch.full_like(factor[::2], EPS**-0.5))
-    exact = 0.5 * EPS**-0.5 * grad[::2].double()  # gelu'(0) is a half
+    weights, factors, again, grad_scores, dots = kernels(scores, tau, grad, theta)
+    exact = scores.double()
+    exact_weights, kept = THETAS[theta].kernels.forward(exact, tau.double(), EPS)
+    _, exact_grad, _ = THETAS[theta].kernels.backward(kept, tau.double(), grad.double())
     tolerance = max(2 * torch.finfo(dtype).eps, 1e-6)
-    torch.testing.assert_close(grad_scores[::2].double(), exact, rtol=tolerance, atol=0)
-    assert grad_scores.isfinite().all()
+    for actual, wanted in (
+        (weights, exact_weights),
+        (again, exact_weights),
+        (factors, kept[1]),
+        (grad_scores, exact_grad),
+    ):
+        atol = tolerance * grad.abs().max().item() if theta == "softmax" else 0
+        # 1 / eps, the factor of gelu_l1, is beyond the range of float16
+        rounded = wanted[::2].to(actual.dtype)
+        torch.testing.assert_close(actual[::2], rounded, rtol=tolerance, atol=atol)
+        assert not actual.isnan().any()
+    assert dots.isfinite().all()
 
 
 @on_each_device
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums_beyond_the_range_and_precision_of_the_scores(device, dtype):
     scores = torch.full((2, 576), 300.0, dtype=dtype, device=device)
-    weights, factor = gelu_l2_forward(scores, torch.tensor(24.0, device=device), 0.0)
+    weights, factor = theta_forward(scores, "gelu_l2", torch.tensor(24.0, device=device), 0.0)
     torch.testing.assert_close(factor, torch.full_like(factor, 1 / 300))
     exact = torch.full_like(weights, 0.8413447460685429)  # gelu(1)
     tolerance = max(torch.finfo(dtype).eps, 1e-6)
     torch.testing.assert_close(weights, exact, rtol=tolerance, atol=0)
+    for theta in ("gelu_l1", "gelu_l2_post", "softmax"):  # these weights are all 1
+        tau = torch.tensor(default_tau(theta, 576), device=device)
+        weights, _ = theta_forward(scores, theta, tau, 0.0)
+        torch.testing.assert_close(weights, torch.ones_like(weights), rtol=tolerance, atol=0)
 
 
 @on_each_device
-def test_the_range_of_float32_scores(device):
-    scores, tau, grad = inputs(5, 100, torch.float32, device)
-    for size in (1e4, 1e17):  # a row's norm may be up to 1.8e19
-        exact_weights, exact_grad = plain((size * scores).double(), tau, grad.double())
-        weights, _, _, grad_scores = kernels(size * scores, tau, grad)
+@pytest.mark.parametrize("theta", THETAS)
+def test_the_range_of_float32_scores(device, theta):
+    scores, tau, grad = inputs(5, 100, torch.float32, device, theta)
+    for size in (1e4, 1e17):  # the norm of a row may be up to 1.8e19 under the L2 variants
+        exact_weights, exact_grad = plain((size * scores).double(), tau, grad.double(), theta)
+        weights, _, _, grad_scores, _ = kernels(size * scores, tau, grad, theta)
         torch.testing.assert_close(weights.double(), exact_weights, rtol=1e-5, atol=1e-5)
-        error = (grad_scores.double() - exact_grad).norm() / exact_grad.norm()
-        assert error < 1e-5, size
+        error = (grad_scores.double() - exact_grad).norm()
+        assert error <= 1e-5 * exact_grad.norm() + 1e-9, size
 
 
 @on_each_device
-def test_other_layouts_of_memory(device):
-    scores, tau, grad = inputs(5, 100, device=device)
-    expected = kernels(scores, tau, grad)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("theta", THETAS)
+def test_segments_have_their_own_tau(device, theta, dtype):
+    """Rows (token, segment) with a τ for each segment are three calls with one τ each."""
+    for pairs in (72, 192, 576):  # programs of one row and of several
+        scores, tau, grad = inputs(3 * 37, pairs, dtype, device, theta)
+        taus = tau * torch.tensor([[1.0], [0.4], [2.5]], device=device)
+        scores, grad = scores.view(37, 3, pairs), grad.view(37, 3, pairs)
+        weights, kept = KERNELS[theta].forward(scores, taus, EPS)
+        again, grad_scores, dots = KERNELS[theta].backward(kept, taus, grad.clone())
+        assert kept[1].shape[:-1] == (37, 3)
+        for s in range(3):
+            own, own_kept = KERNELS[theta].forward(scores[:, s], taus[s, 0], EPS)
+            expected = KERNELS[theta].backward(own_kept, taus[s, 0], grad[:, s].clone())
+            assert torch.equal(weights[:, s], own)
+            assert torch.equal(kept[1][:, s], own_kept[1])
+            for actual, wanted in zip((again, grad_scores, dots), expected, strict=True):
+                assert torch.equal(actual[:, s], wanted)
+
+
+@on_each_device
+@pytest.mark.parametrize("theta", THETAS)
+def test_other_layouts_of_memory(device, theta):
+    scores, tau, grad = inputs(6, 100, device=device, theta=theta)
+    expected = kernels(scores, tau, grad, theta)
     apart = torch.stack([scores, grad], dim=-1)
     before = apart.clone()
-    weights, factor = gelu_l2_forward(apart[..., 0], tau, EPS)
-    again, grad_scores = gelu_l2_backward(
-        apart[..., 0], factor.expand(5, 2)[:, :1], tau, apart[..., 1]
-    )
-    for actual, wanted in zip((weights, factor, again, grad_scores), expected, strict=True):
+    weights, factors = theta_forward(apart[..., 0], theta, tau, EPS)
+    spread = torch.stack([factors, factors], dim=-1)[..., 0]
+    results = theta_backward(apart[..., 0], spread, theta, tau, apart[..., 1])
+    for actual, wanted in zip((weights, factors, *results), expected, strict=True):
         assert torch.equal(actual, wanted)
         assert actual.is_contiguous()
     assert torch.equal(apart, before)
+    taus = torch.stack([tau, tau, 2 * tau])[:2].flip(0)
+    assert torch.equal(theta_forward(scores, theta, taus, EPS)[0], weights)
 
     # a compiler may pad the rows of what it passes on, and the gradient must end up there
-    padded = torch.zeros(5, 104, device=device)
+    padded = torch.zeros(6, 104, device=device)
     padded[:, :100] = grad
-    again = torch.ops.tokenformer_vit.gelu_l2_backward(scores, factor, tau, padded[:, :100])
+    again, _ = torch.ops.tokenformer_vit.theta_backward(
+        scores, factors, theta, tau, padded[:, :100]
+    )
     assert torch.equal(again, expected[2])
     assert torch.equal(padded[:, :100], expected[3])
     assert not padded[:, 100:].any()
 
 
 @on_each_device
-def test_reruns_are_bit_equal(device):
-    scores, tau, grad = inputs(197, 100, torch.float16, device)
-    for first, second in zip(*(kernels(scores, tau, grad) for _ in range(2)), strict=True):
+@pytest.mark.parametrize("theta", THETAS)
+def test_reruns_are_bit_equal(device, theta):
+    scores, tau, grad = inputs(197, 100, torch.float16, device, theta)
+    for first, second in zip(*(kernels(scores, tau, grad, theta) for _ in range(2)), strict=True):
         assert torch.equal(first, second)
 
 
 @on_each_device
-def test_no_rows(device):
+@pytest.mark.parametrize("theta", THETAS)
+def test_no_rows(device, theta):
     scores, tau, grad = inputs(0, 72, torch.bfloat16, device)
-    weights, factor, again, grad_scores = kernels(scores, tau, grad)
+    weights, factors, again, grad_scores, dots = kernels(scores, tau, grad, theta)
     assert weights.shape == again.shape == grad_scores.shape == (0, 72)
-    assert factor.shape == (0, 1)
+    assert factors.shape == (0, 2 if theta == "softmax" else 1)
+    assert dots.shape == (0, 1)
 
 
 @on_each_device
-def test_registration(device):
+@pytest.mark.parametrize("theta", THETAS)
+def test_registration(device, theta):
     scores, tau, grad = inputs(5, 72, torch.bfloat16, device)
-    _, factor = gelu_l2_forward(scores, tau, EPS)
+    _, factors = theta_forward(scores, theta, tau, EPS)
     ops = torch.ops.tokenformer_vit
-    torch.library.opcheck(ops.gelu_l2_forward.default, (scores, tau, EPS))
-    torch.library.opcheck(ops.gelu_l2_forward.default, (scores.t().contiguous().t(), tau, EPS))
-    torch.library.opcheck(ops.gelu_l2_backward.default, (scores, factor, tau, grad))
+    apart = scores.t().contiguous().t()
+    torch.library.opcheck(ops.theta_forward.default, (scores, theta, tau, EPS))
+    torch.library.opcheck(ops.theta_forward.default, (apart, theta, tau, EPS))
+    torch.library.opcheck(ops.theta_backward.default, (scores, factors, theta, tau, grad))
 
 
 @on_each_device
-def test_compiled_in_one_graph(device):
+@pytest.mark.parametrize("theta", THETAS)
+def test_compiled_in_one_graph(device, theta):
     def step(scores, tau, grad):
-        weights, factor = gelu_l2_forward(2 * scores, tau, EPS)
-        return weights + 1, *gelu_l2_backward(2 * scores, factor, tau, 3 * grad)
+        weights, factors = theta_forward(2 * scores, theta, tau, EPS)
+        return weights + 1, *theta_backward(2 * scores, factors, theta, tau, 3 * grad)
 
-    scores, tau, grad = inputs(5, 100, device=device)
+    scores, tau, grad = inputs(5, 100, device=device, theta=theta)
     expected = step(scores, tau, grad)
     backend = "aot_eager" if device == "cpu" else "inductor"
     actual = torch.compile(step, fullgraph=True, backend=backend)(scores, tau, grad)
@@ -241,25 +298,42 @@ def test_compiled_in_one_graph(device):
 
 @on_each_device
 @pytest.mark.parametrize("compiled", [False, True])
-def test_backend(device, compiled):
-    shapes = ((2, 9, 48), (100, 48), (100, 40))
-    operands = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
-    tau, upstream = torch.tensor(7.0, device=device), torch.randn(2, 9, 40, device=device)
+@pytest.mark.parametrize("theta", THETAS)
+def test_backend(device, theta, compiled):
+    shapes = ((2, 9, 48), (100, 48), (100, 40), ())
+    operands = [torch.randn(shape, device=device) for shape in shapes[:-1]]
+    operands.append(torch.tensor(0.7 * default_tau(theta, 100), device=device))  # learned
+    upstream = torch.randn(2, 9, 40, device=device)
 
-    def results(operands, upstream, function=pattention, **kwargs):
-        out = function(*operands, "gelu_l2", tau, **kwargs)
+    def op(x, keys, values, tau, backend):
+        return pattention(x, keys, values, theta, tau, backend=backend)
+
+    def results(operands, upstream, op, backend):
+        operands = [operand.requires_grad_() for operand in operands]
+        out = op(*operands, backend)
         return out, *torch.autograd.grad(out, operands, upstream)
 
-    exact_operands = [operand.detach().double().requires_grad_() for operand in operands]
-    expected = results(exact_operands, upstream.double(), backend="reference")
-    function = pattention
+    exact = [operand.double() for operand in operands]
+    expected = results(exact, upstream.double(), op, "reference")
+    stock = results(operands, upstream, op, "fused")
     if compiled:
         backend = "aot_eager" if device == "cpu" else "inductor"
-        function = torch.compile(pattention, fullgraph=True, backend=backend)
-    for actual, exact in zip(
-        results(operands, upstream, function, backend="triton"), expected, strict=True
-    ):
-        assert (actual - exact).norm() <= 2e-6 * exact.norm()
+        op = torch.compile(op, fullgraph=True, backend=backend)
+    ours = results(operands, upstream, op, "triton")
+    for actual, fused, wanted in zip(ours, stock, expected, strict=True):
+        standard = max((fused - wanted).norm(), 1e-6 * wanted.norm())
+        assert (actual - wanted).norm() <= 2 * standard
+
+
+@on_each_device
+def test_rows_that_are_too_long_use_the_plain_kernels(device):
+    shapes = ((2, 4), (MAX_PARAM_TOKENS + 1, 4), (MAX_PARAM_TOKENS + 1, 3))
+    operands = [torch.randn(shape, device=device) for shape in shapes]
+    tau = torch.tensor(default_tau("gelu_l2", MAX_PARAM_TOKENS), device=device)
+    ours, fused = (
+        pattention(*operands, "gelu_l2", tau, backend=backend) for backend in ("triton", "fused")
+    )
+    assert torch.equal(ours, fused)
 
 
 @on_each_device
@@ -282,53 +356,36 @@ def test_backward_may_run_under_autocast(device):
         ({"scores": torch.randn(5, 0)}, r"\(5, 0\): choose fused"),
         ({"scores": torch.randn(1, MAX_PARAM_TOKENS + 1)}, r"16384, not \(1, 16385\): choose"),
         ({"tau": torch.tensor(8.0, device="meta")}, "tau is on meta.*: move tau"),
-        ({"factor": torch.ones(5)}, r"factor must be \(5, 1\) torch.float32, not \(5,\)"),
-        ({"factor": torch.ones(5, 1).half()}, r"factor must be .* not \(5, 1\) torch.float16"),
+        ({"tau": torch.ones(3)}, "multiple of the 3 segments .* it is 5: give"),
+        ({"tau": torch.ones(0)}, "multiple of the 0 segments .* it is 5: give"),
+        ({"theta": "relu"}, "theta must be one of softmax, .*, but got 'relu'"),
+        ({"factors": torch.ones(5)}, r"factors must be \(5, 1\) torch.float32, not \(5,\)"),
+        ({"factors": torch.ones(5, 1).half()}, r"factors must be .* not \(5, 1\) torch.float16"),
+        ({"theta": "softmax"}, r"factors must be \(5, 2\) torch.float32, not \(5, 1\)"),
         ({"grad": torch.randn(5, 64)}, r"grad_weights must be \(5, 72\) .*, not \(5, 64\)"),
         ({"grad": torch.randn(5, 72).bfloat16()}, "grad_weights must be .* torch.bfloat16"),
     ],
 )
 def test_what_does_not_fit_is_named(device, change, message):
     scores, tau, grad = inputs(5, 72)
-    given = {"scores": scores, "tau": tau, "grad": grad, "factor": torch.ones(5, 1), **change}
+    given = {"scores": scores, "tau": tau, "grad": grad, "factors": torch.ones(5, 1)}
+    given |= {name: value for name, value in change.items() if name != "theta"}
     given = {name: t if t.is_meta else t.to(device) for name, t in given.items()}
+    theta = change.get("theta", "gelu_l2")
     with pytest.raises(InputError, match=message) as error:
-        gelu_l2_backward(given["scores"], given["factor"], given["tau"], given["grad"])
+        theta_backward(given["scores"], given["factors"], theta, given["tau"], given["grad"])
     assert "\n" not in str(error.value)
-    if "scores" in change or "tau" in change:
+    if "scores" in change or "tau" in change or theta == "relu":
         with pytest.raises(InputError, match=message):
-            gelu_l2_forward(given["scores"], given["tau"], EPS)
+            theta_forward(given["scores"], theta, given["tau"], EPS)
 
 
 @compiles_for_itself
 def test_scores_on_the_cpu():
     pytest.importorskip("triton")
     with pytest.raises(InputError, match="on the CPU: choose fused, or set TRITON_INTERPRET=1"):
-        gelu_l2_forward(*inputs(5, 72)[:2], EPS)
-
-
-@compiles_for_itself
-def test_without_triton():
-    script = """
-import sys
-sys.modules["triton"] = None
-import torch
-from tokenformer_vit.errors import InputError
-from tokenformer_vit.ops.triton_theta import gelu_l2_backward, gelu_l2_forward
-one = torch.ones(1, 1)
-for function, arguments in (
-    (gelu_l2_forward, (one, one[0, 0], 0.0)),
-    (gelu_l2_backward, (one, one, one[0, 0], one)),
-):
-    try:
-        function(*arguments)
-    except InputError as error:
-        print(error)
-"""
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    line = "the triton backend needs Triton: pip install triton, or choose fused\n"
-    assert result.stdout == 2 * line
+        scores, tau, _ = inputs(5, 72)
+        theta_forward(scores, "gelu_l2", tau, EPS)
 
 
 @pytest.mark.slow
@@ -345,74 +402,6 @@ def test_in_the_interpreter(seed):
         text=True,
     )
     assert result.returncode == 0, result.stdout
-
-
-def test_blocks_of_a_row():
-    for pairs in (576, 768, 2304, 3072):  # no lane is idle
-        layout = triton_theta._layout(pairs, 1)
-        assert layout["LEFT"] + layout["RIGHT"] == pairs
-    for pairs in range(1, MAX_PARAM_TOKENS + 1):
-        for kept in (1, 2):
-            layout = triton_theta._layout(pairs, kept)
-            covered = layout["LEFT"] + layout["RIGHT"]
-            assert pairs <= covered < 1.5 * pairs + 1
-            assert layout["num_warps"] in (1, 2, 4, 8, 16, 32)
-            assert covered * layout["ROWS"] <= 64 // kept * 32 * layout["num_warps"]
-
-
-KERNELS = {
-    "forward": ("scores tau weights factor eps num_rows", 1, 72, 28),
-    "backward": ("scores factor tau grad weights num_rows", 2, 104, 36),
-}
-"""Arguments, numbers kept for each element, limits of registers and instructions an element."""
-
-
-@compiles_for_itself
-@pytest.mark.parametrize("pairs", [576, 768, 2304, 3072])
-@pytest.mark.parametrize("name", KERNELS)
-def test_compiles_for_hopper_without_spills(name, pairs, tmp_path, monkeypatch):
-    triton = pytest.importorskip("triton", minversion="3.3")
-    from triton.backends.compiler import GPUTarget
-
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    if not cuobjdump.exists():
-        pytest.skip("this build of Triton has no cuobjdump")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    arguments, kept, max_registers, max_instructions = KERNELS[name]
-    types = {"scores": "*bf16", "weights": "*bf16", "grad": "*bf16", "eps": "fp32"}
-    types |= {"tau": "*fp32", "factor": "*fp32", "num_rows": "i32"}
-    signature = {argument: types[argument] for argument in arguments.split()}
-    layout = triton_theta._layout(pairs, kept)
-    num_warps = layout.pop("num_warps")
-    constants = {"P": pairs, "PTX": True, **layout}
-    aligned = {
-        (index,): [["tt.divisibility", 16]]
-        for index, kind in enumerate(signature.values())
-        if kind.startswith("*")
-    }
-    source = triton.compiler.ASTSource(
-        getattr(triton_theta, f"_{name}_kernel"),
-        signature | dict.fromkeys(constants, "constexpr"),
-        constants,
-        aligned,
-    )
-    options = {"num_warps": num_warps, "enable_fp_fusion": True}
-    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    binary = tmp_path / "kernel.cubin"
-    binary.write_bytes(kernel.asm["cubin"])
-
-    def dump(option):
-        return subprocess.run(
-            [cuobjdump, option, binary], capture_output=True, text=True, check=True
-        ).stdout
-
-    usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", dump("--dump-resource-usage")))
-    assert usage["STACK"] == usage["LOCAL"] == "0"
-    assert int(usage["REG"]) <= max_registers
-    # All of them, up to the end of the program; what follows is padding.
-    code = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*);", dump("-sass"), re.MULTILINE)
-    issued = max(index for index, line in enumerate(code) if "EXIT" in line) + 1
-    assert issued * 32 * num_warps / (pairs * layout["ROWS"]) <= max_instructions
 
 
 @pytest.mark.gpu

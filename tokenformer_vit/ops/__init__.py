@@ -5,9 +5,9 @@ Both have several implementations that compute the same. ``backend`` chooses one
 
 ========= ==============================================================================
 reference plain PyTorch, the ground truth; ``torch.jit.trace`` and TorchScript always use it
-fused     hand-written gradients that keep less memory; ``auto`` means this one
-triton    ``fused`` with Triton kernels for ``gelu_l2`` if τ is not learned; NVIDIA GPUs
-          only, never chosen by ``auto``
+fused     hand-written gradients that keep less memory; what ``auto`` means, unless a record
+          shows that ``triton`` is faster on this GPU (``measured.py``)
+triton    ``fused`` with Triton kernels for Θ; NVIDIA GPUs only
 ========= ==============================================================================
 """
 
@@ -20,6 +20,8 @@ from torch import Tensor
 from tokenformer_vit.errors import InputError
 
 from .fused import pattention_fused
+from .kernels import Kernels
+from .measured import fastest_backend
 from .norm import layer_norm_fused, layer_norm_reference
 from .reference import pattention_reference
 from .theta import THETAS, default_tau, find_theta, norm_shares, theta_weights
@@ -70,7 +72,18 @@ def _choose(backend: str) -> str:
         return "reference"  # a trace with a Python autograd function cannot be saved
     if backend == "auto":
         backend = _DEFAULT
-    return "fused" if backend == "auto" else backend
+    return backend
+
+
+def _kernels(backend: str, x: Tensor, theta: str, num_param_tokens: int) -> Kernels | None:
+    """Return the kernels of a backend for P pairs; None stands for those of the variant."""
+    if backend == "auto":
+        backend = fastest_backend(x, num_param_tokens)
+    if backend != "triton":
+        return None
+    from .triton_theta import KERNELS, MAX_PARAM_TOKENS  # the import of Triton takes a while
+
+    return KERNELS.get(theta) if num_param_tokens <= MAX_PARAM_TOKENS else None
 
 
 def pattention(
@@ -114,11 +127,7 @@ def pattention(
     # Few layers have a gate, most of them for a short time: plain autograd is good enough.
     if backend == "reference" or gate is not None:
         return pattention_reference(x, key_param_tokens, value_param_tokens, theta, tau, eps, gate)
-    kernels = None
-    if backend == "triton":
-        from .triton_theta import KERNELS
-
-        kernels = KERNELS.get(theta)
+    kernels = _kernels(backend, x, theta, len(key_param_tokens))
     return pattention_fused(
         x, [key_param_tokens], [value_param_tokens], theta, [tau], eps, kernels
     )[0]
@@ -135,9 +144,9 @@ def pattention_joint(
 ) -> tuple[Tensor, ...]:
     """Compute Pattention layers that have the same input, such as query, key and value.
 
-    With ``fused``, one product gives the scores of all layers, and one gives the gradient of
-    ``x``. This needs as many pairs in each layer, and keys that all need a gradient or all need
-    none. Otherwise each layer is computed alone.
+    With ``fused`` and ``triton``, one product gives the scores of all layers, and one gives the
+    gradient of ``x``. This needs as many pairs in each layer, and keys that all need a gradient or
+    all need none. Otherwise each layer is computed alone.
 
     Args:
         x: (..., C_in) input tokens.
@@ -162,12 +171,13 @@ def pattention_joint(
     Source:
         README.md in this folder.
     """
-    first = key_param_tokens[0]
-    if _choose(backend) == "fused" and all(
+    first, chosen = key_param_tokens[0], _choose(backend)
+    if chosen not in ("reference", "fp8") and all(
         keys.shape == first.shape and keys.requires_grad == first.requires_grad
         for keys in key_param_tokens
     ):
-        return pattention_fused(x, key_param_tokens, value_param_tokens, theta, tau, eps)
+        kernels = _kernels(chosen, x, theta, len(first))
+        return pattention_fused(x, key_param_tokens, value_param_tokens, theta, tau, eps, kernels)
     return tuple(
         pattention(x, keys, values, theta, own_tau, eps, backend)
         for keys, values, own_tau in zip(key_param_tokens, value_param_tokens, tau, strict=True)

@@ -109,14 +109,14 @@ class _Pattention(torch.autograd.Function):
         if not (x_needed or keys_needed or tau_needed):
             weights, _ = kernels.forward(kept[0], tau, ctx.eps)
         else:
-            weights, grad_scores, *dot = kernels.backward(kept, tau, _grad_weights(grads, values))
+            weights, grad_scores, dot = kernels.backward(kept, tau, _grad_weights(grads, values))
             grad_scores = grad_scores.reshape(*x.shape[:-1], S * len(keys[0]))  # (..., S · P)
             if x_needed:
                 grad_x = grad_scores @ _joined_again(keys)  # (..., C_in)
             if keys_needed:
                 grad_keys = (flat(grad_scores).t() @ flat(x)).split(len(keys[0]))  # S of (P, C_in)
             if tau_needed:
-                change = dot[0] * kernels.elasticity(kept, ctx.eps)  # (..., S, 1)
+                change = dot * kernels.elasticity(kept, ctx.eps)  # (..., S, 1)
                 grad_tau = (change.reshape(-1, S, 1).sum(dim=0) / tau).to(tau.dtype)
         grad_values = [
             flat(own).t() @ flat(grad) if needed else None  # (P, C_out)
@@ -144,8 +144,7 @@ def pattention_fused(
             is computed by :func:`pattention_reference`.
         tau: 0-dim tensor of each layer, its stored scale.
         eps: Number added to the divisor of a row, relative to ``tau``.
-        kernels: Kernels to use in place of the variant's own. They are ignored if ``tau`` needs a
-            gradient, so they need not compute one for it.
+        kernels: Kernels to use in place of the variant's own.
 
     Returns:
         (..., C_out) output tokens of each layer, of the dtype that PyTorch's ``linear`` gives.
@@ -172,7 +171,7 @@ def pattention_fused(
             for keys, values, own_tau in zip(*layers, strict=True)
         )
     taus = tau[0].reshape(1, 1) if len(tau) == 1 else torch.stack(tuple(tau)).unsqueeze(-1)
-    if kernels is None or taus.requires_grad:
+    if kernels is None:
         kernels = plain
     x, *tokens = to_product_dtype(x, *key_param_tokens, *value_param_tokens)
     if needs_gradient(x, *tokens, taus):

@@ -31,14 +31,13 @@ class Kernels(NamedTuple):
     Args:
         forward: (scores, τ, eps) -> (..., P) weights, tensors to keep (the scores first).
         backward: (kept tensors, τ, gradient of the weights) -> weights, gradient of the scores, and
-            the (..., 1) dot products in the latter, which the gradient of τ needs. Kernels that are
-            never used with a learned τ may omit them.
+            the (..., 1) dot products in the latter, which the gradient of τ needs.
         elasticity: (kept tensors, eps) -> percentage by which a row's factor grows if τ grows by
             1 %; for the gradient of τ.
     """
 
     forward: Callable[[Tensor, Tensor, float], tuple[Tensor, tuple[Tensor, ...]]]
-    backward: Callable[[tuple[Tensor, ...], Tensor, Tensor], tuple[Tensor, ...]]
+    backward: Callable[[tuple[Tensor, ...], Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     elasticity: Callable[[tuple[Tensor, ...], float], Tensor | float] = _one
 
 
@@ -62,7 +61,7 @@ def _softmax_forward(scores: Tensor, tau: Tensor, eps: float) -> tuple[Tensor, t
 
 def _softmax_backward(
     kept: tuple[Tensor, ...], tau: Tensor, grad_weights: Tensor
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor]:
     scores, row = kept
     peak, share = row.split(1, dim=-1)
     # The factors are in the other order than in the forward, for the reason given in gelu_l2.
@@ -80,7 +79,7 @@ def _gelu_l1_forward(scores: Tensor, tau: Tensor, eps: float) -> tuple[Tensor, t
 
 def _gelu_l1_backward(
     kept: tuple[Tensor, ...], tau: Tensor, grad_weights: Tensor
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor]:
     scores, factor = kept
     a = scores.to(factor.dtype)
     activation = F.gelu(a)
@@ -106,7 +105,7 @@ def _gelu_l2_forward(
 
 def _gelu_l2_backward(
     kept: tuple[Tensor, ...], tau: Tensor, grad_weights: Tensor, approximate: str = "none"
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor]:
     scores, factor = kept
     # The forward has scores * factor. If both products were written the same, torch.compile would
     # merge them and keep the weights for the backward instead of computing them again.
@@ -134,7 +133,7 @@ def _gelu_l2_post_forward(
 
 def _gelu_l2_post_backward(
     kept: tuple[Tensor, ...], tau: Tensor, grad_weights: Tensor
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor]:
     scores, factor = kept
     a = scores.to(factor.dtype)
     weights = factor * F.gelu(a)
