@@ -8,6 +8,8 @@ reference plain PyTorch, the ground truth; ``torch.jit.trace`` and TorchScript a
 fused     hand-written gradients that keep less memory; ``auto`` means this one
 triton    ``fused`` with Triton kernels for ``gelu_l2`` if τ is not learned; NVIDIA GPUs
           only, never chosen by ``auto``
+fp8       ``fused`` with products of 8-bit numbers for Θ with an L2 norm; NVIDIA GPUs from
+          compute capability 8.9, less accurate, never chosen by ``auto``
 ========= ==============================================================================
 """
 
@@ -19,6 +21,7 @@ from torch import Tensor
 from tokenformer_vit.errors import InputError
 
 from . import cpu_theta
+from .fp8 import pattention_fp8
 from .fused import pattention_fused
 from .norm import layer_norm_fused, layer_norm_reference
 from .reference import pattention_reference
@@ -40,7 +43,7 @@ __all__ = [
     "theta_weights",
 ]
 
-BACKENDS = ("auto", "reference", "fused", "triton")
+BACKENDS = ("auto", "reference", "fused", "triton", "fp8")
 _ENVIRONMENT = "PATTENTION_BACKEND"
 _DEFAULT = os.environ.get(_ENVIRONMENT) or "auto"
 
@@ -91,7 +94,7 @@ def pattention(
         theta: Name of the Θ variant, a key of ``THETAS``.
         tau: 0-dim tensor, the stored scale of the layer; see :func:`default_tau`.
         eps: Number added to the divisor of a row, relative to ``tau``.
-        backend: ``auto``, ``reference``, ``fused`` or ``triton``; see the module's description.
+        backend: One of ``BACKENDS``; see the module's description.
         gate: (P,) factors on exp(A), only for a variant with gates; 0 closes a pair. With a gate
             every backend computes the reference.
 
@@ -114,6 +117,8 @@ def pattention(
     # Few layers have a gate, most of them for a short time: plain autograd is good enough.
     if backend == "reference" or gate is not None:
         return pattention_reference(*operands, theta, tau, eps, gate)
+    if backend == "fp8":
+        return pattention_fp8(*operands, theta, tau, eps)
     kernels = cpu_theta.KERNELS.get(theta)
     if backend == "triton":
         from .triton_theta import KERNELS
@@ -129,7 +134,8 @@ def layer_norm(x: Tensor, num_channels: int, eps: float = 1e-6, backend: str = "
         x: (..., C) tokens.
         num_channels: C.
         eps: Number added to the variance.
-        backend: Name of a backend, as for :func:`pattention`; ``triton`` means ``fused`` here.
+        backend: Name of a backend, as for :func:`pattention`; ``triton`` and ``fp8`` mean
+            ``fused`` here.
 
     Returns:
         (..., C) tokens. Under autocast ``fused`` returns them in the precision of autocast, which
