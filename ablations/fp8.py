@@ -1,9 +1,9 @@
 """Do 8-bit products cost accuracy?
 
-In the first row, bfloat16 autocast computes all products. In the second, Pattention computes four of
-six from E4M3 numbers: its scores, its outputs, and the gradients of its weights and inputs
-([how](../tokenformer_vit/ops/README.md#8-bit-products)). Gradients of parameter tokens, attention,
-patch embedding and head stay in bfloat16.
+In the first row, bfloat16 autocast computes all products. In the second, Pattention computes four
+of its six products from E4M3 numbers: scores, outputs, and the gradients of weights and inputs
+([how](../tokenformer_vit/ops/README.md#8-bit-products)). The gradients of parameter tokens,
+attention, patch embedding and head stay in bfloat16.
 """
 
 from tokenformer_vit.experiments import Steps, Variant, arguments, main
