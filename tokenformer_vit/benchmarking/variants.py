@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .images import Images
     from .language import Language
 
-BACKENDS = ("reference", "fused", "triton")
+BACKENDS = ("reference", "fused", "triton", "fp8")
 
 
 class Precision(NamedTuple):

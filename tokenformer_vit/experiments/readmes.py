@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from . import fp8_tables
 from .fields import Field
 from .image_models import IMAGES
 from .language_models import LANGUAGE
@@ -22,7 +23,7 @@ _READMES = (
     "",
     "ablations",
     "configs",
-    *(f"tokenformer_vit/{name}" for name in ("benchmarking", "growth", "language")),
+    *(f"tokenformer_vit/{name}" for name in ("benchmarking", "growth", "language", "ops")),
 )
 RUNS = "configs/results"
 SPEED = "tokenformer_vit/benchmarking/results"
@@ -89,6 +90,9 @@ def _filled(path: Path, root: Path, groups: Groups) -> str:
         "speed": lambda: _image_speed(root, link),
         "language-speed": lambda: _language_speed(root, link),
         "loop-speed": lambda: _loop_speed(root, link),
+        "fp8-errors": lambda: _table(*fp8_tables.errors(root)),
+        "fp8-savings": lambda: _table(*fp8_tables.savings(root)),
+        "fp8-trainings": lambda: _table(*fp8_tables.trainings(root, link)),
         "growth": lambda: _growth(IMAGES, groups, link),
         "language-growth": lambda: _growth(LANGUAGE, groups, link),
     }

@@ -175,12 +175,13 @@ def pattention_fp8(
 
 
 @torch.compiler.assume_constant_result
-def _multiplies_e4m3(device: str) -> bool:
+def multiplies_e4m3(device: str) -> bool:
+    """Return whether a CUDA device, such as ``cuda:0``, multiplies E4M3 numbers."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _check_device(device: torch.device) -> None:
-    if device.type in ("cpu", "meta") or (device.type == "cuda" and _multiplies_e4m3(str(device))):
+    if device.type in ("cpu", "meta") or (device.type == "cuda" and multiplies_e4m3(str(device))):
         return
     raise InputError(
         "backend fp8 needs an NVIDIA GPU of compute capability 8.9 or more (Ada, Hopper, "
