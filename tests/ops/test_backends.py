@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -294,6 +295,54 @@ def test_gradients_of_single_samples(theta):
         single = torch.func.grad(loss, (0, 1))(keys, values, x[sample])
         for a, b in zip(grads, single, strict=True):
             torch.testing.assert_close(a[sample], b)
+
+
+def test_what_the_user_holds_is_not_written():
+    inputs = [tensor.requires_grad_() for tensor in operands(7, 11)]
+    upstream = torch.randn(1, 7, OUT)
+    before = [tensor.detach().clone() for tensor in (*inputs, upstream)]
+    out = pattention(*inputs, "gelu_l2", TAU)
+    first = torch.autograd.grad(out, inputs, upstream, retain_graph=True)
+    copies = [grad.clone() for grad in first]
+    second = torch.autograd.grad(out, inputs, upstream)
+    for a, b in zip((*inputs, upstream), before, strict=True):
+        assert torch.equal(a, b)
+    for a, b, c in zip(first, copies, second, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+
+
+def test_a_batch_of_gradients():
+    inputs = [tensor.requires_grad_() for tensor in operands(7, 11, torch.float64)]
+    upstreams = torch.randn(3, 1, 7, OUT, dtype=torch.float64)
+    out = pattention(*inputs, "gelu_l2", TAU)
+    batched = torch.autograd.grad(out, inputs, upstreams, is_grads_batched=True, retain_graph=True)
+    for index, upstream in enumerate(upstreams):
+        single = torch.autograd.grad(out, inputs, upstream, retain_graph=True)
+        for a, b in zip(batched, single, strict=True):
+            torch.testing.assert_close(a[index], b)
+
+
+def test_transforms_of_torch_func():
+    x, keys, values = operands(7, 11, torch.float64)
+
+    def op(x, keys, backend="fused"):
+        return pattention(x, keys, values, "gelu_l2", TAU, backend=backend)
+
+    tangent = torch.randn_like(x)
+    actual = torch.func.jvp(lambda x: op(x, keys), (x,), (tangent,))
+    expected = torch.func.jvp(lambda x: op(x, keys, "reference"), (x,), (tangent,))
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(torch.func.vmap(op, (0, None))(x, keys), op(x, keys))
+
+
+def test_forward_mode_outside_torch_func_is_refused():
+    x, keys, values = operands(7, 11)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.randn_like(x))
+        with pytest.raises((NotImplementedError, RuntimeError)):
+            pattention(dual, keys, values, "gelu_l2", TAU, backend="fused")
 
 
 def test_takes_what_linear_takes():

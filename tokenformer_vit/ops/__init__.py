@@ -20,7 +20,6 @@ from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 
-from . import cpu_theta
 from .fp8 import pattention_fp8
 from .fused import pattention_fused
 from .norm import layer_norm_fused, layer_norm_reference
@@ -119,7 +118,7 @@ def pattention(
         return pattention_reference(*operands, theta, tau, eps, gate)
     if backend == "fp8":
         return pattention_fp8(*operands, theta, tau, eps)
-    kernels = cpu_theta.KERNELS.get(theta)
+    kernels = None
     if backend == "triton":
         from .triton_theta import KERNELS
 

@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor
 
 
 def needs_gradient(*tensors: Tensor) -> bool:
@@ -13,8 +12,3 @@ def needs_gradient(*tensors: Tensor) -> bool:
 def is_transformed() -> bool:
     """Return whether a transform of ``torch.func`` is active."""
     return torch._C._are_functorch_transforms_active()
-
-
-def is_batched(tensor: Tensor) -> bool:
-    """Return whether a gradient is one of many that ``is_grads_batched`` computes together."""
-    return is_legacy_batchedtensor(tensor)
