@@ -13,7 +13,12 @@ def test_errors_and_savings(tmp_path):
             {"of": "layer", "computed": "emulated", **parts, "keys": 0.2},
             {"of": "block", "computed": "fp8", **parts, "x": 0.9},
         ],
-        "savings": [{"model": "large", "width": 1024, "bfloat16_ms": 50.0, "fp8_ms": 40.04}],
+        "savings": [
+            {
+                **{"model": "large", "width": 1024},
+                **{"bfloat16_ms": 50.0, "fp8_ms": 40.04, "step_ms": 200.0},
+            }
+        ],
     }
     path = tmp_path / fp8_tables.RECORD
     path.parent.mkdir(parents=True)
@@ -24,7 +29,7 @@ def test_errors_and_savings(tmp_path):
         ["fp8", "4.3 / 0.12 / 10 / 5", "4.3 / 90 / 10 / 5"],
         ["emulated", "4.3 / 0.12 / 20 / 5", ""],
     ]
-    assert fp8_tables.savings(tmp_path)[1] == [["`large`", "1,024", "50.0", "40.0", "20"]]
+    assert fp8_tables.savings(tmp_path)[1] == [["`large`", "1,024", "50.0", "40.0", "20", "5"]]
 
 
 def test_trainings_are_compared_seed_by_seed(tmp_path):

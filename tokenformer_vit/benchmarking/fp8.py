@@ -12,7 +12,8 @@ log-normal factor. An entry is bfloat16 autocast, the backend ``fp8`` under it, 
 another choice of formats, which rounds to 8 bits and back and multiplies in float32.
 
 ``savings`` counts, on paper, the milliseconds that all Pattention layers of a model need for the
-forward and backward pass of a batch. A product takes the longer of two times: its FLOPs at the
+forward and backward pass of a batch, and that the whole training step needs if its FLOPs are done
+at ``mfu`` of the peak rate. A product takes the longer of two times: its FLOPs at the
 rates below, and its bytes. Everything else takes the time of its bytes, if each fused kernel reads
 and writes each tensor once.
 """
@@ -35,13 +36,17 @@ from tokenformer_vit.models import TokenFormerLM, lm_config
 from tokenformer_vit.ops import THETAS
 from tokenformer_vit.records import environment, write_record
 
+from .costs import training_flops
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MODEL, IMAGES, SEED = "tokenformer_base_matched", 4, 0
 IMAGE_MODELS = ("tokenformer_base_matched", "tokenformer_large_matched")
 LANGUAGE_MODELS = ("450m", "1.5b")
 ROWS = 128 * 197  # tokens in a step
+LENGTHS = {**dict.fromkeys(IMAGE_MODELS, 197), **dict.fromkeys(LANGUAGE_MODELS, 1024)}
 # An H100: 75 % of its dense rates, 90 % of its bandwidth.
 RATES = {"bfloat16_tflops": 742, "fp8_tflops": 1484, "copy_gb_per_s": 3015}
+PEAK_TFLOPS, MFU = 989, 0.4  # in bfloat16; of a step
 LAYERS = {"attn.query": "q, k, v", "attn.proj": "output projection", "mlp": "feed-forward"}
 
 
@@ -201,7 +206,7 @@ def savings() -> Iterator[dict[str, Any]]:
     """Yield the counted times of models; the module's description explains them."""
     with torch.device("meta"):
         models: dict[str, Any] = {name: timm.create_model(name) for name in IMAGE_MODELS}
-        models |= {f"lm {name}": TokenFormerLM(lm_config(name)) for name in LANGUAGE_MODELS}
+        models |= {name: TokenFormerLM(lm_config(name)) for name in LANGUAGE_MODELS}
     for name, model in models.items():
         layers = [each for each in model.modules() if isinstance(each, Pattention)]
         seconds = [
@@ -210,11 +215,14 @@ def savings() -> Iterator[dict[str, Any]]:
             )
             for fp8 in (False, True)
         ]
-        milliseconds = [round(1e3 * each, 2) for each in seconds]
+        seconds.append(
+            training_flops(model, LENGTHS[name]) * ROWS / LENGTHS[name] / (MFU * PEAK_TFLOPS * 1e12)
+        )
+        keys = ("bfloat16_ms", "fp8_ms", "step_ms")
         yield {
             "model": name,
             "width": layers[0].in_features,
-            **dict(zip(("bfloat16_ms", "fp8_ms"), milliseconds, strict=True)),
+            **{key: round(1e3 * each, 2) for key, each in zip(keys, seconds, strict=True)},
         }
 
 
@@ -233,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "images": IMAGES,
         "seed": SEED,
         "errors": list(errors()),
-        "assumed": RATES,
+        "assumed": {**RATES, "peak_tflops": PEAK_TFLOPS, "mfu": MFU},
         "tokens": ROWS,
         "savings": list(savings()),
     }
