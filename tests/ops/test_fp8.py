@@ -61,10 +61,15 @@ def test_products_are_summed_in_float32(device, dtype):
         torch.testing.assert_close(result, scaled_mm)
 
 
-@pytest.mark.parametrize("size", [1e-30, 1e-5, 1.0, 1e5, 1e30])
-def test_scales_are_powers_of_two_that_fit_the_largest_number(size):
-    tensor = size * torch.randn(1000)
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [(1e-30, torch.float32), (1e-5, torch.float16), (1.0, torch.float16), (1e30, torch.bfloat16)],
+)
+def test_scales_are_powers_of_two_that_fit_the_largest_number(size, dtype):
+    tensor = (size * torch.randn(20, 50)).to(dtype).t()
     numbers, factor = fp8.scaled(tensor)
+    assert numbers.is_contiguous()
+    tensor = tensor.float()
     assert 223 < numbers.float().abs().max() <= 448
     assert math.frexp(factor.item())[0] == 0.5
     large = tensor.abs() > tensor.abs().max() / 2**10  # others are below E4M3's normal range
@@ -82,16 +87,17 @@ def test_zeros_and_numbers_that_are_not_finite():
 
 
 @pytest.mark.parametrize(
-    ("theta", "pairs", "dtype"),
+    ("theta", "pairs", "dtype", "tokens"),
     [
-        ("gelu_l2", 56, torch.float32),
-        ("gelu_l2", PAIRS, torch.float64),
-        ("gelu_l1", PAIRS, torch.float32),
-        ("softmax", PAIRS, torch.float32),
+        ("gelu_l2", 56, torch.float32, 37),
+        ("gelu_l2", PAIRS, torch.float64, 37),
+        ("gelu_l1", PAIRS, torch.float32, 37),
+        ("softmax", PAIRS, torch.float32, 37),
+        ("gelu_l2", PAIRS, torch.float32, 0),
     ],
 )
-def test_what_does_not_fit_is_computed_by_fused(theta, pairs, dtype):
-    inputs, upstream = operands(pairs), torch.randn(2, 37, 2 * WIDTH)
+def test_what_does_not_fit_is_computed_by_fused(theta, pairs, dtype, tokens):
+    inputs, upstream = operands(pairs, tokens=tokens), torch.randn(2, tokens, 2 * WIDTH)
     ours, fused = (run(inputs, theta, name, upstream, dtype) for name in ("fp8", "fused"))
     assert all(map(torch.equal, ours, fused))
 

@@ -38,11 +38,15 @@ class Scaled(NamedTuple):
         return Scaled(self.numbers.t().contiguous(), self.factor)
 
 
+def _rounded(tensor: Tensor) -> Tensor:
+    # Without the clamp, some versions of PyTorch round larger numbers to NaN. GPUs need rows that
+    # are contiguous, but a gradient may be a transposed view.
+    return tensor.clamp(-LARGEST, LARGEST).to(E4M3, memory_format=torch.contiguous_format)
+
+
 def fixed(tensor: Tensor) -> Scaled:
     """Round numbers of about 1, such as inputs and weights; larger ones than 448 become 448."""
-    # Without the clamp, some versions of PyTorch round larger numbers to NaN.
-    numbers = tensor.clamp(-LARGEST, LARGEST).to(E4M3)
-    return Scaled(numbers, torch.ones((), device=tensor.device))
+    return Scaled(_rounded(tensor), torch.ones((), device=tensor.device))
 
 
 def scaled(tensor: Tensor) -> Scaled:
@@ -53,7 +57,8 @@ def scaled(tensor: Tensor) -> Scaled:
     largest = tensor.abs().amax().float().clamp(min=torch.finfo(torch.float32).tiny)
     # An exponent of at most 127, because 2**128 is infinite.
     scale = (LARGEST / largest).log2().floor().clamp(max=127).exp2()
-    return Scaled((tensor * scale).clamp(-LARGEST, LARGEST).to(E4M3), scale.reciprocal())
+    # In float16, a scale above 65504 would be infinite.
+    return Scaled(_rounded(tensor.float() * scale), scale.reciprocal())
 
 
 def product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
@@ -149,8 +154,8 @@ def pattention_fp8(
         first, a tensor at a time. Numbers of less than 2⁻⁶ lose digits. A CPU computes the same as
         a GPU, but more slowly than ``fused``, to measure errors.
 
-        :func:`pattention_fused` computes layers that do not fit: a size that is not a multiple of
-        16, a Θ with an L1 norm, float64, and transforms of ``torch.func``. Gradients cannot be
+        :func:`pattention_fused` computes what does not fit: a size that is not a multiple of 16, no
+        rows, a Θ with an L1 norm, float64, and transforms of ``torch.func``. Gradients cannot be
         differentiated again.
 
     Source:
@@ -165,6 +170,7 @@ def pattention_fp8(
         or dtype not in _DTYPES
         or math.gcd(_MULTIPLE, *sizes) != _MULTIPLE
         or is_transformed()
+        or not x.numel()  # which has no largest number
     ):
         return pattention_fused(x, key_param_tokens, value_param_tokens, theta, tau, eps)
     x, tokens = x.to(dtype), (key_param_tokens, value_param_tokens)
