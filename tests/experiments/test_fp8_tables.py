@@ -26,8 +26,8 @@ def test_errors_and_savings(tmp_path):
     headings, rows = fp8_tables.errors(tmp_path)
     assert headings.endswith("| layer | block")
     assert rows == [
-        ["fp8", "4.3 / 0.12 / 10 / 5", "4.3 / 90 / 10 / 5"],
-        ["emulated", "4.3 / 0.12 / 20 / 5", ""],
+        ["fp8", "4.27 / 0.12 / 10.00 / 5.00", "4.27 / 90.00 / 10.00 / 5.00"],
+        ["emulated", "4.27 / 0.12 / 20.00 / 5.00", ""],
     ]
     assert fp8_tables.savings(tmp_path)[1] == [["`large`", "1,024", "50.0", "40.0", "20", "5"]]
 

@@ -12,10 +12,9 @@ log-normal factor. An entry is bfloat16 autocast, the backend ``fp8`` under it, 
 another choice of formats, which rounds to 8 bits and back and multiplies in float32.
 
 ``savings`` counts, on paper, the milliseconds that all Pattention layers of a model need for the
-forward and backward pass of a batch, and that the whole training step needs if its FLOPs are done
-at ``mfu`` of the peak rate. A product takes the longer of two times: its FLOPs at the
-rates below, and its bytes. Everything else takes the time of its bytes, if each fused kernel reads
-and writes each tensor once.
+forward and the backward pass of a batch. A product takes the longer of two times: that of its
+FLOPs, and that of its bytes. Everything else takes the time of its bytes, if each fused kernel
+reads and writes each tensor once. ``step_ms`` is a whole training step at the assumed ``mfu``.
 """
 
 import argparse
@@ -96,20 +95,21 @@ def emulate(formats: Formats, layer: Pattention, x: Tensor, grad: Tensor) -> lis
     """
     kernels = THETAS[layer.theta].kernels
     assert kernels is not None
-    static = partial(rounded, dtype=E4M3, dynamic=formats.dynamic)
-    slope = partial(rounded, dtype=formats.gradients)
+    activation = partial(rounded, dtype=E4M3, dynamic=formats.dynamic)
+    gradient = partial(rounded, dtype=formats.gradients)
     keys, values = (rounded(each.detach(), E4M3) for each in layer.parameters())
     x, grad = x.bfloat16().float(), grad.bfloat16().float()
-    scores = (static(x) @ keys.t()).bfloat16()
+    scores = (activation(x) @ keys.t()).bfloat16()
     weights, kept = kernels.forward(scores, layer.tau, layer.eps)
-    output = static(weights.float()) @ values
-    grad_weights = (slope(grad) @ values.t()).bfloat16()
+    output = activation(weights.float()) @ values
+    grad_weights = (gradient(grad) @ values.t()).bfloat16()
     again, grad_scores = (
         each.float() for each in kernels.backward(kept, layer.tau, grad_weights)[:2]
     )
-    grad_x = slope(grad_scores) @ keys
+    grad_x = gradient(grad_scores) @ keys
     if formats.all_six:
-        x, again, grad, grad_scores = static(x), static(again), slope(grad), slope(grad_scores)
+        x, again = activation(x), activation(again)
+        grad, grad_scores = gradient(grad), gradient(grad_scores)
     return [each.bfloat16() for each in (output, grad_x, grad_scores.t() @ x, again.t() @ grad)]
 
 
@@ -149,7 +149,8 @@ def errors() -> Iterator[dict[str, Any]]:
         layer = block.get_submodule(name)
         layer._forward_hooks.clear()
         layer._backward_hooks.clear()
-        yield from _errors(words, layer, *(each.flatten(0, -2) for each in seen[words]))
+        inputs, gradient = (each.flatten(0, -2) for each in seen[words])
+        yield from _errors(words, layer, inputs, gradient)
     yield from _errors("block", block, x, grad, exact)
 
 

@@ -26,7 +26,7 @@ def errors(root: Path) -> Table:
 
     def cell(way: str, module: str) -> str:
         entry = found.get((way, module))
-        return " / ".join(f"{100 * entry[part]:.2g}" for part in parts) if entry else ""
+        return " / ".join(f"{100 * entry[part]:.2f}" for part in parts) if entry else ""
 
     rows = [[way, *(cell(way, module) for module in modules)] for way in ways]
     return f"error in %: output / x / keys / values | {' | '.join(modules)}", rows
