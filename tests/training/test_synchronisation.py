@@ -133,7 +133,11 @@ def test_a_step_reads_no_tensor_between_two_lines_of_the_log(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, MORE, {**MORE, "model.backbone.compile": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, MORE, {**MORE, "model.backbone.compile": True}],
+    ids=["mixing", "more", "compiled"],
+)
 def test_a_step_on_a_gpu_does_not_wait(configured, monkeypatch, options):
     run_iter, starts = ResumableEpochLoop.run_iter, []
     with warnings.catch_warnings(record=True) as caught:
