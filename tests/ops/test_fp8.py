@@ -138,6 +138,14 @@ def test_frozen_operands_get_no_gradient_and_gradients_have_none():
         grad.sum().backward()
 
 
+def test_on_the_meta_device():
+    inputs = [each.detach().to("meta").requires_grad_() for each in operands()]
+    output = pattention(*inputs, "gelu_l2", torch.tensor(8.0, device="meta"), backend="fp8")
+    assert output.shape == (2, 37, 2 * WIDTH)
+    grads = torch.autograd.grad(output.sum(), inputs)
+    assert [grad.shape for grad in grads] == [each.shape for each in inputs]
+
+
 def test_inference_computes_the_same():
     inputs = operands()
     tau = torch.tensor(8.0)
