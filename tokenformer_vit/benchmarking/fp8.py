@@ -8,8 +8,9 @@ Needs no GPU::
 each kind of layer, of a block, and of all blocks of ``tokenformer_base_matched``. Exact is the
 reference in float64. Layers get the inputs and gradients that they have in the first block.
 Parameter tokens are fresh, the inputs of blocks have unit RMS, and the size of the gradient varies
-between tokens by a log-normal factor. An entry is bfloat16 autocast, the backend ``fp8`` under it, or an emulation of
-another choice of formats, which rounds to 8 bits and back and multiplies in float32.
+between tokens by a log-normal factor. An entry is bfloat16 autocast, the backend ``fp8`` under it,
+or an emulation of another choice of formats, which rounds to 8 bits and back and multiplies in
+float32.
 
 ``savings`` counts, on paper, the milliseconds that all Pattention layers of a model need for the
 forward and the backward pass of a batch. A product takes the longer of two times: that of its
