@@ -13,6 +13,7 @@ model = dict(
         checkpoint_path="",  # weights to start from: an exported folder's model.safetensors
         frozen=False,  # True trains only the head: a linear probe
         compile=False,
+        backend="auto",  # how Pattention is computed; see tokenformer_vit/ops/README.md
         stem_seed=None,  # a seed for all weights outside the blocks, to compare models
     ),
     neck=None,

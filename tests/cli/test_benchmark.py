@@ -272,6 +272,7 @@ def test_options_of_the_other_field(words, message):
         (["--baseline", "resnet18"], "--baseline resnet18 cannot be measured"),
         (["--img-size", "8"], "--model tokenformer_tiny cannot be measured: "),
         (["--backends", "triton"], "--backends triton needs a CUDA device"),
+        (["--backends", "fused", "fp8"], "--backends fp8 needs a CUDA device"),
         (["--draw", str(TOOL)], "benchmark.py is not a record"),
     ],
 )

@@ -296,3 +296,16 @@ def test_blocks_are_compiled_on_request_and_the_export_is_not(model_name):
         blocks = classifier.backbone.model.blocks
         assert all((block._compiled_call_impl is not None) is expected for block in blocks)
     assert as_timm_model(compiled).blocks[0]._compiled_call_impl is None
+
+
+def test_a_config_chooses_the_backend_of_a_tokenformer():
+    chosen = build_untouched(model_name="tokenformer_tiny", backend="reference").backbone.model
+    layers = [layer for layer in chosen.blocks.modules() if hasattr(layer, "backend")]
+    assert len(layers) == SIZES["depth"] * 7  # five Pattentions and two norms in each block
+    assert {layer.backend for layer in layers} == {"reference"}
+    for model, backend, message in (
+        ("tokenformer_tiny", "fast", r"reference, fused, triton, fp8.*'fast'"),
+        ("vit_tiny_patch16_224", "fp8", r"'fp8', but vit_tiny_patch16_224 .*set backend='auto'"),
+    ):
+        with pytest.raises(InputError, match=message):
+            build_untouched(model_name=model, backend=backend)

@@ -30,6 +30,13 @@ model = dict(
 )
 default_hooks = dict(logger=dict(interval=3))
 """
+ACCUMULATE = "optim_wrapper.accumulative_counts"
+# bfloat16, images on the device that are augmented there, accumulated gradients.
+MORE = {
+    "optim_wrapper.type": "AutocastOptimWrapper",
+    "train_dataloader.dataset.type": "ImagesInMemory",
+    ACCUMULATE: 2,
+}
 NO_MIXING = "model = dict(train_cfg=None)\ndefault_hooks = dict(logger=dict(interval=3))\n"
 
 
@@ -92,14 +99,15 @@ def configured(config, data_root, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "accumulate"),
+    ("recipe", "options"),
     [
-        pytest.param(RECIPE, 1, id="mixing"),
-        pytest.param(NO_MIXING, 4, id="labels", marks=pytest.mark.slow),
+        pytest.param(RECIPE, {}, id="mixing"),
+        pytest.param(NO_MIXING, {ACCUMULATE: 4}, id="labels", marks=pytest.mark.slow),
+        pytest.param(RECIPE, MORE, id="more", marks=pytest.mark.slow),
     ],
 )
 def test_a_step_reads_no_tensor_between_two_lines_of_the_log(
-    configured, monkeypatch, recipe, accumulate
+    configured, monkeypatch, recipe, options
 ):
     run_iter, reads, rates, hubs = ResumableEpochLoop.run_iter, {}, {}, []
 
@@ -118,10 +126,11 @@ def test_a_step_reads_no_tensor_between_two_lines_of_the_log(
     monkeypatch.setattr(ResumableEpochLoop, "run_iter", watched)
     # PyTorch's reads the labels on a CPU alone, to check them.
     monkeypatch.setattr(labels, "one_hot", lambda y, k: (y[:, None] == torch.arange(k)).long())
-    run_training(configured(recipe, **{"optim_wrapper.accumulative_counts": accumulate}))
+    run_training(configured(recipe, **options))
     assert len(reads) == 12
     # The first loss is read, too, and the first step makes the optimiser's counters.
-    between = {number for number in reads if number % INTERVAL and number > accumulate}
+    first = options.get(ACCUMULATE, 1)
+    between = {number for number in reads if number % INTERVAL and number > first}
     assert {number: reads[number] for number in between} == {key: [] for key in between}
     assert all(reads[number] == ["tolist"] for number in (3, 6, 9, 12))
     losses, counts = hubs[0].get_scalar("train/loss").data
@@ -132,7 +141,12 @@ def test_a_step_reads_no_tensor_between_two_lines_of_the_log(
 
 
 @pytest.mark.gpu
-def test_a_step_on_a_gpu_does_not_wait(configured, monkeypatch):
+@pytest.mark.parametrize(
+    "options",
+    [{}, MORE, {**MORE, "model.backbone.compile": True}],
+    ids=["mixing", "more", "compiled"],
+)
+def test_a_step_on_a_gpu_does_not_wait(configured, monkeypatch, options):
     run_iter, starts = ResumableEpochLoop.run_iter, []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -144,7 +158,7 @@ def test_a_step_on_a_gpu_does_not_wait(configured, monkeypatch):
 
         monkeypatch.setattr(ResumableEpochLoop, "run_iter", watched)
         try:
-            run_training(configured(RECIPE))
+            run_training(configured(RECIPE, **options))
         finally:
             torch.cuda.set_sync_debug_mode("default")
     # Up to the start of the next step: the copy of its batch counts, too.
@@ -152,6 +166,7 @@ def test_a_step_on_a_gpu_does_not_wait(configured, monkeypatch):
         number: [str(w.message) for w in caught[start:end] if "synchronizing" in str(w.message)]
         for number, (start, end) in enumerate(pairwise([*starts, len(caught)]), start=1)
     }
-    between = {number for number in waits if number % INTERVAL and number > 1}
+    first = options.get(ACCUMULATE, 1)
+    between = {number for number in waits if number % INTERVAL and number > first}
     assert {number: waits[number] for number in between} == {key: [] for key in between}
     assert waits[INTERVAL]

@@ -17,10 +17,18 @@ _LABELS = {
     "reference": "ours, reference",
     "fused": "ours, fused",
     "triton": "ours, Triton",
+    "fp8": "ours, 8 bits",
 }
 # Number format of the memory kept: a token keeps far less than an image.
 _SAVED = {"image": "16.1f", "token": "16.4f"}
-_COLOURS = {"baseline": "0.6", "released": "C1", "reference": "C9", "fused": "C0", "triton": "C2"}
+_COLOURS = {
+    "baseline": "0.6",
+    "released": "C1",
+    "reference": "C9",
+    "fused": "C0",
+    "triton": "C2",
+    "fp8": "C4",
+}
 
 
 def _label(row: Mapping[str, Any]) -> str:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from .images import Images
     from .language import Language
 
-BACKENDS = ("reference", "fused", "triton")
+BACKENDS = ("reference", "fused", "triton", "fp8")
 _JOINT = {"joint": True, "separate": False}
-IMPLEMENTATIONS = (*BACKENDS, *(f"{name}-{how}" for name in BACKENDS[1:] for how in _JOINT))
+IMPLEMENTATIONS = (*BACKENDS, *(f"{name}-{how}" for name in ("fused", "triton") for how in _JOINT))
 """Backends; with a suffix, query, key and value are forced to have joint or separate products."""
 
 

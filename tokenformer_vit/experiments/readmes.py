@@ -18,6 +18,7 @@ from tokenformer_vit.benchmarking.cluster import STATE_BYTES, Needs
 from tokenformer_vit.benchmarking.costs import model_costs, total
 from tokenformer_vit.models import TokenFormerLM, lm_config
 
+from . import fp8_tables
 from .fields import Field
 from .image_models import IMAGES
 from .language_models import LANGUAGE
@@ -30,7 +31,7 @@ _PAGES = (
     "ablations/README.md",
     "configs/README.md",
     "configs/MANY_MACHINES.md",
-    *(f"tokenformer_vit/{name}/README.md" for name in ("benchmarking", "growth", "language")),
+    *(f"tokenformer_vit/{name}/README.md" for name in ("benchmarking", "growth", "language", "ops")),
 )
 RUNS = "configs/results"
 SPEED = "tokenformer_vit/benchmarking/results"
@@ -99,6 +100,9 @@ def _filled(path: Path, root: Path, groups: Groups) -> str:
         "loop-speed": lambda: _loop_speed(root, link),
         "gpus": _gpus,
         "memory": _memory,
+        "fp8-errors": lambda: _table(*fp8_tables.errors(root)),
+        "fp8-savings": lambda: _table(*fp8_tables.savings(root)),
+        "fp8-trainings": lambda: _table(*fp8_tables.trainings(root, link)),
         "growth": lambda: _growth(IMAGES, groups, link),
         "language-growth": lambda: _growth(LANGUAGE, groups, link),
     }

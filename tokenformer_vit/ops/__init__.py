@@ -8,6 +8,8 @@ reference plain PyTorch, the ground truth; ``torch.jit.trace`` and TorchScript a
 fused     hand-written gradients that keep less memory; what ``auto`` means, unless a record
           shows that ``triton`` is faster on this GPU (``measured.py``)
 triton    ``fused`` with Triton kernels for Θ; NVIDIA GPUs only
+fp8       ``fused`` with products of 8-bit numbers for Θ with an L2 norm; NVIDIA GPUs from
+          compute capability 8.9, less accurate, never chosen by ``auto``
 ========= ==============================================================================
 """
 
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 
+from .fp8 import pattention_fp8
 from .fused import pattention_fused
 from .kernels import Kernels
 from .measured import fastest_backend
@@ -43,7 +46,7 @@ __all__ = [
     "theta_weights",
 ]
 
-BACKENDS = ("auto", "reference", "fused", "triton")
+BACKENDS = ("auto", "reference", "fused", "triton", "fp8")
 _ENVIRONMENT = "PATTENTION_BACKEND"
 _DEFAULT = os.environ.get(_ENVIRONMENT) or "auto"
 
@@ -105,7 +108,7 @@ def pattention(
         theta: Name of the Θ variant, a key of ``THETAS``.
         tau: 0-dim tensor, the stored scale of the layer; see :func:`default_tau`.
         eps: Number added to the divisor of a row, relative to ``tau``.
-        backend: ``auto``, ``reference``, ``fused`` or ``triton``; see the module's description.
+        backend: One of ``BACKENDS``; see the module's description.
         gate: (P,) factors on exp(A), only for a variant with gates; 0 closes a pair. With a gate
             every backend computes the reference.
 
@@ -127,6 +130,8 @@ def pattention(
     # Few layers have a gate, most of them for a short time: plain autograd is good enough.
     if backend == "reference" or gate is not None:
         return pattention_reference(x, key_param_tokens, value_param_tokens, theta, tau, eps, gate)
+    if backend == "fp8":
+        return pattention_fp8(x, key_param_tokens, value_param_tokens, theta, tau, eps)
     kernels = _kernels(backend, x, theta, len(key_param_tokens))
     return pattention_fused(
         x, [key_param_tokens], [value_param_tokens], theta, [tau], eps, kernels
@@ -191,7 +196,8 @@ def layer_norm(x: Tensor, num_channels: int, eps: float = 1e-6, backend: str = "
         x: (..., C) tokens.
         num_channels: C.
         eps: Number added to the variance.
-        backend: Name of a backend, as for :func:`pattention`; ``triton`` means ``fused`` here.
+        backend: Name of a backend, as for :func:`pattention`; ``triton`` and ``fp8`` mean
+            ``fused`` here.
 
     Returns:
         (..., C) tokens. Under autocast ``fused`` returns them in the precision of autocast, which

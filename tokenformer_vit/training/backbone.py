@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow
 from tokenformer_vit.layers.segments import fuse_state_dict
-from tokenformer_vit.models import compile_blocks, timm_state_dict
+from tokenformer_vit.models import TokenFormerViT, compile_blocks, timm_state_dict
 from tokenformer_vit.models.checkpoints import load_model
 
 from .lora import merge_lora
@@ -34,6 +34,7 @@ class TimmClassificationBackbone(BaseModule):
             not used, and positions are resampled for another ``img_size``.
         compile: Compile each block, for training and evaluation; checkpoints stay the same. A text
             is a mode of ``torch.compile``, a dict has its arguments.
+        backend: How a TokenFormer computes Pattention: one of ``tokenformer_vit.ops.BACKENDS``.
         growth: Arguments of :func:`tokenformer_vit.growth.grow`, which then appends pairs to the
             model. ``freeze="old"`` trains only the new pairs and the head. Default ``seed``: the
             seed of the run.
@@ -49,7 +50,8 @@ class TimmClassificationBackbone(BaseModule):
     Raises:
         InputError: If the model has no linear head, the checkpoint cannot be read or does not fit,
             ``stem_seed`` is given together with loaded weights or for a model that is no ViT,
-            ``frozen`` together with ``growth``, or ``frozen_norms`` for a model without such norms.
+            ``frozen`` together with ``growth``, ``frozen_norms`` for a model without such norms, or
+            ``backend`` is unknown or given for a ViT.
 
     Shape:
         (B, in_chans, H, W) -> a tuple of one (B, C), the pooled and normalised features.
@@ -61,6 +63,7 @@ class TimmClassificationBackbone(BaseModule):
         pretrained: bool = False,
         checkpoint_path: str = "",
         compile: bool | str | dict[str, Any] = False,
+        backend: str = "auto",
         growth: dict[str, Any] | None = None,
         frozen: bool = False,
         frozen_norms: bool = False,
@@ -108,6 +111,13 @@ class TimmClassificationBackbone(BaseModule):
             self.model.requires_grad_(False)
         if frozen_norms:
             _freeze_norms(self.model, model_name)
+        if backend != "auto":
+            if not isinstance(self.model, TokenFormerViT):
+                raise InputError(
+                    f"backend is {backend!r}, but {model_name} is not a TokenFormer: set "
+                    "backend='auto'"
+                )
+            self.model.set_backend(backend)
         compile_blocks(self.model, compile)
 
     def _draw_stem(self, seed: int, model_name: str, kwargs: dict[str, Any]) -> None:

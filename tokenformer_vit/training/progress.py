@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from mmengine.dist import is_main_process
 from mmengine.hooks import Hook
+from mmengine.optim import AmpOptimWrapper
 from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop
 from tqdm import tqdm
@@ -25,8 +26,12 @@ from .optim import AutocastOptimWrapper
 
 def dtype_of(runner: Any) -> str:
     """Name the precision of a run."""
-    autocast = isinstance(runner.optim_wrapper, AutocastOptimWrapper)
-    return "bfloat16 autocast" if autocast else "float32"
+    wrapper = runner.optim_wrapper
+    if isinstance(wrapper, AutocastOptimWrapper):
+        return "bfloat16 autocast"
+    if isinstance(wrapper, AmpOptimWrapper):  # mmengine's, for float16
+        return f"{wrapper.cast_dtype or torch.float16} autocast".removeprefix("torch.")
+    return "float32"
 
 
 def samples_per_step(runner: Any) -> int:

@@ -1,0 +1,75 @@
+"""Tables of 8-bit products: their errors, what they cost in trainings, what they could save."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+RECORD = "tokenformer_vit/benchmarking/results/fp8.json"
+TRAININGS = "ablations/results"
+
+Table = tuple[str, list[list[str]]]  # headings, rows
+
+
+def read(root: Path) -> dict[str, Any]:
+    """Read the record of ``tokenformer_vit.benchmarking.fp8``."""
+    return json.loads((root / RECORD).read_text(encoding="utf-8"))
+
+
+def errors(root: Path) -> Table:
+    """Lay out relative errors in percent, with a row for each way to compute."""
+    entries = read(root)["errors"]
+    ways, modules = (list(dict.fromkeys(e[key] for e in entries)) for key in ("computed", "of"))
+    found = {(entry["computed"], entry["of"]): entry for entry in entries}
+    parts = ("output", "x", "keys", "values")
+
+    def cell(way: str, module: str) -> str:
+        entry = found.get((way, module))
+        return " / ".join(f"{100 * entry[part]:.2f}" for part in parts) if entry else ""
+
+    rows = [[way, *(cell(way, module) for module in modules)] for way in ways]
+    return f"error in %: output / x / keys / values | {' | '.join(modules)}", rows
+
+
+def savings(root: Path) -> Table:
+    """Lay out the counted times."""
+    rows = []
+    for entry in read(root)["savings"]:
+        plain, ours, step = (entry[key] for key in ("bfloat16_ms", "fp8_ms", "step_ms"))
+        saved = [f"{100 * (plain - ours) / whole:.0f}" for whole in (plain, step)]
+        name = f"`{entry['model']}`"
+        rows.append([name, f"{entry['width']:,}", f"{plain:.1f}", f"{ours:.1f}", *saved])
+    headings = "model | width | Pattention in bfloat16, ms | in 8 bits, ms | saved, %"
+    return f"{headings} | saved of a step, %", rows
+
+
+def trainings(root: Path, link: Callable[[str, str], str]) -> Table:
+    """Lay out the loss and the accuracy of trainings, seed by seed."""
+    rows = []
+    for folder in sorted((root / TRAININGS).glob("fp8_*/")):
+        runs: dict[str, dict[int, dict[str, Any]]] = {"bfloat16": {}, "fp8": {}}
+        for path in sorted(folder.glob("*.json")):
+            record = json.loads(path.read_text(encoding="utf-8"))
+            runs[record["variant"]][record["seed"]] = record
+        seeds = sorted(runs["bfloat16"].keys() & runs["fp8"].keys())
+        cells = []
+        for measure, digits in ((_loss, 4), (_top1, 2)):
+            pairs = [[measure(runs[name][seed]) for name in runs] for seed in seeds]
+            steps = [new - old for old, new in pairs]
+            error = stdev(steps) / len(steps) ** 0.5
+            cells += [f"{mean(values):.{digits}f}" for values in zip(*pairs, strict=True)]
+            cells.append(f"{mean(steps):+.{digits}f} ± {error:.{digits}f}".replace("-", "−"))
+        record = runs["fp8"][seeds[0]]
+        name = link(f"`{Path(record['config']).stem}`", f"{TRAININGS}/{folder.name}")
+        rows.append([f"{name}, {record['iterations']:,} steps, n = {len(seeds)}", *cells])
+    headings = "loss, bfloat16 | 8 bits | Δ ± standard error | top-1 %, bfloat16 | 8 bits"
+    return f"training | {headings} | Δ ± standard error", rows
+
+
+def _loss(record: dict[str, Any]) -> float:
+    return record["loss_last_20_mean"]
+
+
+def _top1(record: dict[str, Any]) -> float:
+    return record["final"]["top1"]
