@@ -32,7 +32,6 @@ tokenformer_vit/benchmarking/records.py.
 import argparse
 import itertools
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
@@ -65,7 +64,7 @@ from tokenformer_vit.benchmarking.variants import (
 from tokenformer_vit.command_line import command_parser, whole_number
 from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.models import LM_PRESETS, lm_config
-from tokenformer_vit.records import write_record
+from tokenformer_vit.records import device_in_name, write_record
 
 from . import benchmark_loop
 from .arguments import choose_device
@@ -216,15 +215,14 @@ def _complete(args: argparse.Namespace) -> None:
     if args.device == "cpu" and "triton" in (args.backends or ()):
         raise InputError("--backends triton needs a CUDA device; choose reference or fused")
     if args.device == "cpu":
-        kind, backends, batch_size = "cpu", ["reference", "fused"], 1 if args.lm else 4
+        backends, batch_size = ["reference", "fused"], 1 if args.lm else 4
     else:
-        kind, backends = torch.cuda.get_device_name(), BACKENDS
-        batch_size = 8 if args.lm else 128
+        backends, batch_size = BACKENDS, 8 if args.lm else 128
     args.backends = args.backends or backends
     args.batch_sizes = args.batch_sizes or [batch_size]
     if args.out is None:
         model = f"lm_{args.lm}_{args.num_tokens}" if args.lm else args.model
-        name = f"speed_{model}_{re.sub('[^a-z0-9]+', '_', kind.lower())}"
+        name = f"speed_{model}_{device_in_name(args.device)}"
         args.out = Path("work_dirs", f"{name}_quick.json" if args.quick else f"{name}.json")
 
 
