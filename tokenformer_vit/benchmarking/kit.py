@@ -81,7 +81,10 @@ def prepare(
     sizes["wheels"] = _size(_files(folder / "wheels"))
     _check_size(sizes, most_mib)
     for source in data:
-        shutil.copytree(source, folder / "data" / source.resolve().name, dirs_exist_ok=True)
+        for path in _files(source):
+            target = folder / "data" / source.resolve().name / path.relative_to(source)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
     commit = environment()["commit"]
     text = _RUN.format(variable=COMMIT_VARIABLE, commit=shlex.quote(commit))
     write_whole(folder / "run.sh", text.encode())
@@ -111,14 +114,18 @@ def _download(wheels: Path, python: str) -> list[str]:
         raise InputError(
             f"{error.name} is not installed: pip install 'tokenformer-vit[train]'"
         ) from error
-    missing = [each for each in wanted if not _has(wheels, each)]
+    known = [wheel for each in wanted for wheel in _wheels_of(wheels, each, python)]
+    for name in WHEELS:  # pip refuses two versions
+        for other in set(wheels.glob(f"{_in_file(name)}-*.whl")).difference(known):
+            other.unlink()
+    missing = [each for each in wanted if not _wheels_of(wheels, each, python)]
     if not missing:
         return wanted
     platforms = [word for name in _PLATFORMS for word in ("--platform", name)]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", wheels]
     command += ["--only-binary=:all:", "--python-version", python, *platforms, *missing]
     done = subprocess.run(command, capture_output=True, text=True)
-    if missing := [each for each in missing if not _has(wheels, each)]:
+    if missing := [each for each in missing if not _wheels_of(wheels, each, python)]:
         said = (done.stderr.strip().splitlines() or ["pip printed nothing"])[-1]
         raise InputError(
             f"no wheels of {', '.join(missing)} ({said}): run this with a network, or put them "
@@ -127,9 +134,17 @@ def _download(wheels: Path, python: str) -> list[str]:
     return wanted
 
 
-def _has(wheels: Path, wanted: str) -> bool:
+def _wheels_of(wheels: Path, wanted: str, python: str) -> list[Path]:
+    """Find the wheel of NAME==VERSION that fits a version of Python."""
     name, _, version = wanted.partition("==")
-    return any(wheels.glob(f"{re.sub('[-_.]+', '_', name)}-{version}-*.whl"))
+    tags = re.compile(rf"-(py2\.)?py3-none-any|-cp{python.replace('.', '')}-")
+    return [
+        path for path in wheels.glob(f"{_in_file(name)}-{version}-*.whl") if tags.search(path.name)
+    ]
+
+
+def _in_file(name: str) -> str:
+    return re.sub("[-_.]+", "_", name)
 
 
 def _tracked(root: Path) -> list[Path]:
