@@ -122,6 +122,11 @@ def _check_replaced(
             f"{target} is of {old['hardware']}, and {path} is of {new['hardware']}: rename one of "
             "them, or give --replace"
         )
+    if old.get("n", 0) > new.get("n", 0):
+        raise InputError(
+            f"{target} has {old['n']} rounds or steps, and {path} has {new['n']}: measure more, or "
+            "give --replace"
+        )
     if lost := _contents(old) - _contents(new):
         some = ", ".join(sorted(" ".join(map(str, each)) for each in lost)[:3])
         raise InputError(

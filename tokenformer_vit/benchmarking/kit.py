@@ -23,7 +23,15 @@ from tokenformer_vit.records import COMMIT_VARIABLE, environment
 # What this package needs beyond the packages in THERE. timm is there, but often too old.
 WHEELS = (
     *("timm", "mmengine", "mmcv-lite", "mmpretrain"),
-    *("addict", "importlib-metadata", "mat4py", "model-index", "modelindex", "ordered-set"),
+    *(
+        "addict",
+        "importlib-metadata",
+        "lazy-importer",
+        "mat4py",
+        "model-index",
+        "modelindex",
+        "ordered-set",
+    ),
     *("platformdirs", "termcolor", "yapf"),
     *("pydantic", "pydantic-core", "annotated-types", "typing-inspection"),
 )

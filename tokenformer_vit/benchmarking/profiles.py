@@ -12,10 +12,10 @@ models as the record of a benchmark does (records.py), and has::
       kernels                  the slowest ones: name, part, calls and seconds of a step
 
 The seconds of the parts add up to those of the step. A kernel belongs to the first part whose
-pattern its name has. torch.compile names a kernel after all that it fuses, so a kernel of Θ may also
-add a residual. On a GPU, ``idle`` is the time without a kernel; the profiler slows down the host, so
-without it a step may have less of it. On a CPU, the times are those of operators, and ``idle`` is the
-time outside them.
+pattern its name has. torch.compile names a kernel after all that it fuses: a kernel of Θ may also
+add a residual. On a GPU, ``idle`` is the time without a kernel; the profiler slows down the host,
+and without it a step may have less idle time. On a CPU, the times are those of operators, and
+``idle`` is the time outside them.
 """
 
 import re
@@ -34,13 +34,16 @@ from .variants import PRECISIONS, BenchmarkVariant, Group, PreparedVariant, Sett
 
 # Names of kernels and operators, by part, in the order of the search.
 _PATTERNS = {
-    "attention": r"flash|fmha|attention|sdpa|efficient",
+    "attention": r"flash|fmha|attention|sdpa",
     "matrix products": r"gemm|gemv|nvjet|cutlass|cublas|xmma|conv|splitk|::(add)?(mm|bmm)$|_mm\b",
     "optimizer": r"adam|multi_tensor|optimizer",
-    "theta": r"gelu|vector_norm|erf|theta|_pattention|_forward_kernel|_backward_kernel",
+    "theta": r"gelu|vector_norm|erf|theta|_pattention|^_(forward|backward)_kernel",
     "layer norm": r"layer_?norm",
     "copies": r"memcpy|memset|copy",
 }
+# Kernels that torch.compile makes. Their names also list the operations before and after them.
+_COMPILED = re.compile(r"triton_|graph_\d+_cpp")
+_OF_COMPILED = ("theta", "layer norm")
 PARTS = (*_PATTERNS, "other", "idle")
 _STEPS = 5
 _KERNELS = 15
@@ -48,10 +51,9 @@ _KERNELS = 15
 
 def part_of(name: str) -> str:
     """Return the part of a step that a kernel belongs to."""
-    for part, pattern in _PATTERNS.items():
-        if re.search(pattern, name, re.IGNORECASE):
-            return part
-    return "other"
+    parts = _OF_COMPILED if _COMPILED.match(name) else _PATTERNS
+    found = (part for part in parts if re.search(_PATTERNS[part], name, re.IGNORECASE))
+    return next(found, "other")
 
 
 def profile_variant(setting: Setting, group: Group, variant: BenchmarkVariant) -> dict[str, Any]:

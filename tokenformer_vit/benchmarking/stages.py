@@ -102,7 +102,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
         Stage(
             "profile",
             3,
-            "benchmark --profile --precisions autocast --batch-sizes 128 "
+            "benchmark --profile --precisions autocast --batch-sizes 128 --backends fused triton "
             f"--out {_RESULTS}/profile_tokenformer_base_matched_{{device}}.json",
         ),
         Stage("theta-2", 9, f"{_THETA}2", least=4, needs="{images}/val"),
@@ -119,8 +119,8 @@ STAGES: dict[str, tuple[Stage, ...]] = {
             "speed",
             5,
             "benchmark --model tokenformer_tiny --baseline vit_tiny_patch16_224 --img-size 32 "
-            "--depth 1 --precisions float32 --batch-sizes 2 --backends fused --rounds 3 --resume "
-            f"--device cpu --out {_RESULTS}/speed_tokenformer_tiny_{{device}}.json",
+            "--depth 1 --precisions float32 --batch-sizes 2 --backends fused --rounds 3 --eager "
+            f"--resume --device cpu --out {_RESULTS}/speed_tokenformer_tiny_{{device}}.json",
             least=1,
         ),
         Stage("data", 2, "prepare-data --digits {work}/digits", makes="{images}/val"),
@@ -137,7 +137,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
             "theta",
             5,
             "ablations/softmax.py --config configs/digits_demo_in_memory.py --data-root {images} "
-            "--cfg-options train_cfg.max_epochs=4 --variants gelu_l2 vit --work-dir {work}/softmax "
+            "--cfg-options train_cfg.max_epochs=4 --variants gelu_l2 --work-dir {work}/softmax "
             "--out {records}/ablations/results/softmax_digits_demo_in_memory --seeds 1",
             least=1,
             needs="{images}/val",
@@ -146,21 +146,21 @@ STAGES: dict[str, tuple[Stage, ...]] = {
             "language",
             5,
             "benchmark --lm 150m --num-tokens 16 --depth 1 --precisions float32 --batch-sizes 1 "
-            "--backends fused --modes train decode --rounds 3 --device cpu --resume "
+            "--backends fused --modes decode --rounds 3 --eager --device cpu --resume "
             f"--out {_RESULTS}/speed_lm_150m_16_{{device}}.json",
             least=1,
         ),
         Stage(
             "loop",
             3,
-            f"{_LOOP}imagenet_base_matched_small_tensors_{{device}}.json --small-tensors --steps 5 "
+            f"{_LOOP}imagenet_base_matched_5_steps_{{device}}.json --small-tensors --steps 5 "
             "--warm-up 2",
         ),
         Stage(
             "profile",
             3,
             "benchmark --profile --model tokenformer_tiny --baseline vit_tiny_patch16_224 "
-            "--img-size 32 --depth 2 --precisions float32 --batch-sizes 2 --backends fused "
+            "--img-size 32 --depth 1 --precisions float32 --batch-sizes 2 --backends fused --eager "
             f"--device cpu --out {_RESULTS}/profile_tokenformer_tiny_{{device}}.json",
         ),
     ),

@@ -11,9 +11,10 @@ and timm, and matplotlib for the chart::
     tokenformer-vit benchmark --profile                            # kernels of a training step
     tokenformer-vit benchmark --all                                # all of this, and trainings
 
-``--all`` runs all that this project measures on a machine, stage by stage; ``--all --help`` lists
-its options. With ``--loop`` it measures the parts of a training step, with the trainer of a config; ``--loop
-CONFIG --help`` lists its options. All of the following is without both.
+With ``--loop`` it measures the parts of a training step, with the trainer of a config. ``--all``
+runs all that this project measures on a machine, stage by stage. ``--loop CONFIG --help`` and
+``--all --help`` list their options. All of the following is without both. ``--profile`` splits a
+step of the first group by kernels, for each compiled variant.
 
 With ``--lm`` it measures a language model. The baseline is a Transformer in GPT-2's form with the
 same width, depth, heads and vocabulary, and as many weights in its blocks. Both are models of

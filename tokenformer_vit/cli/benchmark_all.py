@@ -13,8 +13,8 @@ stages that are left: stages that are recorded on this device are skipped. The s
 ablations need a clone; the trainings need CIFAR-10, as parquet files or class folders in
 DATA_ROOT/cifar10. On a CPU, the stages run with small shapes, to try them.
 
-For a machine without network, make a folder ready in a clone that has one, take the clone along with
-this folder, run it there, and take the archive of the results back::
+For a machine without network: make a folder ready in a clone on a machine that has one, copy the
+clone with this folder, run it there, and take the archive of the results back::
 
     tokenformer-vit benchmark --all --prepare build/gpu_kit --data cifar10
     sh build/gpu_kit/run.sh --minutes 30                     # there, in the root of the clone

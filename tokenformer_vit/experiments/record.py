@@ -26,7 +26,6 @@ A record, ``OUT/<run>.json``, has what the training's own ``record.json`` has, a
 
 import json
 import math
-import os
 import re
 import shlex
 import sys
