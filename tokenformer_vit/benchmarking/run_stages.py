@@ -5,7 +5,7 @@ The folder of a device has::
     records/      the records; its folders are those of the repository
     logs/         what each stage printed
     stages.json   how each stage ended, its command and its seconds
-    summary.md    the same as a table
+    summary.md    the same as a table, and the end of each log
 
 It is packed into an archive beside it, ``DEVICE.zip``, after each stage.
 """
@@ -33,6 +33,7 @@ from .stages import Stage
 DONE, FAILED, OUT_OF_TIME = "done", "failed", "out of time"
 _PATIENCE = 20  # seconds that an interrupted stage has to end
 _LOOK = 0.2  # seconds between two looks at a stage
+_LAST_LINES = 12  # of each log, in the summary
 _SIGN_OF_LIFE = 60  # seconds between two lines about a stage
 
 Entry = dict[str, Any]
@@ -127,12 +128,15 @@ class Stages:
             return f"skipped: it needs {least / 60:g} minutes, {max(0, seconds) / 60:.1f} are left"
         return ""
 
+    def _log(self, name: str) -> Path:
+        return self.folder / "logs" / f"{name}.log"
+
     def _path(self, text: str) -> Path | None:
         return Path(text.format_map(self.words)) if text else None
 
     def _run(self, stage: Stage, seconds: float) -> Entry:
         """Run a stage for at most some seconds."""
-        log = self.folder / "logs" / f"{stage.name}.log"
+        log = self._log(stage.name)
         command, start = stage.arguments(self.words), time.monotonic()
         with log.open("wb") as file:
             process = subprocess.Popen(
@@ -170,7 +174,8 @@ class Stages:
         """Write the state, the summary and the archive; return the summary."""
         write_record(self.folder / "stages.json", {**self.about, "stages": self.ended})
         summary = "\n".join([*self._summary(left_out), ""])
-        write_whole(self.folder / "summary.md", summary.encode())
+        pages = "\n".join([summary.rstrip(), *self._ends_of_logs(), ""])
+        write_whole(self.folder / "summary.md", pages.encode())
         shutil.make_archive(str(self.folder), "zip", self.folder)
         return summary
 
@@ -186,6 +191,12 @@ class Stages:
                 continue
             line = entry["line"].replace("|", "/")
             yield f"| {stage.name} | {entry['status']} | {entry['seconds'] / 60:.1f} | {line} |"
+
+    def _ends_of_logs(self) -> Iterator[str]:
+        for name in self.ended:
+            text = self._log(name).read_text(encoding="utf-8", errors="replace")
+            last = "\n".join(map(printable, text.splitlines()[-_LAST_LINES:]))
+            yield f"\n## {name}\n\n```\n{last}\n```"
 
 
 def _program(word: str) -> list[str]:
