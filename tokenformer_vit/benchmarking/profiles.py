@@ -20,7 +20,7 @@ and without it a step may have less idle time. On a CPU, the times are those of 
 
 import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -129,10 +129,11 @@ def _figures(calls: Sequence[tuple[str, float]], busy: float, seconds: float) ->
         busy: Seconds with at least one kernel.
         seconds: Seconds of all steps.
     """
-    took, count, parts = Counter(), Counter(), Counter()
+    took: dict[str, float] = defaultdict(float)
+    parts: dict[str, float] = defaultdict(float)
+    count = Counter(name for name, _ in calls)
     for name, each in calls:
         took[name] += each
-        count[name] += 1
         parts[part_of(name)] += each
     # Kernels that run at the same time share their time.
     scale = busy / sum(parts.values()) if parts else 1.0
