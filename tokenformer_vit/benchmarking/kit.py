@@ -51,7 +51,7 @@ set -e
 kit=$(dirname "$0")
 python3 -m pip install --quiet --no-index --no-deps --upgrade --target "$kit/site" \\
     "$kit"/wheels/*.whl
-export PYTHONPATH="$PWD/$kit/site:$PWD" {variable}={commit}
+export PYTHONPATH="$(cd "$kit" && pwd)/site:$PWD" {variable}={commit}
 exec python3 -m tokenformer_vit benchmark --all --data-root "$kit/data" --out "$kit/results" "$@"
 """
 

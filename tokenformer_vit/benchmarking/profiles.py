@@ -29,6 +29,8 @@ from torch._inductor import config as inductor_config
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from tokenformer_vit.errors import InputError
+
 from . import measures
 from .variants import PRECISIONS, BenchmarkVariant, Group, PreparedVariant, Setting, short
 
@@ -66,6 +68,9 @@ def profile_variant(setting: Setting, group: Group, variant: BenchmarkVariant) -
 
     Returns:
         Entry of the variant in the record.
+
+    Raises:
+        InputError: If the profiler does not see the kernels of the GPU.
     """
     random = torch.Generator().manual_seed(setting.seed)
     weights, device = PRECISIONS[group.precision].weights, setting.device
@@ -100,6 +105,8 @@ def profile_variant(setting: Setting, group: Group, variant: BenchmarkVariant) -
             for event in events
             if event.device_type == DeviceType.CUDA and not event.is_user_annotation
         ]
+        if not kernels:
+            raise InputError("PyTorch's profiler saw no kernel on this GPU; it needs CUPTI")
         calls = [(event.name, event.time_range.elapsed_us() / 1e6) for event in kernels]
         spans = [(event.time_range.start / 1e6, event.time_range.end / 1e6) for event in kernels]
         busy, seconds = covered(spans)
@@ -112,13 +119,15 @@ def covered(spans: Iterable[tuple[float, float]]) -> tuple[float, float]:
     Args:
         spans: Start and end of each.
     """
-    total, first, last = 0.0, None, 0.0
-    for start, end in sorted(spans):
-        first = start if first is None else first
-        last = start if total == 0 else last
+    ordered = sorted(spans)
+    if not ordered:
+        return 0.0, 0.0
+    total, first = 0.0, ordered[0][0]
+    last = first
+    for start, end in ordered:
         total += max(0.0, end - max(start, last))
         last = max(last, end)
-    return total, last - (first or 0.0)
+    return total, last - first
 
 
 def _figures(calls: Sequence[tuple[str, float]], busy: float, seconds: float) -> dict[str, Any]:
@@ -136,7 +145,7 @@ def _figures(calls: Sequence[tuple[str, float]], busy: float, seconds: float) ->
         took[name] += each
         parts[part_of(name)] += each
     # Kernels that run at the same time share their time.
-    scale = busy / sum(parts.values()) if parts else 1.0
+    scale = busy / sum(parts.values()) if busy else 0.0
     parts = {part: scale * parts[part] for part in _PATTERNS} | {"other": scale * parts["other"]}
     parts["idle"] = max(0.0, seconds - busy)
     return {
