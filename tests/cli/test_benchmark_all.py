@@ -71,7 +71,7 @@ def test_a_machine_without_network_from_the_first_command_to_the_tables(wheels, 
     prepared = run(sys.executable, *ALL, "--prepare", "build/gpu_kit", "--python", PYTHON)
     assert float(re.search(r"([\d.]+) MiB  together, at most 64", prepared)[1]) < 64
     shutil.rmtree(clone / ".git")  # only files travel
-    run_there = ("sh", "build/gpu_kit/run.sh", "--minutes", "60", "--device", "cpu")
+    run_there = ("sh", "build/gpu_kit/run.sh", "--minutes", "90", "--device", "cpu")
     summary = run(*run_there)
     results = clone / "build/gpu_kit/results/cpu"
     state = json.loads((results / "stages.json").read_text())

@@ -98,8 +98,6 @@ def prepare(
     write_whole(folder / "run.sh", text.encode())
     there = {"the source code": sizes["the source code"]}
     there |= {part.name: _size(_files(part)) for part in sorted(folder.iterdir()) if part.is_dir()}
-    # Wheels that are unpacked by now do not travel.
-    there.pop("site", None)
     _check_size(there, most_mib)
     return [
         f"{len(names)} wheels for Python {python}: {', '.join(names)}",

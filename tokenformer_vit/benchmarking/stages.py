@@ -111,22 +111,22 @@ STAGES: dict[str, tuple[Stage, ...]] = {
     "cpu": (
         Stage(
             "tests",
-            3,
+            10,
             "pytest -q --junitxml={records}/../tests.xml tests/ops/test_gate.py",
             needs="tests",
         ),
         Stage(
             "speed",
-            5,
+            10,
             "benchmark --model tokenformer_tiny --baseline vit_tiny_patch16_224 --img-size 32 "
             "--depth 1 --precisions float32 --batch-sizes 2 --backends fused --rounds 3 --eager "
             f"--resume --device cpu --out {_RESULTS}/speed_tokenformer_tiny_{{device}}.json",
             least=1,
         ),
-        Stage("data", 2, "prepare-data --digits {work}/digits", makes="{images}/val"),
+        Stage("data", 10, "prepare-data --digits {work}/digits", makes="{images}/val"),
         Stage(
             "train",
-            3,
+            10,
             "train configs/digits_demo_in_memory.py --data-root {images} --work-dir {work}/train "
             "--cfg-options train_cfg.max_epochs=4",
             needs="{images}/val",
@@ -135,7 +135,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
         ),
         Stage(
             "theta",
-            5,
+            10,
             "ablations/softmax.py --config configs/digits_demo_in_memory.py --data-root {images} "
             "--cfg-options train_cfg.max_epochs=4 --variants gelu_l2 --work-dir {work}/softmax "
             "--out {records}/ablations/results/softmax_digits_demo_in_memory --seeds 1",
@@ -144,7 +144,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
         ),
         Stage(
             "language",
-            5,
+            10,
             "benchmark --lm 150m --num-tokens 16 --depth 1 --precisions float32 --batch-sizes 1 "
             "--backends fused --modes decode --rounds 3 --eager --device cpu --resume "
             f"--out {_RESULTS}/speed_lm_150m_16_{{device}}.json",
@@ -152,13 +152,13 @@ STAGES: dict[str, tuple[Stage, ...]] = {
         ),
         Stage(
             "loop",
-            3,
+            10,
             f"{_LOOP}imagenet_base_matched_5_steps_{{device}}.json --small-tensors --steps 5 "
             "--warm-up 2",
         ),
         Stage(
             "profile",
-            3,
+            10,
             "benchmark --profile --model tokenformer_tiny --baseline vit_tiny_patch16_224 "
             "--img-size 32 --depth 1 --precisions float32 --batch-sizes 2 --backends fused --eager "
             f"--device cpu --out {_RESULTS}/profile_tokenformer_tiny_{{device}}.json",
