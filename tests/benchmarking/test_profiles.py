@@ -1,11 +1,12 @@
 """The parts of a profile add up, and kernels are sorted by names that PyTorch gives them."""
 
+import json
+import platform
+
 import pytest
-import torch
 
 from tokenformer_vit.benchmarking import profiles
-from tokenformer_vit.benchmarking.images import Images
-from tokenformer_vit.benchmarking.variants import BenchmarkVariant, Group, Setting
+from tokenformer_vit.cli import benchmark
 
 NAMES = {
     "aten::addmm": "matrix products",
@@ -55,20 +56,26 @@ def test_kernels_that_run_at_the_same_time_share_it():
     assert [each["calls"] for each in figures["kernels"]] == [1, 1]
 
 
-def test_a_step_on_the_cpu(seed):
-    images = Images("tokenformer_tiny", "vit_tiny_patch16_224", 32, 1)
-    setting = Setting(images, torch.device("cpu"), seed, 1)
-    group, variant = Group("train", "float32", 2), BenchmarkVariant("fused", False)
-    entry = profiles.profile_variant(setting, group, variant)
-    parts = {part["part"]: part["seconds"] for part in entry["parts"]}
-    assert list(parts) == list(profiles.PARTS)
-    assert sum(parts.values()) == pytest.approx(entry["seconds"], rel=1e-3)
-    # Four products forward and eight backward in a layer; these parts are in every step.
-    for part in ("matrix products", "theta", "optimizer"):
-        assert parts[part] > 0
-    names = {kernel["name"]: kernel["calls"] for kernel in entry["kernels"]}
-    assert names["aten::mm"] > 12
-    record = {**group._asdict(), "dtype": "float32", "profiles": [entry]}
-    rows = profiles.table(record).splitlines()
+def test_a_step_on_the_cpu(tmp_path, capsys):
+    out = tmp_path / "deep/profile.json"
+    words = ["--profile", "--eager", "--model", "tokenformer_tiny", "--img-size", "32"]
+    words += ["--baseline", "vit_tiny_patch16_224", "--depth", "1", "--backends", "fused"]
+    words += ["--precisions", "float32", "--batch-sizes", "2", "--device", "cpu"]
+    benchmark.main([*words, "--out", str(out)])
+    record = json.loads(out.read_text())
+    assert record["hardware"].endswith(f"({platform.machine()})")
+    assert (record["mode"], record["dtype"], record["batch_size"]) == ("train", "float32", 2)
+    baseline, ours = record["profiles"]
+    assert [baseline["variant"], ours["variant"]] == ["baseline eager", "fused eager"]
+    for entry in (baseline, ours):
+        parts = {part["part"]: part["seconds"] for part in entry["parts"]}
+        assert list(parts) == list(profiles.PARTS)
+        assert sum(parts.values()) == pytest.approx(entry["seconds"], rel=1e-3)
+        for part in ("matrix products", "optimizer", "theta"):  # a ViT has a GELU, too
+            assert parts[part] > 0
+    names = {kernel["name"]: kernel["calls"] for kernel in ours["kernels"]}
+    assert names["aten::mm"] > 12  # in a block with five layers
+    rows = capsys.readouterr().out.splitlines()
     assert rows[0] == "train, float32, batch 2: ms of a step, and %"
-    assert [row[:18].strip() for row in rows[2:]] == list(profiles.PARTS)
+    assert [row[:18].strip() for row in rows[2:-2]] == list(profiles.PARTS)
+    assert rows[-1] == f"Done. Record: {out}"

@@ -25,7 +25,8 @@ def wheels(tmp_path):
     """Pack installed distributions into wheels again: what pip finds without a network."""
     folder = tmp_path / "wheels"
     folder.mkdir()
-    for name in kit.WHEELS:
+    for each in kit.wanted_wheels():
+        name = each.partition("==")[0]
         found = distribution(name)
         tags = re.findall("^Tag: (.+)$", found.read_text("WHEEL") or "", re.MULTILINE)
         python, abi, platform = tags[0].split("-")

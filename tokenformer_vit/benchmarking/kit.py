@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tokenformer_vit.errors import InputError
@@ -86,8 +87,6 @@ def prepare(
     _check_size(sizes, most_mib)  # before anything large is copied
 
     names = _download(folder / "wheels", python)
-    sizes["wheels"] = _size(_files(folder / "wheels"))
-    _check_size(sizes, most_mib)
     for source in data:
         for path in _files(source):
             target = folder / "data" / source.resolve().name / path.relative_to(source)
@@ -96,30 +95,40 @@ def prepare(
     commit = environment()["commit"]
     text = _RUN.format(variable=COMMIT_VARIABLE, commit=shlex.quote(commit))
     write_whole(folder / "run.sh", text.encode())
-    there = {"the source code": sizes["the source code"]}
-    there |= {part.name: _size(_files(part)) for part in sorted(folder.iterdir()) if part.is_dir()}
-    _check_size(there, most_mib)
+    sizes = {"the source code": sizes["the source code"]}
+    sizes |= {part.name: _size(_files(part)) for part in sorted(folder.iterdir()) if part.is_dir()}
+    _check_size(sizes, most_mib)
     return [
         f"{len(names)} wheels for Python {python}: {', '.join(names)}",
         f"commit {commit}",
-        *(f"{size / 2**20:6.1f} MiB  {name}" for name, size in there.items()),
-        f"{sum(there.values()) / 2**20:6.1f} MiB  together, at most {most_mib:g}",
+        *(f"{size / 2**20:6.1f} MiB  {name}" for name, size in sizes.items()),
+        f"{sum(sizes.values()) / 2**20:6.1f} MiB  together, at most {most_mib:g}",
     ]
 
 
-def _download(wheels: Path, python: str) -> list[str]:
-    """Download the wheels that are not there, in the versions that are installed here.
+def wanted_wheels() -> list[str]:
+    """Return NAME==VERSION of each wheel, in the versions that are installed here.
 
     Raises:
-        InputError: If pip or a version is missing, or a wheel cannot be downloaded.
+        InputError: If the packages for training are not installed.
+    """
+    wanted = []
+    for name in WHEELS:
+        with suppress(importlib.metadata.PackageNotFoundError):  # other versions may not need it
+            wanted.append(f"{name}=={importlib.metadata.version(name)}")
+    if not any(each.startswith("mmpretrain==") for each in wanted):
+        raise InputError("mmpretrain is not installed: pip install 'tokenformer-vit[train]'")
+    return wanted
+
+
+def _download(wheels: Path, python: str) -> list[str]:
+    """Download the wheels that are not there.
+
+    Raises:
+        InputError: If the packages are not installed here, or a wheel cannot be downloaded.
     """
     wheels.mkdir(exist_ok=True)
-    try:
-        wanted = [f"{name}=={importlib.metadata.version(name)}" for name in WHEELS]
-    except importlib.metadata.PackageNotFoundError as error:
-        raise InputError(
-            f"{error.name} is not installed: pip install 'tokenformer-vit[train]'"
-        ) from error
+    wanted = wanted_wheels()
     known = [wheel for each in wanted for wheel in _wheels_of(wheels, each, python)]
     for name in WHEELS:  # pip refuses two versions
         for other in set(wheels.glob(f"{_in_file(name)}-*.whl")).difference(known):

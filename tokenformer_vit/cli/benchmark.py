@@ -92,8 +92,9 @@ _COMPILE_OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--loop")
-    first.add_argument("--all", action="store_true")
+    forms = first.add_mutually_exclusive_group()
+    forms.add_argument("--loop")
+    forms.add_argument("--all", action="store_true")
     form, others = first.parse_known_args(argv)
     if form.all:
         benchmark_all.main(others)
@@ -146,14 +147,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _profile(args: argparse.Namespace, setting: Setting, record: dict[str, Any]) -> None:
-    """Profile the variants of the first group; the eager ones only with ``--eager``."""
+    """Profile the variants of the first group: the compiled ones, if there are any."""
     group = Group(args.modes[0], args.precisions[0], args.batch_sizes[0])
     kept = {key: value for key, value in record.items() if key not in ("n", "ceilings", "groups")}
     record = {**kept, **group._asdict(), "dtype": PRECISIONS[group.precision].words}
-    record["profiles"] = []
-    for variant in _variants_of(group.mode, args):
-        if variant.implementation != "released" and variant.compiled != args.eager:
-            record["profiles"].append(profile_variant(setting, group, variant))
+    variants = [
+        each for each in _variants_of(group.mode, args) if each.implementation != "released"
+    ]
+    variants = [each for each in variants if each.compiled] or variants
+    record["profiles"] = [profile_variant(setting, group, variant) for variant in variants]
     args.out.parent.mkdir(parents=True, exist_ok=True)
     write_record(args.out, record)
     print(f"{profile_table(record)}\n\nDone. Record: {args.out}")
