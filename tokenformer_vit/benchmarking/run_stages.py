@@ -30,6 +30,7 @@ from tokenformer_vit.records import write_record
 
 from .stages import Stage
 
+ROOT = Path(__file__).resolve().parents[2]  # of a clone
 DONE, FAILED, OUT_OF_TIME = "done", "failed", "out of time"
 _PATIENCE = 20  # seconds that an interrupted stage has to end
 _LOOK = 0.2  # seconds between two looks at a stage
@@ -144,7 +145,7 @@ class Stages:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                env=environment_of_child(),
                 start_new_session=True,  # Ctrl-C reaches it only through this process
             )
             try:
@@ -197,6 +198,15 @@ class Stages:
             text = self._log(name).read_text(encoding="utf-8", errors="replace")
             last = "\n".join(map(printable, text.splitlines()[-_LAST_LINES:]))
             yield f"\n## {name}\n\n```\n{last}\n```"
+
+
+def environment_of_child() -> dict[str, str]:
+    """Return the environment of a process that must import this package, and no other clone's."""
+    variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    if (ROOT / "ablations").is_dir():
+        path = variables.get("PYTHONPATH")
+        variables["PYTHONPATH"] = f"{ROOT}{os.pathsep}{path}" if path else str(ROOT)
+    return variables
 
 
 def _program(word: str) -> list[str]:

@@ -31,15 +31,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tokenformer_vit.benchmarking import collect, kit
-from tokenformer_vit.benchmarking.run_stages import Stages
+from tokenformer_vit.benchmarking.run_stages import ROOT, Stages, environment_of_child
 from tokenformer_vit.benchmarking.stages import STAGES
 from tokenformer_vit.command_line import command_parser, error_line, positive_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.records import device_in_name, environment
 
 from .arguments import choose_device
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def main(argv: Sequence[str]) -> None:
@@ -118,7 +116,13 @@ def _collect(args: argparse.Namespace) -> None:
     folder = collect.unpacked(args.collect, ROOT / "build" / "gpu_kit" / "results")
     taken, lines = collect.take(folder, ROOT, args.replace)
     # The table of the backends that `auto` chooses from its records belongs here, too.
-    done = subprocess.run([sys.executable, tables], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, tables],
+        cwd=ROOT,
+        env=environment_of_child(),
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
         for each in taken:
             each.put_back()
