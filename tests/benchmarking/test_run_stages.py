@@ -127,8 +127,10 @@ def test_stages_without_what_they_need_and_with_what_they_make(run, script, tmp_
     adding, file = script("adds", ADDS)
     needing = Stage("needing", 1, adding, needs="{work}/nowhere")
     making = Stage("making", 1, adding, makes="{work}")
-    assert run(needing, making) == (True, {})
+    of_a_clone = Stage("of_a_clone", 1, "ablations/nowhere.py")
+    assert run(needing, making, of_a_clone) == (True, {})
     out = capsys.readouterr().out
+    assert "of_a_clone: skipped: there is no ablations" in out
     assert f"needing: skipped: there is no {tmp_path / 'nowhere'}" in out
     assert f"making: {tmp_path} is there" in out
     assert not file.exists()

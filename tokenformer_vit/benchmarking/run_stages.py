@@ -11,6 +11,7 @@ It is packed into an archive beside it, ``DEVICE.zip``, after each stage.
 """
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -24,7 +25,7 @@ from typing import Any
 
 from tokenformer_vit.command_line import error_line, printable
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import write_whole
+from tokenformer_vit.files import locked_folder, write_whole
 from tokenformer_vit.interrupts import signals_interrupt
 from tokenformer_vit.records import write_record
 
@@ -84,13 +85,14 @@ class Stages:
             False if one of these stages has failed, now or before.
 
         Raises:
+            InputError: If another process runs stages in the folder.
             KeyboardInterrupt: After Ctrl-C or SIGTERM; the stage has ended by then.
         """
-        end = time.monotonic() + 60 * minutes if minutes is not None else float("inf")
+        end = time.monotonic() + 60 * minutes if minutes is not None else math.inf
         for part in ("records", "logs"):
             (self.folder / part).mkdir(parents=True, exist_ok=True)
         left_out = {}
-        with signals_interrupt():
+        with locked_folder(self.folder, "choose another --out"), signals_interrupt():
             for number, stage in enumerate(self.stages, 1):
                 # The time in which a stage ends after its limit counts, too.
                 seconds = min(60 * stage.minutes, end - time.monotonic() - _PATIENCE)
@@ -98,7 +100,11 @@ class Stages:
                     left_out[stage.name] = reason
                     print(f"{stage.name}: {reason}", flush=True)
                     continue
-                later = sum(each.minutes for each in self.stages[number:])
+                later = sum(
+                    each.minutes
+                    for each in self.stages[number:]
+                    if not self._skip(each, math.inf, retry_failed)
+                )
                 print(
                     f"{stage.name}: stage {number} of {len(self.stages)}, at most "
                     f"{seconds / 60:.1f} minutes; at most {later:g} for those after it",
@@ -122,8 +128,10 @@ class Stages:
             return "failed before; --retry-failed tries again"
         if stage.makes and not stage.takes and makes and makes.exists():
             return f"{makes} is there"
-        if needs is not None and not needs.exists():
-            return f"skipped: there is no {needs}"
+        program = Path(stage.arguments(self.words)[0])
+        for path in (needs, program if program.suffix else None):
+            if path is not None and not path.exists():
+                return f"skipped: there is no {path}"
         least = 60 * (stage.minutes if stage.least is None else stage.least)
         if seconds < least:
             return f"skipped: it needs {least / 60:g} minutes, {max(0, seconds) / 60:.1f} are left"
