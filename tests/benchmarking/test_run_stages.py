@@ -159,3 +159,15 @@ def test_commands_of_stages_are_commands_of_ours(kind, monkeypatch):
             assert parse(question, arguments).out.startswith("some/records/ablations/results/")
         else:
             assert program in ("benchmark", "train", "pytest")
+
+
+def test_the_page_lists_the_stages_of_a_gpu():
+    page = (ROOT / "tokenformer_vit/benchmarking/README.md").read_text(encoding="utf-8")
+    table = page.partition("| Stage |")[2].partition("\n\n")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    listed = {
+        name.strip("`"): float(minutes.split()[0])
+        for names, _, minutes in rows
+        for name in names.split(", ")
+    }
+    assert listed == {stage.name: stage.minutes for stage in STAGES["cuda"]}
