@@ -19,6 +19,7 @@ NAMES = {
     "aten::_fused_adamw_": "optimizer",
     "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdam>": "optimizer",
     "_forward_kernel": "theta",
+    "backward_kernel_0": "theta",
     "triton_per_fused__unsafe_view_add_div_gelu_linalg_vector_norm_mul_3": "theta",
     "graph_0_cpp_fused_addcmul_div_gelu_gelu_backward_mul_pow_sum_2": "theta",
     "triton_poi_fused__scaled_dot_product_flash_attention_backward_cat_7": "other",

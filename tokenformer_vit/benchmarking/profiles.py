@@ -39,7 +39,7 @@ _PATTERNS = {
     "attention": r"flash|fmha|attention|sdpa",
     "matrix products": r"gemm|gemv|nvjet|cutlass|cublas|xmma|conv|splitk|::(add)?(mm|bmm)$|_mm\b",
     "optimizer": r"adam|multi_tensor|optimizer",
-    "theta": r"gelu|vector_norm|erf|theta|_pattention|^_(forward|backward)_kernel",
+    "theta": r"gelu|vector_norm|erf|theta|_pattention|^_?(forward|backward)_kernel",
     "layer norm": r"layer_?norm",
     "copies": r"memcpy|memset|copy",
 }

@@ -115,7 +115,7 @@ def _collect(args: argparse.Namespace) -> None:
         raise InputError(f"{ROOT} has no ablations/tables.py; run this in a clone")
     folder = collect.unpacked(args.collect, ROOT / "build" / "gpu_kit" / "results")
     taken, lines = collect.take(folder, ROOT, args.replace)
-    # The table of the backends that `auto` chooses from its records belongs here, too.
+    # It makes everything that is made from records.
     done = subprocess.run(
         [sys.executable, tables],
         cwd=ROOT,
