@@ -26,7 +26,7 @@ PAGES = sorted(
 )
 PASS_ON = ("lm-eval", "timm")  # commands whose options are those of another program
 # Words after which a command has other options.
-TWO_FORMS = {"tools/benchmark.py": [("--loop", "CONFIG")]}
+FORMS = {"tools/benchmark.py": [("--loop", "CONFIG"), ("--all",)]}
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"(`+)(.+?)\1", re.DOTALL)
 
@@ -95,7 +95,7 @@ def options(script):
     """The options of a script in the repository, from its ``--help``."""
     handler = signal.getsignal(signal.SIGINT)
     found = {"--debug"}
-    for first in [(), *TWO_FORMS.get(script, ())]:
+    for first in [(), *FORMS.get(script, ())]:
         told = io.StringIO()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("sys.argv", [script, *first, "--help"])

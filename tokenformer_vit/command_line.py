@@ -6,6 +6,7 @@ import errno
 import logging
 import math
 import os
+import re
 import shlex
 import signal
 import sys
@@ -149,6 +150,23 @@ def printable(text: str) -> str:
         char if char.isprintable() and char not in _BIDI else char.encode("unicode_escape").decode()
         for char in text
     )
+
+
+def error_line(output: str, status: int) -> str:
+    """Return the output line that says why a process failed; a signal gives a negative status."""
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    ours = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    # torchrun ends with its own error, which does not give the cause.
+    raised = [
+        line
+        for line in lines
+        if re.match(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b", line)
+        and "ChildFailedError" not in line
+    ]
+    line = (ours or raised or lines or [f"exit status {status}, and no output"])[-1]
+    return line.replace(f"{Path.cwd()}{os.sep}", "")
 
 
 def command_parser(text: str | None, **options: Any) -> argparse.ArgumentParser:

@@ -7,6 +7,8 @@ Other programs keep Python's traceback.
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -23,6 +25,19 @@ def _leave(number: int, frame: FrameType | None) -> None:
     # Imported libraries may turn an exception into another error.
     os.write(2, f"{INTERRUPTED}\n".encode())
     os._exit(130)
+
+
+@contextmanager
+def signals_interrupt() -> Iterator[None]:
+    """Treat a scheduler's SIGTERM, and a terminal that is closed, like Ctrl-C."""
+    names = ("SIGTERM", "SIGHUP")  # Windows has no SIGHUP
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    before = [signal.signal(number, signal.default_int_handler) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _is_command() -> bool:

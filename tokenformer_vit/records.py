@@ -21,6 +21,8 @@ import tokenformer_vit
 from .files import write_whole
 
 _distributions = cache(packages_distributions)  # it opens every installed package: a second
+# Commit of a copy of the source code without its git repository.
+COMMIT_VARIABLE = "TOKENFORMER_VIT_COMMIT"
 TRAINING_PACKAGES = ("torch", "torchvision", "timm", "mmengine", "mmpretrain")
 
 
@@ -36,7 +38,8 @@ def environment(
     Returns:
         ``commit``, ``date``, ``hardware`` and ``versions``, ready for JSON.
     """
-    root, commit = Path(__file__).parents[1], f"tokenformer_vit {tokenformer_vit.__version__}"
+    root, commit = Path(__file__).parents[1], os.environ.get(COMMIT_VARIABLE, "")
+    commit = commit or f"tokenformer_vit {tokenformer_vit.__version__}"
     if (root / ".git").exists():  # an installed package may lie in another repository
         describe = ["git", "describe", "--always", "--dirty"]
         with suppress(OSError, subprocess.CalledProcessError):  # git is missing or refuses
@@ -51,6 +54,18 @@ def environment(
         else f"{os.cpu_count()} CPU cores ({platform.machine()})",
         "versions": {"python": platform.python_version(), **_versions(packages)},
     }
+
+
+def device_in_name(device: str) -> str:
+    """Return how file names of records name a device, such as ``cpu`` or ``h100_80gb_hbm3``.
+
+    Args:
+        device: ``cuda`` or ``cpu``.
+    """
+    if device == "cpu":
+        return device
+    name = torch.cuda.get_device_name().lower().removeprefix("nvidia ")
+    return re.sub("[^a-z0-9]+", "_", name).strip("_")
 
 
 def _versions(packages: Iterable[str]) -> dict[str, str]:

@@ -92,6 +92,59 @@ def test_rows_of_training_loops(tmp_path):
     assert "old" not in text
 
 
+def test_rows_of_images_name_the_gpu_that_was_measured(tmp_path):
+    readme, folder = tmp_path / "README.md", tmp_path / readmes.SPEED
+    readme.write_text("<!-- speed -->\nold\n<!-- /speed -->\n")
+    folder.mkdir(parents=True)
+
+    def rows():
+        (text,) = readmes.render(tmp_path, {}).values()
+        return text.splitlines()[3:-1]
+
+    not_run = [
+        f"{mode}, bfloat16 autocast, batch {batch} | not run |{' |' * 6}"
+        for mode in ("train", "infer")
+        for batch in (128, 256)
+    ]
+    assert rows() == [f"| {readmes.ANY_GPU}, {row}" for row in not_run]
+    names = {}
+    for name, device, batch in (("NVIDIA X1 8GB", "cuda", 128), ("2 CPU cores", "cpu", 3)):
+        one = group("train", "compiled", 0.15)
+        one |= {"dtype": "bfloat16 autocast", "batch_size": batch}
+        for row in one["variants"]:
+            for key in ("tokens_per_s", "saved_mb_per_token"):
+                row[key.replace("token", "image")] = row[key]
+        record = {**readmes._BENCHMARK, "hardware": name, "device": device, "groups": [one]}
+        (folder / f"speed_{device}.json").write_text(json.dumps(record))
+        names[device] = f"[{name}]({readmes.SPEED}/speed_{device}.json)"
+    measured = rows()
+    assert measured[0].startswith(f"| {names['cpu']}, train, bfloat16 autocast, batch 3 | 1,234 ")
+    assert measured[1].startswith(f"| {names['cuda']}, train, bfloat16 autocast, batch 128 | 1,234")
+    assert measured[2:] == [f"| {names['cuda']}, {row}" for row in not_run[1:]]
+
+
+def test_rows_of_profiles(tmp_path):
+    readme, folder = tmp_path / "README.md", tmp_path / readmes.SPEED
+    readme.write_text("<!-- profiles -->\nold\n<!-- /profiles -->\n")
+    (text,) = readmes.render(tmp_path, {}).values()
+    assert f"\n| {readmes.GPU_PROFILE} | not run |" in text
+    parts = [
+        {"part": part, "seconds": index / 100}
+        for index, part in enumerate(reversed(readmes.PROFILE_PARTS))
+    ]
+    record = {"model": "some_model", "hardware": "NVIDIA X1 8GB", "device": "cuda"}
+    record |= {"mode": "train", "dtype": "bfloat16 autocast", "batch_size": 128}
+    record["profiles"] = [{"variant": "fused compiled", "seconds": 0.28, "parts": parts}]
+    folder.mkdir(parents=True)
+    (folder / "profile_x.json").write_text(json.dumps(record))
+    (text,) = readmes.render(tmp_path, {}).values()
+    assert text.splitlines()[3:-1] == [
+        f"| [`some_model`]({readmes.SPEED}/profile_x.json), NVIDIA X1 8GB, train, "
+        "bfloat16 autocast, batch 128, fused compiled "
+        "| 280.0 | 25 | 21 | 18 | 14 | 11 | 7 | 4 | 0 |"
+    ]
+
+
 @pytest.mark.parametrize(
     ("readme", "link"),
     [

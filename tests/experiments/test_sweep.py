@@ -19,10 +19,11 @@ from mmengine.config import Config
 from PIL import Image
 from softmax import QUESTION as SOFTMAX
 
+from tokenformer_vit.command_line import error_line
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.experiments import IMAGES, tables
 from tokenformer_vit.experiments.plan import LARGEST_GAP, plan
-from tokenformer_vit.experiments.record import adopt, error_line, find_record, read_layers
+from tokenformer_vit.experiments.record import adopt, find_record, read_layers
 from tokenformer_vit.experiments.results import read_sweep
 from tokenformer_vit.experiments.run import difference
 from tokenformer_vit.experiments.sweep import parse, sweep

@@ -1,7 +1,8 @@
 """The commands: ``tokenformer-vit train``, ``tokenformer-vit predict`` and so on.
 
-Every other module here, except ``arguments`` and ``benchmark_loop``, is one command and has a
-function ``main``. In a clone, ``python tools/train.py`` is the same as ``tokenformer-vit train``.
+Every other module here, except ``arguments``, ``benchmark_loop`` and ``benchmark_all``, is one
+command and has a function ``main``. In a clone, ``python tools/train.py`` is the same as
+``tokenformer-vit train``.
 """
 
 import argparse

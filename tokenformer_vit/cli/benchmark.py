@@ -8,9 +8,13 @@ and timm, and matplotlib for the chart::
     tokenformer-vit benchmark --batch-sizes 128 256 --precisions autocast bfloat16
     tokenformer-vit benchmark --lm 150m --num-tokens 1024          # needs transformers
     tokenformer-vit benchmark --loop configs/digits_demo.py        # needs mmengine and mmpretrain
+    tokenformer-vit benchmark --profile                            # kernels of a training step
+    tokenformer-vit benchmark --all                                # all of this, and trainings
 
-With ``--loop`` it measures the parts of a training step, with the trainer of a config; ``--loop
-CONFIG --help`` lists its options. All of the following is without ``--loop``.
+With ``--loop`` it measures the parts of a training step, with the trainer of a config. ``--all``
+runs all that this project measures on a machine, stage by stage. ``--loop CONFIG --help`` and
+``--all --help`` list their options. All of the following is without both. ``--profile`` splits a
+step of the first group by kernels, for each compiled variant.
 
 With ``--lm`` it measures a language model. The baseline is a Transformer in GPT-2's form with the
 same width, depth, heads and vocabulary, and as many weights in its blocks. Both are models of
@@ -32,7 +36,6 @@ tokenformer_vit/benchmarking/records.py.
 import argparse
 import itertools
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
@@ -45,6 +48,8 @@ from tqdm import tqdm
 
 from tokenformer_vit.benchmarking.images import Images
 from tokenformer_vit.benchmarking.language import Language
+from tokenformer_vit.benchmarking.profiles import profile_variant
+from tokenformer_vit.benchmarking.profiles import table as profile_table
 from tokenformer_vit.benchmarking.records import (
     counted,
     group_of,
@@ -67,9 +72,9 @@ from tokenformer_vit.command_line import command_parser, whole_number
 from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.models import LM_PRESETS, lm_config
 from tokenformer_vit.ops.fp8 import multiplies_e4m3
-from tokenformer_vit.records import write_record
+from tokenformer_vit.records import device_in_name, write_record
 
-from . import benchmark_loop
+from . import benchmark_all, benchmark_loop
 from .arguments import choose_device
 
 # Defaults of --quick.
@@ -89,10 +94,15 @@ _COMPILE_OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--loop")
-    loop, others = first.parse_known_args(argv)
-    if loop.loop is not None:
-        benchmark_loop.main(loop.loop, others)
+    forms = first.add_mutually_exclusive_group()
+    forms.add_argument("--loop")
+    forms.add_argument("--all", action="store_true")
+    form, others = first.parse_known_args(argv)
+    if form.all:
+        benchmark_all.main(others)
+        return
+    if form.loop is not None:
+        benchmark_loop.main(form.loop, others)
         return
     args = parse(argv)
     if args.draw:
@@ -103,6 +113,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     subject, models = _language_subject(args) if args.lm else _image_subject(args)
     setting = Setting(subject, torch.device(args.device), args.seed, args.rounds)
     record = new_record(setting, models)
+    if args.profile:
+        _profile(args, setting, record)
+        return
     if args.resume and args.out.exists():
         resume(args.out, record)
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -133,6 +146,21 @@ def main(argv: Sequence[str] | None = None) -> None:
             write_record(args.out, record)
             bar.write(f"{table(record['groups'][-1], subject.unit)}\n")
     print(f"Done. Record: {args.out}; {chart(args.out, record)}")
+
+
+def _profile(args: argparse.Namespace, setting: Setting, record: dict[str, Any]) -> None:
+    """Profile the variants of the first group: the compiled ones, if there are any."""
+    group = Group(args.modes[0], args.precisions[0], args.batch_sizes[0])
+    kept = {key: value for key, value in record.items() if key not in ("n", "ceilings", "groups")}
+    record = {**kept, **group._asdict(), "dtype": PRECISIONS[group.precision].words}
+    variants = [
+        each for each in _variants_of(group.mode, args) if each.implementation != "released"
+    ]
+    variants = [each for each in variants if each.compiled] or variants
+    record["profiles"] = [profile_variant(setting, group, variant) for variant in variants]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    write_record(args.out, record)
+    print(f"{profile_table(record)}\n\nDone. Record: {args.out}")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -181,7 +209,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--eager", action="store_true", help="compile nothing: no C++ compiler, no ratios")
     add("--quick", action="store_true", help="two blocks and a few variants")
     add("--draw", type=Path, metavar="RECORD", help="only draw the charts of a record")
+    add("--profile", action="store_true", help="profile a step of each variant of a group")
     add("--loop", metavar="CONFIG", help="measure the parts of a training step")
+    add("--all", action="store_true", help="run all stages of a whole measurement")
     args = parser.parse_args(argv)
     if args.quick:
         parser.set_defaults(**_QUICK)
@@ -225,17 +255,17 @@ def _complete(args: argparse.Namespace) -> None:
     if args.device == "cpu" and chosen:
         raise InputError(f"--backends {chosen[0]} needs a CUDA device; choose reference or fused")
     if args.device == "cpu":
-        kind, backends, batch_size = "cpu", ["reference", "fused"], 1 if args.lm else 4
+        backends, batch_size = ["reference", "fused"], 1 if args.lm else 4
     else:
-        kind, backends = torch.cuda.get_device_name(), list(BACKENDS)
+        backends, batch_size = list(BACKENDS), 8 if args.lm else 128
         if not multiplies_e4m3("cuda"):
             backends.remove("fp8")
-        batch_size = 8 if args.lm else 128
     args.backends = args.backends or backends
     args.batch_sizes = args.batch_sizes or [batch_size]
     if args.out is None:
         model = f"lm_{args.lm}_{args.num_tokens}" if args.lm else args.model
-        name = f"speed_{model}_{re.sub('[^a-z0-9]+', '_', kind.lower())}"
+        kind = "profile" if args.profile else "speed"
+        name = f"{kind}_{model}_{device_in_name(args.device)}"
         args.out = Path("work_dirs", f"{name}_quick.json" if args.quick else f"{name}.json")
 
 

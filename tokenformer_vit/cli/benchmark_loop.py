@@ -18,7 +18,6 @@ With ``--small-tensors``, the model has as many tensors as before, but each is s
 then takes outside the forward and the backward pass is its fixed cost.
 """
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,7 +25,7 @@ import torch
 
 from tokenformer_vit.command_line import command_parser, typed_command, whole_number
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.records import environment, write_record
+from tokenformer_vit.records import device_in_name, environment, write_record
 
 
 def main(path: str, argv: Sequence[str]) -> None:
@@ -81,9 +80,9 @@ def main(path: str, argv: Sequence[str]) -> None:
             f"{path} trains a language model, and its data {cfg.train_dataloader.dataset.data_root}"
             " are not there: give --data-root"
         )
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    device = device_in_name("cuda" if torch.cuda.is_available() else "cpu")
     small = "_small_tensors" if args.small_tensors else ""
-    name = f"loop_{Path(path).stem}{small}_{re.sub('[^a-z0-9]+', '_', device.lower())}.json"
+    name = f"loop_{Path(path).stem}{small}_{device}.json"
     out = args.out or Path("work_dirs", name)
     if is_main_process():
         out.parent.mkdir(parents=True, exist_ok=True)

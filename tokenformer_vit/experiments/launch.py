@@ -7,17 +7,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
+from tokenformer_vit.command_line import error_line
 from tokenformer_vit.files import IN_USE
+from tokenformer_vit.interrupts import signals_interrupt
 
-from .record import collect, error_line, find_record
+from .record import collect, find_record
 from .run import Run, shown
 
 TRAIN = ("-m", "tokenformer_vit", "train")
@@ -83,7 +85,7 @@ def train(waiting: Sequence[Run], args: argparse.Namespace) -> None:
     total = sum(run.length for run in waiting)
     unit = waiting[0].field.unit if waiting else "epoch"
     bar = tqdm(total=total, initial=sum(map(_done, waiting)), disable=None, unit=unit)
-    with _signals_interrupt(), bar:
+    with signals_interrupt(), bar:
         try:
             while queue or active:
                 while len(active) < args.jobs and (run := _next(queue, active)):
@@ -195,15 +197,3 @@ def _done(run: Run) -> int:
         if begun:
             return int(begun[-1]) - 1
     return 0
-
-
-@contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """Treat a scheduler's SIGTERM, and a terminal that is closed, like Ctrl-C."""
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, signal.default_int_handler) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)

@@ -31,7 +31,10 @@ _PAGES = (
     "ablations/README.md",
     "configs/README.md",
     "configs/MANY_MACHINES.md",
-    *(f"tokenformer_vit/{name}/README.md" for name in ("benchmarking", "growth", "language", "ops")),
+    *(
+        f"tokenformer_vit/{name}/README.md"
+        for name in ("benchmarking", "growth", "language", "ops")
+    ),
 )
 RUNS = "configs/results"
 SPEED = "tokenformer_vit/benchmarking/results"
@@ -40,7 +43,7 @@ SPEED = "tokenformer_vit/benchmarking/results"
 _IMAGE_RUNS = {
     "digits_demo": "`make demo`: 8 px digits, 0.6 M parameters",
     "cifar10_tiny_5000": "`cifar10_tiny` on a 5,000-image slice",
-    "cifar10_tiny_full": "`cifar10_tiny`, all 50,000 images, GPU",
+    "cifar10_tiny_full": "`cifar10_tiny_in_memory`, all 50,000 images, GPU",
     "imagenet_base_20_iterations": "`imagenet_base`, 20 iterations at batch 4, random images",
     "imagenet_base": "`imagenet_base`, the full recipe",
 }
@@ -59,12 +62,24 @@ _BENCHMARK = {
 }
 _VARIANTS = ("fused compiled", "baseline compiled", "released eager")
 _DECODING_VARIANTS = ("fused eager", "baseline eager", "released eager")  # decoding is not compiled
-# Benchmarks on a GPU that have no record yet.
+# Groups that every GPU should have.
 _GPU_GROUPS = [
-    f"NVIDIA H200, {mode}, bfloat16 autocast, batch {batch}"
+    f"{mode}, bfloat16 autocast, batch {batch}"
     for mode in ("train", "infer")
     for batch in (128, 256)
 ]
+# A part of a step in records of profiles, and its column.
+PROFILE_PARTS = {
+    "matrix products": "matrix products %",
+    "theta": "Θ",
+    "attention": "attention",
+    "layer norm": "LayerNorm",
+    "optimizer": "optimiser",
+    "copies": "copies",
+    "other": "other kernels",
+    "idle": "idle",
+}
+ANY_GPU = "an NVIDIA GPU"  # until one is measured
 # A part of a step in records of loops, and its column.
 LOOP_PARTS = {
     "data": "data",
@@ -75,7 +90,8 @@ LOOP_PARTS = {
     "ema": "EMA",
     "hooks": "hooks",
 }
-GPU_LOOP = "`imagenet_base_matched`, NVIDIA H200, bfloat16 autocast, batch 128, synthetic data"
+GPU_LOOP = f"`imagenet_base_matched`, {ANY_GPU}, bfloat16 autocast, batch 128, synthetic data"
+GPU_PROFILE = f"`tokenformer_base_matched`, {ANY_GPU}, train, bfloat16 autocast, batch 128"
 
 Link = Callable[[str, str], str]  # of a text and a path, as Markdown
 
@@ -103,6 +119,7 @@ def _filled(path: Path, root: Path, groups: Groups) -> str:
         "fp8-errors": lambda: _table(*fp8_tables.errors(root)),
         "fp8-savings": lambda: _table(*fp8_tables.savings(root)),
         "fp8-trainings": lambda: _table(*fp8_tables.trainings(root, link)),
+        "profiles": lambda: _profiles(root, link),
         "growth": lambda: _growth(IMAGES, groups, link),
         "language-growth": lambda: _growth(LANGUAGE, groups, link),
     }
@@ -146,13 +163,18 @@ def _run(root: Path, link: Link, name: str, what: str, length: str, *results: st
 
 def _image_speed(root: Path, link: Link) -> str:
     """Render the benchmarks of the base model against ViT-B/16, both compiled."""
-    rows, on_gpu = [], False
+    rows: list[list[str]] = []
+    gpus: dict[str, list[str]] = {}  # the groups that each of them has
     for path in sorted((root / SPEED).glob("speed_*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
         if _BENCHMARK.items() <= record.items():
-            on_gpu = on_gpu or record["device"] == "cuda"
-            rows += _speed_rows(link(record["hardware"], f"{SPEED}/{path.name}"), record, "image")
-    rows += [] if on_gpu else [[group, "not run"] for group in _GPU_GROUPS]
+            name = link(record["hardware"], f"{SPEED}/{path.name}")
+            own = _speed_rows(name, record, "image")
+            if record["device"] == "cuda":
+                gpus[name] = [row[0].removeprefix(f"{name}, ") for row in own]
+            rows += own
+    for name, groups in (gpus or {ANY_GPU: []}).items():
+        rows += [[f"{name}, {each}", "not run"] for each in _GPU_GROUPS if each not in groups]
     return _table(_speed_headings("ViT-B/16", "ViT", "images", "MB an image"), rows)
 
 
@@ -197,6 +219,23 @@ def _loop_speed(root: Path, link: Link) -> str:
     rows += [] if on_gpu else [[GPU_LOOP, "not run"]]
     headings = f"| images/s | step (p20–p80) | {' | '.join(LOOP_PARTS.values())}"
     return _table(f"{headings} | host | peak MiB", rows)
+
+
+def _profiles(root: Path, link: Link) -> str:
+    """Render the shares of the parts of a step."""
+    rows, on_gpu = [], False
+    for path in sorted((root / SPEED).glob("profile_*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        on_gpu = on_gpu or record["device"] == "cuda"
+        name = link(f"`{record['model']}`", f"{SPEED}/{path.name}")
+        name += f", {record['hardware']}, {record['mode']}, {record['dtype']}, "
+        name += f"batch {record['batch_size']}"
+        for each in record["profiles"]:
+            shares = {part["part"]: part["seconds"] / each["seconds"] for part in each["parts"]}
+            cells = (f"{100 * shares[part]:.0f}" for part in PROFILE_PARTS)
+            rows.append([f"{name}, {each['variant']}", f"{1e3 * each['seconds']:,.1f}", *cells])
+    rows += [] if on_gpu else [[GPU_PROFILE, "not run"]]
+    return _table(f"| step, ms | {' | '.join(PROFILE_PARTS.values())}", rows)
 
 
 def _speed_headings(theirs: str, short: str, things: str, unit: str) -> str:

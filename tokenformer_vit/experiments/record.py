@@ -26,10 +26,8 @@ A record, ``OUT/<run>.json``, has what the training's own ``record.json`` has, a
 
 import json
 import math
-import os
 import re
 import shlex
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -164,20 +162,3 @@ def _number(value: float | None) -> float | None:
 def _write(run: Run, record: dict[str, Any]) -> None:
     run.out.mkdir(parents=True, exist_ok=True)
     write_record(run.record, record)
-
-
-def error_line(output: str, status: int) -> str:
-    """Return the output line that says why a training failed; a signal gives a negative status."""
-    if status < 0:
-        return f"killed by {signal.Signals(-status).name}"
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    ours = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    # torchrun ends with its own error, which does not give the cause.
-    raised = [
-        line
-        for line in lines
-        if re.match(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b", line)
-        and "ChildFailedError" not in line
-    ]
-    line = (ours or raised or lines or [f"exit status {status}, and no output"])[-1]
-    return line.replace(f"{Path.cwd()}{os.sep}", "")
