@@ -15,7 +15,6 @@ from tokenformer_vit import ops
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.ops import THETAS, default_tau, layer_norm, pattention, pattention_reference
-from tokenformer_vit.ops.fused import pattention_fused
 
 WIDTH, OUT = 48, 40
 TAU = torch.tensor(5.0)
@@ -415,15 +414,6 @@ def test_a_learned_tau_alone_and_through_torch_func(theta):
         for b in BACKENDS
     )
     torch.testing.assert_close(actual, expected)
-
-
-def test_other_kernels_need_no_gradient_of_tau():
-    inputs, tau = operands(5, 72), torch.tensor(5.0, requires_grad=True)
-    out = pattention_fused(*inputs, "gelu_l2", tau, 1e-6, THETAS["gelu_l1"].kernels)
-    expected = pattention_reference(*inputs, "gelu_l2", tau, 1e-6)
-    torch.testing.assert_close(out, expected)
-    fixed = pattention_fused(*inputs, "gelu_l2", tau.detach(), 1e-6, THETAS["gelu_l1"].kernels)
-    assert not torch.allclose(fixed, expected)
 
 
 @pytest.mark.parametrize("theta", [theta for theta in THETAS if not THETAS[theta].has_gate])

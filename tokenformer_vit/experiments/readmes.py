@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tokenformer_vit.benchmarking.facts import render_facts
+
 from .fields import Field
 from .image_models import IMAGES
 from .language_models import LANGUAGE
@@ -72,9 +74,11 @@ Link = Callable[[str, str], str]  # of a text and a path, as Markdown
 
 
 def render(root: Path, groups: Groups) -> dict[Path, str]:
-    """Fill the tables of all READMEs of a repository, and return their texts."""
+    """Return the texts of all READMEs of a repository with their tables, and of its facts."""
     paths = [root / folder / "README.md" for folder in _READMES]
-    return {path: _filled(path, root, groups) for path in paths if path.is_file()}
+    texts = {path: _filled(path, root, groups) for path in paths if path.is_file()}
+    facts = root / "tokenformer_vit/ops/measured.json"
+    return texts | ({facts: render_facts(root / SPEED)} if facts.is_file() else {})
 
 
 def _filled(path: Path, root: Path, groups: Groups) -> str:

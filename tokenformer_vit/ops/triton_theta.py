@@ -164,9 +164,7 @@ def _check(scores: Tensor, theta: str, tau: Tensor) -> Tensor:
     return tau.contiguous()
 
 
-def theta_forward(
-    scores: Tensor, theta: str, tau: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+def theta_forward(scores: Tensor, theta: str, tau: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Compute the weights Θ of scores, and the numbers of each row that its backward needs.
 
     Args:
