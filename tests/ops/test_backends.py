@@ -15,7 +15,6 @@ from tokenformer_vit import ops
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.ops import THETAS, default_tau, layer_norm, pattention, pattention_reference
-from tokenformer_vit.ops.fused import pattention_fused
 
 WIDTH, OUT = 48, 40
 TAU = torch.tensor(5.0)
@@ -415,8 +414,6 @@ def test_a_learned_tau_alone_and_through_torch_func(theta):
         for b in BACKENDS
     )
     torch.testing.assert_close(actual, expected)
-
-
 
 
 @pytest.mark.parametrize("theta", [theta for theta in THETAS if not THETAS[theta].has_gate])

@@ -16,6 +16,7 @@ import torch
 
 from tokenformer_vit.benchmarking.cluster import STATE_BYTES, Needs
 from tokenformer_vit.benchmarking.costs import model_costs, total
+from tokenformer_vit.benchmarking.facts import render_facts
 from tokenformer_vit.models import TokenFormerLM, lm_config
 
 from . import fp8_tables
@@ -97,9 +98,11 @@ Link = Callable[[str, str], str]  # of a text and a path, as Markdown
 
 
 def render(root: Path, groups: Groups) -> dict[Path, str]:
-    """Fill the tables of all READMEs of a repository, and return their texts."""
+    """Return the texts of all READMEs of a repository with their tables, and of its facts."""
     paths = [root / page for page in _PAGES]
-    return {path: _filled(path, root, groups) for path in paths if path.is_file()}
+    texts = {path: _filled(path, root, groups) for path in paths if path.is_file()}
+    facts = root / "tokenformer_vit/ops/measured.json"
+    return texts | ({facts: render_facts(root / SPEED)} if facts.is_file() else {})
 
 
 def _filled(path: Path, root: Path, groups: Groups) -> str:

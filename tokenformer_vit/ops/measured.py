@@ -33,10 +33,11 @@ def read_facts(path: Path = PATH) -> Facts:
 _FACTS = read_facts()
 
 
-@torch.compiler.assume_constant_result  # a compiled graph has one device, dtype and P
-def _look_up(device: torch.device, dtype: torch.dtype, num_param_tokens: int) -> str:
+@torch.compiler.assume_constant_result  # a compiled graph is for one GPU and one dtype
+def _facts_about(device: torch.device, dtype: torch.dtype) -> tuple[tuple[int, str], ...]:
     facts = _FACTS.get(torch.cuda.get_device_name(device), {})
-    return facts.get(str(dtype).removeprefix("torch."), {}).get(str(num_param_tokens), "fused")
+    own = facts.get(str(dtype).removeprefix("torch."), {})
+    return tuple((int(pairs), backend) for pairs, backend in own.items())
 
 
 def fastest_backend(x: Tensor, num_param_tokens: int) -> str:
@@ -48,4 +49,7 @@ def fastest_backend(x: Tensor, num_param_tokens: int) -> str:
     """
     if not _FACTS or x.device.type != "cuda":
         return "fused"
-    return _look_up(x.device, product_dtype(x), num_param_tokens)
+    for pairs, backend in _facts_about(x.device, product_dtype(x)):
+        if pairs == num_param_tokens:  # which may be symbolic
+            return backend
+    return "fused"

@@ -10,6 +10,7 @@ they are compiled.
 
 # Pyright does not know that Triton decides `if` on a constexpr, or that all of this needs Triton.
 # pyright: reportPossiblyUnboundVariable=false, reportArgumentType=false
+# pyright: reportOperatorIssue=false
 from __future__ import annotations  # without Triton there is no tl for annotations
 
 try:

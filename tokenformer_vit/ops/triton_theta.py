@@ -21,7 +21,7 @@ from .theta import THETAS
 from .triton_kernels import backward_kernel, forward_kernel, triton
 
 MAX_PARAM_TOKENS = 16384
-"""The longest row: its backward uses all registers of a block of threads."""
+"""The longest row: its backward uses all registers of a block of threads, and spills a few."""
 
 VARIANTS = ("softmax", "gelu_l1", "gelu_l2", "gelu_l2_post", "gelu_tanh_l2")
 """The variants that the kernels compute."""
@@ -31,7 +31,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # With TRITON_INTERPRET=1 a kernel has another type, which PyTorch cannot trace.
 _INTERPRETED = triton is not None and not isinstance(forward_kernel, triton.JITFunction)
 _PTX = not _INTERPRETED and torch.version.cuda is not None
-_operation = custom_op if _INTERPRETED else triton_op
+_operation: Any = custom_op if _INTERPRETED else triton_op
 
 
 def _layout(num_param_tokens: int, kept: int) -> dict[str, int]:
@@ -164,9 +164,7 @@ def _check(scores: Tensor, theta: str, tau: Tensor) -> Tensor:
     return tau.contiguous()
 
 
-def theta_forward(
-    scores: Tensor, theta: str, tau: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+def theta_forward(scores: Tensor, theta: str, tau: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Compute the weights Θ of scores, and the numbers of each row that its backward needs.
 
     Args:
