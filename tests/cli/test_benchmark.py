@@ -326,6 +326,26 @@ def test_what_does_not_fit_drops_out(monkeypatch, tmp_path):
     assert (tmp_path / "speed.png").exists()
 
 
+def test_products_of_query_key_and_value_are_as_asked():
+    asked = {"fused": None, "triton": None, "fused-joint": True, "fused-separate": False}
+    for name, joint in asked.items():
+        model = IMAGES.create(name, 0)
+        assert model.blocks[0].attn.joint is joint
+        layers = [layer for layer in model.modules() if isinstance(layer, Pattention)]
+        assert {layer.backend for layer in layers} == {name.partition("-")[0]}
+
+
+def test_a_record_and_its_charts_have_both_kinds_of_products(monkeypatch, tmp_path):
+    monkeypatch.setattr(measures, "matmul_rate", lambda device, dtype: 2e11)
+    words = ("--eager", "--modes", "train", "--precisions", "float32", "--batch-sizes", 1)
+    words += ("--rounds", 1, "--backends", "fused-joint", "fused-separate")
+    record = run(tmp_path / "speed.json", *words)
+    rows = {row["variant"]: row for row in record["groups"][0]["variants"]}
+    joint, separate = (rows[f"fused-{name} eager"] for name in ("joint", "separate"))
+    assert joint["saved_mb_per_image"] == pytest.approx(separate["saved_mb_per_image"], rel=1e-3)
+    assert (tmp_path / "speed.png").exists()
+
+
 def test_released_computes_what_the_reference_does():
     images = IMAGES._replace(depth=2)
     reference, released = (images.create(name, 0) for name in ("reference", "released"))

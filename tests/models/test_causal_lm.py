@@ -136,6 +136,16 @@ def test_with_a_cache_it_computes_the_same(kind):
     torch.testing.assert_close(torch.cat(parts, dim=1), expected)
 
 
+def test_joint_query_key_and_value_compute_the_same():
+    model, tokens = build(), torch.randint(61, (3, 17))
+    expected = model(tokens)
+    for block in model.blocks:
+        block.attn.joint = True
+    cache = KVCache()
+    parts = [model(tokens[:, :16], cache=cache), model(tokens[:, 16:], cache=cache)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected)
+
+
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_padding_on_either_side_changes_nothing(kind):
     model, tokens = build(**kind), torch.randint(61, (1, 9))
