@@ -58,12 +58,14 @@ def test_what_is_no_fact():
     assert facts_from_record(record(failed)) == {}
 
 
-def test_language_models_have_their_own_pairs():
-    config = asdict(lm_config("150m"))
+@pytest.mark.parametrize(
+    ("preset", "pairs"), [("150m", ("768", "3072")), ("grown_354m", ("2140", "8560"))]
+)
+def test_language_models_have_their_own_pairs(preset, pairs):
+    config = asdict(lm_config(preset))
     groups = [group("bfloat16", fused=(3.0, 2.0), triton=(2.0, 1.9))]
-    (facts,) = facts_from_record(record(*groups, unit="token", config=config)).values()
-    pairs = {config[f"num_{part}_param_tokens"] for part in ("qkv", "proj", "ffn")}
-    assert facts == {"bfloat16": {str(each): "triton" for each in sorted(pairs)}}
+    facts = facts_from_record(record(*groups, unit="token", config=config))
+    assert facts == {GPU: {"bfloat16": dict.fromkeys(pairs, "triton")}}
 
 
 def test_records_that_disagree():

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from torch._inductor.fx_passes.reinplace import reinplace_inplaceable_ops_core
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.models import LM_PRESETS, lm_config
+from tokenformer_vit.models import LM_PRESETS, TokenFormerLM, lm_config
 from tokenformer_vit.ops import THETAS, triton_kernels, triton_theta
 from tokenformer_vit.ops.triton_theta import MAX_PARAM_TOKENS, theta_backward, theta_forward
 
@@ -161,13 +162,11 @@ def pairs_of_all_models():
     """Return the P of every preset that is not too large for the kernels."""
     pairs = {1, 100}
     with torch.device("meta"):
-        for name in timm.list_models("tokenformer*"):
-            layers = timm.create_model(name, depth=1).modules()
-            pairs |= {each.num_param_tokens for each in layers if isinstance(each, Pattention)}
-    for name in LM_PRESETS:
-        config = lm_config(name)
-        pairs |= {config.num_qkv_param_tokens, config.num_proj_param_tokens}
-        pairs |= {config.num_ffn_param_tokens}
+        models = [timm.create_model(name, depth=1) for name in timm.list_models("tokenformer*")]
+        models += [TokenFormerLM(lm_config(preset, depth=1)) for preset in LM_PRESETS]
+    for layer in chain.from_iterable(model.modules() for model in models):
+        if isinstance(layer, Pattention):
+            pairs.add(layer.num_param_tokens)
     return sorted(each for each in pairs if each <= MAX_PARAM_TOKENS)
 
 

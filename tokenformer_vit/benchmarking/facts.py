@@ -10,6 +10,7 @@ import timm
 import torch
 
 from tokenformer_vit.layers import Pattention
+from tokenformer_vit.models import LMConfig, TokenFormerLM
 from tokenformer_vit.ops.measured import Facts
 
 from .records import read_record
@@ -51,12 +52,12 @@ def facts_from_record(record: Mapping[str, Any]) -> Facts:
 
 def _pairs(record: Mapping[str, Any]) -> set[int]:
     """Return every P of a record's model."""
-    if record["unit"] == "token":
-        config = record["config"]
-        return {config[f"num_{part}_param_tokens"] for part in ("qkv", "proj", "ffn")}
     with torch.device("meta"):
-        layers = timm.create_model(record["model"], depth=1).modules()
-    return {layer.num_param_tokens for layer in layers if isinstance(layer, Pattention)}
+        if record["unit"] == "token":
+            model = TokenFormerLM(LMConfig(**{**record["config"], "depth": 1}))
+        else:
+            model = timm.create_model(record["model"], depth=1)
+    return {layer.num_param_tokens for layer in model.modules() if isinstance(layer, Pattention)}
 
 
 def merge_facts(several: Iterable[Facts]) -> Facts:

@@ -1,4 +1,4 @@
-"""Render ablations/TABLES.md, the charts, and the tables of all READMEs from their records."""
+"""Render ablations/TABLES.md, charts, the tables of READMEs and measured.json from records."""
 
 import argparse
 import sys
