@@ -13,6 +13,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from mmengine.logging import MessageHub
 from mmengine.optim import OptimWrapper
 from mmpretrain.datasets import CustomDataset
 from PIL import Image
@@ -206,12 +207,12 @@ def test_a_loss_is_read_before_a_checkpoint(train, tmp_path, monkeypatch):
 @pytest.fixture
 def runner():
     """Make what a hook sees of a run in its fourth iteration."""
+    hub = MessageHub("run")
+    hub.update_info("last_ckpt", "epoch_1.pth")
     return SimpleNamespace(
         model=torch.nn.Linear(2, 2),
         hooks=[GuardHook()],
-        message_hub=SimpleNamespace(
-            runtime_info={"last_ckpt": "epoch_1.pth"}, update_scalar=lambda *args: None
-        ),
+        message_hub=hub,
         optim_wrapper=SimpleNamespace(get_lr=lambda: {"lr": [0.1]}),
         train_dataloader=range(9),
         train_loop=None,

@@ -227,7 +227,7 @@ def check_finite(runner) -> None:
 
 
 def _learning_rate(runner) -> float:
-    return runner.optim_wrapper.optimizer.param_groups[0]["lr"]
+    return runner.optim_wrapper.get_lr()["lr"][0]
 
 
 def diverged(runner, what: str, iteration: int, lr: float) -> InputError:
