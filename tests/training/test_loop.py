@@ -3,6 +3,7 @@
 import os
 import signal
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,7 +63,8 @@ def test_other_numbers_of_processes_take_the_same_samples_in_each_step(sampler, 
     def steps(world):
         loader = ConfigDict(batch_size=2, sampler={"num_samples": batches and batches * 2})
         set_batch_size(loader, 16 // world)
-        size, shares = loader.batch_size, []
+        size: Any = loader.batch_size
+        shares = []
         for rank in range(world):
             shares.append(sampler(rank, world, num_samples=loader.sampler.num_samples))
             shares[-1].start = size  # resumed after the first step
