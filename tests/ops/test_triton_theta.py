@@ -15,13 +15,7 @@ import pytest
 import torch
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.ops import (
-    THETAS,
-    default_tau,
-    pattention,
-    pattention_joint,
-    theta_weights,
-)
+from tokenformer_vit.ops import THETAS, default_tau, pattention, pattention_joint, theta_weights
 from tokenformer_vit.ops.triton_theta import (
     KERNELS,
     MAX_PARAM_TOKENS,
@@ -352,6 +346,31 @@ def test_layers_with_the_same_input(device, theta):
     for actual, fused, wanted in zip(ours, stock, expected, strict=True):
         # the gradient of τ is a sum of both signs, which may be right by chance
         standard = max((fused - wanted).norm(), 1e-6 * wanted.norm().clamp(min=1))
+        assert (actual - wanted).norm() <= 2 * standard
+
+
+@on_each_device
+@pytest.mark.parametrize("theta", THETAS)
+def test_layers_with_the_same_input(device, theta):
+    x = torch.randn(2, 9, 48, device=device)
+    keys, values = torch.randn(3, 100, 48, device=device), torch.randn(3, 100, 40, device=device)
+    taus = torch.tensor([0.4, 1.0, 1.7], device=device) * default_tau(theta, 100)
+    upstream = torch.randn(3, 2, 9, 40, device=device)
+    operands = [tensor.clone().requires_grad_() for tensor in (x, *keys, *values, *taus)]
+
+    def results(operands, backend):
+        x, *rest = operands
+        outs = pattention_joint(x, rest[:3], rest[3:6], theta, rest[6:], backend=backend)
+        return *outs, *torch.autograd.grad(outs, operands, [*upstream.to(x.dtype)])
+
+    exact = [operand.detach().double().requires_grad_() for operand in operands]
+    expected = results(exact, "reference")
+    all_results = zip(
+        results(operands, "triton"), results(operands, "fused"), expected, strict=True
+    )
+    for actual, fused, wanted in all_results:
+        least = 1e-6 if wanted.ndim else 1e-5  # a τ sums numbers of both signs
+        standard = max((fused - wanted).norm(), least * wanted.norm())
         assert (actual - wanted).norm() <= 2 * standard
 
 

@@ -62,10 +62,10 @@ STAGES: dict[str, tuple[Stage, ...]] = {
             needs="tests",
         ),
         Stage(
-            "speed-first",  # it decides between the backends
+            "speed-first",  # it decides between the backends, and about joint products
             6,
             f"{_SPEED} --modes train --precisions autocast --batch-sizes 128 "
-            "--backends fused triton",
+            "--backends fused triton fused-separate triton-separate",
             least=4,  # it has one group, which is kept only whole
         ),
         Stage("speed", 10, f"{_SPEED} --precisions autocast --batch-sizes 128 256", least=3),

@@ -20,9 +20,9 @@ def call_together(
 ) -> tuple[Tensor, ...]:
     """Call layers with the same input, with one product for the scores of all where it serves.
 
-    It needs ordinary :class:`Pattention` layers with the same Θ, eps and backend. A layer with a
-    hook, a gate, a mask, ``top_k``, or old and new pairs is called by itself, and so are the
-    others; so is a layer of another class.
+    One product needs ordinary :class:`Pattention` layers with the same Θ, eps and backend. If one
+    layer is of another class, or has a hook, a gate, a mask, ``top_k``, or old and new pairs, each
+    layer is called by itself.
 
     Args:
         x: (..., C_in) input tokens.
