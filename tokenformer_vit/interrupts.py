@@ -29,8 +29,12 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def signals_interrupt() -> Iterator[None]:
-    """Treat a scheduler's SIGTERM, and a terminal that is closed, like Ctrl-C."""
-    names = ("SIGTERM", "SIGHUP")  # Windows has no SIGHUP
+    """Treat a scheduler's SIGTERM, and a terminal that is closed, like Ctrl-C.
+
+    A shell starts background commands with SIGINT ignored, and their child processes would ignore
+    it, too. Inside this context they do not.
+    """
+    names = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
     before = [signal.signal(number, signal.default_int_handler) for number in numbers]
     try:

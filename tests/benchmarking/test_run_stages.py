@@ -141,6 +141,7 @@ def test_commands_of_stages_are_commands_of_ours(kind, monkeypatch):
     if kind == "cuda":
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA X1 8GB")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.syspath_prepend(ROOT / "ablations")
     names = ("device", "records", "work", "data", "images")
     words = {**{name: f"some/{name}" for name in names}, "device": "x1"}

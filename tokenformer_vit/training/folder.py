@@ -258,7 +258,8 @@ def _set_model(cfg: Config, start: Start, size: int, count: int, classes: int) -
         given = {key: value for key, value in new.items() if key != "model_name"}
         model = load_model(name, None, classes, for_images=False, **given)
         text = f"{name} ({sum(weight.numel() for weight in model.parameters()):,} parameters)"
-    options = {key: backbone[key] for key in ("type", "checkpoint_path", "frozen", "compile")}
+    kept = ("type", "checkpoint_path", "frozen", "compile", "backend")
+    options = {key: backbone[key] for key in kept}
     cfg.model.backbone = {**options, "stem_seed": None, **new}
     cfg.model.head.merge({"num_classes": classes, "in_channels": model.num_features})
     cfg.data_preprocessor.num_classes = classes
