@@ -70,6 +70,7 @@ def test_import_is_silent_and_light_and_registers_the_models():
     assert "transformers" not in facts["modules"]
 
 
+@pytest.mark.slow
 def test_models_growth_and_prediction_need_no_extra(tmp_path):
     model = timm.create_model("tokenformer_tiny", depth=1, img_size=32, num_classes=2)
     save_model(model, tmp_path / "run", ["cat", "dog"])
@@ -83,6 +84,7 @@ def test_models_growth_and_prediction_need_no_extra(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_ops_need_torch_alone():
     run = python(
         "import importlib.machinery as m, sys, types;"

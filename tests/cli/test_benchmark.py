@@ -335,6 +335,7 @@ def test_products_of_query_key_and_value_are_as_asked():
         assert {layer.backend for layer in layers} == {name.partition("-")[0]}
 
 
+@pytest.mark.slow
 def test_a_record_and_its_charts_have_both_kinds_of_products(monkeypatch, tmp_path):
     monkeypatch.setattr(measures, "matmul_rate", lambda device, dtype: 2e11)
     words = ("--eager", "--modes", "train", "--precisions", "float32", "--batch-sizes", 1)

@@ -139,6 +139,7 @@ def test_finished_files_are_not_written_again(source, tmp_path, monkeypatch):
     run(source, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_resumes_after_sigkill(source, tmp_path, command):
     # A true SIGKILL, which no handler sees, in the moment before the sixth file gets its name.
     script = f"""

@@ -140,6 +140,7 @@ def test_every_checkpoint_and_the_export_repeat_validation(run, tmp_path):
     assert (exported["epoch"], exported["averaged_weights"]) == (None, None)
 
 
+@pytest.mark.slow
 def test_the_weights_tested_are_the_averaged_ones(run, tmp_path):
     def online(checkpoint):
         averaged = checkpoint.pop("ema_state_dict")

@@ -22,6 +22,7 @@ sys.exit(int(sys.argv[-1]))
 """
 
 
+@pytest.mark.slow
 def test_script_sees_our_models_its_arguments_and_its_neighbours(tmp_path):
     folder = tmp_path / "scripts"
     folder.mkdir()

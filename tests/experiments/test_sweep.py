@@ -390,6 +390,7 @@ with locked_folder(Path(sys.argv[1])):
 """
 
 
+@pytest.mark.slow
 def test_a_run_of_another_process_is_left_to_it(tmp_path, words, trainer, monkeypatch, capfd):
     folder = tmp_path / "work" / "gelu_l2_seed0"
     folder.mkdir(parents=True)

@@ -312,6 +312,7 @@ def test_what_it_does_not_have_is_refused():
         TokenFormerConfig(positions="alibi")
 
 
+@pytest.mark.slow
 def test_language_users_need_no_openmmlab():
     heavy = ("matplotlib", "mmcv", "mmengine", "mmpretrain")
     run = subprocess.run(

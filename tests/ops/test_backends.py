@@ -74,7 +74,7 @@ def kinks(inputs, tau, upstream, eps=1e-6):
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("pairs", [64, 72, 100, 576, 768, 2304])
-@pytest.mark.parametrize("tokens", [1, 197, 1576])
+@pytest.mark.parametrize("tokens", [1, 197, pytest.param(1576, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("theta", THETAS)
 def test_agrees_with_float64_for_any_tau(theta, tokens, pairs, backend):
     inputs = operands(tokens, pairs)

@@ -125,6 +125,7 @@ def test_after_an_error_nothing_is_written_and_it_is_raised(tmp_path, in_backgro
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_while_its_checkpoints_are_written(train, tmp_path, monkeypatch):
     options = (
         "--cfg-options",

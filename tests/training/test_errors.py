@@ -147,6 +147,7 @@ def test_a_corrupt_image_stops_training_with_its_name(train, data_root, tmp_path
     assert "dark/3.png" in line
 
 
+@pytest.mark.slow
 def test_an_empty_class_folder_is_named(config, data_root, tmp_path):
     root = shutil.copytree(data_root, tmp_path / "images")
     for image in (root / "val" / "split").iterdir():

@@ -147,6 +147,7 @@ def make(source, split="train", pipeline=PIPELINE, **options):
     return HuggingFaceImages(str(source), split, pipeline=pipeline, **options)
 
 
+@pytest.mark.slow
 def test_samples_are_those_of_the_unpacked_folders(source, unpacked):
     dataset = make(source)
     folders = CustomDataset(str(unpacked), "train", pipeline=PIPELINE)
@@ -223,6 +224,7 @@ def test_a_run_resumes_on_the_same_images_only(train_parquet, finished, source, 
     assert "hash of training images" in train_parquet.fails(work_dir, *resume)
 
 
+@pytest.mark.slow
 def test_test_and_predict_know_the_classes(finished, parquet_config, source, command, tmp_path):
     done = command(
         *("test", parquet_config, finished / "model.safetensors"),

@@ -176,6 +176,7 @@ def test_the_export_of_a_checkpoint_knows_data_and_recipe_but_no_results(trained
     assert "accuracy" not in card
 
 
+@pytest.mark.slow
 def test_a_config_without_a_file_trains_and_exports(config, data_root, tmp_path):
     """A notebook may make its config by hand and run it in mmengine's own runner."""
     options = {"train_cfg.max_epochs": 2, "train_dataloader.num_workers": 0}

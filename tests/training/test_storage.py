@@ -76,6 +76,7 @@ def test_every_scheme_of_mmengine_has_our_loader():
     assert isinstance(mmengine.fileio.get_file_backend("x.pth"), AtomicLocalBackend)
 
 
+@pytest.mark.slow
 def test_importing_replaces_nothing_and_a_plain_runner_is_safe(tmp_path):
     mark, trap = tmp_path / "executed", tmp_path / "trap.pth"
     (tmp_path / "plain.py").write_text(
