@@ -21,6 +21,8 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import make_folder, write_whole
 from tokenformer_vit.records import COMMIT_VARIABLE, environment
 
+from .stages import STAGES
+
 # What this package needs beyond the packages in THERE. timm is there, but often too old.
 WHEELS = (
     *("timm", "mmengine", "mmcv-lite", "mmpretrain"),
@@ -52,7 +54,8 @@ set -e
 kit=$(dirname "$0")
 python3 -m pip install --quiet --no-index --no-deps --upgrade --target "$kit/site" \\
     "$kit"/wheels/*.whl
-export PYTHONPATH="$(cd "$kit" && pwd)/site:$PWD" {variable}={commit}
+export PYTHONPATH="$(cd "$kit" && pwd)/site:$PWD${{PYTHONPATH:+:$PYTHONPATH}}"
+export {variable}={commit}
 exec python3 -m tokenformer_vit benchmark --all --data-root "$kit/data" --out "$kit/results" "$@"
 """
 
@@ -74,7 +77,7 @@ def prepare(
 
     Raises:
         InputError: If ``folder`` is not in the repository, wheels cannot be had, a data set is
-            missing, or it is all too large.
+            missing or read by no stage, or it is all too large.
     """
     if not folder.resolve().is_relative_to(root):
         raise InputError(f"--prepare {folder} is not in {root}; choose a folder there")
@@ -82,6 +85,11 @@ def prepare(
     for source in data:
         if not source.is_dir():
             raise InputError(f"--data {source}: there is no such folder")
+        if source.absolute().name not in _data_sets():
+            raise InputError(
+                f"--data {source}: the stages only read folders of the name "
+                f"{' or '.join(_data_sets())}; rename it"
+            )
     sizes = {f"--data {source}": _size(_files(source)) for source in data}
     sizes["the source code"] = _size(_tracked(root))
     _check_size(sizes, most_mib)  # before anything large is copied
@@ -89,9 +97,10 @@ def prepare(
     names = _download(folder / "wheels", python)
     for source in data:
         for path in _files(source):
-            target = folder / "data" / source.resolve().name / path.relative_to(source)
+            target = folder / "data" / source.absolute().name / path.relative_to(source)
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target)
+            with suppress(shutil.SameFileError):  # the data set of the folder itself
+                shutil.copyfile(path, target)
     commit = environment()["commit"]
     text = _RUN.format(variable=COMMIT_VARIABLE, commit=shlex.quote(commit))
     write_whole(folder / "run.sh", text.encode())
@@ -119,6 +128,12 @@ def wanted_wheels() -> list[str]:
     if not any(each.startswith("mmpretrain==") for each in wanted):
         raise InputError("mmpretrain is not installed: pip install 'tokenformer-vit[train]'")
     return wanted
+
+
+def _data_sets() -> list[str]:
+    """List the folders of the data root that stages read."""
+    needs = (stage.needs.partition("{data}/")[2] for stages in STAGES.values() for stage in stages)
+    return sorted({name for name in needs if name})
 
 
 def _download(wheels: Path, python: str) -> list[str]:
@@ -152,7 +167,7 @@ def _download(wheels: Path, python: str) -> list[str]:
 def _wheels_of(wheels: Path, wanted: str, python: str) -> list[Path]:
     """Find the wheel of NAME==VERSION that fits a version of Python."""
     name, _, version = wanted.partition("==")
-    tags = re.compile(rf"-(py2\.)?py3-none-any|-cp{python.replace('.', '')}-")
+    tags = re.compile(rf"-(py2\.)?py3-none-any|-cp{re.escape(python.replace('.', ''))}-")
     return [
         path for path in wheels.glob(f"{_in_file(name)}-{version}-*.whl") if tags.search(path.name)
     ]
