@@ -1,9 +1,11 @@
 """Stages run as processes, within limits of time, and keep what they gave."""
 
 import json
+import os
 import runpy
 import shlex
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -105,21 +107,69 @@ def test_a_stage_that_runs_out_of_time_is_interrupted(run, script, capsys):
     assert file.exists()
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot interrupt a process")
+def test_the_archive_has_what_an_interrupted_stage_measured(tmp_path):
+    out = tmp_path / "out/device"
+    measuring = tmp_path / "measures.py"
+    measuring.write_text(
+        "import os, pathlib, signal, sys, time\n"
+        "pathlib.Path(sys.argv[1], 'part.json').write_text('{}')\n"
+        "os.kill(os.getppid(), signal.SIGTERM)\n"
+        "time.sleep(60)\n"
+    )
+    stage = Stage("half", 1, shlex.join([str(measuring), str(out / "records")]), least=0.1)
+    with pytest.raises(KeyboardInterrupt):
+        Stages([stage], out, {"records": str(out / "records")}, ABOUT).run(None, False)
+    assert json.loads((out / "stages.json").read_text())["stages"] == {}
+    with zipfile.ZipFile(tmp_path / "out/device.zip") as archive:
+        assert {*archive.namelist()} == {
+            *("stages.json", "summary.md", "logs/half.log", "records/part.json")
+        }
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no process groups")
+def test_a_failed_stage_leaves_no_processes(run, script):
+    leaving, file = script(
+        "leaves",
+        "import pathlib, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "pathlib.Path(sys.argv[1]).write_text(str(child.pid))\n"
+        "sys.exit('error: no good')\n",
+    )
+    assert run(Stage("bad", 1, leaving)) == (False, {"bad": "failed"})
+    for _ in range(100):
+        try:
+            os.kill(int(file.read_text()), 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    pytest.fail("the process of a failed stage still runs")
+
+
+def test_a_stage_without_its_result_has_failed(run, script, tmp_path):
+    adding, _ = script("adds", ADDS)
+    absent = str(tmp_path / "absent.json")
+    without = Stage("without", 1, adding, takes=absent, makes=str(tmp_path / "made.json"))
+    assert run(without, Stage("next", 1, adding)) == (False, {"without": "failed", "next": "done"})
+    state = json.loads((tmp_path / "out/device/stages.json").read_text())
+    assert state["stages"]["without"]["line"] == f"it ended without {absent}"
+
+
 def test_a_stage_starts_only_if_it_can_finish(run, script, capsys):
     adding, file = script("adds", ADDS)
     short, other = script("short", ADDS)
-    # A third of a minute of the two is left for a stage that does not end by itself.
+    # Two thirds of a minute of the two are left for a stage that does not end by itself.
     stages = (
-        Stage("long", 1.7, adding),
-        Stage("parts", 9, adding, least=1.7),
+        Stage("long", 1.4, adding),
+        Stage("parts", 9, adding, least=1.4),
         Stage("short", 1, short),
     )
     assert run(*stages, minutes=2) == (True, {"short": "done"})
     assert (file.exists(), other.exists()) == (False, True)
-    assert "| long | not run | | skipped: it needs 1.7 minutes, 1.7 are left" in (
+    assert "| long | not run | | skipped: it needs 1.4 minutes, 1.3 are left" in (
         capsys.readouterr().out
     )
-    run(Stage("parts", 9, adding, least=1.6), minutes=2)
+    run(Stage("parts", 9, adding, least=1.2), minutes=2)
     assert file.exists()
 
 
@@ -160,6 +210,8 @@ def test_commands_of_stages_are_commands_of_ours(kind, monkeypatch):
             assert parse(question, arguments).out.startswith("some/records/ablations/results/")
         else:
             assert program in ("benchmark", "train", "pytest")
+        if program == "train":  # a stage that was stopped goes on
+            assert "--resume" in arguments
 
 
 def test_the_page_lists_the_stages_of_a_gpu():

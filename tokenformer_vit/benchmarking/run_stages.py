@@ -13,11 +13,11 @@ It is packed into an archive beside it, ``DEVICE.zip``, after each stage.
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any
 
 from tokenformer_vit.command_line import error_line, printable
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import locked_folder, write_whole
+from tokenformer_vit.files import locked_folder, whole_file, write_whole
 from tokenformer_vit.interrupts import signals_interrupt
 from tokenformer_vit.records import write_record
 
@@ -33,7 +33,8 @@ from .stages import Stage
 
 ROOT = Path(__file__).resolve().parents[2]  # of a clone
 DONE, FAILED, OUT_OF_TIME = "done", "failed", "out of time"
-_PATIENCE = 20  # seconds that an interrupted stage has to end
+# Seconds that an interrupted stage has to end. A sweep gives its trainings 30 of them.
+_PATIENCE = 40
 _LOOK = 0.2  # seconds between two looks at a stage
 _LAST_LINES = 12  # of each log, in the summary
 _SIGN_OF_LIFE = 60  # seconds between two lines about a stage
@@ -49,9 +50,6 @@ class Stages:
         folder: Folder of the device.
         words: Values of the words in the commands.
         environment: How :func:`tokenformer_vit.records.environment` describes the machine.
-
-    Raises:
-        InputError: If the folder has results of other hardware.
     """
 
     def __init__(
@@ -64,15 +62,6 @@ class Stages:
         self.stages, self.folder, self.words = stages, folder, words
         self.about = dict(environment)
         self.ended: dict[str, Entry] = {}
-        path = folder / "stages.json"
-        if path.is_file():
-            earlier = json.loads(path.read_text(encoding="utf-8"))
-            if earlier["hardware"] != self.about["hardware"]:
-                raise InputError(
-                    f"{folder} has results of {earlier['hardware']}, and this machine has "
-                    f"{self.about['hardware']}: choose another --out"
-                )
-            self.ended = earlier["stages"]
 
     def run(self, minutes: float | None, retry_failed: bool) -> bool:
         """Run the stages that are left.
@@ -85,7 +74,8 @@ class Stages:
             False if one of these stages has failed, now or before.
 
         Raises:
-            InputError: If another process runs stages in the folder.
+            InputError: If another process runs stages in the folder, or the folder has results of
+                other hardware.
             KeyboardInterrupt: After Ctrl-C or SIGTERM; the stage has ended by then.
         """
         end = time.monotonic() + 60 * minutes if minutes is not None else math.inf
@@ -93,6 +83,7 @@ class Stages:
             (self.folder / part).mkdir(parents=True, exist_ok=True)
         left_out = {}
         with locked_folder(self.folder, "choose another --out"), signals_interrupt():
+            self._read_earlier()
             for number, stage in enumerate(self.stages, 1):
                 # The time in which a stage ends after its limit counts, too.
                 seconds = min(60 * stage.minutes, end - time.monotonic() - _PATIENCE)
@@ -110,13 +101,32 @@ class Stages:
                     f"{seconds / 60:.1f} minutes; at most {later:g} for those after it",
                     flush=True,
                 )
-                self.ended[stage.name] = entry = self._run(stage, seconds)
+                try:
+                    self.ended[stage.name] = entry = self._run(stage, seconds)
+                finally:  # the archive also has what an interrupted stage measured
+                    self._write(left_out)
                 print(f"{stage.name}: {entry['status']}: {entry['line']}", flush=True)
-                self._write(left_out)
-        print(self._write(left_out), end="")
+            print(self._write(left_out), end="")
         return not any(
             self.ended.get(stage.name, {}).get("status") == FAILED for stage in self.stages
         )
+
+    def _read_earlier(self) -> None:
+        """Read how stages ended before.
+
+        Raises:
+            InputError: If they ran on other hardware.
+        """
+        path = self.folder / "stages.json"
+        if not path.is_file():
+            return
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        if earlier["hardware"] != self.about["hardware"]:
+            raise InputError(
+                f"{self.folder} has results of {earlier['hardware']}, and this machine has "
+                f"{self.about['hardware']}: choose another --out"
+            )
+        self.ended = earlier["stages"]
 
     def _skip(self, stage: Stage, seconds: float, retry_failed: bool) -> str:
         """Say why a stage does not run, if it does not."""
@@ -162,10 +172,12 @@ class Stages:
                 _end(process)
         output = log.read_text(encoding="utf-8", errors="replace")
         takes, makes = (self._path(text) for text in (stage.takes, stage.makes))
-        if process.returncode == 0 and takes is not None and makes is not None:
-            makes.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(takes, makes)
-        if process.returncode == 0:
+        if process.returncode == 0 and takes is not None and not takes.is_file():
+            status, line = FAILED, f"it ended without {takes}"
+        elif process.returncode == 0:
+            if takes is not None and makes is not None:
+                makes.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(makes, takes.read_bytes())
             status, line = DONE, (output.strip().splitlines() or [""])[-1]
         elif not in_time:
             status, line = OUT_OF_TIME, f"stopped after {seconds / 60:.1f} minutes"
@@ -185,8 +197,18 @@ class Stages:
         summary = "\n".join([*self._summary(left_out), ""])
         pages = "\n".join([summary.rstrip(), *self._ends_of_logs(), ""])
         write_whole(self.folder / "summary.md", pages.encode())
-        shutil.make_archive(str(self.folder), "zip", self.folder)
+        self._pack()
         return summary
+
+    def _pack(self) -> None:
+        """Write the archive; without the lock and partial files, whose names begin with a dot."""
+        with (
+            whole_file(self.folder.with_name(f"{self.folder.name}.zip")) as file,
+            zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive,
+        ):
+            for path in sorted(self.folder.rglob("[!.]*")):
+                if path.is_file():
+                    archive.write(path, path.relative_to(self.folder))
 
     def _summary(self, left_out: Mapping[str, str]) -> Iterator[str]:
         versions = ", ".join(f"{name} {value}" for name, value in self.about["versions"].items())
@@ -241,9 +263,13 @@ def _wait(process: subprocess.Popen, seconds: float, log: Path, name: str) -> bo
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Interrupt a stage that still runs, and wait until it is gone."""
+    """Interrupt a stage that still runs, and end it with all processes that it leaves.
+
+    A stage that has failed may leave processes, which would slow down the stages after it.
+    """
     try:
-        _signal(process, signal.SIGINT)
+        if process.poll() is None:
+            _signal(process, signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             process.wait(_PATIENCE)
     finally:
@@ -253,10 +279,9 @@ def _end(process: subprocess.Popen) -> None:
 
 def _signal(process: subprocess.Popen, number: signal.Signals) -> None:
     """Send a signal to a stage and its own processes; Windows can only end the process."""
-    if process.poll() is not None:
-        return
     if sys.platform == "win32":
         process.terminate()
         return
-    with suppress(ProcessLookupError):
+    # macOS reports a group whose processes have all ended as a PermissionError.
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)

@@ -80,7 +80,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
             "train",
             7,
             "train configs/cifar10_tiny_in_memory.py --data-root {images} --amp --compile "
-            "--work-dir {work}/cifar10_tiny",
+            "--work-dir {work}/cifar10_tiny --resume",
             needs="{images}/val",
             makes=_TRAINED,
             takes="{work}/cifar10_tiny/record.json",
@@ -128,7 +128,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
             "train",
             10,
             "train configs/digits_demo_in_memory.py --data-root {images} --work-dir {work}/train "
-            "--cfg-options train_cfg.max_epochs=4",
+            "--resume --cfg-options train_cfg.max_epochs=4",
             needs="{images}/val",
             makes="{records}/configs/results/digits_demo_in_memory.json",
             takes="{work}/train/record.json",
