@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tokenformer_vit.benchmarking import collect
 from tokenformer_vit.benchmarking.collect import take, unpacked
 from tokenformer_vit.errors import InputError
 
@@ -78,12 +79,22 @@ def failed(record):
     record["failed"] = "out of memory"
 
 
+def failed_variant(record):
+    record["groups"][0]["variants"][0]["failed"] = "out of memory"
+
+
+def fewer_epochs(record):
+    record["epochs"] -= 1
+
+
 @pytest.mark.parametrize(
     ("name", "edit", "message"),
     [
         (SPEED, other_device, r"is of .* and .* is of 64 CPU cores \(arm64\)"),
         (SPEED, one_group_less, r"has \d+ measurements that .* lacks, such as infer"),
         (SPEED, one_variant_less, "such as train .* batch 4 baseline eager"),
+        (SPEED, failed_variant, "such as train .* batch 4 baseline eager"),
+        (RUN, fewer_epochs, "has 40 epochs, and .* has 39"),
         (LOOP, fewer_steps, r"has (\d+) rounds or steps"),
         (LOOP, no_real_data, "such as real data"),
         (SWEEP, failed, "such as a finished training"),
@@ -131,5 +142,45 @@ def test_places_and_archives_that_are_none(folders, tmp_path):
     with pytest.raises(InputError, match=r"x.json is in none of the folders configs/results"):
         take(device, root, replace=True)
     for source in (tmp_path / "nowhere", tmp_path, other):
-        with pytest.raises(InputError, match=r"give its folder or archive|is no archive"):
+        with pytest.raises(InputError, match=r"give its folder or archive|damaged or no archive"):
             unpacked(source, tmp_path / "results")
+
+
+def test_an_archive_that_cannot_be_used_leaves_the_folder_as_it_is(folders, tmp_path):
+    _, device = folders
+    archive = Path(shutil.make_archive(str(tmp_path / "h100"), "zip", device))
+    folder = unpacked(archive, tmp_path / "results")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert len(before) == 4
+    data = bytearray(archive.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    archive.write_bytes(data)
+    with pytest.raises(InputError, match=r"h100.zip is damaged .*copy it again"):
+        unpacked(archive, tmp_path / "results")
+    shutil.make_archive(str(tmp_path / "h100"), "zip", tmp_path / "root/configs")
+    with pytest.raises(InputError, match="give its folder or archive"):
+        unpacked(archive, tmp_path / "results")
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["h100"]
+
+
+def test_records_are_whole_or_as_before(folders, monkeypatch):
+    root, device = folders
+    for name in (RUN, SWEEP):
+        change(device / "records", name, lambda record: record.update(seconds=1.5))
+    (root / LOOP).unlink()
+    write, written = collect.write_whole, []
+
+    def fail_at_last(path, data):
+        written.append(path)
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        write(path, data)
+
+    monkeypatch.setattr(collect, "write_whole", fail_at_last)
+    with pytest.raises(KeyboardInterrupt):
+        take(device, root, replace=False)
+    assert {path.relative_to(root).as_posix() for path in written} == {RUN, SWEEP, LOOP}
+    for name in (RUN, SWEEP, SPEED):
+        assert (root / name).read_bytes() == (ROOT / name).read_bytes()
+    assert not (root / LOOP).exists()

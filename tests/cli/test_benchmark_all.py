@@ -123,7 +123,7 @@ def test_records_without_tables_are_taken_back(command, clone, monkeypatch):
     done = command("benchmark", "--all", "--collect", folder)
     assert (done.status, done.err.count("\n")) == (1, 1)
     assert "(n differs)" in done.err
-    assert "nothing is changed" in done.err
+    assert "the records in the repository are as before" in done.err
     assert json.loads((clone / name).read_text()) == record
     assert not (clone / "configs/results/another.json").exists()
 
@@ -134,6 +134,7 @@ def test_records_without_tables_are_taken_back(command, clone, monkeypatch):
         (("--collect", "nowhere"), "nowhere is no result of .* give its folder or archive"),
         (("--prepare", "/nowhere"), "choose a folder there"),
         (("--device", "cuda"), "use --device cpu"),
+        (("--stages", "data", "theta-2"), "--stages theta-2 needs a GPU; choose from tests, speed"),
     ],
 )
 def test_mistakes_are_one_line(command, words, pattern, monkeypatch):

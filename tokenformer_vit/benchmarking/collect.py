@@ -2,11 +2,14 @@
 
 import json
 import shutil
+import zipfile
+import zlib
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.files import new_folder, write_whole
 
 from .records import read_record
 
@@ -31,9 +34,9 @@ class Taken(NamedTuple):
     def put_back(self) -> None:
         """Restore the file as it was."""
         if self.before is None:
-            self.path.unlink()
+            self.path.unlink(missing_ok=True)
         else:
-            self.path.write_bytes(self.before)
+            write_whole(self.path, self.before)
 
 
 def unpacked(source: Path, results: Path) -> Path:
@@ -42,16 +45,30 @@ def unpacked(source: Path, results: Path) -> Path:
     Raises:
         InputError: If there is no such folder or archive.
     """
-    folder = source
-    if source.is_file():
-        folder = results / source.stem
+    if not source.is_file():
+        _check_result(source, source)
+        return source
+    folder = results / source.stem
+    with new_folder(folder) as partial:
         try:
-            shutil.unpack_archive(source, folder, "zip")
-        except shutil.ReadError as error:
-            raise InputError(f"{source} is no archive of `benchmark --all`: {error}") from error
+            shutil.unpack_archive(source, partial, "zip")
+        except (shutil.ReadError, zipfile.BadZipFile, zlib.error, EOFError) as error:
+            raise InputError(
+                f"{source} is damaged or no archive ({error}): copy it again from the machine that "
+                "made it"
+            ) from error
+        _check_result(partial, source)
+    return folder
+
+
+def _check_result(folder: Path, source: Path) -> None:
+    """Check that a folder from ``source`` has records.
+
+    Raises:
+        InputError: If it has not.
+    """
     if not (folder / "records").is_dir():
         raise InputError(f"{source} is no result of `benchmark --all`: give its folder or archive")
-    return folder
 
 
 def take(folder: Path, root: Path, replace: bool) -> tuple[list[Taken], list[str]]:
@@ -68,6 +85,7 @@ def take(folder: Path, root: Path, replace: bool) -> tuple[list[Taken], list[str
     Raises:
         InputError: If a file is not a record, or would replace one of another device or one that
             has more; then nothing is copied.
+        OSError: If a file cannot be written; then the records are as before.
     """
     records = folder / "records"
     taken, lines = [], []
@@ -82,9 +100,14 @@ def take(folder: Path, root: Path, replace: bool) -> tuple[list[Taken], list[str
             _check_replaced(path, new, target, json.loads(before))
         lines.append(f"{'new' if before is None else 'replaced':9}  {name}")
         taken.append((Taken(target, new, before), path))
-    for each, path in taken:
-        each.path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, each.path)
+    try:
+        for each, path in taken:
+            each.path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(each.path, path.read_bytes())
+    except BaseException:
+        for each, _ in taken:
+            each.put_back()
+        raise
     return [each for each, _ in taken], lines
 
 
@@ -127,6 +150,11 @@ def _check_replaced(
             f"{target} has {old['n']} rounds or steps, and {path} has {new['n']}: measure more, or "
             "give --replace"
         )
+    if old.get("epochs", 0) > new.get("epochs", 0):
+        raise InputError(
+            f"{target} has {old['epochs']} epochs, and {path} has {new.get('epochs', 0)}: train "
+            "longer, or give --replace"
+        )
     if lost := _contents(old) - _contents(new):
         some = ", ".join(sorted(" ".join(map(str, each)) for each in lost)[:3])
         raise InputError(
@@ -136,17 +164,19 @@ def _check_replaced(
 
 
 def _contents(record: Mapping[str, Any]) -> set[tuple[Hashable, ...]]:
-    """Return what a record has measured; a failed run has nothing."""
+    """Return what a record has measured; what failed is left out."""
     if "groups" in record:
         return {
             (group["mode"], group["dtype"], f"batch {group['batch_size']}", row["variant"])
             for group in record["groups"]
             for row in group["variants"]
+            if "failed" not in row
         }
     if "runs" in record:
         return {(run["data"], "data") for run in record["runs"]}
     if "profiles" in record:
-        return {(each["variant"],) for each in record["profiles"]}
+        group = (record["mode"], record["dtype"], f"batch {record['batch_size']}")
+        return {(*group, each["variant"]) for each in record["profiles"]}
     if "failed" in record:
         return set()
     record["seconds"]  # of a training

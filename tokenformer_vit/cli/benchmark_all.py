@@ -69,8 +69,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--data-root", default="data", metavar="FOLDER", help="default: %(default)s")
     add("--out", type=Path, default=Path("work_dirs/all"), help="default: %(default)s")
     add("--retry-failed", action="store_true", help="run stages that failed before again")
-    there = parser.add_argument_group("for a machine without network").add_argument
-    there("--prepare", type=Path, metavar="FOLDER", help="make a folder ready")
+    group = parser.add_argument_group("for a machine without network")
+    there, either = group.add_argument, group.add_mutually_exclusive_group().add_argument
+    either("--prepare", type=Path, metavar="FOLDER", help="make a folder ready")
     there("--data", type=Path, nargs="+", default=[], metavar="FOLDER", help="data sets to copy")
     there("--python", default="3.12", help="Python on the other machine (default: %(default)s)")
     there(
@@ -80,15 +81,25 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="M",
         help="most MiB of the clone and the folder (default: %(default)s)",
     )
-    there("--collect", type=Path, metavar="ARCHIVE", help="take records in, from DEVICE.zip")
+    either("--collect", type=Path, metavar="ARCHIVE", help="take records in, from DEVICE.zip")
     there("--replace", action="store_true", help="also replace records that have more")
     return parser.parse_args(argv)
 
 
 def _run(args: argparse.Namespace) -> bool:
-    """Run the stages; return False if one of them has failed."""
+    """Run the stages; return False if one of them has failed.
+
+    Raises:
+        InputError: If a stage needs a GPU, or stages cannot run in the folder.
+    """
     kind = choose_device(args.device).type
-    device, work = device_in_name(kind), args.out / "work"
+    names = [stage.name for stage in STAGES[kind]]
+    for name in args.stages or ():
+        if name not in names:
+            raise InputError(f"--stages {name} needs a GPU; choose from {', '.join(names)}")
+    device = device_in_name(kind)
+    # A training of another device must not be taken for one of this device.
+    work = args.out / "work" / device
     folder, images = args.out / device, Path(args.data_root, "cifar10")
     if kind == "cpu" or not (images / "train").is_dir():
         images = work / ("cifar10" if kind == "cuda" else "digits")
@@ -115,21 +126,24 @@ def _collect(args: argparse.Namespace) -> None:
         raise InputError(f"{ROOT} has no ablations/tables.py; run this in a clone")
     folder = collect.unpacked(args.collect, ROOT / "build" / "gpu_kit" / "results")
     taken, lines = collect.take(folder, ROOT, args.replace)
-    # It makes everything that is made from records.
-    done = subprocess.run(
-        [sys.executable, tables],
-        cwd=ROOT,
-        env=environment_of_child(),
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
+    try:
+        # It makes everything that is made from records.
+        done = subprocess.run(
+            [sys.executable, tables],
+            cwd=ROOT,
+            env=environment_of_child(),
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise InputError(
+                f"no tables from these records ({error_line(done.stderr, done.returncode)}): "
+                f"correct {folder}; the records in the repository are as before"
+            )
+    except BaseException:  # Ctrl-C, too
         for each in taken:
             each.put_back()
-        raise InputError(
-            f"no tables from these records ({error_line(done.stderr, done.returncode)}): correct "
-            f"{folder}; nothing is changed"
-        )
+        raise
     for each in taken:
         if "groups" in each.record:
             lines.append(chart(each.path, each.record))
