@@ -175,6 +175,7 @@ def in_two_processes(tmp_path) -> Callable:
                 process.start()
             for process in processes:
                 process.join(120)
+                process.kill()  # if it waits for the other one forever
             return [answers[0], answers[1]]
 
     return run

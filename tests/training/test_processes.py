@@ -214,6 +214,14 @@ def test_machines_with_other_data_are_refused(in_two_processes, name):
         assert "give all machines the same data and config" in line
 
 
+@pytest.mark.parametrize("facts", [{"max_epochs": 7}, {"max_epochs": 7, "max_iters": 7}])
+def test_machines_with_other_facts_are_refused(in_two_processes, facts):
+    one, two = in_two_processes(lambda rank: check_alike(facts if rank else {"max_iters": 9}))
+    assert one == two
+    assert one.startswith(f"InputError: max_iters is {facts.get('max_iters')} in process 1 on ")
+    assert ", but 9 in process 0 on " in one
+
+
 def test_a_later_checkpoint_on_another_machine_is_not_forgotten(tmp_path, in_two_processes):
     def work(rank):
         folder = tmp_path / str(rank)

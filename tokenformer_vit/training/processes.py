@@ -228,11 +228,12 @@ def check_alike(facts: Mapping[str, Any]) -> None:
     everywhere = all_gather_object((socket.gethostname(), dict(facts)))
     host, expected = everywhere[0]
     for number, (other, own) in enumerate(everywhere):
-        for name, value in own.items():
-            if value != expected[name]:
+        for name in {**expected, **own}:  # the facts of epochs and of iterations have other names
+            value, first = own.get(name), expected.get(name)
+            if value != first:
                 raise InputError(
-                    f"{name} is {value} in process {number} on {other}, but {expected[name]} in "
-                    f"process 0 on {host}: give all machines the same data and config"
+                    f"{name} is {value} in process {number} on {other}, but {first} in process 0 "
+                    f"on {host}: give all machines the same data and config"
                 )
 
 
