@@ -242,6 +242,7 @@ def test_what_many_gpus_need(capsys, monkeypatch):
         row = next(line for line in printed.splitlines() if line.startswith(f"│ {gpus} "))
         cells = [cell.strip() for cell in row.strip("│").split("│")]
         assert cells == Needs(gpus, count, 1000).cells()
-    with pytest.raises(SystemExit):
-        costs.main([*TINY[:2], "--gpus", "8", "--json"])
-    assert "--gpus takes only" in capsys.readouterr().err
+    for words in (["--json"], ["--tokens", "7"], ["--against-kwargs", "depth=2"]):
+        with pytest.raises(SystemExit):
+            costs.main([*TINY[:2], "--gpus", "8", *words])
+        assert "--gpus takes only" in capsys.readouterr().err

@@ -131,7 +131,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "one H100 with 87 M parameters",
     )
     args = parser.parse_args(argv)
-    if args.gpus and (args.lm or args.against or args.json or args.plot):
+    others = (args.lm, args.against, args.against_kwargs, args.tokens, args.json, args.plot)
+    if args.gpus and any(others):
         parser.error("--gpus takes only --model, --model-kwargs and --speed")
     if args.lm and (args.model or args.against):
         parser.error("--lm cannot be combined with --model or --against")
