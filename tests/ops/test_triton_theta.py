@@ -267,6 +267,15 @@ def test_no_rows(device, theta):
     assert factors.shape == (0, 2 if theta == "softmax" else 1)
     assert dots.shape == (0, 1)
 
+    x = torch.randn(2, 0, 48, device=device, requires_grad=True)
+    keys, values = torch.randn(3, 72, 48, device=device), torch.randn(3, 72, 40, device=device)
+    for layers in (1, 3):
+        tokens = [*keys[:layers]], [*values[:layers]]
+        outs = pattention_joint(x, *tokens, theta, layers * [tau], backend="triton")
+        (grad_x,) = torch.autograd.grad([out.sum() for out in outs], x)
+        assert [out.shape for out in outs] == layers * [(2, 0, 40)]
+        assert grad_x.shape == x.shape
+
 
 @on_each_device
 @pytest.mark.parametrize("theta", THETAS)
