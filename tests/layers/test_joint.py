@@ -216,6 +216,16 @@ def test_exports(calls):
     torch.testing.assert_close(exported(more), layer(more))
 
 
+@pytest.mark.filterwarnings("error::torch.jit.TracerWarning")
+def test_a_trace_on_a_gpu_does_not_ask_for_the_size(monkeypatch, calls):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    layer, x = attention(jointly=None).eval(), tokens(50)
+    layer(x)
+    assert len(calls) == 1
+    torch.jit.trace(layer, x, check_trace=False)
+    assert len(calls) == 1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
