@@ -53,9 +53,7 @@ def _is_joint(x: Tensor, layers: Sequence[Any], joint: bool | None) -> bool:
     if joint is False or not isinstance(x, Tensor):  # fx traces with other objects
         return False
     # An export may have any batch size, so it cannot depend on the size of x; nor can a trace.
-    if joint is None and (
-        not x.is_cuda or torch.compiler.is_exporting() or torch.jit.is_tracing()
-    ):
+    if joint is None and (not x.is_cuda or torch.compiler.is_exporting() or torch.jit.is_tracing()):
         return False
     if _has_any_global_hook() or not all(_is_plain(layer) for layer in layers):
         return False

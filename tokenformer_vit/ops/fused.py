@@ -56,8 +56,8 @@ def _grad_weights(grads: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
     if (
         torch.is_grad_enabled()
         or torch.compiler.is_compiling()
-        or type(grads[0]) is not Tensor
-        or is_batched(grads[0])
+        # Autograd gives plain zeros for an output that a batch of gradients does not use.
+        or any(type(grad) is not Tensor or is_batched(grad) for grad in grads)
     ):
         # Compiled products write into the result: nothing may stand between them and cat.
         return torch.cat([grad @ value for grad, value in pairs], dim=1).view(shape)
@@ -171,6 +171,7 @@ def pattention_fused(
             for keys, values, own_tau in zip(*layers, strict=True)
         )
     taus = tau[0].reshape(1, 1) if len(tau) == 1 else torch.stack(tuple(tau)).unsqueeze(-1)
+    taus = taus.to(x.device)  # PyTorch takes a CPU's number for any device only if it is 0-dim
     if kernels is None:
         kernels = plain
     x, *tokens = to_product_dtype(x, *key_param_tokens, *value_param_tokens)
