@@ -153,7 +153,7 @@ def test_layers_that_differ_are_called_by_themselves(change, calls):
     assert not calls
 
 
-def test_layers_of_unequal_size(calls):
+def test_layers_of_unequal_size():
     layer = attention()
     layer.key = Pattention(WIDTH, WIDTH, PAIRS + 3)
     agrees_with_single_calls(layer, tokens())
@@ -203,7 +203,7 @@ def test_compiled_blocks_share_their_code():
     assert counter.frame_count == 2  # the second has any batch size
 
 
-def test_exports(calls):
+def test_exports():
     layer, x = attention().eval(), tokens()
     expected = layer(x)
     dynamic = ({0: torch.export.Dim("batch")},)
