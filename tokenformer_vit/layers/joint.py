@@ -18,10 +18,10 @@ torch.fx.wrap("pattention_joint")
 def call_together(
     x: Tensor, layers: Sequence[nn.Module], joint: bool | None = None
 ) -> tuple[Tensor, ...]:
-    """Call layers with the same input, with one product for the scores of all where it serves.
+    """Call layers with the same input; if possible, one product computes the scores of all.
 
-    One product needs ordinary :class:`Pattention` layers with the same Θ, eps and backend. If one
-    layer is of another class, or has a hook, a gate, a mask, ``top_k``, or old and new pairs, each
+    The layers must be of the class :class:`Pattention`, with the same Θ, eps and backend, and the
+    same number of pairs. If one has a hook, a gate, a mask, ``top_k``, or old and new pairs, each
     layer is called by itself.
 
     Args:

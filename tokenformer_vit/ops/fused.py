@@ -34,7 +34,7 @@ def _scores(x: Tensor, keys: Sequence[Tensor]) -> Tensor:
 def _joined_again(keys: Sequence[Tensor]) -> Tensor:
     """Return the (S · P, C_in) keys for the backward.
 
-    Written as in the forward, torch.compile would compute them once, and keep this copy.
+    If this were written as in the forward, torch.compile would join them once and keep the copy.
     """
     if len(keys) == 1:
         return keys[0]
@@ -42,7 +42,7 @@ def _joined_again(keys: Sequence[Tensor]) -> Tensor:
 
 
 def _outputs(weights: Tensor, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Multiply the segments of (..., S, P) weights by their values; they are read in place."""
+    """Multiply the segments of (..., S, P) weights by their values, without a copy."""
     segments = zip(weights.unbind(-2), values, strict=True)
     return tuple(F.linear(own, value.t()) for own, value in segments)
 
@@ -59,7 +59,7 @@ def _grad_weights(grads: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
         # Autograd gives plain zeros for an output that a batch of gradients does not use.
         or any(type(grad) is not Tensor or is_batched(grad) for grad in grads)
     ):
-        # Compiled products write into the result: nothing may stand between them and cat.
+        # torch.compile lets products write into the result of cat, if nothing is in between.
         return torch.cat([grad @ value for grad, value in pairs], dim=1).view(shape)
     whole = grads[0].new_empty(shape)
     for (grad, value), own in zip(pairs, whole.view(-1, *shape[-2:]).unbind(1), strict=True):
