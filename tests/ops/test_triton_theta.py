@@ -360,6 +360,20 @@ def test_layers_with_the_same_input(device, theta):
 
 
 @on_each_device
+@pytest.mark.parametrize("theta", THETAS)
+def test_a_batch_of_gradients(device, theta):
+    x = torch.randn(9, 48, device=device, requires_grad=True)
+    keys, values = torch.randn(2, 72, 48, device=device), torch.randn(2, 72, 40, device=device)
+    taus = 2 * [torch.tensor(default_tau(theta, 72), device=device)]
+    outs = pattention_joint(x, [*keys], [*values], theta, taus, backend="triton")
+    grads = torch.randn(2, 3, 9, 40, device=device)
+    (batch,) = torch.autograd.grad(outs, x, [*grads], is_grads_batched=True, retain_graph=True)
+    for index in range(3):
+        (single,) = torch.autograd.grad(outs, x, [*grads[:, index]], retain_graph=True)
+        torch.testing.assert_close(batch[index], single, rtol=1e-4, atol=1e-4)
+
+
+@on_each_device
 def test_rows_that_are_too_long_use_the_plain_kernels(device):
     shapes = ((2, 4), (MAX_PARAM_TOKENS + 1, 4), (MAX_PARAM_TOKENS + 1, 3))
     operands = [torch.randn(shape, device=device) for shape in shapes]

@@ -95,7 +95,8 @@ class _Pattention(torch.autograd.Function):
         S = len(grads)
         x, tau, *saved = ctx.saved_tensors
         keys, values, kept = saved[:S], saved[S : 2 * S], tuple(saved[2 * S :])
-        kernels = ctx.kernels
+        # All kernels keep the same tensors, but only plain PyTorch takes batched gradients.
+        kernels = ctx.plain if any(map(is_batched, grads)) else ctx.kernels
         if torch.is_grad_enabled():
             # This gradient will itself be differentiated. The kept tensors have no history, so
             # they are computed again with one, and plain autograd does the rest.
