@@ -28,7 +28,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 def _scores(x: Tensor, keys: Sequence[Tensor]) -> Tensor:
     whole = keys[0] if len(keys) == 1 else torch.cat(tuple(keys))  # (S · P, C_in)
-    return F.linear(x, whole).unflatten(-1, (len(keys), -1))  # (..., S, P)
+    return F.linear(x, whole).view(*x.shape[:-1], len(keys), len(keys[0]))  # (..., S, P)
 
 
 def _joined_again(keys: Sequence[Tensor]) -> Tensor:
