@@ -2,12 +2,13 @@
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tokenformer_vit import ops
+from tokenformer_vit import benchmarking, ops
 from tokenformer_vit.benchmarking.facts import facts_from_record, merge_facts, render_facts
 from tokenformer_vit.models import lm_config
 from tokenformer_vit.ops import measured, triton_theta
@@ -75,6 +76,11 @@ def test_records_that_disagree():
         GPU: {"float16": {"64": "fused", "1024": "triton"}},
         "Other": {"float16": {"64": "triton"}},
     }
+
+
+def test_the_facts_are_those_of_the_records():
+    records = Path(benchmarking.__file__).with_name("results")
+    assert measured.PATH.read_text(encoding="utf-8") == render_facts(records)
 
 
 @pytest.fixture

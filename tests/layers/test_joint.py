@@ -153,7 +153,7 @@ def test_layers_that_differ_are_called_by_themselves(change, calls):
     assert not calls
 
 
-def test_layers_of_unequal_size(calls):
+def test_layers_of_unequal_size():
     layer = attention()
     layer.key = Pattention(WIDTH, WIDTH, PAIRS + 3)
     agrees_with_single_calls(layer, tokens())
@@ -203,7 +203,7 @@ def test_compiled_blocks_share_their_code():
     assert counter.frame_count == 2  # the second has any batch size
 
 
-def test_exports(calls):
+def test_exports():
     layer, x = attention().eval(), tokens()
     expected = layer(x)
     dynamic = ({0: torch.export.Dim("batch")},)
@@ -214,6 +214,16 @@ def test_exports(calls):
     for module in (torch.jit.script(layer), traced, exported):
         torch.testing.assert_close(module(x), expected)
     torch.testing.assert_close(exported(more), layer(more))
+
+
+@pytest.mark.filterwarnings("error::torch.jit.TracerWarning")
+def test_a_trace_on_a_gpu_does_not_ask_for_the_size(monkeypatch, calls):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    layer, x = attention(jointly=None).eval(), tokens(50)
+    layer(x)
+    assert len(calls) == 1
+    torch.jit.trace(layer, x, check_trace=False)
+    assert len(calls) == 1
 
 
 @pytest.mark.gpu

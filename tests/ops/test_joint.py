@@ -108,7 +108,7 @@ def test_gradients_and_their_gradients(theta, eps):
 def test_low_precision_rounds_where_single_layers_do(theta, dtype, autocast):
     inputs = operands(theta, 197, 576, torch.float32 if autocast else dtype)
     grads = upstreams(197, dtype)
-    low = [tensor.detach().to(dtype) for tensor in inputs[: -LAYERS or None]]
+    low = [tensor.detach().to(dtype) for tensor in inputs[:-LAYERS]]
     expected = exact([*low, *inputs[-LAYERS:]], theta, grads)
 
     def errors(op):
@@ -225,6 +225,16 @@ def test_layers_of_unequal_size_are_computed_alone(sizes):
         assert torch.equal(out, pattention(x, *layer, "gelu_l2", tau))
 
 
+@pytest.mark.parametrize("backend", ["reference", "fused"])
+def test_tau_may_stay_on_the_cpu(backend):
+    *tokens, _, _, _ = operands("gelu_l2", 9, 20)
+    inputs = [tensor.detach().to("meta").requires_grad_() for tensor in tokens]
+    outs = together([*inputs, *torch.ones(LAYERS)], "gelu_l2", backend=backend)
+    assert [out.shape for out in outs] == LAYERS * [(2, 9, OUT)]
+    grads = torch.autograd.grad([out.sum() for out in outs], inputs)
+    assert all(grad.is_meta for grad in grads)
+
+
 def test_widths_of_outputs_may_differ():
     x, keys = torch.randn(5, WIDTH), torch.randn(2, 20, WIDTH)
     values = [torch.randn(20, width) for width in (8, 24)]
@@ -260,14 +270,15 @@ def test_backends_and_no_gradient(backend):
 def test_a_batch_of_gradients_and_transforms():
     inputs = operands("gelu_l2", 7, 11, torch.float64)
     outs = together(inputs, "gelu_l2")
-    batch = [torch.randn(3, *out.shape, dtype=torch.float64) for out in outs]
-    batched = torch.autograd.grad(outs, inputs, batch, is_grads_batched=True, retain_graph=True)
-    for index in range(3):
-        single = torch.autograd.grad(
-            outs, inputs, [grads[index] for grads in batch], retain_graph=True
-        )
-        for a, b in zip(batched, single, strict=True):
-            torch.testing.assert_close(a[index], b)
+    for used in (outs, outs[1:], outs[2:]):
+        batch = [torch.randn(3, *out.shape, dtype=torch.float64) for out in used]
+        arguments = {"retain_graph": True, "materialize_grads": True}
+        batched = torch.autograd.grad(used, inputs, batch, is_grads_batched=True, **arguments)
+        for index in range(3):
+            grads = [grad[index] for grad in batch]
+            single = torch.autograd.grad(used, inputs, grads, **arguments)
+            for a, b in zip(batched, single, strict=True):
+                torch.testing.assert_close(a[index], b)
 
     x, *rest = (tensor.detach() for tensor in inputs)
 

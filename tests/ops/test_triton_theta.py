@@ -267,6 +267,15 @@ def test_no_rows(device, theta):
     assert factors.shape == (0, 2 if theta == "softmax" else 1)
     assert dots.shape == (0, 1)
 
+    x = torch.randn(2, 0, 48, device=device, requires_grad=True)
+    keys, values = torch.randn(3, 72, 48, device=device), torch.randn(3, 72, 40, device=device)
+    for layers in (1, 3):
+        tokens = [*keys[:layers]], [*values[:layers]]
+        outs = pattention_joint(x, *tokens, theta, layers * [tau], backend="triton")
+        (grad_x,) = torch.autograd.grad([out.sum() for out in outs], x)
+        assert [out.shape for out in outs] == layers * [(2, 0, 40)]
+        assert grad_x.shape == x.shape
+
 
 @on_each_device
 @pytest.mark.parametrize("theta", THETAS)
@@ -348,6 +357,20 @@ def test_layers_with_the_same_input(device, theta):
         least = 1e-6 if wanted.ndim else 1e-5  # a τ sums numbers of both signs
         standard = max((fused - wanted).norm(), least * wanted.norm())
         assert (actual - wanted).norm() <= 2 * standard
+
+
+@on_each_device
+@pytest.mark.parametrize("theta", THETAS)
+def test_a_batch_of_gradients(device, theta):
+    x = torch.randn(9, 48, device=device, requires_grad=True)
+    keys, values = torch.randn(2, 72, 48, device=device), torch.randn(2, 72, 40, device=device)
+    taus = 2 * [torch.tensor(default_tau(theta, 72), device=device)]
+    outs = pattention_joint(x, [*keys], [*values], theta, taus, backend="triton")
+    grads = torch.randn(2, 3, 9, 40, device=device)
+    (batch,) = torch.autograd.grad(outs, x, [*grads], is_grads_batched=True, retain_graph=True)
+    for index in range(3):
+        (single,) = torch.autograd.grad(outs, x, [*grads[:, index]], retain_graph=True)
+        torch.testing.assert_close(batch[index], single, rtol=1e-4, atol=1e-4)
 
 
 @on_each_device

@@ -12,7 +12,7 @@ between tokens by a log-normal factor. An entry is bfloat16 autocast, the backen
 or an emulation of another choice of formats, which rounds to 8 bits and back and multiplies in
 float32.
 
-``savings`` counts, on paper, the milliseconds that all Pattention layers of a model need for the
+``savings`` counts the milliseconds that all Pattention layers of a model need for the
 forward and the backward pass of a batch. A product takes the longer of two times: that of its
 FLOPs, and that of its bytes. Everything else takes the time of its bytes, if each fused kernel
 reads and writes each tensor once. ``step_ms`` is a whole training step at the assumed ``mfu``.
@@ -55,7 +55,7 @@ class Formats(NamedTuple):
 
     Args:
         gradients: Format of gradients, scaled a tensor at a time.
-        all_six: Whether the gradients of parameter tokens are 8-bit products, too.
+        all_six: Whether the gradients of parameter tokens are also 8-bit products.
         dynamic: Whether inputs and weights are scaled by their largest number.
     """
 
@@ -141,15 +141,18 @@ def errors() -> Iterator[dict[str, Any]]:
     x = torch.randn(IMAGES, model.patch_embed.num_patches + 1, model.embed_dim).double()
     grad = torch.randn_like(x) * torch.randn(*x.shape[:-1], 1).exp() * 1e-4
     seen: dict[str, list[Tensor]] = {}
+    hooks = []
     for name, words in LAYERS.items():
         layer = blocks[0].get_submodule(name)
-        layer.register_forward_hook(lambda _, i, o, w=words: seen.update({w: [i[0].detach()]}))
-        layer.register_full_backward_hook(lambda _, i, o, w=words: seen[w].append(o[0]))
+        hooks += [
+            layer.register_forward_hook(lambda _, i, o, w=words: seen.update({w: [i[0].detach()]})),
+            layer.register_full_backward_hook(lambda _, i, o, w=words: seen[w].append(o[0])),
+        ]
     computed(blocks[0], "reference", x, grad, autocast=False)
+    for hook in hooks:
+        hook.remove()
     for name, words in LAYERS.items():
         layer = blocks[0].get_submodule(name)
-        layer._forward_hooks.clear()
-        layer._backward_hooks.clear()
         inputs, gradient = (each.flatten(0, -2) for each in seen[words])
         yield from _errors(words, layer, inputs, gradient)
     yield from _errors("block", blocks[0], x, grad)

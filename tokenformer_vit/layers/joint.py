@@ -18,10 +18,10 @@ torch.fx.wrap("pattention_joint")
 def call_together(
     x: Tensor, layers: Sequence[nn.Module], joint: bool | None = None
 ) -> tuple[Tensor, ...]:
-    """Call layers with the same input, with one product for the scores of all where it serves.
+    """Call layers with the same input; if possible, one product computes the scores of all.
 
-    One product needs ordinary :class:`Pattention` layers with the same Θ, eps and backend. If one
-    layer is of another class, or has a hook, a gate, a mask, ``top_k``, or old and new pairs, each
+    The layers must be of the class :class:`Pattention`, with the same Θ, eps and backend, and the
+    same number of pairs. If one has a hook, a gate, a mask, ``top_k``, or old and new pairs, each
     layer is called by itself.
 
     Args:
@@ -52,8 +52,8 @@ def call_together(
 def _is_joint(x: Tensor, layers: Sequence[Any], joint: bool | None) -> bool:
     if joint is False or not isinstance(x, Tensor):  # fx traces with other objects
         return False
-    # An export may have any batch size, so it cannot depend on the size of x.
-    if joint is None and (not x.is_cuda or torch.compiler.is_exporting()):
+    # An export may have any batch size, so it cannot depend on the size of x; nor can a trace.
+    if joint is None and (not x.is_cuda or torch.compiler.is_exporting() or torch.jit.is_tracing()):
         return False
     if _has_any_global_hook() or not all(_is_plain(layer) for layer in layers):
         return False

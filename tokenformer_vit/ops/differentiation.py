@@ -17,4 +17,4 @@ def is_transformed() -> bool:
 
 def is_batched(tensor: Tensor) -> bool:
     """Return whether a gradient is one of many that ``is_grads_batched`` computes together."""
-    return is_legacy_batchedtensor(tensor)
+    return not torch.compiler.is_compiling() and is_legacy_batchedtensor(tensor)

@@ -45,7 +45,7 @@ def _rounded(tensor: Tensor) -> Tensor:
 
 
 def fixed(tensor: Tensor) -> Scaled:
-    """Round numbers of about 1, such as inputs and weights; larger ones than 448 become 448."""
+    """Round numbers of about 1, such as inputs and weights; numbers above 448 become 448."""
     return Scaled(_rounded(tensor), torch.ones((), device=tensor.device))
 
 

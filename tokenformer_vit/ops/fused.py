@@ -28,13 +28,13 @@ def flat(tensor: Tensor) -> Tensor:
 
 def _scores(x: Tensor, keys: Sequence[Tensor]) -> Tensor:
     whole = keys[0] if len(keys) == 1 else torch.cat(tuple(keys))  # (S · P, C_in)
-    return F.linear(x, whole).unflatten(-1, (len(keys), -1))  # (..., S, P)
+    return F.linear(x, whole).view(*x.shape[:-1], len(keys), len(keys[0]))  # (..., S, P)
 
 
 def _joined_again(keys: Sequence[Tensor]) -> Tensor:
     """Return the (S · P, C_in) keys for the backward.
 
-    Written as in the forward, torch.compile would compute them once, and keep this copy.
+    If this were written as in the forward, torch.compile would join them once and keep the copy.
     """
     if len(keys) == 1:
         return keys[0]
@@ -42,7 +42,7 @@ def _joined_again(keys: Sequence[Tensor]) -> Tensor:
 
 
 def _outputs(weights: Tensor, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Multiply the segments of (..., S, P) weights by their values; they are read in place."""
+    """Multiply the segments of (..., S, P) weights by their values, without a copy."""
     segments = zip(weights.unbind(-2), values, strict=True)
     return tuple(F.linear(own, value.t()) for own, value in segments)
 
@@ -56,10 +56,10 @@ def _grad_weights(grads: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
     if (
         torch.is_grad_enabled()
         or torch.compiler.is_compiling()
-        or type(grads[0]) is not Tensor
-        or is_batched(grads[0])
+        # Autograd gives plain zeros for an output that a batch of gradients does not use.
+        or any(type(grad) is not Tensor or is_batched(grad) for grad in grads)
     ):
-        # Compiled products write into the result: nothing may stand between them and cat.
+        # torch.compile lets products write into the result of cat, if nothing is in between.
         return torch.cat([grad @ value for grad, value in pairs], dim=1).view(shape)
     whole = grads[0].new_empty(shape)
     for (grad, value), own in zip(pairs, whole.view(-1, *shape[-2:]).unbind(1), strict=True):
@@ -95,7 +95,8 @@ class _Pattention(torch.autograd.Function):
         S = len(grads)
         x, tau, *saved = ctx.saved_tensors
         keys, values, kept = saved[:S], saved[S : 2 * S], tuple(saved[2 * S :])
-        kernels = ctx.kernels
+        # All kernels keep the same tensors, but only plain PyTorch takes batched gradients.
+        kernels = ctx.plain if any(map(is_batched, grads)) else ctx.kernels
         if torch.is_grad_enabled():
             # This gradient will itself be differentiated. The kept tensors have no history, so
             # they are computed again with one, and plain autograd does the rest.
@@ -171,6 +172,7 @@ def pattention_fused(
             for keys, values, own_tau in zip(*layers, strict=True)
         )
     taus = tau[0].reshape(1, 1) if len(tau) == 1 else torch.stack(tuple(tau)).unsqueeze(-1)
+    taus = taus.to(x.device)  # PyTorch takes a CPU's number for any device only if it is 0-dim
     if kernels is None:
         kernels = plain
     x, *tokens = to_product_dtype(x, *key_param_tokens, *value_param_tokens)

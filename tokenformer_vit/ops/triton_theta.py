@@ -239,7 +239,7 @@ def _theta_forward(
     scores: Tensor, tau: Tensor, eps: float, theta: str
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     weights, factors = theta_forward(flat(scores), theta, tau, eps)
-    return weights.view(scores.shape), (scores, factors.view(*scores.shape[:-1], -1))
+    return weights.view(scores.shape), (scores, factors.view(*scores.shape[:-1], factors.shape[-1]))
 
 
 def _theta_backward(
