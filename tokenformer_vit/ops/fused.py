@@ -4,7 +4,8 @@ A layer keeps its input, its scores in the precision they were computed in, and 
 numbers for each row. README.md in this folder has the derivation and counts what that saves.
 
 Layers with the same input can share products: query, key and value do. S is the number of layers,
-and each has a segment of the scores (..., S, P).
+and each has a segment of the scores (..., S, P). A single layer has scores (..., P), because views
+take a good part of the time of a small layer.
 """
 
 from collections.abc import Sequence
@@ -27,8 +28,15 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def _scores(x: Tensor, keys: Sequence[Tensor]) -> Tensor:
-    whole = keys[0] if len(keys) == 1 else torch.cat(tuple(keys))  # (S · P, C_in)
+    if len(keys) == 1:
+        return F.linear(x, keys[0])  # (..., P)
+    whole = torch.cat(tuple(keys))  # (S · P, C_in)
     return F.linear(x, whole).view(*x.shape[:-1], len(keys), len(keys[0]))  # (..., S, P)
+
+
+def _segments(weights: Tensor, count: int) -> tuple[Tensor, ...]:
+    """View the weights of each layer, (..., P)."""
+    return (weights,) if count == 1 else weights.unbind(-2)
 
 
 def _joined_again(keys: Sequence[Tensor]) -> Tensor:
@@ -42,15 +50,15 @@ def _joined_again(keys: Sequence[Tensor]) -> Tensor:
 
 
 def _outputs(weights: Tensor, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Multiply the segments of (..., S, P) weights by their values, without a copy."""
-    segments = zip(weights.unbind(-2), values, strict=True)
-    return tuple(F.linear(own, value.t()) for own, value in segments)
+    """Multiply the weights of each layer by its values, without a copy."""
+    segments = _segments(weights, len(values))
+    return tuple(F.linear(own, value.t()) for own, value in zip(segments, values, strict=True))
 
 
 def _grad_weights(grads: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """Return the (..., S, P) gradients of the weights, given those of the outputs."""
+    """Return the gradients of the weights, given those of the outputs."""
     if len(grads) == 1:
-        return F.linear(grads[0], values[0]).unsqueeze(-2)
+        return F.linear(grads[0], values[0])  # (..., P)
     pairs = [(flat(grad), value.t()) for grad, value in zip(grads, values, strict=True)]
     shape = (*grads[0].shape[:-1], len(values), len(values[0]))
     if (
@@ -82,11 +90,11 @@ class _Pattention(torch.autograd.Function):
         kernels: Kernels,
         *tokens: Tensor,
     ) -> tuple[Tensor, ...]:
-        num_segments = len(tau)
-        weights, kept = kernels.forward(_scores(x, tokens[:num_segments]), tau, eps)  # (..., S, P)
+        S = len(tokens) // 2
+        weights, kept = kernels.forward(_scores(x, tokens[:S]), tau, eps)  # (..., S, P)
         ctx.eps, ctx.plain, ctx.kernels = eps, plain, kernels
         ctx.save_for_backward(x, tau, *tokens, *kept)
-        return _outputs(weights, tokens[num_segments:])
+        return _outputs(weights, tokens[S:])
 
     @staticmethod
     def backward(  # type: ignore[override]
@@ -111,17 +119,18 @@ class _Pattention(torch.autograd.Function):
             weights, _ = kernels.forward(kept[0], tau, ctx.eps)
         else:
             weights, grad_scores, dot = kernels.backward(kept, tau, _grad_weights(grads, values))
-            grad_scores = grad_scores.reshape(*x.shape[:-1], S * len(keys[0]))  # (..., S · P)
+            if S > 1:
+                grad_scores = grad_scores.reshape(*x.shape[:-1], S * len(keys[0]))  # (..., S · P)
             if x_needed:
                 grad_x = grad_scores @ _joined_again(keys)  # (..., C_in)
             if keys_needed:
                 grad_keys = (flat(grad_scores).t() @ flat(x)).split(len(keys[0]))  # S of (P, C_in)
             if tau_needed:
                 change = dot * kernels.elasticity(kept, ctx.eps)  # (..., S, 1)
-                grad_tau = (change.reshape(-1, S, 1).sum(dim=0) / tau).to(tau.dtype)
+                grad_tau = (change.sum_to_size(tau.shape) / tau).to(tau.dtype)
         grad_values = [
             flat(own).t() @ flat(grad) if needed else None  # (P, C_out)
-            for own, grad, needed in zip(weights.unbind(-2), grads, values_needed, strict=True)
+            for own, grad, needed in zip(_segments(weights, S), grads, values_needed, strict=True)
         ]
         return grad_x, grad_tau, None, None, None, *grad_keys, *grad_values
 
@@ -171,8 +180,9 @@ def pattention_fused(
             pattention_reference(x, keys, values, theta, own_tau, eps)
             for keys, values, own_tau in zip(*layers, strict=True)
         )
-    taus = tau[0].reshape(1, 1) if len(tau) == 1 else torch.stack(tuple(tau)).unsqueeze(-1)
-    taus = taus.to(x.device)  # PyTorch takes a CPU's number for any device only if it is 0-dim
+    taus = tau[0]
+    if len(tau) > 1:  # PyTorch takes a CPU's number for any device only if it is 0-dim
+        taus = torch.stack(tuple(tau)).unsqueeze(-1).to(x.device)  # (S, 1)
     if kernels is None:
         kernels = plain
     x, *tokens = to_product_dtype(x, *key_param_tokens, *value_param_tokens)
