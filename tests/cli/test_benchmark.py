@@ -295,6 +295,12 @@ def test_compilation_that_is_switched_off(monkeypatch):
         benchmark.main(TINY)
 
 
+def test_a_profile_does_not_resume(capsys):
+    with pytest.raises(SystemExit):
+        benchmark.main(["--profile", "--resume"])
+    assert "leave out --resume" in capsys.readouterr().err
+
+
 def test_numbers_that_are_none(capsys):
     with pytest.raises(SystemExit):
         benchmark.main(["--batch-sizes", "0"])

@@ -246,3 +246,6 @@ def test_what_many_gpus_need(capsys, monkeypatch):
         with pytest.raises(SystemExit):
             costs.main([*TINY[:2], "--gpus", "8", *words])
         assert "--gpus takes only" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        costs.main([*TINY[:2], "--speed", "1000"])
+    assert "--speed needs --gpus" in capsys.readouterr().err

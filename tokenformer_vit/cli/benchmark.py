@@ -213,6 +213,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--loop", metavar="CONFIG", help="measure the parts of a training step")
     add("--all", action="store_true", help="run all stages of a whole measurement")
     args = parser.parse_args(argv)
+    if args.profile and args.resume:
+        parser.error("--profile measures everything again: leave out --resume")
     if args.quick:
         parser.set_defaults(**_QUICK)
         args = parser.parse_args(argv)

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.gpus:
         name = args.model or _MODEL
         model = _build(name, args.model_kwargs)
-        Console().print(_gpus_table(name, model, args.gpus, args.speed))
+        Console().print(_gpus_table(name, model, args.gpus, args.speed or ASSUMED_SPEED))
         return
     names, models = _build_language(args.lm) if args.lm else _build_vision(args)
     costs = [model_costs(model, args.tokens) for model in models]
@@ -125,15 +125,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--speed",
         type=positive_number,
-        default=ASSUMED_SPEED,
         metavar="IMAGES",
-        help="images a second of one GPU, for --gpus; default: %(default)s, a published figure of "
-        "one H100 with 87 M parameters",
+        help=f"images a second of one GPU, for --gpus; default: {ASSUMED_SPEED}, a published "
+        "figure of one H100 with 87 M parameters",
     )
     args = parser.parse_args(argv)
     others = (args.lm, args.against, args.against_kwargs, args.tokens, args.json, args.plot)
     if args.gpus and any(others):
         parser.error("--gpus takes only --model, --model-kwargs and --speed")
+    if args.speed and not args.gpus:
+        parser.error("--speed needs --gpus")
     if args.lm and (args.model or args.against):
         parser.error("--lm cannot be combined with --model or --against")
     if args.against_kwargs and not args.against:
