@@ -451,6 +451,28 @@ def test_compiled_code_computes_the_same(theta, dtype):
         assert (a - b).norm() <= tolerance * b.norm()
 
 
+def test_compiled_code_for_a_cpu_stores_the_factor_of_each_row():
+    x, keys, values = (tensor.detach() for tensor in operands(5, 8))
+    tau, graphs = torch.tensor(3.0), []
+
+    class Layer(torch.nn.Module):
+        def forward(self, x):
+            return pattention(x, keys, values, "gelu_l2", tau)
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    def stored(graph):
+        return [node for node in graph.graph.nodes if "as_strided" in str(node.target)]
+
+    layer = Layer()
+    out = torch.compile(layer, fullgraph=True, backend=keep)(x)
+    assert torch.equal(out, layer(x))
+    assert len(stored(graphs[0])) == 1
+    assert not stored(torch.export.export(layer, (x,)).graph_module)
+
+
 def test_backend_is_chosen_by_argument_then_by_variable(monkeypatch):
     def is_fused(backend):
         out = pattention(*operands(1, 4), "gelu_l2", torch.tensor(2.0), backend=backend)

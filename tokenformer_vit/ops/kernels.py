@@ -41,6 +41,22 @@ class Kernels(NamedTuple):
     elasticity: Callable[[tuple[Tensor, ...], float], Tensor | float] = _one
 
 
+def _once_a_row(numbers: Tensor) -> Tensor:
+    """Return (..., 1) numbers; in code compiled for a CPU, they are computed once for each row.
+
+    Otherwise the compiler repeats their square roots and divisions for every 16 or 32 scores.
+    It stores what ``as_strided`` reads. An export has no use for that, and a GPU's kernel computes
+    them once in any case.
+    """
+    if (
+        numbers.device.type == "cpu"
+        and torch.compiler.is_compiling()
+        and not torch.compiler.is_exporting()
+    ):
+        return numbers.as_strided(numbers.shape, numbers.stride())
+    return numbers
+
+
 def _gelu_backward(grad: Tensor, z: Tensor, approximate: str = "none") -> Tensor:
     """Multiply a gradient by gelu'(z), in one kernel."""
     return torch.ops.aten.gelu_backward(grad.to(z.dtype), z, approximate=approximate)
@@ -98,7 +114,7 @@ def _gelu_l2_forward(
     scores: Tensor, tau: Tensor, eps: float, approximate: str = "none"
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     norm = torch.linalg.vector_norm(scores, dim=-1, keepdim=True, dtype=accumulation_dtype(scores))
-    factor = torch.rsqrt((norm / tau).square() + eps)
+    factor = _once_a_row(torch.rsqrt((norm / tau).square() + eps))
     weights = F.gelu(scores * factor, approximate=approximate)
     return weights.to(scores.dtype), (scores, factor)
 
