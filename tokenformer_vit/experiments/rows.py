@@ -146,8 +146,8 @@ class Row:
         )
 
     def flops(self) -> str:
-        """Mean training FLOPs."""
-        flops = self.by_seed(lambda run: run["flops"])
+        """Mean training FLOPs, of the runs whose FLOPs could be counted."""
+        flops = self.by_seed(lambda run: run.get("flops", math.nan)).dropna()
         return scientific(flops.mean()) if len(flops) else "–"
 
     def times_flops(self, other: "Row") -> str:
