@@ -25,7 +25,7 @@ from tokenformer_vit.experiments import (
 )
 from tokenformer_vit.experiments.language_models import share
 
-STEPS = 20  # between two validations
+STEPS = 50  # between two validations; each takes about as long as 40 training steps
 AGAINST = (("not grown", "same"), ("zero keys", "zero_key"))
 
 
@@ -38,7 +38,7 @@ def stage(**growth: Any) -> Outside:
         return {
             "custom_hooks": hooks,
             "train_cfg": {"max_iters": length // 5, "val_interval": STEPS},
-            "default_hooks": {"logger": {"interval": STEPS // 4}},
+            "default_hooks": {"logger": {"interval": STEPS // 10}},
         }
 
     return outside
@@ -69,7 +69,7 @@ QUESTION = FirstSteps(
         grown("random", "random, τ kept", init="random"),
     ),
     field=LANGUAGE,
-    after=tuple(STEPS * n for n in (1, 3, 5, 10)),
+    after=tuple(STEPS * n for n in (1, 2, 3, 4)),
 )
 
 if __name__ == "__main__":
