@@ -37,7 +37,7 @@ def stage(**growth: Any) -> Outside:
         hooks = [{"type": "GrowthHook", "schedule": schedule, **growth}] if growth else []
         return {
             "custom_hooks": hooks,
-            "train_cfg": {"max_iters": length // 5, "val_interval": STEPS},
+            "train_cfg": {"max_iters": length // 5, "val_interval": min(STEPS, length // 20)},
             "default_hooks": {"logger": {"interval": STEPS // 10}},
         }
 
