@@ -163,6 +163,7 @@ def test_the_first_steps_of_a_stage_are_in_the_table(root):
         for variant, end in (("same", 6.0), ("zero_key", 5.5)):
             values = [9.0 + shift, 8.0, 7.0, end + shift]
             own = {"validation": {**curve, "perplexity": values}}
+            own["settings"] = {"train_cfg": {"val_interval": 50}}  # more often than the others
             write(root, START, variant, seed, end + shift, **own)
     write(root, START, "random", 0, "the loss is nan")
     tables.main(QUESTIONS, [], root)

@@ -236,7 +236,8 @@ class Steps(Question):
             ", ".join(f"{label} {mean:.2f}" for label, mean in each.items())
             for each in (early, late)
         )
-        return f"\nBest first, after {half} of {end} {unit}s: {before}. At the end, in {same}: {after}.\n"
+        early_text = f"Best first, after {half} of {end} {unit}s: {before}."
+        return f"\n{early_text} At the end, in {same}: {after}.\n"
 
     def _above(self, row: Row) -> Row | None:
         """Return the row above, if this row is a step from it."""
