@@ -111,7 +111,6 @@ class GrowthHook(Hook):
         self._open_iters = open_iters
         self._seed = seed
         self._done = 0
-        self._opening_since: int | None = None
 
     def before_train(self, runner) -> None:
         """Check that the run is long enough for the whole schedule."""
