@@ -13,7 +13,8 @@ from tokenformer_vit.experiments.tables import main
 NAMES = (
     *("softmax", "layernorm", "gelu", "tau", "key_scale", "eps", "pairs", "fp8"),
     *("budget", "growth", "stages", "tuning"),
-    *("lm_transformer", "lm_growth", "lm_stages", "lm_schedules", "lm_continue", "lm_languages"),
+    *("lm_transformer", "lm_growth", "lm_stages", "growth_start"),
+    *("lm_schedules", "lm_continue", "lm_languages"),
 )
 QUESTIONS: list[Question] = [import_module(name).QUESTION for name in NAMES]
 

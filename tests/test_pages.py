@@ -49,8 +49,14 @@ def code(page):
 
 def anchors(page):
     """The anchors that GitHub makes of a page's headings."""
-    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", each).strip().lower().replace(" ", "-") for each in headings}
+    return sections(page).keys()
+
+
+def sections(page):
+    """The text below each heading of a page, up to the next heading, by anchor."""
+    _, *parts = re.split(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
+    names = (re.sub(r"[^\w\- ]", "", heading).strip().lower() for heading in parts[::2])
+    return {name.replace(" ", "-"): text for name, text in zip(names, parts[1::2], strict=True)}
 
 
 @cache
@@ -243,6 +249,21 @@ from tokenformer_vit.growth import grow, grew
         {"--resum"},
         {"domo", "flour", "div"},
     ]
+
+
+def test_the_figures_of_the_claims_are_in_their_tables():
+    page = ROOT / "ablations" / "README.md"
+    rows = re.findall(r"^\|.+\|$", sections(page)["what-we-know-about-tokenformers"], re.MULTILINE)
+    checked = 0
+    for row in rows[2:]:
+        _, claim, _, found, _, record, _ = (cell.strip() for cell in row.split("|"))
+        links = [link.partition("#") for link in re.findall(r"\]\(([^)]+)\)", record)]
+        pages = [(page.parent / name, anchor) for name, _, anchor in links if anchor]
+        there = "".join(sections(other)[anchor] for other, anchor in pages)
+        figures = re.findall(r"\d+\.\d+", found)
+        assert [figure for figure in figures if figure not in there] == [], claim
+        checked += len(figures)
+    assert checked > 20
 
 
 def test_the_citation_names_this_version():

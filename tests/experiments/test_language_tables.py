@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from growth_start import QUESTION as START
 from lm_continue import QUESTION as CONTINUE
 from lm_growth import QUESTION as GROWTH
 from lm_languages import QUESTION as LANGUAGES
@@ -153,6 +154,29 @@ def test_savings_are_read_off_the_lower_envelope_of_log_perplexity(root):
     assert cells(text, GROWTH, "random")[4:6] == ["+9.00", "≤ −100 %"]
     assert cells(text, GROWTH, "net2net")[2:6] == ["0.50", "9.00 (n = 1)", "+0.50", ""]
     assert "| 12.59 |" in text  # the paper's figures stand beside
+
+
+def test_the_first_steps_of_a_stage_are_in_the_table(root):
+    curve = {"iteration": [50, 100, 200, 400]}
+    for seed, shift in ((0, 0.0), (1, 0.5)):
+        write(root, START, "small", seed, 7.0)
+        for variant, end in (("same", 6.0), ("zero_key", 5.5)):
+            values = [9.0 + shift, 8.0, 7.0, end + shift]
+            own = {"validation": {**curve, "perplexity": values}}
+            own["settings"] = {"train_cfg": {"val_interval": 50}}  # more often than the others
+            write(root, START, variant, seed, end + shift, **own)
+    write(root, START, "random", 0, "the loss is nan")
+    tables.main(QUESTIONS, [], root)
+    text = (root / "ablations" / "TABLES.md").read_text()
+    row = cells(text, START, "zero_key")
+    # The last validation by then; at 150 it is that at 100.
+    assert row[3:7] == ["9.25 ± 0.35", "8.00 ± 0.00", "8.00 ± 0.00", "7.00 ± 0.00"]
+    assert row[7:9] == ["5.75 ± 0.35 (n = 2)", "−0.50 ± 0.00 (n = 2)"]
+    assert cells(text, START, "small")[3:8] == ["", "", "", "", "7.00 ± 0.00 (n = 2)"]
+    assert cells(text, START, "random")[-1] == "seed 0: the loss is nan"
+    width, colours = picture(root / "ablations" / "results" / "growth_start_small.png")
+    assert width > 600
+    assert colours > 50
 
 
 def test_each_text_and_what_is_forgotten_of_it(root):

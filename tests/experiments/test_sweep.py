@@ -23,7 +23,7 @@ from tokenformer_vit.command_line import error_line
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.experiments import IMAGES, tables
 from tokenformer_vit.experiments.plan import LARGEST_GAP, plan
-from tokenformer_vit.experiments.record import adopt, find_record, read_layers
+from tokenformer_vit.experiments.record import adopt, find_record, read_layers, with_flops
 from tokenformer_vit.experiments.results import read_sweep
 from tokenformer_vit.experiments.run import difference
 from tokenformer_vit.experiments.sweep import parse, sweep
@@ -75,6 +75,7 @@ lines += [{"accuracy/top1": top1, "accuracy/top5": 98.0, "step": 2}]
 (logs / "scalars.json").write_text("\\n".join(map(json.dumps, lines)))
 record = {"command": "python train.py", "commit": "abc", "epochs": 2, "seconds": 60.0, "seed": 0}
 record |= {"accuracy/top1": top1, "resumed_at_iteration": 0, "processes": 1}
+record |= {"train_images": 50, "images_per_step": 8, "iterations": 14}
 (folder / "record.json").write_text(json.dumps(record))
 """
 
@@ -228,6 +229,29 @@ def test_what_a_record_says(tmp_path, words, trainer):
     assert len(iterations) == 100
     assert (iterations[0], iterations[-1]) == (1, 499)
     assert record["loss"]["loss"][-1] == pytest.approx(2 - 0.499, rel=1e-3)
+
+
+def test_a_record_without_flops_gets_them_and_nothing_is_trained(tmp_path, words, trainer):
+    words += ["--variants", "softmax"]
+    sweep(SOFTMAX, words)
+    ((name, record),) = records(tmp_path).items()
+    path = tmp_path / "results" / "softmax_small" / f"{name}.json"
+    write_record(path, {key: value for key, value in record.items() if key != "flops"})
+    sweep(SOFTMAX, words)
+    assert records(tmp_path) == {name: record}
+    assert len(trainer()) == 1
+    (run,) = plan(SOFTMAX, parse(SOFTMAX, words))
+    assert record["flops"] == 2 * 50 * IMAGES.flops(run.whole)  # the last batches are smaller
+
+
+def test_flops_are_counted_as_a_training_counts_them(monkeypatch):
+    monkeypatch.setattr(type(IMAGES), "check_data", lambda field, cfg: None)
+    config = str(ROOT / "configs" / "cifar10_micro.py")
+    args = parse(GROWTH, ["--config", config, "--same-training", "--variants", "large", "vit"])
+    for run in plan(GROWTH, args):
+        record = find_record(run)
+        own = record.pop("flops")  # from CostHook
+        assert with_flops(run, record)["flops"] == own
 
 
 def test_commands_are_printed_and_their_runs_collected(tmp_path, words, trainer, capfd):

@@ -88,7 +88,7 @@ def test_means_deviations_and_steps(root):
     write(root, "gelu_l1", 0, "the loss is nan | at iteration 3" + 100 * "x")
     write(root, "gelu_l2", 0, 85.0, seconds=30.0)
     write(root, "gelu_l2", 1, "killed by SIGKILL")
-    write(root, "vit", 0, 70.0, resumed_at_iteration=5)
+    write(root, "vit", 0, 70.0, resumed_at_iteration=5, flops=1.25e15)
     text = rendered(root)
     assert "([records](results/softmax_small)), commit abc: GPU, float32, 5,000 " in text
 
@@ -99,7 +99,7 @@ def test_means_deviations_and_steps(root):
         "1,234,567",
         f"{values.mean():.2f} ± {values.std(ddof=1):.2f} (n = 3)",
     ]
-    assert row[4:] == ["79.6", "", "", "+10.10 (n = 1)", "–", "1.5", ""]
+    assert row[4:] == ["79.6", "", "", "+10.10 (n = 1)", "–", "–", "1.5", ""]
 
     _, row = cells(text, "GELU + L1")
     values = np.array(list(gelu.values()))
@@ -112,11 +112,11 @@ def test_means_deviations_and_steps(root):
     # One seed: no deviation. It failed in that of the row above, so that there is no step either.
     _, row = cells(text, "GELU + L2")
     assert row[3:7] == ["85.00 (n = 1)", "82.5", "–", "+0.8"]
-    assert row[7:] == ["+15.00 (n = 1)", "–", "0.5", "seed 1: killed by SIGKILL"]
+    assert row[7:] == ["+15.00 (n = 1)", "–", "–", "0.5", "seed 1: killed by SIGKILL"]
     _, row = cells(text, "L2 after GELU")
-    assert row[3:] == ["not run", "–", "", "", "", "", "", ""]
+    assert row[3:] == ["not run", "–", "", "", "", "", "", "", ""]
     _, row, *_ = cells(text, "ViT, matched")  # growth has one, too
-    assert row[3:] == ["70.00 (n = 1)", "82.3", "", "", "", "", "–", ""]
+    assert row[3:] == ["70.00 (n = 1)", "82.3", "", "", "", "", "1.25 · 10¹⁵", "–", ""]
 
 
 def test_a_variant_of_which_all_runs_failed_has_a_row(root):
@@ -124,9 +124,25 @@ def test_a_variant_of_which_all_runs_failed_has_a_row(root):
     write(root, "gelu_l1", 0, 50.0)
     text = rendered(root)
     _, row = cells(text, "exp + L1")
-    assert row[3:] == ["–", "79.6", "", "", "–", "–", "–", "seed 0: out of memory"]
+    assert row[3:] == ["–", "79.6", "", "", "–", "–", "–", "–", "seed 0: out of memory"]
     _, row = cells(text, "GELU + L1")
     assert row[3:7] == ["50.00 (n = 1)", "81.7", "–", "+2.1"]
+
+
+@pytest.mark.parametrize(("half_way", "order"), [(60.0, "the same order"), (64.0, "another order")])
+def test_the_order_half_way_is_compared_with_the_order_at_the_end(root, half_way, order):
+    for lr, end in ((1e-3, 70.0), (3e-4, 50.0)):
+        curve = {"epoch": [1, 2, 3, 5], "top1": [10.0, half_way, 90.0, end]}
+        write(root, "softmax", 0, end, lr, epochs=5, validation=curve)
+        curve = {**curve, "top1": [20.0, 62.0, 10.0, end + 5]}
+        write(root, "gelu_l1", 0, end + 5, lr, epochs=5, validation=curve)
+    write(root, "gelu_l2", 0, "the loss is nan")
+    ours, theirs = f"exp + L1 {half_way:.2f}", "GELU + L1 62.00"
+    first = f"{theirs}, {ours}" if half_way < 62 else f"{ours}, {theirs}"
+    assert (
+        f"\nBest first, after 2 of 5 epochs: {first}. At the end, in {order}: "
+        "GELU + L1 75.00, exp + L1 70.00.\n"
+    ) in rendered(root)
 
 
 def test_learning_rates_are_groups_and_the_best_is_marked(root):

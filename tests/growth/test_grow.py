@@ -163,6 +163,24 @@ def test_a_state_dict_grows_as_its_model_does(theta, init):
     assert all(torch.equal(tensor, state_dict[name]) for name, tensor in kept.items())
 
 
+def test_noise_moves_the_old_pairs_by_its_share_and_no_new_pair():
+    model = build(num_ffn_param_tokens=64)
+    exact, noisy = (
+        grow(copy.deepcopy(model), num_ffn_param_tokens=128, seed=3, noise=noise)
+        for noise in (0.0, 0.1)
+    )
+    for name, layer in pattention_layers(model).items():
+        pairs = (pattention_layers(each)[name] for each in (exact, noisy))
+        for one, other in zip(*(each.parameters() for each in pairs), strict=True):
+            old = one[: layer.num_param_tokens]
+            moved = (other - one)[: layer.num_param_tokens]
+            share = 0.1 if name.endswith("mlp") else 0.0  # the other layers do not grow
+            rms = moved.square().mean().sqrt() / old.square().mean().sqrt()
+            assert rms.item() == pytest.approx(share, rel=0.1)
+            if name.endswith("mlp") and not one[64:].any():
+                assert not other[64:].any()  # zero keys
+
+
 @pytest.mark.parametrize("theta", THETAS)
 def test_released_growth_draws_and_scales_as_the_released_code(theta):
     model = build(theta, pattention_args={"tau": 1.5})
@@ -275,6 +293,7 @@ def test_a_compiled_model_grows(rounding):
             {"num_ffn_param_tokens": 256, "gate": "fixed", "init": "released"},
             "softmax with zero_key or random",
         ),
+        ({"num_ffn_param_tokens": 256, "noise": -0.1}, r"noise must be at least 0 .* -0\.1"),
         (
             {"num_ffn_param_tokens": 256, "freeze": "new"},
             "freeze must be 'old' or None, but got 'new'",
@@ -288,7 +307,7 @@ def test_what_cannot_be_grown_is_said_and_left_as_it_is(arguments, message):
         grow(model, **arguments)
     after = model.state_dict()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    if "freeze" not in arguments:
+    if not arguments.keys() & {"freeze", "noise"}:  # of the model alone
         with pytest.raises(InputError, match=message):
             grow_state_dict(before, **arguments)
 

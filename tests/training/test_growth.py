@@ -238,6 +238,11 @@ def test_a_gate_that_never_opens_is_refused():
         GrowthHook(SCHEDULE, open_iters=5)
 
 
+def test_noise_that_is_none_is_refused():
+    with pytest.raises(InputError, match="noise of GrowthHook is nan: give a finite number"):
+        GrowthHook(SCHEDULE, noise=float("nan"))
+
+
 @pytest.mark.slow
 def test_growth_after_the_end_of_the_run_is_said(growing, tmp_path):
     line = growing(schedule=[{"epoch": 3, "num_ffn_param_tokens": 160}]).fails(tmp_path / "late")

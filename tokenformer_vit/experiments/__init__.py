@@ -6,6 +6,7 @@ A file in ``ablations/`` asks a question: it makes an object of one of the kinds
 
 from .budgets import Budgets
 from .fields import Field, Measure
+from .first_steps import FirstSteps
 from .image_models import (
     IMAGES,
     attention_share,
@@ -28,6 +29,7 @@ __all__ = [
     "Baseline",
     "Budgets",
     "Field",
+    "FirstSteps",
     "Measure",
     "ModelChange",
     "Outside",

@@ -1,10 +1,11 @@
 """Questions of ablations: the base class of all kinds, and the two simplest kinds."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import pandas as pd
 from matplotlib.figure import Figure
 from torch import nn
 
@@ -200,9 +201,43 @@ class Steps(Question):
             Column("Δ", self._step),
             Column("Δ, paper", self._papers_step),
             *self.comparisons(),
+            Column("training FLOPs", Row.flops),
             MINUTES,
             FAILED,
         )
+
+    def table(self, records: Sequence[Record]) -> str:
+        """Render the table of some runs, and the order of the variants half-way and at the end."""
+        return super().table(records) + self._orders(records)
+
+    def _orders(self, records: Sequence[Record]) -> str:
+        """Tell whether the order of the variants still changed in the second half of the runs."""
+        measure, unit = self.field.measure, self.field.unit
+        group = at_best_lr(measure, self.variants, records)
+        rows = [
+            Row(variant, group, measure) for variant in self.variants if finished(group[variant])
+        ]
+        if len(rows) < 2:
+            return ""
+        run = finished(records)[0]
+        end = run[self.field.length]
+        half = max((time for time in run["validation"][unit] if time <= end / 2), default=None)
+        if half is None:
+            return ""
+
+        def order(results: Callable[[Row], pd.Series]) -> dict[str, float]:
+            means = {row.variant.label: results(row).mean() for row in rows}
+            best_first = sorted(means, key=lambda label: measure.score(means[label]), reverse=True)
+            return {label: means[label] for label in best_first}
+
+        early, late = order(lambda row: row.results_at(half, unit)), order(Row.results)
+        same = "the same order" if list(early) == list(late) else "another order"
+        before, after = (
+            ", ".join(f"{label} {mean:.2f}" for label, mean in each.items())
+            for each in (early, late)
+        )
+        early_text = f"Best first, after {half} of {end} {unit}s: {before}."
+        return f"\n{early_text} At the end, in {same}: {after}.\n"
 
     def _above(self, row: Row) -> Row | None:
         """Return the row above, if this row is a step from it."""

@@ -6,6 +6,7 @@ A record, ``OUT/<run>.json``, has what the training's own ``record.json`` has, a
     paper                 the paper's top-1 on ImageNet-1K at base size, or null
     config, seed, lr
     parameters
+    flops                 training FLOPs
     trainable             number of trained parameters, if a question tunes trained weights
     start                 file of these weights, and its digest
     options               what the variant changes in the config
@@ -33,6 +34,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenformer_vit.errors import InputError
 from tokenformer_vit.records import environment, write_record
 from tokenformer_vit.training import read_diagnostics
 from tokenformer_vit.training.reports import read_scalars
@@ -102,8 +104,31 @@ def collect(run: Run, failed: str | None = None) -> dict[str, Any]:
     }
     if failed is None and "final" not in record:
         record["failed"] = f"its log has no validation {measure.name}"
-    _write(run, record)
+    _write(run, with_flops(run, record))
     return record
+
+
+def complete(run: Run, record: dict[str, Any]) -> None:
+    """Add to the record of an earlier version what this version counts."""
+    if record.keys() != (whole := with_flops(run, record)).keys():
+        _write(run, whole)
+
+
+def with_flops(run: Run, record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record with the training FLOPs, if the run did not count them itself.
+
+    They are those of CostHook, for a run that trains all of a model of one size.
+    """
+    if record.keys() & {"flops", "trainable", "failed"}:
+        return record
+    try:
+        each = run.field.flops(run.whole)
+    except InputError:
+        return record  # a model of the user's own
+    # The last batch of an epoch may be smaller, or be dropped.
+    passed = record[run.field.length] * record[f"train_{run.field.examples}"]
+    taken = record["iterations"] * record[f"{run.field.examples}_per_step"]
+    return {**record, "flops": each * min(passed, taken)}
 
 
 def _validation(field: Field, val: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:

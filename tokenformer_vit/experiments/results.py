@@ -85,6 +85,7 @@ def _shared(question: Question, record: Record) -> Record:
     settings.get("randomness", {}).pop("seed", None)
     settings.pop("load_from", None)  # the earlier run of a stage
     settings.get("optim_wrapper", {}).get("optimizer", {}).pop("lr", None)
+    settings.get("train_cfg", {}).pop("val_interval", None)  # it does not change the training
     length = settings.get("train_cfg", {}).pop(field.limit, "the config's")
     if field.limit in options.get("train_cfg", {}):
         shared.pop(field.length, None)

@@ -1,5 +1,7 @@
 """The rows of a table: the runs of each variant, and the cells with their results."""
 
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -78,9 +80,22 @@ class Row:
         """Return the results by seed."""
         return self.by_seed(lambda run: run["final"][self.measure.name])
 
-    def mean(self) -> str:
-        """Mean and standard deviation of the finished runs."""
-        results = self.results()
+    def results_at(self, time: float, unit: str) -> pd.Series:
+        """Return the results of the last validation up to an epoch or iteration, by seed.
+
+        A run without a validation by then has NaN.
+        """
+
+        def at(run: Record) -> float:
+            curve = run["validation"]
+            index = bisect_right(curve[unit], time) - 1
+            return curve[self.measure.name][index] if index >= 0 else math.nan
+
+        return self.by_seed(at)
+
+    def mean(self, results: pd.Series | None = None) -> str:
+        """Mean and standard deviation of results by seed; default: the final ones."""
+        results = (self.results() if results is None else results).dropna()
         return _with_deviation(results, ".2f") if len(results) else "–"
 
     def result(self) -> str:
@@ -131,8 +146,8 @@ class Row:
         )
 
     def flops(self) -> str:
-        """Mean training FLOPs."""
-        flops = self.by_seed(lambda run: run["flops"])
+        """Mean training FLOPs, of the runs whose FLOPs could be counted."""
+        flops = self.by_seed(lambda run: run.get("flops", math.nan)).dropna()
         return scientific(flops.mean()) if len(flops) else "–"
 
     def times_flops(self, other: "Row") -> str:

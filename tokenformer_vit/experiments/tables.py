@@ -35,8 +35,11 @@ with three seeds or more. Runs of one seed share the order of the data, the augm
 image and every weight outside the blocks. A ViT draws other random numbers in its blocks, so it
 pairs other images in mixup and drops other paths. Failed runs are named and count in no mean. Where
 several learning rates were tried, the best one has the highest mean on the same validation images.
-The paper's figures are for its base model on ImageNet-1K; it does not say how many seeds. Minutes
-are means over runs that were not interrupted.
+The paper's figures are for its base model on ImageNet-1K; it does not say how many seeds. Training
+FLOPs are those of the backbone, over all forward and backward passes. Equal FLOPs are not equal
+time: minutes are also given, as means over runs that were not interrupted. Most runs shared their
+machine with other work. A line below a table compares the order of the variants half-way with the
+order at the end; where it changes, longer runs may change it again.
 """
 LANGUAGE_TITLE = """# Ablations of language models
 

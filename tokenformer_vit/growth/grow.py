@@ -1,6 +1,7 @@
 """Growth: append pairs of parameter tokens to a trained model without changing its outputs."""
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -50,6 +51,7 @@ def grow(
     optimizer: Optimizer | None = None,
     moments: str = "keep",
     new_lr_scale: float = 1.0,
+    noise: float = 0.0,
 ) -> Model:
     """Append pairs of parameter tokens to every layer of a model, in place.
 
@@ -95,6 +97,8 @@ def grow(
         moments: What to do with the optimizer's state; see :func:`carry_over`.
         new_lr_scale: Factor on the learning rate of new pairs in ``optimizer``. A factor other than
             1 implies ``split``.
+        noise: Standard deviation of normal noise that is added to the old pairs of layers that
+            grow, relative to the root mean square of their keys or values. It changes the outputs.
 
     Returns:
         ``model``.
@@ -112,14 +116,18 @@ def grow(
 
     Source:
         TokenFormer, arXiv:2410.23168v2, Section 3.3 and Appendix B, for zero keys and the kept τ.
-        Duplicates and the gate are from this project.
+        Its authors advise noise, without a size, for a new cosine schedule on the same data
+        (github.com/Haiyang-W/TokenFormer/issues/11). Duplicates and the gate are from this project.
     """
     counts = _counts(num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens)
     if freeze not in (None, "old"):
         raise InputError(f"freeze must be 'old' or None, but got {freeze!r}")
+    if not 0 <= noise < math.inf:
+        raise InputError(f"noise must be at least 0 and finite, but got {noise}")
     layers = pattention_layers(model)
     check_rebuildable(model, layers)
-    grow_layer = partial(_grow_layer, init=init, gate=gate, seed=seed, depth=_depth(layers))
+    how = {"init": init, "gate": gate, "seed": seed, "noise": noise}
+    grow_layer = partial(_grow_layer, **how, depth=_depth(layers))
     grown = {
         name: grow_layer(name, index, read_tokens(layer), counts[kind_of(name)], layer.theta)
         for index, (name, layer) in enumerate(sorted(layers.items()))
@@ -289,6 +297,7 @@ def _grow_layer(
     gate: str | None,
     seed: int,
     depth: int,
+    noise: float = 0.0,
 ) -> LayerTokens:
     """Return a layer's tokens with ``num`` pairs; None keeps the present number."""
     if init not in INITS:
@@ -320,10 +329,10 @@ def _grow_layer(
             raise InputError(
                 f"all {what} of {name} are zero and give no scale; use init='released'"
             )
-    text = f"{seed} {index} {tokens.num}".encode()
-    generator = torch.Generator().manual_seed(
-        int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
-    )
+    own_seed = f"{seed} {index} {tokens.num}"
+    if noise:  # its own generator: the new pairs are those of a growth without noise
+        tokens = _with_noise(tokens, noise, _generator(f"{own_seed} noise"))
+    generator = _generator(own_seed)
     if init == "duplicate":
         return _duplicate(tokens, num, theta, name, generator)
     new = num - tokens.num
@@ -345,6 +354,19 @@ def _grow_layer(
     return LayerTokens(
         torch.cat((tokens.keys, keys)), torch.cat((tokens.values, values)), tokens.tau, gates
     )
+
+
+def _generator(text: str) -> torch.Generator:
+    digest = hashlib.sha256(text.encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+
+
+def _with_noise(tokens: LayerTokens, noise: float, generator: torch.Generator) -> LayerTokens:
+    keys, values = (
+        part + noise * _normal_like(part, len(part), generator)
+        for part in (tokens.keys, tokens.values)
+    )
+    return replace(tokens, keys=keys, values=values)
 
 
 def _depth(names: Iterable[str]) -> int:

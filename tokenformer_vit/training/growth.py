@@ -1,5 +1,6 @@
 """Growth during a run, and the cost of the training so far."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -66,6 +67,7 @@ class GrowthHook(Hook):
         new_lr_scale: Factor on the learning rate of the newest pairs.
         freeze: ``old`` trains only the newest pairs and the classifier after a growth.
         seed: Seed of the new pairs; default: the seed of the run.
+        noise: Noise on the old pairs at each growth; see :func:`tokenformer_vit.growth.grow`.
 
     Raises:
         InputError: If the schedule is empty, out of order, or longer than the run, or the model
@@ -87,6 +89,7 @@ class GrowthHook(Hook):
         new_lr_scale: float = 1.0,
         freeze: str | None = None,
         seed: int | None = None,
+        noise: float = 0.0,
     ) -> None:
         self.schedule = [dict(event) for event in schedule]
         self._unit = _check_schedule(self.schedule)
@@ -95,13 +98,19 @@ class GrowthHook(Hook):
                 f"gate is {gate!r} and open_iters is {open_iters}: set open_iters above 0 for "
                 "gate='fixed', and to 0 for any other gate"
             )
-        self._tokens: dict[str, Any] = {"init": init, "gate": gate, "freeze": freeze}
+        if not 0 <= noise < math.inf:
+            raise InputError(f"noise of GrowthHook is {noise}: give a finite number, at least 0")
+        self._tokens: dict[str, Any] = {
+            "init": init,
+            "gate": gate,
+            "freeze": freeze,
+            "noise": noise,
+        }
         self._new_lr_scale = new_lr_scale
         self._moments = moments
         self._open_iters = open_iters
         self._seed = seed
         self._done = 0
-        self._opening_since: int | None = None
 
     def before_train(self, runner) -> None:
         """Check that the run is long enough for the whole schedule."""
