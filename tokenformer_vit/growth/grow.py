@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.layers.arguments import released_stds
+from tokenformer_vit.layers.arguments import COUNTS, Counts, released_stds
 from tokenformer_vit.layers.segments import TOKENS, fuse_state_dict, is_split, token_segments
 from tokenformer_vit.ops import THETAS, default_tau, find_theta
 
@@ -21,6 +21,7 @@ from .optimizer import carry_over, check_optimizer
 from .tokens import (
     LayerTokens,
     check_rebuildable,
+    counts_by_layer,
     kind_of,
     pattention_layers,
     read_tokens,
@@ -38,9 +39,9 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def grow(
     model: Model,
-    num_qkv_param_tokens: int | None = None,
-    num_proj_param_tokens: int | None = None,
-    num_ffn_param_tokens: int | None = None,
+    num_qkv_param_tokens: Counts = None,
+    num_proj_param_tokens: Counts = None,
+    num_ffn_param_tokens: Counts = None,
     *,
     init: str = "zero_key",
     gate: str | None = None,
@@ -67,7 +68,7 @@ def grow(
         model: Any module with TokenFormer blocks. Its Pattention parameters become new objects, and
             the arguments from which timm rebuilds it get the new counts.
         num_qkv_param_tokens: New number of pairs in each query, key and value projection; None
-            keeps the present number.
+            keeps the present number. A list has a number for each block.
         num_proj_param_tokens: New number of pairs in each output projection.
         num_ffn_param_tokens: New number of pairs in each feed-forward layer.
         init: Values of new pairs; see the table. Random tokens are normal with the root mean square
@@ -100,9 +101,10 @@ def grow(
         ``model``.
 
     Raises:
-        InputError: If a count is smaller than the present one, an argument has an unknown value,
-            ``init`` does not fit the model's Θ and counts, the parameters are on the meta device,
-            or ``model`` is only a part of a model, whose other blocks would keep their counts.
+        InputError: If a count is smaller than the present one, a list of counts does not have one
+            for each block, an argument has an unknown value, ``init`` does not fit the model's Θ
+            and counts, the parameters are on the meta device, or ``model`` is only a part of a
+            model, whose other blocks would keep their counts.
 
     Note:
         In float32, outputs stay equal to about 1e-6, because sums of another length round
@@ -114,14 +116,14 @@ def grow(
         TokenFormer, arXiv:2410.23168v2, Section 3.3 and Appendix B, for zero keys and the kept τ.
         Duplicates and the gate are from this project.
     """
-    counts = _counts(num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens)
     if freeze not in (None, "old"):
         raise InputError(f"freeze must be 'old' or None, but got {freeze!r}")
     layers = pattention_layers(model)
+    counts = _counts(layers, num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens)
     check_rebuildable(model, layers)
     grow_layer = partial(_grow_layer, init=init, gate=gate, seed=seed, depth=_depth(layers))
     grown = {
-        name: grow_layer(name, index, read_tokens(layer), counts[kind_of(name)], layer.theta)
+        name: grow_layer(name, index, read_tokens(layer), counts[name], layer.theta)
         for index, (name, layer) in enumerate(sorted(layers.items()))
     }
     grown = _gate_alike(grown)
@@ -164,9 +166,9 @@ def grow(
 
 def grow_state_dict(
     state_dict: Mapping[str, Tensor],
-    num_qkv_param_tokens: int | None = None,
-    num_proj_param_tokens: int | None = None,
-    num_ffn_param_tokens: int | None = None,
+    num_qkv_param_tokens: Counts = None,
+    num_proj_param_tokens: Counts = None,
+    num_ffn_param_tokens: Counts = None,
     *,
     theta: str = "gelu_l2",
     init: str = "zero_key",
@@ -196,7 +198,6 @@ def grow_state_dict(
         InputError: In the cases of :func:`grow`, and if there are no parameter tokens or a layer
             has no τ.
     """
-    counts = _counts(num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens)
     find_theta(theta)
     result = fuse_state_dict(state_dict)
     suffix = f".{TOKENS[0]}"
@@ -205,6 +206,7 @@ def grow_state_dict(
         raise InputError(
             "the state dict has no parameter tokens (key_param_tokens); give one of a TokenFormer"
         )
+    counts = _counts(names, num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens)
     grow_layer = partial(_grow_layer, init=init, gate=gate, seed=seed, depth=_depth(names))
     grown = {}
     for index, name in enumerate(names):
@@ -224,7 +226,7 @@ def grow_state_dict(
                 )
             tau = torch.tensor(default_tau(theta, len(keys)))
         tokens = LayerTokens(keys, values, tau, gates)
-        grown[name] = grow_layer(name, index, tokens, counts[kind_of(name)], theta)
+        grown[name] = grow_layer(name, index, tokens, counts[name], theta)
     for name, tokens in _gate_alike(grown).items():
         parts = (tokens.keys, tokens.values, tokens.tau, tokens.gate)
         for part, tensor in zip((*TOKENS, "tau", "gate"), parts, strict=True):
@@ -233,14 +235,14 @@ def grow_state_dict(
     return result
 
 
-def _counts(qkv: int | None, proj: int | None, ffn: int | None) -> dict[str, int | None]:
-    counts = {"qkv": qkv, "proj": proj, "ffn": ffn}
+def _counts(names: Iterable[str], qkv: Counts, proj: Counts, ffn: Counts) -> dict[str, int | None]:
+    counts = dict(zip(COUNTS.values(), (qkv, proj, ffn), strict=True))
     if all(count is None for count in counts.values()):
         raise InputError(
             "no number of pairs is given: give num_qkv_param_tokens, num_proj_param_tokens or "
             "num_ffn_param_tokens"
         )
-    return counts
+    return counts_by_layer(names, **counts)
 
 
 def _kind_of_gate(

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
+from tokenformer_vit.layers.arguments import Counts
 from tokenformer_vit.ops import find_theta, norm_shares
 
 from .tokens import (
     LayerTokens,
     check_rebuildable,
-    kind_of,
+    counts_by_layer,
     pattention_layers,
     read_tokens,
     record_counts,
@@ -115,9 +116,9 @@ class _Sums:
 def prune(
     model: Model,
     usage: Mapping[str, Usage],
-    num_qkv_param_tokens: int | None = None,
-    num_proj_param_tokens: int | None = None,
-    num_ffn_param_tokens: int | None = None,
+    num_qkv_param_tokens: Counts = None,
+    num_proj_param_tokens: Counts = None,
+    num_ffn_param_tokens: Counts = None,
     adapt_tau: bool = True,
 ) -> Model:
     """Remove the least used pairs of every layer, in place.
@@ -134,7 +135,7 @@ def prune(
             build optimizers afterwards. A step of an older optimizer raises InputError.
         usage: Usage that :func:`measure_usage` returned for this model.
         num_qkv_param_tokens: Number of pairs to keep in each query, key and value projection; None
-            keeps all.
+            keeps all. A list has a number for each block.
         num_proj_param_tokens: Number of pairs to keep in each output projection.
         num_ffn_param_tokens: Number of pairs to keep in each feed-forward layer.
         adapt_tau: Whether to adapt τ as above.
@@ -143,23 +144,25 @@ def prune(
         ``model``. The kept pairs are in their old order, in one parameter.
 
     Raises:
-        InputError: If a count is not between 1 and the present one, the usage is of another model,
-            or ``model`` is only a part of a model, whose other blocks would keep their counts.
+        InputError: If a count is not between 1 and the present one, a list does not have one for
+            each block, the usage is of another model, or ``model`` is only a part of a model, whose
+            other blocks would keep their counts.
 
     Source:
         This project. The measure is the mean output norm of arXiv:1611.06440, Section 2.2, with the
         length of a vector instead of an activation.
     """
-    counts = {
-        "qkv": num_qkv_param_tokens,
-        "proj": num_proj_param_tokens,
-        "ffn": num_ffn_param_tokens,
-    }
     layers = pattention_layers(model)
     check_rebuildable(model, layers)
+    counts = counts_by_layer(
+        layers,
+        num_qkv_param_tokens=num_qkv_param_tokens,
+        num_proj_param_tokens=num_proj_param_tokens,
+        num_ffn_param_tokens=num_ffn_param_tokens,
+    )
     kept: dict[str, Tensor] = {}
     for name, layer in layers.items():
-        have, wanted = layer.num_param_tokens, counts[kind_of(name)]
+        have, wanted = layer.num_param_tokens, counts[name]
         if name not in usage or len(usage[name].sizes) != have:
             raise InputError(
                 f"the usage was measured on another model: {name} has {have} pairs, the usage has "

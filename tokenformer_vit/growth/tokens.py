@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
+from tokenformer_vit.layers.arguments import COUNTS, Counts, counts_by_block
 from tokenformer_vit.layers.segments import (
     TOKENS,
     fuse_tokens,
@@ -89,6 +90,27 @@ def kind_of(name: str) -> str:
     return KINDS[last]
 
 
+def counts_by_layer(names: Iterable[str], **counts: Counts) -> dict[str, int | None]:
+    """Give each layer its number of pairs.
+
+    Args:
+        names: Full names of all Pattention layers of a model.
+        **counts: ``num_qkv_param_tokens``, ``num_proj_param_tokens`` and ``num_ffn_param_tokens``,
+            as the arguments of a model; None where layers keep their number.
+
+    Raises:
+        InputError: If a list does not have one number for each block.
+    """
+    blocks = {name: _block(name) for name in names}
+    by_block = counts_by_block(1 + max(blocks.values()), **counts)
+    return {name: by_block[block][COUNTS[kind_of(name)]] for name, block in blocks.items()}
+
+
+def _block(name: str) -> int:
+    """Return the number of the block of a layer; 0 for a block outside a model."""
+    return next((int(part) for part in reversed(name.split(".")) if part.isdigit()), 0)
+
+
 def pattention_layers(model: nn.Module) -> dict[str, Pattention]:
     """Find the Pattention layers of a model.
 
@@ -112,7 +134,7 @@ def pattention_layers(model: nn.Module) -> dict[str, Pattention]:
 def check_rebuildable(model: nn.Module, layers: Mapping[str, Pattention]) -> None:
     """Check that a change of the number of pairs covers whole models.
 
-    A TokenFormerViT or TokenFormerLM is rebuilt with one count for all layers of a kind.
+    A TokenFormerViT or TokenFormerLM is rebuilt from the counts of all its blocks.
 
     Args:
         model: Module that holds the layers.

@@ -21,6 +21,7 @@ from tokenformer_vit.growth import (
     stack_blocks,
     widen_mlp,
 )
+from tokenformer_vit.layers.arguments import COUNTS
 from tokenformer_vit.layers.segments import fuse_state_dict, part_name
 
 from .checkpoint import check_schedule_is_kept
@@ -28,7 +29,7 @@ from .guard import check_finite, unwrap
 from .mmengine_internals import is_resuming
 from .parameter_groups import align_schedulers, fit_groups
 
-_PAIRS = ("num_qkv_param_tokens", "num_proj_param_tokens", "num_ffn_param_tokens")
+_PAIRS = tuple(COUNTS.values())
 _UNITS = ("epoch", "iteration")
 
 
@@ -56,8 +57,9 @@ class GrowthHook(Hook):
     Args:
         schedule: Sizes of the model from a given time on, in order. Each entry has ``epoch`` or
             ``iteration`` (the number finished by then; the same unit in all entries), and any of
-            ``num_qkv_param_tokens``, ``num_proj_param_tokens``, ``num_ffn_param_tokens``. A ViT of
-            timm has ``hidden_features`` (Net2Net) or ``depth`` (stacking) instead.
+            ``num_qkv_param_tokens``, ``num_proj_param_tokens``, ``num_ffn_param_tokens``, each a
+            number or a list with one for each block. A ViT of timm has ``hidden_features`` (Net2Net)
+            or ``depth`` (stacking) instead.
         init: Start of new pairs, one of ``tokenformer_vit.growth.INITS``; see
             :func:`tokenformer_vit.growth.grow`.
         gate: Gate of new pairs for softmax; see :func:`tokenformer_vit.growth.grow`.
@@ -79,7 +81,7 @@ class GrowthHook(Hook):
 
     def __init__(
         self,
-        schedule: Sequence[Mapping[str, int]],
+        schedule: Sequence[Mapping[str, Any]],
         init: str = "zero_key",
         gate: str | None = None,
         open_iters: int = 0,
@@ -243,7 +245,7 @@ class GrowthHook(Hook):
         self._done += 1
 
 
-def _check_schedule(schedule: list[dict[str, int]]) -> str:
+def _check_schedule(schedule: list[dict[str, Any]]) -> str:
     """Check a schedule, and return its unit."""
     if not schedule:
         raise InputError(
@@ -269,7 +271,9 @@ def _check_schedule(schedule: list[dict[str, int]]) -> str:
             f"{schedule}"
         )
     for before, after in zip([{unit: 0}, *schedule], schedule, strict=False):
-        smaller = [key for key in before if key in after and after[key] < before[key]]
+        sizes = [(before[key], after[key]) for key in before if key in after]
+        # Lists are compared with the model's own numbers when the run starts.
+        smaller = any(b < a for a, b in sizes if isinstance(a, int) and isinstance(b, int))
         if after[unit] <= before[unit] or smaller:
             raise InputError(
                 f"the schedule of GrowthHook is out of order: {after} comes after {before}; times "
