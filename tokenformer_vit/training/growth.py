@@ -58,8 +58,8 @@ class GrowthHook(Hook):
         schedule: Sizes of the model from a given time on, in order. Each entry has ``epoch`` or
             ``iteration`` (the number finished by then; the same unit in all entries), and any of
             ``num_qkv_param_tokens``, ``num_proj_param_tokens``, ``num_ffn_param_tokens``, each a
-            number or a list with one for each block. A ViT of timm has ``hidden_features`` (Net2Net)
-            or ``depth`` (stacking) instead.
+            number or a list with one for each block. A ViT of timm has ``hidden_features``
+            (Net2Net) or ``depth`` (stacking) instead.
         init: Start of new pairs, one of ``tokenformer_vit.growth.INITS``; see
             :func:`tokenformer_vit.growth.grow`.
         gate: Gate of new pairs for softmax; see :func:`tokenformer_vit.growth.grow`.
