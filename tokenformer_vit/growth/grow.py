@@ -14,6 +14,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.arguments import COUNTS, Counts, released_stds
 from tokenformer_vit.layers.segments import TOKENS, fuse_state_dict, is_split, token_segments
+from tokenformer_vit.models.sizes import kind_of
 from tokenformer_vit.ops import THETAS, default_tau, find_theta
 
 from .new_pairs import freeze_old
@@ -22,7 +23,6 @@ from .tokens import (
     LayerTokens,
     check_rebuildable,
     counts_by_layer,
-    kind_of,
     pattention_layers,
     read_tokens,
     record_counts,
