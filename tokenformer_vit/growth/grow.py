@@ -170,10 +170,10 @@ def grow(
         tokens, num_old = grown[name], layer.num_param_tokens
         changes += write_tokens(layer, tokens, num_old if split else None, learn_gate)
     record_counts(model)
+    if freeze:  # before the optimizer, which takes only those new parameters that are trained
+        freeze_old(model)
     if optimizer is not None:
         carry_over(optimizer, changes, moments, new_lr_scale)
-    if freeze:
-        freeze_old(model)
     return model
 
 
