@@ -17,7 +17,7 @@ pytest.importorskip("transformers", reason="pip install tokenformer-vit[language
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, pipeline
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import grow
+from tokenformer_vit.growth import extract, grow
 from tokenformer_vit.language import (
     TokenFormerConfig,
     TokenFormerForCausalLM,
@@ -253,6 +253,25 @@ def test_a_grown_model_is_saved_as_grown(kind, tmp_path):
     assert counts.items() <= json.loads((tmp_path / "config.json").read_text()).items()
 
 
+def test_numbers_of_pairs_by_block_are_saved(tmp_path):
+    tokens = torch.randint(61, (2, 9))
+    model = build(num_qkv_param_tokens=(20, 12), num_ffn_param_tokens=[64, 64])
+    loaded = reload(model, tmp_path)
+    torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=0, atol=0)
+    counts = {
+        "num_qkv_param_tokens": [20, 12],
+        "num_proj_param_tokens": 32,
+        "num_ffn_param_tokens": 64,
+    }
+    assert counts.items() <= json.loads((tmp_path / "config.json").read_text()).items()
+    grow(loaded, num_qkv_param_tokens=[20, 16])
+    assert loaded.config.num_qkv_param_tokens == [20, 16]
+    with pytest.raises(InputError, match=r"qkv_param_tokens has 3 numbers for 2 blocks"):
+        build(num_qkv_param_tokens=[8, 8, 8])
+    with pytest.raises(InputError, match="num_qkv_param_tokens"):
+        build(num_qkv_param_tokens=[8, 0])
+
+
 @pytest.mark.parametrize("kind", ["tokenformer", "gpt2"])
 def test_the_code_of_the_model_card_runs(kind, tmp_path, monkeypatch, capsys):
     model = build(vocab_size=257) if kind == "tokenformer" else transformer_lm(257, 40, 32, 1, 2)
@@ -350,3 +369,22 @@ def test_the_published_tokenizers_serve(shared_data, tmp_path):
         text = write("Hello", max_new_tokens=4, do_sample=False)[0]["generated_text"]
         assert text.startswith("Hello")
         assert load_tokenizer(folder, size)(sentence)["input_ids"] == numbers
+
+
+def test_nested_sizes_and_extracted_models_are_saved(tmp_path):
+    model = build(nested=(0.25, 0.5))
+    tokens = torch.randint(61, (2, 9))
+    loaded = reload(model, tmp_path / "nested")
+    assert loaded.config.lm_config() == model.config.lm_config()
+    assert loaded.model.sizes == (0.25, 0.5, 1.0)
+    for size in (0.25, 0.4):
+        for each in (model, loaded):
+            each.model.set_size(size)
+        expected = model(tokens).logits
+        assert torch.equal(loaded(tokens).logits, expected)
+        small = reload(extract(model, size), tmp_path / f"{size}")
+        assert small.config.num_qkv_param_tokens == round(size * 32)
+        assert torch.equal(small(tokens).logits, expected)
+    for nested in ("half", [0.5, 1.5], [{"ffn": "all"}]):
+        with pytest.raises(InputError, match="nested"):
+            TokenFormerConfig(**SHAPE, **KINDS["rotary"], nested=nested)

@@ -178,12 +178,17 @@ def test_several_processes_grow_alike(growing, tmp_path):
         ({"theta": "gelu_l1"}, {"init": "random", "moments": "reset", "freeze": "old"}),
         ({"compile": True}, {}),
         ({}, {"init": "released"}),
+        ({"nested": [0.5], "pattention_args": {"learn_tau": True}}, {}),
+        ({}, {"nested": True, "freeze": "old"}),
     ],
 )
 def test_every_way_to_grow(growing, tmp_path, backbone, hook):
     train = growing(more=f"model = dict(backbone={backbone!r})", **hook)
     train(tmp_path / "run")
     model = timm.create_model(f"local-dir:{tmp_path / 'run'}", pretrained=True)
+    # The size at the start, and the sizes before two growths.
+    nested = len(backbone.get("nested", ()))
+    assert len(model.sizes) == (1 + nested + 2 if nested or hook.get("nested") else 1)
     gate = model.blocks[0].mlp.gate
     if hook.get("gate"):
         assert (gate == 1).all()
@@ -241,6 +246,20 @@ def test_a_gate_that_never_opens_is_refused():
 def test_noise_that_is_none_is_refused():
     with pytest.raises(InputError, match="noise of GrowthHook is nan: give a finite number"):
         GrowthHook(SCHEDULE, noise=float("nan"))
+
+
+@pytest.mark.slow
+def test_a_run_grows_to_numbers_of_pairs_by_block(growing, tmp_path):
+    schedule = [
+        {"epoch": 1, "num_ffn_param_tokens": [96, 128]},
+        {"epoch": 2, "num_ffn_param_tokens": 128},
+    ]
+    growing(schedule=schedule[:1])(tmp_path / "run")
+    model = timm.create_model(f"local-dir:{tmp_path / 'run'}", pretrained=True)
+    assert [block.mlp.num_param_tokens for block in model.blocks] == [96, 128]
+    for wrong, said in (([96, 96, 96], "3 numbers for 2 blocks"), ([96, 95], "cannot grow to 95")):
+        schedule[1]["num_ffn_param_tokens"] = wrong
+        assert said in growing(schedule=schedule).fails(tmp_path / "wrong")
 
 
 @pytest.mark.slow

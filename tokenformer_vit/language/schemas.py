@@ -89,6 +89,10 @@ class ShardIndex(TypedDict):
 
 
 Size = Annotated[int, Field(ge=1, lt=2**31)]
+Counts = Size | list[Size] | tuple[Size, ...]
+Share = Annotated[float, Field(gt=0, le=1)]
+# A nested size; see models/sizes.py.
+LMSize = Share | dict[str, Share | Size]
 
 
 class PattentionArgs(TypedDict, total=False):
@@ -113,9 +117,9 @@ class LMShape(TypedDict, total=False):
     embed_dim: Size
     depth: Size
     num_heads: Size
-    num_qkv_param_tokens: Size | None
-    num_proj_param_tokens: Size | None
-    num_ffn_param_tokens: Size | None
+    num_qkv_param_tokens: Counts | None
+    num_proj_param_tokens: Counts | None
+    num_ffn_param_tokens: Counts | None
     positions: str
     rotary_share: Annotated[float, Field(gt=0, le=1)]
     rotary_base: Annotated[float, Field(gt=0)]
@@ -124,6 +128,7 @@ class LMShape(TypedDict, total=False):
     norm: str
     norm_eps: Annotated[float, Field(ge=0)]
     pattention_args: PattentionArgs | None
+    nested: list[LMSize] | tuple[LMSize, ...]
 
 
 def read_json(path: Path, schema: type[T], what: str, way_out: str) -> T:

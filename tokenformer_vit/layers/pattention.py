@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -22,6 +22,7 @@ from tokenformer_vit.ops import (
 )
 
 from .arguments import check_argument
+from .nested import NestedLayer
 
 # pattention() branches on its inputs and may run custom kernels, so fx must not trace into it.
 torch.fx.wrap("pattention")
@@ -52,7 +53,7 @@ def fuse_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return fused
 
 
-class Pattention(nn.Module):
+class Pattention(NestedLayer):
     """Token-parameter attention, Θ(X K_Pᵀ) V_P, in place of a linear projection.
 
     Args:
@@ -79,6 +80,7 @@ class Pattention(nn.Module):
             at any time.
         key_init_std: Standard deviation of the initial keys; ``None`` for 1/√C_in.
         value_init_std: Standard deviation of the initial values; ``None`` to follow ``init_gain``.
+        nested: Smaller numbers of pairs that will be trained as well; see :meth:`set_nested`.
         device: Device of the parameters and buffers.
         dtype: Type of the parameters. ``tau`` is always float32.
 
@@ -87,6 +89,7 @@ class Pattention(nn.Module):
             other pairs did not exist, but ``tau`` stays. Not in the state dict.
         top_k: Number of pairs, the strongest ones, whose values each input token reads, or
             ``None`` for all. Not in the state dict.
+        nested: Smaller numbers of pairs that have a τ of their own, in increasing order.
         of_model: Whether the layer belongs to a model that is rebuilt from one number of pairs for
             all layers of a kind. Such a layer cannot grow alone.
 
@@ -142,6 +145,7 @@ class Pattention(nn.Module):
         backend: str = "auto",
         key_init_std: float | None = None,
         value_init_std: float | None = None,
+        nested: Sequence[int] = (),
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -201,6 +205,7 @@ class Pattention(nn.Module):
             self.register_buffer("gate", opened if gate == "fixed" else None)
         self.register_buffer("active", None, persistent=False)
         self.top_k = None
+        self.set_nested(nested)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -218,6 +223,7 @@ class Pattention(nn.Module):
         nn.init.constant_(self.tau, self.init_tau)
         if self.gate is not None:
             nn.init.ones_(self.gate)
+        self._fill_nested(None)
 
     @torch.jit.unused
     def whole_tokens(self, name: str) -> Tensor:
@@ -230,11 +236,12 @@ class Pattention(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Pattention":
         # √768 has no close neighbour in bfloat16: a cast of the model must not change τ.
-        tau, grad = self.tau, self.tau.grad
+        kept = [each for each in (self.tau, self.nested_tau, self._blend) if each is not None]
+        kept += [each.grad for each in kept if each.grad is not None]
 
         def guarded(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            if tensor is not tau and tensor is not grad:
+            if all(tensor is not each for each in kept):
                 return moved
             if tensor.is_meta:  # to_empty(): τ has memory now, but no value yet
                 return moved.to(tensor.dtype)
@@ -247,42 +254,45 @@ class Pattention(nn.Module):
         self, state_dict: dict[str, Tensor], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         fused = fuse_state_dict(state_dict)
+        self.check_nested(fused, prefix)
         super()._load_from_state_dict(fused, prefix, *args, **kwargs)
 
-    def _tokens(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return keys, values and gate of the active pairs."""
+    def used_tokens(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Return keys, values and gate of the pairs in use, and their τ."""
         keys, values, gate = self.key_param_tokens, self.value_param_tokens, self.gate
-        active = self.active
+        tau, active, size = self.tau, self.active, self._size
         if active is not None:
             keys, values = keys[active], values[active]
             if gate is not None:
                 gate = gate[active]
-        return keys, values, gate
+        if size is not None:
+            keys, values, tau = keys[:size], values[:size], self._tau_of_size()
+            if gate is not None:
+                gate = gate[:size]
+        return keys, values, gate, tau
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., C_in) tokens to (..., C_out)."""
-        keys, values, gate = self._tokens()
+        keys, values, gate, tau = self.used_tokens()
         top_k = self.top_k
         if torch.jit.is_scripting():
             scores = F.linear(x, keys)  # (..., P)
             if gate is None:
-                weights = self._theta_weights(scores, self.tau, self.eps)
+                weights = self._theta_weights(scores, tau, self.eps)
             else:
-                weights = self._gated_weights(scores, self.tau, gate)
+                weights = self._gated_weights(scores, tau, gate)
             if top_k is None:
                 return F.linear(weights, values.t())
             return strongest_values(weights, values, top_k)
         else:  # TorchScript must not compile this branch
             if top_k is None:
-                return pattention(
-                    x, keys, values, self.theta, self.tau, self.eps, self.backend, gate
-                )
-            return pattention_top_k(x, keys, values, self.theta, self.tau, self.eps, top_k, gate)
+                return pattention(x, keys, values, self.theta, tau, self.eps, self.backend, gate)
+            return pattention_top_k(x, keys, values, self.theta, tau, self.eps, top_k, gate)
 
     @torch.jit.unused
     @torch.no_grad()
     def weights(self, x: Tensor) -> Tensor:
-        """Return how strongly each input token reads each active pair, Θ(X K_Pᵀ).
+        """Return how strongly each input token reads each pair in use, Θ(X K_Pᵀ).
 
         ``top_k`` has no effect here; the forward pass applies it to these weights.
 
@@ -297,7 +307,7 @@ class Pattention(nn.Module):
     @torch.jit.unused
     @torch.no_grad()
     def scores_and_weights(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scores X K_Pᵀ of the active pairs, and their weights.
+        """Return the scores X K_Pᵀ of the pairs in use, and their weights.
 
         Args:
             x: (..., C_in) input tokens.
@@ -306,11 +316,11 @@ class Pattention(nn.Module):
             (..., P) scores and (..., P) weights in float32 (float64 for float64), without history.
             ``top_k`` has no effect on them.
         """
-        keys, _, gate = self._tokens()
+        keys, _, gate, tau = self.used_tokens()
         dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             scores = x.to(dtype) @ keys.to(dtype).t()  # (..., P)
-            return scores, theta_weights(scores, self.theta, self.tau, self.eps, gate)
+            return scores, theta_weights(scores, self.theta, tau, self.eps, gate)
 
     def extra_repr(self) -> str:
         """Describe the layer in ``repr``."""

@@ -15,7 +15,15 @@ from torch.utils.checkpoint import checkpoint
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Attention, Pattention, TokenFormerBlock
-from tokenformer_vit.layers.arguments import model_pattention_args
+from tokenformer_vit.layers.arguments import (
+    COUNTS,
+    Counts,
+    counts_by_block,
+    model_pattention_args,
+)
+from tokenformer_vit.layers.block import token_arguments
+
+from .sizes import Size, nest_layers, nested_sizes, set_size
 
 _POSITIONS = ("rotary", "learned")
 
@@ -30,7 +38,8 @@ class LMConfig:
         embed_dim: Width C.
         depth: Number of blocks.
         num_heads: Number of attention heads; divides ``embed_dim``.
-        num_qkv_param_tokens: Pairs of each query, key and value projection; None for C.
+        num_qkv_param_tokens: Pairs of each query, key and value projection; None for C. A list has
+            a number for each block.
         num_proj_param_tokens: Pairs of each output projection; None for C.
         num_ffn_param_tokens: Pairs of each feed-forward layer; None for 4 C.
         positions: ``rotary``, or ``learned``, which are added to the embedding.
@@ -43,6 +52,7 @@ class LMConfig:
         pattention_args: Arguments of all Pattention layers, and ``init``; see
             :class:`~tokenformer_vit.layers.Pattention` and
             :func:`~tokenformer_vit.layers.arguments.model_pattention_args`.
+        nested: Smaller sizes that are trained as well; see :meth:`TokenFormerLM.set_size`.
 
     Raises:
         InputError: If ``positions`` is unknown or a size does not fit.
@@ -57,9 +67,9 @@ class LMConfig:
     embed_dim: int = 768
     depth: int = 12
     num_heads: int = 12
-    num_qkv_param_tokens: int | None = None
-    num_proj_param_tokens: int | None = None
-    num_ffn_param_tokens: int | None = None
+    num_qkv_param_tokens: Counts = None
+    num_proj_param_tokens: Counts = None
+    num_ffn_param_tokens: Counts = None
     positions: str = "rotary"
     rotary_share: float = 0.25
     rotary_base: float = 10_000.0
@@ -68,9 +78,12 @@ class LMConfig:
     norm: str = "none"
     norm_eps: float = 1e-5
     pattention_args: dict[str, Any] | None = None
+    nested: tuple[Size, ...] = ()
 
     def __post_init__(self) -> None:
         """Check the values that no layer checks."""
+        if isinstance(self.nested, list):  # as JSON and configs have it
+            object.__setattr__(self, "nested", tuple(self.nested))
         if self.positions not in _POSITIONS:
             raise InputError(
                 f"positions must be one of {', '.join(_POSITIONS)}, but got {self.positions!r}"
@@ -252,6 +265,7 @@ class TokenFormerLM(nn.Module):
     Attributes:
         gradient_checkpointing: Whether training computes each block again in the backward pass, to
             save memory.
+        sizes: The nested sizes, smallest first, then 1.0 for the whole model.
 
     Shape:
         (B, N) token numbers -> (B, N, V) logits.
@@ -279,6 +293,7 @@ class TokenFormerLM(nn.Module):
         self._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
         width, place = config.embed_dim, {"device": device, "dtype": dtype}
         shared = model_pattention_args(config.pattention_args, width, config.depth)
+        counts = {name: getattr(config, name) for name in COUNTS.values()}
         self.embedding = nn.Embedding(config.vocab_size, width, **place)  # type: ignore[arg-type]
         self.positions = (
             nn.Embedding(config.context_length, width, **place)  # type: ignore[arg-type]
@@ -289,9 +304,7 @@ class TokenFormerLM(nn.Module):
             CausalBlock(
                 width,
                 config.num_heads,
-                config.num_qkv_param_tokens,
-                config.num_proj_param_tokens,
-                config.num_ffn_param_tokens,
+                **numbers,
                 theta=config.theta,
                 norm=config.norm,
                 norm_eps=config.norm_eps,
@@ -300,7 +313,7 @@ class TokenFormerLM(nn.Module):
                 device=device,
                 dtype=dtype,
             )
-            for _ in range(config.depth)
+            for numbers in counts_by_block(config.depth, **counts)
         )
         self.norm = nn.LayerNorm(width, eps=config.norm_eps, **place)  # type: ignore[arg-type]
         self.head = (
@@ -311,6 +324,7 @@ class TokenFormerLM(nn.Module):
         for layer in self.blocks.modules():
             if isinstance(layer, Pattention):
                 layer.of_model = True
+        self.sizes = nest_layers(self, config.nested)
         for module in (self.embedding, self.positions, self.head):
             if module is not None:
                 nn.init.normal_(module.weight, std=0.02)
@@ -377,11 +391,24 @@ class TokenFormerLM(nn.Module):
         """Map (..., C) features to (..., V) logits."""
         return F.linear(features, (self.embedding if self.head is None else self.head).weight)
 
+    def set_size(self, size: Size | None) -> None:
+        """Use only the first pairs of every layer; it is not saved with the model.
+
+        Args:
+            size: Size, as for :meth:`TokenFormerViT.set_size
+                <tokenformer_vit.models.TokenFormerViT.set_size>`.
+
+        Raises:
+            InputError: If the size is out of range, a mask is active, or a ``top_k`` is larger than
+                the size. Then nothing is changed.
+        """
+        set_size(self, size)
+
     def record_param_tokens(self) -> None:
-        """Update the numbers of pairs in ``config`` after growth or pruning."""
-        block: Any = self.blocks[0]
-        own = block.token_arguments(self.config.pattention_args)
-        self.config = replace(self.config, **own)
+        """Update the numbers of pairs and the sizes in ``config`` after growth or pruning."""
+        own = token_arguments(self.blocks, self.config.pattention_args)  # type: ignore[arg-type]
+        self.sizes = nested_sizes(self, self.sizes)
+        self.config = replace(self.config, **own, nested=self.sizes[:-1])
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return (B or 1, 1, N, R) cosines and sines in float32."""

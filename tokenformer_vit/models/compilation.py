@@ -35,7 +35,7 @@ def compile_blocks(
 
     Note:
         This raises torch.compile's limit of versions from 8 to 64 and switches ``optimize_ddp``
-        off, for the whole process.
+        off, for the whole process. For a nested model it also lets code be shared by all sizes.
     """
     if how is False:
         return
@@ -53,5 +53,10 @@ def compile_blocks(
     # optimize_ddp splits the graph of a whole model, and fails on graphs within graphs, which
     # autograd functions may have. Blocks do not need it to overlap communication.
     config.optimize_ddp = False
+    if len(getattr(model, "sizes", ())) > 1:
+        # By default PyTorch compiles again for every number that a module or an object in it holds.
+        # With this, the third size gets code for any size. In training a block of width 192 on a
+        # CPU, this code took as long as code for one size, within 2 %.
+        config.allow_unspec_int_on_nn_module = True
     for block in blocks.children():
         block.compile(**kwargs)

@@ -22,6 +22,7 @@ from tokenformer_vit.growth import (
     stack_blocks,
     widen_mlp,
 )
+from tokenformer_vit.layers.arguments import COUNTS
 from tokenformer_vit.layers.segments import fuse_state_dict, part_name
 
 from .checkpoint import check_schedule_is_kept
@@ -29,7 +30,7 @@ from .guard import check_finite, unwrap
 from .mmengine_internals import is_resuming
 from .parameter_groups import align_schedulers, fit_groups
 
-_PAIRS = ("num_qkv_param_tokens", "num_proj_param_tokens", "num_ffn_param_tokens")
+_PAIRS = tuple(COUNTS.values())
 _UNITS = ("epoch", "iteration")
 
 
@@ -57,11 +58,14 @@ class GrowthHook(Hook):
     Args:
         schedule: Sizes of the model from a given time on, in order. Each entry has ``epoch`` or
             ``iteration`` (the number finished by then; the same unit in all entries), and any of
-            ``num_qkv_param_tokens``, ``num_proj_param_tokens``, ``num_ffn_param_tokens``. A ViT of
-            timm has ``hidden_features`` (Net2Net) or ``depth`` (stacking) instead.
+            ``num_qkv_param_tokens``, ``num_proj_param_tokens``, ``num_ffn_param_tokens``, each a
+            number or a list with one for each block. A ViT of timm has ``hidden_features``
+            (Net2Net) or ``depth`` (stacking) instead.
         init: Start of new pairs, one of ``tokenformer_vit.growth.INITS``; see
             :func:`tokenformer_vit.growth.grow`.
         gate: Gate of new pairs for softmax; see :func:`tokenformer_vit.growth.grow`.
+        nested: Whether each size becomes a nested size of the next; see
+            :func:`tokenformer_vit.growth.grow`. A nested model always keeps its sizes.
         open_iters: Number of iterations in which ``fixed`` gates open evenly after each growth.
         moments: ``keep`` the optimiser's moments of old pairs, or ``reset`` them.
         new_lr_scale: Factor on the learning rate of the newest pairs.
@@ -81,9 +85,10 @@ class GrowthHook(Hook):
 
     def __init__(
         self,
-        schedule: Sequence[Mapping[str, int]],
+        schedule: Sequence[Mapping[str, Any]],
         init: str = "zero_key",
         gate: str | None = None,
+        nested: bool = False,
         open_iters: int = 0,
         moments: str = "keep",
         new_lr_scale: float = 1.0,
@@ -103,6 +108,7 @@ class GrowthHook(Hook):
         self._tokens: dict[str, Any] = {
             "init": init,
             "gate": gate,
+            "nested": nested,
             "freeze": freeze,
             "noise": noise,
         }
@@ -150,7 +156,10 @@ class GrowthHook(Hook):
             thin[f"{name}.tau"] = torch.ones(())
             if layer.gate is not None:
                 thin[f"{name}.gate"] = ones[:, 0]
-        how = {key: self._tokens[key] for key in ("init", "gate")}
+            if layer.nested:
+                thin[f"{name}.nested_sizes"] = torch.tensor(layer.nested)
+                thin[f"{name}.nested_tau"] = torch.ones(len(layer.nested))
+        how = {key: self._tokens[key] for key in ("init", "gate", "nested")}
         for event in self.schedule[self._done :]:
             sizes = {key: value for key, value in event.items() if key not in _UNITS}
             thin = grow_state_dict(thin, **sizes, **how, theta=theta)
@@ -252,7 +261,7 @@ class GrowthHook(Hook):
         self._done += 1
 
 
-def _check_schedule(schedule: list[dict[str, int]]) -> str:
+def _check_schedule(schedule: list[dict[str, Any]]) -> str:
     """Check a schedule, and return its unit."""
     if not schedule:
         raise InputError(
@@ -278,7 +287,9 @@ def _check_schedule(schedule: list[dict[str, int]]) -> str:
             f"{schedule}"
         )
     for before, after in zip([{unit: 0}, *schedule], schedule, strict=False):
-        smaller = [key for key in before if key in after and after[key] < before[key]]
+        sizes = [(before[key], after[key]) for key in before if key in after]
+        # Lists are compared with the model's own numbers when the run starts.
+        smaller = any(b < a for a, b in sizes if isinstance(a, int) and isinstance(b, int))
         if after[unit] <= before[unit] or smaller:
             raise InputError(
                 f"the schedule of GrowthHook is out of order: {after} comes after {before}; times "
