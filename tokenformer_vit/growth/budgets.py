@@ -96,12 +96,14 @@ def usage_loss(usage: Mapping[str, Usage], nested: bool = False) -> Loss:
         nested: Whether layers lose their last pairs; otherwise they lose the least used pairs.
 
     Returns:
-        A function that sums, over all layers, the share of a layer's usage that its removed pairs
-        have.
+        A function that sums the share of the removed pairs over all layers. Usage counts squared,
+        because vectors in different directions add up like the squares of their lengths.
     """
     kept = {}
     for name, each in usage.items():
-        sizes = each.sizes if nested else each.sizes.sort(descending=True).values
+        sizes = each.sizes.square()
+        if not nested:
+            sizes = sizes.sort(descending=True).values
         kept[name] = (sizes.cumsum(0) / sizes.sum()).tolist()
 
     def loss(numbers: Numbers) -> float:
