@@ -17,6 +17,7 @@ from tokenformer_vit.layers.segments import TOKENS, fuse_state_dict, is_split, t
 from tokenformer_vit.models.sizes import kind_of
 from tokenformer_vit.ops import THETAS, default_tau, find_theta
 
+from .nested import keep_size
 from .new_pairs import freeze_old
 from .optimizer import carry_over, check_optimizer
 from .tokens import (
@@ -29,6 +30,8 @@ from .tokens import (
     write_tokens,
 )
 
+# Tensors of a layer in a state dict.
+_PARTS = (*TOKENS, "tau", "gate", "nested_sizes", "nested_tau")
 INITS = ("zero_key", "random", "duplicate", "released")
 # How much the copies of a pair differ, relative to the values. Equal copies would get equal
 # gradients and stay equal forever.
@@ -45,6 +48,7 @@ def grow(
     *,
     init: str = "zero_key",
     gate: str | None = None,
+    nested: bool = False,
     seed: int = 0,
     split: bool = False,
     freeze: str | None = None,
@@ -82,6 +86,11 @@ def grow(
             opened by :func:`open_gates`. None means ``learned`` for ``zero_key`` and no gate
             otherwise. All gates of a model are of one kind: old fixed gates become learned if new
             gates are learned; fixed gates cannot be added to learned ones.
+        nested: Whether an ordinary model becomes a nested one, whose smaller size is the model
+            before growth. A nested model always gets its present size as one more nested size. The
+            smaller sizes have their own τ and compute what they did: bit for bit as long as only
+            new pairs are trained (``freeze="old"``; do not train the head either), except with
+            gates, up to rounding.
         seed: Seed of the random numbers, which differ between layers and between old counts.
         split: Store new pairs in separate parameters (:mod:`tokenformer_vit.layers.segments`), to
             train them differently. New pairs of an earlier growth are joined to the old pairs in
@@ -127,6 +136,8 @@ def grow(
         for index, (name, layer) in enumerate(sorted(layers.items()))
     }
     grown = _gate_alike(grown)
+    before = {name: read_tokens(layer) for name, layer in layers.items()}
+    grown = _nested(grown, before, nested, init)
     learn_gate = _kind_of_gate(layers, grown, gate)
     if (
         freeze
@@ -146,12 +157,14 @@ def grow(
         if grown[name].num > layer.num_param_tokens
         or is_split(layer)  # pairs that were new in the last growth are now old
         or grown[name].gate is not None
+        or grown[name].nested != layer.nested
     }
     parts = [
         p for layer in growing.values() for name in TOKENS for p in token_segments(layer, name)
     ]
-    gates = [layer.gate for layer in growing.values() if isinstance(layer.gate, nn.Parameter)]
-    check_optimizer(optimizer, [*parts, *gates], moments)
+    others = [each for layer in growing.values() for each in (layer.gate, layer.nested_tau)]
+    parts += [each for each in others if isinstance(each, nn.Parameter)]
+    check_optimizer(optimizer, parts, moments)
     changes = []
     for name, layer in growing.items():
         tokens, num_old = grown[name], layer.num_param_tokens
@@ -173,6 +186,7 @@ def grow_state_dict(
     theta: str = "gelu_l2",
     init: str = "zero_key",
     gate: str | None = None,
+    nested: bool = False,
     seed: int = 0,
     missing_tau: str = "error",
 ) -> dict[str, Tensor]:
@@ -187,6 +201,7 @@ def grow_state_dict(
         init: Values of new pairs, as in :func:`grow`.
         gate: Gate of new pairs, as in :func:`grow`. With a gate, every layer of the state dict has
             a ``gate``; build the model that loads it with ``pattention_args={"gate": "learned"}``.
+        nested: Whether the present size becomes a nested size, as in :func:`grow`.
         seed: Seed of the random numbers; :func:`grow` draws the same numbers from it.
         missing_tau: What to do if a layer stores no τ, as in the authors' checkpoints: ``error``,
             or ``default`` for √P (P under an L1 norm).
@@ -208,11 +223,9 @@ def grow_state_dict(
         )
     counts = _counts(names, num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens)
     grow_layer = partial(_grow_layer, init=init, gate=gate, seed=seed, depth=_depth(names))
-    grown = {}
+    before, grown = {}, {}
     for index, name in enumerate(names):
-        keys, values, tau, gates = (
-            result.get(f"{name}.{part}") for part in (*TOKENS, "tau", "gate")
-        )
+        keys, values, tau, gates, sizes, taus = (result.get(f"{name}.{part}") for part in _PARTS)
         if values is None or keys is None or len(values) != len(keys):
             raise InputError(
                 f"{name} does not have as many value_param_tokens as key_param_tokens; give the "
@@ -225,11 +238,13 @@ def grow_state_dict(
                     "missing_tau='default' (--missing-tau default) to compute tau from this number"
                 )
             tau = torch.tensor(default_tau(theta, len(keys)))
-        tokens = LayerTokens(keys, values, tau, gates)
+        own_sizes = () if sizes is None else tuple(sizes.tolist())
+        tokens = before[name] = LayerTokens(keys, values, tau, gates, own_sizes, taus)
         grown[name] = grow_layer(name, index, tokens, counts[name], theta)
-    for name, tokens in _gate_alike(grown).items():
-        parts = (tokens.keys, tokens.values, tokens.tau, tokens.gate)
-        for part, tensor in zip((*TOKENS, "tau", "gate"), parts, strict=True):
+    for name, tokens in _nested(_gate_alike(grown), before, nested, init).items():
+        sizes = torch.tensor(tokens.nested) if tokens.nested else None
+        parts = (tokens.keys, tokens.values, tokens.tau, tokens.gate, sizes, tokens.nested_tau)
+        for part, tensor in zip(_PARTS, parts, strict=True):
             if tensor is not None:
                 result[f"{name}.{part}"] = tensor
     return result
@@ -278,6 +293,22 @@ def _gate_alike(layers: dict[str, LayerTokens]) -> dict[str, LayerTokens]:
         else replace(tokens, gate=tokens.keys.new_ones(tokens.num))
         for name, tokens in layers.items()
     }
+
+
+def _nested(
+    grown: dict[str, LayerTokens], before: Mapping[str, LayerTokens], nested: bool, init: str
+) -> dict[str, LayerTokens]:
+    """Keep the nested sizes of all layers; if pairs are new, add the size from before growth."""
+    if not nested and not any(tokens.nested for tokens in before.values()):
+        return grown
+    if all(grown[name].num == before[name].num for name in grown):
+        return grown
+    if init == "duplicate":
+        raise InputError(
+            "init is 'duplicate', which changes the values of old pairs and with them the smaller "
+            "sizes of a nested model: choose another init"
+        )
+    return {name: keep_size(tokens, before[name]) for name, tokens in grown.items()}
 
 
 def _grow_layer(
@@ -344,8 +375,11 @@ def _grow_layer(
         gates = tokens.keys.new_ones(tokens.num) if gates is None else gates
         closed = gate is not None or init == "zero_key"
         gates = torch.cat((gates, gates.new_full((new,), 0.0 if closed else 1.0)))
-    return LayerTokens(
-        torch.cat((tokens.keys, keys)), torch.cat((tokens.values, values)), tokens.tau, gates
+    return replace(
+        tokens,
+        keys=torch.cat((tokens.keys, keys)),
+        values=torch.cat((tokens.values, values)),
+        gate=gates,
     )
 
 

@@ -63,6 +63,8 @@ class GrowthHook(Hook):
         init: Start of new pairs, one of ``tokenformer_vit.growth.INITS``; see
             :func:`tokenformer_vit.growth.grow`.
         gate: Gate of new pairs for softmax; see :func:`tokenformer_vit.growth.grow`.
+        nested: Whether each size becomes a nested size of the next; see
+            :func:`tokenformer_vit.growth.grow`. A nested model always keeps its sizes.
         open_iters: Number of iterations in which ``fixed`` gates open evenly after each growth.
         moments: ``keep`` the optimiser's moments of old pairs, or ``reset`` them.
         new_lr_scale: Factor on the learning rate of the newest pairs.
@@ -84,6 +86,7 @@ class GrowthHook(Hook):
         schedule: Sequence[Mapping[str, Any]],
         init: str = "zero_key",
         gate: str | None = None,
+        nested: bool = False,
         open_iters: int = 0,
         moments: str = "keep",
         new_lr_scale: float = 1.0,
@@ -97,7 +100,12 @@ class GrowthHook(Hook):
                 f"gate is {gate!r} and open_iters is {open_iters}: set open_iters above 0 for "
                 "gate='fixed', and to 0 for any other gate"
             )
-        self._tokens: dict[str, Any] = {"init": init, "gate": gate, "freeze": freeze}
+        self._tokens: dict[str, Any] = {
+            "init": init,
+            "gate": gate,
+            "nested": nested,
+            "freeze": freeze,
+        }
         self._new_lr_scale = new_lr_scale
         self._moments = moments
         self._open_iters = open_iters
@@ -143,7 +151,10 @@ class GrowthHook(Hook):
             thin[f"{name}.tau"] = torch.ones(())
             if layer.gate is not None:
                 thin[f"{name}.gate"] = ones[:, 0]
-        how = {key: self._tokens[key] for key in ("init", "gate")}
+            if layer.nested:
+                thin[f"{name}.nested_sizes"] = torch.tensor(layer.nested)
+                thin[f"{name}.nested_tau"] = torch.ones(len(layer.nested))
+        how = {key: self._tokens[key] for key in ("init", "gate", "nested")}
         for event in self.schedule[self._done :]:
             sizes = {key: value for key, value in event.items() if key not in _UNITS}
             thin = grow_state_dict(thin, **sizes, **how, theta=theta)
