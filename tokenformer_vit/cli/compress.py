@@ -13,10 +13,10 @@ measured on these images. FLOPs are counted, not timed: the gathers of ``top-k``
 dense product with as many FLOPs.
 
 ``--budget`` also chooses how many pairs each layer keeps, for a share of the FLOPs of the
-Pattention layers: ``budget-usage`` chooses by usage, ``budget-loss`` by the loss on held-out
-images. Equal shares for all layers are measured beside them. With ``--early``, the smallest size
-classifies every image, and a larger size those for which the confidence is low. Sizes and
-confidence are chosen on the held-out images, to cost as much as each fixed size.
+Pattention layers: ``by-usage`` chooses by usage, ``by-loss`` by the loss on held-out images. Equal
+shares for all layers are measured beside them. With ``--early``, a small size classifies every
+image, and a larger size those for which the confidence is low. Sizes and confidence are chosen on
+the held-out images, to cost as much as each fixed size.
 
 The command writes compression.json and compression.png into ``--out``. With ``--save`` it also
 writes every smaller model, as a folder that timm and the other commands load.
@@ -53,7 +53,6 @@ from tokenformer_vit.vision.compression import (
     budget_candidates,
     candidates,
     check_apart,
-    early_candidates,
     labelled_batches,
     labelled_images,
     measure_top1,
@@ -62,6 +61,7 @@ from tokenformer_vit.vision.compression import (
     uniform_method,
 )
 from tokenformer_vit.vision.drawing import draw_compression
+from tokenformer_vit.vision.early import early_candidates
 
 from .arguments import choose_device, model_arguments
 
@@ -91,7 +91,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if prunes:
         tqdm.write(f"measuring usage on {len(chosen)} images of {measured_on}", file=sys.stderr)
         usage = measure_usage(model, tensor_batches(model, chosen, args.batch_size, device))
-    keeps = {*(args.keep or args.budget or (0.75, 0.5, 0.25)), *(args.budget or ())}
+    keeps = [*(args.keep or ()), *(args.budget or ())]
+    if not args.keep and (args.early or not args.budget):
+        trained = [size for size in getattr(model, "sizes", ()) if isinstance(size, float)]
+        keeps += trained[:-1] or (0.75, 0.5, 0.25)
     made = candidates(model, methods, keeps, usage, args.kinds, args.seed)
     if choosing:
         tqdm.write(f"choosing on {len(choosing)} held-out images", file=sys.stderr)
@@ -120,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Console().print(table(record))
     saved = []
     for candidate in made:
-        if args.save and candidate.method in ("prune", "nested", "budget-usage", "budget-loss"):
+        if args.save and candidate.method in ("prune", "nested", "by-usage", "by-loss"):
             saved.append(f"{candidate.method}_{candidate.keep:g}/")
             save_model(candidate.model, out / saved[-1])
     print(f"Done. In {out}: {', '.join(('compression.json', 'compression.png', *saved))}")
@@ -131,13 +134,13 @@ def table(record: Mapping[str, Any]) -> Table:
     data = printable(record["data"])
     # Text, because the name of a folder may look like rich's markup
     rows = Table(title=Text(f"top-1 accuracy on {record['images']} images of {data}"))
-    for name in ("method", "keep", "q, k, v", "output", "FFN", "parameters", "GFLOPs", "top-1 %"):
+    for name in ("method", "keep", "q, k, v", "output", "FFN", "params", "GFLOPs", "top-1 %"):
         rows.add_column(name, justify="left" if name == "method" else "right")
     for point in record["points"]:
         rows.add_row(
             point["method"],
             f"{point['keep']:g}",
-            *(span(point["pairs"][kind]) for kind in KINDS),
+            *(span(point["pairs"][kind]).replace(" to ", "–") for kind in KINDS),
             f"{point['parameters']:,}",
             f"{point['flops_per_image'] / 1e9:.4g}",
             f"{point['top1']:.2f}",
@@ -183,7 +186,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--keep",
         **shares,
-        help="shares of the pairs to keep or read; default: those of --budget, or 0.75 0.5 0.25",
+        help="shares of the pairs to keep or read; default: the sizes of a nested model, or 0.75 "
+        "0.5 0.25",
     )
     add(
         "--budget",

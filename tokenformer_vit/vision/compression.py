@@ -168,11 +168,11 @@ def budget_candidates(
         return Candidate(name, budget, smaller, _pairs(smaller), {})
 
     def held_out_loss(numbers: Numbers) -> float:
-        tried = candidate("budget-loss", 1.0, numbers)
+        tried = candidate("by-loss", 1.0, numbers)
         losses = [F.cross_entropy(tried.scores(x), y, reduction="sum") for x, y in held_out]
         return torch.stack(losses).sum().item() / sum(len(labels) for _, labels in held_out)
 
-    losses = {"budget-usage": usage_loss(usage, method == "nested"), "budget-loss": held_out_loss}
+    losses = {"by-usage": usage_loss(usage, method == "nested"), "by-loss": held_out_loss}
     return [
         candidate(name, budget, choose_counts(model, budget, loss, kinds))
         for name, loss in losses.items()

@@ -98,7 +98,8 @@ def choose_exits(
     """
     if limit < flops[0]:
         raise InputError(
-            f"the smallest model has {flops[0]:,} FLOPs: give a limit of at least that"
+            f"the limit of {limit:,} FLOPs is below the {flops[0]:,} of the smallest model: give a "
+            "higher limit, or a smaller model"
         )
     confidence = scores.softmax(dim=-1).amax(dim=-1)  # (M, N)
     correct = scores.argmax(dim=-1) == labels  # (M, N)
