@@ -91,6 +91,8 @@ class ShardIndex(TypedDict):
 Size = Annotated[int, Field(ge=1, lt=2**31)]
 Counts = Size | list[Size] | tuple[Size, ...]
 Share = Annotated[float, Field(gt=0, le=1)]
+# A nested size; see models/sizes.py.
+LMSize = Share | dict[str, Share | Size]
 
 
 class PattentionArgs(TypedDict, total=False):
@@ -126,7 +128,7 @@ class LMShape(TypedDict, total=False):
     norm: str
     norm_eps: Annotated[float, Field(ge=0)]
     pattention_args: PattentionArgs | None
-    nested: list[Share | dict[str, Share | Size]]
+    nested: list[LMSize] | tuple[LMSize, ...]
 
 
 def read_json(path: Path, schema: type[T], what: str, way_out: str) -> T:
