@@ -89,7 +89,7 @@ class ShardIndex(TypedDict):
 
 
 Size = Annotated[int, Field(ge=1, lt=2**31)]
-Counts = Size | list[Size] | tuple[Size, ...]
+PairCounts = Size | list[Size] | tuple[Size, ...]
 Share = Annotated[float, Field(gt=0, le=1)]
 # A nested size; see models/sizes.py.
 LMSize = Share | dict[str, Share | Size]
@@ -117,9 +117,9 @@ class LMShape(TypedDict, total=False):
     embed_dim: Size
     depth: Size
     num_heads: Size
-    num_qkv_param_tokens: Counts | None
-    num_proj_param_tokens: Counts | None
-    num_ffn_param_tokens: Counts | None
+    num_qkv_param_tokens: PairCounts | None
+    num_proj_param_tokens: PairCounts | None
+    num_ffn_param_tokens: PairCounts | None
     positions: str
     rotary_share: Annotated[float, Field(gt=0, le=1)]
     rotary_base: Annotated[float, Field(gt=0)]

@@ -351,7 +351,7 @@ def measure_top1(
         InputError: If an image cannot be read, or an output is not finite.
     """
     correct = [0] * len(candidates)
-    with closing(labelled_batches(candidates[0].model, samples, batch_size, device)) as batches:
+    with closing(labelled_batches(candidates[0].model, samples, batch_size, device)) as batches:  # type: ignore[type-var]
         for images, wanted in batches:
             for index, candidate in enumerate(candidates):
                 correct[index] += int((candidate.scores(images).argmax(-1) == wanted).sum())
