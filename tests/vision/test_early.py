@@ -49,10 +49,10 @@ def test_the_choice_is_within_its_limit_and_not_worse_than_one_model(limit):
     for model, right in enumerate((2.0, 3.0, 4.0)):
         scores[model, torch.arange(300), labels] += right
     flops = [1, 2, 4]
-    exits = choose_exits(scores, labels, flops, limit)
-    models = [lambda index, m=m: scores[m, index] for m in exits.models]
-    answers, number = predict_early(torch.arange(300), models, exits.threshold)
-    spent = torch.tensor([flops[m] for m in exits.models]).cumsum(0)[number].double().mean()
+    chosen, threshold = choose_exits(scores, labels, flops, limit)
+    models = [lambda index, m=m: scores[m, index] for m in chosen]
+    answers, number = predict_early(torch.arange(300), models, threshold)
+    spent = torch.tensor([flops[m] for m in chosen]).cumsum(0)[number].double().mean()
     assert spent <= limit
     right = (scores.argmax(-1) == labels).sum(-1)
     assert (answers.argmax(-1) == labels).sum() >= max(

@@ -64,22 +64,9 @@ def _at_size(model: Any, size: Size, images: Tensor) -> Tensor:
         model.set_size(None)
 
 
-@dataclass(frozen=True)
-class Exits:
-    """Choice of models and threshold for :func:`predict_early`.
-
-    Args:
-        models: Numbers of the models, the cheapest first.
-        threshold: Confidence that keeps an answer.
-    """
-
-    models: tuple[int, ...]
-    threshold: float
-
-
 def choose_exits(
     scores: Tensor, labels: Tensor, flops: Sequence[float], limit: float, steps: int = 200
-) -> Exits:
+) -> tuple[tuple[int, ...], float]:
     """Choose the models and the threshold with the best accuracy within a mean number of FLOPs.
 
     Args:
@@ -90,8 +77,9 @@ def choose_exits(
         steps: Number of thresholds to try: quantiles of the confidences.
 
     Returns:
-        The best choice. Every single model within the limit is also a choice, so on the validation
-        images no model with fewer FLOPs is better.
+        The numbers of the models, the cheapest first, and the threshold for :func:`predict_early`.
+        One model alone is also a choice, so on the validation images no model within the limit is
+        better.
 
     Raises:
         InputError: If the limit is below the FLOPs of the first model.
@@ -101,6 +89,7 @@ def choose_exits(
             f"the limit of {limit:,} FLOPs is below the {flops[0]:,} of the smallest model: give a "
             "higher limit, or a smaller model"
         )
+    scores, labels = scores.cpu(), labels.cpu()
     confidence = scores.softmax(dim=-1).amax(dim=-1)  # (M, N)
     correct = scores.argmax(dim=-1) == labels  # (M, N)
     tries = confidence.flatten().double().quantile(torch.linspace(0, 1, steps).double())
@@ -118,7 +107,7 @@ def choose_exits(
                 right = correct[index[exits], torch.arange(len(labels))].sum().item()
                 choices.append((right, -mean, chosen, threshold.item()))
     _, _, models, threshold = max(choices)
-    return Exits(models, threshold)
+    return models, threshold
 
 
 @dataclass(frozen=True)
@@ -180,12 +169,10 @@ def early_candidates(fixed: Sequence[Candidate], held_out: Sequence[Batch]) -> l
     flops = [model.flops() for model in models]
     made = []
     for limit, model in zip(flops[:0:-1], fixed, strict=False):
-        exits = choose_exits(scores, labels, flops, limit)
-        used = [models[i] for i in exits.models]
+        numbers, threshold = choose_exits(scores, labels, flops, limit)
+        used = [models[i] for i in numbers]
         last = used[-1]
         made.append(
-            EarlyCandidate(
-                "early", model.keep, last.model, last.pairs, last.read, used, exits.threshold
-            )
+            EarlyCandidate("early", model.keep, last.model, last.pairs, last.read, used, threshold)
         )
     return made
