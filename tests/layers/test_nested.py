@@ -68,7 +68,7 @@ def test_a_size_reads_views():
 def test_the_initial_tau_of_a_size_is_that_of_an_ordinary_layer(theta):
     layer = Pattention(8, 8, 48, theta=theta, nested=SIZES)
     plain = Pattention(8, 8, 48, theta=theta)
-    for size in range(1, 49):
+    for size in (1, 5, 12, 17, 24, 29, 30, 41, 47, 48):
         for each in (layer, plain):
             each.size = size
             tau = each.used_tokens()[3].item()
@@ -162,7 +162,7 @@ def test_a_size_with_a_mask_or_a_larger_top_k_is_refused():
 
 @pytest.mark.parametrize("nested", [(0,), (24, 12), (49,), (2.5,), ("a",)])
 def test_nested_sizes_out_of_order_are_refused(nested):
-    with pytest.raises(InputError, match=r"nested .* at most 48"):
+    with pytest.raises(InputError, match=r"nested .* 1 to 48 .* contain one another"):
         Pattention(8, 8, 48, nested=nested)
 
 

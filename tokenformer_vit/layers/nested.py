@@ -112,8 +112,8 @@ class NestedLayer(nn.Module):
         for before, size in zip((1, *sizes), sizes, strict=False):
             if not isinstance(size, Integral) or not before <= size <= self.num_param_tokens:
                 raise InputError(
-                    f"nested must increase from 1 to at most {self.num_param_tokens} pairs, but "
-                    f"got {sizes}"
+                    f"nested must be from 1 to {self.num_param_tokens} pairs and not decrease, but "
+                    f"got {sizes}; give sizes that contain one another"
                 )
         self.register_buffer("_blend", None, persistent=False)
         self.nested, self.size = sizes, None
