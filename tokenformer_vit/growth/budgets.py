@@ -104,7 +104,9 @@ def usage_loss(usage: Mapping[str, Usage], nested: bool = False) -> Loss:
         sizes = each.sizes.square()
         if not nested:
             sizes = sizes.sort(descending=True).values
-        kept[name] = (sizes.cumsum(0) / sizes.sum()).tolist()
+        kept[name] = (
+            sizes.cumsum(0) / sizes.sum().clamp(min=1e-300)
+        ).tolist()  # 0: no pair is used
 
     def loss(numbers: Numbers) -> float:
         counts = counts_by_layer(kept, **numbers)
