@@ -13,6 +13,7 @@ from timm.data import create_transform
 
 from tokenformer_vit.cli import compress
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.growth import extract, pattention_layers
 from tokenformer_vit.growth.prune import measure_usage, prune
 from tokenformer_vit.growth.sparse import top_k
 from tokenformer_vit.models.checkpoints import save_model
@@ -158,6 +159,76 @@ def test_top_k_alone_needs_no_training_images(exported, data, tmp_path):
 def test_results_lie_beside_the_checkpoint(exported, data):
     run(exported / "model.safetensors", data, "--method", "top-k", "--keep", 0.5)
     assert (exported / "compression" / "compression.json").is_file()
+
+
+def points_in(folder):
+    record = json.loads((folder / "compression.json").read_text())
+    return record, {(point["method"], point["keep"]): point for point in record["points"]}
+
+
+def test_budgets_are_chosen_on_held_out_images(model, exported, data, tmp_path, capsys):
+    run(exported, data, "--budget", 0.5, "--save", "--out", tmp_path, "--batch-size", 16)
+    record, points = points_in(tmp_path)
+    assert list(points) == [("dense", 1), ("prune", 0.5), ("by-usage", 0.5), ("by-loss", 0.5)]
+    assert (record["choosing_images"], record["images"]) == (5, 6)
+    assert record["chosen_on"] == str(data / "val")
+    pair = 2 * 17 * 2 * 32  # FLOPs of a pair of one layer
+    for method in ("by-usage", "by-loss"):
+        point = points[method, 0.5]
+        less = points["prune", 0.5]["flops_per_image"] - point["flops_per_image"]
+        assert 0 <= less < 3 * pair
+        assert any(isinstance(numbers, list) for numbers in point["pairs"].values())
+        folder = tmp_path / f"{method}_0.5"
+        reloaded = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+        expected = {
+            kind: numbers if isinstance(numbers, list) else [numbers] * 2
+            for kind, numbers in point["pairs"].items()
+        }
+        layers = pattention_layers(reloaded)
+        for index in range(2):
+            assert layers[f"blocks.{index}.attn.key"].num_param_tokens == expected["qkv"][index]
+            assert layers[f"blocks.{index}.attn.proj"].num_param_tokens == expected["proj"][index]
+            assert layers[f"blocks.{index}.mlp"].num_param_tokens == expected["ffn"][index]
+    assert "by-loss" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {
+        *("prune_0.5", "by-usage_0.5", "by-loss_0.5")
+    }
+
+
+def test_nested_sizes_and_early_exits(data, tmp_path):
+    nested = timm.create_model("tokenformer_tiny", num_classes=3, nested=(0.25, 0.5), **SHAPE)
+    torch.nn.init.normal_(nested.eval().head.weight)
+    save_model(nested, tmp_path / "run", FOLDERS)
+    arguments = ["--early", "--choose-on", data / "train", "--save", "--out", tmp_path / "out"]
+    run(tmp_path / "run", data, *arguments)
+    record, points = points_in(tmp_path / "out")
+    fixed = [("dense", 1), ("nested", 0.5), ("nested", 0.25)]
+    assert list(points) == [*fixed, ("early", 1), ("early", 0.5)]
+    assert (record["choosing_images"], record["images"], record["measured_on"]) == (10, 11, None)
+    x = images_in(data / "val")[0]
+    for keep in (0.5, 0.25):
+        smaller = extract(nested, keep)
+        saved = timm.create_model(f"local-dir:{tmp_path}/out/nested_{keep}", pretrained=True)
+        torch.testing.assert_close(saved.eval()(x), smaller(x), rtol=0, atol=0)
+        assert points["nested", keep]["correct"] == correct_by_hand(smaller, data)
+    costs = {1.0: "dense", 0.5: "nested", 0.25: "nested"}
+    for keep in (1.0, 0.5):
+        point = points["early", keep]
+        assert sum(point["exits"]) == 11
+        flops = [points[costs[size], size]["flops_per_image"] for size in point["sizes"]]
+        spent = sum(n * sum(flops[: i + 1]) for i, n in enumerate(point["exits"]))
+        assert point["flops_per_image"] == pytest.approx(spent / 11)
+    assert record["chosen_on"] == str(data / "train")
+
+
+def test_choices_that_cannot_be(exported, data, tmp_path):
+    message = failure(exported, data, "--early", "--choose-on", data / "val/cat")
+    assert "overlap" in message
+    assert "--choose-on" in message
+    assert "at least 0.0195" in failure(exported, data, "--budget", 0.001, "--out", tmp_path)
+    message = failure(exported, data, "--method", "nested", "--out", tmp_path)
+    assert "no nested sizes" in message
+    assert "prune" in message
 
 
 @pytest.mark.parametrize("measured", ["val", "", "val/ant"])

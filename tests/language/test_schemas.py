@@ -29,6 +29,7 @@ def test_the_schema_of_a_model_has_the_fields_of_its_configuration():
         ({"embed_dim": True}, "embed_dim is True,"),
         ({"context_length": 2**40}, "context_length is 1099511627776,"),
         ({"num_ffn_param_tokens": 0}, "num_ffn_param_tokens is 0,"),
+        ({"num_ffn_param_tokens": [8, 0]}, "num_ffn_param_tokens is [8, 0],"),
         ({"rotary_base": float("nan")}, "rotary_base is nan,"),
         ({"rotary_share": 1.5}, "rotary_share is 1.5,"),
         ({"norm_eps": -1.0}, r"norm_eps is -1.0,"),

@@ -5,17 +5,25 @@ Give an exported folder and the data that the model was trained on::
     tokenformer-vit compress work_dirs/run data/digits --keep 0.75 0.5 0.25
 
 Methods (``--method``): ``prune`` removes the least used pairs of every layer, measured on training
-images. ``random`` removes random pairs, for comparison. ``top-k`` keeps all pairs, but every token
-reads only the values of its strongest pairs. Nothing is trained afterwards. Accuracy is top-1 on
-DATA/val, with the model's own preprocessing; the label of a class folder is its position among the
-sorted folders. Usage is never measured on these images. FLOPs are counted, not timed: the gathers
-of ``top-k`` take longer than a dense product with as many FLOPs.
+images. ``random`` removes random pairs, for comparison. ``nested`` keeps the first pairs of a
+nested model. ``top-k`` keeps all pairs, but every token reads only the values of its strongest
+pairs. Nothing is trained afterwards. Accuracy is top-1 on DATA/val, with the model's own
+preprocessing; the label of a class folder is its position among the sorted folders. Usage is never
+measured on these images. FLOPs are counted, not timed: the gathers of ``top-k`` take longer than a
+dense product with as many FLOPs.
+
+``--budget`` also chooses how many pairs each layer keeps, for a share of the FLOPs of the
+Pattention layers: ``by-usage`` chooses by usage, ``by-loss`` by the loss on held-out images. Equal
+shares for all layers are measured beside them. With ``--early``, a small size classifies every
+image, and a larger size those for which the confidence is low. Sizes and confidence are chosen on
+the held-out images, to cost as much as each fixed size.
 
 The command writes compression.json and compression.png into ``--out``. With ``--save`` it also
-writes every pruned model, as a folder that timm and the other commands load.
+writes every smaller model, as a folder that timm and the other commands load.
 """
 
 import argparse
+import random
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,18 +44,24 @@ from tokenformer_vit.command_line import (
 from tokenformer_vit.files import make_folder
 from tokenformer_vit.growth import pattention_layers
 from tokenformer_vit.growth.prune import measure_usage
+from tokenformer_vit.models.card import span
 from tokenformer_vit.models.checkpoints import load_model, save_model
 from tokenformer_vit.records import environment, write_record
 from tokenformer_vit.vision.compression import (
     KINDS,
     METHODS,
+    budget_candidates,
     candidates,
+    check_apart,
+    labelled_batches,
     labelled_images,
     measure_top1,
     sample_images,
     tensor_batches,
+    uniform_method,
 )
 from tokenformer_vit.vision.drawing import draw_compression
+from tokenformer_vit.vision.early import early_candidates
 
 from .arguments import choose_device, model_arguments
 
@@ -61,7 +75,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     pattention_layers(model)  # before images are read: raises if the model has no parameter tokens
     samples = labelled_images(val, model.num_classes)  # type: ignore[arg-type]
-    prunes = [method for method in args.method if method != "top-k"]
+    choosing, samples = _choosing(args, val, samples)
+    uniform, methods = uniform_method(model), args.method
+    if choosing:
+        methods = [uniform, *(methods or ())]
+    methods = dict.fromkeys(methods or (uniform, "top-k"))
+    prunes = args.budget or not {"prune", "random"}.isdisjoint(methods)
     measured_on = args.measure_on or args.data / "train"
     chosen = sample_images(measured_on, args.measure_images, args.seed, val) if prunes else []
     beside = args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent
@@ -72,7 +91,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     if prunes:
         tqdm.write(f"measuring usage on {len(chosen)} images of {measured_on}", file=sys.stderr)
         usage = measure_usage(model, tensor_batches(model, chosen, args.batch_size, device))
-    made = candidates(model, dict.fromkeys(args.method), args.keep, usage, args.kinds, args.seed)
+    keeps = [*(args.keep or ()), *(args.budget or ())]
+    if not args.keep and (args.early or not args.budget):
+        trained = [size for size in getattr(model, "sizes", ()) if isinstance(size, float)]
+        keeps += trained[:-1] or (0.75, 0.5, 0.25)
+    made = candidates(model, methods, keeps, usage, args.kinds, args.seed)
+    if choosing:
+        tqdm.write(f"choosing on {len(choosing)} held-out images", file=sys.stderr)
+        held_out = [*labelled_batches(model, choosing, args.batch_size, device)]
+        fixed = [each for each in made if each.method in ("dense", uniform)]
+        made += budget_candidates(model, args.budget or (), usage or {}, held_out, args.kinds)
+        made += early_candidates(fixed, held_out) if args.early else []
     tqdm.write(f"measuring accuracy on {len(samples)} images of {val}", file=sys.stderr)
     points = measure_top1(made, samples, args.batch_size, device)
     record = {
@@ -83,6 +112,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "images": len(samples),
         "measured_on": str(measured_on) if prunes else None,
         "measured_images": len(chosen),
+        "chosen_on": str(args.choose_on or val) if choosing else None,
+        "choosing_images": len(choosing),
         "seed": args.seed,
         "kinds": list(args.kinds),
         "points": points,
@@ -92,8 +123,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     Console().print(table(record))
     saved = []
     for candidate in made:
-        if args.save and candidate.method == "prune":
-            saved.append(f"prune_{candidate.keep:g}/")
+        if args.save and candidate.method in ("prune", "nested", "by-usage", "by-loss"):
+            saved.append(f"{candidate.method}_{candidate.keep:g}/")
             save_model(candidate.model, out / saved[-1])
     print(f"Done. In {out}: {', '.join(('compression.json', 'compression.png', *saved))}")
 
@@ -103,18 +134,34 @@ def table(record: Mapping[str, Any]) -> Table:
     data = printable(record["data"])
     # Text, because the name of a folder may look like rich's markup
     rows = Table(title=Text(f"top-1 accuracy on {record['images']} images of {data}"))
-    for name in ("method", "keep", "q, k, v", "output", "FFN", "parameters", "GFLOPs", "top-1 %"):
+    for name in ("method", "keep", "q, k, v", "output", "FFN", "params", "GFLOPs", "top-1 %"):
         rows.add_column(name, justify="left" if name == "method" else "right")
     for point in record["points"]:
         rows.add_row(
             point["method"],
             f"{point['keep']:g}",
-            *(f"{point['pairs'][kind]}" for kind in KINDS),
+            *(span(point["pairs"][kind]).replace(" to ", "–") for kind in KINDS),
             f"{point['parameters']:,}",
             f"{point['flops_per_image'] / 1e9:.4g}",
             f"{point['top1']:.2f}",
         )
     return rows
+
+
+def _choosing(
+    args: argparse.Namespace, val: Path, samples: Sequence[tuple[Path, int]]
+) -> tuple[list[tuple[Path, int]], list[tuple[Path, int]]]:
+    """Return samples to choose on, for ``--budget`` and ``--early``, and samples to test with."""
+    if not (args.budget or args.early):
+        return [], [*samples]
+    drawn = random.Random(args.seed)
+    if args.choose_on is None:
+        shuffled = drawn.sample(samples, len(samples))
+        half = min(len(samples) // 2, args.measure_images)
+        return shuffled[:half], shuffled[half:]
+    check_apart(args.choose_on, val, "held-out images with --choose-on")
+    others = labelled_images(args.choose_on, len({label for _, label in samples}))
+    return drawn.sample(others, min(len(others), args.measure_images)), [*samples]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -132,21 +179,33 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--method",
         nargs="+",
         choices=METHODS,
-        default=["prune", "top-k"],
-        help="default: prune and top-k",
+        help="default: prune (nested for a nested model), and top-k without --budget and --early",
     )
+    share = number(lambda share: 0 < share <= 1, "a share above 0 and at most 1")
+    shares: Any = {"nargs": "+", "type": share, "metavar": "SHARE"}
     add(
         "--keep",
-        nargs="+",
-        type=number(lambda share: 0 < share <= 1, "a share above 0 and at most 1"),
-        default=[0.75, 0.5, 0.25],
-        metavar="SHARE",
-        help="shares of the pairs to keep or read; default: 0.75 0.5 0.25",
+        **shares,
+        help="shares of the pairs to keep or read; default: the sizes of a nested model, or 0.75 "
+        "0.5 0.25",
+    )
+    add(
+        "--budget",
+        **shares,
+        help="also choose the pairs of each layer, for shares of the FLOPs of these layers",
+    )
+    add("--early", action="store_true", help="also classify easy images with the smaller sizes")
+    add(
+        "--choose-on",
+        type=Path,
+        metavar="FOLDER",
+        help="held-out images for --budget and --early; default: half of DATA/val, drawn at random "
+        "and then not used for the accuracy",
     )
     add("--kinds", nargs="+", choices=KINDS, default=KINDS, help="kinds of layers; default: all")
     add("--measure-on", type=Path, metavar="FOLDER", help="training images; default: DATA/train")
     add("--measure-images", type=whole_number(1), default=1000, metavar="N", help="default: 1000")
     add("--seed", type=whole_number(0), default=0, help="seed of random choices; default: 0")
-    add("--save", action="store_true", help="also write the models of method prune")
+    add("--save", action="store_true", help="also write the smaller models, not the random ones")
     add("--out", type=Path, metavar="FOLDER", help="default: compression/ beside the checkpoint")
     return parser.parse_args(argv)

@@ -1,5 +1,6 @@
-"""Change the parameter tokens of a trained model: grow, freeze, merge, prune, mask, top-k."""
+"""Change the parameter tokens of a trained model: grow, freeze, merge, prune, nest, mask, top-k."""
 
+from .budgets import choose_counts, usage_loss
 from .grow import INITS, grow, grow_state_dict
 from .masks import TokenMasks, count_pairs
 from .merge import merge
@@ -18,6 +19,7 @@ __all__ = [
     "TokenMasks",
     "Usage",
     "carry_over",
+    "choose_counts",
     "count_pairs",
     "extract",
     "freeze_old",
@@ -34,5 +36,6 @@ __all__ = [
     "set_top_k",
     "stack_blocks",
     "top_k",
+    "usage_loss",
     "widen_mlp",
 ]

@@ -80,18 +80,18 @@ def counts_by_layer(names: Iterable[str], **counts: Counts) -> dict[str, int | N
     Args:
         names: Full names of all Pattention layers of a model.
         **counts: ``num_qkv_param_tokens``, ``num_proj_param_tokens`` and ``num_ffn_param_tokens``,
-            as the arguments of a model; None where layers keep their number.
+            as the arguments of a model. Layers without an argument get None.
 
     Raises:
         InputError: If a list does not have one number for each block.
     """
-    blocks = {name: _block(name) for name in names}
+    blocks = {name: block_of(name) for name in names}
     by_block = counts_by_block(1 + max(blocks.values()), **counts)
-    return {name: by_block[block][COUNTS[kind_of(name)]] for name, block in blocks.items()}
+    return {name: by_block[block].get(COUNTS[kind_of(name)]) for name, block in blocks.items()}
 
 
-def _block(name: str) -> int:
-    """Return the number of the block of a layer; 0 for a block outside a model."""
+def block_of(name: str) -> int:
+    """Return the number of the block of a layer with this full name; 0 if it has none."""
     return next((int(part) for part in reversed(name.split(".")) if part.isdigit()), 0)
 
 

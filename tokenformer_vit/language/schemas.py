@@ -1,9 +1,11 @@
 """Schemas of the JSON files that are read: one for each kind of file."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, WrapValidator
+from pydantic_core import PydanticCustomError
 from typing_extensions import NotRequired, TypedDict  # pydantic needs this one below Python 3.12
 
 from tokenformer_vit.errors import InputError, first_fault
@@ -89,7 +91,17 @@ class ShardIndex(TypedDict):
 
 
 Size = Annotated[int, Field(ge=1, lt=2**31)]
-Counts = Size | list[Size] | tuple[Size, ...]
+
+
+def _name_pairs(value: Any, rules: Callable[[Any], Any]) -> Any:
+    try:
+        return rules(value)
+    except ValidationError as error:  # pydantic would describe each part of the union
+        text = "Input should be a whole number of at least 1, or a list of one for each block"
+        raise PydanticCustomError("pairs", text) from error
+
+
+PairCounts = Annotated[Size | list[Size] | tuple[Size, ...], WrapValidator(_name_pairs)]
 Share = Annotated[float, Field(gt=0, le=1)]
 # A nested size; see models/sizes.py.
 LMSize = Share | dict[str, Share | Size]
@@ -117,9 +129,9 @@ class LMShape(TypedDict, total=False):
     embed_dim: Size
     depth: Size
     num_heads: Size
-    num_qkv_param_tokens: Counts | None
-    num_proj_param_tokens: Counts | None
-    num_ffn_param_tokens: Counts | None
+    num_qkv_param_tokens: PairCounts | None
+    num_proj_param_tokens: PairCounts | None
+    num_ffn_param_tokens: PairCounts | None
     positions: str
     rotary_share: Annotated[float, Field(gt=0, le=1)]
     rotary_base: Annotated[float, Field(gt=0)]

@@ -69,7 +69,7 @@ def check_pattention_args(arguments: Mapping[str, Any] | None) -> dict[str, Any]
     return _check_arguments(arguments, _SHARED_ARGS, _INIT_ARGS)
 
 
-def counts_by_block(depth: int, **counts: Counts) -> list[dict[str, int | None]]:
+def counts_by_block(depth: int, **counts: Counts) -> list[dict[str, Any]]:
     """Give each block its numbers of pairs.
 
     Args:
@@ -77,7 +77,7 @@ def counts_by_block(depth: int, **counts: Counts) -> list[dict[str, int | None]]
         **counts: Numbers of pairs by name of the argument.
 
     Returns:
-        The arguments of each block.
+        The arguments of each block, ints or None.
 
     Raises:
         InputError: If there is a list with more or fewer numbers than blocks.
@@ -90,7 +90,7 @@ def counts_by_block(depth: int, **counts: Counts) -> list[dict[str, int | None]]
                 "blocks, or a list with one for each block"
             )
     return [
-        {**counts, **{name: numbers[block] for name, numbers in listed.items()}}  # type: ignore[dict-item]
+        {**counts, **{name: numbers[block] for name, numbers in listed.items()}}
         for block in range(depth)
     ]
 

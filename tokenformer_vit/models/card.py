@@ -169,9 +169,9 @@ def describe_pairs(model: nn.Module) -> str:
     return ", ".join(f"{kind} {span(found)}" for kind, found in counts.items())
 
 
-def span(counts: Sequence[int]) -> str:
-    """Write the smallest and the largest number of pairs, as in ``192 to 384``."""
-    least, most = min(counts), max(counts)
+def span(counts: int | Sequence[int]) -> str:
+    """Write one number of pairs, or the smallest and the largest, as in ``192 to 384``."""
+    least, most = (counts, counts) if isinstance(counts, int) else (min(counts), max(counts))
     return f"{least}" if least == most else f"{least} to {most}"
 
 

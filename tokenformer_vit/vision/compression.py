@@ -10,20 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokenformer_vit.benchmarking.costs import model_costs, total
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth.masks import count_pairs
+from tokenformer_vit.growth import extract, pattention_layers
+from tokenformer_vit.growth.budgets import Numbers, choose_counts, usage_loss
 from tokenformer_vit.growth.prune import Usage, prune
 from tokenformer_vit.growth.sparse import top_k
+from tokenformer_vit.growth.tokens import counts_by_layer
+from tokenformer_vit.layers.arguments import COUNTS
+from tokenformer_vit.layers.block import token_arguments
 from tokenformer_vit.models.description import data_config
-from tokenformer_vit.models.sizes import kind_of
 
 from .images import class_folders, read_images, say_left_out, scan_images
 
-METHODS = ("prune", "random", "top-k")
-KINDS = ("qkv", "proj", "ffn")
+METHODS = ("prune", "random", "top-k", "nested")
+KINDS = tuple(COUNTS)
+
+Batch = tuple[Tensor, Tensor]  # images and labels
 
 
 @dataclass(frozen=True)
@@ -34,15 +40,16 @@ class Candidate:
         method: One of ``METHODS``, or ``dense`` for the original model.
         keep: Share of the pairs that are kept or read.
         model: The model. All candidates of ``top-k`` share the original model.
-        pairs: Number of pairs that each layer keeps or reads, by kind.
-        read: Number of pairs that each input token reads, by kind; empty if it reads all.
+        pairs: Number of pairs that each layer keeps or reads, by kind; a list by block if blocks
+            differ.
+        read: Share of the pairs that each input token reads, by kind; empty if it reads all.
     """
 
     method: str
     keep: float
     model: nn.Module
-    pairs: Mapping[str, int]
-    read: Mapping[str, int]
+    pairs: Mapping[str, int | list[int]]
+    read: Mapping[str, float]
 
     @torch.inference_mode()
     def scores(self, images: Tensor) -> Tensor:
@@ -51,7 +58,7 @@ class Candidate:
         Raises:
             InputError: If a score is not finite.
         """
-        with top_k(self.model, **self.read):
+        with top_k(self.model, **self.read):  # type: ignore[arg-type]
             scores = self.model(images)
         if not scores.isfinite().all():
             raise InputError(
@@ -60,6 +67,11 @@ class Candidate:
             )
         return scores
 
+    def flops(self) -> int:
+        """Count the forward FLOPs for an image."""
+        with top_k(self.model, **self.read):  # type: ignore[arg-type]
+            return total(model_costs(self.model)).forward_flops
+
     def entry(self, correct: int, images: int) -> dict[str, Any]:
         """Describe the candidate and its accuracy in a record.
 
@@ -67,14 +79,12 @@ class Candidate:
             correct: Number of images that it classifies correctly.
             images: Number of images.
         """
-        with top_k(self.model, **self.read):
-            flops = total(model_costs(self.model)).forward_flops
         return {
             "method": self.method,
             "keep": self.keep,
             "pairs": dict(self.pairs),
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
-            "flops_per_image": flops,
+            "flops_per_image": self.flops(),
             "correct": correct,
             "top1": 100 * correct / images,
         }
@@ -88,12 +98,13 @@ def candidates(
     kinds: Sequence[str] = KINDS,
     seed: int = 0,
 ) -> list[Candidate]:
-    """Compress a model in several ways.
+    """Compress a model in several ways, by one share of the pairs of every layer.
 
     Args:
         model: TokenFormer classifier, which is not changed.
         methods: Some of ``METHODS``. ``prune`` keeps the most used pairs and ``random`` keeps
-            random pairs; both adapt τ. ``top-k`` lets each token read its strongest pairs.
+            random pairs; both adapt τ. ``nested`` keeps the first pairs of a nested model.
+            ``top-k`` lets each token read its strongest pairs.
         keeps: Shares of each layer's pairs to keep or read, in (0, 1].
         usage: Usage of the model's pairs, which ``prune`` and ``random`` need.
         kinds: Kinds of layers to compress.
@@ -103,16 +114,10 @@ def candidates(
         The original model, then the candidates of each method from most to fewest pairs.
 
     Raises:
-        InputError: If the model has no parameter tokens, or if layers of one kind have different
-            numbers of pairs.
+        InputError: If the model has no parameter tokens, or ``methods`` has ``nested`` and the
+            model is not nested.
     """
-    counts: dict[str, int] = {}
-    for name, count in count_pairs(model).items():
-        if counts.setdefault(kind_of(name), count) != count:
-            raise InputError(
-                f"{name} has {count} pairs, but another layer of its kind has "
-                f"{counts[kind_of(name)]}; give a model whose blocks have equal numbers of pairs"
-            )
+    counts = _pairs(model)
     made = [Candidate("dense", 1.0, model, counts, {})]
     drawn = torch.Generator().manual_seed(seed)
     unused = {
@@ -121,15 +126,91 @@ def candidates(
     }
     for method in methods:
         for keep in sorted({keep for keep in keeps if keep < 1}, reverse=True):
-            part = {kind: max(1, round(keep * counts[kind])) for kind in kinds}
+            part = {kind: _share(counts[kind], keep) for kind in kinds}
             if method == "top-k":
-                made.append(Candidate(method, keep, model, {**counts, **part}, part))
+                read = dict.fromkeys(kinds, keep)
+                made.append(Candidate(method, keep, model, {**counts, **part}, read))
                 continue
-            numbers: dict[str, int] = {f"num_{k}_param_tokens": n for k, n in part.items()}
-            chosen = unused if method == "random" else usage or {}
-            smaller = prune(copy.deepcopy(model), chosen, **numbers)  # type: ignore[arg-type]
+            numbers = {COUNTS[kind]: number for kind, number in part.items()}
+            smaller = _shrink(model, method, unused if method == "random" else usage or {}, numbers)
             made.append(Candidate(method, keep, smaller, {**counts, **part}, {}))
     return made
+
+
+def budget_candidates(
+    model: nn.Module,
+    budgets: Iterable[float],
+    usage: Mapping[str, Usage],
+    held_out: Sequence[Batch],
+    kinds: Sequence[str] = KINDS,
+) -> list[Candidate]:
+    """Compress a model to budgets of FLOPs, with numbers of pairs chosen for each layer.
+
+    Args:
+        model: TokenFormer classifier, which is not changed. A nested model keeps its first pairs,
+            another model its most used pairs.
+        budgets: Shares of the FLOPs of the Pattention layers, as for
+            :func:`~tokenformer_vit.growth.choose_counts`.
+        usage: Usage of the model's pairs.
+        held_out: Images and labels that are not test data.
+        kinds: Kinds of layers to compress.
+
+    Returns:
+        For each budget, the model chosen by usage and the model chosen by the loss on ``held_out``.
+
+    Raises:
+        InputError: If a budget is too small, or an output is not finite.
+    """
+    method = uniform_method(model)
+
+    def candidate(name: str, budget: float, numbers: Numbers) -> Candidate:
+        smaller = _shrink(model, method, usage, numbers)
+        return Candidate(name, budget, smaller, _pairs(smaller), {})
+
+    def held_out_loss(numbers: Numbers) -> float:
+        tried = candidate("by-loss", 1.0, numbers)
+        losses = [F.cross_entropy(tried.scores(x), y, reduction="sum") for x, y in held_out]
+        return torch.stack(losses).sum().item() / sum(len(labels) for _, labels in held_out)
+
+    losses = {"by-usage": usage_loss(usage, method == "nested"), "by-loss": held_out_loss}
+    return [
+        candidate(name, budget, choose_counts(model, budget, loss, kinds))
+        for name, loss in losses.items()
+        for budget in sorted({budget for budget in budgets if budget < 1}, reverse=True)
+    ]
+
+
+def uniform_method(model: nn.Module) -> str:
+    """Return the method that gives all layers one share: ``nested`` for a nested model."""
+    return "nested" if len(getattr(model, "sizes", ())) > 1 else "prune"
+
+
+def _pairs(model: nn.Module) -> dict[str, int | list[int]]:
+    """Return the numbers of pairs by kind; a list by block if blocks differ."""
+    own: Any = model
+    numbers = token_arguments(own.blocks)
+    return {kind: numbers[name] for kind, name in COUNTS.items()}
+
+
+def _share(number: int | list[int], keep: float) -> Any:
+    if isinstance(number, list):
+        return [_share(each, keep) for each in number]
+    return max(1, round(keep * number))
+
+
+def _shrink(
+    model: nn.Module, method: str, usage: Mapping[str, Usage], numbers: Mapping[str, Any]
+) -> nn.Module:
+    """Return a smaller model: the first pairs if the method is ``nested``, or the most used."""
+    if method != "nested":
+        return prune(copy.deepcopy(model), usage, **numbers)
+    if uniform_method(model) != "nested":
+        raise InputError(
+            "the model has no nested sizes, which method nested needs: use prune, or give a model "
+            "that was trained with nested sizes"
+        )
+    counts = counts_by_layer(pattention_layers(model), **numbers)
+    return extract(model, {name: count for name, count in counts.items() if count is not None})
 
 
 def labelled_images(folder: Path, num_classes: int) -> list[tuple[Path, int]]:
@@ -187,14 +268,28 @@ def sample_images(folder: Path, number: int, seed: int, apart: Path) -> list[Pat
         InputError: If ``folder`` does not exist, a class has no image, or one of the two folders
             contains the other.
     """
-    inner, outer = folder.resolve(), apart.resolve()
-    if inner.is_relative_to(outer) or outer.is_relative_to(inner):
-        raise InputError(
-            f"usage must not be measured on images whose accuracy is reported: {folder} and "
-            f"{apart} overlap; give training images with --measure-on"
-        )
+    check_apart(folder, apart, "training images with --measure-on")
     images = [path for paths in _images_by_class(folder) for path in paths]
     return random.Random(seed).sample(images, min(number, len(images)))
+
+
+def check_apart(folder: Path, tested: Path, remedy: str) -> None:
+    """Check that a folder does not hold the images whose accuracy is reported.
+
+    Args:
+        folder: Folder of images that a choice uses.
+        tested: Folder of the images whose accuracy is reported.
+        remedy: What to give instead; the error message ends with it.
+
+    Raises:
+        InputError: If one of the two folders contains the other.
+    """
+    inner, outer = folder.resolve(), tested.resolve()
+    if inner.is_relative_to(outer) or outer.is_relative_to(inner):
+        raise InputError(
+            f"images whose accuracy is reported must not be used for a choice: {folder} and "
+            f"{tested} overlap; give {remedy}"
+        )
 
 
 def tensor_batches(
@@ -223,6 +318,18 @@ def tensor_batches(
             yield torch.stack(images).to(device)
 
 
+def labelled_batches(
+    model: nn.Module, samples: Sequence[tuple[Path, int]], batch_size: int, device: torch.device
+) -> Iterator[Batch]:
+    """Read images as :func:`tensor_batches` does; yield them with their labels."""
+    paths, labels = zip(*samples, strict=True)
+    start = 0
+    with closing(tensor_batches(model, paths, batch_size, device)) as batches:  # type: ignore[type-var]
+        for images in batches:
+            yield images, torch.tensor(labels[start : start + len(images)], device=device)
+            start += len(images)
+
+
 def measure_top1(
     candidates: Sequence[Candidate],
     samples: Sequence[tuple[Path, int]],
@@ -232,7 +339,7 @@ def measure_top1(
     """Measure the top-1 accuracy of all candidates; each image is read once.
 
     Args:
-        candidates: Models on ``device``.
+        candidates: Models on ``device``, the original model first.
         samples: Images and labels, as :func:`labelled_images` returns them.
         batch_size: Images in a batch.
         device: Device to compute on.
@@ -243,12 +350,9 @@ def measure_top1(
     Raises:
         InputError: If an image cannot be read, or an output is not finite.
     """
-    paths, labels = zip(*samples, strict=True)
-    correct, start = [0] * len(candidates), 0
-    with closing(tensor_batches(candidates[0].model, paths, batch_size, device)) as batches:  # type: ignore[type-var]
-        for images in batches:
-            wanted = torch.tensor(labels[start : start + len(images)], device=device)
-            start += len(images)
+    correct = [0] * len(candidates)
+    with closing(labelled_batches(candidates[0].model, samples, batch_size, device)) as batches:  # type: ignore[type-var]
+        for images, wanted in batches:
             for index, candidate in enumerate(candidates):
                 correct[index] += int((candidate.scores(images).argmax(-1) == wanted).sum())
     return [

@@ -109,6 +109,8 @@ def draw_exemplars(record: dict[str, Any], model: nn.Module, path: Path) -> None
 def draw_compression(record: Mapping[str, Any], path: Path) -> None:
     """Draw accuracy against the share of pairs and against FLOPs, one line for each method.
 
+    Early exits have no share of pairs and are drawn against FLOPs only.
+
     Args:
         record: The record that ``tokenformer-vit compress`` writes.
         path: PNG file to write.
@@ -124,14 +126,15 @@ def draw_compression(record: Mapping[str, Any], path: Path) -> None:
         own = [points[0], *(p for p in points if p["method"] == method)]
         style = {"marker": "o", "color": f"C{index}", "label": method}
         top1 = [point["top1"] for point in own]
-        shares.plot([point["keep"] for point in own], top1, **style)
+        if method != "early":  # images differ in the pairs that they use
+            shares.plot([point["keep"] for point in own], top1, **style)
         flops.plot([point["flops_per_image"] for point in own], top1, **style)
     shares.axhline(points[0]["top1"], color="0.6", linestyle=":")
     flops.axhline(points[0]["top1"], color="0.6", linestyle=":")
     shares.set(xlabel="share of pairs kept or read", ylabel=f"top-1 (%), {record['images']} images")
     flops.set(xlabel="forward FLOPs per image")
     flops.xaxis.set_major_formatter(EngFormatter())
-    shares.legend()
+    flops.legend()
     _save(figure, path)
 
 

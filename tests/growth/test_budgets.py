@@ -1,0 +1,105 @@
+"""Budgets: the chosen numbers of pairs cost what they may, and the loss rises little."""
+
+import copy
+
+import pytest
+import torch
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.growth import Usage, choose_counts, pattention_layers, prune, usage_loss
+from tokenformer_vit.models import LMConfig, TokenFormerLM, TokenFormerViT
+
+COUNTS = {"num_qkv_param_tokens": 32, "num_proj_param_tokens": 48, "num_ffn_param_tokens": 64}
+COSTS = {"num_qkv_param_tokens": 3, "num_proj_param_tokens": 1, "num_ffn_param_tokens": 1}
+
+
+def build(**changes):
+    shape = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 3, "num_heads": 2}
+    return TokenFormerViT(**{**shape, **COUNTS, **changes}, num_classes=4).eval()
+
+
+def usage_of(model):
+    usage = {}
+    for name, layer in pattention_layers(model).items():
+        pairs = layer.num_param_tokens
+        steepness = 10 * torch.rand(())  # layers differ in how many pairs they use
+        usage[name] = Usage(torch.rand(pairs).double() ** steepness, torch.ones(pairs) / pairs)
+    return usage
+
+
+def cost(numbers):
+    return sum(COSTS[name] * sum(each) for name, each in numbers.items())
+
+
+WHOLE = cost({name: [count] * 3 for name, count in COUNTS.items()})
+
+
+@pytest.mark.parametrize("budget", [0.07, 0.3, 0.5, 0.99, 1.0])
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_budget_is_used_up_to_one_pair(budget, nested):
+    model = build()
+    numbers = choose_counts(model, budget, usage_loss(usage_of(model), nested))
+    assert 0 <= budget * WHOLE - cost(numbers) < 3
+    for name, each in numbers.items():
+        assert all(1 <= number <= COUNTS[name] for number in each)
+
+
+def test_no_random_choice_within_the_budget_loses_less():
+    model, others = build(), []
+    loss = usage_loss(usage_of(model))
+    while len(others) < 50:
+        shares = {name: torch.rand(3) for name in COUNTS}
+        numbers = {n: (shares[n] * COUNTS[n]).ceil().int().tolist() for n in COUNTS}
+        if 0.4 * WHOLE <= cost(numbers) <= 0.5 * WHOLE:
+            others.append(loss(numbers))
+    uniform = loss({name: [count // 2] * 3 for name, count in COUNTS.items()})
+    assert loss(choose_counts(model, 0.5, loss)) < min(*others, uniform)
+
+
+def test_layers_that_use_few_pairs_lose_more():
+    model = build()
+    usage = usage_of(model)
+    for name in usage:
+        flat = torch.ones_like(usage[name].sizes)
+        if name == "blocks.1.mlp":  # 16 pairs do all the work
+            flat[::4] = 1e6
+        usage[name] = Usage(flat, usage[name].shares)
+    numbers = choose_counts(model, 0.9, usage_loss(usage))
+    assert numbers["num_ffn_param_tokens"][1] == 16
+    # The last pairs of a nested model count, and here one of the last four is used.
+    numbers = choose_counts(model, 0.95, usage_loss(usage, nested=True))
+    assert numbers["num_ffn_param_tokens"][1] > 16
+
+
+def test_a_measured_loss_decides_and_kinds_that_are_not_named_stay():
+    asked = []
+
+    def loss(numbers):
+        asked.append(numbers)
+        return -sum((1, 10, 3)[i] * n for each in numbers.values() for i, n in enumerate(each))
+
+    model = build()
+    numbers = choose_counts(model, 0.5, loss, kinds=("ffn",))
+    assert numbers == {"num_ffn_param_tokens": [1, 64, 31]}
+    assert all(each.keys() == numbers.keys() for each in asked)
+    assert len(asked) < 3 * 16 * 2  # the others are not measured at every step
+
+
+def test_the_numbers_fit_prune_and_a_new_model():
+    model = build()
+    usage = usage_of(model)
+    numbers = choose_counts(model, 0.4, usage_loss(usage))
+    smaller = prune(copy.deepcopy(model), usage, **numbers)
+    build(**numbers).load_state_dict(smaller.state_dict())
+    config = LMConfig(vocab_size=9, embed_dim=16, depth=3, num_heads=2, rotary_share=0.5, **COUNTS)
+    lm = TokenFormerLM(config)
+    numbers = choose_counts(lm, 0.4, usage_loss(usage_of(lm)))
+    prune(lm, usage_of(lm), **numbers)
+    assert lm.config.num_ffn_param_tokens == numbers["num_ffn_param_tokens"]
+
+
+@pytest.mark.parametrize("budget", [0, 0.001, 1.1, float("nan")])
+def test_budgets_out_of_range(budget):
+    model = build()
+    with pytest.raises(InputError, match=rf"at least 0.0\d+, .* but got {budget}"):
+        choose_counts(model, budget, usage_loss(usage_of(model)))
