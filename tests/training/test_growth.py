@@ -221,7 +221,7 @@ def test_an_ordinary_vit_grows_by_its_own_methods(growing, tmp_path, schedule):
         ([{"epoch": 1, "embed_dim": 9}], "its depth and width stay"),
         ([{"epoch": 1, "depth": 9, "num_ffn_param_tokens": 9}], "its depth and width stay"),
         ([{"epoch": 1}], "its depth and width stay"),
-        ([{"epoch": 0, "num_ffn_param_tokens": 9}], "out of order"),
+        ([{"epoch": -1, "num_ffn_param_tokens": 9}], "out of order"),
         ([{"epoch": e, "num_ffn_param_tokens": 9 * e} for e in (2, 1)], "out of order"),
         ([{"epoch": e, "num_ffn_param_tokens": 9 - e} for e in (1, 2)], "out of order"),
     ],

@@ -15,6 +15,7 @@ from .image_models import (
     with_frozen_norms,
 )
 from .language_models import LANGUAGE
+from .nested_sizes import Line, NestedSizes
 from .questions import Baseline, Question, Steps
 from .sweep import main
 from .texts import Texts
@@ -28,8 +29,10 @@ __all__ = [
     "Baseline",
     "Budgets",
     "Field",
+    "Line",
     "Measure",
     "ModelChange",
+    "NestedSizes",
     "Outside",
     "Part",
     "Question",
