@@ -14,6 +14,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.arguments import released_stds
 from tokenformer_vit.layers.segments import TOKENS, fuse_state_dict, is_split, token_segments
+from tokenformer_vit.models.sizes import kind_of
 from tokenformer_vit.ops import THETAS, default_tau, find_theta
 
 from .new_pairs import freeze_old
@@ -21,7 +22,6 @@ from .optimizer import carry_over, check_optimizer
 from .tokens import (
     LayerTokens,
     check_rebuildable,
-    kind_of,
     pattention_layers,
     read_tokens,
     record_counts,

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.layers import Pattention
+from tokenformer_vit.models.sizes import kind_of
 from tokenformer_vit.models.weights import read_checkpoint, write_tensors
 
-from .tokens import kind_of, pattention_layers
+from .tokens import pattention_layers
 
 # Anything that can index a tensor of P entries, one for each pair.
 Pairs = Any

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
+from tokenformer_vit.models.sizes import kind_of
 from tokenformer_vit.ops import find_theta, norm_shares
 
 from .tokens import (
     LayerTokens,
     check_rebuildable,
-    kind_of,
     pattention_layers,
     read_tokens,
     record_counts,

@@ -7,8 +7,9 @@ from torch import nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
+from tokenformer_vit.models.sizes import kind_of
 
-from .tokens import kind_of, pattention_layers
+from .tokens import pattention_layers
 
 
 def set_top_k(
@@ -27,7 +28,7 @@ def set_top_k(
     Args:
         model: Any module with TokenFormer blocks, changed in place.
         qkv: Pairs to read in each query, key and value projection. An int is a number of pairs; a
-            float in (0, 1] is a share of the active pairs, rounded, at least one pair. None reads
+            float in (0, 1] is a share of the pairs in use, rounded, at least one pair. None reads
             all pairs densely.
         proj: Pairs to read in each output projection.
         ffn: Pairs to read in each feed-forward layer.
@@ -45,7 +46,7 @@ def set_top_k(
 def _number(wanted: int | float | None, name: str, layer: Pattention) -> int | None:
     if wanted is None:
         return None
-    pairs = _num_active(layer)
+    pairs = layer.num_used
     if isinstance(wanted, float):
         if not 0 < wanted <= 1:
             raise InputError(f"{name}: a share must be above 0 and at most 1, but it is {wanted}")
@@ -81,7 +82,3 @@ def top_k(
     finally:
         for layer, number in zip(layers, before, strict=True):
             layer.top_k = number
-
-
-def _num_active(layer: Pattention) -> int:
-    return layer.num_param_tokens if layer.active is None else len(layer.active)

@@ -23,12 +23,10 @@ from tokenformer_vit.layers.segments import (
     token_segments,
 )
 from tokenformer_vit.models import TokenFormerLM, TokenFormerViT
+from tokenformer_vit.models.sizes import find_layers
 
 # Replaced parameters by id, for as long as somebody still holds them.
 _replaced: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
-
-# The kind of a layer, which has its own count of pairs, by the last part of the layer's name.
-KINDS = {"query": "qkv", "key": "qkv", "value": "qkv", "proj": "proj", "mlp": "ffn"}
 
 
 @dataclass(frozen=True)
@@ -71,24 +69,6 @@ class Change:
     like: nn.Parameter | None = None
 
 
-def kind_of(name: str) -> str:
-    """Return the kind of a layer: ``qkv``, ``proj`` or ``ffn``.
-
-    Args:
-        name: Full name of a Pattention layer in a model.
-
-    Raises:
-        InputError: If no layer of a TokenFormer block has this name.
-    """
-    last = name.rpartition(".")[2]
-    if last not in KINDS:
-        raise InputError(
-            f"the Pattention layer {name!r} has no kind; the layers of a TokenFormer block are "
-            f"{', '.join(KINDS)}"
-        )
-    return KINDS[last]
-
-
 def pattention_layers(model: nn.Module) -> dict[str, Pattention]:
     """Find the Pattention layers of a model.
 
@@ -101,7 +81,7 @@ def pattention_layers(model: nn.Module) -> dict[str, Pattention]:
     Raises:
         InputError: If the model has no Pattention layer.
     """
-    layers = {name: each for name, each in model.named_modules() if isinstance(each, Pattention)}
+    layers = find_layers(model)
     if not layers:
         raise InputError(
             f"{type(model).__name__} has no Pattention layer to change; give a TokenFormer"

@@ -89,6 +89,7 @@ class ShardIndex(TypedDict):
 
 
 Size = Annotated[int, Field(ge=1, lt=2**31)]
+Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class PattentionArgs(TypedDict, total=False):
@@ -124,6 +125,7 @@ class LMShape(TypedDict, total=False):
     norm: str
     norm_eps: Annotated[float, Field(ge=0)]
     pattention_args: PattentionArgs | None
+    nested: list[Share | dict[str, Share | Size]]
 
 
 def read_json(path: Path, schema: type[T], what: str, way_out: str) -> T:

@@ -36,17 +36,10 @@ def call_together(
     """
     if not _is_joint(x, layers, joint):
         return tuple(layer(x) for layer in layers)
+    first: Any = layers[0]
     plain: Sequence[Any] = layers
-    first = plain[0]
-    return pattention_joint(
-        x,
-        [layer.key_param_tokens for layer in plain],
-        [layer.value_param_tokens for layer in plain],
-        first.theta,
-        [layer.tau for layer in plain],
-        first.eps,
-        first.backend,
-    )
+    keys, values, _, tau = zip(*(layer.used_tokens() for layer in plain), strict=True)
+    return pattention_joint(x, keys, values, first.theta, tau, first.eps, first.backend)
 
 
 def _is_joint(x: Tensor, layers: Sequence[Any], joint: bool | None) -> bool:
@@ -61,7 +54,7 @@ def _is_joint(x: Tensor, layers: Sequence[Any], joint: bool | None) -> bool:
     settings = (first.theta, first.eps, first.backend)
     if any((layer.theta, layer.eps, layer.backend) != settings for layer in layers):
         return False
-    return joint or x.numel() >= len(layers) * first.key_param_tokens.numel()
+    return joint or x.numel() >= len(layers) * first.num_used * first.in_features
 
 
 def _is_plain(layer: Any) -> bool:

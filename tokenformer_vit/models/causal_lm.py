@@ -17,6 +17,8 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Attention, Pattention, TokenFormerBlock
 from tokenformer_vit.layers.arguments import model_pattention_args
 
+from .sizes import Size, nest_layers, nested_sizes, set_size
+
 _POSITIONS = ("rotary", "learned")
 
 
@@ -43,6 +45,7 @@ class LMConfig:
         pattention_args: Arguments of all Pattention layers, and ``init``; see
             :class:`~tokenformer_vit.layers.Pattention` and
             :func:`~tokenformer_vit.layers.arguments.model_pattention_args`.
+        nested: Smaller sizes that are trained as well; see :meth:`TokenFormerLM.set_size`.
 
     Raises:
         InputError: If ``positions`` is unknown or a size does not fit.
@@ -68,6 +71,7 @@ class LMConfig:
     norm: str = "none"
     norm_eps: float = 1e-5
     pattention_args: dict[str, Any] | None = None
+    nested: tuple[Size, ...] = ()
 
     def __post_init__(self) -> None:
         """Check the values that no layer checks."""
@@ -252,6 +256,7 @@ class TokenFormerLM(nn.Module):
     Attributes:
         gradient_checkpointing: Whether training computes each block again in the backward pass, to
             save memory.
+        sizes: The nested sizes, smallest first, then 1.0 for the whole model.
 
     Shape:
         (B, N) token numbers -> (B, N, V) logits.
@@ -311,6 +316,7 @@ class TokenFormerLM(nn.Module):
         for layer in self.blocks.modules():
             if isinstance(layer, Pattention):
                 layer.of_model = True
+        self.sizes = nest_layers(self, config.nested)
         for module in (self.embedding, self.positions, self.head):
             if module is not None:
                 nn.init.normal_(module.weight, std=0.02)
@@ -377,11 +383,25 @@ class TokenFormerLM(nn.Module):
         """Map (..., C) features to (..., V) logits."""
         return F.linear(features, (self.embedding if self.head is None else self.head).weight)
 
+    def set_size(self, size: Size | None) -> None:
+        """Use only the first pairs of every layer; it is not saved with the model.
+
+        Args:
+            size: Size, as for :meth:`TokenFormerViT.set_size
+                <tokenformer_vit.models.TokenFormerViT.set_size>`.
+
+        Raises:
+            InputError: If the size is out of range, a mask is active, or a ``top_k`` is larger than
+                the size. Then nothing is changed.
+        """
+        set_size(self, size)
+
     def record_param_tokens(self) -> None:
-        """Update the numbers of pairs in ``config`` after growth or pruning."""
+        """Update the numbers of pairs and the sizes in ``config`` after growth or pruning."""
         block: Any = self.blocks[0]
         own = block.token_arguments(self.config.pattention_args)
-        self.config = replace(self.config, **own)
+        self.sizes = nested_sizes(self, self.sizes)
+        self.config = replace(self.config, **own, nested=self.sizes[:-1])
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return (B or 1, 1, N, R) cosines and sines in float32."""

@@ -5,7 +5,7 @@ the block, its norm, and the numbers of parameter tokens.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from tokenformer_vit.layers.block import TIMM_ONLY
 from tokenformer_vit.layers.segments import fuse_state_dict
 from tokenformer_vit.ops import check_backend
 
+from .sizes import Size, nest_layers, nested_sizes, set_size
 from .weights import check_digest, check_tensors
 
 __all__ = [
@@ -56,6 +57,9 @@ class TokenFormerViT(VisionTransformer):
             ``key_init_scale``, ``gate`` and ``init`` (``released``: initial parameter tokens as in
             the authors' code); see :class:`~tokenformer_vit.layers.Pattention` and
             :func:`~tokenformer_vit.layers.arguments.model_pattention_args`.
+        nested: Smaller sizes that are trained as well, such as ``(0.25, 0.5)`` for the first
+            quarter and the first half of the pairs of every layer; see :meth:`set_size`. Each has
+            its own τ.
         embed_dim: Width C.
         depth: Number of blocks.
         weight_init: timm's initialisation of the stem and the head. Parameter tokens are always
@@ -63,10 +67,13 @@ class TokenFormerViT(VisionTransformer):
         **kwargs: Other arguments of timm's ``VisionTransformer``, except those of linear layers
             (``qkv_bias``, ``mlp_layer``, ...).
 
+    Attributes:
+        sizes: The nested sizes, smallest first, then 1.0 for the whole model.
+
     Raises:
         TypeError: If an argument is unknown or belongs to linear layers.
         InputError: If ``theta``, ``norm``, ``global_pool`` or a key of ``pattention_args`` is
-            unknown, or a value of ``pattention_args`` is out of range.
+            unknown, or a value of ``pattention_args`` or ``nested`` is out of range.
 
     Shape:
         (B, in_chans, H, W) -> (B, num_classes).
@@ -84,6 +91,7 @@ class TokenFormerViT(VisionTransformer):
         num_proj_param_tokens: int | None = None,
         num_ffn_param_tokens: int | None = None,
         pattention_args: dict[str, Any] | None = None,
+        nested: Sequence[Size] = (),
         embed_dim: int = 768,
         depth: int = 12,
         weight_init: str = "",
@@ -115,6 +123,7 @@ class TokenFormerViT(VisionTransformer):
         for layer in self.modules():
             if isinstance(layer, Pattention):
                 layer.of_model = True
+        self.sizes = nest_layers(self, nested)
 
     @torch.jit.ignore()
     def no_weight_decay(self) -> set[str]:
@@ -139,17 +148,39 @@ class TokenFormerViT(VisionTransformer):
                 module.backend = backend
 
     @torch.jit.ignore()
+    def set_size(self, size: Size | None) -> None:
+        """Use only the first pairs of every layer.
+
+        Like ``set_backend``, it is not saved with the model.
+        :func:`~tokenformer_vit.growth.extract` makes a smaller model.
+
+        Args:
+            size: Share of the pairs of every layer, above 0 and at most 1; or a dict of shares
+                (floats) and numbers of pairs (ints), by kind (``qkv``, ``proj``, ``ffn``) or by
+                layer name. ``None`` for all pairs. It need not be one of ``sizes``.
+
+        Raises:
+            InputError: If the size is out of range, a mask is active, or a ``top_k`` is larger than
+                the size. Then nothing is changed.
+        """
+        set_size(self, size)
+
+    @torch.jit.ignore()
     def record_param_tokens(self) -> None:
-        """Update the numbers of pairs in the arguments from which timm rebuilds this model.
+        """Update the pairs and the sizes in the arguments from which timm rebuilds this model.
 
         Call it after pairs were added or removed; then the model is saved and exported with its
         new size. It does nothing for a model that timm did not build.
         """
+        self.sizes = nested_sizes(self, self.sizes)
         args = getattr(self, "_model_args", None)  # what timm's get_model_args() returns
         if args is None or not len(self.blocks):
             return
         block: Any = self.blocks[0]
         args |= block.token_arguments(args.get("pattention_args"))
+        args.pop("nested", None)
+        if nested := self.sizes[:-1]:
+            args["nested"] = nested
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the head by a new one; also the pooling, if it is given."""

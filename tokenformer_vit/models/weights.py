@@ -148,7 +148,10 @@ def _fault(name: str, tensor: Tensor) -> str | None:
             "holds NaN or infinity: the file is damaged, or the training diverged; use an earlier "
             "checkpoint"
         )
-    if name.rpartition(".")[2] == "tau" and not (tensor.numel() == 1 and tensor.item() > 0):
+    last = name.rpartition(".")[2]
+    if last == "nested_tau" and not (tensor > 0).all():
+        return f"is {tensor.tolist()}, but τ must be positive; the file is damaged"
+    if last == "tau" and not (tensor.numel() == 1 and tensor.item() > 0):
         return f"is {tensor.tolist()}, but τ must be one positive number; the file is damaged"
     return None
 

@@ -17,8 +17,8 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth.masks import count_pairs
 from tokenformer_vit.growth.prune import Usage, prune
 from tokenformer_vit.growth.sparse import top_k
-from tokenformer_vit.growth.tokens import kind_of
 from tokenformer_vit.models.description import data_config
+from tokenformer_vit.models.sizes import kind_of
 
 from .images import class_folders, read_images, say_left_out, scan_images
 
