@@ -10,8 +10,8 @@ Each size has its own τ, √S for S pairs. *τ kept* uses √P of all pairs at 
 *Grown* is the quarter trained alone, grown to half, then three quarters, then all pairs, each time
 with a training of full length. If everything except the new pairs is *frozen*, the last model
 contains the others. *Pruned* and *top-k* take the model with all pairs, without more training.
-*Reordered* sorts its pairs by usage, and trains it by the sandwich rule for an eighth of the epochs.
-The ViT of each size has as many blocks and as many weights in them, with less width.
+*Reordered* sorts its pairs by usage, and trains it by the sandwich rule for an eighth of the
+epochs. The ViT of each size has as many blocks and as many weights in them, with less width.
 """
 
 from dataclasses import replace

@@ -60,8 +60,8 @@ def _of_all_processes(rows: Tensor, size: int) -> Tensor:
 
 
 def endings(sample: Mapping[str, Any], name: str) -> list[str]:
-    """Return the ends of the keys of a sample that begin with ``name``: one for each size."""
-    return [key.removeprefix(name) for key in sample if key.startswith(name)]
+    """Return the ends of the keys of a sample that begin with ``name``: "" first, then sizes."""
+    return sorted(key.removeprefix(name) for key in sample if key.startswith(name))
 
 
 @METRICS.register_module()
