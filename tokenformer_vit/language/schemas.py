@@ -90,6 +90,7 @@ class ShardIndex(TypedDict):
 
 Size = Annotated[int, Field(ge=1, lt=2**31)]
 Share = Annotated[float, Field(gt=0, le=1)]
+NestedSize = Share | dict[str, Share | Size]
 
 
 class PattentionArgs(TypedDict, total=False):
@@ -125,7 +126,7 @@ class LMShape(TypedDict, total=False):
     norm: str
     norm_eps: Annotated[float, Field(ge=0)]
     pattention_args: PattentionArgs | None
-    nested: list[Share | dict[str, Share | Size]]
+    nested: list[NestedSize] | tuple[NestedSize, ...]
 
 
 def read_json(path: Path, schema: type[T], what: str, way_out: str) -> T:
