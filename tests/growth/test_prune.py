@@ -1,17 +1,21 @@
 """Usage is what each pair adds on average; pruning keeps the weights of the other pairs."""
 
 import copy
+import json
+from functools import partial
 
 import pytest
 import timm
 import torch
-from timm.models import save_for_hf
+from timm.models import get_model_args, save_for_hf
 from torch import nn
 
 import tokenformer_vit  # noqa: F401
+from tokenformer_vit.benchmarking.costs import model_costs, total
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow, pattention_layers
 from tokenformer_vit.growth.prune import Usage, measure_usage, prune
+from tokenformer_vit.models.checkpoints import load_model, save_classifier, save_model
 from tokenformer_vit.ops import THETAS
 
 SHAPE = {
@@ -210,6 +214,48 @@ def test_counts_that_are_left_out_stay():
     assert model.blocks[0].mlp.key_param_tokens is ffn
     assert model.blocks[0].attn.proj.num_param_tokens == 40
     assert model.blocks[1].attn.query.num_param_tokens == 9
+
+
+def test_counts_by_block_are_saved_reloaded_counted_and_grown(tmp_path):
+    model, x = build(), torch.randn(2, 3, 32, 32)
+    before, flops = copy.deepcopy(model), total(model_costs(model)).forward_flops
+    usage = measure_usage(model, [x])
+    prune(model, usage, num_qkv_param_tokens=[9, 24], num_ffn_param_tokens=(56, 33))
+    counts = [layer.num_param_tokens for layer in pattention_layers(model).values()]
+    assert counts == [9, 9, 9, 40, 56, 24, 24, 24, 40, 33]
+    gone = 3 * (24 - 9) + (56 - 33)
+    assert flops - total(model_costs(model)).forward_flops == 17 * 2 * 2 * 32 * gone
+    untouched = prune(copy.deepcopy(before), usage, num_qkv_param_tokens=9)
+    for name in ("blocks.0.attn.query", "blocks.0.attn.value"):
+        one, other = (pattention_layers(each)[name] for each in (model, untouched))
+        assert torch.equal(one.key_param_tokens, other.key_param_tokens)
+        assert torch.equal(one.tau, other.tau)
+
+    save_model(model, tmp_path / "folder")
+    assert "q, k, v 9 to 24, output 40, FFN 33 to 56" in (tmp_path / "folder/README.md").read_text()
+    arguments = json.loads((tmp_path / "folder/config.json").read_text())["model_args"]
+    assert arguments["num_qkv_param_tokens"] == [9, 24]
+    assert arguments["num_ffn_param_tokens"] == [56, 33]
+    assert arguments["num_proj_param_tokens"] == 40
+    save_classifier(model, tmp_path / "model.pth")
+    for reloaded in (
+        timm.create_model(f"local-dir:{tmp_path / 'folder'}", pretrained=True).eval(),
+        load_model(None, tmp_path / "model.pth"),
+    ):
+        assert torch.equal(logits(reloaded, x), logits(model, x))
+
+    expected = logits(model, x)
+    grow(model, num_qkv_param_tokens=[24, 32], num_ffn_param_tokens=72)
+    counts = [layer.num_param_tokens for layer in pattention_layers(model).values()]
+    assert counts == [24, 24, 24, 40, 72, 32, 32, 32, 40, 72]
+    assert_same(logits(model, x), expected, 1e-5)
+    assert get_model_args(model)["num_qkv_param_tokens"] == [24, 32]
+    assert get_model_args(model)["num_ffn_param_tokens"] == 72
+    with pytest.raises(InputError, match=r"blocks.1.attn.key has 32 pairs .* grow to 24"):
+        grow(model, num_qkv_param_tokens=[30, 24])
+    for change, counts in ((grow, [60, 60, 60]), (partial(prune, usage=usage), [9])):
+        with pytest.raises(InputError, match=rf"qkv.* has {len(counts)} numbers for 2 blocks"):
+            change(model, num_qkv_param_tokens=counts)
 
 
 @pytest.mark.parametrize(

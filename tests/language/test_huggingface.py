@@ -253,6 +253,25 @@ def test_a_grown_model_is_saved_as_grown(kind, tmp_path):
     assert counts.items() <= json.loads((tmp_path / "config.json").read_text()).items()
 
 
+def test_numbers_of_pairs_by_block_are_saved(tmp_path):
+    tokens = torch.randint(61, (2, 9))
+    model = build(num_qkv_param_tokens=(20, 12), num_ffn_param_tokens=[64, 64])
+    loaded = reload(model, tmp_path)
+    torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=0, atol=0)
+    counts = {
+        "num_qkv_param_tokens": [20, 12],
+        "num_proj_param_tokens": 32,
+        "num_ffn_param_tokens": 64,
+    }
+    assert counts.items() <= json.loads((tmp_path / "config.json").read_text()).items()
+    grow(loaded, num_qkv_param_tokens=[20, 16])
+    assert loaded.config.num_qkv_param_tokens == [20, 16]
+    with pytest.raises(InputError, match=r"qkv_param_tokens has 3 numbers for 2 blocks"):
+        build(num_qkv_param_tokens=[8, 8, 8])
+    with pytest.raises(InputError, match="num_qkv_param_tokens"):
+        build(num_qkv_param_tokens=[8, 0])
+
+
 @pytest.mark.parametrize("kind", ["tokenformer", "gpt2"])
 def test_the_code_of_the_model_card_runs(kind, tmp_path, monkeypatch, capsys):
     model = build(vocab_size=257) if kind == "tokenformer" else transformer_lm(257, 40, 32, 1, 2)

@@ -150,6 +150,9 @@ def test_what_the_released_code_would_compute_otherwise_is_not_exported():
     grow(model, num_ffn_param_tokens=256)
     with pytest.raises(InputError, match=r"blocks.0.mlp has τ = 13.8564, not √256 = 16"):
         to_released(model)
+    uneven = LMConfig(vocab_size=9, depth=2, embed_dim=16, num_heads=2, num_ffn_param_tokens=[8, 9])
+    with pytest.raises(InputError, match=r"num_ffn_param_tokens is \[8, 9\], not one number"):
+        to_released(TokenFormerLM(uneven))
     other = LMConfig(vocab_size=9, embed_dim=16, depth=1, num_heads=2, positions="learned")
     with pytest.raises(InputError, match="positions is learned, not rotary"):
         to_released(TokenFormerLM(other))

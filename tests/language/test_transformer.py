@@ -79,7 +79,10 @@ def test_sizes_that_do_not_fit(change, message):
 PAIRS = {"num_qkv_param_tokens": 20, "num_proj_param_tokens": 28, "num_ffn_param_tokens": 50}
 
 
-@pytest.mark.parametrize("changes", [{}, PAIRS, {"tie_embeddings": False}])
+BY_BLOCK = {**PAIRS, "num_ffn_param_tokens": [40, 60]}
+
+
+@pytest.mark.parametrize("changes", [{}, PAIRS, BY_BLOCK, {"tie_embeddings": False}])
 def test_the_matched_transformer_has_as_many_weights_in_blocks(changes):
     config = LMConfig(**SHAPE, **changes, rotary_share=0.5)
     model, ours = matched_transformer(config), TokenFormerLM(config)

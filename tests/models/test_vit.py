@@ -6,6 +6,7 @@ import torch
 from timm.models import get_model_args, save_for_hf
 from torch.utils.flop_counter import FlopCounterMode
 
+from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import BlockLayerNorm, Pattention
 from tokenformer_vit.models import TokenFormerViT
 from tokenformer_vit.ops import THETAS
@@ -99,6 +100,29 @@ def test_norm_is_that_of_the_blocks_alone(small, norm):
 def test_pair_counts(small):
     model = small(num_qkv_param_tokens=8, num_proj_param_tokens=16, num_ffn_param_tokens=32)
     assert [layer.num_param_tokens for layer in pattentions(model)] == 2 * [8, 8, 8, 16, 32]
+
+
+def test_each_block_may_have_its_own_number_of_pairs(small):
+    arguments = {"num_qkv_param_tokens": [8, 12], "num_ffn_param_tokens": (32, 24)}
+    model = small(num_proj_param_tokens=16, **arguments)
+    counts = [layer.num_param_tokens for layer in pattentions(model)]
+    assert counts == [8, 8, 8, 16, 32, 12, 12, 12, 16, 24]
+    model.record_param_tokens()
+    expected = {
+        "num_qkv_param_tokens": [8, 12],
+        "num_proj_param_tokens": 16,
+        "num_ffn_param_tokens": [32, 24],
+    }
+    assert expected.items() <= get_model_args(model).items()
+
+
+@pytest.mark.parametrize("numbers", [[8], [8, 8, 8], []])
+def test_a_list_of_pairs_has_one_number_for_each_block(small, numbers):
+    with pytest.raises(InputError, match=rf"ffn.* has {len(numbers)} .* 2 blocks: give one") as e:
+        small(num_ffn_param_tokens=numbers)
+    assert "\n" not in str(e.value)
+    with pytest.raises(InputError, match=r"at least 1, but got 'x'"):
+        small(num_ffn_param_tokens=[8, "x"])
 
 
 def test_own_arguments_are_recorded_as_plain_values(small):

@@ -111,6 +111,7 @@ def refused(cfg, options):
         ("model.backbone.drop_path_rate", 1.5, "a number of at least 0 and below 1"),
         ("model.backbone.embed_dim", 0, WHOLE),
         ("model.backbone.num_heads", 0, WHOLE),
+        ("model.backbone.num_ffn_param_tokens", [0, 8], f"{WHOLE}, or a list of them"),
         ("model.backbone.patch_size", 0, f"{WHOLE}, or two of them"),
         ("model.backbone.img_size", "8", f"{WHOLE}, or two of them"),
         ("model", 1, "a dict"),
@@ -167,6 +168,10 @@ def test_values_of_language_models(key, value, allowed):
         (
             {"model.backbone.num_heads": 5},
             ["num_heads must divide dim 24", "got 5"],
+        ),
+        (
+            {"model.backbone.num_ffn_param_tokens": [8, 8, 8]},
+            ["num_ffn_param_tokens has 3 numbers for 2 blocks"],
         ),
         ({"model.backbone.theta": "gelu_l3"}, ["theta must be one of softmax", "'gelu_l3'"]),
         ({"model.backbone.model_name": "tokenformer_tny"}, ["tokenformer_tny"]),

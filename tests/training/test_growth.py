@@ -239,6 +239,20 @@ def test_a_gate_that_never_opens_is_refused():
 
 
 @pytest.mark.slow
+def test_a_run_grows_to_numbers_of_pairs_by_block(growing, tmp_path):
+    schedule = [
+        {"epoch": 1, "num_ffn_param_tokens": [96, 128]},
+        {"epoch": 2, "num_ffn_param_tokens": 128},
+    ]
+    growing(schedule=schedule[:1])(tmp_path / "run")
+    model = timm.create_model(f"local-dir:{tmp_path / 'run'}", pretrained=True)
+    assert [block.mlp.num_param_tokens for block in model.blocks] == [96, 128]
+    for wrong, said in (([96, 96, 96], "3 numbers for 2 blocks"), ([96, 95], "cannot grow to 95")):
+        schedule[1]["num_ffn_param_tokens"] = wrong
+        assert said in growing(schedule=schedule).fails(tmp_path / "wrong")
+
+
+@pytest.mark.slow
 def test_growth_after_the_end_of_the_run_is_said(growing, tmp_path):
     line = growing(schedule=[{"epoch": 3, "num_ffn_param_tokens": 160}]).fails(tmp_path / "late")
     assert "would grow the model at epoch 3, but the run ends" in line

@@ -9,6 +9,7 @@ from timm.models import get_model_args
 from timm.models.vision_transformer import VisionTransformer
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.growth.masks import count_pairs
 from tokenformer_vit.growth.transformer import mlp_ratio
 from tokenformer_vit.models import TokenFormerViT
 
@@ -45,7 +46,8 @@ def matched_vit(model: TokenFormerViT) -> tuple[VisionTransformer, int]:
     """Build the ViT that matches a TokenFormer.
 
     Args:
-        model: The TokenFormer. All blocks have as many pairs as the first.
+        model: The TokenFormer. If its blocks have different numbers of pairs, the blocks of the ViT
+            match their mean.
 
     Returns:
         The ViT, on the device ``meta``, and the number of its hidden neurons.
@@ -56,11 +58,7 @@ def matched_vit(model: TokenFormerViT) -> tuple[VisionTransformer, int]:
     if not len(model.blocks):
         raise InputError("a model without blocks has no match; give another model with --against")
     block: Any = model.blocks[0]
-    pairs = (
-        3 * block.attn.query.num_param_tokens
-        + block.attn.proj.num_param_tokens
-        + block.mlp.num_param_tokens
-    )
+    pairs = round(sum(count_pairs(model).values()) / len(model.blocks))
     hidden = matched_hidden(model.embed_dim, pairs, "give another model with --against")
     known = inspect.signature(VisionTransformer).parameters
     arguments = {name: value for name, value in get_model_args(model).items() if name in known}

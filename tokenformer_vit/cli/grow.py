@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "num_ffn_param_tokens": args.ffn,
         "init": args.init,
         "gate": args.gate,
+        "nested": args.nested,
         "seed": args.seed,
     }
     if args.target.suffix == ".safetensors":
@@ -94,6 +95,7 @@ def _grow_model(args: argparse.Namespace, how: dict) -> None:
         f"Done. In {args.target}: model.safetensors, config.json and README.md. To continue "
         f"training, set load_from={args.target}/model.safetensors and the new numbers of pairs"
         + (" and pattention_args=dict(gate='learned')" if gated else "")
+        + (f" and nested={list(model.sizes[:-1])}" if len(model.sizes) > 1 else "")
         + " in the config"
     )
 
@@ -123,6 +125,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         choices=("learned",),
         help="gate of new pairs under softmax (default with zero_key)",
     )
+    add("--nested", action="store_true", help="keep the present size as a nested size")
     add("--seed", type=whole_number(0), default=0, help="seed of random numbers")
     add("--model", metavar="NAME", help="timm model of the checkpoint")
     add("--model-kwargs", **MODEL_KWARGS)

@@ -5,10 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenformer_vit.benchmarking.matched import matched_hidden
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.layers.arguments import COUNTS
+from tokenformer_vit.layers.block import token_arguments
 
 Part = dict[str, Any]
 
-PAIRS = ("num_qkv_param_tokens", "num_proj_param_tokens", "num_ffn_param_tokens")
+PAIRS = tuple(COUNTS.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +28,18 @@ class Shape:
 
     @classmethod
     def of(cls, blocks: Any, embed_dim: int, outside: Mapping[str, Any]) -> "Shape":
-        """Read the sizes from the blocks of a TokenFormer."""
-        pairs, heads = blocks[0].token_arguments(None), blocks[0].attn.num_heads
+        """Read the sizes from the blocks of a TokenFormer.
+
+        Raises:
+            InputError: If the blocks have different numbers of pairs.
+        """
+        pairs, heads = token_arguments(blocks), blocks[0].attn.num_heads
         sizes = {key: pairs[key] for key in PAIRS}
+        for key, size in sizes.items():
+            if isinstance(size, list):
+                raise InputError(
+                    f"{key} is {size}: give one number for all blocks, which the variants share"
+                )
         return cls(
             embed_dim=embed_dim, depth=len(blocks), num_heads=heads, outside=outside, **sizes
         )

@@ -3,6 +3,7 @@
 from .grow import INITS, grow, grow_state_dict
 from .masks import TokenMasks, count_pairs
 from .merge import merge
+from .nested import extract, nest, reorder
 from .new_pairs import freeze_old, join_tokens, open_gates
 from .optimizer import MOMENTS, carry_over
 from .prune import Usage, measure_usage, prune
@@ -18,15 +19,18 @@ __all__ = [
     "Usage",
     "carry_over",
     "count_pairs",
+    "extract",
     "freeze_old",
     "grow",
     "grow_state_dict",
     "join_tokens",
     "measure_usage",
     "merge",
+    "nest",
     "open_gates",
     "pattention_layers",
     "prune",
+    "reorder",
     "set_top_k",
     "stack_blocks",
     "top_k",

@@ -12,22 +12,26 @@ from torch.optim import Optimizer
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.layers.arguments import released_stds
+from tokenformer_vit.layers.arguments import COUNTS, Counts, released_stds
 from tokenformer_vit.layers.segments import TOKENS, fuse_state_dict, is_split, token_segments
 from tokenformer_vit.models.sizes import kind_of
 from tokenformer_vit.ops import THETAS, default_tau, find_theta
 
+from .nested import keep_size
 from .new_pairs import freeze_old
 from .optimizer import carry_over, check_optimizer
 from .tokens import (
     LayerTokens,
     check_rebuildable,
+    counts_by_layer,
     pattention_layers,
     read_tokens,
     record_counts,
     write_tokens,
 )
 
+# Tensors of a layer in a state dict.
+_PARTS = (*TOKENS, "tau", "gate", "nested_sizes", "nested_tau")
 INITS = ("zero_key", "random", "duplicate", "released")
 # How much the copies of a pair differ, relative to the values. Equal copies would get equal
 # gradients and stay equal forever.
@@ -38,12 +42,13 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def grow(
     model: Model,
-    num_qkv_param_tokens: int | None = None,
-    num_proj_param_tokens: int | None = None,
-    num_ffn_param_tokens: int | None = None,
+    num_qkv_param_tokens: Counts = None,
+    num_proj_param_tokens: Counts = None,
+    num_ffn_param_tokens: Counts = None,
     *,
     init: str = "zero_key",
     gate: str | None = None,
+    nested: bool = False,
     seed: int = 0,
     split: bool = False,
     freeze: str | None = None,
@@ -67,7 +72,7 @@ def grow(
         model: Any module with TokenFormer blocks. Its Pattention parameters become new objects, and
             the arguments from which timm rebuilds it get the new counts.
         num_qkv_param_tokens: New number of pairs in each query, key and value projection; None
-            keeps the present number.
+            keeps the present number. A list has a number for each block.
         num_proj_param_tokens: New number of pairs in each output projection.
         num_ffn_param_tokens: New number of pairs in each feed-forward layer.
         init: Values of new pairs; see the table. Random tokens are normal with the root mean square
@@ -81,6 +86,11 @@ def grow(
             opened by :func:`open_gates`. None means ``learned`` for ``zero_key`` and no gate
             otherwise. All gates of a model are of one kind: old fixed gates become learned if new
             gates are learned; fixed gates cannot be added to learned ones.
+        nested: Whether an ordinary model becomes a nested one, whose smaller size is the model
+            before growth. A nested model always gets its present size as one more nested size. The
+            smaller sizes have their own τ and compute what they did: bit for bit as long as only
+            new pairs are trained (``freeze="old"``; do not train the head either), except with
+            gates, up to rounding.
         seed: Seed of the random numbers, which differ between layers and between old counts.
         split: Store new pairs in separate parameters (:mod:`tokenformer_vit.layers.segments`), to
             train them differently. New pairs of an earlier growth are joined to the old pairs in
@@ -100,9 +110,10 @@ def grow(
         ``model``.
 
     Raises:
-        InputError: If a count is smaller than the present one, an argument has an unknown value,
-            ``init`` does not fit the model's Θ and counts, the parameters are on the meta device,
-            or ``model`` is only a part of a model, whose other blocks would keep their counts.
+        InputError: If a count is smaller than the present one, a list of counts does not have one
+            for each block, an argument has an unknown value, ``init`` does not fit the model's Θ
+            and counts, the parameters are on the meta device, or ``model`` is only a part of a
+            model, whose other blocks would keep their counts.
 
     Note:
         In float32, outputs stay equal to about 1e-6, because sums of another length round
@@ -114,17 +125,19 @@ def grow(
         TokenFormer, arXiv:2410.23168v2, Section 3.3 and Appendix B, for zero keys and the kept τ.
         Duplicates and the gate are from this project.
     """
-    counts = _counts(num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens)
     if freeze not in (None, "old"):
         raise InputError(f"freeze must be 'old' or None, but got {freeze!r}")
     layers = pattention_layers(model)
+    counts = _counts(layers, num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens)
     check_rebuildable(model, layers)
     grow_layer = partial(_grow_layer, init=init, gate=gate, seed=seed, depth=_depth(layers))
     grown = {
-        name: grow_layer(name, index, read_tokens(layer), counts[kind_of(name)], layer.theta)
+        name: grow_layer(name, index, read_tokens(layer), counts[name], layer.theta)
         for index, (name, layer) in enumerate(sorted(layers.items()))
     }
     grown = _gate_alike(grown)
+    before = {name: read_tokens(layer) for name, layer in layers.items()}
+    grown = _nested(grown, before, nested, init)
     learn_gate = _kind_of_gate(layers, grown, gate)
     if (
         freeze
@@ -144,12 +157,14 @@ def grow(
         if grown[name].num > layer.num_param_tokens
         or is_split(layer)  # pairs that were new in the last growth are now old
         or grown[name].gate is not None
+        or grown[name].nested != layer.nested
     }
     parts = [
         p for layer in growing.values() for name in TOKENS for p in token_segments(layer, name)
     ]
-    gates = [layer.gate for layer in growing.values() if isinstance(layer.gate, nn.Parameter)]
-    check_optimizer(optimizer, [*parts, *gates], moments)
+    others = [each for layer in growing.values() for each in (layer.gate, layer.nested_tau)]
+    parts += [each for each in others if isinstance(each, nn.Parameter)]
+    check_optimizer(optimizer, parts, moments)
     changes = []
     for name, layer in growing.items():
         tokens, num_old = grown[name], layer.num_param_tokens
@@ -164,13 +179,14 @@ def grow(
 
 def grow_state_dict(
     state_dict: Mapping[str, Tensor],
-    num_qkv_param_tokens: int | None = None,
-    num_proj_param_tokens: int | None = None,
-    num_ffn_param_tokens: int | None = None,
+    num_qkv_param_tokens: Counts = None,
+    num_proj_param_tokens: Counts = None,
+    num_ffn_param_tokens: Counts = None,
     *,
     theta: str = "gelu_l2",
     init: str = "zero_key",
     gate: str | None = None,
+    nested: bool = False,
     seed: int = 0,
     missing_tau: str = "error",
 ) -> dict[str, Tensor]:
@@ -185,6 +201,7 @@ def grow_state_dict(
         init: Values of new pairs, as in :func:`grow`.
         gate: Gate of new pairs, as in :func:`grow`. With a gate, every layer of the state dict has
             a ``gate``; build the model that loads it with ``pattention_args={"gate": "learned"}``.
+        nested: Whether the present size becomes a nested size, as in :func:`grow`.
         seed: Seed of the random numbers; :func:`grow` draws the same numbers from it.
         missing_tau: What to do if a layer stores no τ, as in the authors' checkpoints: ``error``,
             or ``default`` for √P (P under an L1 norm).
@@ -196,7 +213,6 @@ def grow_state_dict(
         InputError: In the cases of :func:`grow`, and if there are no parameter tokens or a layer
             has no τ.
     """
-    counts = _counts(num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens)
     find_theta(theta)
     result = fuse_state_dict(state_dict)
     suffix = f".{TOKENS[0]}"
@@ -205,12 +221,11 @@ def grow_state_dict(
         raise InputError(
             "the state dict has no parameter tokens (key_param_tokens); give one of a TokenFormer"
         )
+    counts = _counts(names, num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens)
     grow_layer = partial(_grow_layer, init=init, gate=gate, seed=seed, depth=_depth(names))
-    grown = {}
+    before, grown = {}, {}
     for index, name in enumerate(names):
-        keys, values, tau, gates = (
-            result.get(f"{name}.{part}") for part in (*TOKENS, "tau", "gate")
-        )
+        keys, values, tau, gates, sizes, taus = (result.get(f"{name}.{part}") for part in _PARTS)
         if values is None or keys is None or len(values) != len(keys):
             raise InputError(
                 f"{name} does not have as many value_param_tokens as key_param_tokens; give the "
@@ -223,24 +238,26 @@ def grow_state_dict(
                     "missing_tau='default' (--missing-tau default) to compute tau from this number"
                 )
             tau = torch.tensor(default_tau(theta, len(keys)))
-        tokens = LayerTokens(keys, values, tau, gates)
-        grown[name] = grow_layer(name, index, tokens, counts[kind_of(name)], theta)
-    for name, tokens in _gate_alike(grown).items():
-        parts = (tokens.keys, tokens.values, tokens.tau, tokens.gate)
-        for part, tensor in zip((*TOKENS, "tau", "gate"), parts, strict=True):
+        own_sizes = () if sizes is None else tuple(sizes.tolist())
+        tokens = before[name] = LayerTokens(keys, values, tau, gates, own_sizes, taus)
+        grown[name] = grow_layer(name, index, tokens, counts[name], theta)
+    for name, tokens in _nested(_gate_alike(grown), before, nested, init).items():
+        sizes = torch.tensor(tokens.nested) if tokens.nested else None
+        parts = (tokens.keys, tokens.values, tokens.tau, tokens.gate, sizes, tokens.nested_tau)
+        for part, tensor in zip(_PARTS, parts, strict=True):
             if tensor is not None:
                 result[f"{name}.{part}"] = tensor
     return result
 
 
-def _counts(qkv: int | None, proj: int | None, ffn: int | None) -> dict[str, int | None]:
-    counts = {"qkv": qkv, "proj": proj, "ffn": ffn}
+def _counts(names: Iterable[str], qkv: Counts, proj: Counts, ffn: Counts) -> dict[str, int | None]:
+    counts = dict(zip(COUNTS.values(), (qkv, proj, ffn), strict=True))
     if all(count is None for count in counts.values()):
         raise InputError(
             "no number of pairs is given: give num_qkv_param_tokens, num_proj_param_tokens or "
             "num_ffn_param_tokens"
         )
-    return counts
+    return counts_by_layer(names, **counts)
 
 
 def _kind_of_gate(
@@ -276,6 +293,22 @@ def _gate_alike(layers: dict[str, LayerTokens]) -> dict[str, LayerTokens]:
         else replace(tokens, gate=tokens.keys.new_ones(tokens.num))
         for name, tokens in layers.items()
     }
+
+
+def _nested(
+    grown: dict[str, LayerTokens], before: Mapping[str, LayerTokens], nested: bool, init: str
+) -> dict[str, LayerTokens]:
+    """Keep the nested sizes of all layers; if pairs are new, add the size from before growth."""
+    if not nested and not any(tokens.nested for tokens in before.values()):
+        return grown
+    if all(grown[name].num == before[name].num for name in grown):
+        return grown
+    if init == "duplicate":
+        raise InputError(
+            "init is 'duplicate', which changes the values of old pairs and with them the smaller "
+            "sizes of a nested model: choose another init"
+        )
+    return {name: keep_size(tokens, before[name]) for name, tokens in grown.items()}
 
 
 def _grow_layer(
@@ -342,8 +375,11 @@ def _grow_layer(
         gates = tokens.keys.new_ones(tokens.num) if gates is None else gates
         closed = gate is not None or init == "zero_key"
         gates = torch.cat((gates, gates.new_full((new,), 0.0 if closed else 1.0)))
-    return LayerTokens(
-        torch.cat((tokens.keys, keys)), torch.cat((tokens.values, values)), tokens.tau, gates
+    return replace(
+        tokens,
+        keys=torch.cat((tokens.keys, keys)),
+        values=torch.cat((tokens.values, values)),
+        gate=gates,
     )
 
 

@@ -140,14 +140,19 @@ class TokenMasks:
             names: Names of masks; a pair is active if it is in any of them.
 
         Raises:
-            InputError: If a mask does not exist, or a layer would have fewer active pairs than its
-                ``top_k``, or none. Then nothing is changed.
+            InputError: If a mask does not exist, a layer would have fewer active pairs than its
+                ``top_k``, or none, or a size is set. Then nothing is changed.
         """
         for name in names:
             if name not in self._masks:
                 raise InputError(f"there is no mask {name!r}; choose from {', '.join(self.names)}")
         chosen: dict[str, Tensor | None] = {}
         for layer_name, layer in self._layers.items():
+            if names and layer.size is not None:
+                raise InputError(
+                    f"{layer_name} uses only its first {layer.size} pairs; call "
+                    "model.set_size(None) before a mask is activated"
+                )
             mask = torch.zeros(layer.num_param_tokens, dtype=torch.bool)
             for name in names:
                 own = self._masks[name][layer_name]

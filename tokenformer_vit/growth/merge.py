@@ -37,12 +37,14 @@ _FREE = frozenset(
         "joint",
         "key_init_scale",
         "key_init_std",
+        "nested",
         "num_ffn_param_tokens",
         "num_param_tokens",
         "num_proj_param_tokens",
         "num_qkv_param_tokens",
         "of_model",
         "pattention_args",
+        "sizes",
         "top_k",
         "training",
         "value_init_std",
@@ -95,8 +97,8 @@ def merge(model_a: Model, model_b: nn.Module, ancestor: nn.Module | None = None)
         ancestor: Model from which both models were grown, with its pairs frozen.
 
     Returns:
-        A new model with all pairs in one parameter. Stem, positions, norms, scales and head are the
-        means of both models.
+        A new model with all pairs in one parameter, without nested sizes. Stem, positions, norms,
+        scales and head are the means of both models.
 
     Raises:
         InputError: If the models do not fit each other, or a layer does not begin with the pairs

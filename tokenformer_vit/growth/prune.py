@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.models.sizes import kind_of
+from tokenformer_vit.layers.arguments import Counts
 from tokenformer_vit.ops import find_theta, norm_shares
 
 from .tokens import (
     LayerTokens,
     check_rebuildable,
+    counts_by_layer,
     pattention_layers,
     read_tokens,
     record_counts,
@@ -39,6 +40,11 @@ class Usage:
     sizes: Tensor
     shares: Tensor
 
+    @property
+    def order(self) -> Tensor:
+        """(P,) numbers of the pairs, most used first."""
+        return self.sizes.sort(descending=True, stable=True).indices
+
 
 @torch.no_grad()
 def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
@@ -55,7 +61,8 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
         The usage of each Pattention layer by name, averaged over all input tokens of all batches.
 
     Raises:
-        InputError: If there is no batch, a mask is active, or a weight is not finite.
+        InputError: If there is no batch, a mask is active, a size is set, or a weight is not
+            finite.
 
     Note:
         Weights are computed in float32 (float64 for a float64 model) and sums in float64. The
@@ -66,6 +73,10 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
         if layer.active is not None:
             raise InputError(
                 f"{name} has an active mask; call TokenMasks.activate() to use all pairs"
+            )
+        if layer.size is not None:
+            raise InputError(
+                f"{name} uses only {layer.size} of its pairs; call model.set_size(None) to use all"
             )
     sums = {name: _Sums(layer) for name, layer in layers.items()}
     device = next(model.parameters()).device
@@ -115,9 +126,9 @@ class _Sums:
 def prune(
     model: Model,
     usage: Mapping[str, Usage],
-    num_qkv_param_tokens: int | None = None,
-    num_proj_param_tokens: int | None = None,
-    num_ffn_param_tokens: int | None = None,
+    num_qkv_param_tokens: Counts = None,
+    num_proj_param_tokens: Counts = None,
+    num_ffn_param_tokens: Counts = None,
     adapt_tau: bool = True,
 ) -> Model:
     """Remove the least used pairs of every layer, in place.
@@ -131,10 +142,11 @@ def prune(
 
     Args:
         model: Any module with TokenFormer blocks. Its Pattention parameters become new objects:
-            build optimizers afterwards. A step of an older optimizer raises InputError.
+            build optimizers afterwards. A step of an older optimizer raises InputError. A nested
+            model becomes an ordinary one, because its first pairs do not stay together.
         usage: Usage that :func:`measure_usage` returned for this model.
         num_qkv_param_tokens: Number of pairs to keep in each query, key and value projection; None
-            keeps all.
+            keeps all. A list has a number for each block.
         num_proj_param_tokens: Number of pairs to keep in each output projection.
         num_ffn_param_tokens: Number of pairs to keep in each feed-forward layer.
         adapt_tau: Whether to adapt τ as above.
@@ -143,29 +155,26 @@ def prune(
         ``model``. The kept pairs are in their old order, in one parameter.
 
     Raises:
-        InputError: If a count is not between 1 and the present one, the usage is of another model,
-            or ``model`` is only a part of a model, whose other blocks would keep their counts.
+        InputError: If a count is not between 1 and the present one, a list does not have one for
+            each block, the usage is of another model, or ``model`` is only a part of a model, whose
+            other blocks would keep their counts.
 
     Source:
         This project. The measure is the mean output norm of arXiv:1611.06440, Section 2.2, with the
         length of a vector instead of an activation.
     """
-    counts = {
-        "qkv": num_qkv_param_tokens,
-        "proj": num_proj_param_tokens,
-        "ffn": num_ffn_param_tokens,
-    }
     layers = pattention_layers(model)
     check_rebuildable(model, layers)
+    counts = counts_by_layer(
+        layers,
+        num_qkv_param_tokens=num_qkv_param_tokens,
+        num_proj_param_tokens=num_proj_param_tokens,
+        num_ffn_param_tokens=num_ffn_param_tokens,
+    )
+    check_usage(layers, usage)
     kept: dict[str, Tensor] = {}
     for name, layer in layers.items():
-        have, wanted = layer.num_param_tokens, counts[kind_of(name)]
-        if name not in usage or len(usage[name].sizes) != have:
-            raise InputError(
-                f"the usage was measured on another model: {name} has {have} pairs, the usage has "
-                + (f"{len(usage[name].sizes)}" if name in usage else "none")
-                + "; measure it again"
-            )
+        have, wanted = layer.num_param_tokens, counts[name]
         if wanted is None or wanted == have:
             continue
         if not 1 <= wanted < have:
@@ -173,20 +182,47 @@ def prune(
             if wanted > have:
                 remedy = "to add pairs, use tokenformer_vit.growth.grow()"
             raise InputError(f"{name} has {have} pairs and cannot be pruned to {wanted}; {remedy}")
-        order = usage[name].sizes.sort(descending=True, stable=True).indices
-        kept[name] = order[:wanted].sort().values
+        kept[name] = kept_pairs(usage[name], wanted)
+    if kept:
+        for layer in layers.values():
+            layer.set_nested(())
     for name, index in kept.items():
         write_tokens(layers[name], _keep(layers[name], usage[name], index, adapt_tau))
     record_counts(model)
     return model
 
 
+def check_usage(layers: Mapping[str, Pattention], usage: Mapping[str, Usage]) -> None:
+    """Check that a usage has all pairs of a model.
+
+    Raises:
+        InputError: If it was measured on another model.
+    """
+    for name, layer in layers.items():
+        have = layer.num_param_tokens
+        if name not in usage or len(usage[name].sizes) != have:
+            raise InputError(
+                f"the usage was measured on another model: {name} has {have} pairs, the usage has "
+                + (f"{len(usage[name].sizes)}" if name in usage else "none")
+                + "; measure it again"
+            )
+
+
+def kept_pairs(usage: Usage, count: int) -> Tensor:
+    """Return the numbers of the most used pairs of a layer, in increasing order."""
+    return usage.order[:count].sort().values
+
+
+def adapted_tau(layer: Pattention, share: float) -> Tensor:
+    """Return τ for a layer that keeps pairs with this share; see :func:`prune`."""
+    if share > 0:  # pairs with zero keys have no share and need no τ
+        return layer.tau.detach().double() * share ** (1 / find_theta(layer.theta).norm_order)
+    return layer.tau.detach()
+
+
 def _keep(layer: Pattention, usage: Usage, index: Tensor, adapt_tau: bool) -> LayerTokens:
     tokens = read_tokens(layer)
     here = index.to(tokens.keys.device)
-    tau = tokens.tau
-    share = usage.shares[index].sum().item()
-    if adapt_tau and share > 0:  # pairs with zero keys have no share and need no τ
-        tau = tau.double() * share ** (1 / find_theta(layer.theta).norm_order)
+    tau = adapted_tau(layer, usage.shares[index].sum().item()) if adapt_tau else tokens.tau
     gate = None if tokens.gate is None else tokens.gate[here]
     return LayerTokens(tokens.keys[here], tokens.values[here], tau, gate)

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
+from tokenformer_vit.layers.arguments import COUNTS, Counts, counts_by_block
 from tokenformer_vit.layers.segments import (
     TOKENS,
     fuse_tokens,
@@ -23,7 +24,7 @@ from tokenformer_vit.layers.segments import (
     token_segments,
 )
 from tokenformer_vit.models import TokenFormerLM, TokenFormerViT
-from tokenformer_vit.models.sizes import find_layers
+from tokenformer_vit.models.sizes import find_layers, kind_of
 
 # Replaced parameters by id, for as long as somebody still holds them.
 _replaced: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
@@ -38,12 +39,16 @@ class LayerTokens:
         values: (P, C_out) value parameter tokens.
         tau: 0-dim float32 scale.
         gate: (P,) gates, or None.
+        nested: Nested sizes of the layer.
+        nested_tau: (n,) scale of each of these sizes, or None if there are none.
     """
 
     keys: Tensor
     values: Tensor
     tau: Tensor
     gate: Tensor | None = None
+    nested: tuple[int, ...] = ()
+    nested_tau: Tensor | None = None
 
     @property
     def num(self) -> int:
@@ -69,6 +74,27 @@ class Change:
     like: nn.Parameter | None = None
 
 
+def counts_by_layer(names: Iterable[str], **counts: Counts) -> dict[str, int | None]:
+    """Give each layer its number of pairs.
+
+    Args:
+        names: Full names of all Pattention layers of a model.
+        **counts: ``num_qkv_param_tokens``, ``num_proj_param_tokens`` and ``num_ffn_param_tokens``,
+            as the arguments of a model; None where layers keep their number.
+
+    Raises:
+        InputError: If a list does not have one number for each block.
+    """
+    blocks = {name: _block(name) for name in names}
+    by_block = counts_by_block(1 + max(blocks.values()), **counts)
+    return {name: by_block[block][COUNTS[kind_of(name)]] for name, block in blocks.items()}
+
+
+def _block(name: str) -> int:
+    """Return the number of the block of a layer; 0 for a block outside a model."""
+    return next((int(part) for part in reversed(name.split(".")) if part.isdigit()), 0)
+
+
 def pattention_layers(model: nn.Module) -> dict[str, Pattention]:
     """Find the Pattention layers of a model.
 
@@ -92,7 +118,7 @@ def pattention_layers(model: nn.Module) -> dict[str, Pattention]:
 def check_rebuildable(model: nn.Module, layers: Mapping[str, Pattention]) -> None:
     """Check that a change of the number of pairs covers whole models.
 
-    A TokenFormerViT or TokenFormerLM is rebuilt with one count for all layers of a kind.
+    A TokenFormerViT or TokenFormerLM is rebuilt from the counts of all its blocks.
 
     Args:
         model: Module that holds the layers.
@@ -101,12 +127,7 @@ def check_rebuildable(model: nn.Module, layers: Mapping[str, Pattention]) -> Non
     Raises:
         InputError: If a layer belongs to such a model, and ``model`` does not contain that model.
     """
-    whole = {
-        layer
-        for module in model.modules()
-        if isinstance(module, TokenFormerViT | TokenFormerLM)
-        for layer in module.modules()
-    }
+    whole = {layer for module in find_models(model) for layer in module.modules()}
     for name, layer in layers.items():
         if layer.of_model and layer not in whole:
             raise InputError(
@@ -118,12 +139,14 @@ def check_rebuildable(model: nn.Module, layers: Mapping[str, Pattention]) -> Non
 
 def read_tokens(layer: Pattention) -> LayerTokens:
     """Return the tensors of a layer, detached; without a copy unless the layer is split."""
-    gate = layer.gate
+    gate, nested_tau = layer.gate, layer.nested_tau
     return LayerTokens(
         layer.key_param_tokens.detach(),
         layer.value_param_tokens.detach(),
         layer.tau.detach(),
         None if gate is None else gate.detach(),
+        layer.nested,
+        None if nested_tau is None else nested_tau.detach(),
     )
 
 
@@ -138,7 +161,7 @@ def write_tokens(
 
     Args:
         layer: Layer to change in place. Its parameters become new objects, which need a gradient
-            if the old ones needed one. ``active`` and ``top_k`` are reset.
+            if the old ones needed one. ``active``, ``size`` and ``top_k`` are reset.
         tokens: New tensors of the layer.
         num_old: Number of old pairs to store apart from the others; None stores all pairs together.
         learn_gate: Whether the gate is a parameter (True) or a buffer (False). None keeps the kind
@@ -155,6 +178,8 @@ def write_tokens(
         trained = getattr(layer, name).requires_grad
         setattr(layer, name, nn.Parameter(tensor.clone(), requires_grad=trained))
     layer.tau.copy_(tokens.tau)
+    nested_tau = layer.nested_tau
+    layer.set_nested(tokens.nested, tokens.nested_tau)
     gate, was_learned = layer.gate, isinstance(layer.gate, nn.Parameter)
     if tokens.gate is not None:
         opened = tokens.gate.clone()
@@ -171,11 +196,13 @@ def write_tokens(
     if num_old is not None and 0 < num_old < tokens.num:
         split_tokens(layer, num_old)
     changes = [Change(before[name], token_segments(layer, name)) for name in TOKENS]
-    if layer.gate is not gate and (was_learned or isinstance(layer.gate, nn.Parameter)):
-        sources = (gate,) if was_learned else ()
-        targets = (layer.gate,) if isinstance(layer.gate, nn.Parameter) else ()
-        like = None if was_learned else changes[0].targets[-1]
-        changes.append(Change(sources, targets, like=like))  # type: ignore[arg-type]
+    for old, new in ((gate, layer.gate), (nested_tau, layer.nested_tau)):
+        sources, targets = (
+            (each,) if isinstance(each, nn.Parameter) else () for each in (old, new)
+        )
+        if old is not new and (sources or targets):
+            like = None if sources else changes[0].targets[-1]
+            changes.append(Change(sources, targets, like=like))
     mark_replaced(changes)
     return changes
 
@@ -238,6 +265,11 @@ def record_counts(model: nn.Module) -> None:
     Args:
         model: Module that is or contains TokenFormer backbones or language models.
     """
-    for module in model.modules():
-        if isinstance(module, TokenFormerViT | TokenFormerLM):
-            module.record_param_tokens()
+    for module in find_models(model):
+        module.record_param_tokens()
+
+
+def find_models(model: nn.Module) -> list[TokenFormerViT | TokenFormerLM]:
+    """Return the TokenFormer backbones and language models that are or are in a module."""
+    kinds = TokenFormerViT | TokenFormerLM
+    return [module for module in model.modules() if isinstance(module, kinds)]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import pattention_layers
+from tokenformer_vit.layers.block import token_arguments
 from tokenformer_vit.layers.segments import TOKENS
 from tokenformer_vit.models import LMConfig, TokenFormerLM, lm_config
 from tokenformer_vit.models.weights import read_state_dict
@@ -168,6 +169,11 @@ def to_released(model: TokenFormerLM) -> dict[str, Tensor]:
         f"{name} is {getattr(model.config, name)}, not {getattr(default, name)}"
         for name in _FIXED
         if getattr(model.config, name) != getattr(default, name)
+    ]
+    differing += [
+        f"{name} is {numbers}, not one number for all blocks"
+        for name, numbers in token_arguments(model.blocks).items()  # type: ignore[arg-type]
+        if isinstance(numbers, list)
     ]
     for name, layer in pattention_layers(model).items():
         tau = default_tau(default.theta, layer.num_param_tokens)

@@ -89,6 +89,7 @@ class ShardIndex(TypedDict):
 
 
 Size = Annotated[int, Field(ge=1, lt=2**31)]
+Counts = Size | list[Size] | tuple[Size, ...]
 Share = Annotated[float, Field(gt=0, le=1)]
 NestedSize = Share | dict[str, Share | Size]
 
@@ -115,9 +116,9 @@ class LMShape(TypedDict, total=False):
     embed_dim: Size
     depth: Size
     num_heads: Size
-    num_qkv_param_tokens: Size | None
-    num_proj_param_tokens: Size | None
-    num_ffn_param_tokens: Size | None
+    num_qkv_param_tokens: Counts | None
+    num_proj_param_tokens: Counts | None
+    num_ffn_param_tokens: Counts | None
     positions: str
     rotary_share: Annotated[float, Field(gt=0, le=1)]
     rotary_base: Annotated[float, Field(gt=0)]

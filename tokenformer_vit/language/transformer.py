@@ -1,5 +1,6 @@
 """A plain Transformer, the baseline of TokenFormer language models."""
 
+import numpy as np
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tokenformer_vit.benchmarking.matched import matched_hidden
@@ -77,7 +78,7 @@ def matched_transformer(config: LMConfig) -> GPT2LMHeadModel:
     """Build the Transformer that matches a TokenFormer: its width, depth and weights in blocks.
 
     Args:
-        config: Shape of the TokenFormer.
+        config: Shape of the TokenFormer; of numbers of pairs by block, the mean counts.
 
     Returns:
         The model; see :func:`transformer_lm`.
@@ -88,7 +89,7 @@ def matched_transformer(config: LMConfig) -> GPT2LMHeadModel:
     """
     width = config.embed_dim
     qkv, proj, ffn = (
-        default if pairs is None else pairs
+        default if pairs is None else np.mean(pairs)
         for pairs, default in (
             (config.num_qkv_param_tokens, width),
             (config.num_proj_param_tokens, width),
@@ -101,6 +102,6 @@ def matched_transformer(config: LMConfig) -> GPT2LMHeadModel:
         width,
         config.depth,
         config.num_heads,
-        matched_hidden(width, 3 * qkv + proj + ffn),
+        matched_hidden(width, round(3 * qkv + proj + ffn)),
         config.tie_embeddings,
     )

@@ -1,11 +1,20 @@
-"""Arguments that all Pattention layers of a model share, and their valid values."""
+"""Arguments of a model for its Pattention layers, and their valid values."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 from tokenformer_vit.errors import InputError
+
+# The numbers of pairs: one for all blocks, or one for each block. None is the default of a block.
+Counts = int | Sequence[int] | None
+# The argument with the number of pairs of each kind of layer.
+COUNTS = {
+    "qkv": "num_qkv_param_tokens",
+    "proj": "num_proj_param_tokens",
+    "ffn": "num_ffn_param_tokens",
+}
 
 _GATES = ("none", "learned", "fixed")
 # A model passes these to all of its layers.
@@ -58,6 +67,32 @@ def check_pattention_args(arguments: Mapping[str, Any] | None) -> dict[str, Any]
             is not a mapping.
     """
     return _check_arguments(arguments, _SHARED_ARGS, _INIT_ARGS)
+
+
+def counts_by_block(depth: int, **counts: Counts) -> list[dict[str, int | None]]:
+    """Give each block its numbers of pairs.
+
+    Args:
+        depth: Number of blocks.
+        **counts: Numbers of pairs by name of the argument.
+
+    Returns:
+        The arguments of each block.
+
+    Raises:
+        InputError: If there is a list with more or fewer numbers than blocks.
+    """
+    listed = {name: count for name, count in counts.items() if isinstance(count, list | tuple)}
+    for name, numbers in listed.items():
+        if depth and len(numbers) != depth:  # a model without blocks needs no numbers
+            raise InputError(
+                f"{name} has {len(numbers)} numbers for {depth} blocks: give one number for all "
+                "blocks, or a list with one for each block"
+            )
+    return [
+        {**counts, **{name: numbers[block] for name, numbers in listed.items()}}  # type: ignore[dict-item]
+        for block in range(depth)
+    ]
 
 
 def model_pattention_args(

@@ -1,13 +1,13 @@
 """The TokenFormer block, with the arguments that timm's VisionTransformer passes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from timm.layers import LayerScale
 from torch import Tensor, nn
 
-from .arguments import check_pattention_args
+from .arguments import COUNTS, check_pattention_args
 from .attention import Attention
 from .drop_path import DropPath
 from .norm import BlockLayerNorm
@@ -136,23 +136,6 @@ class TokenFormerBlock(nn.Module):
         self.ls2 = layer_scale()
         self.drop_path2 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
 
-    def token_arguments(self, pattention_args: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the arguments that build a model with the current pairs of this block.
-
-        Args:
-            pattention_args: The ``pattention_args`` that the model was built with.
-
-        Returns:
-            The three numbers of pairs; also ``pattention_args`` with the gate, if there is one.
-        """
-        gate = self.mlp.gate
-        kind = "learned" if isinstance(gate, nn.Parameter) else "fixed"
-        return {
-            "num_qkv_param_tokens": self.attn.query.num_param_tokens,
-            "num_proj_param_tokens": self.attn.proj.num_param_tokens,
-            "num_ffn_param_tokens": self.mlp.num_param_tokens,
-        } | ({} if gate is None else {"pattention_args": {**(pattention_args or {}), "gate": kind}})
-
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
@@ -160,3 +143,28 @@ class TokenFormerBlock(nn.Module):
         attended = self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)
         x = x + self.drop_path1(self.ls1(attended))
         return x + self.drop_path2(self.ls2(self.mlp_drop(self.mlp(self.norm2(x)))))
+
+
+def token_arguments(
+    blocks: Sequence[Any], pattention_args: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the arguments that build a model with the current pairs of its blocks.
+
+    Args:
+        blocks: Blocks of the model, at least one.
+        pattention_args: The ``pattention_args`` that the model was built with.
+
+    Returns:
+        The three numbers of pairs: an int if all blocks have as many, otherwise a list with one for
+        each block. Also ``pattention_args`` with the gate, if there is one.
+    """
+    layers = [(block.attn.query, block.attn.proj, block.mlp) for block in blocks]
+    counts = [[layer.num_param_tokens for layer in kind] for kind in zip(*layers, strict=True)]
+    arguments: dict[str, Any] = {
+        name: numbers[0] if len(set(numbers)) == 1 else numbers
+        for name, numbers in zip(COUNTS.values(), counts, strict=True)
+    }
+    if (gate := blocks[0].mlp.gate) is not None:
+        kind = "learned" if isinstance(gate, nn.Parameter) else "fixed"
+        arguments["pattention_args"] = {**(pattention_args or {}), "gate": kind}
+    return arguments

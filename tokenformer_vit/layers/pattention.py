@@ -262,13 +262,13 @@ class Pattention(nn.Module):
         """Check that the layer can use only its first pairs.
 
         Args:
-            size: Number of pairs; ``None`` for all.
+            size: Number of pairs; ``None`` or P for all.
 
         Raises:
             InputError: If ``size`` is not a whole number from ``top_k`` (or 1) to P, or a mask is
                 active.
         """
-        if size is None:
+        if size in (None, self.num_param_tokens):
             return
         least, most = self.top_k or 1, self.num_param_tokens
         if not isinstance(size, Integral) or not least <= size <= most:

@@ -156,17 +156,23 @@ probabilities = model(image[None]).softmax(dim=-1)
 
 
 def describe_pairs(model: nn.Module) -> str:
-    """Count the pairs of each kind of layer, as in ``q, k, v 96, output 96, FFN 384``.
+    """Count the pairs of each kind of layer, as in ``q, k, v 96, output 96, FFN 192 to 384``.
 
     Returns:
         The text; empty for a model without Pattention.
     """
-    counts: dict[str, dict[str, None]] = {}
+    counts: dict[str, list[int]] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, Pattention):
             kind = _LAYERS.get(name.rpartition(".")[2], "FFN")
-            counts.setdefault(kind, {})[str(layer.num_param_tokens)] = None
-    return ", ".join(f"{kind} {' to '.join(found)}" for kind, found in counts.items())
+            counts.setdefault(kind, []).append(layer.num_param_tokens)
+    return ", ".join(f"{kind} {span(found)}" for kind, found in counts.items())
+
+
+def span(counts: Sequence[int]) -> str:
+    """Write the smallest and the largest number of pairs, as in ``192 to 384``."""
+    least, most = min(counts), max(counts)
+    return f"{least}" if least == most else f"{least} to {most}"
 
 
 def _numbers(values: Sequence[float]) -> str:

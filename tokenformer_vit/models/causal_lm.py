@@ -15,7 +15,13 @@ from torch.utils.checkpoint import checkpoint
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Attention, Pattention, TokenFormerBlock
-from tokenformer_vit.layers.arguments import model_pattention_args
+from tokenformer_vit.layers.arguments import (
+    COUNTS,
+    Counts,
+    counts_by_block,
+    model_pattention_args,
+)
+from tokenformer_vit.layers.block import token_arguments
 
 from .sizes import Size, nest_layers, nested_sizes, set_size
 
@@ -32,7 +38,8 @@ class LMConfig:
         embed_dim: Width C.
         depth: Number of blocks.
         num_heads: Number of attention heads; divides ``embed_dim``.
-        num_qkv_param_tokens: Pairs of each query, key and value projection; None for C.
+        num_qkv_param_tokens: Pairs of each query, key and value projection; None for C. A list has
+            a number for each block.
         num_proj_param_tokens: Pairs of each output projection; None for C.
         num_ffn_param_tokens: Pairs of each feed-forward layer; None for 4 C.
         positions: ``rotary``, or ``learned``, which are added to the embedding.
@@ -60,9 +67,9 @@ class LMConfig:
     embed_dim: int = 768
     depth: int = 12
     num_heads: int = 12
-    num_qkv_param_tokens: int | None = None
-    num_proj_param_tokens: int | None = None
-    num_ffn_param_tokens: int | None = None
+    num_qkv_param_tokens: Counts = None
+    num_proj_param_tokens: Counts = None
+    num_ffn_param_tokens: Counts = None
     positions: str = "rotary"
     rotary_share: float = 0.25
     rotary_base: float = 10_000.0
@@ -284,6 +291,7 @@ class TokenFormerLM(nn.Module):
         self._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
         width, place = config.embed_dim, {"device": device, "dtype": dtype}
         shared = model_pattention_args(config.pattention_args, width, config.depth)
+        counts = {name: getattr(config, name) for name in COUNTS.values()}
         self.embedding = nn.Embedding(config.vocab_size, width, **place)  # type: ignore[arg-type]
         self.positions = (
             nn.Embedding(config.context_length, width, **place)  # type: ignore[arg-type]
@@ -294,9 +302,7 @@ class TokenFormerLM(nn.Module):
             CausalBlock(
                 width,
                 config.num_heads,
-                config.num_qkv_param_tokens,
-                config.num_proj_param_tokens,
-                config.num_ffn_param_tokens,
+                **numbers,
                 theta=config.theta,
                 norm=config.norm,
                 norm_eps=config.norm_eps,
@@ -305,7 +311,7 @@ class TokenFormerLM(nn.Module):
                 device=device,
                 dtype=dtype,
             )
-            for _ in range(config.depth)
+            for numbers in counts_by_block(config.depth, **counts)
         )
         self.norm = nn.LayerNorm(width, eps=config.norm_eps, **place)  # type: ignore[arg-type]
         self.head = (
@@ -398,8 +404,7 @@ class TokenFormerLM(nn.Module):
 
     def record_param_tokens(self) -> None:
         """Update the numbers of pairs and the sizes in ``config`` after growth or pruning."""
-        block: Any = self.blocks[0]
-        own = block.token_arguments(self.config.pattention_args)
+        own = token_arguments(self.blocks, self.config.pattention_args)  # type: ignore[arg-type]
         self.sizes = nested_sizes(self, self.sizes)
         self.config = replace(self.config, **own, nested=self.sizes[:-1])
 

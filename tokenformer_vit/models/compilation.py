@@ -34,7 +34,7 @@ def compile_blocks(
 
     Note:
         This raises torch.compile's limit of versions from 8 to 64 and switches ``optimize_ddp``
-        off, for the whole process.
+        off, for the whole process. For a nested model it also lets code be shared by all sizes.
     """
     if how is False:
         return
@@ -52,5 +52,9 @@ def compile_blocks(
     # optimize_ddp splits the graph of a whole model, and fails on graphs within graphs, which
     # autograd functions may have. Blocks do not need it to overlap communication.
     config.optimize_ddp = False
+    if len(getattr(model, "sizes", ())) > 1:
+        # By default PyTorch compiles again for every value of a module's attribute. With this, the
+        # third size of a layer gets code for any size.
+        config.allow_unspec_int_on_nn_module = True
     for block in blocks.children():
         block.compile(**kwargs)

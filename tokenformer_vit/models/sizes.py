@@ -4,11 +4,12 @@ A size is a share of the pairs of every layer, or a dict by kind of layer or by 
 dict an int is a number of pairs, a float is a share, and other layers use all pairs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
@@ -99,12 +100,17 @@ def set_size(model: nn.Module, size: Size | None) -> None:
         layer.size = counts[name]
 
 
-def nest_layers(model: nn.Module, nested: Sequence[Size]) -> tuple[Size, ...]:
-    """Give the layers of a new model its nested sizes.
+def nest_layers(
+    model: nn.Module,
+    nested: Sequence[Size],
+    tau_of: Callable[[Pattention, int], Tensor] | None = None,
+) -> tuple[Size, ...]:
+    """Give the layers of a model its nested sizes.
 
     Args:
-        model: Model with untrained layers.
+        model: Model whose layers may have other nested sizes, which are replaced.
         nested: Sizes smaller than the model, in any order; the whole model may be among them.
+        tau_of: Function that returns τ of a layer for a number of pairs; ``None`` for a new model.
 
     Returns:
         The sizes, smallest first; the last one is 1.0, the whole model.
@@ -118,7 +124,11 @@ def nest_layers(model: nn.Module, nested: Sequence[Size]) -> tuple[Size, ...]:
     counted = [(size_counts(layers, size), size) for size in nested if size != 1]
     counted.sort(key=lambda each: sum(each[0].values()))
     for name, layer in layers.items():
-        layer.set_nested([counts[name] for counts, _ in counted])
+        numbers = [counts[name] for counts, _ in counted]
+        tau = None
+        if tau_of is not None and numbers:
+            tau = torch.stack([tau_of(layer, number) for number in numbers])
+        layer.set_nested(numbers, tau)
     return (*(size for _, size in counted), 1.0)
 
 

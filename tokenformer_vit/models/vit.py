@@ -20,8 +20,8 @@ from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import BlockLayerNorm, Pattention, TokenFormerBlock
-from tokenformer_vit.layers.arguments import model_pattention_args
-from tokenformer_vit.layers.block import TIMM_ONLY
+from tokenformer_vit.layers.arguments import Counts, counts_by_block, model_pattention_args
+from tokenformer_vit.layers.block import TIMM_ONLY, token_arguments
 from tokenformer_vit.layers.segments import fuse_state_dict
 from tokenformer_vit.ops import check_backend
 
@@ -49,7 +49,7 @@ class TokenFormerViT(VisionTransformer):
         norm: Parameters of the LayerNorms inside blocks: ``none``, ``bias`` or ``weight+bias``
             (Table 5). The final norm always has both.
         num_qkv_param_tokens: Number of pairs in each query, key and value projection; default
-            ``embed_dim``.
+            ``embed_dim``. A list has a number for each block.
         num_proj_param_tokens: Number of pairs in each output projection; default ``embed_dim``.
         num_ffn_param_tokens: Number of pairs in each feed-forward layer; default
             ``mlp_ratio * embed_dim``.
@@ -73,7 +73,8 @@ class TokenFormerViT(VisionTransformer):
     Raises:
         TypeError: If an argument is unknown or belongs to linear layers.
         InputError: If ``theta``, ``norm``, ``global_pool`` or a key of ``pattention_args`` is
-            unknown, or a value of ``pattention_args`` or ``nested`` is out of range.
+            unknown, a value of ``pattention_args`` or ``nested`` is out of range, or a list of
+            numbers of pairs has another length than ``depth``.
 
     Shape:
         (B, in_chans, H, W) -> (B, num_classes).
@@ -87,9 +88,9 @@ class TokenFormerViT(VisionTransformer):
         self,
         theta: str = "gelu_l2",
         norm: str = "none",
-        num_qkv_param_tokens: int | None = None,
-        num_proj_param_tokens: int | None = None,
-        num_ffn_param_tokens: int | None = None,
+        num_qkv_param_tokens: Counts = None,
+        num_proj_param_tokens: Counts = None,
+        num_ffn_param_tokens: Counts = None,
         pattention_args: dict[str, Any] | None = None,
         nested: Sequence[Size] = (),
         embed_dim: int = 768,
@@ -102,16 +103,25 @@ class TokenFormerViT(VisionTransformer):
                 f"TokenFormer has no {name!r}: its blocks hold no linear layers; leave it out"
             )
         _check_pool(kwargs.get("global_pool"))
-        block_fn = partial(
-            TokenFormerBlock,
-            theta=theta,
-            norm=norm,
+        counts = counts_by_block(
+            depth,
             num_qkv_param_tokens=num_qkv_param_tokens,
             num_proj_param_tokens=num_proj_param_tokens,
             num_ffn_param_tokens=num_ffn_param_tokens,
-            pattention_args=model_pattention_args(pattention_args, embed_dim, max(depth, 1)),
-            residual_init_gain=1 / math.sqrt(2 * max(depth, 1)),
         )
+        shared = model_pattention_args(pattention_args, embed_dim, max(depth, 1))
+        gain = 1 / math.sqrt(2 * max(depth, 1))
+
+        def block_fn(depth: int, **own: Any) -> TokenFormerBlock:  # timm gives the block's index
+            return TokenFormerBlock(
+                **own,
+                **counts[depth],
+                theta=theta,
+                norm=norm,
+                pattention_args=shared,
+                residual_init_gain=gain,
+            )
+
         super().__init__(
             embed_dim=embed_dim,
             depth=depth,
@@ -176,8 +186,7 @@ class TokenFormerViT(VisionTransformer):
         args = getattr(self, "_model_args", None)  # what timm's get_model_args() returns
         if args is None or not len(self.blocks):
             return
-        block: Any = self.blocks[0]
-        args |= block.token_arguments(args.get("pattention_args"))
+        args |= token_arguments(self.blocks, args.get("pattention_args"))  # type: ignore[arg-type]
         args.pop("nested", None)
         if nested := self.sizes[:-1]:
             args["nested"] = nested

@@ -13,7 +13,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
 from tokenformer_vit.benchmarking.costs import model_costs, total
-from tokenformer_vit.growth import measure_usage, top_k
+from tokenformer_vit.growth import measure_usage, nest, reorder, top_k
 from tokenformer_vit.vision.compression import candidates
 
 from .export import export_classifier, run_facts
@@ -63,10 +63,7 @@ class CompressionHook(Hook):
                 )
         runner.message_hub.update_info("compression", points)
         if is_main_process():
-            from tokenformer_vit.growth import nest, reorder
-
-            reorder(model, usage)
-            nest(model, self._keep, usage)
+            nest(reorder(model, usage), self._keep, usage)
             classifier.backbone.model = model
             folder, metainfo = Path(runner.work_dir, "nested"), loader.dataset.metainfo
             export_classifier(classifier, runner.cfg, metainfo, folder, run_facts(runner))

@@ -21,6 +21,7 @@ from tokenformer_vit.growth import (
     stack_blocks,
     widen_mlp,
 )
+from tokenformer_vit.layers.arguments import COUNTS
 from tokenformer_vit.layers.segments import fuse_state_dict, part_name
 
 from .checkpoint import check_schedule_is_kept
@@ -29,7 +30,7 @@ from .mmengine_internals import is_resuming
 from .nested import NestedTraining, at_size
 from .parameter_groups import align_schedulers, fit_groups
 
-_PAIRS = ("num_qkv_param_tokens", "num_proj_param_tokens", "num_ffn_param_tokens")
+_PAIRS = tuple(COUNTS.values())
 _UNITS = ("epoch", "iteration")
 
 
@@ -57,12 +58,15 @@ class GrowthHook(Hook):
     Args:
         schedule: Sizes of the model from a given time on, in order. Each entry has ``epoch`` or
             ``iteration`` (the number finished by then; the same unit in all entries; 0 grows the
-            weights that the run starts from), and any of
-            ``num_qkv_param_tokens``, ``num_proj_param_tokens``, ``num_ffn_param_tokens``. A ViT of
-            timm has ``hidden_features`` (Net2Net) or ``depth`` (stacking) instead.
+            weights that the run starts from), and any of ``num_qkv_param_tokens``,
+            ``num_proj_param_tokens``, ``num_ffn_param_tokens``, each a number or a list with one
+            for each block. A ViT of timm has ``hidden_features`` (Net2Net) or ``depth`` (stacking)
+            instead.
         init: Start of new pairs, one of ``tokenformer_vit.growth.INITS``; see
             :func:`tokenformer_vit.growth.grow`.
         gate: Gate of new pairs for softmax; see :func:`tokenformer_vit.growth.grow`.
+        nested: Whether each size becomes a nested size of the next; see
+            :func:`tokenformer_vit.growth.grow`. A nested model always keeps its sizes.
         open_iters: Number of iterations in which ``fixed`` gates open evenly after each growth.
         moments: ``keep`` the optimiser's moments of old pairs, or ``reset`` them.
         new_lr_scale: Factor on the learning rate of the newest pairs.
@@ -83,9 +87,10 @@ class GrowthHook(Hook):
 
     def __init__(
         self,
-        schedule: Sequence[Mapping[str, int]],
+        schedule: Sequence[Mapping[str, Any]],
         init: str = "zero_key",
         gate: str | None = None,
+        nested: bool = False,
         open_iters: int = 0,
         moments: str = "keep",
         new_lr_scale: float = 1.0,
@@ -100,7 +105,12 @@ class GrowthHook(Hook):
                 f"gate is {gate!r} and open_iters is {open_iters}: set open_iters above 0 for "
                 "gate='fixed', and to 0 for any other gate"
             )
-        self._tokens: dict[str, Any] = {"init": init, "gate": gate, "freeze": freeze}
+        self._tokens: dict[str, Any] = {
+            "init": init,
+            "gate": gate,
+            "nested": nested,
+            "freeze": freeze,
+        }
         self._new_lr_scale = new_lr_scale
         self._moments = moments
         self._open_iters = open_iters
@@ -152,7 +162,10 @@ class GrowthHook(Hook):
             thin[f"{name}.tau"] = torch.ones(())
             if layer.gate is not None:
                 thin[f"{name}.gate"] = ones[:, 0]
-        how = {key: self._tokens[key] for key in ("init", "gate")}
+            if layer.nested:
+                thin[f"{name}.nested_sizes"] = torch.tensor(layer.nested)
+                thin[f"{name}.nested_tau"] = torch.ones(len(layer.nested))
+        how = {key: self._tokens[key] for key in ("init", "gate", "nested")}
         for event in self.schedule[self._done :]:
             sizes = {key: value for key, value in event.items() if key not in _UNITS}
             thin = grow_state_dict(thin, **sizes, **how, theta=theta)
@@ -255,7 +268,7 @@ class GrowthHook(Hook):
         self._done += 1
 
 
-def _check_schedule(schedule: list[dict[str, int]]) -> str:
+def _check_schedule(schedule: list[dict[str, Any]]) -> str:
     """Check a schedule, and return its unit."""
     if not schedule:
         raise InputError(
@@ -281,7 +294,9 @@ def _check_schedule(schedule: list[dict[str, int]]) -> str:
             f"{schedule}"
         )
     for before, after in zip([{unit: -1}, *schedule], schedule, strict=False):
-        smaller = [key for key in before if key in after and after[key] < before[key]]
+        sizes = [(before[key], after[key]) for key in before if key in after]
+        # Lists are compared with the model's own numbers when the run starts.
+        smaller = any(b < a for a, b in sizes if isinstance(a, int) and isinstance(b, int))
         if after[unit] <= before[unit] or smaller:
             raise InputError(
                 f"the schedule of GrowthHook is out of order: {after} comes after {before}; times "

@@ -122,7 +122,7 @@ Compile = Annotated[
         "reduce-overhead, max-autotune and max-autotune-no-cudagraphs"
     ),
 ]
-TopK = Annotated[
+Counts = Annotated[
     Annotated[int, Field(ge=1)]
     | Annotated[list[Annotated[int, Field(ge=1)]], BeforeValidator(_listed)],
     _must_be("a whole number of at least 1, or a list of them"),
@@ -185,9 +185,9 @@ class _TimmBackbone(_Backbone):
     depth: Count = 1
     num_heads: Count = 1
     mlp_ratio: Positive = 1
-    num_qkv_param_tokens: Count | None = None
-    num_proj_param_tokens: Count | None = None
-    num_ffn_param_tokens: Count | None = None
+    num_qkv_param_tokens: Counts | None = None
+    num_proj_param_tokens: Counts | None = None
+    num_ffn_param_tokens: Counts | None = None
     pos_drop_rate: BelowOne = 0
     proj_drop_rate: BelowOne = 0
     attn_drop_rate: BelowOne = 0
@@ -209,9 +209,9 @@ class _LanguageConfig(_Section):
     depth: Count = 1
     num_heads: Count = 1
     hidden_features: Count | None = None
-    num_qkv_param_tokens: Count | None = None
-    num_proj_param_tokens: Count | None = None
-    num_ffn_param_tokens: Count | None = None
+    num_qkv_param_tokens: Counts | None = None
+    num_proj_param_tokens: Counts | None = None
+    num_ffn_param_tokens: Counts | None = None
     rotary_share: Factor = 1
     rotary_base: Positive = 1
     tie_embeddings: bool = True
@@ -303,7 +303,7 @@ class _Hook(_Section):
 
 class _Evaluator(_Section):
     collect_device: Literal["cpu", "gpu"] = "cpu"
-    topk: TopK = 1
+    topk: Counts = 1
 
 
 class _Randomness(_Section):

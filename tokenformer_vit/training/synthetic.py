@@ -12,6 +12,7 @@ from mmpretrain.structures import DataSample
 from torch.utils.data import Dataset
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.layers.arguments import COUNTS
 
 from .transforms import SeededTransforms
 
@@ -80,8 +81,7 @@ def shrink(cfg: Config) -> None:
         )
     model.backbone.update(embed_dim=32, num_heads=2, img_size=model.backbone.get("patch_size", 16))
     if model.backbone.model_name.startswith("tokenformer"):
-        pairs = ("num_qkv_param_tokens", "num_proj_param_tokens", "num_ffn_param_tokens")
-        model.backbone.update(dict.fromkeys(pairs, 32))
+        model.backbone.update(dict.fromkeys(COUNTS.values(), 32))
     model.head.in_channels = 32
 
 

@@ -76,10 +76,10 @@ def token_weights(model: nn.Module, images: Tensor, layer: str) -> Tensor:
         raise InputError(
             f"weights in {layer} are not finite: the training diverged; use an earlier checkpoint"
         )
-    if module.active is None:
+    if module.num_used == module.num_param_tokens:
         return weights
     every = weights.new_zeros(*weights.shape[:-1], module.num_param_tokens)
-    every[..., module.active] = weights
+    every[..., slice(module.size) if module.active is None else module.active] = weights
     return every
 
 
