@@ -75,11 +75,18 @@ def grow(shape: Shape, length: int, size: float, **how: Any) -> Part:
 
 def grown(family: str, **how: Any) -> list[Variant]:
     """Grow the smallest model to each of the larger sizes in turn."""
+
+    def start(backbone: Part, shape: Shape, share: float) -> Part:
+        kinds = {kind: f"num_{kind}_param_tokens" for kind in ("qkv", "proj", "ffn")}
+        smaller = [shape.pairs(size) for size in SMALLER if size < share and how.get("nested")]
+        nested = [{kind: pairs[key] for kind, key in kinds.items()} for pairs in smaller]
+        return {**backbone, **shape.pairs(share), **({"nested": nested} if nested else {})}
+
     return [
         Variant(
             name(family, size),
             f"{family}, {size:g}",
-            share_of_pairs(before),
+            partial(start, share=before),
             outside=partial(grow, size=size, **how),
             grown=True,
             start=name("alone" if before == SIZES[0] else family, before),
@@ -148,7 +155,7 @@ QUESTION = NestedSizes(
             start=WHOLE,
             start_folder="nested",
         ),
-        *grown("frozen", freeze="old", train_head=False),
+        *grown("frozen", nested=True, freeze="old", train_head=False),
         *grown("grown"),
         *map(vit, SIZES),
     ),

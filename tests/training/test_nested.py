@@ -1,7 +1,9 @@
 """Several sizes of one model in a training step: what is drawn, computed, measured and refused."""
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import timm
@@ -17,6 +19,7 @@ from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.nested import at_size
 from tokenformer_vit.training.reports import read_scalars
 
+ROOT = Path(__file__).resolve().parents[2]
 SIZES = (0.25, 0.5, 0.75, 1.0)
 CLASSES = 3
 BACKBONE = {
@@ -150,6 +153,19 @@ def test_a_model_without_shares_is_refused(backbone):
         pytest.raises(InputError, match=r"nested=\(0\.25, 0\.5, 0\.75\)"),
     ):
         MODELS.build({**model, "backbone": {**BACKBONE, **nested, **backbone}})
+
+
+def test_a_step_costs_what_the_readme_says():
+    cfg = load_config(ROOT / "configs" / "imagenet_base_nested.py")
+    with torch.device("meta"), DefaultScope.overwrite_default_scope("mmpretrain"):
+        model = MODELS.build({**cfg.model, "train_cfg": None})
+    text = (ROOT / "configs" / "README.md").read_text(encoding="utf-8")
+    stated = dict(re.findall(r"^\| `(\w+)` \|.*\| × ([\d.]+) \|$", text, re.MULTILINE))
+    assert set(stated) == {"sandwich", "all", "parts", "one"}
+    for rule, times in stated.items():
+        model.set_rule({"rule": rule})
+        mean = model.mean_flops(64) / training_flops(model.sized)
+        assert mean == pytest.approx(float(times), abs=0.01)
 
 
 NESTED = """
