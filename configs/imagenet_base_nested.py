@@ -1,5 +1,5 @@
-# imagenet_base at four sizes in one model, 114,759,400 parameters: a quarter, half, three quarters and
-# all of the pairs, by the sandwich rule. The smaller sizes learn what the largest predicts.
+# imagenet_base at four sizes in one model, 114,759,400 parameters: a quarter to all of its pairs.
+# It is trained by the sandwich rule, and the smaller sizes learn what the largest predicts.
 #
 # Paper:     none; the rule is that of slimmable networks (arXiv:1903.05134)
 # Batch:     4096 = 8 GPUs x 64 with 8 steps of accumulation; a step holds three sizes in memory

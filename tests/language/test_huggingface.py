@@ -17,7 +17,7 @@ pytest.importorskip("transformers", reason="pip install tokenformer-vit[language
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, pipeline
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import grow
+from tokenformer_vit.growth import extract, grow
 from tokenformer_vit.language import (
     TokenFormerConfig,
     TokenFormerForCausalLM,
@@ -369,3 +369,22 @@ def test_the_published_tokenizers_serve(shared_data, tmp_path):
         text = write("Hello", max_new_tokens=4, do_sample=False)[0]["generated_text"]
         assert text.startswith("Hello")
         assert load_tokenizer(folder, size)(sentence)["input_ids"] == numbers
+
+
+def test_nested_sizes_and_extracted_models_are_saved(tmp_path):
+    model = build(nested=(0.25, 0.5))
+    tokens = torch.randint(61, (2, 9))
+    loaded = reload(model, tmp_path / "nested")
+    assert loaded.config == model.config
+    assert loaded.model.sizes == (0.25, 0.5, 1.0)
+    for size in (0.25, 0.4):
+        for each in (model, loaded):
+            each.model.set_size(size)
+        expected = model(tokens).logits
+        assert torch.equal(loaded(tokens).logits, expected)
+        small = reload(extract(model, size), tmp_path / f"{size}")
+        assert small.config.num_qkv_param_tokens == round(size * 32)
+        assert torch.equal(small(tokens).logits, expected)
+    for nested in ("half", [0.5, 1.5], [{"ffn": "all"}]):
+        with pytest.raises(InputError, match="nested"):
+            TokenFormerConfig(**SHAPE, **KINDS["rotary"], nested=nested)

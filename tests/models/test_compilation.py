@@ -99,6 +99,34 @@ def test_compiled_blocks_keep_the_scores_and_not_the_weights(dtype):
     assert not any(t.numel() == 3 * 80 * 48 for t in kept)  # a copy of their keys
 
 
+@pytest.mark.slow
+def test_sizes_of_a_nested_model_share_their_code():
+    model, counter = build(nested=(0.1, 0.2, 0.3, 0.5, 0.75)).train(), CompileCounter()
+    with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=False):
+        compile_blocks(model, backend=counter, fullgraph=True)
+        for size in (1.0, 0.5, 0.2, 0.1, 0.3, 0.75):
+            model.set_size(size)
+            model(images()).sum().backward()
+        # all pairs; the first size, whose code is for it alone; any size
+        assert counter.frame_count == 3
+        for share in torch.rand(8).clamp(min=0.1).tolist():  # sizes that were not trained
+            model.set_size(share)
+            model(images()).sum().backward()
+        assert counter.frame_count <= 6
+
+
+@pytest.mark.slow
+def test_a_compiled_size_computes_what_the_extracted_model_does():
+    model = build(depth=1, nested=(0.25, 0.5)).eval()
+    compiled, x = copy.deepcopy(model), images()
+    with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=False), torch.no_grad():
+        compile_blocks(compiled, backend="aot_eager")
+        for size in (None, 0.25, 0.5, 0.4, {"ffn": 0.3}):
+            compiled.set_size(size)
+            model.set_size(size)
+            torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+
+
 def test_serves_other_vits():
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
     counter = CompileCounter()

@@ -37,6 +37,11 @@ class Line:
         """Names of all variants."""
         return tuple(dict.fromkeys([*(name for _, name in self.runs), *self.also]))
 
+    @property
+    def is_nested(self) -> bool:
+        """Whether one variant has all sizes."""
+        return len({name for _, name in self.runs}) == 1
+
 
 @dataclass(frozen=True)
 class _LineRow(Row):
@@ -55,7 +60,7 @@ class _LineRow(Row):
         """The runs."""
         return [run for row in self.parts for run in row.records]
 
-    def mean_flops(self, *_: Any) -> float:
+    def mean_flops(self, before: Row | None = None, share: float = 0) -> float:
         """Mean training FLOPs of all variants together; NaN if one of them has no run."""
         return sum(row.mean_flops() for row in self.parts)
 
@@ -193,22 +198,17 @@ class NestedSizes(Question):
                 if own is None or same is None or own.results().empty:
                     continue
                 # A nested model costs at a size what a model of this size costs.
-                nested = len(dict(map(reversed, line.runs))) == 1 and not own.method
-                costs = same if nested else own
-                if finished(costs.records):
-                    places.append((costs.forward_flops(), own.results()))
+                like = same if line.is_nested and not own.method else own
+                if finished(like.records):
+                    places.append((like.forward_flops(), own.results()))
             if not places:
                 continue
-            style = {"color": f"C{index}" if index < 10 else f"{0.1 * (index - 9):.1f}"}
-            means = [results.mean() for _, results in places]
-            reference = any(self.named(name).reference for name in line.names)
-            axes.plot(
-                [cost for cost, _ in places],
-                means,
-                "--" if reference else "-",
-                label=line.label,
-                **style,
-            )
+            style: dict[str, Any] = {
+                "color": f"C{index}" if index < 10 else f"{0.1 * (index - 9):.1f}"
+            }
+            costs, means = zip(*((cost, own.mean()) for cost, own in places), strict=True)
+            dashed = "--" if self.named(line.names[0]).reference else "-"
+            axes.plot(costs, means, dashed, label=line.label, **style)
             for cost, results in places:
                 points(axes, cost, results, each=False, fmt="o", markersize=4, **style)
         axes.set(

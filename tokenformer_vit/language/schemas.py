@@ -91,7 +91,8 @@ class ShardIndex(TypedDict):
 Size = Annotated[int, Field(ge=1, lt=2**31)]
 Counts = Size | list[Size] | tuple[Size, ...]
 Share = Annotated[float, Field(gt=0, le=1)]
-NestedSize = Share | dict[str, Share | Size]
+# A nested size; see models/sizes.py.
+LMSize = Share | dict[str, Share | Size]
 
 
 class PattentionArgs(TypedDict, total=False):
@@ -127,7 +128,7 @@ class LMShape(TypedDict, total=False):
     norm: str
     norm_eps: Annotated[float, Field(ge=0)]
     pattention_args: PattentionArgs | None
-    nested: list[NestedSize] | tuple[NestedSize, ...]
+    nested: list[LMSize] | tuple[LMSize, ...]
 
 
 def read_json(path: Path, schema: type[T], what: str, way_out: str) -> T:

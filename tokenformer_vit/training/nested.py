@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 from mmpretrain.models import ImageClassifier
 from mmpretrain.registry import MODELS
@@ -196,8 +197,8 @@ class NestedTraining:
             if distill:
                 teacher = logits(result).detach().float().flatten(0, -2).softmax(dim=-1)
         numbers = [part.stop - part.start for _, part in parts]
-        weighted = (own * number for own, number in zip(losses, numbers, strict=True))
-        return {"loss": sum(weighted) / sum(numbers)}
+        weighted = [own * number for own, number in zip(losses, numbers, strict=True)]
+        return {"loss": torch.stack(weighted).sum() / sum(numbers)}
 
 
 @MODELS.register_module()

@@ -1,0 +1,238 @@
+"""Extracted, nested and grown models compute bit for bit what their sizes compute."""
+
+import copy
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import tokenformer_vit  # noqa: F401
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.growth import (
+    TokenMasks,
+    extract,
+    grow,
+    grow_state_dict,
+    measure_usage,
+    merge,
+    nest,
+    pattention_layers,
+    prune,
+    reorder,
+)
+from tokenformer_vit.models.checkpoints import load_model, save_model
+from tokenformer_vit.ops import THETAS
+
+SHAPE = {
+    "embed_dim": 32,
+    "depth": 2,
+    "num_heads": 2,
+    "img_size": 32,
+    "patch_size": 8,
+    "num_classes": 10,
+    "num_qkv_param_tokens": 48,
+    "num_proj_param_tokens": 32,
+    "num_ffn_param_tokens": 64,
+}
+GROWN = {"num_qkv_param_tokens": 64, "num_ffn_param_tokens": 128}
+
+
+@torch.no_grad()
+def build(**kwargs):
+    """Build a model whose layers have a τ of their own for each size."""
+    model = timm.create_model("tokenformer_tiny", **{**SHAPE, **kwargs}).eval()
+    for layer in pattention_layers(model).values():
+        for tau in (layer.tau, layer.nested_tau):
+            if tau is not None:
+                tau.mul_(0.5 + torch.rand_like(tau))
+    return model
+
+
+@torch.no_grad()
+def logits(model, x, size=None):
+    model.set_size(size)
+    y = model(x)
+    model.set_size(None)
+    return y
+
+
+@torch.no_grad()
+def train_a_little(model):
+    """Change every parameter that training would change."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.add_(0.1 * torch.randn_like(parameter))
+
+
+@pytest.fixture
+def x():
+    return torch.randn(3, 3, 32, 32)
+
+
+@pytest.mark.parametrize("backend", ["reference", "fused"])
+@pytest.mark.parametrize("theta", THETAS)
+def test_an_extracted_model_equals_the_size_bit_by_bit(theta, backend, x):
+    model = build(theta=theta, nested=(0.25, 0.5))
+    model.set_backend(backend)
+    state = copy.deepcopy(model.state_dict())
+    for size in (0.25, 0.4, {"qkv": 0.25, "blocks.1.mlp": 7}):
+        small = extract(model, size)
+        assert torch.equal(logits(small, x), logits(model, x, size))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(logits(small, x), logits(model, x, size))
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+def test_an_extracted_model_keeps_the_smaller_sizes_and_is_saved(x, tmp_path):
+    model = build(nested=(0.25, 0.5, 0.75))
+    for size, left in ((0.25, (1.0,)), (0.8, None)):
+        small = extract(model, size)
+        save_model(small, tmp_path / f"{size}")
+        loaded = load_model(None, tmp_path / f"{size}")
+        assert loaded.sizes == small.sizes
+        assert len(small.sizes) == 4 if left is None else small.sizes == left
+        assert torch.equal(logits(loaded, x), logits(model, x, size))
+        assert torch.equal(logits(loaded, x, loaded.sizes[0]), logits(model, x, 0.25))
+    assert not any("nested" in name for name in extract(model, 0.25).state_dict())
+
+
+def test_what_cannot_be_extracted_is_refused():
+    model = build(nested=(0.25,))
+    with pytest.raises(InputError, match=r"blocks.1.attn.value .* 12 pairs .*same number"):
+        extract(model, {"blocks.1.attn.value": 12})
+    with pytest.raises(InputError, match="whole model"):
+        extract(model.blocks[0], 0.5)
+    masks = TokenMasks(model)
+    masks.add("first", {"qkv": slice(5), "proj": slice(5), "ffn": slice(5)})
+    with masks.use("first"), pytest.raises(InputError, match=r"activate\(\)"):
+        extract(model, 0.5)
+    model.set_size(0.5)
+    with pytest.raises(InputError, match=r"first 24 pairs; call .*set_size\(None\)"):
+        masks.activate("first")
+    with pytest.raises(InputError, match=r"24 of its pairs; call .*set_size\(None\)"):
+        measure_usage(model, [])
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_a_reordered_model_is_nested_as_pruning_would_make_it(theta, x):
+    model = build(theta=theta)
+    usage = measure_usage(model, [x])
+    before = logits(model, x)
+    pruned = prune(copy.deepcopy(model), usage, 12, 8, 16)
+    nest(reorder(model, usage), (0.25, 0.5), usage)
+    torch.testing.assert_close(logits(model, x), before, rtol=1e-4, atol=1e-5)
+    assert model.sizes == (0.25, 0.5, 1.0)
+    # The kept pairs are in another order.
+    torch.testing.assert_close(logits(model, x, 0.25), logits(pruned, x), rtol=1e-4, atol=1e-5)
+    sorted_usage = measure_usage(model, [x])
+    for name, own in sorted_usage.items():
+        torch.testing.assert_close(
+            own.sizes, usage[name].sizes.sort(descending=True).values, rtol=1e-4, atol=1e-6
+        )
+
+
+def test_an_ordinary_model_is_nested_without_a_change(x):
+    model = build()
+    before = {size: logits(model, x, size) for size in (None, 0.25, 0.5)}
+    nest(model, (0.5, 0.25))
+    assert model.sizes == (0.25, 0.5, 1.0)
+    for size, expected in before.items():
+        torch.testing.assert_close(logits(model, x, size), expected)
+    nest(model, ())
+    assert model.sizes == (1.0,)
+    assert model.state_dict().keys() == build().state_dict().keys()
+    with pytest.raises(InputError, match="another model"):
+        nest(model, (0.5,), {})
+
+
+@pytest.mark.parametrize(
+    ("theta", "init"),
+    [("gelu_l2", "zero_key"), ("gelu_l1", "released"), ("softmax", "random")],
+)
+def test_a_family_made_upwards_contains_its_small_models(theta, init, x, tmp_path):
+    model = build(theta=theta)
+    members = [logits(model, x)]
+    for counts in (GROWN, {"num_qkv_param_tokens": 96, "num_proj_param_tokens": 48}):
+        grow(model, **counts, init=init, nested=not model.sizes[1:], freeze="old")
+        train_a_little(model)
+        members.append(logits(model, x))
+    assert len(model.sizes) == 3
+    for size, expected in zip(model.sizes, members, strict=True):
+        assert torch.equal(logits(model, x, size), expected)
+        assert torch.equal(logits(extract(model, size), x), expected)
+    save_model(model, tmp_path / "family")
+    family = load_model(None, tmp_path / "family")
+    assert family.sizes == model.sizes
+    for size, expected in zip(family.sizes, members, strict=True):
+        assert torch.equal(logits(family, x, size), expected)
+
+
+def test_a_family_with_gates_contains_its_small_models_up_to_rounding(x):
+    model = build(theta="softmax")
+    before = logits(model, x)
+    grow(model, **GROWN, nested=True)
+    torch.testing.assert_close(logits(model, x, model.sizes[0]), before, rtol=1e-4, atol=1e-5)
+    small = extract(model, model.sizes[0])
+    assert torch.equal(logits(small, x), logits(model, x, model.sizes[0]))
+
+
+def test_a_nested_model_grows_on_top(x):
+    model = build(nested=(0.5,))
+    before = [logits(model, x, size) for size in model.sizes]
+    state = grow_state_dict(model.state_dict(), **GROWN)
+    grow(model, **GROWN)
+    assert model.sizes == (
+        {"qkv": 24, "proj": 16, "ffn": 32},
+        {"qkv": 48, "proj": 32, "ffn": 64},
+        1.0,
+    )
+    for size, expected in zip(model.sizes, before, strict=False):
+        assert torch.equal(logits(model, x, size), expected)
+    own = model.state_dict()
+    assert own.keys() == state.keys()
+    assert all(torch.equal(own[name], tensor) for name, tensor in state.items())
+    ordinary = build()
+    grown = grow_state_dict(ordinary.state_dict(), **GROWN, nested=True)
+    grow(ordinary, **GROWN, nested=True).load_state_dict(grown)
+    with pytest.raises(InputError, match=r"'duplicate'.*another init"):
+        grow(model, num_ffn_param_tokens=256, init="duplicate")
+
+
+def test_growth_carries_the_state_of_learned_taus(x):
+    model = build(nested=(0.5,), pattention_args={"learn_tau": True})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step():
+        optimizer.zero_grad()
+        for size in model.sizes:
+            model.set_size(size)
+            model(x).square().mean().backward()
+        model.set_size(None)
+        optimizer.step()
+
+    step()
+    layer = model.blocks[0].mlp
+    moment = optimizer.state[layer.nested_tau]["exp_avg"].clone()
+    grow(model, **GROWN, optimizer=optimizer)
+    assert isinstance(layer.nested_tau, nn.Parameter)
+    carried = optimizer.state[layer.nested_tau]["exp_avg"]
+    assert torch.equal(carried, torch.cat((moment, torch.zeros(1))))
+    start = layer.nested_tau.detach().clone()
+    step()
+    assert (layer.nested_tau != start).all()
+
+
+def test_pruned_and_merged_models_are_ordinary(x):
+    model = build(nested=(0.25, 0.5))
+    usage = measure_usage(model, [x])
+    ordinary = nest(copy.deepcopy(model), ())
+    for nested, plain in (
+        (prune(copy.deepcopy(model), usage, 48, 20, None), prune(ordinary, usage, 48, 20, None)),
+        (merge(model, model), merge(nest(copy.deepcopy(model), ()), model)),
+    ):
+        assert nested.sizes == (1.0,)
+        assert nested.state_dict().keys() == plain.state_dict().keys()
+        assert torch.equal(logits(nested, x), logits(plain, x))
+    untouched = prune(model, usage)
+    assert untouched.sizes == (0.25, 0.5, 1.0)

@@ -1,0 +1,173 @@
+"""A layer with a size computes with its first pairs what an ordinary layer of them computes."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.layers import Attention, Pattention
+from tokenformer_vit.layers.segments import split_tokens
+from tokenformer_vit.ops import THETAS, default_tau
+
+SIZES = (12, 24, 30)
+
+
+def build(theta="gelu_l2", **kwargs):
+    """Build a layer whose τ of each size is its own."""
+    layer = Pattention(16, 20, 48, theta=theta, nested=SIZES, **kwargs)
+    with torch.no_grad():
+        layer.nested_tau.mul_(0.5 + torch.rand(len(SIZES)))
+        layer.tau.mul_(1.5)
+        if layer.gate is not None:
+            layer.gate.normal_()
+    return layer
+
+
+def alone(layer, size, tau):
+    """Build an ordinary layer of the first pairs."""
+    gate = "none" if layer.gate is None else "fixed"
+    small = Pattention(16, 20, size, theta=layer.theta, gate=gate, backend=layer.backend)
+    state = {name: t for name, t in layer.state_dict().items() if "nested" not in name}
+    small.load_state_dict({name: t[:size] if t.dim() else tau for name, t in state.items()})
+    return small
+
+
+@pytest.mark.parametrize("backend", ["reference", "fused"])
+@pytest.mark.parametrize(
+    ("theta", "gate"), [*((theta, "none") for theta in THETAS), ("softmax", "learned")]
+)
+def test_equals_an_ordinary_layer_bit_by_bit(theta, gate, backend):
+    layer = build(theta, gate=gate, backend=backend)
+    x = torch.randn(3, 7, 16, requires_grad=True)
+    for size, tau in zip((*SIZES, 48), (*layer.nested_tau, layer.tau), strict=True):
+        layer.size = size
+        small = alone(layer, size, tau)
+        assert torch.equal(layer(x), small(x))
+        assert torch.equal(layer.weights(x), small.weights(x))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(layer(x), small(x))
+        keys, grad = torch.autograd.grad(layer(x).square().sum(), (layer.key_param_tokens, x))
+        assert not keys[size:].any()
+        expected = torch.autograd.grad(small(x).square().sum(), (small.key_param_tokens, x))
+        assert torch.equal(keys[:size], expected[0])
+        assert torch.equal(grad, expected[1])
+
+
+def test_a_size_reads_views():
+    layer = build()
+    layer.size = 24
+    keys, values, _, _ = layer.used_tokens()
+    assert (len(keys), len(values), layer.num_used) == (24, 24, 24)
+    assert keys.data_ptr() == layer.key_param_tokens.data_ptr()
+    assert values.data_ptr() == layer.value_param_tokens.data_ptr()
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_the_initial_tau_of_a_size_is_that_of_an_ordinary_layer(theta):
+    layer = Pattention(8, 8, 48, theta=theta, nested=SIZES)
+    plain = Pattention(8, 8, 48, theta=theta)
+    for size in range(1, 49):
+        for each in (layer, plain):
+            each.size = size
+            tau = each.used_tokens()[3].item()
+            assert tau == pytest.approx(default_tau(theta, size), rel=1e-5)
+    assert layer.nested_tau.tolist() == pytest.approx([default_tau(theta, n) for n in SIZES])
+    other = Pattention(8, 8, 48, theta=theta, tau=2.0, nested=(12,))
+    assert other.nested_tau.item() == pytest.approx(
+        2 * default_tau(theta, 12) / default_tau(theta, 48)
+    )
+
+
+def test_between_two_sizes_the_logarithm_of_tau_is_linear():
+    layer = build()
+    layer.size = 17
+    a, b = layer.nested_tau[:2].log().tolist()
+    share = math.log(17 / 12) / math.log(24 / 12)
+    assert layer.used_tokens()[3].log().item() == pytest.approx(a + share * (b - a), rel=1e-5)
+
+
+def test_a_learned_tau_of_a_size_gets_a_gradient():
+    layer = build(learn_tau=True)
+    assert {name for name, _ in layer.named_parameters()} >= {"tau", "nested_tau"}
+    x = torch.randn(5, 16)
+    for size, used in ((12, [True, False, False]), (27, [False, True, True])):
+        layer.size = size
+        layer.zero_grad()
+        layer(x).square().sum().backward()
+        assert (layer.nested_tau.grad != 0).tolist() == used
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_tau_of_a_size_survives_casts_and_checkpoints(learned):
+    layer = build(learn_tau=learned)
+    tau, x = layer.nested_tau.detach().clone(), torch.randn(5, 16)
+    layer.size = 24
+    expected = layer(x)
+    again = Pattention(16, 20, 48, nested=SIZES)
+    again.load_state_dict(layer.state_dict())
+    assert again.size is None  # a size is not saved
+    again.size = 24
+    assert torch.equal(again(x), expected)
+    assert torch.equal(copy.deepcopy(layer)(x), expected)
+    layer.bfloat16().float()
+    assert torch.equal(layer.nested_tau, tau)
+
+
+def test_an_empty_layer_is_filled_again():
+    layer = Pattention(8, 8, 48, nested=SIZES, device="meta").to_empty(device="cpu")
+    layer.reset_parameters()
+    assert layer.nested_tau.tolist() == pytest.approx([n**0.5 for n in SIZES])
+    assert layer.nested_sizes.tolist() == [*SIZES]
+
+
+def test_a_split_layer_has_the_same_sizes():
+    layer, x = build(), torch.randn(5, 16)
+    split = copy.deepcopy(layer)
+    split_tokens(split, 20)
+    for size in (12, 24, 40):
+        layer.size = split.size = size
+        assert torch.equal(split(x), layer(x))
+
+
+@pytest.mark.parametrize("sizes", [(8, 8, 8), (8, 20, None)])
+def test_query_key_and_value_of_a_size_are_computed_together(sizes):
+    attention, x = Attention(16, 2, 32, 32), torch.randn(2, 5, 16)
+    for layer, size in zip((attention.query, attention.key, attention.value), sizes, strict=True):
+        layer.size = size
+    apart = attention(x)
+    attention.joint = True
+    torch.testing.assert_close(attention(x), apart)
+
+
+@pytest.mark.parametrize("size", [0, 49, -1, 2.5, "12"])
+def test_sizes_out_of_range_are_refused(size):
+    layer = build()
+    with pytest.raises(InputError, match=f"from 1 to 48 .*{size!r}"):
+        layer.size = size
+    assert layer.size is None
+
+
+def test_a_size_with_a_mask_or_a_larger_top_k_is_refused():
+    layer = build()
+    layer.active = torch.arange(5)
+    with pytest.raises(InputError, match=r"mask .*activate\(\)"):
+        layer.size = 12
+    layer.active, layer.top_k = None, 13
+    with pytest.raises(InputError, match=r"top_k is 13.*12"):
+        layer.size = 12
+    layer.size = 13
+
+
+@pytest.mark.parametrize("nested", [(0,), (24, 12), (49,), (2.5,), ("a",)])
+def test_nested_sizes_out_of_order_are_refused(nested):
+    with pytest.raises(InputError, match=r"nested .* at most 48"):
+        Pattention(8, 8, 48, nested=nested)
+
+
+@pytest.mark.parametrize("nested", [(), (12, 24), (12, 24, 31)])
+def test_a_checkpoint_of_other_sizes_is_refused(nested):
+    other = Pattention(16, 20, 48, nested=nested)
+    with pytest.raises(InputError, match=r"\[12, 24, 30\].*(none|\[12, 24.*\]).*`nested`"):
+        other.load_state_dict(build().state_dict())
