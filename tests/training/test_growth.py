@@ -297,6 +297,29 @@ def test_a_run_may_start_from_a_grown_checkpoint(growing, tmp_path):
 
 
 @pytest.mark.slow
+def test_models_that_grow_on_frozen_ones_contain_them(train, growing, tmp_path):
+    """Each run starts from the end of the one before, and grows before its first iteration."""
+    train(tmp_path / "0")
+    how = {"nested": True, "freeze": "old", "train_head": False}
+    old = {"num_ffn_param_tokens": 120, "nested": [{"qkv": 24, "proj": 24, "ffn": 96}]}
+    for stage, backbone in enumerate(({}, old)):
+        start = str(tmp_path / str(stage) / "model.safetensors")
+        more = f"model = {{'backbone': {backbone!r}}}\nload_from = {start!r}"
+        schedule = [{"iteration": 0, "num_ffn_param_tokens": 120 + 24 * stage}]
+        growing(schedule=schedule, more=more, **how)(tmp_path / str(stage + 1))
+    models = [
+        timm.create_model(f"local-dir:{tmp_path / str(stage)}", pretrained=True).eval()
+        for stage in range(3)
+    ]
+    images = torch.randn(4, 3, 8, 8)
+    assert [len(model.sizes) for model in models] == [1, 2, 3]
+    assert not torch.equal(models[1](images), models[0](images))
+    for size, small in zip(models[2].sizes, models, strict=True):
+        models[2].set_size(size)
+        assert torch.equal(models[2](images), small(images))
+
+
+@pytest.mark.slow
 def test_processes_of_their_own_seeds_grow_the_same_pairs(growing, tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     hook = """
