@@ -17,6 +17,7 @@ pytest.importorskip("datasets", reason="language models need the extra [language
 from mmengine.dataset import DefaultSampler
 from mmengine.hooks import Hook
 from mmengine.runner import Runner
+from torch._dynamo.testing import CompileCounter
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import pattention_layers
@@ -304,6 +305,20 @@ def test_an_answer_is_right_if_all_of_it_is():
     metric.process(None, [{"targets": targets[:2], "right": right[:2]}])
     with pytest.raises(InputError, match=r"no row .* the tokens 9 and 0; leave AnswerAccuracy out"):
         metric.evaluate(1)
+
+
+@pytest.mark.parametrize("architecture", ["tokenformer", "transformer"])
+def test_compiled_blocks_compute_the_same(architecture):
+    def build(**options):
+        torch.manual_seed(0)
+        return CausalLM(architecture, dict(SIZES), **options)
+
+    counter = CompileCounter()
+    plain, compiled = build(), build(compile={"backend": counter})
+    rows = torch.randint(SIZES["vocab_size"], (2, LENGTH + 1))
+    losses = [model(rows, mode="loss")["loss"] for model in (plain, compiled)]
+    torch.testing.assert_close(*losses)
+    assert counter.frame_count > 0
 
 
 def test_a_transformer_trains_and_widens(run, tmp_path):

@@ -17,14 +17,15 @@ _MOST_VERSIONS = 64
 def compile_blocks(
     model: nn.Module, how: bool | str | Mapping[str, Any] = True, **kwargs: Any
 ) -> None:
-    """Compile each transformer block of a timm model, in place.
+    """Compile each transformer block of a model, in place.
 
     All blocks run the same code with different weights, so they share one compilation, which takes
     seconds; compiling the whole model takes minutes. State-dict keys do not change, and a copy or a
     pickle of the model is not compiled.
 
     Args:
-        model: Model whose blocks are in ``model.blocks``, as in timm's ViTs.
+        model: Model whose blocks are in ``model.blocks``, as in timm's ViTs, or in ``model.h``, as
+            in the GPT-2 of transformers.
         how: Value of a config: a mode of ``torch.compile``, or a dict of its arguments; True for
             its default, False to compile nothing.
         **kwargs: Arguments of ``torch.compile``.
@@ -40,7 +41,7 @@ def compile_blocks(
         return
     if how is not True:
         kwargs = {**({"mode": how} if isinstance(how, str) else how), **kwargs}
-    blocks = getattr(model, "blocks", None)
+    blocks = getattr(model, "blocks", getattr(model, "h", None))
     if not isinstance(blocks, nn.Module):
         raise InputError(
             f"{type(model).__name__} has no transformer blocks to compile; omit --compile, or "

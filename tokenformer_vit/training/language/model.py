@@ -102,7 +102,7 @@ class CausalLM(NestedTraining, BaseModel):
                 )
             self.set_rule(size_rule)
         if compile:
-            _compile(self.model, compile)
+            compile_blocks(self.model.base_model, compile)
 
     @property
     def sized(self) -> Any:
@@ -241,9 +241,3 @@ def _stem(model: nn.Module) -> list[nn.Parameter]:
         for parameter in module.parameters()
     }
     return [parameter for parameter in model.parameters() if id(parameter) not in within]
-
-
-def _compile(model: nn.Module, how: Any) -> None:
-    if not isinstance(model, TokenFormerForCausalLM):
-        raise InputError("--compile is for TokenFormers only; leave it out for a Transformer")
-    compile_blocks(model.model, how)
