@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from tokenformer_vit.cli import grow as tool
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models.checkpoints import save_model
+from tokenformer_vit.models.checkpoints import load_model, save_model
 
 SHAPE = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
 
@@ -44,6 +44,17 @@ def test_a_grown_folder_is_the_same_model_with_more_pairs(folder, tmp_path, caps
 
     with pytest.raises(InputError, match="already exists"):
         run(folder, target, "--ffn", 128)
+
+
+def test_a_grown_folder_contains_the_small_model(folder, tmp_path, capsys):
+    run(folder, tmp_path / "grown", "--qkv", 32, "--ffn", 96, "--nested")
+    small = {"qkv": 16, "proj": 16, "ffn": 64}
+    assert f"nested=[{small}]" in capsys.readouterr().out
+    before, after = (load_model(None, tmp_path / name) for name in ("run", "grown"))
+    assert after.sizes == (small, 1.0)
+    after.set_size(small)
+    x = torch.randn(2, 3, 16, 16)
+    torch.testing.assert_close(after(x), before(x), rtol=1e-5, atol=1e-6)
 
 
 def test_a_training_checkpoint_becomes_a_file_of_tensors(tmp_path):

@@ -162,7 +162,7 @@ def test_a_size_with_a_mask_or_a_larger_top_k_is_refused():
 
 @pytest.mark.parametrize("nested", [(0,), (24, 12), (49,), (2.5,), ("a",)])
 def test_nested_sizes_out_of_order_are_refused(nested):
-    with pytest.raises(InputError, match=r"nested .* at most 48"):
+    with pytest.raises(InputError, match=r"nested .* 1 to 48 .* contain one another"):
         Pattention(8, 8, 48, nested=nested)
 
 

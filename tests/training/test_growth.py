@@ -178,12 +178,17 @@ def test_several_processes_grow_alike(growing, tmp_path):
         ({"theta": "gelu_l1"}, {"init": "random", "moments": "reset", "freeze": "old"}),
         ({"compile": True}, {}),
         ({}, {"init": "released"}),
+        ({"nested": [0.5], "pattention_args": {"learn_tau": True}}, {}),
+        ({}, {"nested": True, "freeze": "old"}),
     ],
 )
 def test_every_way_to_grow(growing, tmp_path, backbone, hook):
     train = growing(more=f"model = dict(backbone={backbone!r})", **hook)
     train(tmp_path / "run")
     model = timm.create_model(f"local-dir:{tmp_path / 'run'}", pretrained=True)
+    # The size at the start, and the sizes before two growths.
+    nested = len(backbone.get("nested", ()))
+    assert len(model.sizes) == (1 + nested + 2 if nested or hook.get("nested") else 1)
     gate = model.blocks[0].mlp.gate
     if hook.get("gate"):
         assert (gate == 1).all()

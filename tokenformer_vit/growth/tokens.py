@@ -271,5 +271,4 @@ def record_counts(model: nn.Module) -> None:
 
 def find_models(model: nn.Module) -> list[TokenFormerViT | TokenFormerLM]:
     """Return the TokenFormer backbones and language models that are or are in a module."""
-    kinds = TokenFormerViT | TokenFormerLM
-    return [module for module in model.modules() if isinstance(module, kinds)]
+    return [each for each in model.modules() if isinstance(each, TokenFormerViT | TokenFormerLM)]

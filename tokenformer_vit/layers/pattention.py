@@ -2,7 +2,6 @@
 
 import math
 import re
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
@@ -23,13 +22,12 @@ from tokenformer_vit.ops import (
 )
 
 from .arguments import check_argument
+from .nested import NestedLayer
 
 # pattention() branches on its inputs and may run custom kernels, so fx must not trace into it.
 torch.fx.wrap("pattention")
 
 TOKENS = ("key_param_tokens", "value_param_tokens")
-# Tensors of the nested sizes; an ordinary layer does not have them.
-_NESTED = ("nested_sizes", "nested_tau")
 # The names of the two parts of a split layer in earlier versions; see segments.py.
 SEGMENT = re.compile(rf"(.*\.|)parametrizations\.({'|'.join(TOKENS)})\.original([01])")
 
@@ -55,7 +53,7 @@ def fuse_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return fused
 
 
-class Pattention(nn.Module):
+class Pattention(NestedLayer):
     """Token-parameter attention, Θ(X K_Pᵀ) V_P, in place of a linear projection.
 
     Args:
@@ -127,17 +125,10 @@ class Pattention(nn.Module):
     """
 
     tau: Tensor
-    nested_sizes: Tensor | None
-    nested_tau: Tensor | None
     gate: Tensor | None
     active: Tensor | None
     top_k: int | None
     of_model: bool = False
-    # What `size` sets. TorchScript compiles attributes, but no property with a setter.
-    _size: int | None
-    _place: int
-    _blend: Tensor | None
-    __jit_unused_properties__ = ("size", "num_used")
 
     def __init__(
         self,
@@ -214,8 +205,6 @@ class Pattention(nn.Module):
             self.register_buffer("gate", opened if gate == "fixed" else None)
         self.register_buffer("active", None, persistent=False)
         self.top_k = None
-        for name in _NESTED:
-            self.register_buffer(name, None)
         self.set_nested(nested)
         self.reset_parameters()
 
@@ -235,110 +224,6 @@ class Pattention(nn.Module):
         if self.gate is not None:
             nn.init.ones_(self.gate)
         self._fill_nested(None)
-
-    @property
-    def size(self) -> int | None:
-        """Number of pairs in use, the first ones; ``None`` for all. Not in the state dict.
-
-        The layer then computes with views of these pairs as an ordinary layer with as many pairs.
-        τ of the size is in ``nested_tau``, if the size is one of ``nested``. Between two sizes
-        log τ is linear in the log of the size. Below the smallest size τ has the ratio of
-        :func:`~tokenformer_vit.ops.default_tau`.
-        """
-        return self._size
-
-    @size.setter
-    def size(self, size: int | None) -> None:
-        self.check_size(size)
-        self._size = None if size == self.num_param_tokens else size
-        self._place, self._blend = 0, None
-        if size in self.nested:
-            # Counted from the end: torch.compile would compile again for the places 0 and 1.
-            self._place = self.nested.index(size) - len(self.nested)
-        elif self._size is not None:
-            self._blend = torch.tensor(self._blended(self._size), device=self.tau.device)
-
-    def check_size(self, size: int | None) -> None:
-        """Check that the layer can use only its first pairs.
-
-        Args:
-            size: Number of pairs; ``None`` or P for all.
-
-        Raises:
-            InputError: If ``size`` is not a whole number from ``top_k`` (or 1) to P, or a mask is
-                active.
-        """
-        if size in (None, self.num_param_tokens):
-            return
-        least, most = self.top_k or 1, self.num_param_tokens
-        if not isinstance(size, Integral) or not least <= size <= most:
-            reads = f", because top_k is {least}" if self.top_k else ""
-            raise InputError(f"size must be from {least} to {most} pairs{reads}, but got {size!r}")
-        if self.active is not None:
-            raise InputError(
-                "a size cannot be set while a mask is active; call TokenMasks.activate() to use "
-                "all pairs"
-            )
-
-    def _blended(self, size: int) -> list[float]:
-        """Return log τ of a size that is not nested: a constant, and the share of each log τ."""
-        sizes = (*self.nested, self.num_param_tokens)
-        shares, upper = [0.0] * len(sizes), bisect_left(sizes, size)
-        if upper == 0:
-            shares[0] = 1.0
-            return [math.log(self._ratio(size, sizes[0])), *shares]
-        lower, span = sizes[upper - 1], sizes[upper] / sizes[upper - 1]
-        shares[upper] = math.log(size / lower) / math.log(span)
-        shares[upper - 1] = 1 - shares[upper]
-        return [0.0, *shares]
-
-    def _ratio(self, size: int, of: int) -> float:
-        return default_tau(self.theta, size) / default_tau(self.theta, of)
-
-    @torch.jit.unused
-    def set_nested(self, sizes: Sequence[int], tau: Tensor | None = None) -> None:
-        """Give smaller sizes of this layer a τ of their own, in the state dict; use all pairs.
-
-        Args:
-            sizes: Numbers of pairs, each at least as large as the one before and at most P. Empty
-                for an ordinary layer.
-            tau: (n,) τ of the sizes; ``None`` for the initial τ of the layer times the ratio of
-                :func:`~tokenformer_vit.ops.default_tau`. They are learned if ``tau`` of the layer
-                is learned.
-
-        Raises:
-            InputError: If a size is out of range or smaller than the one before.
-        """
-        sizes = tuple(sizes)
-        for before, size in zip((1, *sizes), sizes, strict=False):
-            if not isinstance(size, Integral) or not before <= size <= self.num_param_tokens:
-                raise InputError(
-                    f"nested must increase from 1 to at most {self.num_param_tokens} pairs, but "
-                    f"got {sizes}"
-                )
-        for name in _NESTED:
-            delattr(self, name)
-            self.register_buffer(name, None)
-        self.register_buffer("_blend", None, persistent=False)
-        self.nested, self.size = sizes, None
-        if sizes:
-            place = self.tau.device
-            self.nested_sizes = torch.empty(len(sizes), dtype=torch.int64, device=place)
-            start = torch.empty(len(sizes), dtype=torch.float32, device=place)
-            if isinstance(self.tau, nn.Parameter):
-                del self.nested_tau
-                self.nested_tau = nn.Parameter(start, self.tau.requires_grad)
-            else:
-                self.nested_tau = start
-            self._fill_nested(tau)
-
-    @torch.no_grad()
-    def _fill_nested(self, tau: Tensor | None) -> None:
-        if self.nested_tau is not None:
-            all_pairs = self.num_param_tokens
-            start = [self.init_tau * self._ratio(size, all_pairs) for size in self.nested]
-            self.nested_tau.copy_(torch.tensor(start) if tau is None else tau)
-            self.nested_sizes.copy_(torch.tensor(self.nested))
 
     @torch.jit.unused
     def whole_tokens(self, name: str) -> Tensor:
@@ -369,13 +254,7 @@ class Pattention(nn.Module):
         self, state_dict: dict[str, Tensor], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         fused = fuse_state_dict(state_dict)
-        theirs = fused.get(f"{prefix}nested_sizes")
-        if theirs is not None and (numbers := theirs.tolist()) != [*self.nested]:
-            raise InputError(
-                f"{prefix.rstrip('.') or 'the layer'} has the nested sizes {numbers} in the "
-                f"checkpoint and {[*self.nested] or 'none'} in the model: build the model with the "
-                f"`nested` of the checkpoint's config.json"
-            )
+        self.check_nested(fused, prefix)
         super()._load_from_state_dict(fused, prefix, *args, **kwargs)
 
     def used_tokens(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
@@ -391,23 +270,6 @@ class Pattention(nn.Module):
             if gate is not None:
                 gate = gate[:size]
         return keys, values, gate, tau
-
-    def _tau_of_size(self) -> Tensor:
-        blend, nested_tau = self._blend, self.nested_tau
-        if blend is None:
-            assert nested_tau is not None
-            return nested_tau[self._place]
-        taus = self.tau.reshape(1)
-        if nested_tau is not None:
-            taus = torch.cat([nested_tau, taus])
-        return (blend[0] + (blend[1:] * taus.log()).sum()).exp()
-
-    @property
-    def num_used(self) -> int:
-        """Number of pairs in use: those of the mask or of the size, or all."""
-        if self.active is not None:
-            return len(self.active)
-        return self.num_param_tokens if self._size is None else self._size
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., C_in) tokens to (..., C_out)."""

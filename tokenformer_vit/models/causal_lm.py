@@ -82,6 +82,8 @@ class LMConfig:
 
     def __post_init__(self) -> None:
         """Check the values that no layer checks."""
+        if isinstance(self.nested, list):  # as JSON and configs have it
+            object.__setattr__(self, "nested", tuple(self.nested))
         if self.positions not in _POSITIONS:
             raise InputError(
                 f"positions must be one of {', '.join(_POSITIONS)}, but got {self.positions!r}"

@@ -5,7 +5,6 @@ dict an int is a number of pairs, a float is a share, and other layers use all p
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -61,7 +60,7 @@ def size_counts(layers: Mapping[str, Pattention], size: Size | None) -> dict[str
                 "one of qkv, proj and ffn"
             )
     every = 1.0 if size is None or isinstance(size, Mapping) else size
-    if isinstance(every, Integral):
+    if isinstance(every, int):
         every = float(every)
     return {
         name: _count(name, layer, by_name.get(name, by_name.get(kind_of(name), every)))
@@ -71,10 +70,10 @@ def size_counts(layers: Mapping[str, Pattention], size: Size | None) -> dict[str
 
 def _count(name: str, layer: Pattention, wanted: Any) -> int:
     pairs = layer.num_param_tokens
-    if isinstance(wanted, Integral) and 1 <= wanted <= pairs:
-        return int(wanted)
-    if isinstance(wanted, Real) and not isinstance(wanted, Integral) and 0 < wanted <= 1:
-        return max(1, round(float(wanted) * pairs))
+    if isinstance(wanted, int) and 1 <= wanted <= pairs:
+        return wanted
+    if isinstance(wanted, float) and 0 < wanted <= 1:
+        return max(1, round(wanted * pairs))
     raise InputError(
         f"{name} cannot use {wanted!r} of its {pairs} pairs; give a share above 0 and at most 1, "
         f"or in a dict a whole number from 1 to {pairs}"

@@ -162,7 +162,8 @@ class TokenFormerViT(VisionTransformer):
         """Use only the first pairs of every layer.
 
         Like ``set_backend``, it is not saved with the model.
-        :func:`~tokenformer_vit.growth.extract` makes a smaller model.
+        :func:`~tokenformer_vit.growth.extract` makes a smaller model. With gradient checkpointing,
+        do not change the size before the backward pass, which computes the blocks again.
 
         Args:
             size: Share of the pairs of every layer, above 0 and at most 1; or a dict of shares

@@ -1,0 +1,172 @@
+"""A layer of pairs that can use only its first pairs, with a τ for each trained size."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+
+import torch
+from torch import Tensor, nn
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.ops import default_tau
+
+
+class NestedLayer(nn.Module):
+    """The part of :class:`~tokenformer_vit.layers.Pattention` that concerns sizes.
+
+    Attributes:
+        nested: The trained sizes below P, each at least as large as the one before.
+        nested_tau: (n,) float32 τ of these sizes; ``None`` in an ordinary layer.
+        nested_sizes: (n,) int64, ``nested`` for the state dict.
+    """
+
+    theta: str
+    num_param_tokens: int
+    init_tau: float
+    tau: Tensor
+    active: Tensor | None
+    top_k: int | None
+    nested: tuple[int, ...]
+    nested_sizes: Tensor | None
+    nested_tau: Tensor | None
+    # What `size` sets. TorchScript compiles attributes, but no property with a setter.
+    _size: int | None
+    _place: int
+    _blend: Tensor | None
+    __jit_unused_properties__ = ("size", "num_used")
+
+    @property
+    def size(self) -> int | None:
+        """Number of pairs in use, the first ones; ``None`` for all. Not in the state dict.
+
+        The layer then computes with views of these pairs as an ordinary layer with as many pairs.
+        τ of the size is in ``nested_tau``, if the size is one of ``nested``. Between two sizes
+        log τ is linear in the log of the size. Below the smallest size τ has the ratio of
+        :func:`~tokenformer_vit.ops.default_tau`.
+        """
+        return self._size
+
+    @size.setter
+    def size(self, size: int | None) -> None:
+        self.check_size(size)
+        self._size = None if size == self.num_param_tokens else size
+        self._place, self._blend = 0, None
+        if size in self.nested:
+            # Counted from the end: torch.compile would compile again for the places 0 and 1.
+            self._place = self.nested.index(size) - len(self.nested)
+        elif self._size is not None:
+            self._blend = torch.tensor(self._blended(self._size), device=self.tau.device)
+
+    def check_size(self, size: int | None) -> None:
+        """Check that the layer can use only its first pairs.
+
+        Args:
+            size: Number of pairs; ``None`` or P for all.
+
+        Raises:
+            InputError: If ``size`` is not a whole number from ``top_k`` (or 1) to P, or a mask is
+                active.
+        """
+        if size in (None, self.num_param_tokens):
+            return
+        least, most = self.top_k or 1, self.num_param_tokens
+        if not isinstance(size, Integral) or not least <= size <= most:
+            reads = f", because top_k is {least}" if self.top_k else ""
+            raise InputError(f"size must be from {least} to {most} pairs{reads}, but got {size!r}")
+        if self.active is not None:
+            raise InputError(
+                "a size cannot be set while a mask is active; call TokenMasks.activate() to use "
+                "all pairs"
+            )
+
+    def _blended(self, size: int) -> list[float]:
+        """Return log τ of a size that is not nested: a constant, and the share of each log τ."""
+        sizes = (*self.nested, self.num_param_tokens)
+        shares, upper = [0.0] * len(sizes), bisect_left(sizes, size)
+        if upper == 0:
+            shares[0] = 1.0
+            return [math.log(self._ratio(size, sizes[0])), *shares]
+        lower, span = sizes[upper - 1], sizes[upper] / sizes[upper - 1]
+        shares[upper] = math.log(size / lower) / math.log(span)
+        shares[upper - 1] = 1 - shares[upper]
+        return [0.0, *shares]
+
+    def _ratio(self, size: int, of: int) -> float:
+        return default_tau(self.theta, size) / default_tau(self.theta, of)
+
+    def set_nested(self, sizes: Sequence[int], tau: Tensor | None = None) -> None:
+        """Give smaller sizes of this layer a τ of their own, in the state dict; use all pairs.
+
+        Args:
+            sizes: Numbers of pairs, each at least as large as the one before and at most P. Empty
+                for an ordinary layer.
+            tau: (n,) τ of the sizes; ``None`` for the initial τ of the layer times the ratio of
+                :func:`~tokenformer_vit.ops.default_tau`. They are learned if ``tau`` of the layer
+                is learned.
+
+        Raises:
+            InputError: If a size is out of range or smaller than the one before.
+        """
+        sizes = tuple(sizes)
+        for before, size in zip((1, *sizes), sizes, strict=False):
+            if not isinstance(size, Integral) or not before <= size <= self.num_param_tokens:
+                raise InputError(
+                    f"nested must be from 1 to {self.num_param_tokens} pairs and not decrease, but "
+                    f"got {sizes}; give sizes that contain one another"
+                )
+        self.register_buffer("_blend", None, persistent=False)
+        self.nested, self.size = sizes, None
+        start = torch.empty(len(sizes), dtype=torch.float32, device=self.tau.device)
+        numbers = torch.empty_like(start, dtype=torch.int64)
+        self.register_buffer("nested_sizes", numbers if sizes else None)
+        for tensors in (self._parameters, self._buffers):
+            tensors.pop("nested_tau", None)
+        if sizes and isinstance(self.tau, nn.Parameter):
+            self.nested_tau = nn.Parameter(start, self.tau.requires_grad)
+        else:
+            self.register_buffer("nested_tau", start if sizes else None)
+        self._fill_nested(tau)
+
+    @torch.no_grad()
+    def _fill_nested(self, tau: Tensor | None) -> None:
+        if self.nested_tau is not None and self.nested_sizes is not None:
+            all_pairs = self.num_param_tokens
+            start = [self.init_tau * self._ratio(size, all_pairs) for size in self.nested]
+            self.nested_tau.copy_(torch.tensor(start) if tau is None else tau)
+            self.nested_sizes.copy_(torch.tensor(self.nested))
+
+    def _tau_of_size(self) -> Tensor:
+        blend, nested_tau = self._blend, self.nested_tau
+        if blend is None:
+            assert nested_tau is not None
+            return nested_tau[self._place]
+        taus = self.tau.reshape(1)
+        if nested_tau is not None:
+            taus = torch.cat([nested_tau, taus])
+        return (blend[0] + (blend[1:] * taus.log()).sum()).exp()
+
+    @property
+    def num_used(self) -> int:
+        """Number of pairs in use: those of the mask or of the size, or all."""
+        if self.active is not None:
+            return len(self.active)
+        return self.num_param_tokens if self._size is None else self._size
+
+    def check_nested(self, state_dict: Mapping[str, Tensor], prefix: str) -> None:
+        """Refuse a state dict with other nested sizes.
+
+        Args:
+            state_dict: State dict of a model that holds this layer.
+            prefix: Name of the layer in it, with a dot at the end.
+
+        Raises:
+            InputError: If it has nested sizes, and they are not those of this layer.
+        """
+        theirs = state_dict.get(f"{prefix}nested_sizes")
+        if theirs is not None and (numbers := theirs.tolist()) != [*self.nested]:
+            raise InputError(
+                f"{prefix.rstrip('.') or 'the layer'} has the nested sizes {numbers} in the "
+                f"checkpoint and {[*self.nested] or 'none'} in the model: build the model with the "
+                "`nested` of the checkpoint's config.json"
+            )
