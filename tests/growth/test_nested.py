@@ -223,6 +223,26 @@ def test_growth_carries_the_state_of_learned_taus(x):
     assert (layer.nested_tau != start).all()
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_new_pairs_of_a_frozen_layer_are_trained(nested, x):
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for counts in ({}, GROWN, {"num_proj_param_tokens": 48, "num_ffn_param_tokens": 160}):
+        if counts:
+            grow(model, **counts, nested=nested, freeze="old", optimizer=optimizer)
+        before = copy.deepcopy(model.state_dict())
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+    optimizer.state_dict()
+    old = {"proj": 32, "mlp": 128}
+    for name, layer in pattention_layers(model).items():
+        keys, start = layer.key_param_tokens, before[f"{name}.key_param_tokens"]
+        num_old = old.get(name.rpartition(".")[2], len(keys))
+        assert torch.equal(keys[:num_old], start[:num_old])
+        assert (keys[num_old:] != start[num_old:]).any(dim=1).all()
+
+
 def test_pruned_and_merged_models_are_ordinary(x):
     model = build(nested=(0.25, 0.5))
     usage = measure_usage(model, [x])

@@ -68,7 +68,7 @@ def test_a_size_reads_views():
 def test_the_initial_tau_of_a_size_is_that_of_an_ordinary_layer(theta):
     layer = Pattention(8, 8, 48, theta=theta, nested=SIZES)
     plain = Pattention(8, 8, 48, theta=theta)
-    for size in range(1, 49):
+    for size in (1, 5, 12, 17, 24, 29, 30, 41, 47, 48):
         for each in (layer, plain):
             each.size = size
             tau = each.used_tokens()[3].item()

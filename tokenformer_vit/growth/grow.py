@@ -87,10 +87,9 @@ def grow(
             otherwise. All gates of a model are of one kind: old fixed gates become learned if new
             gates are learned; fixed gates cannot be added to learned ones.
         nested: Whether an ordinary model becomes a nested one, whose smaller size is the model
-            before growth. A nested model always gets its present size as one more nested size. The
-            smaller sizes have their own τ and compute what they did: bit for bit as long as only
-            new pairs are trained (``freeze="old"``; do not train the head either), except with
-            gates, up to rounding.
+            before growth. The present size of a nested model always becomes a nested size. A
+            smaller size has its own τ. It computes bit for bit what it did, if only new pairs are
+            trained (``freeze="old"``, and no head). With gates it does so up to rounding.
         seed: Seed of the random numbers, which differ between layers and between old counts.
         split: Store new pairs in separate parameters (:mod:`tokenformer_vit.layers.segments`), to
             train them differently. New pairs of an earlier growth are joined to the old pairs in
@@ -111,9 +110,9 @@ def grow(
 
     Raises:
         InputError: If a count is smaller than the present one, a list of counts does not have one
-            for each block, an argument has an unknown value, ``init`` does not fit the model's Θ
-            and counts, the parameters are on the meta device, or ``model`` is only a part of a
-            model, whose other blocks would keep their counts.
+            for each block, an argument has an unknown value, ``init`` does not fit the model's Θ,
+            counts or nested sizes, the parameters are on the meta device, or ``model`` is only a
+            part of a model, whose other blocks would keep their counts.
 
     Note:
         In float32, outputs stay equal to about 1e-6, because sums of another length round
@@ -170,10 +169,10 @@ def grow(
         tokens, num_old = grown[name], layer.num_param_tokens
         changes += write_tokens(layer, tokens, num_old if split else None, learn_gate)
     record_counts(model)
+    if freeze:  # before the optimizer, which takes only those new parameters that are trained
+        freeze_old(model)
     if optimizer is not None:
         carry_over(optimizer, changes, moments, new_lr_scale)
-    if freeze:
-        freeze_old(model)
     return model
 
 
