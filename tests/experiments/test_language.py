@@ -163,7 +163,7 @@ def test_the_matched_models_weigh_and_cost_as_much(words):
         run.write_config()
         models[name] = LANGUAGE.build(load_config(run.config).to_dict())
     weights = {name: block_weights(model) for name, model in models.items()}
-    costs = {name: model.training_flops(LENGTH) for name, model in models.items()}
+    costs = {name: model.mean_flops(1, LENGTH) for name, model in models.items()}
     assert weights["matched"] == weights["matched_learned"] == weights["transformer"]
     assert costs["matched"] == costs["transformer"]
     assert weights["width"] == [8 * 2 * WIDTH**2]

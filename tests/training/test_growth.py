@@ -2,6 +2,7 @@
 
 import json
 import time
+from itertools import pairwise
 
 import pytest
 import timm
@@ -226,7 +227,7 @@ def test_an_ordinary_vit_grows_by_its_own_methods(growing, tmp_path, schedule):
         ([{"epoch": 1, "embed_dim": 9}], "its depth and width stay"),
         ([{"epoch": 1, "depth": 9, "num_ffn_param_tokens": 9}], "its depth and width stay"),
         ([{"epoch": 1}], "its depth and width stay"),
-        ([{"epoch": 0, "num_ffn_param_tokens": 9}], "out of order"),
+        ([{"epoch": -1, "num_ffn_param_tokens": 9}], "out of order"),
         ([{"epoch": e, "num_ffn_param_tokens": 9 * e} for e in (2, 1)], "out of order"),
         ([{"epoch": e, "num_ffn_param_tokens": 9 - e} for e in (1, 2)], "out of order"),
     ],
@@ -304,6 +305,30 @@ def test_a_run_may_start_from_a_grown_checkpoint(growing, tmp_path):
         if "param_tokens" in name:  # all of them were trained
             old = one[name]
             assert not torch.equal(tensor[: len(old)], old), name
+
+
+@pytest.mark.slow
+def test_models_that_grow_on_frozen_ones_contain_them(train, growing, tmp_path):
+    """Each run starts from the end of the one before, and grows before its first iteration."""
+    train(tmp_path / "0")
+    how = {"nested": True, "freeze": "old", "train_head": False}
+    old = {"num_ffn_param_tokens": 120, "nested": [{"qkv": 24, "proj": 24, "ffn": 96}]}
+    for stage, backbone in enumerate(({}, old)):
+        start = str(tmp_path / str(stage) / "model.safetensors")
+        more = f"model = {{'backbone': {backbone!r}}}\nload_from = {start!r}"
+        schedule = [{"iteration": 0, "num_ffn_param_tokens": 120 + 24 * stage}]
+        growing(schedule=schedule, more=more, **how)(tmp_path / str(stage + 1))
+    models = [
+        timm.create_model(f"local-dir:{tmp_path / str(stage)}", pretrained=True).eval()
+        for stage in range(3)
+    ]
+    images = torch.randn(4, 3, 8, 8)
+    assert [len(model.sizes) for model in models] == [1, 2, 3]
+    for before, after in pairwise(models):  # the new pairs learn something
+        assert not torch.equal(after(images), before(images))
+    for size, small in zip(models[2].sizes, models, strict=True):
+        models[2].set_size(size)
+        assert torch.equal(models[2](images), small(images))
 
 
 @pytest.mark.slow

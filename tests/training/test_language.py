@@ -197,7 +197,7 @@ def test_a_run_ends_with_a_folder_for_transformers_and_a_record(run, texts, tmp_
         log_p = model(input_ids=inputs[:, :-1]).logits.double().log_softmax(-1)
     losses = -log_p.gather(-1, inputs[:, 1:, None])
     assert record["perplexity"] == pytest.approx(losses.mean().exp().item(), abs=1e-3)
-    flops = CausalLM("tokenformer", {**SIZES, **PAIRS, "rotary_share": 0.5}).training_flops(LENGTH)
+    flops = CausalLM("tokenformer", {**SIZES, **PAIRS, "rotary_share": 0.5}).mean_flops(1, LENGTH)
     assert record["flops"] == 12 * 4 * flops
     assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
 
@@ -501,3 +501,30 @@ def test_growth_that_would_not_come_to_pass_is_said(run, tmp_path, event, messag
 def test_image_classification_is_tested_by_another_tool(config, tmp_path):
     with pytest.raises(InputError, match=r"evaluate.lm"):
         configure_test(load_config(config), tmp_path / "x.pth", tmp_path)
+
+
+@pytest.mark.parametrize("rule", ["all", "parts"])
+def test_a_nested_model_is_trained_and_measured_at_every_size(rule):
+    config = {**SIZES, **PAIRS, "nested": (0.25, 0.5)}
+    model = CausalLM("tokenformer", config, size_rule={"rule": rule})
+    inputs = torch.randint(0, 264, (8, LENGTH + 1))
+    rows = model(inputs, mode="predict")
+    metric, expected = Perplexity(), []
+    metric.process(None, rows)
+    found = metric.evaluate(8)
+    parts = {1.0: slice(0, 4), 0.5: slice(4, 6), 0.25: slice(6, 8)}
+    for size, part in parts.items():
+        model.sized.set_size(size)
+        log_p = model(inputs).log_softmax(-1)
+        losses = -log_p.gather(-1, inputs[:, 1:, None])[..., 0]
+        name = "perplexity" if size == 1 else f"perplexity_at_{size:g}"
+        assert found[name] == pytest.approx(losses.mean().exp().item(), rel=1e-5)
+        expected.append(losses[part] if rule == "parts" else losses)
+    model.sized.set_size(None)
+    torch.testing.assert_close(model(inputs, mode="loss")["loss"], torch.cat(expected).mean())
+
+
+def test_masks_of_a_nested_model_are_refused():
+    config = {**SIZES, **PAIRS, "nested": (0.25, 0.5)}
+    with pytest.raises(InputError, match="remove masks or size_rule"):
+        CausalLM("tokenformer", config, masks={"new": "en"}, size_rule={})

@@ -16,6 +16,7 @@ from .image_models import (
     with_frozen_norms,
 )
 from .language_models import LANGUAGE
+from .nested_sizes import Line, NestedSizes
 from .questions import Baseline, Question, Steps
 from .sweep import main
 from .texts import Texts
@@ -30,8 +31,10 @@ __all__ = [
     "Budgets",
     "Field",
     "FirstSteps",
+    "Line",
     "Measure",
     "ModelChange",
+    "NestedSizes",
     "Outside",
     "Part",
     "Question",

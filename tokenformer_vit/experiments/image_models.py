@@ -23,7 +23,7 @@ from .variants import ModelChange, Part, Shape
 class ImageField(Field):
     """Image classifiers, measured by top-1 accuracy."""
 
-    measure = Measure("top1", "top-1", "%", r"accuracy/(\w+)")
+    measure = Measure("top1", "top-1", "%", r"accuracy/([\w.]+)")
     path = ("model", "backbone")
     weights_key = "checkpoint_path"
     seed_key = "stem_seed"
@@ -52,6 +52,8 @@ class ImageField(Field):
     def flops(self, cfg: Mapping[str, Any]) -> int:
         """Count the FLOPs of the backbone on one image; see :meth:`Field.flops`."""
         model: Any = self.build(cfg)
+        if hasattr(model, "mean_flops"):  # it trains several sizes
+            return model.mean_flops(cfg["train_dataloader"]["batch_size"])
         return training_flops(model.backbone.model)
 
     def num_examples(self, cfg: Mapping[str, Any]) -> int:
@@ -66,11 +68,15 @@ class ImageField(Field):
             return len(DATASETS.build(dataset))
 
     def random_loss(self, model: nn.Module, batch_size: int, device: torch.device) -> Tensor:
-        """Return the mean of squared features of random images."""
-        vit: Any = model.backbone
-        height, width = vit.model.patch_embed.img_size
-        images = torch.rand(batch_size, vit.model.in_chans, height, width, device=device)
-        return vit(images)[0].float().square().mean()
+        """Return the loss of random images."""
+        from mmpretrain.structures import DataSample
+
+        classifier: Any = model
+        vit = classifier.backbone.model
+        size = vit.in_chans, *vit.patch_embed.img_size
+        images = torch.rand(batch_size, *size, device=device)
+        samples = [DataSample().set_gt_label(0).to(device) for _ in images]
+        return classifier.loss(images, samples)["loss"]
 
     def check_data(self, cfg: Mapping[str, Any]) -> None:
         """Check that the images of a config can be read; see :class:`Field`."""

@@ -15,7 +15,9 @@ from .variants import PAIRS, ModelChange, Part, Shape
 class LanguageField(Field):
     """Language models, measured by perplexity."""
 
-    measure = Measure("perplexity", "perplexity", "", r"(perplexity(?:/.+)?)", logarithmic=True)
+    measure = Measure(
+        "perplexity", "perplexity", "", r"(perplexity(?:_at_[\d.]+)?(?:/.+)?)", logarithmic=True
+    )
     path = ("model",)
     weights_key = "checkpoint"
     unit = "iteration"
@@ -40,7 +42,7 @@ class LanguageField(Field):
     def flops(self, cfg: Mapping[str, Any]) -> int:
         """Count the FLOPs of a whole context; see :meth:`Field.flops`."""
         model: Any = self.build(cfg)
-        return model.training_flops(model.context_length)
+        return model.mean_flops(cfg["train_dataloader"]["batch_size"], model.context_length)
 
     def num_examples(self, cfg: Mapping[str, Any]) -> int:
         """Count the training sequences."""
@@ -70,7 +72,8 @@ class LanguageField(Field):
 
         import tokenformer_vit.training.language  # noqa: F401  # registers CausalLM
 
-        sizes = {key: cfg["model"][key] for key in ("type", "architecture", "config")}
+        keys = ("type", "architecture", "config", "size_rule")
+        sizes = {key: cfg["model"][key] for key in keys if key in cfg["model"]}
         with torch.device("meta"), DefaultScope.overwrite_default_scope("mmpretrain"):
             return MODELS.build(sizes)
 

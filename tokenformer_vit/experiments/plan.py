@@ -79,7 +79,8 @@ def plan(
             part = field.continued(part)
         options = {**outside}
         if changes := difference(field.part(chosen), part):
-            options |= field.within(changes)
+            ((key, own),) = field.within(changes).items()
+            options[key] = {**options.get(key, {}), **own}
         about = {
             "question": question.name,
             "variant": variant.name,
@@ -97,7 +98,8 @@ def plan(
                 before = runs.get((variant.start, from_lr, seed))
                 if before is None and variant.start is not None:
                     continue
-                run = _run(question, base, cfg, {**about, "seed": seed}, lr, before, args)
+                own = {**about, "seed": seed}
+                run = _run(question, base, cfg, own, lr, before, args, variant.start_folder)
                 runs[variant.name, lr, seed] = replace(run, whole=whole)
     return list(runs.values())
 
@@ -154,6 +156,7 @@ def _run(
     lr: float | None,
     before: Run | None,
     args: argparse.Namespace,
+    start_folder: str,
 ) -> Run:
     """Make the run of a variant's config ``cfg``, which differs from the file's config ``base``."""
     cfg, field = copy.deepcopy(cfg), question.field
@@ -163,7 +166,7 @@ def _run(
     # A run starts from the config and the weights.
     beginning = {**base, "start": about["start"]} if "start" in about else base
     if before is not None:
-        field.start_from(cfg, shown(before.folder))
+        field.start_from(cfg, shown(before.folder / start_folder))
         source = {key: before.about[key] for key in ("base", "settings")}
         beginning = {**base, "start": _digest(source)}
     name = f"{about['variant']}_seed{about['seed']}"

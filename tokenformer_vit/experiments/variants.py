@@ -89,6 +89,7 @@ class Variant:
     outside: Outside | None = None  # returns what else changes in the config
     grown: bool = False  # grows during training
     start: str | None = None  # name of the earlier variant that training continues
+    start_folder: str = "."  # where its weights are, within the folder of the earlier run
     text: str | None = None  # folder of the text to train on, where a question has several
     against: tuple[tuple[str, str], ...] = ()  # heading of a column, name of the other variant
     line: str | None = None  # line of a chart that it is a point of

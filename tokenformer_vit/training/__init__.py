@@ -34,6 +34,7 @@ except TypeError as error:
 from .averaging import ForeachMovingAverage
 from .backbone import TimmClassificationBackbone
 from .checkpoint import ExactCheckpointHook
+from .compression import CompressionHook
 from .diagnostics import DiagnosticsHook, read_diagnostics
 from .fast_transforms import (
     FastCenterCrop,
@@ -49,6 +50,7 @@ from .labels import LabelHead, LabelPreprocessor, PackLabels
 from .loop import EndlessSampler, ResumableEpochLoop, ResumableIterLoop, ResumableSampler
 from .lora import LoRABackbone
 from .metrics import AccuracyAndLoss
+from .nested import NestedClassifier, SizeRule
 from .optim import AccumulationEMAHook, AutocastOptimWrapper
 from .parallel import CompressingDataParallel
 from .parameter_groups import MergedLayerDecayConstructor, MergedOptimWrapperConstructor
@@ -63,6 +65,7 @@ __all__ = [
     "AtomicLocalBackend",
     "AutocastOptimWrapper",
     "CompressingDataParallel",
+    "CompressionHook",
     "CostHook",
     "CurvesHook",
     "DiagnosticsHook",
@@ -85,6 +88,7 @@ __all__ = [
     "LoadImage",
     "MergedLayerDecayConstructor",
     "MergedOptimWrapperConstructor",
+    "NestedClassifier",
     "PackLabels",
     "ProgressHook",
     "RecordHook",
@@ -92,6 +96,7 @@ __all__ = [
     "ResumableIterLoop",
     "ResumableSampler",
     "SeededTransforms",
+    "SizeRule",
     "TimmClassificationBackbone",
     "load_plain_checkpoint",
     "read_diagnostics",

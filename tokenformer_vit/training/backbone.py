@@ -1,7 +1,7 @@
 """A timm model as an mmpretrain backbone."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import timm
 import torch
@@ -11,7 +11,7 @@ from timm.models import VisionTransformer, get_model_args, group_parameters
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import grow
+from tokenformer_vit.growth import grow, pattention_layers
 from tokenformer_vit.layers.segments import fuse_state_dict
 from tokenformer_vit.models import TokenFormerViT, compile_blocks, timm_state_dict
 from tokenformer_vit.models.checkpoints import load_model
@@ -41,6 +41,8 @@ class TimmClassificationBackbone(BaseModule):
         frozen: Train only the head: a linear probe.
         frozen_norms: Freeze weight and bias of every LayerNorm in the blocks. From scratch they are
             1 and 0, and the model computes as if it had none; its checkpoints stay the same.
+        nested_tau: Initial τ of the smaller sizes of a nested model: ``scaled`` by the number of
+            pairs, or ``kept`` from all pairs.
         stem_seed: Seed for all weights outside the blocks (patch embedding, class token,
             positions, final norm). With the same width and image size, a ViT and TokenFormers of
             any Θ and number of pairs then start from the same weights there. The blocks and the
@@ -67,6 +69,7 @@ class TimmClassificationBackbone(BaseModule):
         growth: dict[str, Any] | None = None,
         frozen: bool = False,
         frozen_norms: bool = False,
+        nested_tau: Literal["scaled", "kept"] = "scaled",
         stem_seed: int | None = None,
         **kwargs: Any,
     ) -> None:
@@ -107,6 +110,9 @@ class TimmClassificationBackbone(BaseModule):
             self._draw_stem(stem_seed, model_name, kwargs)
         if growth:
             grow(self.model, **{"seed": torch.initial_seed(), **growth})
+        if nested_tau == "kept":
+            for layer in pattention_layers(self.model).values():
+                layer.set_nested(layer.nested, layer.tau)
         if frozen:
             self.model.requires_grad_(False)
         if frozen_norms:

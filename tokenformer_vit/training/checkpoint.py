@@ -31,6 +31,7 @@ from .guard import check_finite, unwrap
 from .identity import check_identity, check_processes, run_identity, say_identity
 from .loop import validation_is_due
 from .mmengine_internals import is_resuming
+from .nested import NestedTraining
 from .parameter_groups import fit_groups, merge_separate_groups
 from .processes import check_alike
 from .storage import secure_files
@@ -166,8 +167,11 @@ class ExactCheckpointHook(CheckpointHook):
             transform.set_epoch(loader.sampler.seed, runner.epoch)
 
     def before_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
-        """Restore the random generators before the first iteration after a resume."""
+        """Restore the random generators after a resume; draw the sizes of a nested model."""
         self._restore_rng(runner)
+        model = unwrap(runner.model)
+        if isinstance(model, NestedTraining):
+            model.draw_sizes(runner.train_dataloader.sampler.seed, runner.iter)
 
     def _restore_rng(self, runner) -> None:
         if self._resumed is None:

@@ -55,7 +55,8 @@ class Evaluation:
         epoch: Epochs that the weights were trained for; None if the file does not say.
         averaged_weights: Whether the weights are the EMA's; None if the file does not say.
         images: Number of images tested.
-        accuracy: Percentages, by ``top1`` and, from five classes on, ``top5``.
+        accuracy: Percentages, by ``top1`` and, from five classes on, ``top5``; of a nested model
+            also ``top1_at_0.25`` and so on.
         classes: A row for each class: ``index``, ``class``, ``precision``, ``recall`` and
             ``f1-score`` in percent, and ``support``, the number of its images.
         confusion: (K, K) int64, images by true class (rows) and predicted class (columns).
@@ -100,7 +101,7 @@ def configure_test(cfg: Config, checkpoint: str | Path, out: str | Path) -> None
     forget_start(cfg)
     num_classes = cfg.model.head.num_classes
     cfg.test_evaluator = [
-        {"type": "Accuracy", "topk": tuple(k for k in (1, 5) if k <= num_classes)},
+        {"type": "AccuracyAndLoss", "topk": tuple(k for k in (1, 5) if k <= num_classes)},
         {"type": "SingleLabelMetric", "average": None, "items": _COLUMNS},
         {"type": "ConfusionMatrix", "num_classes": num_classes},
     ]
@@ -205,7 +206,9 @@ def print_evaluation(evaluation: Evaluation, console: Console) -> None:
         )
     console.print(table)
     for name, value in evaluation.accuracy.items():
-        console.print(f"{name.replace('top', 'top-')} accuracy: {value:.3f} %", highlight=False)
+        rank, _, size = name.replace("top", "top-").partition("_at_")
+        of_pairs = f", {size} of the pairs" * bool(size)
+        console.print(f"{rank} accuracy{of_pairs}: {value:.3f} %", highlight=False)
     weights = {True: ", averaged weights (EMA)", False: ", not averaged", None: ""}
     epoch = "" if evaluation.epoch is None else f", epoch {evaluation.epoch}"
     console.print(

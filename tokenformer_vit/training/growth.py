@@ -28,6 +28,7 @@ from tokenformer_vit.layers.segments import fuse_state_dict, part_name
 from .checkpoint import check_schedule_is_kept
 from .guard import check_finite, unwrap
 from .mmengine_internals import is_resuming
+from .nested import NestedTraining, at_size
 from .parameter_groups import align_schedulers, fit_groups
 
 _PAIRS = tuple(COUNTS.values())
@@ -57,10 +58,11 @@ class GrowthHook(Hook):
 
     Args:
         schedule: Sizes of the model from a given time on, in order. Each entry has ``epoch`` or
-            ``iteration`` (the number finished by then; the same unit in all entries), and any of
-            ``num_qkv_param_tokens``, ``num_proj_param_tokens``, ``num_ffn_param_tokens``, each a
-            number or a list with one for each block. A ViT of timm has ``hidden_features``
-            (Net2Net) or ``depth`` (stacking) instead.
+            ``iteration`` (the number finished by then; the same unit in all entries; 0 grows the
+            weights that the run starts from), and any of ``num_qkv_param_tokens``,
+            ``num_proj_param_tokens``, ``num_ffn_param_tokens``, each a number or a list with one
+            for each block. A ViT of timm has ``hidden_features`` (Net2Net) or ``depth`` (stacking)
+            instead.
         init: Start of new pairs, one of ``tokenformer_vit.growth.INITS``; see
             :func:`tokenformer_vit.growth.grow`.
         gate: Gate of new pairs for softmax; see :func:`tokenformer_vit.growth.grow`.
@@ -70,6 +72,8 @@ class GrowthHook(Hook):
         moments: ``keep`` the optimiser's moments of old pairs, or ``reset`` them.
         new_lr_scale: Factor on the learning rate of the newest pairs.
         freeze: ``old`` trains only the newest pairs and the classifier after a growth.
+        train_head: Whether the classifier is trained although ``freeze`` is given. Without it, the
+            grown model contains the old one unchanged.
         seed: Seed of the new pairs; default: the seed of the run.
         noise: Noise on the old pairs at each growth; see :func:`tokenformer_vit.growth.grow`.
 
@@ -93,6 +97,7 @@ class GrowthHook(Hook):
         moments: str = "keep",
         new_lr_scale: float = 1.0,
         freeze: str | None = None,
+        train_head: bool = True,
         seed: int | None = None,
         noise: float = 0.0,
     ) -> None:
@@ -115,11 +120,17 @@ class GrowthHook(Hook):
         self._new_lr_scale = new_lr_scale
         self._moments = moments
         self._open_iters = open_iters
+        self._train_head = train_head
         self._seed = seed
         self._done = 0
 
     def before_train(self, runner) -> None:
         """Check that the run is long enough for the whole schedule."""
+        if getattr(unwrap(runner.model), "size_rule", None) is not None:
+            raise InputError(
+                "GrowthHook cannot grow a model that trains with a size_rule: remove one of the "
+                "two, or grow the trained model with `tokenformer-vit grow`"
+            )
         ends, length = f"at iteration {runner.max_iters} (epoch {runner.max_epochs})", "max_epochs"
         if isinstance(runner.train_loop, IterBasedTrainLoop):
             ends, length = f"at iteration {runner.max_iters}", "max_iters"
@@ -245,7 +256,8 @@ class GrowthHook(Hook):
                     seed=seed,
                     new_lr_scale=self._new_lr_scale,
                 )
-            if self._tokens["freeze"] and index == 0 and hasattr(model, "head"):
+            trains = self._tokens["freeze"] and self._train_head
+            if trains and index == 0 and hasattr(model, "head"):
                 model.head.requires_grad_()  # a language model keeps its frozen head
         for hook in runner.hooks:
             if isinstance(hook, EMAHook):
@@ -286,14 +298,14 @@ def _check_schedule(schedule: list[dict[str, Any]]) -> str:
             "and width stay), or either `hidden_features` or `depth` of a ViT, but it is "
             f"{schedule}"
         )
-    for before, after in zip([{unit: 0}, *schedule], schedule, strict=False):
+    for before, after in zip([{unit: -1}, *schedule], schedule, strict=False):
         sizes = [(before[key], after[key]) for key in before if key in after]
         # Lists are compared with the model's own numbers when the run starts.
         smaller = any(b < a for a, b in sizes if isinstance(a, int) and isinstance(b, int))
         if after[unit] <= before[unit] or smaller:
             raise InputError(
                 f"the schedule of GrowthHook is out of order: {after} comes after {before}; times "
-                "must increase from 1 on, and sizes must not shrink"
+                "must increase from 0 on, and sizes must not shrink"
             )
     return unit
 
@@ -332,34 +344,52 @@ class CostHook(Hook):
 
     ``parameters`` is the present number. ``flops`` is the sum of the forward and backward passes of
     the backbone or language model over all images or sequences so far. Each is counted at the size
-    that the model had then.
+    that the model had then, or at all sizes that a step of a nested model computed.
 
     Raises:
         InputError: If the FLOPs of the model cannot be counted.
     """
 
-    _parameters = _flops = 0
+    _parameters = 0
 
     def before_train_iter(self, runner, batch_idx: int, data_batch: Any = None) -> None:
-        """Count the FLOPs of the model, if its size changed."""
-        model = unwrap(runner.model)
-        parameters = _count(model)
+        """Forget the FLOPs of the model, if its number of parameters changed."""
+        parameters = _count(unwrap(runner.model))
         if parameters != self._parameters:
             self._parameters = parameters
-            if hasattr(model, "backbone"):
-                self._flops = training_flops(model.backbone.model)
-            else:  # the last token of a row is only predicted
-                self._flops = model.training_flops(data_batch[0]["inputs"].shape[1] - 1)
+            self._known: dict[float | None, int] = {}  # FLOPs of an example, by the size
+            self._spent(runner, data_batch)  # an error comes before the iteration
 
     def after_train_iter(
         self, runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
         """Add the cost of this iteration."""
-        batches = data_batch if isinstance(data_batch, list) else [data_batch]
-        samples = sum(len(batch["inputs"]) for batch in batches) * runner.world_size
         hub = runner.message_hub
-        spent = (hub.runtime_info.get("flops") or 0) + samples * self._flops
+        spent = (hub.runtime_info.get("flops") or 0) + self._spent(runner, data_batch)
         hub.update_info("flops", spent)
         for mode in ("train", "val"):
             hub.update_scalar(f"{mode}/flops", float(spent))
             hub.update_scalar(f"{mode}/parameters", self._parameters)
+
+    def _spent(self, runner: Any, data_batch: Any) -> int:
+        """Count the FLOPs of an iteration on all processes."""
+        model, spent = unwrap(runner.model), 0
+        for batch in data_batch if isinstance(data_batch, list) else [data_batch]:
+            count = len(batch["inputs"])
+            nested = isinstance(model, NestedTraining)
+            for size, part in model.parts(count) if nested else [(None, slice(0, count))]:
+                if size not in self._known:
+                    self._known[size] = _flops_at(model, size, batch)
+                spent += (part.stop - part.start) * self._known[size]
+        return spent * runner.world_size
+
+
+def _flops_at(model: Any, size: float | None, batch: Mapping[str, Any]) -> int:
+    """Count the FLOPs of training on one example of a batch."""
+    tokens = None
+    if not hasattr(model, "backbone"):
+        tokens = batch["inputs"].shape[1] - 1  # the last token of a row is only predicted
+    if size is None:
+        return training_flops(model.backbone.model if tokens is None else model.model, tokens)
+    with at_size(model.sized, size):
+        return training_flops(model.sized, tokens)

@@ -1,6 +1,6 @@
 """Validation metrics that wait for the GPU once, at the end of a validation."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,34 +59,54 @@ def _of_all_processes(rows: Tensor, size: int) -> Tensor:
     return merged[merged[:, 0] > 0, 1:]
 
 
+def endings(sample: Mapping[str, Any], name: str) -> list[str]:
+    """Return the ends of the keys of a sample that begin with ``name``: "" first, then sizes."""
+    return sorted(key.removeprefix(name) for key in sample if key.startswith(name))
+
+
 @METRICS.register_module()
 class AccuracyAndLoss(RowMetric, Accuracy):
     """mmpretrain's accuracy, and the mean cross-entropy of the validation images.
 
     The loss is ``cross_entropy``, in nats, of only the true labels. A recipe that smooths labels
-    or mixes images has a higher training loss for the same model.
+    or mixes images has a higher training loss for the same model. The accuracy of a smaller size
+    of a nested model has the size in its name: ``top1_at_0.25``.
     """
+
+    _sizes: Sequence[str] = ("",)  # the ends of the names of the scores, such as "_at_0.25"
 
     @property
     def num_columns(self) -> int:  # type: ignore[override]
-        """Score of the true label, and its place among the best."""
-        return 1 + max(self.topk)
+        """Score of the true label, and its place among the best, at each size."""
+        return (1 + max(self.topk)) * len(self._sizes)
 
     def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
         """Note the score of each true label, and its place among the best."""
-        scores = torch.stack([sample["pred_score"] for sample in data_samples]).float()  # (B, K)
         labels = torch.cat([sample["gt_label"] for sample in data_samples])[:, None]  # (B, 1)
-        best = scores.topk(max(self.topk), dim=1).indices
-        self.results.append(precise(torch.cat([scores.gather(1, labels), best == labels], dim=1)))
+        self._sizes, columns = endings(data_samples[0], "pred_score"), []
+        for size in self._sizes:
+            scores = torch.stack([sample[f"pred_score{size}"] for sample in data_samples]).float()
+            best = scores.topk(max(self.topk), dim=1).indices  # of (B, K)
+            columns += [scores.gather(1, labels), best == labels]
+        self.results.append(precise(torch.cat(columns, dim=1)))
 
     def compute_metrics(self, results: Tensor) -> dict[str, float]:  # type: ignore[override]
         """Compute accuracy and loss.
 
         Args:
-            results: (N, 1 + k) scores of the true labels; 1 at their place among the best k.
+            results: (N, 1 + k) scores of the true labels; 1 at their place among the best k. A
+                nested model has as many columns for each smaller size.
         """
-        scores, places = results[:, 0], results[:, 1:]
         found = {}
+        for size, own in zip(self._sizes, results.split(1 + max(self.topk), dim=1), strict=True):
+            found |= {f"{name}{size}": value for name, value in self._accuracy(own).items()}
+        # A probability may have been rounded to zero.
+        logs = results[:, 0].clamp_min(torch.finfo(torch.float32).tiny).log()[:, None]
+        loss = F.nll_loss(logs, torch.zeros(len(logs), dtype=torch.long))
+        return {**found, "loss": loss.item()}
+
+    def _accuracy(self, results: Tensor) -> dict[str, float]:
+        scores, places, found = results[:, 0], results[:, 1:], {}
         for k in self.topk:
             for thr in self.thrs:
                 name = f"top{k}"
@@ -97,10 +117,7 @@ class AccuracyAndLoss(RowMetric, Accuracy):
                     right &= scores.float() > thr
                 # In float32, as mmpretrain's.
                 found[name] = right.sum().float().mul(100.0 / len(right)).item()
-        # A probability may have been rounded to zero.
-        logs = scores.clamp_min(torch.finfo(torch.float32).tiny).log()[:, None]
-        loss = F.nll_loss(logs, torch.zeros(len(logs), dtype=torch.long))
-        return {**found, "loss": loss.item()}
+        return found
 
     def evaluate(self, size: int) -> dict[str, float]:
         """Return ``accuracy/top1`` and so on, and ``cross_entropy``."""

@@ -79,7 +79,7 @@ class RecordHook(Hook):
             "iterations": runner.iter,
             **{
                 key: runner.message_hub.runtime_info[key]
-                for key in ("growth", "flops")
+                for key in ("growth", "flops", "compression")
                 if key in runner.message_hub.runtime_info
             },
             "resumed_at_iteration": self._first,
@@ -183,7 +183,7 @@ def draw_curves(
     times = [iteration / scale for iteration in train]
     loss.plot(times, [record["loss"] for record in train.values()], label="training")
     measured = dict.fromkeys(name for record in val.values() for name in record)
-    texts = [name for name in measured if name.startswith("perplexity")]
+    texts = [name for name in measured if name.split("/")[0] == "perplexity"]
     losses = {step: record[VAL_LOSS] for step, record in val.items() if VAL_LOSS in record}
     if "perplexity" in measured:
         losses = {s: math.log(r["perplexity"]) for s, r in val.items() if "perplexity" in r}

@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError
 from tokenformer_vit.errors import InputError, first_fault
 
 from .labels import check_labels
+from .nested import SizeRule
 from .sizes import check_classes, check_sizes
 
 # NumPy takes seeds below 2**32, and each process and each worker adds its number to the seed.
@@ -175,6 +176,7 @@ class _TimmBackbone(_Backbone):
     compile: Compile = False
     frozen: bool = False
     frozen_norms: bool = False
+    nested_tau: Literal["scaled", "kept"] = "scaled"
     stem_seed: Seed | None = None
     growth: dict[str, Any] | None = None
     img_size: Size = 1
@@ -193,6 +195,7 @@ class _TimmBackbone(_Backbone):
 
 
 class _Model(_Section):
+    size_rule: SizeRule | None = None
     backbone: _Backbone | None = None
     head: _Head | None = None
     data_preprocessor: _Preprocessor | None = None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 
-from ..metrics import RowMetric, precise
+from ..metrics import RowMetric, endings, precise
 
 
 @METRICS.register_module()
@@ -22,25 +22,35 @@ class Perplexity(RowMetric):
     """exp(mean cross-entropy per token), over all rows and over the rows of each text.
 
     Every token of a text except the first counts once. It is predicted from the tokens before it in
-    its row.
+    its row. The perplexity of a smaller size of a nested model has the size in its name:
+    ``perplexity_at_0.25``.
     """
 
     default_prefix = ""  # none, and no warning of it
-    num_columns = 3
+    _sizes: Sequence[str] = ("",)  # the ends of the names of the losses, such as "_at_0.25"
+
+    @property
+    def num_columns(self) -> int:  # type: ignore[override]
+        """Number of the text, number of tokens, and the sum of losses at each size."""
+        return 2 + len(self._sizes)
 
     def process(self, data_batch: Any, data_samples: Sequence[dict[str, Tensor]]) -> None:
         """Collect the sums of a batch."""
-        sums = torch.stack([precise(row["losses"]).sum() for row in data_samples])
+        self._sizes = endings(data_samples[0], "losses")
+        sums = [
+            torch.stack([precise(row[f"losses{size}"]).sum() for row in data_samples])
+            for size in self._sizes
+        ]
         sources = torch.stack([row["source"] for row in data_samples])
-        tokens = torch.full_like(sums, len(data_samples[0]["losses"]))
-        self.results.append(torch.stack([sources, sums, tokens], dim=1))
+        tokens = torch.full_like(sums[0], len(data_samples[0]["losses"]))
+        self.results.append(torch.stack([sources, tokens, *sums], dim=1))
 
     def compute_metrics(self, results: Tensor) -> dict[str, float]:  # type: ignore[override]
         """Return ``perplexity``; with several texts also ``perplexity/<name of the folder>``.
 
         Args:
-            results: (N, 3), for each row the number of its text, the sum of its losses and the
-                number of its tokens.
+            results: (N, 2 + sizes), for each row the number of its text, the number of its tokens
+                and, for each size, the sum of its losses.
         """
         names = (self.dataset_meta or {}).get("sources", ("",))
         parts = {"": results}
@@ -48,11 +58,15 @@ class Perplexity(RowMetric):
             parts |= {
                 f"/{name}": results[results[:, 0] == number] for number, name in enumerate(names)
             }
-        return {f"perplexity{part}": _perplexity(own) for part, own in parts.items()}
+        return {
+            f"perplexity{size}{part}": _perplexity(own[:, 2 + index], own[:, 1])
+            for index, size in enumerate(self._sizes)
+            for part, own in parts.items()
+        }
 
 
-def _perplexity(results: Tensor) -> float:
-    total, tokens = (sum(column) for column in results[:, 1:].T.tolist())
+def _perplexity(sums: Tensor, counts: Tensor) -> float:
+    total, tokens = sum(sums.tolist()), sum(counts.tolist())
     try:
         return math.exp(total / tokens)
     except OverflowError:

@@ -14,7 +14,6 @@ from mmengine.model import BaseModel
 from mmpretrain.registry import MODELS
 from torch import Tensor, nn
 
-from tokenformer_vit.benchmarking.costs import training_flops
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import TokenMasks, count_pairs, grow
 from tokenformer_vit.language import (
@@ -27,11 +26,12 @@ from tokenformer_vit.language import (
 from tokenformer_vit.language.schemas import LMShape, check
 from tokenformer_vit.models import LMConfig, compile_blocks, lm_config
 
+from ..nested import NestedTraining, at_size
 from ..storage import secure_files
 
 
 @MODELS.register_module()
-class CausalLM(BaseModel):
+class CausalLM(NestedTraining, BaseModel):
     """A TokenFormer language model, or a Transformer as a baseline.
 
     Args:
@@ -48,11 +48,15 @@ class CausalLM(BaseModel):
             Validation reads a text with the mask that has the name of its folder; if there is none,
             with the newest mask.
         frozen_stem: Whether to freeze embeddings, positions, final norm and head.
+        size_rule: Arguments of :class:`~tokenformer_vit.training.SizeRule`, to train a model with
+            ``nested`` in its ``config`` at several sizes at once. A validation then also measures
+            ``perplexity_at_0.25``, and so on.
         compile: Whether to compile each block, or how: a mode of ``torch.compile``, or a dict of
             its arguments. Checkpoints stay the same.
 
     Raises:
-        InputError: If an argument is unknown, sizes do not fit, or the checkpoint cannot be read.
+        InputError: If an argument is unknown, sizes do not fit, the checkpoint cannot be read, or
+            ``size_rule`` is given for a model that is not nested, or together with ``masks``.
 
     Shape:
         Rows of (B, N + 1) tokens: the first N are read and the last N predicted.
@@ -74,6 +78,7 @@ class CausalLM(BaseModel):
         growth: dict[str, Any] | None = None,
         masks: Mapping[str, str] | None = None,
         frozen_stem: bool = False,
+        size_rule: dict[str, Any] | None = None,
         compile: bool | str | dict[str, Any] = False,
     ) -> None:
         non_blocking = torch.cuda.is_available()
@@ -89,8 +94,20 @@ class CausalLM(BaseModel):
         if frozen_stem or (masks and growth):
             for parameter in _stem(self.model):
                 parameter.requires_grad_(not frozen_stem)
+        if size_rule is not None:
+            if masks:
+                raise InputError(
+                    f"model.masks is {dict(masks)}, but pairs of a mask have no smaller sizes: "
+                    "remove masks or size_rule"
+                )
+            self.set_rule(size_rule)
         if compile:
             compile_blocks(self.model.base_model, compile)
+
+    @property
+    def sized(self) -> Any:
+        """The language model without the class of transformers around it."""
+        return self.model.model if isinstance(self.model, TokenFormerForCausalLM) else self.model
 
     @property
     def context_length(self) -> int:
@@ -101,10 +118,6 @@ class CausalLM(BaseModel):
     def vocab_size(self) -> int:
         """Number of entries of the embedding."""
         return self.model.config.vocab_size
-
-    def training_flops(self, num_tokens: int) -> int:
-        """Count the FLOPs of training on one sequence; see :mod:`tokenformer_vit.benchmarking`."""
-        return training_flops(self.model, num_tokens)
 
     def forward(  # type: ignore[override]
         self, inputs: Tensor, source: Tensor | None = None, mode: str = "tensor"
@@ -119,12 +132,18 @@ class CausalLM(BaseModel):
         Returns:
             For ``loss`` a dict with the mean loss. For ``predict`` a dict for each row:
             ``losses`` (N,) float32; ``right`` (N,) bool, whether the most likely token is the true
-            one; ``targets`` (N,); and ``source``. For ``tensor`` (B, N, V) logits.
+            one; ``targets`` (N,); and ``source``. With a ``size_rule`` also ``losses_at_0.25`` and
+            so on. For ``tensor`` (B, N, V) logits.
         """
         if mode == "loss":
-            logits = self._logits(inputs)
-            losses = F.cross_entropy(logits.flatten(0, 1).float(), inputs[:, 1:].flatten())
-            return {"loss": losses}
+            if self.size_rule is None:
+                return {"loss": _cross_entropy(self._logits(inputs), inputs)}
+            return self.loss_of_sizes(
+                len(inputs),
+                lambda part: self._logits(inputs[part]),
+                lambda logits, part: _cross_entropy(logits, inputs[part]),
+                lambda logits: logits,
+            )
         if mode == "predict":
             return self._predict(inputs, torch.zeros(len(inputs)) if source is None else source)
         return self._logits(inputs)
@@ -133,6 +152,15 @@ class CausalLM(BaseModel):
         return self.model(input_ids=inputs[:, :-1], use_cache=False).logits
 
     def _predict(self, inputs: Tensor, source: Tensor) -> list[dict[str, Tensor]]:
+        losses, right = self._measure(inputs, source)
+        found = {"losses": losses, "right": right, "targets": inputs[:, 1:], "source": source}
+        for size in self.smaller_sizes:
+            with at_size(self.sized, size):
+                found[f"losses_at_{size:g}"], _ = self._measure(inputs, source)
+        return [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
+
+    def _measure(self, inputs: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the losses, and whether the most likely tokens are right; both (B, N)."""
         # Reading the numbers of the texts waits for the GPU; a single text needs no number.
         parts: list[tuple[int, Any]] = [(0, slice(None))]
         if len(self.sources) > 1:
@@ -149,11 +177,7 @@ class CausalLM(BaseModel):
                 logits.flatten(0, 1), own.flatten(), reduction="none"
             ).view_as(own)
             right[chosen] = logits.argmax(dim=-1) == own
-        names = ("losses", "right", "targets", "source")
-        return [
-            dict(zip(names, row, strict=True))
-            for row in zip(losses, right, targets, source, strict=True)
-        ]
+        return losses, right
 
     def _masked_logits(self, inputs: Tensor, source: int) -> Tensor:
         if self.masks is None:
@@ -161,6 +185,10 @@ class CausalLM(BaseModel):
         name = self.sources[source] if source < len(self.sources) else ""
         with self.masks.use(name if name in self.masks.names else self.masks.names[-1]):
             return self._logits(inputs)
+
+
+def _cross_entropy(logits: Tensor, inputs: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), inputs[:, 1:].flatten())
 
 
 def _build(architecture: str, config: dict[str, Any], checkpoint: str) -> Any:
