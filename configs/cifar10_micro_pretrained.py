@@ -3,9 +3,9 @@
 # Paper:     none
 # Data:      tokenformer-vit prepare-data CIFAR10_PARQUET_FOLDER data/cifar10
 # Batch:     128
-# Hardware:  one CPU core
+# Hardware:  one CPU core, shared with other programs: 52 minutes
 # Command:   tokenformer-vit train configs/cifar10_micro_pretrained.py
-# Expected:  not run
+# Expected:  top-1 69.35 % (configs/results/cifar10_micro_pretrained.json)
 _base_ = "cifar10_micro_50k.py"
 
 train_cfg = dict(max_epochs=30, val_interval=10)
