@@ -237,3 +237,27 @@ def test_growth_during_nested_training_is_refused():
     hook = GrowthHook([{"epoch": 1, "num_ffn_param_tokens": 120}])
     with pytest.raises(InputError, match=r"remove one of the two, or .*`tokenformer-vit grow`"):
         hook.before_train(SimpleNamespace(model=build({})))
+
+
+@pytest.mark.parametrize("model", ["plain", "nested"])
+@pytest.mark.slow
+def test_a_trained_model_is_measured_with_fewer_pairs_and_reordered(
+    train, nested, config, tmp_path, model
+):
+    path = tmp_path / "compressed.py"
+    base = config if model == "plain" else nested[1]
+    hooks = "[dict(type='CompressionHook', keep=[0.25, 0.5], images=20)]"
+    path.write_text(
+        f"_base_ = {str(base)!r}\ntrain_cfg = dict(max_epochs=2)\ncustom_hooks = {hooks}\n"
+    )
+    train.of(path)(tmp_path / "run")
+    record = json.loads((tmp_path / "run" / "record.json").read_text())
+    points = {(each["method"], each["keep"]): each for each in record["compression"]}
+    assert set(points) == {(method, keep) for method in ("prune", "top-k") for keep in (0.25, 0.5)}
+    assert points["prune", 0.25]["flops"] < points["prune", 0.5]["flops"]
+    trained = timm.create_model(f"local-dir:{tmp_path / 'run'}", pretrained=True).eval()
+    ordered = timm.create_model(f"local-dir:{tmp_path / 'run' / 'nested'}", pretrained=True).eval()
+    assert ordered.sizes == (0.25, 0.5, 1.0)
+    images = torch.randn(4, 3, 8, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(ordered(images), trained(images))
