@@ -1,12 +1,16 @@
+import gc
 import io
 import itertools
 import os
+import runpy
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -24,6 +28,12 @@ settings.register_profile("long", max_examples=2000, **_COMMON)
 settings.load_profile("short")
 
 
+def pytest_collection_finish() -> None:
+    """Leave what is imported out of later garbage collections; mmengine collects in each run."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def session_seed() -> int:
     """Return the seed for fixtures that several tests share."""
@@ -38,30 +48,61 @@ def seed(session_seed: int) -> int:
     return session_seed
 
 
-@pytest.fixture
-def in_another_process() -> Callable[[Callable[[], object]], tuple[str, int]]:
-    """Run a function in a fork; return its error, as text, and the status of the process.
+class Done(NamedTuple):
+    """How a command ended, and what it printed.
 
-    Importing it all again would take seconds. A fork does not inherit locks.
+    Args:
+        status: Exit status, or minus the signal that ended the process.
+        out: Its stdout.
+        err: Its stderr.
+        output: Both in their order; stdout first if it ran in a process.
     """
+
+    status: int
+    out: str
+    err: str
+    output: str
+
+
+def _fork(work: Callable[[], object]) -> Done:
+    """Run a function in a fork. An error that it raises is the end of its stderr."""
     if sys.platform == "win32":
         pytest.skip("Windows has no fork")
-
-    def run(work: Callable[[], object]) -> tuple[str, int]:
-        reading, writing = os.pipe()
+    with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
         child = os.fork()
         if child == 0:
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            sys.stdout, sys.stderr = out, err
+            # pytest would collect the warnings, which a process prints.
+            warnings.showwarning = lambda *of, **_: err.write(warnings.formatwarning(*of[:4]))
+            torch.set_num_threads(1)  # OpenMP's other threads do not live in a fork
+            status: Any = 1
             try:
                 work()
+                status = 0
+            except SystemExit as error:
+                status = error.code or 0
             except BaseException as error:
-                os.write(writing, f"{type(error).__name__}: {error}".encode())
+                err.write(f"{type(error).__name__}: {error}")
             finally:
-                os._exit(0)
-        os.close(writing)
-        with os.fdopen(reading) as said:
-            return said.read(), os.waitpid(child, 0)[1]
+                out.flush()
+                err.flush()
+                os._exit(status)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        out.seek(0)
+        err.seek(0)
+        texts = out.read(), err.read()
+    return Done(status, *texts, "".join(texts))
 
-    return run
+
+@pytest.fixture
+def in_another_process() -> Callable[[Callable[[], object]], Done]:
+    """Run a function in a fork; importing it all again would take seconds.
+
+    A fork does not inherit locks.
+    """
+    return _fork
 
 
 @pytest.fixture
@@ -113,15 +154,6 @@ def hub(tmp_path, monkeypatch) -> Path:
     return folder / "snapshots" / commit
 
 
-class Done(NamedTuple):
-    """How a command ended, and what it printed; ``output`` has stdout and stderr in their order."""
-
-    status: int
-    out: str
-    err: str
-    output: str
-
-
 class _Printed(io.StringIO):
     def __init__(self, together: io.StringIO) -> None:
         super().__init__()
@@ -151,6 +183,7 @@ class Command:
             stack.enter_context(patch.object(sys, "argv", argv))
             if tool == "train":
                 self._name_runs(stack)
+                self._format_configs_once(stack)
             torch.set_num_threads(1)  # as many as a process has: sums in the same order
             try:
                 cli.run(name)
@@ -182,11 +215,18 @@ class Command:
             },
         )
 
-    def process(self, tool: str, *words: object, **how: Any) -> Done:
-        """Run to the end in a process."""
-        with self.start(tool, *words, **how) as process:
+    def process(self, tool: str, *words: object, launcher: Sequence[str] = (), **how: Any) -> Done:
+        """Run to the end in a process: a fork, or a new one if a launcher starts it."""
+        if not launcher:
+            return _fork(lambda: self.run_file(tool, *words))
+        with self.start(tool, *words, launcher=launcher, **how) as process:
             out, err = process.communicate(timeout=240)
         return Done(process.returncode, out, err or "", out + (err or ""))
+
+    def run_file(self, tool: str, *words: object) -> None:
+        """Run the file of a tool, as Python does; for a process that then ends."""
+        sys.argv = [str(self.path(tool)), *map(str, words)]
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
     @staticmethod
     def path(tool: str) -> Path:
@@ -203,6 +243,17 @@ class Command:
             return from_cfg(cfg)
 
         stack.enter_context(patch.object(runner, "from_cfg", named))
+
+    def _format_configs_once(self, stack: ExitStack) -> None:
+        module = import_module("yapf.yapflib.yapf_api")
+        real, done = module.FormatCode, {}
+
+        def format_code(text, **how):
+            if text not in done:  # six times the same in a run; each takes 0.1 s
+                done[text] = real(text, **how)
+            return done[text]
+
+        stack.enter_context(patch.object(module, "FormatCode", format_code))
 
 
 @pytest.fixture(scope="session")

@@ -52,6 +52,8 @@ def test_the_wheel_has_the_configs_and_the_command(wheel):
     assert {name for name in shipped if name.endswith(".py")} == {
         f"tokenformer_vit/.mim/{path.as_posix()}" for path in files
     }
+    folder = "tokenformer_vit/models/pretrained/tokenformer_cifar10_micro"
+    assert {f"{folder}/{name}" for name in ("model.safetensors", "README.md")} <= names
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"tokenformer_vit"}
 
@@ -84,6 +86,7 @@ def test_the_wheel_trains_tests_and_predicts_in_an_empty_folder(wheel, tmp_path)
     image = str(next((empty / "data/digits/val/7").iterdir()))
     answer = json.loads(tokenformer("predict", image, "--checkpoint", weights, "--json"))
     assert answer["file"] == image
+    tokenformer("predict", image, "--model", "tokenformer_cifar10_micro")
     (empty / "own.py").write_text(
         '_base_ = "tokenformer_vit::digits_demo.py"\ntrain_cfg = dict(max_epochs=4)\n'
     )

@@ -1,10 +1,7 @@
 """The tool prints what the package counts; bad input ends in one line."""
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import timm
@@ -20,8 +17,6 @@ from tokenformer_vit.growth import grow
 from tokenformer_vit.models import lm_config
 from tokenformer_vit.models.checkpoints import load_model
 
-ROOT = Path(__file__).resolve().parents[2]
-TOOL = ROOT / "tools" / "costs.py"
 SMALL = {"depth": 2, "embed_dim": 24, "num_heads": 3, "img_size": 32, "patch_size": 8}
 WORDS = [f"{key}={value}" for key, value in SMALL.items()]
 TINY = ["--model", "tokenformer_tiny", "--model-kwargs", *WORDS]
@@ -64,20 +59,15 @@ def test_json_is_what_the_package_counts(capsys):
             assert value == sum(counts[key] for counts in record.values())
 
 
-def test_table_of_the_real_command():
-    done = subprocess.run(
-        [sys.executable, TOOL, "--against", "vit_base_patch16_224"],
-        env={**os.environ, "COLUMNS": "80"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stderr == ""
-    title = " ".join(done.stdout.partition("┏")[0].split())
+def test_table_of_the_real_command(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    done = command.process("costs", "--against", "vit_base_patch16_224")
+    assert (done.status, done.err) == (0, "")
+    title = " ".join(done.out.partition("┏")[0].split())
     assert title.endswith("tokenformer_base (left) and vit_base_patch16_224 (right)")
     for label in PARTS.values():  # none is wrapped
-        assert f"│ {label} " in done.stdout
-    _, ours, our_flops, theirs, their_flops = done.stdout.splitlines()[-2].split("│")[1:-1]
+        assert f"│ {label} " in done.out
+    _, ours, our_flops, theirs, their_flops = done.out.splitlines()[-2].split("│")[1:-1]
     assert (ours.strip(), theirs.strip()) == ("114,759,400", "86,567,656")
     # Training takes three forwards, and a multiplication with an addition is two FLOPs.
     assert round(float(our_flops) / 6, 2) == 23.14

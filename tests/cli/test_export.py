@@ -77,6 +77,23 @@ def test_a_checkpoint_of_timm_that_does_not_describe_itself(tmp_path):
     assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
 
 
+def test_the_folder_gets_the_name_that_is_given(tmp_path):
+    shape = {"img_size": 32, "patch_size": 8, "embed_dim": 96, "depth": 4, "num_heads": 3}
+    model = timm.create_model("tokenformer_tiny", **shape, num_classes=10)
+    save_model(model, tmp_path / "trained", data_config={"mean": (0.1, 0.2, 0.3)})
+    run(
+        tmp_path / "trained/model.safetensors",
+        tmp_path / "out",
+        "--model",
+        "tokenformer_cifar10_micro",
+    )
+    again = load_model(None, tmp_path / "out")
+    assert again.pretrained_cfg["architecture"] == "tokenformer_cifar10_micro"
+    assert again.pretrained_cfg["mean"] == [0.1, 0.2, 0.3]
+    tensors = model.state_dict()
+    assert all(torch.equal(tensors[name], each) for name, each in again.state_dict().items())
+
+
 def test_what_is_no_classifier_or_stands_there_already(tmp_path):
     save_model(timm.create_model("tokenformer_tiny", **SHAPE, num_classes=0), tmp_path / "timm")
     with pytest.raises(InputError, match="no linear classifier"):

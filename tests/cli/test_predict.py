@@ -1,8 +1,7 @@
 """Predictions agree with the model run by hand; bad input ends in one line and runs no code."""
 
+import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +10,13 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from timm.data import ImageNetInfo, create_transform
+from timm.data import ImageNetInfo, create_transform, resolve_model_data_config
 from timm.models import save_for_hf
 
 from tokenformer_vit.cli import predict
 from tokenformer_vit.command_line import run_tool
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.vision import images
 
 KWARGS = {"depth": 2, "img_size": 32, "patch_size": 8, "embed_dim": 48, "num_heads": 3}
 KWARGS_WORDS = ["--model-kwargs", *(f"{key}={value}" for key, value in KWARGS.items())]
@@ -75,7 +75,7 @@ def failure(capsys, *arguments):
 
 
 def by_hand(model, path):
-    transform = create_transform((3, 32, 32), crop_pct=0.875, interpolation="bicubic")
+    transform = create_transform(**resolve_model_data_config(model, {"input_size": (3, 32, 32)}))
     image = transform(Image.open(path).convert("RGB"))
     with torch.no_grad():
         return model(image[None]).softmax(-1)[0]
@@ -184,6 +184,18 @@ def test_without_checkpoint_it_warns_and_names_imagenet_classes(photos, capsys):
     descriptions = ImageNetInfo().label_descriptions()
     for guess in json.loads(captured.out)["top"]:
         assert guess["label"] == descriptions[guess["index"]]
+
+
+def test_a_model_whose_weights_are_in_the_package(photos, capsys):
+    run(photos / "a.jpg", "--model", "tokenformer_cifar10_micro", "--json")
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    trained = timm.create_model("tokenformer_cifar10_micro", pretrained=True).eval()
+    names = trained.pretrained_cfg["label_names"]
+    expected = by_hand(trained, photos / "a.jpg")
+    for guess in json.loads(captured.out)["top"]:
+        assert guess["label"] == names[guess["index"]]
+        assert guess["probability"] == pytest.approx(expected[guess["index"]].item(), rel=1e-4)
 
 
 def test_unreadable_images_are_named_and_skipped(exported, photos, tmp_path, capsys):
@@ -332,24 +344,20 @@ def test_device_that_is_not_there(exported, photos, capsys):
     assert "--device cpu" in message
 
 
-def test_real_command_has_clean_stdout_and_status(exported, photos, command):
+def test_real_command_has_clean_stdout_and_status(exported, photos, command, in_another_process):
     arguments = [photos / "notes.txt", photos, "--json", "--model", f"local-dir:{exported}"]
-    # Pillow warns of images between its limit and twice its limit; these have 2,000 pixels.
-    script = f"""
-import runpy
-from PIL import Image
-Image.MAX_IMAGE_PIXELS = 1500
-runpy.run_path({str(command.path("predict"))!r}, run_name="__main__")
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1, done.stderr
-    assert len([json.loads(line) for line in done.stdout.splitlines()]) == 5
+
+    def work():
+        # Pillow warns of images between its limit and twice its limit; these have 2,000 pixels.
+        Image.MAX_IMAGE_PIXELS = 1500
+        importlib.reload(images)  # pytest undid the filter of warnings that it sets
+        command.run_file("predict", *arguments)
+
+    done = in_another_process(work)
+    assert done.status == 1, done.err
+    assert len([json.loads(line) for line in done.out.splitlines()]) == 5
     skipped = f"skipped: {photos / 'notes.txt'}: it is not a readable image"
-    assert [line.split(" (")[0] for line in done.stderr.splitlines()] == [
+    assert [line.split(" (")[0] for line in done.err.splitlines()] == [
         f"left out: 1 .txt in {photos}",
         skipped,
     ]

@@ -230,7 +230,7 @@ def test_two_do_not_write_the_same(texts, tmp_path, monkeypatch, in_another_proc
         def look(*arguments):
             if os.getpid() == first:
                 before = sizes(tmp_path / "out.partial")
-                others.append(in_another_process(lambda: run(*how))[0])
+                others.append(in_another_process(lambda: run(*how)).err)
                 assert sizes(tmp_path / "out.partial") == before
             return real(*arguments)
 
@@ -264,8 +264,8 @@ def test_the_lock_of_a_killed_run_is_free(texts, tmp_path, monkeypatch, in_anoth
     how = (texts, tmp_path / "out", "--context-length", 16, "--val-share", 0.1)
     with monkeypatch.context() as patch:
         patch.setattr(module, place, killed)
-        _, status = in_another_process(lambda: run(*how))
-    assert os.WTERMSIG(status) == signal.SIGKILL
+        done = in_another_process(lambda: run(*how))
+    assert done.status == -signal.SIGKILL
     assert (tmp_path / "out.partial" / ".lock").is_file()
     run(*how)
     assert {path.name for path in tmp_path.iterdir()} == {"texts", "out"}

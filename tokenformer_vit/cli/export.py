@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("checkpoint", type=Path, metavar="IN", help="checkpoint or exported folder")
     add("target", type=Path, metavar="OUT", help="new folder, or file *.pth")
     add("--config", metavar="CONFIG", help="config of the training")
-    add("--model", metavar="NAME", help="timm model that IN does not describe")
+    add("--model", metavar="NAME", help="timm name of the model; default: the name in IN")
     args = parser.parse_args(argv)
     if args.target.exists():
         raise InputError(f"{args.target} already exists; choose another OUT, or remove it")
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"Done. In {args.target}: the state dict of an mmpretrain classifier")
         return
     if args.config is None:
-        model: Any = load_model(None, args.checkpoint)
+        model: Any = load_model(args.model, args.checkpoint)
         save_model(model, args.target, facts=model.card_facts)
     else:
         from tokenformer_vit.training import config  # says why, if mmengine fails

@@ -8,6 +8,10 @@ With any timm model and a checkpoint of it::
 
     tokenformer-vit predict cat.jpg --model tokenformer_base --checkpoint weights.safetensors
 
+With the small model of CIFAR-10's ten classes, whose weights are in this package::
+
+    tokenformer-vit predict cat.jpg --model tokenformer_cifar10_micro
+
 A file that is not a readable image is printed on stderr and skipped. Exit status: 0 if every image
 was classified, 1 if some were skipped, 2 if none was classified, 130 after Ctrl-C.
 """
@@ -27,7 +31,7 @@ from tqdm import tqdm
 from tokenformer_vit.command_line import command_parser, printable, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import compile_blocks
-from tokenformer_vit.models.checkpoints import load_model
+from tokenformer_vit.models.checkpoints import load_model, weights_in_package
 from tokenformer_vit.vision.images import find_images, say_skipped
 from tokenformer_vit.vision.prediction import predict
 
@@ -39,10 +43,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _parse(argv)
     device = choose_device(args.device)
     paths = find_images(args.images)
-    model = load_model(args.model, args.checkpoint, args.num_classes, **args.model_kwargs)
+    checkpoint = args.checkpoint or weights_in_package(args.model)
+    model = load_model(args.model, checkpoint, args.num_classes, **args.model_kwargs)
     if args.compile:
         compile_blocks(model)
-    if args.checkpoint is None and not args.model.startswith("local-dir:"):
+    if checkpoint is None and not args.model.startswith("local-dir:"):
         warning = f"{args.model} has random weights, so its answers are random"
         tqdm.write(f"warning: no --checkpoint: {warning}", file=sys.stderr)
     results = predict(model, paths, args.topk, args.batch_size, device)

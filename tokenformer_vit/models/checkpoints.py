@@ -123,6 +123,18 @@ def load_model(
     return model.eval()
 
 
+def weights_in_package(name: str | None) -> Path | None:
+    """Return the file of the pretrained weights that a model was registered with, if it has one.
+
+    Args:
+        name: timm model name, or anything else that ``load_model`` takes.
+    """
+    if name is None or not timm.is_model_pretrained(name):
+        return None
+    file = timm.get_pretrained_cfg(name).file  # type: ignore[union-attr]
+    return Path(file) if file else None
+
+
 def save_model(
     model: nn.Module,
     folder: Path,

@@ -251,15 +251,16 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TokenFormerViT) -
         The result of :func:`fit_state_dict`.
 
     Raises:
-        InputError: If a model cannot use one of the tensors, or the file in a local folder is
-            damaged.
+        InputError: If a model cannot use one of the tensors, or a local file is damaged.
     """
     state_dict = state_dict.get("state_dict", state_dict)  # type: ignore[assignment]
     source: Any = model.pretrained_cfg
     where: Any = source.get("file") or source.get("hf_hub_id") or "the checkpoint"
     check_tensors(state_dict, where)
-    file = Path(where) / "model.safetensors"
-    if source.get("source") == "local-dir" and file.is_file():
+    file = Path(where)
+    if source.get("source") == "local-dir":
+        file /= "model.safetensors"
+    if file.suffix == ".safetensors" and file.is_file():
         check_digest(state_dict, file)
     return fit_state_dict(state_dict, model)
 
@@ -299,10 +300,27 @@ def _cfg(**kwargs: Any) -> dict[str, Any]:
     }
 
 
+# Exported folders, one a model, with the model's card.
+_PRETRAINED = Path(__file__).with_name("pretrained")
+
 default_cfgs = generate_default_cfgs(
     {
-        f"tokenformer_{name}.untrained": _cfg()
-        for name in ("tiny", "small", "base", "large", "base_matched", "large_matched")
+        **{
+            f"tokenformer_{name}.untrained": _cfg()
+            for name in ("tiny", "small", "base", "large", "base_matched", "large_matched")
+        },
+        "tokenformer_cifar10_micro.cifar10": _cfg(
+            file=str(_PRETRAINED / "tokenformer_cifar10_micro" / "model.safetensors"),
+            num_classes=10,
+            label_names=(
+                *("airplane", "automobile", "bird", "cat", "deer"),
+                *("dog", "frog", "horse", "ship", "truck"),
+            ),
+            input_size=(3, 32, 32),
+            crop_pct=1.0,
+            mean=(125.3 / 255, 123.0 / 255, 113.9 / 255),
+            std=(63.0 / 255, 62.1 / 255, 66.7 / 255),
+        ),
     }
 )
 
@@ -375,3 +393,13 @@ def tokenformer_large_matched(pretrained: bool = False, **kwargs: Any) -> TokenF
         "num_ffn_param_tokens": 3072,
     }
     return _create("tokenformer_large_matched", pretrained, **{**args, **kwargs})
+
+
+@register_model
+def tokenformer_cifar10_micro(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
+    """Build a model for 32 px: patches of 8 px, width 96, 4 blocks, 3 heads, pairs 96 and 384.
+
+    Its pretrained weights are in the package; configs/cifar10_micro_pretrained.py trained them.
+    """
+    args = {"img_size": 32, "patch_size": 8, "embed_dim": 96, "depth": 4, "num_heads": 3}
+    return _create("tokenformer_cifar10_micro", pretrained, **{**args, **kwargs})
