@@ -15,7 +15,7 @@ from mmpretrain.registry import MODELS
 
 from tokenformer_vit.benchmarking.costs import training_flops
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.training import AccuracyAndLoss, GrowthHook, SizeRule
+from tokenformer_vit.training import AccuracyAndLoss, CompressionHook, GrowthHook, SizeRule
 from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.nested import at_size
 from tokenformer_vit.training.reports import read_scalars
@@ -156,6 +156,25 @@ def test_a_model_without_shares_is_refused(backbone):
         MODELS.build({**model, "backbone": {**BACKBONE, **nested, **backbone}})
 
 
+def test_gradient_checkpointing_is_refused(batch):
+    model = build({})
+    model.sized.set_grad_checkpointing()
+    with pytest.raises(InputError, match="remove size_rule"):
+        model.loss(*batch)
+
+
+@pytest.mark.parametrize("backbone", [{"model_name": "vit_tiny_patch16_224"}, None])
+def test_what_cannot_be_compressed_is_refused_before_the_training(backbone):
+    hook, model = CompressionHook([0.5]), torch.nn.Identity()
+    if backbone:
+        with DefaultScope.overwrite_default_scope("mmpretrain"):
+            model.backbone = MODELS.build({**BACKBONE, **backbone})
+    with pytest.raises(InputError, match="remove the hook"):
+        hook.before_train(SimpleNamespace(model=model))
+    with pytest.raises(InputError, match=r"\[0\.5, 1\.5\]: give shares"):
+        CompressionHook([0.5, 1.5])
+
+
 def test_a_step_costs_what_the_readme_says():
     cfg = load_config(ROOT / "configs" / "imagenet_base_nested.py")
     with torch.device("meta"), DefaultScope.overwrite_default_scope("mmpretrain"):
@@ -224,6 +243,7 @@ def test_a_run_is_resumed_exactly_and_its_record_has_every_size(nested, tmp_path
         ("model['size_rule']['rule'] = 'sand'", "size_rule.rule"),
         ("model['size_rule']['inner'] = 0", "size_rule.inner"),
         ("model['size_rule']['full'] = 0.5", "size_rule.full"),
+        ("activation_checkpointing = ['backbone.model.blocks.0']", r"blocks\.0.*remove one of"),
     ],
 )
 def test_a_wrong_rule_is_refused_before_the_run(nested, line, words):

@@ -188,9 +188,8 @@ class NestedTraining:
             InputError: If the model uses gradient checkpointing.
         """
         sized, parts = self.sized, self.parts(count)
-        if getattr(sized, "grad_checkpointing", False) or getattr(
-            sized, "gradient_checkpointing", False
-        ):
+        flags = ("grad_checkpointing", "gradient_checkpointing")  # timm's, and transformers'
+        if any(getattr(sized, flag, False) for flag in flags):
             raise InputError(
                 "gradient checkpointing is on, but with a size_rule the backward pass would "
                 "compute the blocks again at another size: switch it off, or remove size_rule"
