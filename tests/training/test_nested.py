@@ -156,6 +156,15 @@ def test_a_model_without_shares_is_refused(backbone):
         MODELS.build({**model, "backbone": {**BACKBONE, **nested, **backbone}})
 
 
+def test_a_batch_without_an_image_for_a_size_is_refused():
+    model = build({"rule": "parts"})
+    model.check_batch(6)
+    with pytest.raises(InputError, match=r"batch_size is 4, .* 4 sizes: increase it"):
+        model.check_batch(4)
+    model.set_rule({"rule": "all"})
+    model.check_batch(1)
+
+
 def test_gradient_checkpointing_is_refused(batch):
     model = build({})
     model.sized.set_grad_checkpointing()

@@ -149,6 +149,18 @@ class NestedTraining:
             return [(None, slice(0, count))]
         return self.size_rule.divide(self._drawn, count)
 
+    def check_batch(self, count: int) -> None:
+        """Check that a batch of ``count`` examples has some for every size of a step.
+
+        Raises:
+            InputError: If not: a size would never be trained.
+        """
+        if self.size_rule is not None and len(self.parts(count)) < len(self._drawn):
+            raise InputError(
+                f"train_dataloader.batch_size is {count}, which leaves no example for one of the "
+                f"{len(self._drawn)} sizes: increase it, or choose another size_rule than 'parts'"
+            )
+
     def mean_flops(self, count: int, num_tokens: int | None = None) -> int:
         """Count the FLOPs of training on one example: the mean over many steps.
 
