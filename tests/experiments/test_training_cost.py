@@ -234,10 +234,6 @@ def _settings(**changes):
         ({"settings": _settings(train_cfg={"max_epochs": 5})}, r"max_epochs is "),
         ({"settings": _settings(train_cfg={"val_interval": 2})}, r"max_epochs is "),
         (
-            {"settings": _settings(train_cfg={"max_epochs": 6, "val_interval": 2})},
-            r"settings is .*val_interval",
-        ),
-        (
             {"settings": _settings(custom_hooks=[HOOK, {"type": "CostHook"}])},
             r"settings is .*GrowthHook",
         ),

@@ -528,3 +528,11 @@ def test_masks_of_a_nested_model_are_refused():
     config = {**SIZES, **PAIRS, "nested": (0.25, 0.5)}
     with pytest.raises(InputError, match="remove masks or size_rule"):
         CausalLM("tokenformer", config, masks={"new": "en"}, size_rule={})
+
+
+def test_gradient_checkpointing_of_a_nested_model_is_refused():
+    config = {**SIZES, **PAIRS, "nested": (0.5,)}
+    model = CausalLM("tokenformer", config, size_rule={})
+    model.model.gradient_checkpointing_enable()
+    with pytest.raises(InputError, match="remove size_rule"):
+        model(torch.randint(0, 264, (2, LENGTH + 1)), mode="loss")

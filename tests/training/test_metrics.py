@@ -18,10 +18,10 @@ def samples():
     return [{"pred_score": s, "gt_label": y} for s, y in zip(scores, labels, strict=True)]
 
 
-def measured(metric, samples, batch=8):
+def measured(metric, samples, batch=8, size=IMAGES):
     for start in range(0, len(samples), batch):
         metric.process(None, samples[start : start + batch])
-    return metric.evaluate(IMAGES)
+    return metric.evaluate(size)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,30 @@ def test_figures_are_those_of_mmpretrain(samples, options):
     assert measured(AccuracyAndLoss(**options), samples) == expected
 
 
+def of_each_process(monkeypatch, dealt, size=IMAGES):
+    """Return what each process measures, as if all processes exchanged their rows at once."""
+    given, sizes, found = [], [], []
+
+    def keep(tensor):
+        given.append(tensor.clone())
+        tensor[:, 0] = 1  # as if no row were left out: some processes have none yet
+
+    def add(tensor):
+        tensor.copy_(sum(given))
+
+    def broadcast(objects):
+        sizes.append(objects[0])
+        objects[0] = sizes[0]
+
+    monkeypatch.setattr(metrics, "broadcast_object_list", broadcast)
+    for exchange in (keep, add):
+        monkeypatch.setattr(metrics, "all_reduce", exchange)
+        for rank, own in enumerate(dealt):
+            monkeypatch.setattr(metrics, "get_dist_info", lambda rank=rank: (rank, len(dealt)))
+            found.append(measured(AccuracyAndLoss(topk=(1, 5)), own, size=size))
+    return found[len(dealt) :]
+
+
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("left_out", [0, 6])
 def test_processes_find_what_one_finds(samples, monkeypatch, world, left_out):
@@ -44,17 +68,11 @@ def test_processes_find_what_one_finds(samples, monkeypatch, world, left_out):
     expected = measured(AccuracyAndLoss(topk=(1, 5)), used)
     even = -len(used) % world if not left_out else 0
     dealt = [[*used, *used[:even]][rank::world] for rank in range(world)]
-    given = []
+    assert of_each_process(monkeypatch, dealt) == [expected] * world
 
-    def keep(tensor):
-        given.append(tensor.clone())
 
-    def add(tensor):
-        tensor.copy_(sum(given))
-
-    for exchange in (keep, add):  # as if all processes called it at once
-        monkeypatch.setattr(metrics, "all_reduce", exchange)
-        for rank in range(world):
-            monkeypatch.setattr(metrics, "get_dist_info", lambda rank=rank: (rank, world))
-            found = measured(AccuracyAndLoss(topk=(1, 5)), dealt[rank])
-            assert exchange is keep or found == expected
+def test_a_process_without_images_has_the_sizes_of_a_nested_model(samples, monkeypatch):
+    used = [{**each, "pred_score_at_0.5": each["pred_score"].flip(0)} for each in samples[:2]]
+    expected = measured(AccuracyAndLoss(topk=(1, 5)), used, size=2)
+    assert "accuracy/top1_at_0.5" in expected
+    assert of_each_process(monkeypatch, [used[:1], used[1:], []], size=2) == [expected] * 3

@@ -15,7 +15,7 @@ from mmpretrain.registry import MODELS
 
 from tokenformer_vit.benchmarking.costs import training_flops
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.training import AccuracyAndLoss, GrowthHook, SizeRule
+from tokenformer_vit.training import AccuracyAndLoss, CompressionHook, GrowthHook, SizeRule
 from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.nested import at_size
 from tokenformer_vit.training.reports import read_scalars
@@ -156,6 +156,34 @@ def test_a_model_without_shares_is_refused(backbone):
         MODELS.build({**model, "backbone": {**BACKBONE, **nested, **backbone}})
 
 
+def test_a_batch_without_an_image_for_a_size_is_refused():
+    model = build({"rule": "parts"})
+    model.check_batch(6)
+    with pytest.raises(InputError, match=r"batch_size is 4, .* 4 sizes: increase it"):
+        model.check_batch(4)
+    model.set_rule({"rule": "all"})
+    model.check_batch(1)
+
+
+def test_gradient_checkpointing_is_refused(batch):
+    model = build({})
+    model.sized.set_grad_checkpointing()
+    with pytest.raises(InputError, match="remove size_rule"):
+        model.loss(*batch)
+
+
+@pytest.mark.parametrize("backbone", [{"model_name": "vit_tiny_patch16_224"}, None])
+def test_what_cannot_be_compressed_is_refused_before_the_training(backbone):
+    hook, model = CompressionHook([0.5]), torch.nn.Identity()
+    if backbone:
+        with DefaultScope.overwrite_default_scope("mmpretrain"):
+            model.backbone = MODELS.build({**BACKBONE, **backbone})
+    with pytest.raises(InputError, match="remove the hook"):
+        hook.before_train(SimpleNamespace(model=model))
+    with pytest.raises(InputError, match=r"\[0\.5, 1\.5\]: give shares"):
+        CompressionHook([0.5, 1.5])
+
+
 def test_a_step_costs_what_the_readme_says():
     cfg = load_config(ROOT / "configs" / "imagenet_base_nested.py")
     with torch.device("meta"), DefaultScope.overwrite_default_scope("mmpretrain"):
@@ -224,6 +252,7 @@ def test_a_run_is_resumed_exactly_and_its_record_has_every_size(nested, tmp_path
         ("model['size_rule']['rule'] = 'sand'", "size_rule.rule"),
         ("model['size_rule']['inner'] = 0", "size_rule.inner"),
         ("model['size_rule']['full'] = 0.5", "size_rule.full"),
+        ("activation_checkpointing = ['backbone.model.blocks.0']", r"blocks\.0.*remove one of"),
     ],
 )
 def test_a_wrong_rule_is_refused_before_the_run(nested, line, words):
@@ -237,3 +266,27 @@ def test_growth_during_nested_training_is_refused():
     hook = GrowthHook([{"epoch": 1, "num_ffn_param_tokens": 120}])
     with pytest.raises(InputError, match=r"remove one of the two, or .*`tokenformer-vit grow`"):
         hook.before_train(SimpleNamespace(model=build({})))
+
+
+@pytest.mark.parametrize("model", ["plain", "nested"])
+@pytest.mark.slow
+def test_a_trained_model_is_measured_with_fewer_pairs_and_reordered(
+    train, nested, config, tmp_path, model
+):
+    path = tmp_path / "compressed.py"
+    base = config if model == "plain" else nested[1]
+    hooks = "[dict(type='CompressionHook', keep=[0.25, 0.5], images=20)]"
+    path.write_text(
+        f"_base_ = {str(base)!r}\ntrain_cfg = dict(max_epochs=2)\ncustom_hooks = {hooks}\n"
+    )
+    train.of(path)(tmp_path / "run")
+    record = json.loads((tmp_path / "run" / "record.json").read_text())
+    points = {(each["method"], each["keep"]): each for each in record["compression"]}
+    assert set(points) == {(method, keep) for method in ("prune", "top-k") for keep in (0.25, 0.5)}
+    assert points["prune", 0.25]["flops"] < points["prune", 0.5]["flops"]
+    trained = timm.create_model(f"local-dir:{tmp_path / 'run'}", pretrained=True).eval()
+    ordered = timm.create_model(f"local-dir:{tmp_path / 'run' / 'nested'}", pretrained=True).eval()
+    assert ordered.sizes == (0.25, 0.5, 1.0)
+    images = torch.randn(4, 3, 8, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(ordered(images), trained(images))

@@ -13,10 +13,13 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
 from tokenformer_vit.benchmarking.costs import model_costs, total
+from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import measure_usage, nest, reorder, top_k
+from tokenformer_vit.models import TokenFormerViT
 from tokenformer_vit.vision.compression import candidates
 
 from .export import export_classifier, run_facts
+from .guard import unwrap
 from .reports import BEFORE_RECORD, validated_model
 
 
@@ -30,18 +33,35 @@ class CompressionHook(Hook):
     shares. Nothing is trained. Usage is measured on training images.
 
     Args:
-        keep: Shares of each layer's pairs.
+        keep: Shares of each layer's pairs, between 0 and 1.
         images: Number of training images.
+
+    Raises:
+        InputError: If a share is out of range, or the model is no TokenFormer classifier.
     """
 
     priority = BEFORE_RECORD
 
     def __init__(self, keep: Sequence[float], images: int = 1000) -> None:
         self._keep, self._images = tuple(keep), images
+        if not keep or not all(0 < share < 1 for share in keep):
+            raise InputError(
+                f"keep of CompressionHook is {keep}: give shares between 0 and 1, such as [0.5]"
+            )
+
+    def before_train(self, runner) -> None:
+        """Check the model before it is trained."""
+        model = getattr(getattr(unwrap(runner.model), "backbone", None), "model", None)
+        if not isinstance(model, TokenFormerViT):
+            raise InputError(
+                "CompressionHook measures a TokenFormer classifier, but the model is a "
+                f"{type(model or unwrap(runner.model)).__name__}: remove the hook"
+            )
 
     def after_train(self, runner) -> None:
         """Measure and write."""
         classifier = copy.deepcopy(validated_model(runner))
+        classifier.size_rule = None  # only the full size of each model is measured
         model, loader = classifier.backbone.model, runner.train_dataloader
         batches = islice(loader, math.ceil(self._images / loader.batch_size / runner.world_size))
         prepare = classifier.data_preprocessor

@@ -21,6 +21,7 @@ from tokenformer_vit.layers.segments import fuse_state_dict
 from tokenformer_vit.models.checkpoints import model_faults
 
 from .mmengine_internals import accumulation, is_resuming
+from .nested import NestedTraining
 from .storage import secure_files
 
 
@@ -51,6 +52,8 @@ class GuardHook(Hook):
         """Check the size of a batch, and the data."""
         self._first = runner.iter
         self._leave_on_device(runner)
+        if isinstance(model := unwrap(runner.model), NestedTraining):
+            model.check_batch(runner.train_dataloader.batch_size)
         scale = runner.auto_scale_lr or {}
         number = runner.train_dataloader.batch_size * runner.world_size * accumulation(runner)
         if not scale.get("enable") and number != scale.get("base_batch_size", number):

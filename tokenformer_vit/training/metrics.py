@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from mmengine.device import get_device
-from mmengine.dist import all_reduce, get_dist_info
+from mmengine.dist import all_reduce, broadcast_object_list, get_dist_info
 from mmengine.evaluator import BaseMetric
 from mmpretrain.evaluation import Accuracy
 from mmpretrain.registry import METRICS
@@ -25,6 +25,7 @@ class RowMetric(BaseMetric):
     """
 
     num_columns: int  # C
+    _sizes: Sequence[str] = ("",)  # the ends of the names of the figures, such as "_at_0.25"
 
     def evaluate(self, size: int) -> dict[str, float]:
         """Return the figures of all processes.
@@ -32,7 +33,10 @@ class RowMetric(BaseMetric):
         Args:
             size: Number of samples; a sampler may have repeated some to deal them evenly.
         """
-        # A process may have no sample, but all take part in the exchange.
+        # A process may have no sample, but all take part in the exchange. The first one has some.
+        sizes = [self._sizes]
+        broadcast_object_list(sizes)
+        (self._sizes,) = sizes
         empty = precise(torch.empty(0, self.num_columns, device=get_device()))
         rows = _of_all_processes(torch.cat([empty, *self.results]), size).double()
         self.results.clear()
@@ -72,8 +76,6 @@ class AccuracyAndLoss(RowMetric, Accuracy):
     or mixes images has a higher training loss for the same model. The accuracy of a smaller size
     of a nested model has the size in its name: ``top1_at_0.25``.
     """
-
-    _sizes: Sequence[str] = ("",)  # the ends of the names of the scores, such as "_at_0.25"
 
     @property
     def num_columns(self) -> int:  # type: ignore[override]

@@ -149,6 +149,18 @@ class NestedTraining:
             return [(None, slice(0, count))]
         return self.size_rule.divide(self._drawn, count)
 
+    def check_batch(self, count: int) -> None:
+        """Check that a batch of ``count`` examples has some for every size of a step.
+
+        Raises:
+            InputError: If not: a size would never be trained.
+        """
+        if self.size_rule is not None and len(self.parts(count)) < len(self._drawn):
+            raise InputError(
+                f"train_dataloader.batch_size is {count}, which leaves no example for one of the "
+                f"{len(self._drawn)} sizes: increase it, or choose another size_rule than 'parts'"
+            )
+
     def mean_flops(self, count: int, num_tokens: int | None = None) -> int:
         """Count the FLOPs of training on one example: the mean over many steps.
 
@@ -159,10 +171,10 @@ class NestedTraining:
         """
         if self.size_rule is None:
             return training_flops(self.sized, num_tokens)
+        rule, sizes = self.size_rule, self.sized.sizes
         total, known = 0, dict[float | None, int]()
         for iteration in range(_STEPS):
-            self.draw_sizes(0, iteration)
-            for size, part in self.parts(count):
+            for size, part in rule.divide(rule.draw(sizes, 0, iteration), count):
                 if size not in known:
                     with at_size(self.sized, size):
                         known[size] = training_flops(self.sized, num_tokens)
@@ -183,11 +195,21 @@ class NestedTraining:
             forward: Function that computes a part of the batch, at the size that is set.
             loss: Function from the result of ``forward`` to the loss of a part, by its labels.
             logits: Function from the result of ``forward`` to the logits, (..., K).
+
+        Raises:
+            InputError: If the model uses gradient checkpointing.
         """
-        parts, losses, teacher = self.parts(count), [], None
+        sized, parts = self.sized, self.parts(count)
+        flags = ("grad_checkpointing", "gradient_checkpointing")  # timm's, and transformers'
+        if any(getattr(sized, flag, False) for flag in flags):
+            raise InputError(
+                "gradient checkpointing is on, but with a size_rule the backward pass would "
+                "compute the blocks again at another size: switch it off, or remove size_rule"
+            )
+        losses, teacher = [], None
         distill = self.size_rule is not None and self.size_rule.distill
         for size, part in parts:
-            with at_size(self.sized, size):
+            with at_size(sized, size):
                 result = forward(part)
             if teacher is not None:
                 own = logits(result).float().flatten(0, -2)
@@ -225,8 +247,8 @@ class NestedClassifier(NestedTraining, ImageClassifier):
         InputError: If the backbone is not a nested TokenFormer.
 
     Note:
-        A layer with a learned τ has one for each size. A step that does not compute all sizes
-        leaves some unused: with several processes, set
+        A layer with a learned τ has others for the smaller sizes. A step of the rule ``one`` does
+        not use all of them: with several processes, set
         ``model_wrapper_cfg.find_unused_parameters=True``.
     """
 

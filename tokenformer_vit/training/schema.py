@@ -397,6 +397,11 @@ def check_values(cfg: Mapping[str, Any], path: str) -> None:
             f"gradients in a static graph (optim_wrapper.accumulative_counts is {counts}): set one "
             "of the two to False or 1"
         )
+    if cfg["model"].get("size_rule") and (modules := cfg.get("activation_checkpointing")):
+        raise InputError(
+            f"{path}: activation_checkpointing is {modules}, but with model.size_rule the backward "
+            "pass would compute these modules again at another size: remove one of the two"
+        )
     if cfg["model"].get("type") == "CausalLM":
         _check(_LanguageModel, cfg["model"], path, "model")
     check_classes(cfg, path)

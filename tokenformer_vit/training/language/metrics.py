@@ -27,7 +27,6 @@ class Perplexity(RowMetric):
     """
 
     default_prefix = ""  # none, and no warning of it
-    _sizes: Sequence[str] = ("",)  # the ends of the names of the losses, such as "_at_0.25"
 
     @property
     def num_columns(self) -> int:  # type: ignore[override]
