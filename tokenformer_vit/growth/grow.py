@@ -72,7 +72,7 @@ def grow(
 
     Args:
         model: Any module with TokenFormer blocks. Its Pattention parameters become new objects, and
-            the arguments from which timm rebuilds it get the new counts.
+            the arguments from which timm rebuilds it get the new counts. It uses all pairs then.
         num_qkv_param_tokens: New number of pairs in each query, key and value projection; None
             keeps the present number. A list has a number for each block.
         num_proj_param_tokens: New number of pairs in each output projection.
@@ -107,7 +107,8 @@ def grow(
         new_lr_scale: Factor on the learning rate of new pairs in ``optimizer``. A factor other than
             1 implies ``split``.
         noise: Standard deviation of normal noise that is added to the old pairs of layers that
-            grow, relative to the root mean square of their keys or values. It changes the outputs.
+            grow, relative to the root mean square of their keys or values. It changes the outputs
+            of the model and of its nested sizes.
 
     Returns:
         ``model``.
@@ -173,6 +174,8 @@ def grow(
     parts += [each for each in others if isinstance(each, nn.Parameter)]
     check_optimizer(optimizer, parts, moments)
     changes = []
+    for layer in layers.values():
+        layer.size = None
     for name, layer in growing.items():
         tokens, num_old = grown[name], layer.num_param_tokens
         changes += write_tokens(layer, tokens, num_old if split else None, learn_gate)
