@@ -225,7 +225,7 @@ def test_choices_that_cannot_be(exported, data, tmp_path):
     message = failure(exported, data, "--early", "--choose-on", data / "val/cat")
     assert "overlap" in message
     assert "--choose-on" in message
-    assert "at least 0.0195" in failure(exported, data, "--budget", 0.001, "--out", tmp_path)
+    assert "at least 0.0196" in failure(exported, data, "--budget", 0.001, "--out", tmp_path)
     message = failure(exported, data, "--method", "nested", "--out", tmp_path)
     assert "no nested sizes" in message
     assert "prune" in message

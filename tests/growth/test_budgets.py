@@ -98,6 +98,16 @@ def test_the_numbers_fit_prune_and_a_new_model():
     assert lm.config.num_ffn_param_tokens == numbers["num_ffn_param_tokens"]
 
 
+def test_the_smallest_budget_is_one_pair_in_each_layer():
+    model = build(num_qkv_param_tokens=7, num_proj_param_tokens=11, num_ffn_param_tokens=13)
+    loss = usage_loss(usage_of(model))
+    with pytest.raises(InputError) as error:
+        choose_counts(model, 0.0, loss)
+    named = float(str(error.value).split("at least ")[1].split(",")[0])
+    for budget in (named, sum(COSTS.values()) / (3 * 7 + 11 + 13)):
+        assert choose_counts(model, budget, loss) == {name: [1, 1, 1] for name in COUNTS}
+
+
 @pytest.mark.parametrize("budget", [0, 0.001, 1.1, float("nan")])
 def test_budgets_out_of_range(budget):
     model = build()

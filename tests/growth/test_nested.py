@@ -256,3 +256,44 @@ def test_pruned_and_merged_models_are_ordinary(x):
         assert torch.equal(logits(nested, x), logits(plain, x))
     untouched = prune(model, usage)
     assert untouched.sizes == (0.25, 0.5, 1.0)
+
+
+def test_a_learned_tau_stays_where_sizes_of_a_small_layer_are_equal(x):
+    sizes = (0.25, 0.5, 0.75)
+    args = {"num_proj_param_tokens": 2, "pattention_args": {"learn_tau": True}}
+    model = build(nested=sizes, **args)  # the output projections have 1, 1, 2 and 2 pairs
+    before = [logits(model, x, size) for size in model.sizes]
+    for size, expected in zip(sizes, before, strict=False):
+        small = extract(model, size)
+        for own, of_size in zip(small.sizes, before, strict=False):
+            assert torch.equal(logits(small, x, own), of_size)
+        assert torch.equal(logits(small, x), expected)
+    grow(model, num_proj_param_tokens=16)
+    for size, expected in zip(model.sizes, before, strict=False):
+        assert torch.equal(logits(model, x, size), expected)
+
+
+@torch.no_grad()
+def test_a_model_that_grew_uses_all_pairs(x):
+    model = build()
+    before = logits(model, x)
+    model.set_size(0.5)
+    grow(model, num_ffn_param_tokens=80)
+    assert torch.equal(model(x), before)
+
+
+def test_what_cannot_be_nested_changes_nothing(x):
+    model = build(nested=(0.5,))
+    before, expected = copy.deepcopy(model.state_dict()), logits(model, x, 0.3)
+    model.set_size(0.3)
+    with pytest.raises(InputError, match=r"64, 6.* contain one another"):
+        nest(model, ({"qkv": 0.25, "ffn": 1.0}, {"ffn": 0.1}))
+    with pytest.raises(InputError, match=r"\(0.5, None\)"):
+        nest(model, (0.5, None))
+    with pytest.raises(InputError, match="whole model"):
+        reorder(model.blocks[0], measure_usage(build().blocks[0], [torch.randn(1, 5, 32)]))
+    state = model.state_dict()
+    assert state.keys() == before.keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in before.items())
+    assert model.sizes == (0.5, 1.0)
+    assert torch.equal(model(x), expected)

@@ -171,3 +171,39 @@ def test_a_checkpoint_of_other_sizes_is_refused(nested):
     other = Pattention(16, 20, 48, nested=nested)
     with pytest.raises(InputError, match=r"\[12, 24, 30\].*(none|\[12, 24.*\]).*`nested`"):
         other.load_state_dict(build().state_dict())
+
+
+def test_of_equal_sizes_the_last_has_tau():
+    layer, x = Pattention(16, 20, 8, nested=(2, 2, 4, 8)), torch.randn(5, 16)
+    with torch.no_grad():
+        layer.nested_tau.copy_(torch.tensor([100.0, 1, 2, 100]))
+        layer.tau.fill_(4)
+    for size, tau in ((1, 0.5**0.5), (2, 1.0), (3, 1.5), (4, 2.0), (6, 3.0), (8, 4.0)):
+        layer.size = size
+        read = layer.used_tokens()[3].item()
+        assert read == pytest.approx(layer.tau_of(size).item())
+        if size in (3, 6):  # between two sizes
+            assert 2 ** (size // 3 - 1) < read < 2 ** (size // 3)
+        else:
+            assert read == pytest.approx(tau)
+        assert layer(x).isfinite().all()
+
+
+def test_the_size_of_an_empty_layer_has_its_tau():
+    with torch.device("meta"):
+        layer = Pattention(8, 8, 48, nested=SIZES)
+        layer.size = 17
+    layer.to_empty(device="cpu").reset_parameters()
+    assert layer.used_tokens()[3].item() == pytest.approx(17**0.5)
+
+
+def test_tau_of_a_size_is_float32_whatever_the_default_type():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        layer = Pattention(8, 8, 48, nested=SIZES)
+        layer.size = 17
+    finally:
+        torch.set_default_dtype(before)
+    assert layer.nested_tau.tolist() == pytest.approx([n**0.5 for n in SIZES], rel=1e-6)
+    assert layer.used_tokens()[3].item() == pytest.approx(17**0.5, rel=1e-6)

@@ -11,7 +11,7 @@ from timm.layers import set_scriptable
 from timm.utils import ModelEmaV3
 from torchvision.models.feature_extraction import create_feature_extractor
 
-from tokenformer_vit.growth import set_top_k
+from tokenformer_vit.growth import extract, set_top_k
 from tokenformer_vit.ops import THETAS
 
 
@@ -130,6 +130,27 @@ def test_onnx_with_a_free_batch_size(small, images, theta, tmp_path):
         x = torch.randn(batch, 3, 64, 64)
         (logits,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
         torch.testing.assert_close(torch.from_numpy(logits), model(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["reference", "fused"])
+@pytest.mark.parametrize("size", [0.25, 0.4])  # one that is trained, one between
+def test_programs_of_a_size_and_of_its_extracted_model_are_equal(
+    small, images, size, backend, tmp_path
+):
+    pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript")
+    runtime = pytest.importorskip("onnxruntime", reason="nothing else runs an ONNX file")
+    model, x, outputs = small(depth=1, nested=(0.25, 0.5)), images(), []
+    model.set_size(size)
+    for each in (model, extract(model, size)):
+        each.set_backend(backend)
+        program = torch.export.export(each, (x,), dynamic_shapes=ANY_BATCH)
+        torch.onnx.export(program, f=tmp_path / "model.onnx", verbose=False)
+        session = runtime.InferenceSession(tmp_path / "model.onnx")
+        (logits,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        outputs.append((program.module()(x), torch.from_numpy(logits)))
+    assert all(torch.equal(*pair) for pair in zip(*outputs, strict=True))
+    torch.testing.assert_close(outputs[0][1], model(x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -15,9 +15,9 @@ from mmpretrain.registry import MODELS
 
 from tokenformer_vit.benchmarking.costs import training_flops
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.models.sizes import at_size
 from tokenformer_vit.training import AccuracyAndLoss, CompressionHook, GrowthHook, SizeRule
 from tokenformer_vit.training.config import load_config
-from tokenformer_vit.training.nested import at_size
 from tokenformer_vit.training.reports import read_scalars
 
 ROOT = Path(__file__).resolve().parents[2]

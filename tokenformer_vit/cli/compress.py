@@ -76,10 +76,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     pattention_layers(model)  # before images are read: raises if the model has no parameter tokens
     samples = labelled_images(val, model.num_classes)  # type: ignore[arg-type]
     choosing, samples = _choosing(args, val, samples)
-    uniform, methods = uniform_method(model), args.method
-    if choosing:
-        methods = [uniform, *(methods or ())]
-    methods = dict.fromkeys(methods or (uniform, "top-k"))
+    uniform = uniform_method(model)
+    methods, keeps = _methods_and_shares(args, model, uniform)
     prunes = args.budget or not {"prune", "random"}.isdisjoint(methods)
     measured_on = args.measure_on or args.data / "train"
     chosen = sample_images(measured_on, args.measure_images, args.seed, val) if prunes else []
@@ -91,10 +89,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if prunes:
         tqdm.write(f"measuring usage on {len(chosen)} images of {measured_on}", file=sys.stderr)
         usage = measure_usage(model, tensor_batches(model, chosen, args.batch_size, device))
-    keeps = [*(args.keep or ()), *(args.budget or ())]
-    if not args.keep and (args.early or not args.budget):
-        trained = [size for size in getattr(model, "sizes", ()) if isinstance(size, float)]
-        keeps += trained[:-1] or (0.75, 0.5, 0.25)
     made = candidates(model, methods, keeps, usage, args.kinds, args.seed)
     if choosing:
         tqdm.write(f"choosing on {len(choosing)} held-out images", file=sys.stderr)
@@ -121,11 +115,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     write_record(out / "compression.json", record)
     draw_compression(record, out / "compression.png")
     Console().print(table(record))
-    saved = []
-    for candidate in made:
-        if args.save and candidate.method in ("prune", "nested", "by-usage", "by-loss"):
-            saved.append(f"{candidate.method}_{candidate.keep:g}/")
-            save_model(candidate.model, out / saved[-1])
+    saved = {
+        f"{each.method}_{each.keep:g}/": each.model
+        for each in made
+        if args.save and each.method in ("prune", "nested", "by-usage", "by-loss")
+    }
+    for name, smaller in saved.items():
+        save_model(smaller, out / name)
     print(f"Done. In {out}: {', '.join(('compression.json', 'compression.png', *saved))}")
 
 
@@ -146,6 +142,19 @@ def table(record: Mapping[str, Any]) -> Table:
             f"{point['top1']:.2f}",
         )
     return rows
+
+
+def _methods_and_shares(
+    args: argparse.Namespace, model: Any, uniform: str
+) -> tuple[list[str], list[float]]:
+    """Return the methods and the shares of pairs to measure, with their defaults."""
+    methods, keeps = args.method or [], [*(args.keep or ()), *(args.budget or ())]
+    if args.budget or args.early:
+        methods = [uniform, *methods]
+    if not args.keep and (args.early or not args.budget):
+        trained = [size for size in getattr(model, "sizes", ()) if isinstance(size, float)]
+        keeps += trained[:-1] or (0.75, 0.5, 0.25)
+    return [*dict.fromkeys(methods or (uniform, "top-k"))], keeps
 
 
 def _choosing(

@@ -1,7 +1,8 @@
 """Change the parameter tokens of a trained model: grow, freeze, merge, prune, nest, mask, top-k."""
 
 from .budgets import choose_counts, usage_loss
-from .grow import INITS, grow, grow_state_dict
+from .grow import grow, grow_state_dict
+from .initial_pairs import INITS
 from .masks import TokenMasks, count_pairs
 from .merge import merge
 from .nested import extract, nest, reorder

@@ -61,12 +61,13 @@ def choose_counts(
             pairs[part] = layer.num_param_tokens
             cost[part] += layer.in_features + layer.out_features
     spent = sum(pairs[part] * cost[part] for part in pairs)
-    least, limit = cost.total() / spent, budget * spent
+    least = cost.total() / spent
     if not least <= budget <= 1:
         raise InputError(
-            f"the budget must be at most 1 and at least {least:.3g}, which is one pair in each "
-            f"layer, but got {budget}"
+            f"the budget must be at most 1 and at least {math.ceil(1e4 * least) / 1e4}, which is "
+            f"one pair in each layer, but got {budget}"
         )
+    limit = max(budget * spent, cost.total())  # the product may be rounded below one pair in each
     groups = {part: max(1, round(number * _GROUP)) for part, number in pairs.items()}
     present, steps = loss(_by_argument(pairs)), 0
     # Rise of the loss for each saved FLOP, part, the step at which it was measured, loss after it.

@@ -1,6 +1,5 @@
 """Growth: append pairs of parameter tokens to a trained model without changing its outputs."""
 
-import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -13,11 +12,11 @@ from torch.optim import Optimizer
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.layers.arguments import COUNTS, Counts, released_stds
+from tokenformer_vit.layers.arguments import COUNTS, Counts
 from tokenformer_vit.layers.segments import TOKENS, fuse_state_dict, is_split, token_segments
-from tokenformer_vit.models.sizes import kind_of
-from tokenformer_vit.ops import THETAS, default_tau, find_theta
+from tokenformer_vit.ops import default_tau, find_theta
 
+from .initial_pairs import count_blocks, grow_layer
 from .nested import keep_size
 from .new_pairs import freeze_old
 from .optimizer import carry_over, check_optimizer
@@ -33,10 +32,6 @@ from .tokens import (
 
 # Tensors of a layer in a state dict.
 _PARTS = (*TOKENS, "tau", "gate", "nested_sizes", "nested_tau")
-INITS = ("zero_key", "random", "duplicate", "released")
-# How much the copies of a pair differ, relative to the values. Equal copies would get equal
-# gradients and stay equal forever.
-_SPREAD = 0.1
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -72,7 +67,7 @@ def grow(
 
     Args:
         model: Any module with TokenFormer blocks. Its Pattention parameters become new objects, and
-            the arguments from which timm rebuilds it get the new counts.
+            the arguments from which timm rebuilds it get the new counts. It uses all pairs then.
         num_qkv_param_tokens: New number of pairs in each query, key and value projection; None
             keeps the present number. A list has a number for each block.
         num_proj_param_tokens: New number of pairs in each output projection.
@@ -107,7 +102,8 @@ def grow(
         new_lr_scale: Factor on the learning rate of new pairs in ``optimizer``. A factor other than
             1 implies ``split``.
         noise: Standard deviation of normal noise that is added to the old pairs of layers that
-            grow, relative to the root mean square of their keys or values. It changes the outputs.
+            grow, relative to the root mean square of their keys or values. It changes the outputs
+            of the model and of its nested sizes.
 
     Returns:
         ``model``.
@@ -137,9 +133,9 @@ def grow(
     counts = _counts(layers, num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens)
     check_rebuildable(model, layers)
     how = {"init": init, "gate": gate, "seed": seed, "noise": noise}
-    grow_layer = partial(_grow_layer, **how, depth=_depth(layers))
+    grow_one = partial(grow_layer, **how, depth=count_blocks(layers))
     grown = {
-        name: grow_layer(name, index, read_tokens(layer), counts[name], layer.theta)
+        name: grow_one(name, index, read_tokens(layer), counts[name], layer.theta)
         for index, (name, layer) in enumerate(sorted(layers.items()))
     }
     grown = _gate_alike(grown)
@@ -173,6 +169,8 @@ def grow(
     parts += [each for each in others if isinstance(each, nn.Parameter)]
     check_optimizer(optimizer, parts, moments)
     changes = []
+    for layer in layers.values():
+        layer.size = None
     for name, layer in growing.items():
         tokens, num_old = grown[name], layer.num_param_tokens
         changes += write_tokens(layer, tokens, num_old if split else None, learn_gate)
@@ -229,7 +227,7 @@ def grow_state_dict(
             "the state dict has no parameter tokens (key_param_tokens); give one of a TokenFormer"
         )
     counts = _counts(names, num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens)
-    grow_layer = partial(_grow_layer, init=init, gate=gate, seed=seed, depth=_depth(names))
+    grow_one = partial(grow_layer, init=init, gate=gate, seed=seed, depth=count_blocks(names))
     before, grown = {}, {}
     for index, name in enumerate(names):
         keys, values, tau, gates, sizes, taus = (result.get(f"{name}.{part}") for part in _PARTS)
@@ -247,7 +245,7 @@ def grow_state_dict(
             tau = torch.tensor(default_tau(theta, len(keys)))
         own_sizes = () if sizes is None else tuple(sizes.tolist())
         tokens = before[name] = LayerTokens(keys, values, tau, gates, own_sizes, taus)
-        grown[name] = grow_layer(name, index, tokens, counts[name], theta)
+        grown[name] = grow_one(name, index, tokens, counts[name], theta)
     for name, tokens in _nested(_gate_alike(grown), before, nested, init).items():
         sizes = torch.tensor(tokens.nested) if tokens.nested else None
         parts = (tokens.keys, tokens.values, tokens.tau, tokens.gate, sizes, tokens.nested_tau)
@@ -316,128 +314,3 @@ def _nested(
             "sizes of a nested model: choose another init"
         )
     return {name: keep_size(tokens, before[name]) for name, tokens in grown.items()}
-
-
-def _grow_layer(
-    name: str,
-    index: int,
-    tokens: LayerTokens,
-    num: int | None,
-    theta: str,
-    *,
-    init: str,
-    gate: str | None,
-    seed: int,
-    depth: int,
-    noise: float = 0.0,
-) -> LayerTokens:
-    """Return a layer's tokens with ``num`` pairs; None keeps the present number."""
-    if init not in INITS:
-        hint = " (zero keys with zero values would never learn)" if init == "zero" else ""
-        raise InputError(f"unknown init {init!r}{hint}; choose one of {', '.join(INITS)}")
-    if gate not in (None, "learned", "fixed"):
-        raise InputError(f"unknown gate {gate!r}; choose 'learned' or 'fixed'")
-    needs_gate = find_theta(theta).has_gate
-    if gate and not (needs_gate and init in ("zero_key", "random")):
-        gated = ", ".join(name for name in THETAS if THETAS[name].has_gate)
-        raise InputError(
-            f"gate is {gate!r}, but {theta} with init {init!r} needs no gate; leave it out, or use "
-            f"{gated} with zero_key or random"
-        )
-    if tokens.keys.is_meta or tokens.tau.is_meta:
-        raise InputError(
-            f"{name} is on the meta device and has no values: load the weights before growth, or "
-            "build the model with the new number of pairs"
-        )
-    if num is None or num == tokens.num:
-        return tokens
-    if num < tokens.num:
-        raise InputError(
-            f"{name} has {tokens.num} pairs and cannot grow to {num}; to remove pairs, use "
-            "tokenformer_vit.growth.prune()"
-        )
-    for what, tensor in (("keys", tokens.keys), ("values", tokens.values)):
-        if not tensor.any() and init in ("zero_key", "random"):
-            raise InputError(
-                f"all {what} of {name} are zero and give no scale; use init='released'"
-            )
-    own_seed = f"{seed} {index} {tokens.num}"
-    if noise:  # its own generator: the new pairs are those of a growth without noise
-        tokens = _with_noise(tokens, noise, _generator(f"{own_seed} noise"))
-    generator = _generator(own_seed)
-    if init == "duplicate":
-        return _duplicate(tokens, num, theta, name, generator)
-    new = num - tokens.num
-    keys_std = values_std = None  # the scale of the present tokens
-    if init == "released":
-        keys_std, values_std = released_stds(tokens.values.shape[1], depth)
-        tau = torch.full_like(tokens.tau, default_tau(theta, num))
-        tokens = replace(tokens, tau=tau)
-    keys = _normal_like(tokens.keys, new, generator, keys_std)
-    if init == "zero_key":
-        keys.zero_()
-    values = _normal_like(tokens.values, new, generator, values_std)
-    gates = tokens.gate
-    gated = gates is not None or gate is not None or (needs_gate and init == "zero_key")
-    if gated:
-        gates = tokens.keys.new_ones(tokens.num) if gates is None else gates
-        closed = gate is not None or init == "zero_key"
-        gates = torch.cat((gates, gates.new_full((new,), 0.0 if closed else 1.0)))
-    return replace(
-        tokens,
-        keys=torch.cat((tokens.keys, keys)),
-        values=torch.cat((tokens.values, values)),
-        gate=gates,
-    )
-
-
-def _generator(text: str) -> torch.Generator:
-    digest = hashlib.sha256(text.encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-
-
-def _with_noise(tokens: LayerTokens, noise: float, generator: torch.Generator) -> LayerTokens:
-    keys, values = (
-        part + noise * _normal_like(part, len(part), generator)
-        for part in (tokens.keys, tokens.values)
-    )
-    return replace(tokens, keys=keys, values=values)
-
-
-def _depth(names: Iterable[str]) -> int:
-    """Count the blocks with these Pattention layers."""
-    return max(1, sum(kind_of(name) == "proj" for name in names))
-
-
-def _normal_like(
-    tokens: Tensor, count: int, generator: torch.Generator, std: float | None = None
-) -> Tensor:
-    """Draw rows with a standard deviation; default: the root mean square of ``tokens``."""
-    rms = tokens.double().square().mean().sqrt()
-    if std is not None:
-        rms = torch.full_like(rms, std)
-    drawn = torch.randn(count, tokens.shape[1], generator=generator)
-    return (drawn.to(rms) * rms).to(tokens.dtype)
-
-
-def _duplicate(
-    tokens: LayerTokens, num: int, theta: str, name: str, generator: torch.Generator
-) -> LayerTokens:
-    times, rest = divmod(num, tokens.num)
-    if rest:
-        raise InputError(
-            f"{name} has {tokens.num} pairs and cannot be duplicated to {num}, which is not a "
-            f"multiple; give {max(times, 2) * tokens.num} or {(max(times, 2) + 1) * tokens.num}, "
-            "or init='zero_key'"
-        )
-    spread = torch.stack(
-        [_SPREAD * _normal_like(tokens.values, tokens.num, generator) for _ in range(times)]
-    )
-    spread -= spread.mean(dim=0)
-    factor = default_tau(theta, num) / default_tau(theta, tokens.num)
-    return LayerTokens(
-        tokens.keys.repeat(times, 1),
-        (tokens.values / times + spread).flatten(0, 1),
-        tokens.tau * factor,
-        None if tokens.gate is None else tokens.gate.repeat(times),
-    )

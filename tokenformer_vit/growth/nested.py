@@ -62,11 +62,9 @@ def extract(model: Model, size: Size) -> Model:
         fitting -= 1  # the whole of the new model
     for layer in layers.values():
         keys, values, gate, tau = layer.used_tokens()
-        nested_tau = None if layer.nested_tau is None else layer.nested_tau[:fitting]
-        top_k = layer.top_k
-        write_tokens(
-            layer, LayerTokens(keys, values, tau, gate, layer.nested[:fitting], nested_tau)
-        )
+        nested, top_k = layer.nested[:fitting], layer.top_k
+        nested_tau = torch.stack([layer.tau_of(each) for each in nested]) if nested else None
+        write_tokens(layer, LayerTokens(keys, values, tau, gate, nested, nested_tau))
         layer.top_k = top_k
     record_counts(smaller)
     return smaller
@@ -85,9 +83,10 @@ def reorder(model: Model, usage: Mapping[str, Usage]) -> Model:
         ``model``, with the same outputs up to rounding.
 
     Raises:
-        InputError: If the usage is of another model.
+        InputError: If the usage is of another model, or ``model`` is only a part of a model.
     """
     layers = pattention_layers(model)
+    check_rebuildable(model, layers)
     check_usage(layers, usage)
     for name, layer in layers.items():
         tokens = read_tokens(layer)
@@ -109,7 +108,7 @@ def nest(model: Model, sizes: Sequence[Size], usage: Mapping[str, Usage] | None 
 
     Args:
         model: Any module with TokenFormer blocks. Its outputs do not change. The sizes that it had
-            are replaced.
+            are replaced. A learned τ of a size is a new parameter: build optimizers afterwards.
         sizes: Sizes, as for ``model.set_size``. Empty for an ordinary model.
         usage: Usage by which :func:`reorder` has sorted the pairs. Then τ of a size is adapted as
             :func:`~tokenformer_vit.growth.prune` does; without it, τ is what ``set_size`` takes
@@ -119,8 +118,8 @@ def nest(model: Model, sizes: Sequence[Size], usage: Mapping[str, Usage] | None 
         ``model``.
 
     Raises:
-        InputError: If a size is out of range, a mask is active, the usage is of another model, or
-            ``model`` is only a part of a model.
+        InputError: If a size is out of range, a layer has more pairs in a smaller size, the usage
+            is of another model, or ``model`` is only a part of a model. Then nothing is changed.
     """
     layers = pattention_layers(model)
     check_rebuildable(model, layers)
@@ -132,8 +131,7 @@ def nest(model: Model, sizes: Sequence[Size], usage: Mapping[str, Usage] | None 
         if usage is not None:
             own = usage[names[layer]]
             return adapted_tau(layer, own.shares[kept_pairs(own, count)].sum().item())
-        layer.size = count
-        return layer.used_tokens()[3]
+        return layer.tau_of(count)
 
     for module in find_models(model) or [model]:
         module.sizes = nest_layers(module, sizes, tau_of)  # type: ignore[assignment]

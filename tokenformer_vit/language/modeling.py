@@ -12,6 +12,7 @@ from transformers.utils import can_return_tuple
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.models import LMConfig, TokenFormerLM
+from tokenformer_vit.models.sizes import find_layers
 
 from .schemas import LMShape, check
 
@@ -93,6 +94,15 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
         self.model = TokenFormerLM(config.lm_config())
         self.model.record_param_tokens()  # config.json gets numbers, not None for "as many as C"
         self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Load a model as every model of transformers; refuse other nested sizes than its own."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        for name, layer in find_layers(model).items():  # transformers replaces tensors unchecked
+            layer.check_nested(layer.state_dict(prefix=f"{name}."), f"{name}.")
+        return loaded
 
     @property
     def config(self) -> TokenFormerConfig:  # type: ignore[override]

@@ -1,7 +1,7 @@
 """A layer of pairs that can use only its first pairs, with a τ for each trained size."""
 
 import math
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 
@@ -41,7 +41,8 @@ class NestedLayer(nn.Module):
         """Number of pairs in use, the first ones; ``None`` for all. Not in the state dict.
 
         The layer then computes with views of these pairs as an ordinary layer with as many pairs.
-        τ of the size is in ``nested_tau``, if the size is one of ``nested``. Between two sizes
+        τ of the size is in ``nested_tau``, if the size is one of ``nested``; it is the last one, if
+        a small layer has equal sizes, and ``tau``, if the size is P. Between two sizes
         log τ is linear in the log of the size. Below the smallest size τ has the ratio of
         :func:`~tokenformer_vit.ops.default_tau`.
         """
@@ -51,12 +52,16 @@ class NestedLayer(nn.Module):
     def size(self, size: int | None) -> None:
         self.check_size(size)
         self._size = None if size == self.num_param_tokens else size
-        self._place, self._blend = 0, None
+        self._place, self._blend = self._find_tau(self._size)
+
+    def _find_tau(self, size: int | None) -> tuple[int, Tensor | None]:
+        if size is None:
+            return 0, None
         if size in self.nested:
             # Counted from the end: torch.compile would compile again for the places 0 and 1.
-            self._place = self.nested.index(size) - len(self.nested)
-        elif self._size is not None:
-            self._blend = torch.tensor(self._blended(self._size), device=self.tau.device)
+            return bisect_right(self.nested, size) - 1 - len(self.nested), None
+        blend = torch.tensor(self._blended(size), dtype=torch.float32, device=self.tau.device)
+        return 0, blend
 
     def check_size(self, size: int | None) -> None:
         """Check that the layer can use only its first pairs.
@@ -83,13 +88,14 @@ class NestedLayer(nn.Module):
     def _blended(self, size: int) -> list[float]:
         """Return log τ of a size that is not nested: a constant, and the share of each log τ."""
         sizes = (*self.nested, self.num_param_tokens)
-        shares, upper = [0.0] * len(sizes), bisect_left(sizes, size)
-        if upper == 0:
-            shares[0] = 1.0
+        shares, above = [0.0] * len(sizes), bisect_right(sizes, size)
+        upper, lower = bisect_right(sizes, sizes[above]) - 1, above - 1  # the last of equal sizes
+        if above == 0:
+            shares[upper] = 1.0
             return [math.log(self._ratio(size, sizes[0])), *shares]
-        lower, span = sizes[upper - 1], sizes[upper] / sizes[upper - 1]
-        shares[upper] = math.log(size / lower) / math.log(span)
-        shares[upper - 1] = 1 - shares[upper]
+        span = sizes[upper] / sizes[lower]
+        shares[upper] = math.log(size / sizes[lower]) / math.log(span)
+        shares[lower] = 1 - shares[upper]
         return [0.0, *shares]
 
     def _ratio(self, size: int, of: int) -> float:
@@ -108,15 +114,9 @@ class NestedLayer(nn.Module):
         Raises:
             InputError: If a size is out of range or smaller than the one before.
         """
-        sizes = tuple(sizes)
-        for before, size in zip((1, *sizes), sizes, strict=False):
-            if not isinstance(size, Integral) or not before <= size <= self.num_param_tokens:
-                raise InputError(
-                    f"nested must be from 1 to {self.num_param_tokens} pairs and not decrease, but "
-                    f"got {sizes}; give sizes that contain one another"
-                )
+        self.check_order(sizes)
         self.register_buffer("_blend", None, persistent=False)
-        self.nested, self.size = sizes, None
+        self.nested, self.size = tuple(sizes), None
         start = torch.empty(len(sizes), dtype=torch.float32, device=self.tau.device)
         numbers = torch.empty_like(start, dtype=torch.int64)
         self.register_buffer("nested_sizes", numbers if sizes else None)
@@ -128,19 +128,36 @@ class NestedLayer(nn.Module):
             self.register_buffer("nested_tau", start if sizes else None)
         self._fill_nested(tau)
 
+    def check_order(self, sizes: Sequence[int]) -> None:
+        """Check sizes for :meth:`set_nested`, which raises the same errors."""
+        for before, size in zip((1, *sizes), sizes, strict=False):
+            if not isinstance(size, Integral) or not before <= size <= self.num_param_tokens:
+                raise InputError(
+                    f"nested must be from 1 to {self.num_param_tokens} pairs and not decrease, but "
+                    f"got {tuple(sizes)}; give sizes that contain one another"
+                )
+
     @torch.no_grad()
     def _fill_nested(self, tau: Tensor | None) -> None:
         if self.nested_tau is not None and self.nested_sizes is not None:
             all_pairs = self.num_param_tokens
             start = [self.init_tau * self._ratio(size, all_pairs) for size in self.nested]
-            self.nested_tau.copy_(torch.tensor(start) if tau is None else tau)
+            # A model may be built with bfloat16 as PyTorch's default type.
+            default = torch.tensor(start, dtype=torch.float32)
+            self.nested_tau.copy_(default if tau is None else tau)
             self.nested_sizes.copy_(torch.tensor(self.nested))
 
-    def _tau_of_size(self) -> Tensor:
-        blend, nested_tau = self._blend, self.nested_tau
+    def tau_of(self, size: int) -> Tensor:
+        """Return τ of the first ``size`` pairs; see :attr:`size`."""
+        if size == self.num_param_tokens:
+            return self.tau
+        return self._read_tau(*self._find_tau(size))
+
+    def _read_tau(self, place: int, blend: Tensor | None) -> Tensor:
+        nested_tau = self.nested_tau
         if blend is None:
             assert nested_tau is not None
-            return nested_tau[self._place]
+            return nested_tau[place]
         taus = self.tau.reshape(1)
         if nested_tau is not None:
             taus = torch.cat([nested_tau, taus])

@@ -236,7 +236,7 @@ class Pattention(NestedLayer):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Pattention":
         # √768 has no close neighbour in bfloat16: a cast of the model must not change τ.
-        kept = [each for each in (self.tau, self.nested_tau, self._blend) if each is not None]
+        kept = [each for each in (self.tau, self.nested_tau) if each is not None]
         kept += [each.grad for each in kept if each.grad is not None]
 
         def guarded(tensor: Tensor) -> Tensor:
@@ -248,6 +248,8 @@ class Pattention(NestedLayer):
             return tensor.detach().to(moved.device)
 
         super()._apply(guarded, recurse)
+        # A cast and to_empty() have changed the numbers that belong to the size.
+        self._place, self._blend = self._find_tau(self._size)
         return self
 
     def _load_from_state_dict(
@@ -266,7 +268,8 @@ class Pattention(NestedLayer):
             if gate is not None:
                 gate = gate[active]
         if size is not None:
-            keys, values, tau = keys[:size], values[:size], self._tau_of_size()
+            keys, values = keys[:size], values[:size]
+            tau = self._read_tau(self._place, self._blend)
             if gate is not None:
                 gate = gate[:size]
         return keys, values, gate, tau

@@ -1,7 +1,8 @@
 """TokenFormer models; importing this package registers the vision models with timm."""
 
-from .causal_lm import LM_PRESETS, KVCache, LMConfig, TokenFormerLM, lm_config
+from .causal_lm import KVCache, TokenFormerLM
 from .compilation import compile_blocks
+from .lm_config import LM_PRESETS, LMConfig, lm_config
 from .vit import TokenFormerViT, checkpoint_filter_fn, classifier_state_dict, timm_state_dict
 
 __all__ = [

@@ -4,9 +4,8 @@ They add an embedding, a causal mask, rotary or learned positions, a cache of ke
 head to the blocks of the vision models. Read from top to bottom.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,127 +16,13 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Attention, Pattention, TokenFormerBlock
 from tokenformer_vit.layers.arguments import (
     COUNTS,
-    Counts,
     counts_by_block,
     model_pattention_args,
 )
 from tokenformer_vit.layers.block import token_arguments
 
+from .lm_config import LMConfig
 from .sizes import Size, nest_layers, nested_sizes, set_size
-
-_POSITIONS = ("rotary", "learned")
-
-
-@dataclass(frozen=True)
-class LMConfig:
-    """The shape of a causal language model.
-
-    Args:
-        vocab_size: V, number of entries of the embedding.
-        context_length: Largest number of tokens in a sequence.
-        embed_dim: Width C.
-        depth: Number of blocks.
-        num_heads: Number of attention heads; divides ``embed_dim``.
-        num_qkv_param_tokens: Pairs of each query, key and value projection; None for C. A list has
-            a number for each block.
-        num_proj_param_tokens: Pairs of each output projection; None for C.
-        num_ffn_param_tokens: Pairs of each feed-forward layer; None for 4 C.
-        positions: ``rotary``, or ``learned``, which are added to the embedding.
-        rotary_share: Share of the dimensions of each head that are rotated, the first ones.
-        rotary_base: Base of the wavelengths of the rotation.
-        tie_embeddings: Whether the embedding is also the head. The head has no bias.
-        theta: Name of the Θ variant.
-        norm: Parameters of the LayerNorms in blocks; the final one has weight and bias.
-        norm_eps: Epsilon of all LayerNorms.
-        pattention_args: Arguments of all Pattention layers, and ``init``; see
-            :class:`~tokenformer_vit.layers.Pattention` and
-            :func:`~tokenformer_vit.layers.arguments.model_pattention_args`.
-        nested: Smaller sizes that are trained as well; see :meth:`TokenFormerLM.set_size`.
-
-    Raises:
-        InputError: If ``positions`` is unknown or a size does not fit.
-
-    Source:
-        The defaults are from the released 150M model: TokenFormer, arXiv:2410.23168, Section 4.2,
-        and the authors' configuration files.
-    """
-
-    vocab_size: int = 50_304
-    context_length: int = 2048
-    embed_dim: int = 768
-    depth: int = 12
-    num_heads: int = 12
-    num_qkv_param_tokens: Counts = None
-    num_proj_param_tokens: Counts = None
-    num_ffn_param_tokens: Counts = None
-    positions: str = "rotary"
-    rotary_share: float = 0.25
-    rotary_base: float = 10_000.0
-    tie_embeddings: bool = True
-    theta: str = "gelu_l2"
-    norm: str = "none"
-    norm_eps: float = 1e-5
-    pattention_args: dict[str, Any] | None = None
-    nested: tuple[Size, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Check the values that no layer checks."""
-        if isinstance(self.nested, list):  # as JSON and configs have it
-            object.__setattr__(self, "nested", tuple(self.nested))
-        if self.positions not in _POSITIONS:
-            raise InputError(
-                f"positions must be one of {', '.join(_POSITIONS)}, but got {self.positions!r}"
-            )
-        for name in ("vocab_size", "context_length", "embed_dim", "depth", "num_heads"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1, but got {getattr(self, name)}")
-        if self.positions == "rotary" and (self.rotary_dims < 2 or self.rotary_dims % 2):
-            raise InputError(
-                f"rotary_share {self.rotary_share} rotates {self.rotary_dims} of the "
-                f"{self.embed_dim // self.num_heads} dimensions of a head: give a share that "
-                "rotates an even number, at least 2"
-            )
-
-    @property
-    def rotary_dims(self) -> int:
-        """Dimensions of each head that are rotated."""
-        return int(self.embed_dim // self.num_heads * self.rotary_share)
-
-
-def _grown(pairs: int) -> dict[str, int]:
-    """Return the numbers of pairs of one model of the paper's growth series, all 12 × 768."""
-    return {
-        "num_qkv_param_tokens": pairs,
-        "num_proj_param_tokens": pairs,
-        "num_ffn_param_tokens": 4 * pairs,
-    }
-
-
-LM_PRESETS: dict[str, dict[str, Any]] = {
-    # Released: 151,881,216, 454,166,528, 903,252,480 and 1,587,219,456 parameters.
-    "150m": {},
-    "450m": {"embed_dim": 1024, "depth": 24, "num_heads": 16},
-    "900m": {"embed_dim": 1280, "depth": 32, "num_heads": 16},
-    "1.5b": {"embed_dim": 1536, "depth": 40, "num_heads": 16},
-    # The growth series, Figure 3: each model is the one before with more pairs.
-    "grown_124m": _grown(576),
-    "grown_354m": _grown(2140),
-    "grown_757m": _grown(4850),
-    "grown_1.4b": _grown(8620),
-    # For tests and small text.
-    "tiny": {"embed_dim": 128, "depth": 4, "num_heads": 4, "context_length": 256},
-}
-
-
-def lm_config(preset: str, **changes: Any) -> LMConfig:
-    """Return the configuration of a preset, with changes.
-
-    Raises:
-        InputError: If there is no such preset.
-    """
-    if preset not in LM_PRESETS:
-        raise InputError(f"preset must be one of {', '.join(LM_PRESETS)}, but got {preset!r}")
-    return LMConfig(**{**LM_PRESETS[preset], **changes})
 
 
 class KVCache:

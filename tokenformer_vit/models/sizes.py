@@ -4,7 +4,8 @@ A size is a share of the pairs of every layer, or a dict by kind of layer or by 
 dict an int is a number of pairs, a float is a share, and other layers use all pairs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -99,6 +100,24 @@ def set_size(model: nn.Module, size: Size | None) -> None:
         layer.size = counts[name]
 
 
+@contextmanager
+def at_size(model: nn.Module, size: Size | None) -> Iterator[None]:
+    """Use a model at a size within a ``with`` block, and with all pairs after it.
+
+    Args:
+        model: Module with TokenFormer blocks.
+        size: Size, as for :func:`set_size`.
+
+    Raises:
+        InputError: In the cases of :func:`set_size`.
+    """
+    set_size(model, size)
+    try:
+        yield
+    finally:
+        set_size(model, None)
+
+
 def nest_layers(
     model: nn.Module,
     nested: Sequence[Size],
@@ -115,19 +134,22 @@ def nest_layers(
         The sizes, smallest first; the last one is 1.0, the whole model.
 
     Raises:
-        InputError: If a size is out of range, or a layer has more pairs in a smaller size.
+        InputError: If a size is out of range, or a layer has more pairs in a smaller size. Then
+            nothing is changed.
     """
     layers = find_layers(model)
-    if isinstance(nested, str | Mapping) or not isinstance(nested, Sequence):
+    if isinstance(nested, str | Mapping) or not isinstance(nested, Sequence) or None in nested:
         raise InputError(f"nested must be a list of sizes, such as (0.25, 0.5), but got {nested!r}")
     counted = [(size_counts(layers, size), size) for size in nested if size != 1]
     counted.sort(key=lambda each: sum(each[0].values()))
+    numbers = {name: [counts[name] for counts, _ in counted] for name in layers}
     for name, layer in layers.items():
-        numbers = [counts[name] for counts, _ in counted]
+        layer.check_order(numbers[name])
+    for name, layer in layers.items():
         tau = None
-        if tau_of is not None and numbers:
-            tau = torch.stack([tau_of(layer, number) for number in numbers])
-        layer.set_nested(numbers, tau)
+        if tau_of is not None and counted:
+            tau = torch.stack([tau_of(layer, number) for number in numbers[name]])
+        layer.set_nested(numbers[name], tau)
     return (*(size for _, size in counted), 1.0)
 
 

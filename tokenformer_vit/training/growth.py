@@ -24,11 +24,12 @@ from tokenformer_vit.growth import (
 )
 from tokenformer_vit.layers.arguments import COUNTS
 from tokenformer_vit.layers.segments import fuse_state_dict, part_name
+from tokenformer_vit.models.sizes import at_size
 
 from .checkpoint import check_schedule_is_kept
 from .guard import check_finite, unwrap
 from .mmengine_internals import is_resuming
-from .nested import NestedTraining, at_size
+from .nested import NestedTraining
 from .parameter_groups import align_schedulers, fit_groups
 
 _PAIRS = tuple(COUNTS.values())

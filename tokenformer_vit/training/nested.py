@@ -1,7 +1,6 @@
 """Training of nested models: several sizes of one model in each step."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -15,6 +14,7 @@ from torch import Tensor
 from tokenformer_vit.benchmarking.costs import training_flops
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import TokenFormerViT
+from tokenformer_vit.models.sizes import at_size
 
 Part = tuple[float | None, slice]  # a size, and the examples of a batch that train it
 _STEPS = 200  # over which the cost of a training is averaged
@@ -88,16 +88,6 @@ class SizeRule(BaseModel):
         ends = np.rint(np.cumsum(shares) * count).astype(int).tolist()
         parts = zip(drawn, [0, *ends], ends, strict=False)
         return [(size, slice(start, end)) for size, start, end in parts if start < end]
-
-
-@contextmanager
-def at_size(model: Any, size: float | None) -> Iterator[None]:
-    """Use a model at one of its sizes within a ``with`` block."""
-    model.set_size(size)
-    try:
-        yield
-    finally:
-        model.set_size(None)
 
 
 class NestedTraining:

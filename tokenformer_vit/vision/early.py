@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate, combinations
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models.sizes import Size
+from tokenformer_vit.models.sizes import Size, at_size
 
 from .compression import Batch, Candidate
 
@@ -53,15 +52,8 @@ def at_sizes(model: nn.Module, sizes: Sequence[Size]) -> list[Classifier]:
         model: Nested model; all classifiers share it. After each call it uses all pairs.
         sizes: Sizes, the smallest first, such as ``model.sizes``.
     """
-    return [partial(_at_size, model, size) for size in sizes]
-
-
-def _at_size(model: Any, size: Size, images: Tensor) -> Tensor:
-    model.set_size(size)
-    try:
-        return model(images)
-    finally:
-        model.set_size(None)
+    # as decorators, context managers are entered at each call
+    return [at_size(model, size)(model.__call__) for size in sizes]
 
 
 def choose_exits(

@@ -25,8 +25,9 @@ from tokenformer_vit.language import (
 )
 from tokenformer_vit.language.schemas import LMShape, check
 from tokenformer_vit.models import LMConfig, compile_blocks, lm_config
+from tokenformer_vit.models.sizes import at_size
 
-from ..nested import NestedTraining, at_size
+from ..nested import NestedTraining
 from ..storage import secure_files
 
 
