@@ -1,6 +1,7 @@
 """Extracted, nested and grown models compute bit for bit what their sizes compute."""
 
 import copy
+from typing import Any
 
 import pytest
 import timm
@@ -41,7 +42,7 @@ GROWN = {"num_qkv_param_tokens": 64, "num_ffn_param_tokens": 128}
 @torch.no_grad()
 def build(**kwargs):
     """Build a model whose layers have a τ of their own for each size."""
-    model = timm.create_model("tokenformer_tiny", **{**SHAPE, **kwargs}).eval()
+    model: Any = timm.create_model("tokenformer_tiny", **{**SHAPE, **kwargs}).eval()
     for layer in pattention_layers(model).values():
         for tau in (layer.tau, layer.nested_tau):
             if tau is not None:

@@ -41,6 +41,7 @@ def alone(layer, size, tau):
 def test_equals_an_ordinary_layer_bit_by_bit(theta, gate, backend):
     layer = build(theta, gate=gate, backend=backend)
     x = torch.randn(3, 7, 16, requires_grad=True)
+    assert layer.nested_tau is not None
     for size, tau in zip((*SIZES, 48), (*layer.nested_tau, layer.tau), strict=True):
         layer.size = size
         small = alone(layer, size, tau)

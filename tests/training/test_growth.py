@@ -3,6 +3,7 @@
 import json
 import time
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import timm
@@ -256,7 +257,7 @@ def test_a_run_grows_to_numbers_of_pairs_by_block(growing, tmp_path):
         {"epoch": 2, "num_ffn_param_tokens": 128},
     ]
     growing(schedule=schedule[:1])(tmp_path / "run")
-    model = timm.create_model(f"local-dir:{tmp_path / 'run'}", pretrained=True)
+    model: Any = timm.create_model(f"local-dir:{tmp_path / 'run'}", pretrained=True)
     assert [block.mlp.num_param_tokens for block in model.blocks] == [96, 128]
     for wrong, said in (([96, 96, 96], "3 numbers for 2 blocks"), ([96, 95], "cannot grow to 95")):
         schedule[1]["num_ffn_param_tokens"] = wrong

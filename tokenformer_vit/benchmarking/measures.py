@@ -45,8 +45,8 @@ def _seconds_of(call: Call, device: torch.device) -> float:
 def _keep_freed_memory() -> None:
     """Let GNU's C library keep the memory that a call frees, until ``malloc_trim``.
 
-    Otherwise it returns memory to the system and gets it again, in some calls and not in others. In
-    bfloat16 these page faults took a sixth of a call, by chance more for one model than for another.
+    Otherwise it returns memory to the system and gets it again, in some calls and not in others.
+    In bfloat16 the page faults took a sixth of a call, by chance more for one model than another.
     """
     if sys.platform == "linux":
         with suppress(AttributeError):  # a C library other than GNU's
