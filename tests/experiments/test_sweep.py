@@ -391,12 +391,14 @@ def test_a_sweep_gets_more_seeds_after_an_edit_of_its_config(tmp_path, config, w
 
 
 @pytest.mark.parametrize(
-    ("question", "variants"), [(GROWTH, ("large", "net2net")), (LM_TRANSFORMER, ("transformer",))]
+    ("question", "name", "variants"),
+    [
+        (GROWTH, "cifar10_micro", ("large", "net2net")),
+        (LM_TRANSFORMER, "lm_micro", ("transformer",)),
+    ],
 )
-def test_a_committed_sweep_can_be_extended(question, variants, monkeypatch):
+def test_a_committed_sweep_can_be_extended(question, name, variants, monkeypatch):
     monkeypatch.setattr(type(question.field), "check_data", lambda field, cfg: None)
-    (folder,) = (ROOT / "ablations" / "results").glob(f"{question.name}_*/")
-    name = folder.name.removeprefix(f"{question.name}_")
     words = ["--config", str(ROOT / "configs" / f"{name}.py"), "--variants", *variants]
     for run in plan(question, parse(question, [*words, "--same-training", "--seeds", "4"])):
         assert (find_record(run) is None) == (run.about["seed"] == 3)
