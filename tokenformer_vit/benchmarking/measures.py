@@ -42,19 +42,6 @@ def _seconds_of(call: Call, device: torch.device) -> float:
     return time.perf_counter() - start_time
 
 
-def _keep_freed_memory() -> None:
-    """Let GNU's C library keep the memory that a call frees, until ``malloc_trim``.
-
-    Otherwise it returns memory to the system and gets it again, in some calls and not in others.
-    In bfloat16 the page faults took a sixth of a call, by chance more for one model than another.
-    """
-    if sys.platform == "linux":
-        with suppress(AttributeError):  # a C library other than GNU's
-            library = ctypes.CDLL(None)
-            library.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-            library.mallopt(-4, 0)  # M_MMAP_MAX: take large blocks from the heap as well
-
-
 def measure_rounds(
     calls: Mapping[str, Call],
     rounds: int,
@@ -75,8 +62,6 @@ def measure_rounds(
     Returns:
         Seconds of every round, by name.
     """
-    if device.type == "cpu":
-        _keep_freed_memory()
     names = list(calls)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for index in range(rounds):
