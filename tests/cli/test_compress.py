@@ -1,6 +1,7 @@
 """The measured accuracies equal those of the models run by hand, on separate images."""
 
 import json
+import shutil
 import signal
 import time
 
@@ -229,6 +230,17 @@ def test_choices_that_cannot_be(exported, data, tmp_path):
     message = failure(exported, data, "--method", "nested", "--out", tmp_path)
     assert "no nested sizes" in message
     assert "prune" in message
+
+
+@pytest.mark.parametrize("option", [["--early"], ["--budget", 0.5]])
+def test_one_image_cannot_both_choose_and_test(option, data, tmp_path):
+    save_model(build(num_classes=1), tmp_path / "model", FOLDERS[:1])
+    image = data / "val" / FOLDERS[0] / "0.png"
+    (tmp_path / "val" / FOLDERS[0]).mkdir(parents=True)
+    shutil.copy(image, tmp_path / "val" / FOLDERS[0])
+    message = failure(tmp_path / "model", tmp_path, *option)
+    assert "1 image" in message
+    assert "--choose-on" in message
 
 
 @pytest.mark.parametrize("measured", ["val", "", "val/ant"])

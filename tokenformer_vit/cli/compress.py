@@ -41,6 +41,7 @@ from tokenformer_vit.command_line import (
     typed_command,
     whole_number,
 )
+from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import make_folder
 from tokenformer_vit.growth import pattention_layers
 from tokenformer_vit.growth.prune import measure_usage
@@ -165,6 +166,11 @@ def _choosing(
         return [], [*samples]
     drawn = random.Random(args.seed)
     if args.choose_on is None:
+        if len(samples) < 2:
+            raise InputError(
+                f"{val} has 1 image, and --budget and --early need one to choose on and one to "
+                "test with: give held-out images with --choose-on"
+            )
         shuffled = drawn.sample(samples, len(samples))
         half = min(len(samples) // 2, args.measure_images)
         return shuffled[:half], shuffled[half:]
