@@ -65,6 +65,7 @@ QUESTION = Budgets(
     text=__doc__,
     variants=tuple(pairs_of_models()),
     full=FULL,
+    measured=tuple(f"ours_{size}_all" for size in SIZES),
 )
 
 if __name__ == "__main__":

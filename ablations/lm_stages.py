@@ -27,6 +27,7 @@ QUESTION = Budgets(
     field=LANGUAGE,
     accounts=FAMILY.accounts,
     full=FULL,
+    measured=FAMILY.measured,
 )
 
 if __name__ == "__main__":

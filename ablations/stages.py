@@ -26,6 +26,7 @@ QUESTION = Budgets(
     variants=FAMILY.variants,
     accounts=FAMILY.accounts,
     full=FULL,
+    measured=FAMILY.measured,
 )
 
 if __name__ == "__main__":

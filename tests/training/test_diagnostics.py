@@ -15,6 +15,7 @@ from mmengine.runner import Runner
 from mmpretrain.registry import MODELS
 from mmpretrain.structures import DataSample
 
+import tokenformer_vit.training.language  # noqa: F401  registers CausalLM
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.segments import is_split, split_tokens
@@ -108,6 +109,22 @@ def test_gradients_are_those_of_the_cross_entropy_of_all_images():
             assert expected > 0
         assert figures["tau"] == pytest.approx(layer.tau.item())
         assert 0 < figures["entropy"] < 1
+
+
+def test_gradients_of_a_language_model_are_those_of_all_tokens():
+    shape = {"vocab_size": 20, "context_length": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
+    model = MODELS.build({"type": "CausalLM", "config": shape}).train()
+    rows = torch.randint(20, (7, 9))
+    measured = diagnose(model, [{"inputs": rows[:4]}, {"inputs": rows[4:]}])
+    loss = model(rows, mode="loss")["loss"]
+    loss.backward()
+    assert measured["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    layers = measured_layers(model)
+    assert list(layers)[4:6] == ["blocks.0.mlp", "blocks.1.attn.query"]
+    for name, layer in layers.items():
+        expected = layer.key_param_tokens.grad.norm().item()
+        assert measured["layers"][name]["key_grad_norm"] == pytest.approx(expected, rel=1e-4)
+        assert expected > 0
 
 
 def one_layer(keys, theta):
@@ -246,7 +263,7 @@ def test_lines_of_a_resumed_run_are_merged(tmp_path):
 
 
 def test_errors_have_one_line(tmp_path):
-    for arguments in ({"interval": 0}, {"images": 0}):
+    for arguments in ({"interval": 0}, {"examples": 0}):
         (name,) = arguments
         with pytest.raises(InputError, match=f"{name} of DiagnosticsHook is 0; give at least 1"):
             HOOKS.build({**HOOK, **arguments})
@@ -255,7 +272,7 @@ def test_errors_have_one_line(tmp_path):
     with pytest.raises(InputError, match=r"cannot write .* \(Is a directory\)"):
         append_line(tmp_path, {})
     runner = SimpleNamespace(model=build(), val_loop=None)
-    with pytest.raises(InputError, match="needs validation images, but the run"):
+    with pytest.raises(InputError, match="needs validation data, but the run"):
         DiagnosticsHook().before_train(runner)
 
 
@@ -288,7 +305,7 @@ def plain(config, data_root, tmp_path_factory):
 
 
 def test_a_run_is_the_same_with_and_without(config, data_root, tmp_path, plain):
-    runner, losses, val = run(config, data_root, tmp_path, {**HOOK, "interval": 2, "images": 20})
+    runner, losses, val = run(config, data_root, tmp_path, {**HOOK, "interval": 2, "examples": 20})
     expected, expected_val, states, weights = plain
     assert list(losses) == list(range(1, 19))
     assert losses == expected
@@ -304,7 +321,7 @@ def test_a_run_is_the_same_with_and_without(config, data_root, tmp_path, plain):
     steps = [(record["iteration"], record["epoch"]) for record in records.values()]
     assert steps == [(0, 0), (6, 1), (12, 2), (18, 3)]  # every second, the first and the last
     first, *_, last = records.values()
-    assert first["images"] == last["images"] == 20
+    assert first["examples"] == last["examples"] == 20
     assert first["loss"] == pytest.approx(math.log(3), abs=1e-5)  # the head starts at zero
     assert len(first["layers"]) == 10
     for layer in last["layers"].values():
@@ -323,7 +340,7 @@ def test_a_run_is_the_same_with_and_without(config, data_root, tmp_path, plain):
         config,
         data_root,
         tmp_path,
-        {**HOOK, "interval": 2, "images": 20},
+        {**HOOK, "interval": 2, "examples": 20},
         resume=True,
         load_from=last_checkpoint,
     )

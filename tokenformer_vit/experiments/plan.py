@@ -176,8 +176,7 @@ def _run(
         name += f"_lr{lr:g}"
     length = cfg["train_cfg"][field.limit]
     hooks = [hook for hook in cfg.get("custom_hooks") or () if hook["type"] != "DiagnosticsHook"]
-    # Questions about training FLOPs or tuning do not need measurements of layers.
-    if {"type": "CostHook"} not in hooks and not question.loads_weights:
+    if question.measures_layers(about["variant"]):
         hooks.append({"type": "DiagnosticsHook", "interval": math.ceil(length / MOST_DIAGNOSES)})
     cfg["custom_hooks"] = hooks
     settings = difference(base, cfg)

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from .fields import Measure
+from .fields import Field, Measure
 from .rows import Record, at_best_lr, finished
 from .variants import Variant
 
@@ -30,15 +30,15 @@ _PARTS: dict[str, tuple[Any, str]] = {
 
 
 def draw_diagnostics(
-    measure: Measure, variants: Sequence[Variant], records: Sequence[Record]
+    field: Field, variants: Sequence[Variant], records: Sequence[Record]
 ) -> Figure:
-    """Draw the figures of every block over the epochs.
+    """Draw the figures of every block over the run.
 
     There is a row for each figure and a column for each variant. The colour of a line shows the
     depth of its block. Lines are means over seeds and, in attention, over q, k, v and o.
     """
     lines = {}
-    for variant, runs in at_best_lr(measure, variants, records).items():
+    for variant, runs in at_best_lr(field.measure, variants, records).items():
         # Failed runs are drawn only where there are no others.
         measured = [run["diagnostics"] for run in finished(runs) or runs if "diagnostics" in run]
         if measured:
@@ -50,7 +50,7 @@ def draw_diagnostics(
     depth = 1 + max(every.index.get_level_values("block"))
     for column, (variant, means) in enumerate(lines.items()):
         panels[0, column].set_title(variant.label)
-        panels[-1, column].set_xlabel("epoch")
+        panels[-1, column].set_xlabel(field.unit)
         for axes, name in zip(panels[:, column], names, strict=True):
             title, kind = FIGURES[name]
             if name == "kurtosis" and every[name].abs().max() > 20:
@@ -80,20 +80,21 @@ def mean_diagnostics(measured: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         measured: The diagnostics of some records.
 
     Returns:
-        A column for each figure, indexed by block, part and epoch.
+        A column for each figure, indexed by block, part and time, in epochs or iterations.
     """
     frames = []
     for one in measured:
         keys = [layer.split(".")[1:3] for layer in one["layers"]]
+        times = one["epoch"] if "epoch" in one else one["iteration"]
         index = pd.MultiIndex.from_tuples(
-            [(epoch, int(block), part) for epoch in one["epoch"] for block, part in keys],
-            names=["epoch", "block", "part"],
+            [(time, int(block), part) for time in times for block, part in keys],
+            names=["time", "block", "part"],
         )
         figures = {
             name: [value for row in one[name] for value in row] for name in FIGURES if name in one
         }
         frames.append(pd.DataFrame(figures, index=index, dtype=float))
-    means: Any = pd.concat(frames).groupby(["block", "part", "epoch"]).mean()
+    means: Any = pd.concat(frames).groupby(["block", "part", "time"]).mean()
     return means
 
 

@@ -40,6 +40,8 @@ class Question(ABC):
         text: Docstring of the file, in Markdown: the question, and what the paper says.
         variants: Rows of the table, in order.
         field: Images or language.
+        measured: Names of the variants whose layers are measured during training; by default all,
+            unless every run counts its training FLOPs.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Question(ABC):
     text: str | None
     variants: tuple[Variant, ...]
     field: Field = IMAGES
+    measured: tuple[str, ...] | None = None
 
     same_size: ClassVar[bool] = True  # all variants have as many parameters, within 1 %
     loads_weights: ClassVar[bool] = False  # the config starts from trained weights
@@ -89,6 +92,12 @@ class Question(ABC):
     ) -> dict[str, Any]:
         """Return what a variant changes outside the model."""
         return variant.outside(shape, length) if variant.outside is not None else {}
+
+    def measures_layers(self, variant: str) -> bool:
+        """Tell whether the layers of a variant are measured during training."""
+        if self.measured is not None:
+            return variant in self.measured
+        return not (self.loads_weights or self.counts_flops or self.field.counts_flops)
 
     def named(self, name: str | None) -> Variant:
         """Return the variant of a name."""

@@ -21,8 +21,9 @@ A record, ``OUT/<run>.json``, has what the training's own ``record.json`` has, a
     validation            {epoch, top1}: lists, with flops where training FLOPs are counted; for
                           language {iteration, perplexity, ..., flops}
     loss                  {iteration, loss}: lists of at most 100 points
-    diagnostics           {epoch, layers: lists}, and for each figure of DiagnosticsHook a list of
-                          lists, by epoch (0 is the start) and by layer; tau where it is learned
+    diagnostics           {epoch or iteration, layers: lists}, and for each figure of
+                          DiagnosticsHook a list of lists, by time (0 is the start) and by layer;
+                          tau where it changes
 """
 
 import json
@@ -153,23 +154,25 @@ def _validation(field: Field, val: Mapping[int, Mapping[str, Any]]) -> dict[str,
 
 
 def read_layers(path: Path) -> dict[str, Any]:
-    """Read the figures of every layer over the epochs; with many layers, at fewer epochs."""
+    """Read the figures of every layer over the run; with many layers, at fewer times."""
     if not path.is_file():
         return {}  # a model without Pattention, or a run that failed before the first measurement
-    measured = {line["epoch"]: line["layers"] for line in read_diagnostics(path).values()}
-    if not measured:
+    lines = list(read_diagnostics(path).values())
+    if not lines:
         return {}  # it was killed at the first line
+    unit = "epoch" if "epoch" in lines[0] else "iteration"
+    measured = {line[unit]: line["layers"] for line in lines}
     first, last = measured[min(measured)], measured[max(measured)]
     layers, names = list(last), list(next(iter(last.values())))
     if all(first[layer]["tau"] == last[layer]["tau"] for layer in layers):
-        names.remove("tau")  # it is not learned
+        names.remove("tau")  # it does not change
     most = min(MOST_DIAGNOSES + 1, _MOST_FIGURES // (len(layers) * len(names)))
-    epochs = thin(list(measured), max(2, most))
+    times = thin(list(measured), max(2, most))
     figures = {
-        name: [[_number(measured[epoch][layer][name]) for layer in layers] for epoch in epochs]
+        name: [[_number(measured[time][layer][name]) for layer in layers] for time in times]
         for name in names
     }
-    return {"diagnostics": {"epoch": epochs, "layers": layers, **figures}}
+    return {"diagnostics": {unit: times, "layers": layers, **figures}}
 
 
 def thin(values: Sequence[int], most: int) -> list[int]:

@@ -43,6 +43,13 @@ class Family:
         return ("small model sunk", 0.0), (f"shared by {members}", 1 / members), ("counted", 1.0)
 
     @property
+    def measured(self) -> tuple[str, ...]:
+        """The variants whose layers are measured: models from scratch, and the long stages."""
+        long = STAGES[-1]
+        grown = (f"x{times}_{init}_{long}" for times in self.times for init in _INITS)
+        return "small", *(f"x{times}" for times in self.times), *grown
+
+    @property
     def variants(self) -> tuple[Variant, ...]:
         """The variants of the question, each after the one that it starts from."""
         return tuple(self._variants())

@@ -164,8 +164,7 @@ def _sweep(question: Question, records: Sequence[Record], link: str) -> list[str
 def _draw(question: Question, records: Sequence[Record], folder: Path) -> None:
     figures = {"": question.draw(records)}
     if _has_layers(records):
-        variants, measure = question.variants, question.field.measure
-        figures["_diagnostics"] = draw_diagnostics(measure, variants, records)
+        figures["_diagnostics"] = draw_diagnostics(question.field, question.variants, records)
     for name, figure in figures.items():
         path = folder.parent / f"{folder.name}{name}.png"
         write_figure(path, figure, dpi=100, metadata={"Software": None})

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from mmengine.dist import is_main_process
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
+from mmengine.runner import IterBasedTrainLoop
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
@@ -34,37 +35,39 @@ class DiagnosticsHook(Hook):
 
     Before training, after the first, every ``interval``-th and the last epoch, the main process
     sends the same validation images through a copy of the model (:func:`diagnose`). It appends one
-    line of JSON: ``iteration`` and ``epoch`` (numbers finished), ``images``, and the result of
-    :func:`diagnose`. The training does not change, to the last bit: the copy is uncompiled, in
-    float32 and in evaluation mode, and the random generators are restored.
+    line of JSON: ``iteration`` and ``epoch`` (numbers finished), ``examples``, and the result of
+    :func:`diagnose`. In a run that counts iterations, as language models do, the times are
+    iterations, the examples are rows of tokens, and there is no ``epoch``. The training does not
+    change, to the last bit: the copy is uncompiled, in float32 and in evaluation mode, and the
+    random generators are restored.
 
     A model without Pattention gets no file. Set ``custom_hooks = [dict(type="DiagnosticsHook")]``
     to use it; :func:`read_diagnostics` reads the file.
 
     Args:
-        interval: Number of epochs between two measurements, at least 1.
-        images: Number of images, at least 1, or all images if there are fewer. They are the first
-            validation images or, if the images are sorted by class, evenly spaced ones.
+        interval: Number of epochs, or iterations, between two measurements, at least 1.
+        examples: Number of images or rows of tokens, at least 1, or all if there are fewer. They
+            are the first ones for validation or, if images are sorted by class, evenly spaced ones.
 
     Raises:
-        InputError: If ``interval`` or ``images`` is below 1, the run has no validation data, or the
-            file cannot be written.
+        InputError: If ``interval`` or ``examples`` is below 1, the run has no validation data, or
+            the file cannot be written.
 
     Source:
         TokenFormer, arXiv:2410.23168: Appendix A derives the gradient that reaches the tokens
         through a softmax; this hook measures it for any Θ.
     """
 
-    def __init__(self, interval: int = 1, images: int = 64) -> None:
-        for name, number in (("interval", interval), ("images", images)):
+    def __init__(self, interval: int = 1, examples: int = 64) -> None:
+        for name, number in (("interval", interval), ("examples", examples)):
             if number < 1:
                 raise InputError(f"{name} of DiagnosticsHook is {number}; give at least 1")
         self.interval = interval
-        self.images = images
+        self.examples = examples
         self._batches: list[dict[str, Any]] = []
 
     def before_train(self, runner) -> None:
-        """Read the images, and measure the model that training starts from.
+        """Read the examples, and measure the model that training starts from.
 
         A resumed run repeats the measurement that was due at its checkpoint, because the run may
         have been killed during it.
@@ -73,7 +76,7 @@ class DiagnosticsHook(Hook):
             return
         if runner.val_loop is None:
             raise InputError(
-                "DiagnosticsHook needs validation images, but the run has none: set "
+                "DiagnosticsHook needs validation data, but the run has none: set "
                 "val_dataloader, val_cfg and val_evaluator, or remove the hook"
             )
         if not is_main_process():
@@ -85,37 +88,47 @@ class DiagnosticsHook(Hook):
         # The pipeline that reads an image may draw random numbers.
         state = rng_state()
         loader = runner.val_dataloader
-        indices = probe_indices(loader.dataset, self.images)
+        indices = probe_indices(loader.dataset, self.examples)
         for start in range(0, len(indices), _CHUNK):
             samples = [loader.dataset[index] for index in indices[start : start + _CHUNK]]
             self._batches.append(loader.collate_fn(samples))
         set_rng_state(state)
-        loop = runner.train_loop
-        if runner.iter == loop.epoch * len(runner.train_dataloader):
-            self._measure_if_due(runner, loop.epoch)
+        if _counts_iterations(runner):
+            self._measure_if_due(runner, {"iteration": runner.iter})
+        elif runner.iter == runner.epoch * len(runner.train_dataloader):
+            self._measure_if_due(runner, {"iteration": runner.iter, "epoch": runner.epoch})
+
+    def after_train_iter(self, runner, *_args: Any, **_kwargs: Any) -> None:
+        """Measure, if the run counts iterations and a measurement is due."""
+        if _counts_iterations(runner):
+            self._measure_if_due(runner, {"iteration": runner.iter + 1})
 
     def after_train_epoch(self, runner) -> None:
-        """Measure, if a measurement is due."""
-        self._measure_if_due(runner, runner.epoch + 1)
+        """Measure, if the run counts epochs and a measurement is due."""
+        if not _counts_iterations(runner):
+            self._measure_if_due(runner, {"iteration": runner.iter, "epoch": runner.epoch + 1})
 
-    def _measure_if_due(self, runner, epoch: int) -> None:
-        if not self._batches or (epoch % self.interval and epoch not in (1, runner.max_epochs)):
+    def _measure_if_due(self, runner, time: dict[str, int]) -> None:
+        finished = time.get("epoch", time["iteration"])
+        last = runner.max_epochs if "epoch" in time else runner.max_iters
+        if not self._batches or (finished % self.interval and finished not in (1, last)):
             return
         state = rng_state()
         measured = diagnose(unwrap(runner.model), self._batches)
         set_rng_state(state)
-        images = sum(len(batch["data_samples"]) for batch in self._batches)
-        append_line(
-            Path(runner.work_dir) / FILE,
-            {"iteration": runner.iter, "epoch": epoch, "images": images, **measured},
-        )
+        examples = sum(len(batch["inputs"]) for batch in self._batches)
+        append_line(Path(runner.work_dir) / FILE, {**time, "examples": examples, **measured})
 
 
-def measured_layers(classifier: nn.Module) -> dict[str, Pattention]:
+def _counts_iterations(runner) -> bool:
+    return isinstance(runner.train_loop, IterBasedTrainLoop)
+
+
+def measured_layers(model: nn.Module) -> dict[str, Pattention]:
     """Return the Pattention layers of a model, by timm's names such as ``blocks.3.attn.query``."""
     return {
-        name.removeprefix("backbone.model."): module
-        for name, module in classifier.named_modules()
+        name[max(name.find("blocks."), 0) :]: module
+        for name, module in model.named_modules()
         if isinstance(module, Pattention)
     }
 
@@ -138,16 +151,17 @@ def probe_indices(dataset: Any, number: int) -> list[int]:
     return [index * size // number for index in range(number)]
 
 
-def diagnose(classifier: nn.Module, batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Measure every Pattention layer of a classifier on some images.
+def diagnose(model: nn.Module, batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Measure every Pattention layer of a model on some examples.
 
     Args:
-        classifier: mmpretrain's ``ImageClassifier``. A copy is measured, in float32, in evaluation
-            mode and without compiled code.
-        batches: Images and labels from a data loader; they count as one batch.
+        model: mmpretrain's ``ImageClassifier``, or a ``CausalLM``. A copy is measured, in float32,
+            in evaluation mode, without compiled code, and with all pairs of a nested model.
+        batches: Images and labels, or rows of tokens, from a data loader; they count as one batch.
 
     Returns:
-        ``loss``, the mean cross-entropy of the images, and ``layers``: for each layer by its name
+        ``loss``, the mean cross-entropy of the images or tokens, and ``layers``: for each layer by
+        its name
 
         =================== ===================================================================
         ``key_grad_norm``   L2 norm of the gradient of ``loss`` by the key parameter tokens
@@ -168,27 +182,34 @@ def diagnose(classifier: nn.Module, batches: Sequence[dict[str, Any]]) -> dict[s
         Computed in float32 for any precision of the training. Only the data preprocessor may draw
         random numbers.
     """
-    model: Any = copy.deepcopy(classifier).float().eval().requires_grad_(False)
-    layers = measured_layers(model)
+    copied: Any = copy.deepcopy(model).float().eval().requires_grad_(False)
+    layers = measured_layers(copied)
     seen: dict[str, list[Tensor]] = {name: [] for name in layers}  # of (2, tokens)
     for name, layer in layers.items():
         fuse_tokens(layer)  # one gradient for all keys, instead of old and new ones apart
         layer.key_param_tokens.requires_grad_()
         layer.value_param_tokens.requires_grad_()
         layer.register_forward_pre_hook(partial(_note_rows, seen[name]))
-    device = next(model.parameters()).device.type
-    images = sum(len(batch["data_samples"]) for batch in batches)
+    device = next(copied.parameters()).device.type
+    examples = sum(len(batch["inputs"]) for batch in batches)
     loss = 0.0
     with torch.enable_grad(), torch.autocast(device, enabled=False):
         for batch in batches:
-            data = model.data_preprocessor(batch, False)
-            labels = torch.cat([sample.gt_label for sample in data["data_samples"]])
-            # Not by forward(): mmengine may have compiled it, for the original model.
-            logits = model.head(model.extract_feat(data["inputs"]))
-            part = F.cross_entropy(logits, labels.to(logits.device), reduction="sum") / images
+            data = copied.data_preprocessor(batch, False)
+            part = _mean_loss(copied, data) * (len(batch["inputs"]) / examples)
             part.backward()
             loss += part.item()
     return {"loss": _plain(loss), "layers": {n: _figures(m, seen[n]) for n, m in layers.items()}}
+
+
+def _mean_loss(model: Any, data: dict[str, Any]) -> Tensor:
+    """Return the mean cross-entropy of a batch, without the label smoothing of training."""
+    if "data_samples" not in data:
+        return F.cross_entropy(model(**data).float().flatten(0, 1), data["inputs"][:, 1:].flatten())
+    labels = torch.cat([sample.gt_label for sample in data["data_samples"]])
+    # Not by forward(): mmengine may have compiled it, for the original model.
+    logits = model.head(model.extract_feat(data["inputs"]))
+    return F.cross_entropy(logits, labels.to(logits.device))
 
 
 @torch.no_grad()
