@@ -3,13 +3,14 @@
 import json
 
 import pytest
+import timm
 import torch
 from safetensors.torch import save_file
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.card import CardFacts
 from tokenformer_vit.models.checkpoints import load_model, save_model
-from tokenformer_vit.models.description import data_config
+from tokenformer_vit.models.description import class_names, data_config
 
 
 @pytest.mark.parametrize(
@@ -91,6 +92,15 @@ def test_a_named_model_takes_preprocessing_and_names_from_the_export(model, expo
     assert loaded.pretrained_cfg["crop_pct"] == 0.5
     assert loaded.pretrained_cfg["crop_mode"] == "squash"
     assert loaded.pretrained_cfg["label_names"] == ["a"] * 10
+
+
+def test_names_of_another_head_are_not_saved(tmp_path):
+    model = timm.create_model("tokenformer_cifar10_micro", pretrained=True, num_classes=3)
+    save_model(model, tmp_path / "model")
+    for file in ("config.json", "README.md"):
+        assert "airplane" not in (tmp_path / "model" / file).read_text(encoding="utf-8")
+    loaded = timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True)
+    assert class_names(loaded) == ["class 0", "class 1", "class 2"]
 
 
 def test_a_bare_state_dict_says_whose_preprocessing_is_taken(model, tmp_path, caplog):

@@ -25,6 +25,7 @@ from .description import (
     CONFIG,
     DESCRIPTION,
     WEIGHT_FILES,
+    configured_names,
     describe_model,
     find_description,
     read_description,
@@ -150,7 +151,7 @@ def save_model(
             and the model card ``README.md``. A new folder appears complete; in an existing one
             these files are replaced, except a ``README.md`` that was written or edited by hand.
         label_names: Names of the classes, in order; default: the names in the model's
-            configuration, if any.
+            configuration, if it has one for each class.
         data_config: Preprocessing, in timm's words; default: from the model's configuration.
         facts: Data, training and results for the model card.
 
@@ -158,7 +159,7 @@ def save_model(
         OSError: If the folder cannot be written; existing files stay.
     """
     own: Any = model
-    names = label_names or own.pretrained_cfg.get("label_names")
+    names = label_names or configured_names(model)
     with new_folder(folder) as partial:
         try:
             save_for_hf(
@@ -194,7 +195,7 @@ def save_classifier(model: nn.Module, path: Path) -> None:
             f"{type(model).__name__} has no linear classifier called 'head': export a TokenFormer "
             "or one of timm's ViTs that was trained to classify"
         )
-    names = own.pretrained_cfg.get("label_names")
+    names = configured_names(model)
     content = {
         "meta": {"dataset_meta": {"classes": list(names)}} if names else {},
         "state_dict": classifier_state_dict(model.state_dict()),

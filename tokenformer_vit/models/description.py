@@ -105,6 +105,16 @@ def describe_model(
     return json.loads(json.dumps(description))
 
 
+def configured_names(model: nn.Module) -> list[str] | None:
+    """Return the names of the classes in a model's configuration.
+
+    None if it has none, or those of another head than the model's.
+    """
+    own: Any = model
+    names = own.pretrained_cfg.get("label_names")
+    return [str(name) for name in names] if names and len(names) == own.num_classes else None
+
+
 def class_names(model: nn.Module) -> list[str]:
     """Return the names of a model's classes.
 
@@ -112,9 +122,8 @@ def class_names(model: nn.Module) -> list[str]:
     1000 classes, otherwise numbers.
     """
     own: Any = model
-    names = own.pretrained_cfg.get("label_names")
-    if names and len(names) == own.num_classes:
-        return [str(name) for name in names]
+    if names := configured_names(model):
+        return names
     if own.num_classes == 1000:
         return ImageNetInfo().label_descriptions()  # type: ignore[return-value]
     return [f"class {index}" for index in range(own.num_classes)]

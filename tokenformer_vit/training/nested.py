@@ -221,7 +221,7 @@ class NestedClassifier(NestedTraining, ImageClassifier):
 
         model = dict(
             type="NestedClassifier",
-            size_rule=dict(rule="sandwich", distill=True),
+            size_rule=dict(rule="sandwich"),
             backbone=dict(nested=(0.25, 0.5, 0.75)),
         )
 
