@@ -36,6 +36,7 @@ from .backbone import TimmClassificationBackbone
 from .checkpoint import ExactCheckpointHook
 from .compression import CompressionHook
 from .diagnostics import DiagnosticsHook, read_diagnostics
+from .distillation import DistilledClassifier
 from .fast_transforms import (
     FastCenterCrop,
     FastRandAugment,
@@ -69,6 +70,7 @@ __all__ = [
     "CostHook",
     "CurvesHook",
     "DiagnosticsHook",
+    "DistilledClassifier",
     "EndlessSampler",
     "ExactCheckpointHook",
     "ExportHook",

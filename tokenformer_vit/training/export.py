@@ -106,6 +106,7 @@ def run_facts(runner: Any) -> CardFacts:
     """
     cfg, info = runner.cfg, runner.train_dataloader.dataset.metainfo
     unit = "sequences" if "context_length" in info else "images"
+    teacher = (cfg.model.get("distillation") or {}).get("teacher")
     root = cfg.train_dataloader.dataset.get("data_root") or ""
     folders = [root] if isinstance(root, str) else list(root)
     validation = None if runner.val_loop is None else f"{len(runner.val_dataloader.dataset):,}"
@@ -140,6 +141,7 @@ def run_facts(runner: Any) -> CardFacts:
                 f"Batch size ({unit} a step)": f"{samples_per_step(runner):,}",
                 "Precision": dtype_of(runner),
                 "Weights": "exponential moving average" if averaged else "those of the last step",
+                "Teacher": teacher and PurePath(teacher).name,
                 "Seed": runner.seed,
             },
             "Validation": found,

@@ -79,7 +79,7 @@ class RecordHook(Hook):
             "iterations": runner.iter,
             **{
                 key: runner.message_hub.runtime_info[key]
-                for key in ("growth", "flops", "compression")
+                for key in ("growth", "flops", "compression", "teacher")
                 if key in runner.message_hub.runtime_info
             },
             "resumed_at_iteration": self._first,

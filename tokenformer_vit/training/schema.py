@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError
 
 from tokenformer_vit.errors import InputError, first_fault
 
+from .distillation import Distillation
 from .labels import check_labels
 from .nested import SizeRule
 from .sizes import check_classes, check_sizes
@@ -196,6 +197,7 @@ class _TimmBackbone(_Backbone):
 
 class _Model(_Section):
     size_rule: SizeRule | None = None
+    distillation: Distillation | None = None
     backbone: _Backbone | None = None
     head: _Head | None = None
     data_preprocessor: _Preprocessor | None = None
