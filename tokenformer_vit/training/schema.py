@@ -372,7 +372,7 @@ class _Run(_Section):
     work_dir: str | None = None
 
 
-_ADAMS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam")
+_ADAMS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Lamb")
 
 
 def check_values(cfg: Mapping[str, Any], path: str) -> None:
@@ -390,7 +390,7 @@ def check_values(cfg: Mapping[str, Any], path: str) -> None:
     loop, optimizer = cfg["train_cfg"], cfg["optim_wrapper"].get("optimizer") or {}
     if not loop.keys() & {"max_epochs", "max_iters"}:
         raise InputError(f"{path}: train_cfg needs max_epochs or max_iters, the length of the run")
-    if optimizer.get("type") in _ADAMS:
+    if str(optimizer.get("type")).rpartition(".")[2] in _ADAMS:  # timm's have their module
         _check(_Adam, optimizer, path, "optim_wrapper.optimizer")
     counts = cfg["optim_wrapper"].get("accumulative_counts", 1)
     if (cfg.get("model_wrapper_cfg") or {}).get("static_graph") and counts > 1:
