@@ -40,6 +40,8 @@ OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, amsgrad=True),
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
     "lamb": lambda params: timm.optim.Lamb(params, lr=1e-3),
+    "muon": lambda params: timm.optim.Muon(params, lr=1e-3),
+    "nadamuon": lambda params: timm.optim.Muon(params, lr=1e-3, algo="adamuon", nesterov=True),
 }
 
 
@@ -140,6 +142,37 @@ def test_a_new_group_counts_its_own_steps():
     grow(model, num_ffn_param_tokens=96, optimizer=optimizer, new_lr_scale=10.0)
     step(model, optimizer)
     assert [int(group["step"]) for group in optimizer.param_groups] == [3, 3, 3]
+
+
+def test_muon_goes_on_after_pairs_that_were_too_few_for_it():
+    """timm's Muon leaves matrices of fewer than four rows to AdamW, which has another state."""
+    model = build()
+    optimizer = OPTIMIZERS["muon"](groups(model))
+    step(model, optimizer)
+    grow(model, num_ffn_param_tokens=66, optimizer=optimizer, new_lr_scale=10.0)
+    step(model, optimizer)
+    old, new = token_segments(model.blocks[0].mlp, "key_param_tokens")
+    assert (optimizer.state[old]["use_muon"], optimizer.state[new]["use_muon"]) == (True, False)
+    before = optimizer.state[old]["momentum_buffer"].clone()
+    grow(model, num_ffn_param_tokens=80, optimizer=optimizer)
+    carried = optimizer.state[model.blocks[0].mlp.key_param_tokens]["momentum_buffer"]
+    assert torch.equal(carried[:64], before)
+    assert not carried[64:].any()
+    step(model, optimizer)
+
+
+def test_a_new_gate_is_no_matrix_for_muon():
+    model = build(theta="softmax")
+    parts = groups(model)
+    for part, flag in zip(parts, (True, False), strict=True):
+        part["use_muon"] = flag
+    parts[0]["params"] = [p for p in parts[0]["params"] if p.dim() == 2]
+    optimizer = OPTIMIZERS["muon"](parts)
+    grow(model, num_ffn_param_tokens=96, optimizer=optimizer)
+    step(model, optimizer)
+    gate = optimizer.state[model.blocks[1].mlp.gate]
+    assert (gate["use_muon"], "exp_avg" in gate) == (False, True)
+    assert optimizer.state[model.blocks[1].mlp.key_param_tokens]["use_muon"]
 
 
 def test_pending_gradients_are_carried_over():

@@ -92,14 +92,26 @@ def test_the_config_of_an_optimiser_has_the_last_word(config, optimizer, expecte
     assert {key: made.defaults[key] for key in expected} == expected
 
 
-def test_an_optimiser_of_timm_takes_the_steps_that_timm_makes(config):
-    own = {"type": "timm.optim.Lamb", "lr": 3e-3, "betas": (0.9, 0.999), "weight_decay": 0.05}
+@pytest.mark.parametrize(
+    ("name", "kind", "options"),
+    [
+        ("lamb", "Lamb", {}),
+        ("clamb", "Lamb", {"caution": True}),
+        ("cadamw", "AdamWLegacy", {"caution": True}),
+        ("muon", "Muon", {}),
+        ("nadamuon", "Muon", {"algo": "adamuon", "nesterov": True}),
+    ],
+)
+def test_an_optimiser_of_timm_takes_the_steps_that_timm_makes(config, name, kind, options):
+    common = {"lr": 3e-3, "betas": (0.9, 0.999), "weight_decay": 0.05, "eps": 1e-8}
+    own = {"type": f"timm.optim.{kind}", **common, **options}
     model, optimizer = make(config, "MergedOptimWrapperConstructor", optimizer=own)
-    assert type(optimizer) is timm.optim.Lamb
-    assert len(optimizer.param_groups) == 2
+    assert type(optimizer) is getattr(timm.optim, kind)
     other = as_timm_model(model)
     names = timm_state_dict(dict(model.named_parameters()))
-    stock = timm.optim.create_optimizer_v2(other, "lamb", lr=3e-3, weight_decay=0.05, eps=1e-8)
+    fallback = ("patch_embed.*", "pos_embed", "cls_token", "head.*")  # for Muon
+    stock = timm.optim.create_optimizer_v2(other, name, **common, fallback_list=fallback)
+    assert len(optimizer.param_groups) == len(stock.param_groups) - (kind != "Muon")
     for _ in range(3):
         for name, parameter in other.named_parameters():
             names[name].grad = torch.randn_like(parameter)
@@ -108,6 +120,60 @@ def test_an_optimiser_of_timm_takes_the_steps_that_timm_makes(config):
         stock.step()
     for name, parameter in other.named_parameters():
         torch.testing.assert_close(names[name], parameter)
+
+
+@pytest.mark.parametrize("paramwise", [True, False])
+@pytest.mark.parametrize("constructor", [ours for ours, *_ in CONSTRUCTORS])
+def test_muon_takes_the_matrices_of_the_blocks(config, constructor, paramwise):
+    if constructor == "MergedLayerDecayConstructor":
+        options: dict = {"paramwise_cfg": LAYER_DECAY if paramwise else {}}
+    else:
+        options = {} if paramwise else {"paramwise_cfg": None}
+    own = {"type": "timm.optim.Muon"}
+    model, optimizer = make(config, constructor, optimizer=own, **options)
+    other, plain = make(config, constructor, **options)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    step(model, optimizer)
+    found = {names[p] for p, state in optimizer.state.items() if "momentum_buffer" in state}
+    layers = ("attn.query", "attn.key", "attn.value", "attn.proj", "mlp")
+    parts = ("key_param_tokens", "value_param_tokens")
+    expected = [f"blocks.{b}.{layer}.{part}" for b in (0, 1) for layer in layers for part in parts]
+    assert found == {f"backbone.model.{name}" for name in expected}
+    assert len(optimizer.state) == len(names)
+    names_and_settings = (names_by_setting(*each) for each in ((model, optimizer), (other, plain)))
+    assert next(names_and_settings) == next(names_and_settings)  # Muon changes no rate, no decay
+
+
+def test_the_muon_of_pytorch_is_refused(config):
+    with pytest.raises(InputError, match=r"give timm\.optim\.Muon"):
+        make(config, "MergedOptimWrapperConstructor", optimizer={"type": "Muon"})
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"type": "timm.optim.Muon"},
+        {"type": "timm.optim.Muon", "algo": "adamuon", "nesterov": True},
+        {"type": "timm.optim.Lamb", "caution": True},
+    ],
+    ids=["muon", "nadamuon", "clamb"],
+)
+def test_a_loaded_optimiser_of_timm_goes_on_as_if_it_had_not_stopped(config, own, tmp_path):
+    model, optimizer = make(config, "MergedOptimWrapperConstructor", optimizer=own)
+    step(model, optimizer)
+    torch.save((model.state_dict(), optimizer.state_dict()), tmp_path / "state.pth")
+    other, resumed = make(config, "MergedOptimWrapperConstructor", optimizer=own)
+    weights, state = torch.load(tmp_path / "state.pth", weights_only=True)
+    other.load_state_dict(weights)
+    fit_groups(resumed, other, state["param_groups"])
+    resumed.load_state_dict(state)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        one.grad = torch.randn_like(one)
+        two.grad = one.grad.clone()
+    optimizer.step()
+    resumed.step()
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
 
 
 def test_an_unknown_optimiser_is_named(config):

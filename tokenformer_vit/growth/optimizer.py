@@ -35,7 +35,7 @@ def carry_over(
 
     Args:
         optimizer: Optimizer. With ``keep``, its state must have the shape of the parameters and
-            start at zero, as in Adam, SGD, Lion and LAMB.
+            start at zero, as in Adam, SGD, Lion, LAMB and Muon.
         changes: Parameters that were replaced.
         moments: ``keep`` keeps the state of old entries and starts new entries at zero; ``reset``
             deletes the state of these parameters.
@@ -139,8 +139,10 @@ def _join(
     for key in ("lr", "initial_lr"):
         if key in settings:
             settings[key] = settings[key] * lr_scale
-    if parameter.dim() < 2 and "weight_decay" in settings:
-        settings["weight_decay"] = 0.0
+    if parameter.dim() < 2:
+        # Muon takes only matrices.
+        fixed = {"weight_decay": 0.0, "use_muon": False}
+        settings.update({key: value for key, value in fixed.items() if key in settings})
     for group in others:
         if SEPARATE not in group and {**group, "params": None} == {**settings, "params": None}:
             group["params"].append(parameter)
@@ -155,7 +157,9 @@ def _carry_state(optimizer: Optimizer, change: Change, states: list[dict[str, An
     for name, value in known.items():
         if isinstance(value, Tensor) and value.dim():
             parts = [
-                state[name] if state else torch.zeros_like(parameter, dtype=value.dtype)
+                state[name]
+                if state and name in state
+                else torch.zeros_like(parameter, dtype=value.dtype)
                 for state, parameter in zip(states, change.sources, strict=True)
             ]
             carried: list[Any] = _fit(parts, change)

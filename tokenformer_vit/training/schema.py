@@ -372,7 +372,7 @@ class _Run(_Section):
     work_dir: str | None = None
 
 
-_ADAMS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Lamb")
+_ADAMS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Lamb", "Muon")
 
 
 def check_values(cfg: Mapping[str, Any], path: str) -> None:
