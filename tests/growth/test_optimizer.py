@@ -144,23 +144,6 @@ def test_a_new_group_counts_its_own_steps():
     assert [int(group["step"]) for group in optimizer.param_groups] == [3, 3, 3]
 
 
-def test_muon_goes_on_after_pairs_that_were_too_few_for_it():
-    """timm's Muon leaves matrices of fewer than four rows to AdamW, which has another state."""
-    model = build()
-    optimizer = OPTIMIZERS["muon"](groups(model))
-    step(model, optimizer)
-    grow(model, num_ffn_param_tokens=66, optimizer=optimizer, new_lr_scale=10.0)
-    step(model, optimizer)
-    old, new = token_segments(model.blocks[0].mlp, "key_param_tokens")
-    assert (optimizer.state[old]["use_muon"], optimizer.state[new]["use_muon"]) == (True, False)
-    before = optimizer.state[old]["momentum_buffer"].clone()
-    grow(model, num_ffn_param_tokens=80, optimizer=optimizer)
-    carried = optimizer.state[model.blocks[0].mlp.key_param_tokens]["momentum_buffer"]
-    assert torch.equal(carried[:64], before)
-    assert not carried[64:].any()
-    step(model, optimizer)
-
-
 def test_a_new_gate_is_no_matrix_for_muon():
     model = build(theta="softmax")
     parts = groups(model)

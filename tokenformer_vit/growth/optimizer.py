@@ -157,9 +157,7 @@ def _carry_state(optimizer: Optimizer, change: Change, states: list[dict[str, An
     for name, value in known.items():
         if isinstance(value, Tensor) and value.dim():
             parts = [
-                state[name]
-                if state and name in state
-                else torch.zeros_like(parameter, dtype=value.dtype)
+                state[name] if state else torch.zeros_like(parameter, dtype=value.dtype)
                 for state, parameter in zip(states, change.sources, strict=True)
             ]
             carried: list[Any] = _fit(parts, change)
