@@ -62,6 +62,13 @@ def build(teacher, num_classes=3, to_rgb=True, **distillation):
         return MODELS.build(model)
 
 
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """A trained ViT that names its classes: its folder, and the model."""
+    folder = tmp_path_factory.mktemp("teacher")
+    return folder, export(folder)
+
+
 @pytest.fixture
 def batch():
     """Six images and their scores after a mixup."""
@@ -82,22 +89,21 @@ def expected_logits(model, images, size):
 def test_the_teacher_sees_the_same_images_in_its_own_size_and_normalisation(
     kind, size, batch, tmp_path
 ):
-    model = export(tmp_path / "teacher", kind)
-    predicted = build(tmp_path / "teacher").train().teacher(batch[0])
+    model = export(tmp_path, kind)
+    predicted = build(tmp_path).train().teacher(batch[0])
     expected = expected_logits(model, batch[0], size)
     torch.testing.assert_close(predicted.double(), expected, rtol=1e-3, atol=1e-3)
     assert not predicted.requires_grad
 
 
 @pytest.mark.parametrize(("labels", "weight", "tau"), [("soft", 0.3, 2.0), ("hard", 0.5, 1.0)])
-def test_the_loss_has_the_labels_and_the_teacher(labels, weight, tau, batch, tmp_path):
-    teacher = export(tmp_path / "teacher")
-    model = build(tmp_path / "teacher", labels=labels, weight=weight, temperature=tau)
+def test_the_loss_has_the_labels_and_the_teacher(labels, weight, tau, batch, teacher):
+    model = build(teacher[0], labels=labels, weight=weight, temperature=tau)
     torch.nn.init.normal_(model.head.fc.weight)
     images, scores = batch
     losses = model.loss(images, scores)
     own = model.head(model.extract_feat(images)).double()
-    other = expected_logits(teacher, images, 32)
+    other = expected_logits(teacher[1], images, 32)
     label_loss = F.cross_entropy(own, (0.9 * scores + 0.1 / 3).double())
     if labels == "hard":
         teacher_loss = F.cross_entropy(own, other.argmax(dim=1))
@@ -114,9 +120,8 @@ def test_the_loss_has_the_labels_and_the_teacher(labels, weight, tau, batch, tmp
     torch.testing.assert_close(gradient, model.head.fc.weight.grad, **close)
 
 
-def test_only_the_student_is_trained_saved_and_copied(batch, tmp_path):
-    export(tmp_path / "teacher")
-    model = build(tmp_path / "teacher")
+def test_only_the_student_is_trained_saved_and_copied(batch, teacher):
+    model = build(teacher[0])
     names = list(model.state_dict())
     before = model.teacher.digest
     with torch.autocast("cpu", torch.bfloat16):
@@ -158,42 +163,39 @@ def runner_of(model, classes=CLASSES):
     )
 
 
-def test_a_teacher_of_other_classes_is_refused(tmp_path):
-    export(tmp_path / "named")
+def test_a_teacher_of_other_classes_is_refused(teacher, tmp_path):
     export(tmp_path / "unnamed", names=None)
     export(tmp_path / "four", names=None, num_classes=4)
     guard = GuardHook()
-    guard.check_training(runner_of(build(tmp_path / "named")))
+    guard.check_training(runner_of(build(teacher[0])))
     guard.check_training(runner_of(build(tmp_path / "unnamed"), ["other", "names", "here"]))
     with pytest.raises(InputError, match=r"label 1 is 'dark' there and 'dim'.*of the teacher"):
-        guard.check_training(runner_of(build(tmp_path / "named"), ["bright", "dim", "split"]))
+        guard.check_training(runner_of(build(teacher[0]), ["bright", "dim", "split"]))
     with pytest.raises(InputError, match=r"4 classes, .*num_classes is 3.*distillation\.teacher"):
         guard.check_training(runner_of(build(tmp_path / "four")))
 
 
-def test_a_resume_refuses_another_teacher(tmp_path):
-    export(tmp_path / "one")
-    shutil.copytree(tmp_path / "one", tmp_path / "moved")
+def test_a_resume_refuses_another_teacher(teacher, tmp_path):
+    shutil.copytree(teacher[0], tmp_path / "moved")
     export(tmp_path / "other")
-    runs = {name: run_identity(runner_of(build(tmp_path / name))) for name in ("one", "moved")}
-    check_identity(runs["one"], runs["moved"], None)
+    first = run_identity(runner_of(build(teacher[0])))
+    check_identity(first, run_identity(runner_of(build(tmp_path / "moved"))), None)
     with pytest.raises(InputError, match=r"teacher's weights was \w{12} .* and is \w{12}"):
-        check_identity(runs["one"], run_identity(runner_of(build(tmp_path / "other"))), None)
+        check_identity(first, run_identity(runner_of(build(tmp_path / "other"))), None)
     plain = run_identity(runner_of(torch.nn.Identity()))
     with pytest.raises(InputError, match="teacher's weights was None"):
-        check_identity(plain, runs["one"], None)
+        check_identity(plain, first, None)
     check_identity({k: v for k, v in plain.items() if k != "teacher"}, plain, None)  # an older one
 
 
-def test_what_cannot_teach_is_refused(tmp_path):
-    export(tmp_path / "teacher")
+def test_what_cannot_teach_is_refused(teacher, tmp_path):
     (tmp_path / "text.pth").write_text("no weights")
     wrong = [
         ({"teacher": "no_such_model"}, r"'no_such_model' .* correct model\.distillation\.teacher"),
         ({"teacher": "test_vit2", "checkpoint_path": str(tmp_path / "text.pth")}, "text.pth"),
         ({"teacher": "test_vit2", "checkpoint_path": str(tmp_path / "gone.pth")}, "gone.pth"),
         ({"teacher": tmp_path / "text.pth"}, "text.pth"),
-        ({"teacher": tmp_path / "teacher", "to_rgb": False}, "to_rgb is False.*True"),
+        ({"teacher": teacher[0], "to_rgb": False}, "to_rgb is False.*True"),
     ]
     for arguments, words in wrong:
         with pytest.raises(InputError, match=words):
@@ -235,9 +237,9 @@ def test_a_wrong_value_is_refused_before_the_run(config, values, words, tmp_path
 
 @pytest.mark.slow
 def test_a_run_is_resumed_exactly_and_exports_only_the_student(train, config, tmp_path):
-    path, teacher = tmp_path / "distilled.py", tmp_path / "teacher"
-    export(teacher)
-    settings = {"teacher": str(teacher), "labels": "soft", "temperature": 2.0}
+    path, folder = tmp_path / "distilled.py", tmp_path / "teacher"
+    export(folder)
+    settings = {"teacher": str(folder), "labels": "soft", "temperature": 2.0}
     path.write_text(
         f"_base_ = {str(config)!r}\n"
         f"model = dict(type='DistilledClassifier', distillation={settings})\n"
@@ -255,12 +257,12 @@ def test_a_run_is_resumed_exactly_and_exports_only_the_student(train, config, tm
             assert torch.equal(tensor, states[1][part][name]), name
         assert not any("teacher" in name for name in states[0][part])
     record = json.loads((whole / "record.json").read_text())
-    weights = load_file(teacher / "model.safetensors")
-    assert record["teacher"] == {"name": str(teacher), "sha256": tensors_digest(weights)}
+    weights = load_file(folder / "model.safetensors")
+    assert record["teacher"] == {"name": str(folder), "sha256": tensors_digest(weights)}
     assert "teacher" in (whole / "README.md").read_text()
-    shutil.rmtree(teacher)  # neither the exported model nor a test needs it
+    shutil.rmtree(folder)  # neither the exported model nor a test needs it
     assert timm.create_model(f"local-dir:{whole}", pretrained=True).embed_dim == 24
-    export(teacher)
+    export(folder)
     assert "teacher's weights" in train.fails(
         tmp_path / "third", "--amp", "--resume", str(whole / "epoch_1.pth")
     )

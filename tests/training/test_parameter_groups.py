@@ -260,3 +260,33 @@ def test_a_checkpoint_with_a_group_for_each_parameter_is_resumed_exactly(
             for name, tensor in one[part].items():
                 assert torch.equal(tensor, other[part][name]), name
         assert len(other["optimizer"]["param_groups"]) < 6
+
+
+@pytest.mark.slow
+def test_a_run_with_muon_grows_and_is_resumed_exactly(train, config, tmp_path):
+    path = tmp_path / "muon.py"
+    schedule = [{"epoch": 1, "num_ffn_param_tokens": 112}]
+    hook = {"type": "GrowthHook", "schedule": schedule, "new_lr_scale": 3.0}
+    path.write_text(
+        f"_base_ = {str(config)!r}\n"
+        f"custom_hooks = [{hook!r}]\n"
+        "optim_wrapper = dict(\n"
+        "    clip_grad=dict(max_norm=1.0), optimizer=dict(type='timm.optim.Muon', nesterov=True)\n"
+        ")\n"
+        "train_cfg = dict(max_epochs=3)\n"
+    )
+    train = train.of(path)
+    train(tmp_path / "whole", "--amp")
+    for start in (1, 2):  # before and after the growth
+        resumed = tmp_path / f"resumed_{start}"
+        train(resumed, "--amp", "--resume", str(tmp_path / "whole" / f"epoch_{start}.pth"))
+        one, other = (last(each) for each in (tmp_path / "whole", resumed))
+        for part in ("state_dict", "ema_state_dict"):
+            for name, tensor in one[part].items():
+                assert torch.equal(tensor, other[part][name]), name
+    keys = [
+        state["momentum_buffer"].shape
+        for state in one["optimizer"]["state"].values()
+        if "momentum_buffer" in state
+    ]
+    assert len(keys) == 2 * (2 * 4 + 2 * 2)  # old and new pairs of an FFN are two matrices
