@@ -39,6 +39,7 @@ from .diagnostics import DiagnosticsHook, read_diagnostics
 from .distillation import DistilledClassifier
 from .fast_transforms import (
     FastCenterCrop,
+    FastColorJitter,
     FastRandAugment,
     FastRandomFlip,
     FastRandomResizedCrop,
@@ -47,7 +48,7 @@ from .growth import CostHook, GrowthHook
 from .guard import GuardHook
 from .hugging_face import HuggingFaceImages
 from .in_memory import HuggingFaceImagesInMemory, ImagesInMemory
-from .labels import LabelHead, LabelPreprocessor, PackLabels
+from .labels import BinaryCrossEntropy, LabelHead, LabelPreprocessor, PackLabels
 from .loop import EndlessSampler, ResumableEpochLoop, ResumableIterLoop, ResumableSampler
 from .lora import LoRABackbone
 from .metrics import AccuracyAndLoss
@@ -65,6 +66,7 @@ __all__ = [
     "AccuracyAndLoss",
     "AtomicLocalBackend",
     "AutocastOptimWrapper",
+    "BinaryCrossEntropy",
     "CompressingDataParallel",
     "CompressionHook",
     "CostHook",
@@ -75,6 +77,7 @@ __all__ = [
     "ExactCheckpointHook",
     "ExportHook",
     "FastCenterCrop",
+    "FastColorJitter",
     "FastRandAugment",
     "FastRandomFlip",
     "FastRandomResizedCrop",

@@ -150,6 +150,8 @@ class _Augments(_Section):
 
 class _Loss(_Section):
     label_smooth_val: Smoothing = 0.0
+    smoothing: BelowOne = 0
+    target_threshold: BelowOne | None = None
 
 
 class _Head(_Section):
@@ -167,6 +169,7 @@ class _Preprocessor(_Section):
 
 class _Backbone(_Section):
     drop_path_rate: BelowOne = 0
+    drop_path_uniform: bool = False
     drop_rate: BelowOne = 0
 
 
@@ -245,8 +248,12 @@ class _Loader(_Section):
     timeout: NotNegative = 0
 
 
+class _Sampler(_Section):
+    repeats: Count = 1
+
+
 class _TrainLoader(_Loader):
-    sampler: dict[str, Any] = {}  # None would train in the order of the files
+    sampler: _Sampler = _Sampler()  # None would train in the order of the files
 
 
 class _TestLoader(_Loader):
@@ -301,6 +308,7 @@ class _Hook(_Section):
     minutes: Positive | None = None
     max_keep_ckpts: Interval = 1
     momentum: Between = 0.5
+    validated: bool = True
 
 
 class _Evaluator(_Section):
