@@ -161,9 +161,8 @@ class DistilledClassifier(ImageClassifier):
             distillation=dict(teacher="regnety_160.deit_in1k", labels="hard"),
         )
 
-    Student and teacher see the same augmented and mixed images. The log has both parts of the loss,
-    ``label_loss`` and ``teacher_loss``, weighted. A resumed run loads the teacher again from where
-    it came, and stops if its weights are others.
+    Student and teacher see the same augmented and mixed images. A resumed run loads the
+    teacher again from where it came, and stops if its weights are others.
 
     Args:
         distillation: Arguments of :class:`Distillation`.
@@ -191,11 +190,16 @@ class DistilledClassifier(ImageClassifier):
             data_samples: Labels or scores of the images, as a tensor or a list.
 
         Returns:
-            ``label_loss`` and ``teacher_loss``, whose sum is the loss.
+            ``loss``, and for the log its two parts before they are weighted, ``from_labels`` and
+            ``from_teacher``.
         """
         head: Any = self.head
         features = self.extract_feat(inputs)
         own = head.loss(features, data_samples)["loss"]
         taught = self.distillation.loss(head(features), self.teacher(inputs))
         weight = self.distillation.weight
-        return {"label_loss": (1 - weight) * own, "teacher_loss": weight * taught}
+        return {
+            "loss": (1 - weight) * own + weight * taught,
+            "from_labels": own.detach(),
+            "from_teacher": taught.detach(),
+        }
