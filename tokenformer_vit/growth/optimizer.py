@@ -35,7 +35,7 @@ def carry_over(
 
     Args:
         optimizer: Optimizer. With ``keep``, its state must have the shape of the parameters and
-            start at zero, as in Adam, SGD, Lion and LAMB.
+            start at zero, as in Adam, SGD, Lion, LAMB and Muon.
         changes: Parameters that were replaced.
         moments: ``keep`` keeps the state of old entries and starts new entries at zero; ``reset``
             deletes the state of these parameters.
@@ -130,12 +130,19 @@ def _join(
     lr_scale: float,
 ) -> dict[str, Any]:
     """Add a parameter to one of the other groups, or to a new one, and return this group."""
-    settings = {key: value for key, value in template.items() if key not in _OF_PARAMETERS}
+    # Some of timm's optimizers count the steps of a group in a tensor, which groups must not share.
+    settings = {
+        key: value.clone() if isinstance(value, Tensor) else value
+        for key, value in template.items()
+        if key not in _OF_PARAMETERS
+    }
     for key in ("lr", "initial_lr"):
         if key in settings:
             settings[key] = settings[key] * lr_scale
-    if parameter.dim() < 2 and "weight_decay" in settings:
-        settings["weight_decay"] = 0.0
+    if parameter.dim() < 2:
+        # Muon takes only matrices.
+        fixed = {"weight_decay": 0.0, "use_muon": False}
+        settings.update({key: value for key, value in fixed.items() if key in settings})
     for group in others:
         if SEPARATE not in group and {**group, "params": None} == {**settings, "params": None}:
             group["params"].append(parameter)

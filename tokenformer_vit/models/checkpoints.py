@@ -282,7 +282,7 @@ def _check_size(
 
 
 def _head_rows(state_dict: Mapping[str, Tensor], checkpoint: Path | None) -> int | None:
-    for name in ("head.weight", "head.fc.weight"):
+    for name in ("head.weight", "head.fc.weight", "fc.weight", "classifier.weight"):
         if name in state_dict:
             if state_dict[name].dim() != 2:
                 raise InputError(

@@ -36,8 +36,10 @@ from .backbone import TimmClassificationBackbone
 from .checkpoint import ExactCheckpointHook
 from .compression import CompressionHook
 from .diagnostics import DiagnosticsHook, read_diagnostics
+from .distillation import DistilledClassifier
 from .fast_transforms import (
     FastCenterCrop,
+    FastColorJitter,
     FastRandAugment,
     FastRandomFlip,
     FastRandomResizedCrop,
@@ -46,7 +48,7 @@ from .growth import CostHook, GrowthHook
 from .guard import GuardHook
 from .hugging_face import HuggingFaceImages
 from .in_memory import HuggingFaceImagesInMemory, ImagesInMemory
-from .labels import LabelHead, LabelPreprocessor, PackLabels
+from .labels import BinaryCrossEntropy, LabelHead, LabelPreprocessor, PackLabels
 from .loop import EndlessSampler, ResumableEpochLoop, ResumableIterLoop, ResumableSampler
 from .lora import LoRABackbone
 from .metrics import AccuracyAndLoss
@@ -64,15 +66,18 @@ __all__ = [
     "AccuracyAndLoss",
     "AtomicLocalBackend",
     "AutocastOptimWrapper",
+    "BinaryCrossEntropy",
     "CompressingDataParallel",
     "CompressionHook",
     "CostHook",
     "CurvesHook",
     "DiagnosticsHook",
+    "DistilledClassifier",
     "EndlessSampler",
     "ExactCheckpointHook",
     "ExportHook",
     "FastCenterCrop",
+    "FastColorJitter",
     "FastRandAugment",
     "FastRandomFlip",
     "FastRandomResizedCrop",

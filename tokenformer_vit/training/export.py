@@ -106,13 +106,16 @@ def run_facts(runner: Any) -> CardFacts:
     """
     cfg, info = runner.cfg, runner.train_dataloader.dataset.metainfo
     unit = "sequences" if "context_length" in info else "images"
+    teacher = (cfg.model.get("distillation") or {}).get("teacher")
     root = cfg.train_dataloader.dataset.get("data_root") or ""
     folders = [root] if isinstance(root, str) else list(root)
     validation = None if runner.val_loop is None else f"{len(runner.val_dataloader.dataset):,}"
     groups = runner.optim_wrapper.param_groups
     rate = max(group.get("initial_lr", group["lr"]) for group in groups)
     by_iteration = isinstance(runner.train_loop, IterBasedTrainLoop)
-    averaged = any(isinstance(hook, EMAHook) for hook in runner.hooks)
+    averaged = any(
+        isinstance(hook, EMAHook) and getattr(hook, "validated", True) for hook in runner.hooks
+    )
     scalars = runner.message_hub.log_scalars
     found = {}
     if runner.val_loop is not None and validation_is_due(runner.train_loop):
@@ -140,6 +143,7 @@ def run_facts(runner: Any) -> CardFacts:
                 f"Batch size ({unit} a step)": f"{samples_per_step(runner):,}",
                 "Precision": dtype_of(runner),
                 "Weights": "exponential moving average" if averaged else "those of the last step",
+                "Teacher": teacher and PurePath(teacher).name,
                 "Seed": runner.seed,
             },
             "Validation": found,
@@ -186,7 +190,7 @@ def forget_start(cfg: Config) -> None:
 
 
 def export_checkpoint(cfg: Config, checkpoint: Path, folder: Path) -> None:
-    """Write the averaged weights of a training checkpoint as a timm folder.
+    """Write the validated weights of a training checkpoint as a timm folder.
 
     It is for checkpoints without a description: of older versions, and of LoRA.
 

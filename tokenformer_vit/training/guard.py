@@ -20,6 +20,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers.segments import fuse_state_dict
 from tokenformer_vit.models.checkpoints import model_faults
 
+from .distillation import DistilledClassifier
 from .mmengine_internals import accumulation, is_resuming
 from .nested import NestedTraining
 from .storage import secure_files
@@ -65,8 +66,13 @@ class GuardHook(Hook):
         self.check_training(runner)
 
     def check_training(self, runner) -> None:
-        """Check that training and validation data have the classes of the head."""
-        check_dataset(runner.train_dataloader.dataset, "train", unwrap(runner.model))
+        """Check that training and validation data have the classes of the head and the teacher."""
+        dataset, model = runner.train_dataloader.dataset, unwrap(runner.model)
+        check_dataset(dataset, "train", model)
+        if isinstance(model, DistilledClassifier):
+            _check_classes("teacher", model.teacher.classes, dataset)
+            facts = {"name": model.distillation.teacher, "sha256": model.teacher.digest}
+            runner.message_hub.update_info("teacher", facts)
         if runner.val_loop is not None:
             check_dataset(runner.val_dataloader.dataset, "val", unwrap(runner.model))
             train, val = (
@@ -74,7 +80,7 @@ class GuardHook(Hook):
                 for loader in (runner.train_dataloader, runner.val_dataloader)
             )
             if is_resuming(runner):
-                self._check_classes(runner.train_dataloader.dataset)
+                _check_classes("checkpoint", self._classes, dataset)
             if train != val:
                 odd = sorted(set(train) ^ set(val)) or ["their order"]
                 raise InputError(
@@ -89,26 +95,12 @@ class GuardHook(Hook):
     def check_testing(self, runner) -> None:
         """Check that the test data have the classes of the head."""
         check_dataset(runner.test_dataloader.dataset, "test", unwrap(runner.model))
-        self._check_classes(runner.test_dataloader.dataset)
+        _check_classes("checkpoint", self._classes, runner.test_dataloader.dataset)
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Refuse weights of another model; mmengine would load the tensors that fit."""
         check_weights(unwrap(runner.model), checkpoint)
         self._classes = classes_of(checkpoint)
-
-    def _check_classes(self, dataset: Any) -> None:
-        """Refuse data whose labels mean other classes than in training."""
-        own = list(dataset.metainfo.get("classes") or ())
-        if self._classes and list(self._classes) != own:
-            index, (there, here) = next(
-                (index, pair)
-                for index, pair in enumerate(zip_longest(self._classes, own))
-                if pair[0] != pair[1]
-            )
-            raise InputError(
-                f"the checkpoint was trained on other classes: label {index} is {there!r} there "
-                f"and {here!r} in these data; use data with the classes of the training"
-            )
 
     def _leave_on_device(self, runner) -> None:
         """Replace what reads losses and norms in each iteration, and so waits for the GPU.
@@ -282,6 +274,21 @@ def check_dataset(dataset: Any, split: str, model: Any) -> None:
         raise InputError(
             f"there are no images in {len(empty)} classes of {dataset.img_prefix}: "
             f"{', '.join(empty[:5])}{', ...' if len(empty) > 5 else ''}; fill or remove them"
+        )
+
+
+def _check_classes(owner: str, classes: Sequence[str] | None, dataset: Any) -> None:
+    """Refuse data whose labels mean other classes than in the training of a model."""
+    own = list(dataset.metainfo.get("classes") or ())
+    if classes and list(classes) != own:
+        index, (there, here) = next(
+            (index, pair)
+            for index, pair in enumerate(zip_longest(classes, own))
+            if pair[0] != pair[1]
+        )
+        raise InputError(
+            f"the {owner} was trained on other classes: label {index} is {there!r} there and "
+            f"{here!r} in these data; use data with the classes of the {owner}"
         )
 
 

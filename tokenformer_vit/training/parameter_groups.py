@@ -5,14 +5,17 @@ mmengine makes a group for each parameter, and PyTorch's optimisers update one g
 
 import inspect
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from mmengine.optim import DefaultOptimWrapperConstructor, OptimWrapper
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
 from mmpretrain.engine import LearningRateDecayOptimWrapperConstructor
+from timm.optim import Muon
 from torch import nn, optim
 from torch.optim import Optimizer
 
+from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth.optimizer import SEPARATE
 
 from .adamw import AdamW
@@ -36,7 +39,13 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
 
     It builds the fused form of an optimiser, if PyTorch has one, and :class:`AdamW` of this
     package for PyTorch's; ``fused`` or ``foreach`` in the optimiser's config overrides this, unless
-    it is None.
+    it is None. The type of an optimiser of timm has its module: ``timm.optim.Lamb``.
+
+    With timm's ``Muon``, the parameter tokens and the other matrices of the blocks have
+    ``use_muon=True``. Its AdamW updates the rest, with the same learning rate.
+
+    Raises:
+        InputError: If there is no optimiser of that type.
     """
 
     def add_params(
@@ -45,6 +54,8 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
         """Add the parameters of a module; when the model is complete, merge the groups."""
         super().add_params(params, module, prefix, *args, **kwargs)
         if not prefix:
+            if self.optimizer_cfg["type"] is Muon:
+                _choose_matrices(params, module)
             defaults = {"lr": self.base_lr, "weight_decay": self.base_wd}
             given = {key: value for key, value in defaults.items() if value is not None}
             params[:] = _merge({**given, **group} for group in params)
@@ -57,6 +68,9 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
             if value is not None or key not in ("foreach", "fused")
         }
         self.optimizer_cfg = {**given, **_fastest(given)}
+        if self.optimizer_cfg["type"] is Muon:
+            # Without any key, mmengine would make one group without add_params().
+            self.paramwise_cfg = {"custom_keys": {}, **self.paramwise_cfg}
         return super().__call__(model)
 
 
@@ -67,13 +81,49 @@ class MergedLayerDecayConstructor(
     """mmpretrain's constructor of layer-wise learning rates, with one group for each setting."""
 
 
+def _choose_matrices(groups: Iterable[dict[str, Any]], model: nn.Module) -> None:
+    """Mark what Muon updates: the matrices in the blocks, each by itself.
+
+    timm would choose by shape, and so take the head and the patch embedding too. The parameter
+    tokens of query, key and value are three layers, also where one product computes them.
+
+    timm's Muon multiplies the orthogonal update of an (m, n) matrix by 0.2 √max(m, n)
+    (``match_rms_adamw``). The root mean square of an update is then 0.2 times the learning rate,
+    about as with AdamW, so the learning rate and the weight decay of AdamW can be kept.
+
+    Source:
+        Which parameters: https://kellerjordan.github.io/posts/muon. Factor: arXiv:2502.16982.
+    """
+    matrices = {
+        parameter
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 2 and {"blocks", "h"} & set(name.split("."))  # timm's, GPT-2's
+    }
+    for group in groups:
+        group.setdefault("use_muon", matrices.issuperset(group["params"]))
+
+
 def _fastest(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that make an optimiser fused, unless its config says how it works."""
+    """Return the class of an optimiser, and the options that make it fused.
+
+    There are no such options if the config says how it works.
+    """
     kind = cfg["type"]
     if isinstance(kind, str):
-        kind = OPTIMIZERS.get(kind)
-    if kind is None or "fused" not in inspect.signature(kind).parameters or "foreach" in cfg:
-        return {}
+        with OPTIMIZERS.switch_scope_and_registry(None) as registry, suppress(RuntimeError):
+            kind = registry.get(kind)
+    if not callable(kind):
+        raise InputError(
+            f"optim_wrapper.optimizer.type is {cfg['type']}, which is no optimiser: give one of "
+            "PyTorch's, such as AdamW, or one of timm's with its module, such as timm.optim.Lamb"
+        )
+    if kind is optim.Muon:
+        raise InputError(
+            "optim_wrapper.optimizer.type is PyTorch's Muon, which takes only matrices: give "
+            "timm.optim.Muon, which also has AdamW for the other parameters"
+        )
+    if "fused" not in inspect.signature(kind).parameters or "foreach" in cfg:
+        return {"type": kind}
     fused = cfg.get("fused", True)
     return {"type": AdamW if kind is optim.AdamW and fused else kind, "fused": fused}
 

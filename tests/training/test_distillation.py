@@ -1,0 +1,268 @@
+"""Distillation: what the teacher sees and says, what learns, and what a resume refuses."""
+
+import copy
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from mmengine.logging import MessageHub
+from mmengine.registry import DefaultScope
+from mmpretrain.registry import MODELS
+from safetensors.torch import load_file, save_file
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.models.checkpoints import save_model
+from tokenformer_vit.models.weights import tensors_digest
+from tokenformer_vit.training.config import load_config
+from tokenformer_vit.training.distillation import Distillation, _load
+from tokenformer_vit.training.guard import GuardHook
+from tokenformer_vit.training.identity import check_identity, run_identity
+
+CLASSES = ["bright", "dark", "split"]
+MEAN, STD = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
+KINDS = {
+    "vit": ("test_vit", {"img_size": 32}),
+    "convnet": ("test_resnet", {}),
+    "tokenformer": ("tokenformer_tiny", {"img_size": 8, "patch_size": 4, "embed_dim": 24}),
+}
+
+
+def export(folder, kind="vit", names=CLASSES, num_classes=3):
+    name, kwargs = KINDS[kind]
+    model = timm.create_model(name, num_classes=num_classes, **kwargs)
+    torch.nn.init.normal_(model.get_classifier().weight)
+    save_model(model, folder, names, {"mean": MEAN, "std": STD})
+    return model.eval().double()
+
+
+def build(teacher, num_classes=3, to_rgb=True, **distillation):
+    model = {
+        "type": "DistilledClassifier",
+        "distillation": {"teacher": str(teacher), **distillation},
+        "backbone": {
+            "type": "TimmClassificationBackbone",
+            "model_name": "tokenformer_tiny",
+            **{"img_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2},
+        },
+        "head": {
+            "type": "LabelHead",
+            **{"num_classes": num_classes, "in_channels": 24},
+            "loss": {"type": "LabelSmoothLoss", "label_smooth_val": 0.1, "mode": "original"},
+        },
+        "data_preprocessor": {
+            "type": "LabelPreprocessor",
+            **{"mean": [100.0, 110.0, 120.0], "std": [50.0, 60.0, 70.0], "to_rgb": to_rgb},
+        },
+    }
+    with DefaultScope.overwrite_default_scope("mmpretrain"):
+        return MODELS.build(model)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """A trained ViT that names its classes: its folder, and the model."""
+    folder = tmp_path_factory.mktemp("teacher")
+    return folder, export(folder)
+
+
+@pytest.fixture
+def batch():
+    """Six images and their scores after a mixup."""
+    return torch.randn(6, 3, 8, 8), torch.randn(6, 3).softmax(dim=1)
+
+
+def expected_logits(model, images, size):
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in ((100, 110, 120), (50, 60, 70)))
+    colours = (images.double() * std + mean) / 255
+    own = (colours - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
+    if size != 8:
+        own = F.interpolate(own, (size, size), mode="bicubic", antialias=True)
+    with torch.no_grad():
+        return model(own)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("vit", 32), ("convnet", 160), ("tokenformer", 8)])
+def test_the_teacher_sees_the_same_images_in_its_own_size_and_normalisation(
+    kind, size, batch, tmp_path
+):
+    model = export(tmp_path, kind)
+    predicted = build(tmp_path).train().teacher(batch[0])
+    expected = expected_logits(model, batch[0], size)
+    torch.testing.assert_close(predicted.double(), expected, rtol=1e-3, atol=1e-3)
+    assert not predicted.requires_grad
+
+
+@pytest.mark.parametrize(("labels", "weight", "tau"), [("soft", 0.3, 2.0), ("hard", 0.5, 1.0)])
+def test_the_loss_has_the_labels_and_the_teacher(labels, weight, tau, batch, teacher):
+    model = build(teacher[0], labels=labels, weight=weight, temperature=tau)
+    torch.nn.init.normal_(model.head.fc.weight)
+    images, scores = batch
+    losses = model.loss(images, scores)
+    own = model.head(model.extract_feat(images)).double()
+    other = expected_logits(teacher[1], images, 32)
+    label_loss = F.cross_entropy(own, (0.9 * scores + 0.1 / 3).double())
+    if labels == "hard":
+        teacher_loss = F.cross_entropy(own, other.argmax(dim=1))
+    else:
+        p, q = ((each / tau).softmax(dim=1) for each in (other, own))
+        teacher_loss = tau**2 * (p * (p / q).log()).sum(dim=1).mean()
+    close = {"rtol": 1e-3, "atol": 1e-4, "check_dtype": False}
+    torch.testing.assert_close(losses["from_labels"], label_loss, **close)
+    torch.testing.assert_close(losses["from_teacher"], teacher_loss, **close)
+    losses["loss"].backward()
+    gradient = copy.deepcopy(model.head.fc.weight.grad)
+    model.zero_grad()
+    ((1 - weight) * label_loss + weight * teacher_loss).backward()
+    torch.testing.assert_close(gradient, model.head.fc.weight.grad, **close)
+
+
+def test_only_the_student_is_trained_saved_and_copied(batch, teacher):
+    model = build(teacher[0])
+    names = list(model.state_dict())
+    before = model.teacher.digest
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = model.train().loss(*batch)
+    assert all(loss.isfinite() for loss in losses.values())
+    assert list(model.state_dict()) == names
+    assert all(name.startswith(("backbone.", "head.")) for name in names)
+    assert copy.deepcopy(model).teacher is model.teacher
+    other = model.teacher(batch[0])
+    assert torch.equal(other, model.teacher(batch[0]))  # no dropout, no running statistics
+    assert model.teacher.digest == before
+
+
+def test_weights_from_a_file_and_from_the_package(batch, tmp_path):
+    weights = timm.create_model("test_resnet", num_classes=3).state_dict()
+    save_file(weights, tmp_path / "weights.safetensors")
+    named = build("test_resnet", checkpoint_path=str(tmp_path / "weights.safetensors")).teacher
+    assert named.digest == tensors_digest(weights)
+    assert named.classes is None
+    packaged = build("tokenformer_cifar10_micro", num_classes=10).teacher
+    assert packaged.classes[:2] == ["airplane", "automobile"]
+
+
+class FakeImages(list):
+    """A list with the attributes of a data set."""
+
+
+def runner_of(model, classes=CLASSES):
+    """Return what the hooks need of a runner."""
+    labels = torch.arange(3).repeat(2).numpy()
+    dataset = FakeImages(["image"] * 6)
+    dataset.metainfo, dataset.get_gt_labels = {"classes": classes}, lambda: labels
+    return SimpleNamespace(
+        model=model,
+        train_dataloader=SimpleNamespace(dataset=dataset, batch_size=6),
+        val_loop=None,
+        world_size=1,
+        message_hub=MessageHub("distillation"),
+    )
+
+
+def test_a_teacher_of_other_classes_is_refused(teacher, tmp_path):
+    export(tmp_path / "unnamed", names=None)
+    export(tmp_path / "four", names=None, num_classes=4)
+    guard = GuardHook()
+    guard.check_training(runner_of(build(teacher[0])))
+    guard.check_training(runner_of(build(tmp_path / "unnamed"), ["other", "names", "here"]))
+    with pytest.raises(InputError, match=r"label 1 is 'dark' there and 'dim'.*of the teacher"):
+        guard.check_training(runner_of(build(teacher[0]), ["bright", "dim", "split"]))
+    with pytest.raises(InputError, match=r"4 classes, .*num_classes is 3.*distillation\.teacher"):
+        guard.check_training(runner_of(build(tmp_path / "four")))
+
+
+def test_a_resume_refuses_another_teacher(teacher, tmp_path):
+    shutil.copytree(teacher[0], tmp_path / "moved")
+    export(tmp_path / "other")
+    first = run_identity(runner_of(build(teacher[0])))
+    check_identity(first, run_identity(runner_of(build(tmp_path / "moved"))), None)
+    with pytest.raises(InputError, match=r"teacher's weights was \w{12} .* and is \w{12}"):
+        check_identity(first, run_identity(runner_of(build(tmp_path / "other"))), None)
+    plain = run_identity(runner_of(torch.nn.Identity()))
+    with pytest.raises(InputError, match="teacher's weights was None"):
+        check_identity(plain, first, None)
+    check_identity({k: v for k, v in plain.items() if k != "teacher"}, plain, None)  # an older one
+
+
+def test_what_cannot_teach_is_refused(teacher, tmp_path):
+    (tmp_path / "text.pth").write_text("no weights")
+    wrong = [
+        ({"teacher": "no_such_model"}, r"'no_such_model' .* correct model\.distillation\.teacher"),
+        ({"teacher": "test_vit2", "checkpoint_path": str(tmp_path / "text.pth")}, "text.pth"),
+        ({"teacher": "test_vit2", "checkpoint_path": str(tmp_path / "gone.pth")}, "gone.pth"),
+        ({"teacher": tmp_path / "text.pth"}, "text.pth"),
+        ({"teacher": teacher[0], "to_rgb": False}, "to_rgb is False.*True"),
+    ]
+    for arguments, words in wrong:
+        with pytest.raises(InputError, match=words):
+            _ = build(**arguments).teacher
+
+
+def test_weights_that_cannot_be_downloaded(monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(timm, "create_model", fail)
+    with pytest.raises(InputError, match=r"no route to host.*distillation\.checkpoint_path"):
+        _load(Distillation(teacher="regnety_160.deit_in1k"))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ("labels='soften'", "distillation.labels"),
+        ("weight=0.0", "distillation.weight"),
+        ("temperature=float('inf')", "distillation.temperature"),
+        ("teacher=''", "distillation.teacher"),
+        ("tau=2.0", "distillation.tau"),
+    ],
+)
+def test_a_wrong_value_is_refused_before_the_run(config, values, words, tmp_path):
+    path = tmp_path / "distilled.py"
+    settings = (
+        f"distillation=dict({values})"
+        if "teacher" in values
+        else (f"distillation=dict(teacher='test_vit', {values})")
+    )
+    path.write_text(
+        f"_base_ = {str(config)!r}\nmodel = dict(type='DistilledClassifier', {settings})\n"
+    )
+    with pytest.raises(InputError, match=words):
+        load_config(path)
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed_exactly_and_exports_only_the_student(train, config, tmp_path):
+    path, folder = tmp_path / "distilled.py", tmp_path / "teacher"
+    export(folder)
+    settings = {"teacher": str(folder), "labels": "soft", "temperature": 2.0}
+    path.write_text(
+        f"_base_ = {str(config)!r}\n"
+        f"model = dict(type='DistilledClassifier', distillation={settings})\n"
+        "train_cfg = dict(max_epochs=2)\n"
+    )
+    train = train.of(path)
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    train(whole, "--amp")
+    resumed.mkdir()
+    shutil.copy(whole / "epoch_1.pth", resumed)
+    train(resumed, "--amp", "--resume", str(resumed / "epoch_1.pth"))
+    states = [torch.load(each / "epoch_2.pth", weights_only=True) for each in (whole, resumed)]
+    for part in ("state_dict", "ema_state_dict"):
+        for name, tensor in states[0][part].items():
+            assert torch.equal(tensor, states[1][part][name]), name
+        assert not any("teacher" in name for name in states[0][part])
+    record = json.loads((whole / "record.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    assert record["teacher"] == {"name": str(folder), "sha256": tensors_digest(weights)}
+    assert "teacher" in (whole / "README.md").read_text()
+    shutil.rmtree(folder)  # neither the exported model nor a test needs it
+    assert timm.create_model(f"local-dir:{whole}", pretrained=True).embed_dim == 24
+    export(folder)
+    assert "teacher's weights" in train.fails(
+        tmp_path / "third", "--amp", "--resume", str(whole / "epoch_1.pth")
+    )
