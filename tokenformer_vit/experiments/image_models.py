@@ -62,9 +62,9 @@ class ImageField(Field):
         from mmpretrain.registry import DATASETS
 
         dataset = {**cfg["train_dataloader"]["dataset"], "pipeline": []}
-        if dataset["type"] == "ImagesInMemory":
-            dataset["type"] = "CustomDataset"
         with DefaultScope.overwrite_default_scope("mmpretrain"):
+            if dataset["type"] == "ImagesInMemory":
+                return len(DATASETS.build({**dataset, "lazy_init": True}).load_data_list())
             return len(DATASETS.build(dataset))
 
     def random_loss(self, model: nn.Module, batch_size: int, device: torch.device) -> Tensor:

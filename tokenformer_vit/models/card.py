@@ -132,9 +132,10 @@ def vision_card(
         "Preprocessing": f"resize by {images['interpolation']} interpolation, "
         f"{images['crop_mode']} crop of {images['crop_pct']:.3g}; "
         f"mean {_numbers(images['mean'])}, standard deviation {_numbers(images['std'])}",
-        "Classes": f"{own.num_classes}"
+        "Classes": (f"{own.num_classes}" if own.num_classes else "none: the model has no head")
         + (f" ({names}{', ...' * (own.num_classes > 10)})" if names else ""),
     }
+    softmax = ".softmax(dim=-1)" if own.num_classes else ""
     register = "import tokenformer_vit  # registers the models\n" if pairs else ""
     usage = f"""
 import timm
@@ -143,12 +144,12 @@ import timm
 model = timm.create_model("local-dir:FOLDER", pretrained=True).eval()  # or "hf-hub:USER/NAME"
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
 image = transform(Image.open("image.png").convert("RGB"))
-probabilities = model(image[None]).softmax(dim=-1)
+{"probabilities" if own.num_classes else "features"} = model(image[None]){softmax}
 """
     return model_card(
         own.pretrained_cfg["architecture"],
         "timm",
-        "image-classification",
+        "image-classification" if own.num_classes else "image-feature-extraction",
         usage,
         facts._replace(sections={"Model": about, **facts.sections}),
         tags=("tokenformer",) if pairs else (),

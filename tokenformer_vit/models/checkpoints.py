@@ -57,9 +57,11 @@ def load_model(
             package), or exported folder; None for the weights in a ``local-dir:`` folder, or for
             random weights.
         num_classes: Number of classes; default: the number of rows of the checkpoint's
-            ``head.weight``. It may also be given in ``kwargs``.
-        for_images: Whether the model will be used on images. Their preprocessing comes from the
-            checkpoint's description; without one there is a warning or an error.
+            ``head.weight``; 0 for an exported model without a head. It may also be given in
+            ``kwargs``.
+        for_images: Whether the model will be used on images as it is. Their preprocessing comes
+            from the checkpoint's description; without one there is a warning or an error. If False,
+            a norm after the pooling is new where the checkpoint has its norm before the pooling.
         **kwargs: Arguments of the model.
 
     Returns:
@@ -104,6 +106,8 @@ def load_model(
         )
     if num_classes is None and state_dict is not None:
         num_classes = _head_rows(state_dict, checkpoint)
+    if num_classes is None and description is not None and description.get("num_classes") == 0:
+        num_classes = 0
     if description is not None and state_dict is not None:
         _check_size(name, description, num_classes, kwargs, state_dict, checkpoint)
     model = _build(name, description, num_classes, kwargs)
@@ -118,6 +122,7 @@ def load_model(
             state_dict,
             f"{checkpoint} does not fit {name or 'its own description'}",
             "img_size" in kwargs,
+            not for_images,
         )
     own: Any = model
     own.card_facts = CardFacts(**(description or {}).get("card") or {})
@@ -312,8 +317,14 @@ def _say_preprocessing(
     )
 
 
-def _load(model: nn.Module, state_dict: dict[str, Tensor], what: str, resample: bool) -> None:
-    """Load strictly; ``resample`` permits position embeddings of another image size."""
+def _load(
+    model: nn.Module, state_dict: dict[str, Tensor], what: str, resample: bool, new_head: bool
+) -> None:
+    """Load strictly.
+
+    ``resample`` permits position embeddings of another image size. With ``new_head``, a norm after
+    the pooling is new if the file has its norm before the pooling, as MAE is fine-tuned.
+    """
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
     # timm's filter would silently resample these two to any size, and the model would predict with
@@ -329,7 +340,13 @@ def _load(model: nn.Module, state_dict: dict[str, Tensor], what: str, resample: 
             state_dict = fit_state_dict(state_dict, model)
         elif any(name.startswith("backbone.model.") for name in state_dict):
             state_dict = timm_state_dict(state_dict)
-        faults = model_faults(model.state_dict(), state_dict)
+        own = model.state_dict()
+        if new_head and "fc_norm.weight" in own and "norm.weight" in state_dict:
+            state_dict = {
+                **{name: value for name, value in state_dict.items() if name.split(".")[0] != "norm"},
+                **{name: value for name, value in own.items() if name.startswith("fc_norm.")},
+            }
+        faults = model_faults(own, state_dict)
     if faults:
         more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise InputError(

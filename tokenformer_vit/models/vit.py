@@ -224,14 +224,23 @@ def _check_pool(global_pool: str | None) -> None:
 
 
 def timm_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the tensors of an mmpretrain classifier (backbone and linear head) to timm's names."""
+    """Rename the tensors of an mmpretrain classifier (backbone and linear head) to timm's names.
+
+    A ``ClsBatchNormNeck`` of a linear probe becomes a part of the head. The decoder of a masked
+    autoencoder is left out.
+    """
     names = {"backbone.model.": "", "head.fc.": "head."}
-    return {
+    renamed = {
         new + name.removeprefix(old): tensor
         for name, tensor in state_dict.items()
         for old, new in names.items()
         if name.startswith(old)
     }
+    if "neck.bn.running_var" in state_dict:
+        mean, var = (state_dict[f"neck.bn.running_{name}"] for name in ("mean", "var"))
+        weight = renamed["head.weight"] / (var + 1e-6).sqrt()  # the neck's own eps
+        renamed |= {"head.weight": weight, "head.bias": renamed["head.bias"] - weight @ mean}
+    return renamed
 
 
 def classifier_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:

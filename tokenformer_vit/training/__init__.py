@@ -51,6 +51,7 @@ from .in_memory import HuggingFaceImagesInMemory, ImagesInMemory
 from .labels import BinaryCrossEntropy, LabelHead, LabelPreprocessor, PackLabels
 from .loop import EndlessSampler, ResumableEpochLoop, ResumableIterLoop, ResumableSampler
 from .lora import LoRABackbone
+from .mae import MaskedAutoencoder, ReconstructionHook, ReconstructionLoss
 from .metrics import AccuracyAndLoss
 from .nested import NestedClassifier, SizeRule
 from .optim import AccumulationEMAHook, AutocastOptimWrapper
@@ -91,11 +92,14 @@ __all__ = [
     "LabelPreprocessor",
     "LoRABackbone",
     "LoadImage",
+    "MaskedAutoencoder",
     "MergedLayerDecayConstructor",
     "MergedOptimWrapperConstructor",
     "NestedClassifier",
     "PackLabels",
     "ProgressHook",
+    "ReconstructionHook",
+    "ReconstructionLoss",
     "RecordHook",
     "ResumableEpochLoop",
     "ResumableIterLoop",

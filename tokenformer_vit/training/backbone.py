@@ -178,12 +178,17 @@ def _freeze_norms(model: Any, name: str) -> None:
         norm.requires_grad_(False)
 
 
+def num_classes(classifier: Any) -> int:
+    """Return the number of classes of a head; 0 for a masked autoencoder."""
+    return getattr(classifier.head, "num_classes", 0)
+
+
 def as_timm_model(classifier: Any) -> nn.Module:
     """Convert an mmpretrain classifier into a timm model with a head and the same outputs.
 
     Args:
         classifier: ``ImageClassifier`` with this backbone, or a ``LoRABackbone``, and a
-            ``LinearClsHead``.
+            ``LinearClsHead``; or a ``MaskedAutoencoder``, whose timm model has no head.
 
     Returns:
         A copy on the CPU.
@@ -192,7 +197,7 @@ def as_timm_model(classifier: Any) -> nn.Module:
     # Built from the recorded arguments, which timm then writes into config.json.
     args = {name: value for name, value in get_model_args(model).items() if name != "num_classes"}
     rebuilt = timm.create_model(
-        model.pretrained_cfg["architecture"], num_classes=classifier.head.num_classes, **args
+        model.pretrained_cfg["architecture"], num_classes=num_classes(classifier), **args
     )
     state_dict = merge_lora(classifier.state_dict(), classifier)
     rebuilt.load_state_dict(fuse_state_dict(timm_state_dict(state_dict)))

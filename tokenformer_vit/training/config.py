@@ -293,7 +293,7 @@ def check_data_folders(cfg: Config, loaders: tuple[str, ...] = LOADERS) -> None:
             )
         left_out: Counter[str] = Counter()
         folders = class_folders(folder, left_out)
-        classes, expected = len(folders), cfg.model.head.num_classes
+        classes, expected = len(folders), cfg.model.head.get("num_classes", len(folders))
         if classes != expected:
             raise InputError(
                 f"{folder} holds {classes} class folders, but the head has {expected} classes: set "

@@ -88,10 +88,10 @@ def configure_test(cfg: Config, checkpoint: str | Path, out: str | Path) -> None
         InputError: If the config is not one of a classifier, the checkpoint does not exist, or the
             folder cannot be made.
     """
-    if not cfg.model.get("head"):
+    if "num_classes" not in (cfg.model.get("head") or {}):
         raise InputError(
             f"{cfg.filename} is not the config of an image classifier: for a language model, use "
-            "`tokenformer-vit evaluate-lm`"
+            "`tokenformer-vit evaluate-lm`; fine-tune a masked autoencoder first"
         )
     if not Path(checkpoint).is_file():
         raise InputError(f"there is no checkpoint {checkpoint}; give an existing file")

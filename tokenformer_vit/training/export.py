@@ -16,10 +16,10 @@ from tokenformer_vit.models.description import describe_model
 from tokenformer_vit.models.weights import read_checkpoint
 from tokenformer_vit.vision.image_rows import hub_name
 
-from .backbone import TimmClassificationBackbone, as_timm_model
+from .backbone import TimmClassificationBackbone, as_timm_model, num_classes
 from .guard import check_weights, classes_of
 from .loop import validation_is_due
-from .metrics import VAL_LOSS
+from .metrics import RECONSTRUCTION, VAL_LOSS
 from .progress import dtype_of, samples_per_step
 
 # Steps that do not change what an image shows.
@@ -29,6 +29,7 @@ _RESULTS = {
     "accuracy/top1": ("Top-1 accuracy", " %"),
     "accuracy/top5": ("Top-5 accuracy", " %"),
     VAL_LOSS: ("Cross-entropy", ""),
+    RECONSTRUCTION: ("Reconstruction loss of masked patches", ""),
     "perplexity": ("Perplexity", ""),
 }
 
@@ -80,7 +81,7 @@ def describe_classifier(
     """Describe an mmpretrain classifier as the ``config.json`` of its export does.
 
     Args:
-        classifier: The classifier.
+        classifier: The classifier, or a masked autoencoder.
         cfg: Config of the run.
         metainfo: ``metainfo`` of the data set; ``classes`` names the labels.
 
@@ -95,7 +96,8 @@ def describe_classifier(
         images = preprocessing(cfg)
     except InputError:
         return None
-    return describe_model(backbone.model, classifier.head.num_classes, metainfo["classes"], images)
+    number = num_classes(classifier)
+    return describe_model(backbone.model, number, metainfo["classes"] if number else None, images)
 
 
 def run_facts(runner: Any) -> CardFacts:
@@ -167,7 +169,8 @@ def export_classifier(
     """Write an mmpretrain classifier as a timm folder, with a model card.
 
     Args:
-        classifier: ``ImageClassifier`` with a ``TimmClassificationBackbone``.
+        classifier: ``ImageClassifier`` with a ``TimmClassificationBackbone``, or a
+            ``MaskedAutoencoder``, whose encoder is written, without a head.
         cfg: Config of the run; its test pipeline gives the preprocessing.
         metainfo: ``metainfo`` of the data set; ``classes`` names the labels.
         folder: Folder for the files; existing ones are replaced.
@@ -178,7 +181,8 @@ def export_classifier(
         OSError: If the files cannot be written.
     """
     model = as_timm_model(classifier)
-    save_model(model, Path(folder), metainfo["classes"], preprocessing(cfg), facts)
+    names = metainfo["classes"] if num_classes(classifier) else None
+    save_model(model, Path(folder), names, preprocessing(cfg), facts)
 
 
 def forget_start(cfg: Config) -> None:

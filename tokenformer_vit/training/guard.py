@@ -248,14 +248,14 @@ def diverged(runner, what: str, iteration: int, lr: float) -> InputError:
 
 
 def check_dataset(dataset: Any, split: str, model: Any) -> None:
-    """Check that a data set has as many classes as the head, and images of each.
+    """Check that a data set has as many classes as the head, if any, and images of each.
 
     Raises:
         InputError: If it does not; the message gives both numbers, or the empty classes.
     """
     classes = dataset.metainfo.get("classes") or ()
     heads = {
-        "model.head.num_classes": model.head.num_classes,
+        "model.head.num_classes": getattr(model.head, "num_classes", None),  # MAE's has none
         "data_preprocessor.num_classes": model.data_preprocessor.num_classes,
     }
     for name, number in heads.items():
@@ -266,8 +266,8 @@ def check_dataset(dataset: Any, split: str, model: Any) -> None:
                 + " ".join(f"{key}={len(classes)}" for key in heads)
                 + "`, or give another --data-root"
             )
-    if not hasattr(dataset, "get_gt_labels"):
-        return  # a wrapper; mmpretrain has scanned its data set
+    if not classes or not hasattr(dataset, "get_gt_labels"):
+        return  # no labels, or a wrapper: mmpretrain has scanned its data set
     counts = Counter(dataset.get_gt_labels().tolist())
     empty = [name for index, name in enumerate(classes) if not counts[index]]
     if empty:

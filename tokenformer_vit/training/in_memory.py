@@ -118,8 +118,27 @@ class ImagesInMemory(_InMemory, CustomDataset):
     """mmpretrain's ``CustomDataset`` with its images in memory.
 
     Args:
+        share: Share of the images of each class, such as 0.1 to train with a tenth of the labels.
+            At least one image of each class is kept.
+        share_seed: Seed that chooses these images, whatever the seed of the run.
         **kwargs: As for ``CustomDataset``.
     """
+
+    def __init__(self, *args: Any, share: float = 1.0, share_seed: int = 0, **kwargs: Any) -> None:
+        self._share, self._share_seed = share, share_seed
+        super().__init__(*args, **kwargs)
+
+    def load_data_list(self) -> list[dict]:
+        """Find the images, and choose a share of each class; a larger share has them all."""
+        samples = super().load_data_list()
+        if self._share == 1:
+            return samples
+        labels, random = [s["gt_label"] for s in samples], np.random.default_rng(self._share_seed)
+        chosen: list[int] = []
+        for label in np.unique(labels):
+            own = random.permutation(np.flatnonzero(np.equal(labels, label)))
+            chosen += own[: max(1, round(self._share * len(own)))].tolist()
+        return [samples[index] for index in sorted(chosen)]
 
 
 @DATASETS.register_module()

@@ -39,8 +39,8 @@ def check_labels(cfg: Mapping[str, Any], path: str) -> None:
     dataset, model = cfg["train_dataloader"]["dataset"], cfg["model"]
     steps = [step.get("type") for step in dataset.get("pipeline", ())]
     head = model.get("head")
-    if head is None or steps[-1:] != ["PackLabels"]:
-        return
+    if head is None or head.get("type") == "MAEPretrainHead" or steps[-1:] != ["PackLabels"]:
+        return  # a masked autoencoder ignores the labels
     preprocessor = model.get("data_preprocessor") or cfg.get("data_preprocessor") or {}
     if (preprocessor.get("type"), head.get("type")) != ("LabelPreprocessor", "LabelHead"):
         raise InputError(

@@ -9,6 +9,7 @@ from mmengine.device import get_device
 from mmengine.hooks import EMAHook
 from mmengine.optim import OptimWrapper
 from mmengine.registry import HOOKS, OPTIM_WRAPPERS
+from mmpretrain.models.utils.attention import scaled_dot_product_attention_pyimpl
 from torch import nn
 
 
@@ -29,6 +30,8 @@ class AutocastOptimWrapper(OptimWrapper):
             for module in model.modules():
                 if getattr(module, "fused_attn", False):
                     module.fused_attn = False  # type: ignore[assignment]
+                elif hasattr(module, "scaled_dot_product_attention"):  # mmpretrain's name
+                    module.scaled_dot_product_attention = scaled_dot_product_attention_pyimpl  # type: ignore[assignment]
         with super().optim_context(model), torch.autocast(device, torch.bfloat16):
             yield
 

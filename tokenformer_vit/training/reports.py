@@ -21,7 +21,7 @@ from tokenformer_vit.records import TRAINING_PACKAGES, environment, write_record
 
 from .export import export_classifier, preprocessing, run_facts
 from .guard import unwrap
-from .metrics import VAL_LOSS
+from .metrics import RECONSTRUCTION, VAL_LOSS
 from .progress import dtype_of, samples_per_step
 
 BEFORE_RECORD = 99  # RecordHook has 100, mmengine's lowest priority
@@ -189,13 +189,15 @@ def draw_curves(
         losses = {s: math.log(r["perplexity"]) for s, r in val.items() if "perplexity" in r}
     if losses:
         loss.plot(list(losses), list(losses.values()), marker=".", label="validation")
-    loss.set(title="loss (nats)")
+    loss.set(title="loss" if RECONSTRUCTION in measured else "loss (nats)")
     # With several texts, one curve for each text, without the perplexity over all texts.
     names = {name: name.removeprefix("perplexity/") for name in texts[1:] or texts}
     kind = "validation perplexity"
     if not names:
         names = {"accuracy/top1": "top-1", "accuracy/top5": "top-5"}
         kind = "validation accuracy (%)"
+    if RECONSTRUCTION in measured:
+        names, kind = {RECONSTRUCTION: "reconstruction"}, "validation loss of masked patches"
     last = []
     for name, label in names.items():
         points = {step: record[name] for step, record in val.items() if name in record}

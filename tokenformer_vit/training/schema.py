@@ -201,6 +201,7 @@ class _TimmBackbone(_Backbone):
 class _Model(_Section):
     size_rule: SizeRule | None = None
     distillation: Distillation | None = None
+    mask_ratio: Between = 0.75
     backbone: _Backbone | None = None
     head: _Head | None = None
     data_preprocessor: _Preprocessor | None = None
@@ -234,6 +235,8 @@ class _LanguageModel(_Section):
 class _Dataset(_Section):
     data_root: Folders | None = None
     pipeline: Pipeline = [{}]
+    share: Factor = 1
+    share_seed: Seed = 0
 
 
 class _Loader(_Section):

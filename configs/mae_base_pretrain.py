@@ -1,0 +1,71 @@
+# MAE pre-training of TokenFormer-B/16 on ImageNet-1K, without labels.
+#
+# Paper:     none for TokenFormer; the recipe of MAE (arXiv:2111.06377, Table 8), 800 epochs
+# Batch:     4096 = 8 GPUs x 512
+# Hardware:  not run
+# Command:   torchrun --nproc_per_node=8 --no-python \
+#                tokenformer-vit train configs/mae_base_pretrain.py --launcher pytorch \
+#                --batch-size 512
+# Expected:  not run (fine-tuned as by mae_base_finetune.py, mmpretrain's ViT-B has 83.3 % top-1)
+_base_ = "imagenet_base.py"
+
+model = dict(
+    type="MaskedAutoencoder",
+    mask_ratio=0.75,
+    backbone=dict(drop_path_rate=0.0),
+    neck=dict(
+        _delete_=True,
+        type="MAEPretrainDecoder",
+        decoder_embed_dim=512,
+        decoder_depth=8,
+        decoder_num_heads=16,
+        mlp_ratio=4.0,
+        init_cfg=[
+            dict(type="Xavier", layer="Linear", distribution="uniform"),
+            dict(type="Constant", layer="LayerNorm", val=1.0, bias=0.0),
+        ],
+    ),
+    head=dict(
+        _delete_=True,
+        type="MAEPretrainHead",
+        norm_pix=True,
+        loss=dict(type="PixelReconstructionLoss", criterion="L2"),
+    ),
+    train_cfg=None,
+)
+data_preprocessor = dict(num_classes=None)
+train_pipeline = [
+    dict(type="LoadImage"),
+    dict(
+        type="SeededTransforms",
+        transforms=[
+            dict(
+                type="FastRandomResizedCrop",
+                scale=224,
+                crop_ratio_range=(0.2, 1.0),
+                interpolation="bicubic",
+            ),
+            dict(type="FastRandomFlip", prob=0.5),
+        ],
+    ),
+    dict(type="PackLabels"),
+]
+train_dataloader = dict(dataset=dict(pipeline=train_pipeline))
+val_evaluator = dict(_delete_=True, type="ReconstructionLoss", collect_device="gpu")
+test_evaluator = val_evaluator
+
+optim_wrapper = dict(
+    type="AutocastOptimWrapper",
+    optimizer=dict(lr=1.5e-4 * 4096 / 256, weight_decay=0.05),
+    paramwise_cfg=dict(custom_keys={".mask_token": dict(decay_mult=0.0)}),
+)
+param_scheduler = [
+    dict(type="LinearLR", start_factor=1e-9, by_epoch=True, end=40, convert_to_iter_based=True),
+    dict(
+        type="CosineAnnealingLR", eta_min=0.0, by_epoch=True, begin=40, convert_to_iter_based=True
+    ),
+]
+train_cfg = dict(max_epochs=800, val_interval=20)
+
+default_hooks = dict(ema=None, record=dict(metrics=["reconstruction"]))
+custom_hooks = [dict(type="ReconstructionHook")]

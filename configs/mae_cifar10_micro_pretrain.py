@@ -1,0 +1,49 @@
+# MAE pre-training of the TokenFormer of cifar10_micro on CIFAR-10, with patches of 4 px: an image
+# has 64 of them, 16 stay visible. Patches of 8 px would leave 4.
+#
+# Paper:     none
+# Data:      tokenformer-vit prepare-data CIFAR10_PARQUET_FOLDER data/cifar10
+# Batch:     128
+# Hardware:  one CPU core; not run in full
+# Command:   tokenformer-vit train configs/mae_cifar10_micro_pretrain.py
+# Expected:  not run
+_base_ = "cifar10_micro_50k.py"
+
+model = dict(
+    type="MaskedAutoencoder",
+    mask_ratio=0.75,
+    backbone=dict(patch_size=4),
+    neck=dict(
+        _delete_=True,
+        type="MAEPretrainDecoder",
+        decoder_embed_dim=64,
+        decoder_depth=1,  # as good as eight for fine-tuning (MAE, Table 1)
+        decoder_num_heads=2,
+        mlp_ratio=4.0,
+        init_cfg=[
+            dict(type="Xavier", layer="Linear", distribution="uniform"),
+            dict(type="Constant", layer="LayerNorm", val=1.0, bias=0.0),
+        ],
+    ),
+    head=dict(
+        _delete_=True,
+        type="MAEPretrainHead",
+        norm_pix=True,
+        loss=dict(type="PixelReconstructionLoss", criterion="L2"),
+    ),
+)
+data_preprocessor = dict(num_classes=None)
+val_evaluator = dict(_delete_=True, type="ReconstructionLoss", collect_device="gpu")
+test_evaluator = val_evaluator
+
+# A higher rate than MAE's 1.5e-4 x 128 / 256: the run is short.
+optim_wrapper = dict(paramwise_cfg=dict(custom_keys={".mask_token": dict(decay_mult=0.0)}))
+param_scheduler = [
+    dict(type="LinearLR", start_factor=1e-3, by_epoch=True, end=2, convert_to_iter_based=True),
+    dict(
+        type="CosineAnnealingLR", eta_min=0.0, by_epoch=True, begin=2, convert_to_iter_based=True
+    ),
+]
+train_cfg = dict(max_epochs=40, val_interval=4)
+default_hooks = dict(ema=None, record=dict(metrics=["reconstruction"]))
+custom_hooks = [dict(type="ReconstructionHook")]
