@@ -12,7 +12,7 @@ from tokenformer_vit.experiments.tables import main
 
 NAMES = (
     *("softmax", "layernorm", "gelu", "tau", "key_scale", "eps", "pairs", "fp8", "recipes"),
-    *("budget", "growth", "stages", "nested", "tuning"),
+    *("budget", "growth", "stages", "nested", "mae", "tuning"),
     *("lm_transformer", "lm_growth", "lm_stages", "growth_start"),
     *("lm_schedules", "lm_continue", "lm_languages"),
 )

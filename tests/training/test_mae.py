@@ -1,24 +1,14 @@
 """Pre-training by masked image modelling: what the encoder sees, the loss, and whole runs."""
 
-import json
 import math
-from pathlib import Path
 
-import numpy as np
 import pytest
-import timm
 import torch
 from mmengine.registry import DefaultScope
 from mmpretrain.models import MAE as StockMAE
-from mmpretrain.models import ClsBatchNormNeck
-from mmpretrain.registry import MODELS
-from PIL import Image
-from safetensors.torch import load_file
-from torch import nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models.checkpoints import load_model
-from tokenformer_vit.training import ImagesInMemory, MaskedAutoencoder
+from tokenformer_vit.training import MaskedAutoencoder
 from tokenformer_vit.training.config import load_config
 
 TOKENFORMER = {

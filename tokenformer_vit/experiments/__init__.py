@@ -17,6 +17,7 @@ from .image_models import (
 )
 from .language_models import LANGUAGE
 from .nested_sizes import Line, NestedSizes
+from .pretraining import Pretraining
 from .questions import Baseline, Question, Steps
 from .sweep import main
 from .texts import Texts
@@ -37,6 +38,7 @@ __all__ = [
     "NestedSizes",
     "Outside",
     "Part",
+    "Pretraining",
     "Question",
     "Shape",
     "Steps",

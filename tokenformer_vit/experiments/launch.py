@@ -153,6 +153,8 @@ def _end(started: _Started) -> str:
         record = collect(run)
         if "failed" in record:
             return f"{run.name} failed: {record['failed']}"
+        if not run.has_result:
+            return f"{run.name}: finished"
         measure = run.field.measure
         result = f"{measure.label} {record['final'][measure.name]:.2f} {measure.unit}"
         return f"{run.name}: {result}".rstrip()

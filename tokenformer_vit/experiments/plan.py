@@ -92,15 +92,18 @@ def plan(
             "options": options,
         }
         cfg = _with_part(question, cfg, part)
-        for lr in args.lr or [None]:
+        for lr in [None] if variant.prepares else args.lr or [None]:
             for seed in range(args.seeds):
                 from_lr = lr if starts is None else starts.get(variant.start or "", lr)
+                if variant.start is not None and question.named(variant.start).prepares:
+                    from_lr = None
                 before = runs.get((variant.start, from_lr, seed))
                 if before is None and variant.start is not None:
                     continue
                 own = {**about, "seed": seed}
                 run = _run(question, base, cfg, own, lr, before, args, variant.start_folder)
-                runs[variant.name, lr, seed] = replace(run, whole=whole)
+                has_result = not variant.prepares
+                runs[variant.name, lr, seed] = replace(run, whole=whole, has_result=has_result)
     return list(runs.values())
 
 
@@ -115,6 +118,13 @@ def _chosen(question: Question, base: dict[str, Any], args: argparse.Namespace) 
     if args.compile:
         question.field.part(cfg)["compile"] = True
     return cfg
+
+
+def changes_between(old: str, new: str) -> dict[str, Any]:
+    """Return the settings with which a config that inherits from ``old`` equals ``new``."""
+    with shipped_bases():
+        first, second = (Config.fromfile(find_config(path)).to_dict() for path in (old, new))
+    return difference(first, second)
 
 
 def _wanted(question: Question, names: list[str] | None) -> list[Variant]:
@@ -166,7 +176,7 @@ def _run(
     # A run starts from the config and the weights.
     beginning = {**base, "start": about["start"]} if "start" in about else base
     if before is not None:
-        field.start_from(cfg, shown(before.folder / start_folder))
+        question.start_from(cfg, shown(before.folder / start_folder))
         source = {key: before.about[key] for key in ("base", "settings")}
         beginning = {**base, "start": _digest(source)}
     name = f"{about['variant']}_seed{about['seed']}"

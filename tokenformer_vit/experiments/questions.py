@@ -73,6 +73,10 @@ class Question(ABC):
         """Return the weights that a variant starts from, for the record."""
         return {}
 
+    def start_from(self, cfg: Config, folder: str) -> None:
+        """Let a run start from the end of the run in a folder."""
+        self.field.start_from(cfg, folder)
+
     def end_of(self, part: Mapping[str, Any]) -> dict[str, Any]:
         """Return the config that builds the model at the end of a run from scratch."""
         return dict(part)

@@ -16,7 +16,8 @@ A record, ``OUT/<run>.json``, has what the training's own ``record.json`` has, a
     command               command of the sweep; training_command is that of the run
     taken_from            record of another question, which had already trained the same model
     failed                the error of a run that failed
-    final, best           {top1, top5} in %, after the last epoch and after the best one; for
+    final, best           {top1, top5} in %, after the last epoch and after the best one; empty if
+                          the run only makes weights for others; for
                           language {perplexity, and perplexity/<text> if there are several texts}
     validation            {epoch, top1}: lists, with flops where training FLOPs are counted; for
                           language {iteration, perplexity, ..., flops}
@@ -104,7 +105,10 @@ def collect(run: Run, failed: str | None = None) -> dict[str, Any]:
         **read_layers(run.folder / "diagnostics.jsonl"),
     }
     if failed is None and "final" not in record:
-        record["failed"] = f"its log has no validation {measure.name}"
+        if run.has_result:
+            record["failed"] = f"its log has no validation {measure.name}"
+        else:
+            record["final"] = {}
     _write(run, with_flops(run, record))
     return record
 
@@ -120,7 +124,7 @@ def with_flops(run: Run, record: dict[str, Any]) -> dict[str, Any]:
 
     They are those of CostHook, for a run that trains all of a model of one size.
     """
-    if record.keys() & {"flops", "trainable", "failed"}:
+    if record.keys() & {"flops", "trainable", "failed"} or not record["final"]:
         return record
     try:
         each = run.field.flops(run.whole)

@@ -32,12 +32,16 @@ def by_variant(variants: Sequence[Variant], records: Iterable[Record]) -> dict[V
 
 
 def best_lr(measure: Measure, records: Iterable[Record]) -> float | None:
-    """Return the learning rate with the best mean result, or None if all runs failed.
+    """Return the learning rate with the best mean result, or None if no run has a result.
 
     Only rates with the most finished runs are candidates: if some runs of a rate diverged, the mean
     of the other runs is too good.
     """
-    done = [(record["lr"], record["final"][measure.name]) for record in finished(records)]
+    done = [
+        (record["lr"], record["final"][measure.name])
+        for record in finished(records)
+        if record["final"]
+    ]
     rates = pd.DataFrame(done, columns=["lr", "result"]).groupby("lr").result.agg(["count", "mean"])
     means = rates.loc[rates["count"] == rates["count"].max(), "mean"]
     return max(means.index, key=lambda lr: measure.score(means[lr]), default=None)

@@ -37,6 +37,7 @@ class Run:
     work_dir: Path  # where the sweep works
     out: Path  # folder of the sweep's records
     whole: dict[str, Any]  # config that builds the model at the start of the run, without weights
+    has_result: bool = True  # or it only makes weights that others start from
     same_training: bool = False  # earlier versions of the sweep's config trained the same
 
     @property

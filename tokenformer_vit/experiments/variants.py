@@ -93,6 +93,7 @@ class Variant:
     text: str | None = None  # folder of the text to train on, where a question has several
     against: tuple[tuple[str, str], ...] = ()  # heading of a column, name of the other variant
     line: str | None = None  # line of a chart that it is a point of
+    prepares: bool = False  # trains weights that others start from, and has no result of its own
 
 
 def arguments(**new: Any) -> ModelChange:

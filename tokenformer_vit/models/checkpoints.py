@@ -343,7 +343,11 @@ def _load(
         own = model.state_dict()
         if new_head and "fc_norm.weight" in own and "norm.weight" in state_dict:
             state_dict = {
-                **{name: value for name, value in state_dict.items() if name.split(".")[0] != "norm"},
+                **{
+                    name: value
+                    for name, value in state_dict.items()
+                    if name.split(".")[0] != "norm"
+                },
                 **{name: value for name, value in own.items() if name.startswith("fc_norm.")},
             }
         faults = model_faults(own, state_dict)

@@ -1,0 +1,81 @@
+"""Pre-training happens once a seed; classifiers start from it, or train as long from scratch."""
+
+import json
+
+import pytest
+from mae import QUESTION as MAE
+
+from tokenformer_vit.experiments.sweep import sweep
+from tokenformer_vit.training.config import load_config
+
+# Stands in for a training: a pre-training has no accuracy.
+TRAINER = """
+import json, sys
+from pathlib import Path
+
+config, folder = Path(sys.argv[1]), Path(sys.argv[3])
+with open(config.parent / "starts.txt", "a") as file:
+    file.write(f"{config.stem}\\n")
+scope = {}
+exec(config.read_text(), scope)
+result = {"reconstruction": 0.5} if "mae_seed" in config.stem else {"accuracy/top1": 40.0}
+if "mae_tenth" in config.stem:
+    result["accuracy/top1"] += 10 * ("lr0.002" in config.stem)
+logs = folder / "20260101_000000" / "vis_data"
+logs.mkdir(parents=True)
+(logs / "scalars.json").write_text(json.dumps({**result, "step": 8}))
+(folder / "model.safetensors").touch()
+record = {"command": "python train.py", "commit": "abc", "seconds": 60.0, "processes": 1}
+epochs = scope.get("train_cfg", {}).get("max_epochs", 2)
+record |= {"epochs": epochs, "iterations": 8, "resumed_at_iteration": 0}
+record |= {"hardware": "a CPU", "dtype": "float32", "images_per_step": 32, **result}
+share = scope.get("train_dataloader", {}).get("dataset", {}).get("share", 1)
+(folder / "record.json").write_text(json.dumps({**record, "train_images": int(1000 * share)}))
+"""
+
+
+@pytest.fixture
+def words(tmp_path, config, digits):
+    text = config.read_text().replace("digits_demo.py", "digits_demo_in_memory.py")
+    config.write_text(f"{text}train_dataloader['dataset'] = dict(share=1.0)\n")
+    options = {"config": config, "data-root": digits, "work-dir": tmp_path / "work"}
+    options["out"] = tmp_path / "results" / "mae_small"
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def test_classifiers_start_from_the_pre_training_of_their_seed(tmp_path, words, replace_training):
+    started = replace_training(TRAINER)
+    names = ["ours_scratch_tenth", "ours_mae_tenth", "ours_mae_all"]
+    rates = ["--lr", "0.001", "0.002", "--lr-seeds", "1", "--seeds", "2"]
+    sweep(MAE, [*words, "--variants", *names, *rates])
+    of_mae = ["ours_mae_seed0", "ours_mae_seed1"]
+    assert [name for name in started() if "mae_seed" in name] == of_mae
+    assert "ours_mae_tenth_seed1_lr0.002" in started()  # the best rate of the first seed
+    assert "ours_mae_tenth_seed1" not in started()
+
+    def trained(name):
+        return load_config(tmp_path / "work" / f"{name}.py")
+
+    pretraining = trained("ours_mae_seed1")
+    assert pretraining.model.type == "MaskedAutoencoder"
+    assert pretraining.model.backbone.checkpoint_path == ""
+    tuned = trained("ours_mae_tenth_seed1_lr0.002")
+    assert tuned.model.type == "ImageClassifier"
+    weights = tuned.model.backbone.checkpoint_path
+    assert weights == "work/ours_mae_seed1/model.safetensors"
+    assert tuned.train_dataloader.dataset.share == 0.1
+    scratch = trained("ours_scratch_tenth_seed0")
+    assert scratch.model.backbone.checkpoint_path == ""
+    both = pretraining.train_cfg.max_epochs + tuned.train_cfg.max_epochs
+    assert scratch.train_cfg.max_epochs == both
+    assert scratch.optim_wrapper.paramwise_cfg.layer_decay_rate == 1.0
+
+    paths = (tmp_path / "results" / "mae_small").glob("*.json")
+    records = [json.loads(path.read_text()) for path in paths]
+    assert len(records) == len(started()) == 11
+    table = MAE.table(records)
+    assert "TokenFormer, MAE, 10% of the labels" in table
+    assert "| TokenFormer, MAE |" not in table
+    row = next(line for line in table.splitlines() if "MAE, 10%" in line)
+    assert "| 100 | 10 | 0.002 | 50.00 ± 0.00 (n = 2) | – | +10.00 ± 0.00 (n = 2) |" in row
+    MAE.draw(records)
