@@ -40,9 +40,7 @@ test_evaluator = val_evaluator
 optim_wrapper = dict(paramwise_cfg=dict(custom_keys={".mask_token": dict(decay_mult=0.0)}))
 param_scheduler = [
     dict(type="LinearLR", start_factor=1e-3, by_epoch=True, end=2, convert_to_iter_based=True),
-    dict(
-        type="CosineAnnealingLR", eta_min=0.0, by_epoch=True, begin=2, convert_to_iter_based=True
-    ),
+    dict(type="CosineAnnealingLR", eta_min=0.0, by_epoch=True, begin=2, convert_to_iter_based=True),
 ]
 train_cfg = dict(max_epochs=40, val_interval=4)
 default_hooks = dict(ema=None, record=dict(metrics=["reconstruction"]))

@@ -23,7 +23,8 @@ if "mae_tenth" in config.stem:
     result["accuracy/top1"] += 10 * ("lr0.002" in config.stem)
 logs = folder / "20260101_000000" / "vis_data"
 logs.mkdir(parents=True)
-(logs / "scalars.json").write_text(json.dumps({**result, "step": 8}))
+lines = {"loss": 1.0, "iter": 4, "step": 4}, {**result, "step": 2}
+(logs / "scalars.json").write_text("\\n".join(map(json.dumps, lines)))
 (folder / "model.safetensors").touch()
 record = {"command": "python train.py", "commit": "abc", "seconds": 60.0, "processes": 1}
 epochs = scope.get("train_cfg", {}).get("max_epochs", 2)
