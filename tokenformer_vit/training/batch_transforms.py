@@ -125,9 +125,10 @@ class _ResizedCrop:
                 starts, sides, images.shape[2:], self._size, strict=True
             )
         )
-        # In float64 the rounding of a product does not show, whatever the size of the batch.
-        resized = rows[:, None] @ images.double() @ columns[:, None].mT
-        return resized.round_().clamp_(0, 255).to(torch.uint8)
+        # In float64 the rounding of a product does not show, whatever the size of the batch. As
+        # Pillow does to enlarge, the first direction is horizontal, and its result is rounded.
+        wide = (images.double() @ columns[:, None].mT).round_().clamp_(0, 255)
+        return (rows[:, None] @ wide).round_().clamp_(0, 255).to(torch.uint8)
 
     def _boxes(self, draws: Tensor, whole: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Return heights and widths, tops and lefts of the crops, (N,) float64 whole numbers."""
@@ -291,13 +292,19 @@ def _gray(images: Tensor) -> Tensor:
 
 
 def _blur(operation: Any, images: Tensor, radii: Tensor) -> Tensor:
-    """Blur each image by a Gaussian, which Pillow approximates by three box filters."""
-    reach = ceil(4 * max(operation.magnitude_range or [operation.radius]))
-    weights = [torch.exp(-((offset / radii) ** 2) / 2) for offset in range(-reach, reach + 1)]
-    blurred = images / sum(weights) ** 2
-    for dim, padding in ((2, (0, 0, reach, reach)), (3, (reach, reach, 0, 0))):
+    """Blur as Pillow does: three box filters in each direction, with the variance of a Gaussian."""
+    variances = radii**2 / 3
+    whole = (((12 * variances + 1).sqrt() - 1) / 2).floor()
+    part = (2 * whole + 1) * (whole * (whole + 1) - 3 * variances)
+    sides = whole + part / (6 * (variances - (whole + 1) ** 2))  # from the middle of a box
+    reach = ceil(max(operation.magnitude_range or [operation.radius]))
+    weights = [
+        (sides + 1 - abs(place)).clamp(0, 1) / (2 * sides + 1) for place in range(-reach, reach + 1)
+    ]
+    blurred = images.float()
+    for dim, padding in 3 * [(3, (reach, reach, 0, 0))] + 3 * [(2, (0, 0, reach, reach))]:
         padded = pad(blurred, padding, mode="replicate")
-        parts = (padded.narrow(dim, i, images.shape[dim]) for i in range(2 * reach + 1))
+        parts = (padded.narrow(dim, start, images.shape[dim]) for start in range(2 * reach + 1))
         # A sum one by one, and no convolution, whose rounding depends on the size of the batch.
         blurred = sum(part * weight for part, weight in zip(parts, weights, strict=True))
     return blurred.round_().clamp_(0, 255).to(torch.uint8)
