@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import LayerNorm
+from timm.layers import LayerNorm, RmsNorm, RotaryEmbeddingCat
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer import checkpoint_filter_fn as vit_checkpoint_filter_fn
-from torch import Tensor
+from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.layers import BlockLayerNorm, Pattention, TokenFormerBlock
+from tokenformer_vit.layers import BlockNorm, Pattention, TokenFormerBlock
 from tokenformer_vit.layers.arguments import Counts, counts_by_block, model_pattention_args
 from tokenformer_vit.layers.block import TIMM_ONLY, token_arguments
 from tokenformer_vit.layers.segments import fuse_state_dict
@@ -47,7 +47,8 @@ class TokenFormerViT(VisionTransformer):
     Args:
         theta: Name of the Θ variant, a key of ``tokenformer_vit.ops.THETAS``.
         norm: Parameters of the LayerNorms inside blocks: ``none``, ``bias`` or ``weight+bias``
-            (Table 5). The final norm always has both.
+            (Table 5). The final norm always has both. ``rms`` for RMSNorms without parameters
+            inside blocks, and a final RMSNorm with a weight.
         num_qkv_param_tokens: Number of pairs in each query, key and value projection; default
             ``embed_dim``. A list has a number for each block.
         num_proj_param_tokens: Number of pairs in each output projection; default ``embed_dim``.
@@ -60,8 +61,12 @@ class TokenFormerViT(VisionTransformer):
         nested: Smaller sizes that are trained as well, such as ``(0.25, 0.5)`` for the first
             quarter and the first half of the pairs of every layer; see :meth:`set_size`. Each has
             its own τ.
+        use_rot_pos_emb: Also give patches rotary positions by row and column, in each head. Class
+            and register tokens are not rotated. ``pos_embed="none"`` removes the learned positions.
+        rope_temperature: Base of the rotary frequencies.
         embed_dim: Width C.
         depth: Number of blocks.
+        num_heads: Number of heads.
         weight_init: timm's initialisation of the stem and the head. Parameter tokens are always
             drawn as :class:`~tokenformer_vit.layers.Pattention` describes.
         **kwargs: Other arguments of timm's ``VisionTransformer``, except those of linear layers
@@ -73,8 +78,9 @@ class TokenFormerViT(VisionTransformer):
     Raises:
         TypeError: If an argument is unknown or belongs to linear layers.
         InputError: If ``theta``, ``norm``, ``global_pool`` or a key of ``pattention_args`` is
-            unknown, a value of ``pattention_args`` or ``nested`` is out of range, or a list of
-            numbers of pairs has another length than ``depth``.
+            unknown, a value of ``pattention_args`` or ``nested`` is out of range, a list of
+            numbers of pairs has another length than ``depth``, or rotary positions do not fit the
+            width of a head or ``patch_drop_rate``.
 
     Shape:
         (B, in_chans, H, W) -> (B, num_classes).
@@ -93,8 +99,11 @@ class TokenFormerViT(VisionTransformer):
         num_ffn_param_tokens: Counts = None,
         pattention_args: dict[str, Any] | None = None,
         nested: Sequence[Size] = (),
+        use_rot_pos_emb: bool = False,
+        rope_temperature: float = 10000.0,
         embed_dim: int = 768,
         depth: int = 12,
+        num_heads: int = 12,
         weight_init: str = "",
         **kwargs: Any,
     ) -> None:
@@ -125,11 +134,28 @@ class TokenFormerViT(VisionTransformer):
         super().__init__(
             embed_dim=embed_dim,
             depth=depth,
+            num_heads=num_heads,
             weight_init=weight_init,  # type: ignore[arg-type]
             block_fn=block_fn,  # type: ignore[arg-type]
-            norm_layer=partial(LayerNorm, eps=1e-6),  # type: ignore[arg-type]
+            norm_layer=partial(RmsNorm if norm == "rms" else LayerNorm, eps=1e-6),  # type: ignore[arg-type]
             **kwargs,
         )
+        self.rope: RotaryEmbeddingCat | None = None
+        if use_rot_pos_emb:
+            _check_rotation(embed_dim, num_heads, kwargs.get("patch_drop_rate"))
+            self.rope = RotaryEmbeddingCat(
+                embed_dim // num_heads,
+                temperature=rope_temperature,
+                in_pixels=False,
+                feat_shape=self.patch_embed.grid_size,
+                rotate_half=True,  # compiled for a CPU twice as fast as rotated neighbours
+                device=kwargs.get("device"),
+                dtype=kwargs.get("dtype"),
+            )
+            for attn in (block.attn for block in self.blocks):
+                attn.rope, attn.num_prefix_tokens = self.rope, self.num_prefix_tokens
+            if self.dynamic_img_size:  # TorchScript has no super(), which an override would call
+                self.patch_embed.register_forward_hook(self._follow_grid)
         for layer in self.modules():
             if isinstance(layer, Pattention):
                 layer.of_model = True
@@ -142,7 +168,7 @@ class TokenFormerViT(VisionTransformer):
 
     @torch.jit.ignore()
     def set_backend(self, backend: str) -> None:
-        """Choose the implementation of Pattention and LayerNorm in all blocks.
+        """Choose the implementation of Pattention and norms in all blocks.
 
         Like ``set_grad_checkpointing``, it is not saved with the model.
 
@@ -154,7 +180,7 @@ class TokenFormerViT(VisionTransformer):
         """
         check_backend(backend)
         for module in self.blocks.modules():
-            if isinstance(module, BlockLayerNorm | Pattention):
+            if isinstance(module, BlockNorm | Pattention):
                 module.backend = backend
 
     @torch.jit.ignore()
@@ -192,6 +218,22 @@ class TokenFormerViT(VisionTransformer):
         if nested := self.sizes[:-1]:
             args["nested"] = nested
 
+    def set_input_size(
+        self,
+        img_size: tuple[int, int] | None = None,
+        patch_size: tuple[int, int] | None = None,
+    ) -> None:
+        """Change the size of images and patches; learned and rotary positions follow."""
+        super().set_input_size(img_size, patch_size)
+        if self.rope is not None:
+            self.rope.update_feat_shape(self.patch_embed.grid_size)  # type: ignore[arg-type]
+
+    @torch.jit.ignore()
+    def _follow_grid(self, _module: nn.Module, _images: tuple[Tensor], patches: Tensor) -> None:
+        """Fit the rotary positions to (B, H, W, C) patches."""
+        with torch.inference_mode(False):  # a later training also reads the new positions
+            self.rope.update_feat_shape(tuple(patches.shape[1:3]))  # type: ignore
+
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the head by a new one; also the pooling, if it is given."""
         _check_pool(global_pool)
@@ -207,6 +249,19 @@ class TokenFormerViT(VisionTransformer):
         raise InputError(
             f"{checkpoint_path} is a NumPy checkpoint of an ordinary ViT: give the .safetensors or "
             ".pth file of a TokenFormer"
+        )
+
+
+def _check_rotation(width: int, num_heads: int, patch_drop_rate: float | None) -> None:
+    if width // num_heads % 4:
+        raise InputError(
+            f"use_rot_pos_emb needs heads of a width that 4 divides, but embed_dim {width} and "
+            f"num_heads {num_heads} give {width // num_heads}: choose another num_heads"
+        )
+    if patch_drop_rate:
+        raise InputError(
+            f"patch_drop_rate {patch_drop_rate} drops patches, and use_rot_pos_emb=True needs all "
+            "of them in order: set patch_drop_rate=0"
         )
 
 
