@@ -1,6 +1,7 @@
 """Every config builds what it says; configs of the paper have every number of its recipe."""
 
 import copy
+import functools
 import math
 import re
 from contextlib import suppress
@@ -37,6 +38,14 @@ PAPER = {
     "imagenet_large_matched": ("tokenformer_large_matched", 24, 1024, 200, 0.2, 304_007_144),
 }
 PEAK, FLOOR = 1.6e-3, 1e-5
+# Name: backbone, side in pixels, drop path, highest rate, parameters.
+DEIT3 = {
+    "deit3_small": ("tokenformer_small", 224, 0.05, 4e-3, 29_077_480),
+    "deit3_base": ("tokenformer_base", 192, 0.2, 3e-3, 114_737_128),
+    "deit3_large": ("tokenformer_large", 192, 0.45, 3e-3, 404_665_320),
+    "deit3_base_224": ("tokenformer_base", 224, 0.2, 1e-5, 114_777_064),
+    "deit3_large_224": ("tokenformer_large", 224, 0.45, 1e-5, 404_718_568),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +54,13 @@ def scope():
         yield
 
 
-def load(name):
+@functools.cache
+def read(name):
     return load_config(CONFIGS / f"{name}.py")
+
+
+def load(name):
+    return copy.deepcopy(read(name))
 
 
 def build_model(cfg):
@@ -55,8 +69,8 @@ def build_model(cfg):
     A config that starts from the weights of another run is built with random weights.
     """
     model = copy.deepcopy(cfg.model)
-    tuned = model.backbone.pop("checkpoint_path")
-    with torch.device("cpu" if tuned else "meta"):  # growth looks at the weights
+    model.backbone.pop("checkpoint_path")
+    with torch.device("cpu" if "growth" in model.backbone else "meta"):  # it looks at the weights
         return MODELS.build({"data_preprocessor": cfg.data_preprocessor, **model})
 
 
@@ -64,7 +78,10 @@ def flat(pipeline):
     """List the transforms by type, those in SeededTransforms included."""
     steps = {}
     for step in pipeline:
-        steps |= {step.type: step, **flat(step.get("transforms", ()))}
+        if isinstance(step, list):  # a choice of RandomChoice
+            steps |= flat(step)
+        else:
+            steps |= {step.type: step, **flat(step.get("transforms", ()))}
     return steps
 
 
@@ -304,6 +321,108 @@ def test_recipe_of_the_paper(name):
     for stated, standard in ((preprocessor.mean, IMAGENET_MEAN), (preprocessor.std, IMAGENET_STD)):
         assert stated == pytest.approx([255 * value for value in standard])
     assert (preprocessor.num_classes, preprocessor.to_rgb) == (1000, True)
+
+
+@pytest.mark.parametrize("name", DEIT3)
+def test_recipe_of_deit3(name):
+    cfg, second = load(name), name.endswith("_224")
+    model_name, side, drop_path, peak, parameters = DEIT3[name]
+    model = build_model(cfg)
+    backbone = model.backbone.model
+    assert cfg.model.backbone.model_name == model_name
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    assert backbone.patch_embed.img_size == (side, side)
+    assert backbone.patch_embed.patch_size == (16, 16)
+    assert backbone.pos_embed.shape[1] == (side // 16) ** 2  # none for the class token
+    assert backbone.global_pool == "token"
+    for block in backbone.blocks:
+        assert block.drop_path1.drop_prob == block.drop_path2.drop_prob == drop_path
+        assert block.ls1.gamma.shape == block.ls2.gamma.shape == (backbone.embed_dim,)
+    assert cfg.model.backbone.init_values == 1e-4
+    assert not {key for key in cfg.model.backbone if "drop_rate" in key}
+
+    optimizer = dict(cfg.optim_wrapper.optimizer)
+    assert optimizer.pop("lr") == peak
+    assert optimizer == (
+        {"type": "AdamW", "weight_decay": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "fused": None}
+        if second
+        else {
+            "type": "timm.optim.Lamb",
+            "weight_decay": 0.05,
+            "betas": (0.9, 0.999),
+            "eps": 1e-8,
+            "max_grad_norm": 1.0,
+        }
+    )
+    assert "clip_grad" not in cfg.optim_wrapper
+    assert cfg.auto_scale_lr == {"base_batch_size": 512 if second else 2048, "enable": False}
+    warmup, cosine = cfg.param_scheduler
+    assert (warmup.type, warmup.end, warmup.by_epoch) == ("LinearLR", 5, True)
+    assert warmup.start_factor * peak == pytest.approx(1e-6, rel=1e-12)
+    assert cosine == {"type": "CosineAnnealingLR", "eta_min": FLOOR, "by_epoch": True, "begin": 5}
+    assert cfg.train_cfg.max_epochs == (20 if second else 800)
+    assert cfg.default_hooks.ema == {
+        "type": "AccumulationEMAHook",
+        "momentum": pytest.approx(1 - 0.99996, rel=1e-9),
+        "validated": False,
+    }
+
+    if second:
+        loss = {"type": "LabelSmoothLoss", "label_smooth_val": 0.1, "mode": "original"}
+        start = f"work_dirs/{name.removesuffix('_224')}/model.safetensors"
+        assert cfg.model.backbone.checkpoint_path == start
+        init = {"type": "Pretrained", "checkpoint": start, "prefix": "head."}
+    else:
+        loss = {"type": "BinaryCrossEntropy", "smoothing": 0.0, "target_threshold": 0.0}
+        init = {"type": "TruncNormal", "layer": "Linear", "std": 0.02}
+    assert (cfg.model.head.loss, cfg.model.head.init_cfg) == (loss, init)
+    assert cfg.model.train_cfg.augments == [
+        {"type": "Mixup", "alpha": 0.8},
+        {"type": "CutMix", "alpha": 1.0},
+    ]  # one of them for each batch, equally often
+    assert cfg.train_dataloader.sampler.repeats == (1 if second else 3)
+    assert cfg.train_dataloader.drop_last
+    train = flat(cfg.train_dataloader.dataset.pipeline)
+    crop = train["FastRandomResizedCrop"]
+    assert (crop.scale, crop.crop_ratio_range, crop.interpolation) == (side, (0.08, 1), "bicubic")
+    assert train["FastRandomFlip"].prob == 0.5
+    assert "RandomErasing" not in train
+    if second:
+        reference = flat(load("imagenet_base").train_dataloader.dataset.pipeline)
+        assert train["FastRandAugment"] == reference["FastRandAugment"]  # its values: see above
+        assert len(train) == 6
+    else:
+        choice = train["RandomChoice"]
+        assert [[step.type for step in steps] for steps in choice.transforms] == [
+            ["ColorTransform"],
+            ["Solarize"],
+            ["GaussianBlur"],
+        ]
+        assert all(steps[0].prob == 1 for steps in choice.transforms)
+        gray = train["ColorTransform"]
+        assert (gray.magnitude, gray.random_negative_prob) == (-1, 0)
+        assert train["Solarize"].thr == 128
+        blur = train["GaussianBlur"]
+        assert (blur.magnitude_range, blur.magnitude_std) == ((0.1, 2.0), "inf")
+        jitter = train["FastColorJitter"]
+        assert (jitter.brightness, jitter.contrast, jitter.saturation) == (0.3, 0.3, 0.3)
+        assert list(train)[-2:] == ["FastColorJitter", "PackLabels"]
+    for loader in (cfg.val_dataloader, cfg.test_dataloader):
+        evaluation = flat(loader.dataset.pipeline)
+        assert list(evaluation) == ["LoadImage", "FastCenterCrop", "PackInputs"]
+        assert evaluation["FastCenterCrop"].scale == evaluation["FastCenterCrop"].crop_size == side
+
+
+def test_learning_rate_of_deit3(tmp_path):
+    cfg = load_config(CONFIGS / "deit3_small.py", {"train_cfg.max_epochs": 20})
+    peak = cfg.optim_wrapper.optimizer.lr
+    seen = learning_rates("deit3_small_rates", cfg, 4, tmp_path)
+    assert seen[0] == pytest.approx(1e-6)
+    assert np.diff(seen[:20], n=2) == pytest.approx(0, abs=1e-12)  # a straight line
+    assert seen[19] == pytest.approx(peak)
+    along = np.repeat(np.arange(15) / 15, 4)
+    cosine = FLOOR + (peak - FLOOR) * (1 + np.cos(np.pi * along)) / 2
+    assert seen[20:] == pytest.approx(cosine, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", PAPER)

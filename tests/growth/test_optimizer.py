@@ -39,6 +39,7 @@ def step(model, optimizer, times=1):
 OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, amsgrad=True),
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+    "lamb": lambda params: timm.optim.Lamb(params, lr=1e-3),
 }
 
 
@@ -130,6 +131,15 @@ def test_new_pairs_have_a_learning_rate_of_their_own():
     everything = [p for each in optimizer.param_groups for p in each["params"]]
     assert {id(p) for p in everything} == {id(p) for p in model.parameters()}
     step(model, optimizer)
+
+
+def test_a_new_group_counts_its_own_steps():
+    model = build()
+    optimizer = OPTIMIZERS["lamb"](groups(model))  # counts the steps of a group
+    step(model, optimizer, 2)
+    grow(model, num_ffn_param_tokens=96, optimizer=optimizer, new_lr_scale=10.0)
+    step(model, optimizer)
+    assert [int(group["step"]) for group in optimizer.param_groups] == [3, 3, 3]
 
 
 def test_pending_gradients_are_carried_over():

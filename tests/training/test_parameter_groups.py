@@ -4,12 +4,16 @@ import copy
 from types import SimpleNamespace
 
 import pytest
+import timm.optim
 import torch
 from mmengine.optim import LinearLR, OptimWrapper, build_optim_wrapper
 from mmengine.registry import DefaultScope
 from mmpretrain.registry import MODELS
 
+from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import optimizer as carrying
+from tokenformer_vit.models import timm_state_dict
+from tokenformer_vit.training.backbone import as_timm_model
 from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.parameter_groups import fit_groups, merge_separate_groups
 
@@ -86,6 +90,30 @@ def test_steps_are_those_of_the_stock_constructors_to_the_last_bit(
 def test_the_config_of_an_optimiser_has_the_last_word(config, optimizer, expected):
     _, made = make(config, "MergedOptimWrapperConstructor", optimizer=optimizer)
     assert {key: made.defaults[key] for key in expected} == expected
+
+
+def test_an_optimiser_of_timm_takes_the_steps_that_timm_makes(config):
+    own = {"type": "timm.optim.Lamb", "lr": 3e-3, "betas": (0.9, 0.999), "weight_decay": 0.05}
+    model, optimizer = make(config, "MergedOptimWrapperConstructor", optimizer=own)
+    assert type(optimizer) is timm.optim.Lamb
+    assert len(optimizer.param_groups) == 2
+    other = as_timm_model(model)
+    names = timm_state_dict(dict(model.named_parameters()))
+    stock = timm.optim.create_optimizer_v2(other, "lamb", lr=3e-3, weight_decay=0.05, eps=1e-8)
+    for _ in range(3):
+        for name, parameter in other.named_parameters():
+            names[name].grad = torch.randn_like(parameter)
+            parameter.grad = names[name].grad.clone()
+        optimizer.step()
+        stock.step()
+    for name, parameter in other.named_parameters():
+        torch.testing.assert_close(names[name], parameter)
+
+
+def test_an_unknown_optimiser_is_named(config):
+    for name in ("timm.optim.Lmb", "Lmb"):
+        with pytest.raises(InputError, match=rf"type is {name}, .*timm\.optim\.Lamb"):
+            make(config, "MergedOptimWrapperConstructor", optimizer={"type": name})
 
 
 def test_the_state_of_a_group_for_each_parameter_is_taken_over(config):

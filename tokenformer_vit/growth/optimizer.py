@@ -130,7 +130,12 @@ def _join(
     lr_scale: float,
 ) -> dict[str, Any]:
     """Add a parameter to one of the other groups, or to a new one, and return this group."""
-    settings = {key: value for key, value in template.items() if key not in _OF_PARAMETERS}
+    # Some of timm's optimizers count the steps of a group in a tensor, which groups must not share.
+    settings = {
+        key: value.clone() if isinstance(value, Tensor) else value
+        for key, value in template.items()
+        if key not in _OF_PARAMETERS
+    }
     for key in ("lr", "initial_lr"):
         if key in settings:
             settings[key] = settings[key] * lr_scale

@@ -56,6 +56,8 @@ class TokenFormerViT(VisionTransformer):
             ``key_init_scale``, ``gate`` and ``init`` (``released``: initial parameter tokens as in
             the authors' code); see :class:`~tokenformer_vit.layers.Pattention` and
             :func:`~tokenformer_vit.layers.arguments.model_pattention_args`.
+        drop_path_uniform: Give all blocks ``drop_path_rate``; by default it rises from 0 in the
+            first block to that rate in the last.
         nested: Smaller sizes that are trained as well, such as ``(0.25, 0.5)`` for the first
             quarter and the first half of the pairs of every layer; see :meth:`set_size`. Each has
             its own τ.
@@ -96,6 +98,7 @@ class TokenFormerViT(VisionTransformer):
         num_proj_param_tokens: Counts = None,
         num_ffn_param_tokens: Counts = None,
         pattention_args: dict[str, Any] | None = None,
+        drop_path_uniform: bool = False,
         nested: Sequence[Size] = (),
         use_rot_pos_emb: bool = False,
         rope_temperature: float = 10000.0,
@@ -122,6 +125,8 @@ class TokenFormerViT(VisionTransformer):
         gain = 1 / math.sqrt(2 * max(depth, 1))
 
         def block_fn(depth: int, **own: Any) -> TokenFormerBlock:  # timm gives the block's index
+            if drop_path_uniform:
+                own["drop_path"] = kwargs.get("drop_path_rate", 0.0)
             return TokenFormerBlock(
                 **own,
                 **counts[depth],

@@ -38,6 +38,7 @@ from .compression import CompressionHook
 from .diagnostics import DiagnosticsHook, read_diagnostics
 from .fast_transforms import (
     FastCenterCrop,
+    FastColorJitter,
     FastRandAugment,
     FastRandomFlip,
     FastRandomResizedCrop,
@@ -46,7 +47,7 @@ from .growth import CostHook, GrowthHook
 from .guard import GuardHook
 from .hugging_face import HuggingFaceImages
 from .in_memory import HuggingFaceImagesInMemory, ImagesInMemory
-from .labels import LabelHead, LabelPreprocessor, PackLabels
+from .labels import BinaryCrossEntropy, LabelHead, LabelPreprocessor, PackLabels
 from .loop import EndlessSampler, ResumableEpochLoop, ResumableIterLoop, ResumableSampler
 from .lora import LoRABackbone
 from .metrics import AccuracyAndLoss
@@ -64,6 +65,7 @@ __all__ = [
     "AccuracyAndLoss",
     "AtomicLocalBackend",
     "AutocastOptimWrapper",
+    "BinaryCrossEntropy",
     "CompressingDataParallel",
     "CompressionHook",
     "CostHook",
@@ -73,6 +75,7 @@ __all__ = [
     "ExactCheckpointHook",
     "ExportHook",
     "FastCenterCrop",
+    "FastColorJitter",
     "FastRandAugment",
     "FastRandomFlip",
     "FastRandomResizedCrop",

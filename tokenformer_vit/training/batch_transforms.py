@@ -5,16 +5,20 @@ operation are changed by one call.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import permutations
+from math import ceil, log
 from typing import Any
 
 import torch
-from mmcv.transforms import RandomFlip
+from mmcv.transforms import RandomChoice, RandomFlip
 from mmpretrain.datasets import transforms as stock
 from torch import Tensor
-from torch.nn.functional import grid_sample
+from torch.nn.functional import grid_sample, pad
 from torchvision.transforms.v2 import functional
 
 from tokenformer_vit.errors import InputError
+
+from .fast_transforms import JITTER
 
 __all__ = ["BatchTransforms", "without_waiting"]
 
@@ -28,8 +32,9 @@ class BatchTransforms:
     ``Sharpness`` leaves the border of one pixel as it is, as Pillow does.
 
     Args:
-        transforms: ``RandomCrop``, ``RandomFlip``, ``RandAugment``, or one of the operations that
-            ``RandAugment`` chooses from, such as ``Rotate``.
+        transforms: ``RandomCrop``, ``RandomResizedCrop``, ``RandomFlip``, ``ColorJitter``,
+            ``RandAugment``, ``GaussianBlur``, one of the operations that ``RandAugment`` chooses
+            from, such as ``Rotate``, or ``RandomChoice`` of such operations.
 
     Attributes:
         num_draws: Random numbers that each image needs.
@@ -104,6 +109,88 @@ class _Flip:
         return torch.where(flipped[:, :, None, None], self._flip(images), images)
 
 
+class _ResizedCrop:
+    def __init__(self, transform: stock.RandomResizedCrop) -> None:
+        if transform.interpolation != "bicubic":
+            raise _unsupported("RandomResizedCrop", f"interpolation={transform.interpolation!r}")
+        self._size, self._shares = transform.scale, transform.crop_ratio_range
+        self._aspects = transform.aspect_ratio_range
+        self.num_draws = 2 * transform.max_attempts + 2
+
+    def __call__(self, images: Tensor, draws: Tensor) -> Tensor:
+        sides, starts = self._boxes(draws, torch.tensor(images.shape[2:], dtype=torch.double))
+        rows, columns = (
+            _resize_matrices(start, side, old, new, images.device)
+            for start, side, old, new in zip(
+                starts, sides, images.shape[2:], self._size, strict=True
+            )
+        )
+        # In float64 the rounding of a product does not show, whatever the size of the batch. As
+        # Pillow does to enlarge, the first direction is horizontal, and its result is rounded.
+        wide = (images.double() @ columns[:, None].mT).round_().clamp_(0, 255)
+        return (rows[:, None] @ wide).round_().clamp_(0, 255).to(torch.uint8)
+
+    def _boxes(self, draws: Tensor, whole: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Return heights and widths, tops and lefts of the crops, (N,) float64 whole numbers."""
+        shares, aspects = draws[:, :-2].unflatten(1, (-1, 2)).unbind(2)  # (N, attempts)
+        areas = _between(shares, *self._shares) * whole.prod()
+        aspects = _between(aspects, *map(log, self._aspects)).exp()
+        tries = torch.stack([areas / aspects, areas * aspects], dim=2).sqrt_().round_()
+        fits = ((tries > 0) & (tries <= whole)).all(2)
+        first = fits.int().argmax(1)
+        sides = tries[torch.arange(len(draws)), first]  # (N, 2)
+        narrow, wide = self._aspects
+        centre = torch.stack([whole[1] / narrow, whole[0] * wide]).round_().minimum(whole)
+        found = fits.any(1, keepdim=True)
+        sides = torch.where(found, sides, centre)
+        free = whole - sides
+        starts = torch.where(found, draws[:, -2:] * (free + 1), free / 2).floor_()
+        return list(sides.unbind(1)), list(starts.unbind(1))
+
+
+def _resize_matrices(
+    starts: Tensor, lengths: Tensor, old: int, new: int, device: torch.device
+) -> Tensor:
+    """Return the weights, (N, new, old) float64, of Pillow's bicubic resize of a part of a row.
+
+    Args:
+        starts: First pixel of each part, (N,) float64.
+        lengths: Number of pixels of each part, (N,) float64.
+        old: Number of pixels of the row.
+        new: Number of pixels of the result.
+        device: Device of the weights.
+    """
+    starts, lengths = (without_waiting(each, device)[:, None, None] for each in (starts, lengths))
+    scales = lengths / new
+    pixels = torch.arange(old, device=device) + 0.5
+    centres = starts + (torch.arange(new, device=device) + 0.5)[:, None] * scales
+    gaps = (pixels - centres).abs() / scales.clamp(min=1)
+    near, far = (1.5 * gaps - 2.5) * gaps**2 + 1, ((2.5 - gaps / 2) * gaps - 4) * gaps + 2
+    weights = torch.where(gaps < 1, near, torch.where(gaps < 2, far, 0.0))
+    weights = weights * ((pixels > starts) & (pixels < starts + lengths))
+    return weights / weights.sum(2, keepdim=True)
+
+
+class _Jitter:
+    num_draws = 4  # the order, and a factor for each operation
+
+    def __init__(self, transform: stock.ColorJitter) -> None:
+        if transform.hue is not None:
+            raise _unsupported("ColorJitter", f"hue={transform.hue}")
+        ranges = transform.brightness, transform.contrast, transform.saturation
+        self._ranges = [each or (1.0, 1.0) for each in ranges]
+        self._orders = torch.tensor(list(permutations(range(3))))
+
+    def __call__(self, images: Tensor, draws: Tensor) -> Tensor:
+        order = self._orders[(draws[:, 0] * len(self._orders)).long()]  # (N, 3)
+        for place in range(3):
+            for index, limits in enumerate(self._ranges):
+                (rows,) = torch.where(order[:, place] == index)
+                factors = _between(draws[rows, 1 + index], *limits)
+                _change_colours(images, rows, _COLOURS[JITTER[index]], None, factors - 1)
+        return images
+
+
 class _Choice:
     """An operation for each image in each round, chosen at random: ``RandAugment``."""
 
@@ -131,10 +218,7 @@ class _Choice:
                 continue
             values = _values(operation, draws[rows, 2], draws[rows, 3])
             if change := _COLOURS.get(type(operation)):
-                here = without_waiting(rows, images.device)
-                factors = without_waiting(values.float(), images.device)[:, None, None, None]
-                changed = change(operation, images.index_select(0, here), factors)
-                images.index_copy_(0, here, changed)
+                _change_colours(images, rows, change, operation, values)
             else:
                 matrices = _MATRICES[type(operation)](operation, values, *images.shape[2:])
                 how = operation.interpolation, operation.pad_val
@@ -144,6 +228,20 @@ class _Choice:
                 without_waiting(torch.cat(each), images.device) for each in zip(*parts, strict=True)
             )
             images.index_copy_(0, rows, _warp(images.index_select(0, rows), matrices, *how))
+
+
+def _change_colours(
+    images: Tensor, rows: Tensor, change: Any, operation: Any, values: Tensor
+) -> None:
+    """Apply an entry of ``_COLOURS`` to some of the images, in place."""
+    if len(rows):
+        here = without_waiting(rows, images.device)
+        values = without_waiting(values.float(), images.device)[:, None, None, None]
+        images.index_copy_(0, here, change(operation, images.index_select(0, here), values))
+
+
+def _between(draws: Tensor, low: float, high: float) -> Tensor:
+    return low + draws * (high - low)
 
 
 def _values(operation: Any, sizes: Tensor, signs: Tensor) -> Tensor:
@@ -158,7 +256,8 @@ def _values(operation: Any, sizes: Tensor, signs: Tensor) -> Tensor:
         (N,) float64; zeros if the operation takes no value.
     """
     if operation.magnitude_range is None:
-        fixed = (getattr(operation, name, None) for name in ("magnitude", "angle", "thr", "bits"))
+        names = ("magnitude", "angle", "thr", "bits", "radius")
+        fixed = (getattr(operation, name, None) for name in names)
         values = torch.full_like(sizes, next((each for each in fixed if each is not None), 0))
     else:
         most, std = operation.magnitude_level, operation.magnitude_std
@@ -166,9 +265,8 @@ def _values(operation: Any, sizes: Tensor, signs: Tensor) -> Tensor:
             levels = sizes * most
         else:  # normally distributed; 0 would be infinitely far away
             levels = most + max(std, 0) * torch.special.ndtri(sizes.clamp(min=1e-16))
-        low, high = operation.magnitude_range
         shares = levels.clamp(0, operation.total_level) / operation.total_level
-        values = low + shares * (high - low)
+        values = _between(shares, *operation.magnitude_range)
     return torch.where(signs < operation.random_negative_prob, -values, values)
 
 
@@ -193,6 +291,25 @@ def _gray(images: Tensor) -> Tensor:
     return functional.rgb_to_grayscale(images.flip(1), num_output_channels=3)
 
 
+def _blur(operation: Any, images: Tensor, radii: Tensor) -> Tensor:
+    """Blur as Pillow does: three box filters in each direction, with the variance of a Gaussian."""
+    variances = radii**2 / 3
+    whole = (((12 * variances + 1).sqrt() - 1) / 2).floor()
+    part = (2 * whole + 1) * (whole * (whole + 1) - 3 * variances)
+    sides = whole + part / (6 * (variances - (whole + 1) ** 2))  # from the middle of a box
+    reach = ceil(max(operation.magnitude_range or [operation.radius]))
+    weights = [
+        (sides + 1 - abs(place)).clamp(0, 1) / (2 * sides + 1) for place in range(-reach, reach + 1)
+    ]
+    blurred = images.float()
+    for dim, padding in 3 * [(3, (reach, reach, 0, 0))] + 3 * [(2, (0, 0, reach, reach))]:
+        padded = pad(blurred, padding, mode="replicate")
+        parts = (padded.narrow(dim, start, images.shape[dim]) for start in range(2 * reach + 1))
+        # A sum one by one, and no convolution, whose rounding depends on the size of the batch.
+        blurred = sum(part * weight for part, weight in zip(parts, weights, strict=True))
+    return blurred.round_().clamp_(0, 255).to(torch.uint8)
+
+
 # Each takes the operation, (n, 3, H, W) uint8 BGR images and (n, 1, 1, 1) float32 values.
 _COLOURS: dict[type, Callable[[Any, Tensor, Tensor], Tensor]] = {
     stock.AutoContrast: lambda _, x, v: functional.autocontrast(x),
@@ -204,6 +321,7 @@ _COLOURS: dict[type, Callable[[Any, Tensor, Tensor], Tensor]] = {
     stock.ColorTransform: lambda _, x, v: _blend(_gray(x), x, 1 + v),
     stock.Contrast: lambda _, x, v: _blend(functional.adjust_contrast(x.flip(1), 0.0), x, 1 + v),
     stock.Brightness: lambda _, x, v: _blend(torch.zeros_like(x), x, 1 + v),
+    stock.GaussianBlur: _blur,
     stock.Sharpness: lambda _, x, v: _blend(functional.adjust_sharpness(x, 0.0), x, 1 + v),
 }
 
@@ -266,13 +384,19 @@ def _warp(images: Tensor, matrices: Tensor, interpolation: str, pad_val: Any) ->
 
 def _batched(transform: Any) -> Any:
     """Return the form of a transform that takes a batch."""
-    if type(transform) is stock.RandomCrop:
-        return _Crop(transform)
-    if type(transform) is RandomFlip:
-        return _Flip(transform)
     if type(transform) is stock.RandAugment:
         return _Choice(transform.transforms, transform.num_policies)
-    return _Choice([transform], 1)
+    if type(transform) is RandomChoice:
+        if transform.prob is not None or any(len(each.transforms) != 1 for each in transform):
+            raise _unsupported("RandomChoice", "prob, or several transforms in one choice")
+        return _Choice([each.transforms[0] for each in transform], 1)
+    kinds: dict[type, Callable[[Any], Any]] = {
+        stock.RandomCrop: _Crop,
+        stock.RandomResizedCrop: _ResizedCrop,
+        stock.ColorJitter: _Jitter,
+        RandomFlip: _Flip,
+    }
+    return kinds.get(type(transform), lambda operation: _Choice([operation], 1))(transform)
 
 
 def _unsupported(kind: str, options: str = "") -> InputError:

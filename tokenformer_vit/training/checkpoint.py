@@ -261,7 +261,9 @@ class ExactCheckpointHook(CheckpointHook):
         optimizer = runner.optim_wrapper.optimizer
         fit_groups(optimizer, unwrap(runner.model), checkpoint["optimizer"]["param_groups"])
         for state in checkpoint["optimizer"]["state"].values():
-            if "step" in state:  # read for each parameter; on the CPU that costs no transfer
+            # It is read for each parameter; on the CPU that costs no transfer. Some of timm's
+            # optimisers have a number.
+            if isinstance(state.get("step"), torch.Tensor):
                 state["step"] = state["step"].cpu()
         meta, own = checkpoint["meta"], runner.train_dataloader.dataset.metainfo
         if meta.get("dataset_meta") == _plain(own):

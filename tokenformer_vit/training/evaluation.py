@@ -77,7 +77,7 @@ def configure_test(cfg: Config, checkpoint: str | Path, out: str | Path) -> None
 
     Only two hooks stay: ``GuardHook``, and ``GrowthHook``, which gives the model the size of the
     checkpoint. The others write logs and weights of a run. ``EMAHook`` is not needed, because the
-    ``state_dict`` of a checkpoint already holds the averaged weights.
+    ``state_dict`` of a checkpoint already holds the weights that the run validates.
 
     Args:
         cfg: The config, changed in place.
@@ -120,7 +120,7 @@ class _TestHook(Hook):
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         if "epoch" in checkpoint.get("meta", {}):  # an exported file does not say
             self.epoch = checkpoint["meta"]["epoch"]
-            self.averaged = "ema_state_dict" in checkpoint
+            self.averaged = checkpoint["meta"].get("averaged", "ema_state_dict" in checkpoint)
 
     def before_test(self, runner) -> None:
         # tqdm's None: no bar where standard error is no terminal.

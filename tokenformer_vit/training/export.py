@@ -112,7 +112,9 @@ def run_facts(runner: Any) -> CardFacts:
     groups = runner.optim_wrapper.param_groups
     rate = max(group.get("initial_lr", group["lr"]) for group in groups)
     by_iteration = isinstance(runner.train_loop, IterBasedTrainLoop)
-    averaged = any(isinstance(hook, EMAHook) for hook in runner.hooks)
+    averaged = any(
+        isinstance(hook, EMAHook) and getattr(hook, "validated", True) for hook in runner.hooks
+    )
     scalars = runner.message_hub.log_scalars
     found = {}
     if runner.val_loop is not None and validation_is_due(runner.train_loop):
@@ -186,7 +188,7 @@ def forget_start(cfg: Config) -> None:
 
 
 def export_checkpoint(cfg: Config, checkpoint: Path, folder: Path) -> None:
-    """Write the averaged weights of a training checkpoint as a timm folder.
+    """Write the validated weights of a training checkpoint as a timm folder.
 
     It is for checkpoints without a description: of older versions, and of LoRA.
 

@@ -22,6 +22,8 @@ from torch.nn.functional import interpolate
 
 from tokenformer_vit.errors import InputError
 
+# What ColorJitter does, in the order of its factors; RandAugment has the same operations.
+JITTER = (stock.Brightness, stock.Contrast, stock.ColorTransform)
 _LEVELS = np.arange(256, dtype=np.uint8)[:, None, None].repeat(3, axis=2)  # (256, 1, 3)
 # What an operation of RandAugment with a value does to an image, (H, W, 3) uint8 in BGR.
 _Change = Callable[[Any, np.ndarray, Any], np.ndarray]
@@ -151,6 +153,29 @@ class FastRandAugment(stock.RandAugment):
                 if signed:
                     value = operation.random_negative(value)
                 results["img"] = change(operation, results["img"], value)
+        return results
+
+
+@TRANSFORMS.register_module()
+class FastColorJitter(stock.ColorJitter):
+    """mmpretrain's ``ColorJitter`` with ``backend="cv2"``, without hue.
+
+    Args:
+        brightness: Largest change of the factor 1, or its range.
+        contrast: As ``brightness``.
+        saturation: As ``brightness``.
+    """
+
+    def __init__(self, brightness: Any = 0.0, contrast: Any = 0.0, saturation: Any = 0.0) -> None:
+        super().__init__(brightness, contrast, saturation, backend="cv2")
+
+    def transform(self, results: dict) -> dict:
+        """Change ``img``, (H, W, 3) uint8, in a random order of the three."""
+        order, *factors = self._rand_params()
+        for index in order:
+            if factors[index] is not None:
+                *_, change = _OPERATIONS[JITTER[index]]
+                results["img"] = change(None, results["img"], factors[index] - 1)
         return results
 
 

@@ -20,6 +20,7 @@ from tokenformer_vit.errors import InputError
 from .batch_transforms import BatchTransforms, without_waiting
 from .hugging_face import HuggingFaceImages
 from .labels import PackLabels
+from .loop import place_of
 from .transforms import SeededTransforms
 
 
@@ -95,19 +96,21 @@ class _InMemory(BaseDataset):
         rows = torch.tensor(indices)
         images = self._images.index_select(0, without_waiting(rows, self._images.device))
         if self._seeded is not None:
-            images = self._augment(images, self._numbers(self._seeded)[rows])
+            places = torch.tensor([place_of(index) for index in indices])
+            images = self._augment(images, self._numbers(self._seeded, places))
         labels: Any = self._labels[rows]
         if not isinstance(self.pipeline.transforms[-1], PackLabels):
             labels = [DataSample().set_gt_label(label) for label in labels]
         return {"inputs": images, "data_samples": labels}
 
-    def _numbers(self, seeded: SeededTransforms) -> Tensor:
-        """Return the random numbers of this epoch: a row for each image."""
-        key = tuple(seeded.key.tolist())
-        if self._draws is None or self._draws[0] != key:
-            random = np.random.default_rng(key).random((len(self), self._augment.num_draws))
+    def _numbers(self, seeded: SeededTransforms, places: Tensor) -> Tensor:
+        """Return random numbers of this epoch: a row for each of ``places``."""
+        key, copies = tuple(seeded.key.tolist()), int(places.max()) // len(self) + 1
+        rows = copies * len(self)
+        if self._draws is None or self._draws[0] != key or len(self._draws[1]) < rows:
+            random = np.random.default_rng(key).random((rows, self._augment.num_draws))
             self._draws = key, torch.from_numpy(random)
-        return self._draws[1]
+        return self._draws[1][places]
 
 
 @DATASETS.register_module()

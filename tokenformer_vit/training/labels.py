@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import cv2
 import numpy as np
+import timm.loss
 import torch
 from mmpretrain.datasets import PackInputs
 from mmpretrain.models import ClsDataPreprocessor, LabelSmoothLoss, LinearClsHead
@@ -176,6 +177,32 @@ class LabelPreprocessor(ClsDataPreprocessor):
         if self.to_rgb and images.shape[1] == 3:
             images = images.flip(1)
         return images.float().sub_(self.mean).div_(self.std)
+
+
+@MODELS.register_module()
+class BinaryCrossEntropy(timm.loss.BinaryCrossEntropy):
+    """timm's binary cross-entropy, in which each class of a mixed image has the target 1.
+
+    Args:
+        smoothing: Smoothing of labels of images that are not mixed.
+        target_threshold: Scores above it become 1, others 0.
+        **kwargs: As for timm's loss. ``sum_classes=True`` adds the classes, instead of their mean.
+
+    Shape:
+        (N, K) scores of the model and (N, K) scores of the labels, or (N,) int64 labels -> ().
+
+    Source:
+        DeiT III, arXiv:2204.07118. Its code has the mean over images and classes.
+    """
+
+    def __init__(
+        self, smoothing: float = 0.0, target_threshold: float | None = 0.0, **kwargs: Any
+    ) -> None:
+        super().__init__(smoothing, target_threshold, **kwargs)
+
+    def forward(self, x: Tensor, target: Tensor, avg_factor: int | None = None) -> Tensor:
+        """Compute the loss; ``avg_factor``, which mmpretrain's heads give, changes nothing."""
+        return super().forward(x, target)
 
 
 @MODELS.register_module()

@@ -17,6 +17,30 @@ from tokenformer_vit.errors import InputError
 
 from .mmengine_internals import accumulation
 
+_ROUND = 256  # of the samples of an epoch with copies, which all processes share
+
+
+class Copy(int):
+    """Index of a sample that an epoch takes several times.
+
+    Args:
+        index: Index of the sample.
+        place: A number that no other copy of an epoch has: ``index`` for the first copy.
+    """
+
+    place: int
+
+    def __new__(cls, index: int, place: int = 0) -> "Copy":
+        """Make a copy; without ``place``, for pickle, which then restores it."""
+        self = super().__new__(cls, index)
+        self.place = place
+        return self
+
+
+def place_of(index: int) -> int:
+    """Return the number that selects the augmentation of a sample, or of one of its copies."""
+    return getattr(index, "place", index)
+
 
 @DATA_SAMPLERS.register_module()
 class ResumableSampler(DefaultSampler):
@@ -30,9 +54,16 @@ class ResumableSampler(DefaultSampler):
         num_samples: Number of samples of each process in a shortened epoch; None for all. With
             ``shuffle``, all processes together take a random subset, a new one in each epoch.
             Without, they take evenly spaced samples, the same each time.
+        repeats: Number of copies of a sample, one after another, in different processes if there
+            are several; each is augmented on its own. An epoch stays as long, so it has a random
+            part of the samples. It is rounded down to a multiple of 256, as by timm's
+            ``RepeatAugSampler``.
 
     Attributes:
         start: Number of this process's samples that the next pass skips.
+
+    Source:
+        Repeated augmentation: Augment your batch, arXiv:1901.09335.
     """
 
     start: int = 0
@@ -44,23 +75,42 @@ class ResumableSampler(DefaultSampler):
         seed: int | None = None,
         round_up: bool = True,
         num_samples: int | None = None,
+        repeats: int = 1,
     ) -> None:
         super().__init__(dataset, shuffle, seed, round_up)
-        self._spread = False
-        if num_samples is not None and num_samples * self.world_size < len(dataset):
+        self._spread, self._repeats = False, repeats
+        samples = len(dataset)
+        if repeats > 1 and samples >= _ROUND:
+            self.num_samples = samples // _ROUND * _ROUND // self.world_size
+            self.total_size = self.num_samples * self.world_size
+        if num_samples is not None and num_samples * self.world_size < samples:
             self.num_samples, self.total_size = num_samples, num_samples * self.world_size
             self._spread = not shuffle
 
     def __iter__(self) -> Iterator[int]:
         """Iterate over the indices of this process for the present epoch."""
         start, self.start = self.start, 0
-        indices = map(int, self._spread_out()) if self._spread else super().__iter__()
-        return islice(indices, start, None)
+        return self._indices(start)
 
-    def _spread_out(self) -> np.ndarray:
-        """Return evenly spaced indices: the share of this process."""
-        own = np.arange(self.rank, self.total_size, self.world_size)
-        return own * len(self.dataset) // self.total_size
+    def _indices(self, start: int) -> Iterator[int]:
+        """Iterate over the indices of this process from the one with number ``start`` on.
+
+        The order is that of mmengine's sampler, in a fifth of the memory. A corpus has too many
+        rows to hold them as Python's numbers in each process.
+        """
+        rows, own = len(self.dataset), np.arange(self.rank, self.total_size, self.world_size)
+        if self._spread:
+            return map(int, own[start:] * rows // self.total_size)
+        order = torch.arange(rows)
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(rows, generator=generator)
+        own = own[start:] % (rows * self._repeats)  # from the beginning again, after the last
+        indices = map(int, order.numpy()[own // self._repeats])
+        if self._repeats == 1:
+            return indices
+        places = map(int, own % self._repeats * rows)
+        return (Copy(index, index + more) for index, more in zip(indices, places, strict=True))
 
 
 @DATA_SAMPLERS.register_module()
@@ -77,23 +127,8 @@ class EndlessSampler(ResumableSampler):
         self.start = 0
         for epoch in count(first):
             self.set_epoch(epoch)
-            yield from map(int, self._order()[skip:])
+            yield from self._indices(skip)
             skip = 0
-
-    def _order(self) -> np.ndarray:
-        """Return the order of mmengine's sampler, in a fifth of the memory.
-
-        A corpus has too many rows to hold them as Python's numbers in each process.
-        """
-        rows = len(self.dataset)
-        if self._spread:
-            return self._spread_out()
-        order = torch.arange(rows)
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = torch.randperm(rows, generator=generator)
-        whole = np.resize(order.numpy(), self.total_size)  # repeats the order from its beginning
-        return whole[self.rank :: self.world_size]
 
 
 @contextmanager

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 from mmengine.config import Config
 from mmengine.dataset import BaseDataset
-from mmengine.hooks import CheckpointHook
+from mmengine.hooks import CheckpointHook, EMAHook
 from mmengine.model import BaseDataPreprocessor
 from mmengine.optim import OptimWrapper
 from mmengine.optim.scheduler.param_scheduler import _ParamScheduler
 from mmengine.runner import CheckpointLoader, EpochBasedTrainLoop, IterBasedTrainLoop, Runner
+from mmpretrain.datasets.transforms import ColorJitter
 from mmpretrain.models.peft import LoRAModel
 
 
@@ -70,7 +71,20 @@ INTERNALS = (
         "Applies the config's dynamic validation intervals.",
         ("self",),
     ),
+    Internal(
+        ColorJitter,
+        "_rand_params",
+        "A faster transform draws the same numbers.",
+        ("self",),
+    ),
     # Overridden by a subclass of its owner.
+    Internal(EMAHook, "_swap_ema_parameters", "mmengine always validates the average.", ("self",)),
+    Internal(
+        EMAHook,
+        "_swap_ema_state_dict",
+        "mmengine always saves the average as the model.",
+        ("self", "checkpoint"),
+    ),
     Internal(
         CheckpointHook,
         "_save_checkpoint_with_step",

@@ -42,11 +42,29 @@ class AccumulationEMAHook(EMAHook):
 
     Args:
         ema_type: Name of the averaged model.
+        validated: Validate and export the averaged model. If False, these take the model itself,
+            and checkpoints have the average as ``ema_state_dict``.
         **kwargs: As for ``EMAHook``.
     """
 
-    def __init__(self, ema_type: str = "ForeachMovingAverage", **kwargs: Any) -> None:
+    def __init__(
+        self, ema_type: str = "ForeachMovingAverage", validated: bool = True, **kwargs: Any
+    ) -> None:
         super().__init__(ema_type=ema_type, **kwargs)
+        self.validated = validated
+
+    def before_save_checkpoint(self, runner, checkpoint: dict) -> None:
+        """Add both models, and say which one ``state_dict`` is."""
+        super().before_save_checkpoint(runner, checkpoint)
+        checkpoint["meta"]["averaged"] = self.validated
+
+    def _swap_ema_parameters(self) -> None:
+        if self.validated:
+            super()._swap_ema_parameters()
+
+    def _swap_ema_state_dict(self, checkpoint: dict) -> None:
+        if self.validated:
+            super()._swap_ema_state_dict(checkpoint)
 
     def after_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
         """Average, if this iteration ended with an optimiser step."""

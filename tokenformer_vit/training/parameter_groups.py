@@ -5,6 +5,7 @@ mmengine makes a group for each parameter, and PyTorch's optimisers update one g
 
 import inspect
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from mmengine.optim import DefaultOptimWrapperConstructor, OptimWrapper
@@ -13,6 +14,7 @@ from mmpretrain.engine import LearningRateDecayOptimWrapperConstructor
 from torch import nn, optim
 from torch.optim import Optimizer
 
+from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth.optimizer import SEPARATE
 
 from .adamw import AdamW
@@ -36,7 +38,10 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
 
     It builds the fused form of an optimiser, if PyTorch has one, and :class:`AdamW` of this
     package for PyTorch's; ``fused`` or ``foreach`` in the optimiser's config overrides this, unless
-    it is None.
+    it is None. The type of an optimiser of timm has its module: ``timm.optim.Lamb``.
+
+    Raises:
+        InputError: If there is no optimiser of that type.
     """
 
     def add_params(
@@ -71,8 +76,14 @@ def _fastest(cfg: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that make an optimiser fused, unless its config says how it works."""
     kind = cfg["type"]
     if isinstance(kind, str):
-        kind = OPTIMIZERS.get(kind)
-    if kind is None or "fused" not in inspect.signature(kind).parameters or "foreach" in cfg:
+        with OPTIMIZERS.switch_scope_and_registry(None) as registry, suppress(RuntimeError):
+            kind = registry.get(kind)
+    if not callable(kind):
+        raise InputError(
+            f"optim_wrapper.optimizer.type is {cfg['type']}, which is no optimiser: give one of "
+            "PyTorch's, such as AdamW, or one of timm's with its module, such as timm.optim.Lamb"
+        )
+    if "fused" not in inspect.signature(kind).parameters or "foreach" in cfg:
         return {}
     fused = cfg.get("fused", True)
     return {"type": AdamW if kind is optim.AdamW and fused else kind, "fused": fused}

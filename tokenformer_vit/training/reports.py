@@ -224,19 +224,19 @@ def draw_curves(
 
 @HOOKS.register_module()
 class ExportHook(Hook):
-    """At the end, write the averaged weights as a folder that timm loads.
+    """At the end, write the validated weights as a folder that timm loads.
 
     The work directory gets ``model.safetensors``, ``config.json`` and the model card ``README.md``.
     ``timm.create_model("local-dir:WORK_DIR", pretrained=True)`` then gives the trained model with
     class names and preprocessing. Validation uses the same weights: the EMA, or the model's own
-    weights without an ``EMAHook``.
+    weights without an ``EMAHook`` or with ``validated=False``.
 
     Attributes:
         purpose: Purpose of the files, for the last line of the command.
     """
 
     priority = BEFORE_RECORD
-    purpose = "averaged weights, for timm and `tokenformer-vit predict`"
+    purpose = "for timm and `tokenformer-vit predict`"
 
     def before_train(self, runner) -> None:
         """Check that timm can express the preprocessing."""
@@ -252,8 +252,8 @@ class ExportHook(Hook):
 
 
 def validated_model(runner) -> Any:
-    """Return the averaged model, or the model itself without an ``EMAHook``."""
+    """Return the model that is validated: the averaged one, if there is an ``EMAHook`` for it."""
     for hook in runner.hooks:
-        if isinstance(hook, EMAHook):
+        if isinstance(hook, EMAHook) and getattr(hook, "validated", True):
             return hook.ema_model.module
     return unwrap(runner.model)

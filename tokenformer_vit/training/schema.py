@@ -149,6 +149,8 @@ class _Augments(_Section):
 
 class _Loss(_Section):
     label_smooth_val: Smoothing = 0.0
+    smoothing: BelowOne = 0
+    target_threshold: BelowOne | None = None
 
 
 class _Head(_Section):
@@ -166,6 +168,7 @@ class _Preprocessor(_Section):
 
 class _Backbone(_Section):
     drop_path_rate: BelowOne = 0
+    drop_path_uniform: bool = False
     drop_rate: BelowOne = 0
 
 
@@ -243,8 +246,12 @@ class _Loader(_Section):
     timeout: NotNegative = 0
 
 
+class _Sampler(_Section):
+    repeats: Count = 1
+
+
 class _TrainLoader(_Loader):
-    sampler: dict[str, Any] = {}  # None would train in the order of the files
+    sampler: _Sampler = _Sampler()  # None would train in the order of the files
 
 
 class _TestLoader(_Loader):
@@ -299,6 +306,7 @@ class _Hook(_Section):
     minutes: Positive | None = None
     max_keep_ckpts: Interval = 1
     momentum: Between = 0.5
+    validated: bool = True
 
 
 class _Evaluator(_Section):
@@ -370,7 +378,7 @@ class _Run(_Section):
     work_dir: str | None = None
 
 
-_ADAMS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam")
+_ADAMS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Lamb")
 
 
 def check_values(cfg: Mapping[str, Any], path: str) -> None:
@@ -388,7 +396,7 @@ def check_values(cfg: Mapping[str, Any], path: str) -> None:
     loop, optimizer = cfg["train_cfg"], cfg["optim_wrapper"].get("optimizer") or {}
     if not loop.keys() & {"max_epochs", "max_iters"}:
         raise InputError(f"{path}: train_cfg needs max_epochs or max_iters, the length of the run")
-    if optimizer.get("type") in _ADAMS:
+    if str(optimizer.get("type")).rpartition(".")[2] in _ADAMS:  # timm's have their module
         _check(_Adam, optimizer, path, "optim_wrapper.optimizer")
     counts = cfg["optim_wrapper"].get("accumulative_counts", 1)
     if (cfg.get("model_wrapper_cfg") or {}).get("static_graph") and counts > 1:

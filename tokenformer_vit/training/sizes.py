@@ -122,10 +122,12 @@ def check_sizes(cfg: Mapping[str, Any], backbone: Mapping[str, Any], key: str, p
             )
 
 
-def _last_size(pipeline: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[int, ...]]:
+def _last_size(pipeline: Sequence[Any]) -> tuple[str, tuple[int, ...]]:
     """Return the transform that decides the size of an image, and the size; empty if unknown."""
     step, size = "", ()
     for transform in pipeline:
+        if not isinstance(transform, Mapping):  # a list of transforms: a choice of RandomChoice
+            transform = {"transforms": transform}
         kind = str(transform.get("type"))
         if kind in _SIZES:
             found = transform.get(_SIZES[kind], ())

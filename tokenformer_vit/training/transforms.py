@@ -14,6 +14,8 @@ from torch.utils.data import get_worker_info
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.vision.images import read_bgr
 
+from .loop import place_of
+
 _GENERATOR = np.random.MT19937()
 
 
@@ -102,7 +104,7 @@ class SeededTransforms(BaseTransform):
     def transform(self, results: dict) -> dict | None:
         """Apply the transforms to one sample, whose ``sample_idx`` selects its random numbers."""
         transformed: Any = results
-        with _seeded(*self.key.tolist(), results["sample_idx"]):
+        with _seeded(*self.key.tolist(), place_of(results["sample_idx"])):
             for transform in self.transforms:
                 transformed = transform(transformed)
         return transformed

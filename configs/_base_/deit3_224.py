@@ -1,0 +1,52 @@
+# Second stage of DeiT III's recipe: 20 epochs at 224 px from the weights of the first stage, head
+# included. With 1e-5 as the highest rate and as the floor, the rate is constant after the warm-up.
+# A config gives the weights to backbone.checkpoint_path, which resamples the positions, and to
+# head.init_cfg.checkpoint.
+_base_ = "deit3.py"
+
+model = dict(
+    backbone=dict(img_size=224),
+    head=dict(
+        init_cfg=dict(_delete_=True, type="Pretrained", checkpoint="", prefix="head."),
+        loss=dict(_delete_=True, type="LabelSmoothLoss", label_smooth_val=0.1, mode="original"),
+    ),
+)
+
+train_pipeline = _base_.train_pipeline
+train_pipeline[1].transforms[0].scale = 224
+train_pipeline[1].transforms[2:] = [
+    dict(
+        type="FastRandAugment",
+        policies="timm_increasing",
+        num_policies=2,
+        total_level=10,
+        magnitude_level=9,
+        magnitude_std=0.5,
+        hparams=dict(pad_val=[104, 116, 124], interpolation="bicubic"),
+    )
+]
+test_pipeline = _base_.test_pipeline
+test_pipeline[1].update(scale=224, crop_size=224)
+train_dataloader = dict(
+    batch_size=64, sampler=dict(repeats=1), dataset=dict(pipeline=train_pipeline)
+)
+val_dataloader = dict(dataset=dict(pipeline=test_pipeline))
+test_dataloader = val_dataloader
+
+optim_wrapper = dict(
+    optimizer=dict(
+        _delete_=True,
+        type="AdamW",
+        lr=1e-5,
+        weight_decay=0.1,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        fused=None,
+    )
+)
+param_scheduler = [
+    dict(type="LinearLR", start_factor=0.1, by_epoch=True, end=5, convert_to_iter_based=True),
+    dict(type="CosineAnnealingLR", eta_min=1e-5, by_epoch=True, begin=5),
+]
+train_cfg = dict(max_epochs=20)
+auto_scale_lr = dict(base_batch_size=512)
