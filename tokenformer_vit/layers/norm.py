@@ -103,7 +103,7 @@ class BlockRMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise (..., C) tokens."""
-        return rms_norm(x, self.normalized_shape[0], self.eps, self.backend)
+        return rms_norm(x, self.normalized_shape[0], self.eps, self.backend)  # type: ignore[arg-type]
 
 
 BlockNorm = BlockLayerNorm | BlockRMSNorm

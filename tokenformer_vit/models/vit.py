@@ -156,7 +156,8 @@ class TokenFormerViT(VisionTransformer):
                 device=kwargs.get("device"),
                 dtype=kwargs.get("dtype"),
             )
-            for attn in (block.attn for block in self.blocks):
+            for block in self.blocks:
+                attn: Any = block.attn
                 attn.rope, attn.num_prefix_tokens = self.rope, self.num_prefix_tokens
             if self.dynamic_img_size:  # TorchScript has no super(), which an override would call
                 self.patch_embed.register_forward_hook(self._follow_grid)
