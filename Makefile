@@ -30,7 +30,7 @@ lint: $(READY) ## style, types, import contract, names in pages, and tables agai
 	$(BIN)/python ablations/tables.py --check
 
 # timm's wheel leaves its tests out, its source distribution has them.
-timm-tests: $(READY) ## timm's own model tests on all six models: half an hour on two cores
+timm-tests: $(READY) ## timm's own model tests on all models: an hour on two cores
 	$(BIN)/python -m pip download --quiet --no-deps --no-binary :all: --dest build/timm \
 		"timm==$$($(BIN)/python -c 'import timm; print(timm.__version__)')"
 	tar -xzf build/timm/timm-*.tar.gz -C build/timm --strip-components=1

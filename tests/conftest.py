@@ -265,3 +265,16 @@ def command() -> Command:
 def generator(seed) -> np.random.Generator:
     """NumPy's random numbers, from the printed seed."""
     return np.random.default_rng(seed)
+
+
+@pytest.fixture
+def parts() -> dict[str, Any]:
+    """Return the arguments of ViT-5's parts, with scales that do not hide the blocks."""
+    return {
+        "norm": "rms",
+        "qk_norm": True,
+        "use_rot_pos_emb": True,
+        "reg_tokens": 4,
+        "no_embed_class": True,
+        "init_values": 0.5,
+    }

@@ -24,6 +24,7 @@ from timm.data import create_transform
 from torch import nn
 from torch.utils.data import DataLoader
 
+from tokenformer_vit.layers import BlockRMSNorm
 from tokenformer_vit.training.config import load_config
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -45,6 +46,8 @@ DEIT3 = {
     "deit3_large": ("tokenformer_large", 192, 0.45, 3e-3, 404_665_320),
     "deit3_base_224": ("tokenformer_base", 224, 0.2, 1e-5, 114_777_064),
     "deit3_large_224": ("tokenformer_large", 224, 0.45, 1e-5, 404_718_568),
+    "vit5_base": ("tokenformer_base_rope_reg4", 192, 0.2, 3e-3, 114_739_432),
+    "vit5_base_224": ("tokenformer_base_rope_reg4", 224, 0.25, 1e-5, 114_779_368),
 }
 
 
@@ -454,6 +457,23 @@ def test_weight_decay_by_kind_of_parameter(name):
         "cls_token": {0},
         "pos_embed": {0},
     }
+
+
+def test_the_parts_of_vit5_are_trained_without_decay():
+    cfg = load("vit5_base")
+    model = build_model(cfg)
+    assert {type(block.norm1) for block in model.backbone.model.blocks} == {BlockRMSNorm}
+    assert model.backbone.model.rope is not None
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed = {
+        names[id(parameter)]
+        for group in build_optim_wrapper(model, cfg.optim_wrapper).optimizer.param_groups
+        for parameter in group["params"]
+        if group["weight_decay"]
+    }
+    tokens = {name for name in names.values() if name.endswith("_param_tokens")}
+    assert decayed == tokens | {"backbone.model.patch_embed.proj.weight", "head.fc.weight"}
+    assert {"backbone.model.reg_token", "backbone.model.blocks.11.ls2.gamma"} <= {*names.values()}
 
 
 def test_a_learned_tau_does_not_decay():

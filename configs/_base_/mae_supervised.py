@@ -1,7 +1,7 @@
 # MAE's recipe for training from labels, from scratch (arXiv:2111.06377, Table 11), with the cosine
 # floor and warm-up start of mmpretrain's vit-base-p16_32xb128-mae_in1k.
-# Parameter tokens are matrices and decay; norms, biases, the class token, positions and a learned
-# τ do not.
+# Parameter tokens are matrices and decay; norms, biases, scales, class and register tokens,
+# positions and a learned τ do not.
 _base_ = "runtime.py"
 
 optim_wrapper = dict(
@@ -22,6 +22,7 @@ optim_wrapper = dict(
         flat_decay_mult=0.0,
         custom_keys={
             ".cls_token": dict(decay_mult=0.0),
+            ".reg_token": dict(decay_mult=0.0),
             ".pos_embed": dict(decay_mult=0.0),
             ".tau": dict(decay_mult=0.0),  # a learned τ has no dimension: not in flat_decay_mult
         },

@@ -26,6 +26,7 @@ MODELS = {
     "tokenformer": ("tokenformer_tiny", {**PAIRS}),
     "learnt": ("tokenformer_tiny", {"norm": "bias", "pattention_args": {"learn_tau": True}}),
     "pooled": ("tokenformer_tiny", {"global_pool": "avg", "init_values": 0.1, "reg_tokens": 3}),
+    "vit5": ("tokenformer_small_rope_reg4", {}),
     "no head": ("tokenformer_tiny", {"num_classes": 0}),
     "no class token": ("tokenformer_tiny", {"class_token": False, "global_pool": ""}),
     "vit": ("vit_tiny_patch16_224", {"qk_norm": True, "mlp_ratio": 3.0}),

@@ -25,6 +25,7 @@ def run(*words):
     [
         ("tokenformer_tiny", {"num_ffn_param_tokens": 40}),
         ("tokenformer_tiny", {"theta": "softmax", "norm": "bias"}),
+        ("tokenformer_small_rope_reg4", {}),
         ("vit_tiny_patch16_224", {}),
     ],
 )

@@ -106,7 +106,7 @@ def test_weights_agree_with_float64(layer, model):
 @pytest.mark.parametrize(
     "kwargs",
     [
-        {"reg_tokens": 4},
+        {"reg_tokens": 4, "use_rot_pos_emb": True, "norm": "rms"},
         {"class_token": False, "global_pool": "avg"},
         {"dynamic_img_size": True, "patch_size": 16},
     ],

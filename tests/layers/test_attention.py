@@ -2,9 +2,9 @@ import math
 
 import pytest
 import torch
-from timm.layers import set_fused_attn, use_fused_attn
+from timm.layers import RotaryEmbeddingCat, set_fused_attn, use_fused_attn
 
-from tokenformer_vit.layers import Attention
+from tokenformer_vit.layers import Attention, BlockLayerNorm, BlockRMSNorm
 
 
 @pytest.fixture(params=[True, False], ids=["fused", "unfused"])
@@ -64,8 +64,9 @@ def test_float_mask_is_added(fused):
     torch.testing.assert_close(layer(x, attn_mask=bias[None, None]), reference(layer, x, bias=bias))
 
 
-def test_qk_norm_bounds_the_scores_without_parameters(fused):
-    layer = attention(qk_norm=True)
+@pytest.mark.parametrize("norm_layer", [BlockLayerNorm, BlockRMSNorm])
+def test_qk_norm_bounds_the_scores_without_parameters(fused, norm_layer):
+    layer = attention(qk_norm=True, norm_layer=norm_layer)
     assert not any("norm" in name for name in layer.state_dict())
     with torch.no_grad():
         layer.query.value_param_tokens *= 100
@@ -75,6 +76,30 @@ def test_qk_norm_bounds_the_scores_without_parameters(fused):
     with torch.no_grad():
         layer.query.value_param_tokens *= 100
     torch.testing.assert_close(layer(x), before)
+
+
+def test_patches_are_rotated_by_row_and_column_and_the_tokens_before_them_are_not(fused):
+    layer, x = attention(qk_norm=True, norm_layer=BlockRMSNorm), torch.randn(2, 3 + 6, 48).double()
+    straight = layer.project(x)
+    layer.rope = RotaryEmbeddingCat(
+        16, in_pixels=False, temperature=50.0, feat_shape=(2, 3), rotate_half=True
+    ).double()
+    layer.num_prefix_tokens = 3
+    places = torch.cartesian_prod(torch.arange(2), torch.arange(3)).double()
+    angles = places[:, :, None] * 50.0 ** -(torch.arange(4) / 4)  # a quarter of a head each
+    turns = torch.polar(torch.ones_like(angles), angles).flatten(1)  # (6, 8)
+    q, k, v = layer.project(x)
+    assert torch.equal(v, straight[2])
+    for rotated, plain in zip((q, k), straight, strict=False):
+        assert torch.equal(rotated[:, :, :3], plain[:, :, :3])
+        pairs = torch.complex(*plain[:, :, 3:].chunk(2, dim=-1)) * turns
+        expected = torch.cat((pairs.real, pairs.imag), dim=-1)
+        torch.testing.assert_close(rotated[:, :, 3:], expected, rtol=1e-6, atol=1e-6)
+    scores = q @ k.mT / 4
+    expected = layer.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(layer(x), expected)
+    layer.joint = True
+    torch.testing.assert_close(layer(x), expected)
 
 
 def test_dropout_only_while_training(fused):

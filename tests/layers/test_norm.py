@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from tokenformer_vit.layers import BlockLayerNorm
+from tokenformer_vit.layers import BlockLayerNorm, BlockRMSNorm
+from tokenformer_vit.layers.norm import NORMS, block_norm
 
 NAMES = {"none": set(), "bias": {"bias"}, "weight+bias": {"weight", "bias"}}
 
@@ -52,7 +53,28 @@ def test_unknown_switch_lists_the_known():
             BlockLayerNorm(48, eps=eps)
 
 
-@pytest.mark.parametrize("affine", BlockLayerNorm.AFFINE)
-def test_tokens_of_another_width_are_refused(affine):
+@pytest.mark.parametrize("backend", ["reference", "fused"])
+def test_rms_divides_by_the_root_of_the_mean_square(backend):
+    norm = BlockRMSNorm(48, eps=1e-3, backend=backend)
+    assert not norm.state_dict()
+    x = 5 * torch.randn(2, 7, 48, dtype=torch.float64, requires_grad=True) + 3
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt()
+    torch.testing.assert_close(norm(x), expected)
+    large = (torch.randn(4, 48) + 300).to(torch.float16)  # squares above the largest float16
+    assert norm(large).dtype == torch.float16
+    assert (norm(large) - 1).abs().max() < 0.1
+
+
+def test_a_block_names_its_norm():
+    assert [type(block_norm(norm, 48)) for norm in NORMS] == [*3 * [BlockLayerNorm], BlockRMSNorm]
+    assert block_norm("rms", 48, 0.5).eps == block_norm("bias", 48, 0.5).eps == 0.5
+    with pytest.raises(ValueError, match=r"none, bias, weight\+bias, rms, but got 'rmsnorm'"):
+        block_norm("rmsnorm", 48)
+    with pytest.raises(ValueError, match=r"eps must be 0.* got -1"):
+        block_norm("rms", 48, -1)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_tokens_of_another_width_are_refused(norm):
     with pytest.raises(RuntimeError, match="normalized_shape"):
-        BlockLayerNorm(8, affine)(torch.randn(3, 9))
+        block_norm(norm, 8)(torch.randn(3, 9))

@@ -82,8 +82,8 @@ def forward_by_hand(model, tokens):
         z = scores / rms
         return (z / 2 * (1 + torch.erf(z / math.sqrt(2)))) @ layer.value_param_tokens
 
-    def normalise(x, eps):
-        x = x - x.mean(-1, keepdim=True)
+    def normalise(x, eps, centred=model.config.norm != "rms"):
+        x = x - x.mean(-1, keepdim=True) if centred else x
         return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
 
     def rotate(x, position):
@@ -111,13 +111,14 @@ def forward_by_hand(model, tokens):
                 out[i, head] = scores.softmax(0) @ v[: i + 1, head]
         x = x + pattention(block.attn.proj, out.reshape(len(tokens), 32))
         x = x + pattention(block.mlp, normalise(x, 1e-5))
-    x = normalise(x, 1e-5) * model.norm.weight + model.norm.bias
+    x = normalise(x, 1e-5, centred=True) * model.norm.weight + model.norm.bias
     return x @ model.embedding.weight.t()
 
 
+@pytest.mark.parametrize("norm", ["none", "rms"])
 @torch.no_grad()
-def test_computes_its_definition():
-    model, tokens = build(), torch.randint(61, (9,))
+def test_computes_its_definition(norm):
+    model, tokens = build(norm=norm), torch.randint(61, (9,))
     torch.nn.init.normal_(model.norm.bias)
     # Angles are float32.
     torch.testing.assert_close(

@@ -83,6 +83,20 @@ def test_folder_reloads_at_another_size(saved):
     assert torch.equal(loaded.blocks[1].mlp.key_param_tokens, model.blocks[1].mlp.key_param_tokens)
 
 
+def test_the_parts_of_vit5_survive_a_folder_and_another_size(small, parts, tmp_path):
+    model, x = small(**parts), torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    loaded, larger = local_dir(tmp_path), local_dir(tmp_path, img_size=96)
+    assert torch.equal(loaded(x), model(x))
+    model.set_input_size(img_size=(96, 96))
+    assert torch.equal(larger.reg_token, model.reg_token)
+    images = torch.randn(2, 3, 96, 96)
+    torch.testing.assert_close(larger(images), model(images))
+
+
 def test_folder_reloads_with_another_patch_size(saved):
     _, path = saved
     loaded = local_dir(path, patch_size=8)

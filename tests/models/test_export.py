@@ -153,10 +153,36 @@ def test_programs_of_a_size_and_of_its_extracted_model_are_equal(
     torch.testing.assert_close(outputs[0][1], model(x), rtol=1e-4, atol=1e-5)
 
 
+@needs_fx
+def test_the_parts_of_vit5_are_exported(small, images, parts, tmp_path):
+    model, x = small(depth=1, **parts), images()
+    with warnings.catch_warnings(), set_scriptable(True):
+        warnings.simplefilter("ignore")
+        scriptable = small(depth=1, **parts)
+        scriptable.load_state_dict(model.state_dict())
+        programs = [torch.jit.script(scriptable), torch.jit.trace(model, x)]
+    programs.append(torch.fx.symbolic_trace(model))
+    programs.append(torch.export.export(model, (x,), dynamic_shapes=ANY_BATCH).module())
+    for program in programs:
+        torch.testing.assert_close(program(x), model(x))
+
+
+@pytest.mark.slow
+def test_the_parts_of_vit5_as_onnx(small, images, parts, tmp_path):
+    pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript")
+    runtime = pytest.importorskip("onnxruntime", reason="nothing else runs an ONNX file")
+    model, file = small(depth=1, **parts), tmp_path / "model.onnx"
+    torch.onnx.export(model, (images(),), file, dynamic_shapes=ANY_BATCH, verbose=False)
+    session = runtime.InferenceSession(file)
+    x = images(batch=5)
+    (logits,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(logits), model(x), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("theta", THETAS)
-def test_half_precision(small, images, theta, dtype):
-    model, x = small(theta=theta), images()
+def test_half_precision(small, images, theta, dtype, parts):
+    model, x = small(theta=theta, **(parts if theta == "gelu_l1" else {})), images()
     exact = model.double()(x.double())
     out = model.to(dtype)(x.to(dtype))
     assert out.dtype == dtype

@@ -54,8 +54,9 @@ def test_features_only(small, images):
     assert len(small(depth=4, features_only=True, out_indices=[0, 2])(images())) == 2
 
 
-def test_forward_intermediates(small, images):
-    model, x = small(depth=3), images()
+@pytest.mark.parametrize("with_parts", [False, True])
+def test_forward_intermediates(small, images, parts, with_parts):
+    model, x = small(depth=3, **(parts if with_parts else {})), images()
     final, taps = model.forward_intermediates(x, output_fmt="NLC", return_prefix_tokens=True)
     assert len(taps) == 3
     torch.testing.assert_close(final, model.forward_features(x))
@@ -64,7 +65,7 @@ def test_forward_intermediates(small, images):
     (normed,) = model.forward_intermediates(
         x, indices=[2], norm=True, output_fmt="NLC", intermediates_only=True
     )
-    torch.testing.assert_close(normed, final[:, 1:])
+    torch.testing.assert_close(normed, final[:, model.num_prefix_tokens :])
 
 
 def test_prune_intermediate_layers(small, images):
@@ -91,8 +92,9 @@ def test_reset_classifier(small, images):
     assert model.global_pool == "avg"
 
 
-def test_gradient_checkpointing_changes_nothing(small, images):
-    model, x = small(depth=3).train(), images()
+@pytest.mark.parametrize("with_parts", [False, True])
+def test_gradient_checkpointing_changes_nothing(small, images, parts, with_parts):
+    model, x = small(depth=3, **(parts if with_parts else {})).train(), images()
     recomputing = copy.deepcopy(model)
     recomputing.set_grad_checkpointing()
     outputs = [m(x) for m in (model, recomputing)]
@@ -101,6 +103,7 @@ def test_gradient_checkpointing_changes_nothing(small, images):
     torch.testing.assert_close(*outputs)
     for a, b in zip(model.parameters(), recomputing.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
+        assert a.grad.any()
 
 
 def test_masks_reach_the_blocks(small, images):
@@ -123,8 +126,9 @@ def layer_and_decay(model, **kwargs):
 
 
 @pytest.mark.parametrize("layer_decay", [None, 0.5])
-def test_weight_decay_is_for_matrices(small, layer_decay):
-    groups = layer_and_decay(small(norm="weight+bias"), layer_decay=layer_decay)
+@pytest.mark.parametrize("norm", ["weight+bias", "rms"])
+def test_weight_decay_is_for_matrices(small, layer_decay, norm, parts):
+    groups = layer_and_decay(small(**{**parts, "norm": norm}), layer_decay=layer_decay)
     decayed = {name for name, (_, decay) in groups.items() if decay == 0.3}
     matrices = {name for name in groups if name.endswith("param_tokens")}
     assert decayed == matrices | {"patch_embed.proj.weight", "head.weight"}

@@ -1,24 +1,14 @@
-from pathlib import Path
+import copy
 
 import pytest
 import timm
 import torch
 from timm.models import get_model_args, save_for_hf
-from torch.utils.flop_counter import FlopCounterMode
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.layers import BlockLayerNorm, Pattention
-from tokenformer_vit.models import TokenFormerViT
+from tokenformer_vit.layers import BlockLayerNorm, BlockRMSNorm, Pattention
 from tokenformer_vit.ops import THETAS
 
-PARAMETERS = {
-    "tokenformer_tiny": 7_456_936,
-    "tokenformer_small": 29_068_648,
-    "tokenformer_base": 114_759_400,
-    "tokenformer_base_matched": 86_447_848,
-    "tokenformer_large": 404_670_440,
-    "tokenformer_large_matched": 304_007_144,
-}
 ABSENT = [
     "act_layer",
     "attn_layer",
@@ -37,51 +27,6 @@ def pattentions(model):
     return [module for module in model.modules() if isinstance(module, Pattention)]
 
 
-def test_registers_exactly_these_models():
-    assert {*timm.list_models("tokenformer*")} == {*PARAMETERS, "tokenformer_cifar10_micro"}
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_parameter_count(name):
-    model = timm.create_model(name, device="meta")
-    assert isinstance(model, TokenFormerViT)
-    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_the_readme_states_parameters_and_multiplications(name):
-    model = timm.create_model(name, device="meta").eval()
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(torch.empty(1, 3, 224, 224, device="meta"))
-    gmacs = counter.get_total_flops() / 2e9
-    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
-    (row,) = (line for line in readme.splitlines() if line.startswith(f"| `{name}` |"))
-    assert row.endswith(f"| {PARAMETERS[name]:,} | {gmacs:.2f} |")
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_blocks_are_pattention_and_token_attention_alone(name):
-    model = timm.create_model(name, device="meta")
-    assert [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)] == ["head"]
-    assert len(pattentions(model)) == 5 * len(model.blocks)
-    assert not list(model.blocks[0].norm1.parameters())
-    assert [name for name, _ in model.norm.named_parameters()] == ["weight", "bias"]
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_recipe_of_evaluation(name):
-    cfg = timm.get_pretrained_cfg(name)
-    assert cfg.input_size == (3, 224, 224)
-    assert cfg.interpolation == "bicubic"
-    assert cfg.crop_pct == 224 / 256
-    assert (cfg.mean, cfg.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-
-
-def test_pretrained_weights_that_do_not_exist_are_refused():
-    with pytest.raises(RuntimeError, match="No pretrained weights exist"):
-        timm.create_model("tokenformer_tiny", pretrained=True)
-
-
 @pytest.mark.parametrize("theta", THETAS)
 def test_theta_reaches_every_layer(small, theta):
     model = small(theta=theta)
@@ -95,6 +40,13 @@ def test_norm_is_that_of_the_blocks_alone(small, norm):
     assert {block.norm1.affine for block in model.blocks} == {norm}
     assert {block.norm2.affine for block in model.blocks} == {norm}
     assert len(list(model.norm.parameters())) == 2
+
+
+def test_rms_is_for_all_norms(small):
+    model = small(norm="rms", qk_norm=True)
+    attention = model.blocks[0].attn
+    assert {type(norm) for norm in (model.blocks[1].norm2, attention.q_norm)} == {BlockRMSNorm}
+    assert [name for name, _ in model.named_parameters() if "norm" in name] == ["norm.weight"]
 
 
 def test_pair_counts(small):
@@ -191,12 +143,57 @@ def test_argument_without_a_counterpart_is_named(name):
 
 @pytest.mark.parametrize(
     ("arguments", "known"),
-    [({"theta": "relu"}, list(THETAS)), ({"norm": "weight"}, ["none", "bias", "weight+bias"])],
+    [
+        ({"theta": "relu"}, list(THETAS)),
+        ({"norm": "weight"}, ["none", "bias", "weight+bias", "rms"]),
+    ],
 )
 def test_unknown_theta_or_norm_lists_the_known(small, arguments, known):
     with pytest.raises(ValueError, match="must be one of") as error:
         small(**arguments)
     assert all(name in str(error.value) for name in known)
+
+
+def test_rotary_positions_follow_the_image_size(small, parts):
+    model, dynamic = small(**parts), small(**parts, dynamic_img_size=True)
+    dynamic.load_state_dict(model.state_dict())
+    assert not any("rope" in name for name in model.state_dict())
+    assert get_model_args(model)["use_rot_pos_emb"] is True
+    for size in ((96, 48), (48, 96), (64, 64)):
+        resized = copy.deepcopy(model)
+        resized.set_input_size(img_size=size)
+        fresh = small(**parts, img_size=size)
+        fresh.load_state_dict(resized.state_dict())
+        images = torch.randn(2, 3, *size)
+        assert torch.equal(fresh(images), resized(images))
+        with torch.inference_mode():
+            torch.testing.assert_close(dynamic(images), resized(images))
+        dynamic.train()(images).sum().backward()  # also at a size first seen in inference mode
+        dynamic.eval()
+        torch.testing.assert_close(copy.deepcopy(dynamic)(images), dynamic(images))
+    with pytest.raises(AssertionError, match="doesn't match model"):
+        model(torch.randn(2, 3, 96, 48))
+
+
+def test_rotary_positions_are_made_again_and_stay_precise(small, parts):
+    fresh = small(**parts)
+    model = small(**parts, device="meta").to_empty(device="cpu")
+    model.init_weights()
+    assert torch.equal(model.rope.pos_embed, fresh.rope.pos_embed)
+    assert small(**parts, dtype=torch.bfloat16).rope.pos_embed.dtype == torch.bfloat16
+    assert small(**parts, depth=0)(torch.randn(2, 3, 64, 64)).shape == (2, 10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"embed_dim": 54}, "embed_dim 54 and num_heads 3 give 18: choose another num_heads"),
+        ({"patch_drop_rate": 0.5}, "patch_drop_rate 0.5 .* set patch_drop_rate=0"),
+    ],
+)
+def test_rotary_positions_that_do_not_fit_are_refused(small, arguments, said):
+    with pytest.raises(InputError, match=said):
+        small(use_rot_pos_emb=True, **arguments)
 
 
 @pytest.mark.parametrize("pool", ["map", "prr"])

@@ -28,6 +28,11 @@ BACKBONES = {
         "theta": "gelu_tanh_l2",
         "pattention_args": ConfigDict(learn_tau=True, eps=1e-3, key_init_scale=0.5),
     },
+    "vit5": {
+        "model_name": "tokenformer_small_rope_reg4",
+        "init_values": 0.5,
+        "global_pool": "avg",
+    },
     "ordinary": {"model_name": "vit_tiny_patch16_224"},  # of timm, without a TokenFormer in it
 }
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenformer_vit.command_line import run_tool
-from tokenformer_vit.layers import BlockLayerNorm, Pattention
+from tokenformer_vit.layers import BlockNorm, Pattention
 from tokenformer_vit.models import TokenFormerLM, lm_config
 from tokenformer_vit.ops import THETAS
 from tokenformer_vit.records import environment, write_record
@@ -119,7 +119,7 @@ def computed(
 ) -> list[Tensor]:
     """Return the output of a module by a backend, and the gradients of input and parameters."""
     for each in module.modules():
-        if isinstance(each, BlockLayerNorm | Pattention):
+        if isinstance(each, BlockNorm | Pattention):
             each.backend = backend
     x = x.detach().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tokenformer_vit.layers import Attention, BlockLayerNorm, Pattention
+from tokenformer_vit.layers import Attention, BlockLayerNorm, BlockNorm, Pattention
 from tokenformer_vit.models import compile_blocks
 
 from . import measures
@@ -96,7 +96,7 @@ def set_implementation(model: Any, implementation: str) -> Any:
     """Choose one of ``IMPLEMENTATIONS`` for the blocks of a model, in place."""
     backend, _, joint = implementation.partition("-")
     for module in model.blocks.modules():
-        if isinstance(module, BlockLayerNorm | Pattention):
+        if isinstance(module, BlockNorm | Pattention):
             module.backend = backend
         elif isinstance(module, Attention):
             module.joint = _JOINT.get(joint)

@@ -2,7 +2,14 @@
 
 from .attention import Attention
 from .block import TokenFormerBlock
-from .norm import BlockLayerNorm
+from .norm import BlockLayerNorm, BlockNorm, BlockRMSNorm
 from .pattention import Pattention
 
-__all__ = ["Attention", "BlockLayerNorm", "Pattention", "TokenFormerBlock"]
+__all__ = [
+    "Attention",
+    "BlockLayerNorm",
+    "BlockNorm",
+    "BlockRMSNorm",
+    "Pattention",
+    "TokenFormerBlock",
+]

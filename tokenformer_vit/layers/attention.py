@@ -1,12 +1,18 @@
 """Multi-head self-attention with Pattention layers as its four projections."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from timm.layers import maybe_add_mask, resolve_self_attn_mask, use_fused_attn
+from timm.layers import (
+    RotaryEmbeddingCat,
+    apply_rot_embed_cat,
+    maybe_add_mask,
+    resolve_self_attn_mask,
+    use_fused_attn,
+)
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
@@ -26,10 +32,11 @@ class Attention(nn.Module):
         num_qkv_param_tokens: Number of pairs in each of the query, key and value projections.
         num_proj_param_tokens: Number of pairs in the output projection.
         theta: Name of the Θ variant.
-        qk_norm: Normalise queries and keys over the width of a head, without parameters.
+        qk_norm: Normalise queries and keys over the width of a head.
         attn_drop: Dropout rate of the attention weights.
         proj_drop: Dropout rate of the output.
         proj_init_gain: ``init_gain`` of the output projection.
+        norm_layer: Norm of queries and keys, a function of its width.
         pattention_args: Any of ``tau``, ``learn_tau``, ``eps``, ``key_init_scale`` and ``gate``,
             for all four projections.
         device: Device of the parameters.
@@ -39,6 +46,8 @@ class Attention(nn.Module):
         joint: Whether one product computes the scores of query, key and value if possible, or
             ``None`` for the default; see :func:`~tokenformer_vit.layers.joint.call_together`. It
             is not saved with the model.
+        rope: Rotary positions of the last tokens, or ``None``. A model sets it, one for all blocks.
+        num_prefix_tokens: Number of tokens before them, which are not rotated.
 
     Raises:
         InputError: If ``num_heads`` is not positive or does not divide ``dim``, or
@@ -65,6 +74,7 @@ class Attention(nn.Module):
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
         proj_init_gain: float = 1.0,
+        norm_layer: Callable[[int], nn.Module] = BlockLayerNorm,
         pattention_args: Mapping[str, Any] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -84,11 +94,13 @@ class Attention(nn.Module):
         self.query = projection(num_param_tokens=num_qkv_param_tokens)
         self.key = projection(num_param_tokens=num_qkv_param_tokens)
         self.value = projection(num_param_tokens=num_qkv_param_tokens)
-        self.q_norm = BlockLayerNorm(self.head_dim) if qk_norm else nn.Identity()
-        self.k_norm = BlockLayerNorm(self.head_dim) if qk_norm else nn.Identity()
+        self.q_norm = norm_layer(self.head_dim) if qk_norm else nn.Identity()
+        self.k_norm = norm_layer(self.head_dim) if qk_norm else nn.Identity()
         self.attn_drop = nn.Dropout(attn_drop)
         self.proj = projection(num_param_tokens=num_proj_param_tokens, init_gain=proj_init_gain)
         self.proj_drop = nn.Dropout(proj_drop)
+        self.rope: RotaryEmbeddingCat | None = None
+        self.num_prefix_tokens = 0
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Map (B, N, C) tokens to (B, heads, N, head_dim) queries, keys and values."""
@@ -100,7 +112,16 @@ class Attention(nn.Module):
         q = q.reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
         k = k.reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
         v = v.reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
-        return self.q_norm(q), self.k_norm(k), v
+        return self.rotate(self.q_norm(q)), self.rotate(self.k_norm(k)), v
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotate (B, heads, N, head_dim) queries or keys by the positions of their patches."""
+        if self.rope is None:
+            return x
+        prefix, patches = x[:, :, : self.num_prefix_tokens], x[:, :, self.num_prefix_tokens :]
+        return torch.cat(
+            (prefix, apply_rot_embed_cat(patches, self.rope.get_embed(), half=True)), dim=2
+        )
 
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .arguments import COUNTS, check_pattention_args
 from .attention import Attention
 from .drop_path import DropPath
-from .norm import BlockLayerNorm
+from .norm import BlockLayerNorm, BlockRMSNorm, block_norm
 from .pattention import Pattention
 
 # timm passes these to every block; a block without linear layers does not use them.
@@ -42,14 +42,16 @@ class TokenFormerBlock(nn.Module):
         num_ffn_param_tokens: Number of pairs in the feed-forward layer; ``None`` for
             ``mlp_ratio * dim``.
         theta: Name of the Θ variant.
-        norm: Parameters of the two LayerNorms: ``none``, ``bias`` or ``weight+bias``.
-        norm_eps: Number that the LayerNorms add to the variance.
+        norm: Parameters of the two LayerNorms: ``none``, ``bias`` or ``weight+bias``; or ``rms``
+            for RMSNorms without parameters.
+        norm_eps: Number that the norms add to the variance or mean square.
         residual_init_gain: Initial standard deviation of the output of attention and feed-forward,
             which are added to the residual stream; 1/√(2·depth) keeps the stream at unit scale.
         pattention_args: Any of ``tau``, ``learn_tau``, ``eps``, ``key_init_scale`` and ``gate``,
             for all five :class:`Pattention` layers.
         mlp_ratio: Number of feed-forward pairs for each channel, if no count is given.
-        qk_norm: Normalise queries and keys, without parameters.
+        qk_norm: Normalise queries and keys, without parameters: RMSNorm if ``norm`` is ``rms``,
+            otherwise LayerNorm.
         proj_drop: Dropout rate after the output projection and the feed-forward layer.
         attn_drop: Dropout rate of the attention weights.
         init_values: Initial value of LayerScale; ``None`` for no LayerScale.
@@ -61,7 +63,7 @@ class TokenFormerBlock(nn.Module):
 
     Raises:
         TypeError: If an argument is neither listed here nor passed by timm.
-        InputError: If ``pattention_args`` has another key.
+        InputError: If ``norm`` is unknown, or ``pattention_args`` has another key.
 
     Shape:
         (B, N, C) -> (B, N, C).
@@ -103,7 +105,7 @@ class TokenFormerBlock(nn.Module):
                 return nn.Identity()
             return LayerScale(dim, init_values=init_values, device=device, dtype=dtype)
 
-        self.norm1 = BlockLayerNorm(dim, norm, norm_eps, device=device, dtype=dtype)
+        self.norm1 = block_norm(norm, dim, norm_eps, device=device, dtype=dtype)
         self.attn = self.attention(
             dim,
             num_heads,
@@ -111,6 +113,7 @@ class TokenFormerBlock(nn.Module):
             dim if num_proj_param_tokens is None else num_proj_param_tokens,
             theta=theta,
             qk_norm=qk_norm,
+            norm_layer=BlockRMSNorm if norm == "rms" else BlockLayerNorm,
             attn_drop=attn_drop,
             proj_drop=proj_drop,
             proj_init_gain=residual_init_gain,
@@ -121,7 +124,7 @@ class TokenFormerBlock(nn.Module):
         self.ls1 = layer_scale()
         self.drop_path1 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
 
-        self.norm2 = BlockLayerNorm(dim, norm, norm_eps, device=device, dtype=dtype)
+        self.norm2 = block_norm(norm, dim, norm_eps, device=device, dtype=dtype)
         self.mlp = Pattention(
             dim,
             dim,

@@ -1,5 +1,6 @@
 """TokenFormer models; importing this package registers the vision models with timm."""
 
+from . import presets  # noqa: F401, registers the models
 from .causal_lm import KVCache, TokenFormerLM
 from .compilation import compile_blocks
 from .lm_config import LM_PRESETS, LMConfig, lm_config

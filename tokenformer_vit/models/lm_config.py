@@ -30,8 +30,9 @@ class LMConfig:
         rotary_base: Base of the wavelengths of the rotation.
         tie_embeddings: Whether the embedding is also the head. The head has no bias.
         theta: Name of the Θ variant.
-        norm: Parameters of the LayerNorms in blocks; the final one has weight and bias.
-        norm_eps: Epsilon of all LayerNorms.
+        norm: Parameters of the LayerNorms in blocks, or ``rms`` for RMSNorms without parameters.
+            The final LayerNorm has weight and bias.
+        norm_eps: Epsilon of all norms.
         pattention_args: Arguments of all Pattention layers, and ``init``; see
             :class:`~tokenformer_vit.layers.Pattention` and
             :func:`~tokenformer_vit.layers.arguments.model_pattention_args`.

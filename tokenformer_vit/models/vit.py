@@ -1,7 +1,7 @@
 """TokenFormer vision models: timm's VisionTransformer with TokenFormer blocks.
 
 Patch embedding, positions, pooling, the head and all methods for users are timm's. This file adds
-the block, its norm, and the numbers of parameter tokens.
+the block, its norm, the numbers of parameter tokens, and rotary positions.
 """
 
 import math
@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import LayerNorm
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.layers import LayerNorm, RmsNorm, RotaryEmbeddingCat
 from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer import checkpoint_filter_fn as vit_checkpoint_filter_fn
-from torch import Tensor
+from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.layers import BlockLayerNorm, Pattention, TokenFormerBlock
+from tokenformer_vit.layers import BlockNorm, Pattention, TokenFormerBlock
 from tokenformer_vit.layers.arguments import Counts, counts_by_block, model_pattention_args
 from tokenformer_vit.layers.block import TIMM_ONLY, token_arguments
 from tokenformer_vit.layers.segments import fuse_state_dict
@@ -47,7 +45,8 @@ class TokenFormerViT(VisionTransformer):
     Args:
         theta: Name of the Θ variant, a key of ``tokenformer_vit.ops.THETAS``.
         norm: Parameters of the LayerNorms inside blocks: ``none``, ``bias`` or ``weight+bias``
-            (Table 5). The final norm always has both.
+            (Table 5). The final norm always has both. ``rms`` for RMSNorms without parameters
+            inside blocks, and a final RMSNorm with a weight.
         num_qkv_param_tokens: Number of pairs in each query, key and value projection; default
             ``embed_dim``. A list has a number for each block.
         num_proj_param_tokens: Number of pairs in each output projection; default ``embed_dim``.
@@ -60,8 +59,12 @@ class TokenFormerViT(VisionTransformer):
         nested: Smaller sizes that are trained as well, such as ``(0.25, 0.5)`` for the first
             quarter and the first half of the pairs of every layer; see :meth:`set_size`. Each has
             its own τ.
+        use_rot_pos_emb: Also give patches rotary positions by row and column, in each head. Class
+            and register tokens are not rotated. ``pos_embed="none"`` removes the learned positions.
+        rope_temperature: Base of the rotary frequencies.
         embed_dim: Width C.
         depth: Number of blocks.
+        num_heads: Number of heads.
         weight_init: timm's initialisation of the stem and the head. Parameter tokens are always
             drawn as :class:`~tokenformer_vit.layers.Pattention` describes.
         drop_path_uniform: Give all blocks ``drop_path_rate``; by default it rises from 0 in the
@@ -75,8 +78,9 @@ class TokenFormerViT(VisionTransformer):
     Raises:
         TypeError: If an argument is unknown or belongs to linear layers.
         InputError: If ``theta``, ``norm``, ``global_pool`` or a key of ``pattention_args`` is
-            unknown, a value of ``pattention_args`` or ``nested`` is out of range, or a list of
-            numbers of pairs has another length than ``depth``.
+            unknown, a value of ``pattention_args`` or ``nested`` is out of range, a list of
+            numbers of pairs has another length than ``depth``, or rotary positions do not fit the
+            width of a head or ``patch_drop_rate``.
 
     Shape:
         (B, in_chans, H, W) -> (B, num_classes).
@@ -95,8 +99,11 @@ class TokenFormerViT(VisionTransformer):
         num_ffn_param_tokens: Counts = None,
         pattention_args: dict[str, Any] | None = None,
         nested: Sequence[Size] = (),
+        use_rot_pos_emb: bool = False,
+        rope_temperature: float = 10000.0,
         embed_dim: int = 768,
         depth: int = 12,
+        num_heads: int = 12,
         weight_init: str = "",
         drop_path_uniform: bool = False,
         **kwargs: Any,
@@ -106,6 +113,8 @@ class TokenFormerViT(VisionTransformer):
                 f"TokenFormer has no {name!r}: its blocks hold no linear layers; leave it out"
             )
         _check_pool(kwargs.get("global_pool"))
+        if use_rot_pos_emb:
+            _check_rotation(embed_dim, num_heads, kwargs.get("patch_drop_rate"))
         counts = counts_by_block(
             depth,
             num_qkv_param_tokens=num_qkv_param_tokens,
@@ -130,11 +139,28 @@ class TokenFormerViT(VisionTransformer):
         super().__init__(
             embed_dim=embed_dim,
             depth=depth,
+            num_heads=num_heads,
             weight_init=weight_init,  # type: ignore[arg-type]
             block_fn=block_fn,  # type: ignore[arg-type]
-            norm_layer=partial(LayerNorm, eps=1e-6),  # type: ignore[arg-type]
+            norm_layer=partial(RmsNorm if norm == "rms" else LayerNorm, eps=1e-6),  # type: ignore[arg-type]
             **kwargs,
         )
+        self.rope: RotaryEmbeddingCat | None = None
+        if use_rot_pos_emb:
+            self.rope = RotaryEmbeddingCat(
+                embed_dim // num_heads,
+                temperature=rope_temperature,
+                in_pixels=False,
+                feat_shape=self.patch_embed.grid_size,
+                rotate_half=True,  # compiled for a CPU twice as fast as rotated neighbours
+                device=kwargs.get("device"),
+                dtype=kwargs.get("dtype"),
+            )
+            for block in self.blocks:
+                attn: Any = block.attn
+                attn.rope, attn.num_prefix_tokens = self.rope, self.num_prefix_tokens
+            if self.dynamic_img_size:  # TorchScript has no super(), which an override would call
+                self.patch_embed.register_forward_hook(self._follow_grid)
         for layer in self.modules():
             if isinstance(layer, Pattention):
                 layer.of_model = True
@@ -147,7 +173,7 @@ class TokenFormerViT(VisionTransformer):
 
     @torch.jit.ignore()
     def set_backend(self, backend: str) -> None:
-        """Choose the implementation of Pattention and LayerNorm in all blocks.
+        """Choose the implementation of Pattention and norms in all blocks.
 
         Like ``set_grad_checkpointing``, it is not saved with the model.
 
@@ -159,7 +185,7 @@ class TokenFormerViT(VisionTransformer):
         """
         check_backend(backend)
         for module in self.blocks.modules():
-            if isinstance(module, BlockLayerNorm | Pattention):
+            if isinstance(module, BlockNorm | Pattention):
                 module.backend = backend
 
     @torch.jit.ignore()
@@ -197,6 +223,22 @@ class TokenFormerViT(VisionTransformer):
         if nested := self.sizes[:-1]:
             args["nested"] = nested
 
+    def set_input_size(
+        self,
+        img_size: tuple[int, int] | None = None,
+        patch_size: tuple[int, int] | None = None,
+    ) -> None:
+        """Change the size of images and patches; learned and rotary positions follow."""
+        super().set_input_size(img_size, patch_size)
+        if self.rope is not None:
+            self.rope.update_feat_shape(self.patch_embed.grid_size)  # type: ignore[arg-type]
+
+    @torch.jit.ignore()
+    def _follow_grid(self, _module: nn.Module, _images: tuple[Tensor], patches: Tensor) -> None:
+        """Fit the rotary positions to (B, H, W, C) patches."""
+        with torch.inference_mode(False):  # a later training also reads the new positions
+            self.rope.update_feat_shape(tuple(patches.shape[1:3]))  # type: ignore
+
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the head by a new one; also the pooling, if it is given."""
         _check_pool(global_pool)
@@ -212,6 +254,19 @@ class TokenFormerViT(VisionTransformer):
         raise InputError(
             f"{checkpoint_path} is a NumPy checkpoint of an ordinary ViT: give the .safetensors or "
             ".pth file of a TokenFormer"
+        )
+
+
+def _check_rotation(width: int, num_heads: int, patch_drop_rate: float | None) -> None:
+    if width // num_heads % 4:
+        raise InputError(
+            f"use_rot_pos_emb needs heads of a width that 4 divides, but embed_dim {width} and "
+            f"num_heads {num_heads} give {width // num_heads}: choose another num_heads"
+        )
+    if patch_drop_rate:
+        raise InputError(
+            f"patch_drop_rate {patch_drop_rate} drops patches, and use_rot_pos_emb=True needs all "
+            "of them in order: set patch_drop_rate=0"
         )
 
 
@@ -292,128 +347,3 @@ def fit_state_dict(state_dict: Mapping[str, Tensor], model: TokenFormerViT) -> d
     """
     fused = fuse_state_dict(timm_state_dict(state_dict) or state_dict)
     return vit_checkpoint_filter_fn(fused, model)
-
-
-def _cfg(**kwargs: Any) -> dict[str, Any]:
-    return {
-        "url": "",
-        "num_classes": 1000,
-        "input_size": (3, 224, 224),
-        "pool_size": None,
-        "crop_pct": 224 / 256,
-        "interpolation": "bicubic",
-        "fixed_input_size": True,
-        "mean": IMAGENET_DEFAULT_MEAN,
-        "std": IMAGENET_DEFAULT_STD,
-        "first_conv": "patch_embed.proj",
-        "classifier": "head",
-        "license": "apache-2.0",
-        "paper_ids": "arXiv:2410.23168",
-        "paper_name": "TokenFormer: Rethinking Transformer Scaling with Tokenized Model Parameters",
-        **kwargs,
-    }
-
-
-# Exported folders, one a model, with the model's card.
-_PRETRAINED = Path(__file__).with_name("pretrained")
-
-default_cfgs = generate_default_cfgs(
-    {
-        **{
-            f"tokenformer_{name}.untrained": _cfg()
-            for name in ("tiny", "small", "base", "large", "base_matched", "large_matched")
-        },
-        "tokenformer_cifar10_micro.cifar10": _cfg(
-            file=str(_PRETRAINED / "tokenformer_cifar10_micro" / "model.safetensors"),
-            num_classes=10,
-            label_names=(
-                *("airplane", "automobile", "bird", "cat", "deer"),
-                *("dog", "frog", "horse", "ship", "truck"),
-            ),
-            input_size=(3, 32, 32),
-            crop_pct=1.0,
-            mean=(125.3 / 255, 123.0 / 255, 113.9 / 255),
-            std=(63.0 / 255, 62.1 / 255, 66.7 / 255),
-        ),
-    }
-)
-
-
-def _create(variant: str, pretrained: bool, **kwargs: Any) -> TokenFormerViT:
-    out_indices = kwargs.pop("out_indices", 3)
-    return build_model_with_cfg(
-        TokenFormerViT,
-        variant,
-        pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
-        **kwargs,
-    )
-
-
-@register_model
-def tokenformer_tiny(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
-    """Build TokenFormer-Ti/16: width 192, 12 blocks, 3 heads, pairs 192 and 768."""
-    args = {"patch_size": 16, "embed_dim": 192, "depth": 12, "num_heads": 3}
-    return _create("tokenformer_tiny", pretrained, **{**args, **kwargs})
-
-
-@register_model
-def tokenformer_small(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
-    """Build TokenFormer-S/16: width 384, 12 blocks, 6 heads, pairs 384 and 1536."""
-    args = {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6}
-    return _create("tokenformer_small", pretrained, **{**args, **kwargs})
-
-
-@register_model
-def tokenformer_base(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
-    """Build TokenFormer-B/16: width 768, 12 blocks, 12 heads, pairs 768 and 3072 (Table 4)."""
-    args = {"patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12}
-    return _create("tokenformer_base", pretrained, **{**args, **kwargs})
-
-
-@register_model
-def tokenformer_large(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
-    """Build TokenFormer-L/16: width 1024, 24 blocks, 16 heads, pairs 1024 and 4096."""
-    args = {"patch_size": 16, "embed_dim": 1024, "depth": 24, "num_heads": 16}
-    return _create("tokenformer_large", pretrained, **{**args, **kwargs})
-
-
-@register_model
-def tokenformer_base_matched(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
-    """Build TokenFormer-B†/16, with as many parameters as ViT-B/16: pairs 576 and 2304."""
-    args = {
-        "patch_size": 16,
-        "embed_dim": 768,
-        "depth": 12,
-        "num_heads": 12,
-        "num_qkv_param_tokens": 576,
-        "num_proj_param_tokens": 576,
-        "num_ffn_param_tokens": 2304,
-    }
-    return _create("tokenformer_base_matched", pretrained, **{**args, **kwargs})
-
-
-@register_model
-def tokenformer_large_matched(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
-    """Build TokenFormer-L†/16, with as many parameters as ViT-L/16: pairs 768 and 3072."""
-    args = {
-        "patch_size": 16,
-        "embed_dim": 1024,
-        "depth": 24,
-        "num_heads": 16,
-        "num_qkv_param_tokens": 768,
-        "num_proj_param_tokens": 768,
-        "num_ffn_param_tokens": 3072,
-    }
-    return _create("tokenformer_large_matched", pretrained, **{**args, **kwargs})
-
-
-@register_model
-def tokenformer_cifar10_micro(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
-    """Build a model for 32 px: patches of 8 px, width 96, 4 blocks, 3 heads, pairs 96 and 384.
-
-    Its pretrained weights are in the package; configs/cifar10_micro_pretrained.py trained them.
-    """
-    args = {"img_size": 32, "patch_size": 8, "embed_dim": 96, "depth": 4, "num_heads": 3}
-    return _create("tokenformer_cifar10_micro", pretrained, **{**args, **kwargs})

@@ -1,4 +1,4 @@
-"""Pattention and the LayerNorm before it, as functions on tensors; needs only torch.
+"""Pattention and the norm before it, as functions on tensors; needs only torch.
 
 Both have several implementations that compute the same. ``backend`` chooses one. If it is
 ``auto``, the environment variable ``PATTENTION_BACKEND`` chooses; it is read at import.
@@ -25,7 +25,7 @@ from .fp8 import pattention_fp8
 from .fused import pattention_fused
 from .kernels import Kernels
 from .measured import fastest_backend
-from .norm import layer_norm_fused, layer_norm_reference
+from .norm import layer_norm_reference, norm_fused, rms_norm_reference
 from .reference import pattention_reference
 from .theta import THETAS, default_tau, find_theta, norm_shares, theta_weights
 from .top_k import pattention_top_k, strongest_values
@@ -42,6 +42,7 @@ __all__ = [
     "pattention_joint",
     "pattention_reference",
     "pattention_top_k",
+    "rms_norm",
     "strongest_values",
     "theta_weights",
 ]
@@ -216,4 +217,31 @@ def layer_norm(x: Tensor, num_channels: int, eps: float = 1e-6, backend: str = "
     else:  # TorchScript must not compile this branch
         if _choose(backend) == "reference":
             return layer_norm_reference(x, num_channels, eps)
-        return layer_norm_fused(x, num_channels, eps)
+        return norm_fused(x, num_channels, eps, centred=True)
+
+
+def rms_norm(x: Tensor, num_channels: int, eps: float = 1e-6, backend: str = "auto") -> Tensor:
+    """Divide tokens by the root of their mean square, without learnable parameters.
+
+    Args:
+        x: (..., C) tokens.
+        num_channels: C.
+        eps: Number added to the mean square.
+        backend: Name of a backend, as for :func:`layer_norm`.
+
+    Returns:
+        (..., C) tokens, of the dtype that :func:`layer_norm` returns.
+
+    Raises:
+        ValueError: If the backend is unknown.
+        RuntimeError: If the last axis is not of size C.
+
+    Source:
+        Root Mean Square Layer Normalization, arXiv:1910.07467.
+    """
+    if torch.jit.is_scripting():
+        return rms_norm_reference(x, num_channels, eps)
+    else:  # TorchScript must not compile this branch
+        if _choose(backend) == "reference":
+            return rms_norm_reference(x, num_channels, eps)
+        return norm_fused(x, num_channels, eps, centred=False)

@@ -1,0 +1,148 @@
+"""Rotary positions, registers, RMSNorm, QK-norm and LayerScale do not change what growth keeps."""
+
+import copy
+
+import pytest
+import timm
+import torch
+
+import tokenformer_vit  # noqa: F401
+from tokenformer_vit.growth import (
+    TokenMasks,
+    extract,
+    grow,
+    measure_usage,
+    merge,
+    nest,
+    prune,
+    reorder,
+    set_top_k,
+)
+from tokenformer_vit.layers import BlockRMSNorm
+from tokenformer_vit.models.checkpoints import load_model, save_model
+from tokenformer_vit.ops import THETAS
+
+SHAPE = {"embed_dim": 32, "depth": 2, "num_heads": 2, "img_size": 32, "patch_size": 8}
+PAIRS = {"num_qkv_param_tokens": 32, "num_proj_param_tokens": 32, "num_ffn_param_tokens": 64}
+DOUBLED = {name: 2 * count for name, count in PAIRS.items()}
+
+
+@pytest.fixture
+def build(parts):
+    """Build a model in which every part matters: no scale is small, no token is near zero."""
+
+    @torch.no_grad()
+    def build(theta="gelu_l2", **kwargs):
+        arguments = {**SHAPE, **PAIRS, **parts, "num_classes": 10, "theta": theta, **kwargs}
+        model = timm.create_model("tokenformer_tiny", **arguments).eval()
+        for name, parameter in model.named_parameters():
+            if not name.endswith("param_tokens"):
+                parameter += 0.3 * torch.randn_like(parameter)
+        return model
+
+    return build
+
+
+@pytest.fixture
+def x():
+    return torch.randn(3, 3, 32, 32)
+
+
+def logits(model, x, size=None):
+    model.set_size(size)
+    with torch.no_grad():
+        y = model(x)
+    model.set_size(None)
+    return y
+
+
+def assert_same(after, before, limit):
+    """Compare relative to the largest logit."""
+    error = ((after - before).abs().max() / before.abs().max()).item()
+    assert error <= limit, error
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"norm": "none"},
+        {"qk_norm": False},
+        {"init_values": None},
+        {"use_rot_pos_emb": False},
+        {"rope_temperature": 50.0},
+        {"reg_tokens": 0},
+    ],
+)
+def test_every_part_matters(build, x, changes):
+    model, other = build(), build(**changes)
+    other.load_state_dict(model.state_dict(), strict=False)
+    before = logits(model, x)
+    assert (logits(other, x) - before).abs().max() > 1e-3 * before.abs().max()
+
+
+@pytest.mark.parametrize("theta", THETAS)
+@pytest.mark.parametrize("init", ["zero_key", "duplicate"])
+def test_growth_is_exact(build, x, theta, init, rounding):
+    model = build(theta)
+    before = logits(model, x)
+    grown = grow(copy.deepcopy(model), **DOUBLED, init=init)
+    assert_same(logits(grown, x), before, rounding(grown))
+    model.double()
+    grown = grow(copy.deepcopy(model), **DOUBLED, init=init)
+    # τ is float32 whatever the model is, and √2 is none of its numbers.
+    dtype = torch.float32 if init == "duplicate" else torch.float64
+    assert_same(logits(grown, x.double()), logits(model, x.double()), rounding(grown, dtype))
+
+
+@pytest.mark.parametrize("theta", ["gelu_l2", "softmax"])
+def test_sizes_are_exact_and_saved(build, x, theta, tmp_path):
+    model = build(theta, nested=(0.25, 0.5))
+    assert torch.equal(logits(extract(model, 0.25), x), logits(model, x, 0.25))
+    save_model(model, tmp_path / "nested")
+    loaded = load_model(None, tmp_path / "nested")
+    for size in (None, 0.25, 0.4):
+        assert torch.equal(logits(loaded, x, size), logits(model, x, size))
+
+    model = build(theta)
+    usage, before = measure_usage(model, [x]), logits(model, x)
+    pruned = prune(copy.deepcopy(model), usage, 8, 8, 16)
+    nest(reorder(model, usage), (0.25,), usage)
+    torch.testing.assert_close(logits(model, x), before, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits(model, x, 0.25), logits(pruned, x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("theta", ["gelu_l2", "softmax"])
+def test_masks_and_choices_are_exact(build, x, theta, rounding):
+    model = build(theta)
+    before = logits(model, x)
+    masks = TokenMasks(model)
+    masks.add("base")
+    grow(model, **DOUBLED, init="random")
+    with masks.use("base"):
+        assert_same(logits(model, x), before, rounding(model))
+        set_top_k(model, 1.0, 1.0, 1.0)
+        assert_same(logits(model, x), before, rounding(model))
+
+
+def test_merging_averages_registers_and_scales(build, x, rounding):
+    a, b = build(), build()
+    assert_same(logits(merge(a, a), x), logits(a, x), rounding(a))
+    states = [model.state_dict() for model in (a, b, merge(a, b))]
+    for name in ("reg_token", "blocks.1.ls2.gamma", "norm.weight"):
+        one, other, mean = (state[name] for state in states)
+        torch.testing.assert_close(mean, (one + other) / 2)
+    for changes, said in (
+        ({"use_rot_pos_emb": False}, "num_prefix_tokens is 5 in model_a and 0 in model_b"),
+        ({"rope_temperature": 50.0}, "temperature is 10000.0 in model_a and 50.0 in model_b"),
+        ({"norm": "none"}, "norm.bias is absent in model_a"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            merge(a, build(**changes))
+
+
+def test_a_grown_model_uses_the_norms_backend(build):
+    model = grow(build(), **DOUBLED)
+    model.set_backend("reference")
+    norms = [norm for norm in model.modules() if isinstance(norm, BlockRMSNorm)]
+    assert len(norms) == 2 * 4
+    assert {norm.backend for norm in norms} == {"reference"}

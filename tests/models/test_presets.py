@@ -1,0 +1,84 @@
+"""The models that are registered with timm."""
+
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+from tokenformer_vit.benchmarking.costs import model_costs, total
+from tokenformer_vit.growth import pattention_layers
+from tokenformer_vit.layers import BlockRMSNorm
+from tokenformer_vit.models import TokenFormerViT
+
+PARAMETERS = {
+    "tokenformer_tiny": 7_456_936,
+    "tokenformer_small": 29_068_648,
+    "tokenformer_base": 114_759_400,
+    "tokenformer_base_matched": 86_447_848,
+    "tokenformer_large": 404_670_440,
+    "tokenformer_large_matched": 304_007_144,
+    "tokenformer_small_rope_reg4": 29_078_632,
+    "tokenformer_base_rope_reg4": 114_779_368,
+    "tokenformer_large_rope_reg4": 404_721_640,
+}
+
+
+def test_registers_exactly_these_models():
+    assert {*timm.list_models("tokenformer*")} == {*PARAMETERS, "tokenformer_cifar10_micro"}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameter_count(name):
+    model = timm.create_model(name, device="meta")
+    assert isinstance(model, TokenFormerViT)
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_readme_states_parameters_and_multiplications(name):
+    model = timm.create_model(name, device="meta")
+    gmacs = total(model_costs(model)).forward_flops / 2e9
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+    (row,) = (line for line in readme.splitlines() if line.startswith(f"| `{name}` |"))
+    assert row.endswith(f"| {PARAMETERS[name]:,} | {gmacs:.2f} |")
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_blocks_are_pattention_and_token_attention_alone(name):
+    model = timm.create_model(name, device="meta")
+    assert [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)] == ["head"]
+    assert len(pattention_layers(model)) == 5 * len(model.blocks)
+    assert not list(model.blocks[0].norm1.parameters())
+    final = ["weight"] if name.endswith("_rope_reg4") else ["weight", "bias"]
+    assert [name for name, _ in model.norm.named_parameters()] == final
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_recipe_of_evaluation(name):
+    cfg = timm.get_pretrained_cfg(name)
+    assert cfg.input_size == (3, 224, 224)
+    assert cfg.interpolation == "bicubic"
+    assert cfg.crop_pct == (1 if name.endswith("_rope_reg4") else 224 / 256)
+    assert (cfg.mean, cfg.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+def test_pretrained_weights_that_do_not_exist_are_refused():
+    with pytest.raises(RuntimeError, match="No pretrained weights exist"):
+        timm.create_model("tokenformer_tiny", pretrained=True)
+
+
+@pytest.mark.parametrize("name", [name for name in PARAMETERS if name.endswith("_rope_reg4")])
+def test_the_parts_of_vit5(name):
+    model = timm.create_model(name, device="meta")
+    assert model.pos_embed.shape == (1, 196, model.embed_dim)  # of patches alone
+    assert (model.num_reg_tokens, model.num_prefix_tokens, model.global_pool) == (4, 5, "token")
+    assert model.rope.pos_embed.shape == (196, 2 * 64)
+    for block in model.blocks:
+        assert block.attn.rope is model.rope
+        assert block.attn.num_prefix_tokens == 5
+        norms = (block.norm1, block.norm2, block.attn.q_norm, block.attn.k_norm)
+        assert all(isinstance(norm, BlockRMSNorm) for norm in norms)
+        assert block.ls1.gamma.shape == block.ls2.gamma.shape == (model.embed_dim,)
+    block = timm.create_model(name, depth=1, num_classes=0).blocks[0]
+    assert torch.equal(block.ls1.gamma, torch.full_like(block.ls1.gamma, 1e-4))

@@ -1,0 +1,170 @@
+"""The vision models that ``import tokenformer_vit`` registers with timm."""
+
+from pathlib import Path
+from typing import Any
+
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+
+from .vit import TokenFormerViT, checkpoint_filter_fn
+
+
+def _cfg(**kwargs: Any) -> dict[str, Any]:
+    return {
+        "url": "",
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "pool_size": None,
+        "crop_pct": 224 / 256,
+        "interpolation": "bicubic",
+        "fixed_input_size": True,
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        "first_conv": "patch_embed.proj",
+        "classifier": "head",
+        "license": "apache-2.0",
+        "paper_ids": "arXiv:2410.23168",
+        "paper_name": "TokenFormer: Rethinking Transformer Scaling with Tokenized Model Parameters",
+        **kwargs,
+    }
+
+
+# Exported folders, one a model, with the model's card.
+_PRETRAINED = Path(__file__).with_name("pretrained")
+
+default_cfgs = generate_default_cfgs(
+    {
+        **{
+            f"tokenformer_{name}.untrained": _cfg()
+            for name in ("tiny", "small", "base", "large", "base_matched", "large_matched")
+        },
+        **{
+            f"tokenformer_{name}_rope_reg4.untrained": _cfg(crop_pct=1.0)
+            for name in ("small", "base", "large")
+        },
+        "tokenformer_cifar10_micro.cifar10": _cfg(
+            file=str(_PRETRAINED / "tokenformer_cifar10_micro" / "model.safetensors"),
+            num_classes=10,
+            label_names=(
+                *("airplane", "automobile", "bird", "cat", "deer"),
+                *("dog", "frog", "horse", "ship", "truck"),
+            ),
+            input_size=(3, 32, 32),
+            crop_pct=1.0,
+            mean=(125.3 / 255, 123.0 / 255, 113.9 / 255),
+            std=(63.0 / 255, 62.1 / 255, 66.7 / 255),
+        ),
+    }
+)
+
+
+def _create(variant: str, pretrained: bool, **kwargs: Any) -> TokenFormerViT:
+    out_indices = kwargs.pop("out_indices", 3)
+    return build_model_with_cfg(
+        TokenFormerViT,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
+        **kwargs,
+    )
+
+
+@register_model
+def tokenformer_tiny(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
+    """Build TokenFormer-Ti/16: width 192, 12 blocks, 3 heads, pairs 192 and 768."""
+    args = {"patch_size": 16, "embed_dim": 192, "depth": 12, "num_heads": 3}
+    return _create("tokenformer_tiny", pretrained, **{**args, **kwargs})
+
+
+@register_model
+def tokenformer_small(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
+    """Build TokenFormer-S/16: width 384, 12 blocks, 6 heads, pairs 384 and 1536."""
+    args = {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6}
+    return _create("tokenformer_small", pretrained, **{**args, **kwargs})
+
+
+@register_model
+def tokenformer_base(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
+    """Build TokenFormer-B/16: width 768, 12 blocks, 12 heads, pairs 768 and 3072 (Table 4)."""
+    args = {"patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12}
+    return _create("tokenformer_base", pretrained, **{**args, **kwargs})
+
+
+@register_model
+def tokenformer_large(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
+    """Build TokenFormer-L/16: width 1024, 24 blocks, 16 heads, pairs 1024 and 4096."""
+    args = {"patch_size": 16, "embed_dim": 1024, "depth": 24, "num_heads": 16}
+    return _create("tokenformer_large", pretrained, **{**args, **kwargs})
+
+
+@register_model
+def tokenformer_base_matched(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
+    """Build TokenFormer-B†/16, with as many parameters as ViT-B/16: pairs 576 and 2304."""
+    args = {
+        "patch_size": 16,
+        "embed_dim": 768,
+        "depth": 12,
+        "num_heads": 12,
+        "num_qkv_param_tokens": 576,
+        "num_proj_param_tokens": 576,
+        "num_ffn_param_tokens": 2304,
+    }
+    return _create("tokenformer_base_matched", pretrained, **{**args, **kwargs})
+
+
+@register_model
+def tokenformer_large_matched(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
+    """Build TokenFormer-L†/16, with as many parameters as ViT-L/16: pairs 768 and 3072."""
+    args = {
+        "patch_size": 16,
+        "embed_dim": 1024,
+        "depth": 24,
+        "num_heads": 16,
+        "num_qkv_param_tokens": 768,
+        "num_proj_param_tokens": 768,
+        "num_ffn_param_tokens": 3072,
+    }
+    return _create("tokenformer_large_matched", pretrained, **{**args, **kwargs})
+
+
+# The parts of ViT-5, arXiv:2602.08071. Its norms also have weights, and it also rotates registers.
+_VIT5 = {
+    "norm": "rms",
+    "qk_norm": True,
+    "use_rot_pos_emb": True,
+    "reg_tokens": 4,
+    "no_embed_class": True,
+    "init_values": 1e-4,
+}
+
+
+@register_model
+def tokenformer_small_rope_reg4(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
+    """Build TokenFormer-S/16 with the parts of ViT-5, such as rotary positions and registers."""
+    args = {**_VIT5, "patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6}
+    return _create("tokenformer_small_rope_reg4", pretrained, **{**args, **kwargs})
+
+
+@register_model
+def tokenformer_base_rope_reg4(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
+    """Build TokenFormer-B/16 with the parts of ViT-5, such as rotary positions and registers."""
+    args = {**_VIT5, "patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12}
+    return _create("tokenformer_base_rope_reg4", pretrained, **{**args, **kwargs})
+
+
+@register_model
+def tokenformer_large_rope_reg4(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
+    """Build TokenFormer-L/16 with the parts of ViT-5, such as rotary positions and registers."""
+    args = {**_VIT5, "patch_size": 16, "embed_dim": 1024, "depth": 24, "num_heads": 16}
+    return _create("tokenformer_large_rope_reg4", pretrained, **{**args, **kwargs})
+
+
+@register_model
+def tokenformer_cifar10_micro(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
+    """Build a model for 32 px: patches of 8 px, width 96, 4 blocks, 3 heads, pairs 96 and 384.
+
+    Its pretrained weights are in the package; configs/cifar10_micro_pretrained.py trained them.
+    """
+    args = {"img_size": 32, "patch_size": 8, "embed_dim": 96, "depth": 4, "num_heads": 3}
+    return _create("tokenformer_cifar10_micro", pretrained, **{**args, **kwargs})
