@@ -29,20 +29,18 @@ model = dict(
         _delete_=True,
         type="MAEPretrainHead",
         norm_pix=True,
-        loss=dict(type="PixelReconstructionLoss", criterion="L2"),
+        loss=dict(type="PixelReconstructionError", criterion="L2"),
     ),
 )
 data_preprocessor = dict(num_classes=None)
-val_evaluator = dict(_delete_=True, type="ReconstructionLoss", collect_device="gpu")
+val_evaluator = dict(_delete_=True, type="ReconstructionError", collect_device="gpu")
 test_evaluator = val_evaluator
 
 # A higher rate than MAE's 1.5e-4 x 128 / 256: the run is short.
 optim_wrapper = dict(paramwise_cfg=dict(custom_keys={".mask_token": dict(decay_mult=0.0)}))
 param_scheduler = [
     dict(type="LinearLR", start_factor=1e-3, by_epoch=True, end=2, convert_to_iter_based=True),
-    dict(
-        type="CosineAnnealingLR", eta_min=0.0, by_epoch=True, begin=2, convert_to_iter_based=True
-    ),
+    dict(type="CosineAnnealingLR", eta_min=0.0, by_epoch=True, begin=2, convert_to_iter_based=True),
 ]
 train_cfg = dict(max_epochs=40, val_interval=4)
 default_hooks = dict(ema=None, record=dict(metrics=["reconstruction"]))

@@ -22,7 +22,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.vision.drawing import draw_reconstructions
 
 from .guard import unwrap
-from .metrics import RECONSTRUCTION, RowMetric, precise
+from .metrics import RowMetric, precise
 from .reports import BEFORE_RECORD
 
 
@@ -135,7 +135,7 @@ class MaskedAutoencoder(MAE):
         if mode == "predict":
             predicted, mask = self._decode(inputs)
             losses = torch.vmap(self.head.loss)(predicted[:, None], inputs[:, None], mask[:, None])
-            return [{RECONSTRUCTION: loss} for loss in losses]
+            return [{"error": loss} for loss in losses]
         return super().forward(inputs, data_samples, mode)
 
     def loss(self, inputs: Tensor, data_samples: Any = None, **kwargs: Any) -> dict[str, Tensor]:
@@ -195,19 +195,19 @@ def _grid(vit: Any, name: str) -> tuple[int, int]:
 
 
 @METRICS.register_module()
-class ReconstructionLoss(RowMetric):
+class ReconstructionError(RowMetric):
     """Mean reconstruction loss of the masked patches of the validation images."""
 
-    num_columns = 1
+    default_prefix, num_columns = "reconstruction", 1
 
     def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
-        """Note the loss of each image."""
-        losses = torch.stack([sample[RECONSTRUCTION] for sample in data_samples])
-        self.results.append(precise(losses[:, None]))
+        """Note the error of each image."""
+        errors = torch.stack([sample["error"] for sample in data_samples])
+        self.results.append(precise(errors[:, None]))
 
     def compute_metrics(self, results: Tensor) -> dict[str, float]:  # type: ignore[override]
-        """Average the losses, (N, 1)."""
-        return {RECONSTRUCTION: results.mean().item()}
+        """Average the errors, (N, 1)."""
+        return {"error": results.mean().item()}
 
 
 @HOOKS.register_module()
