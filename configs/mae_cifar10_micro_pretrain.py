@@ -29,7 +29,7 @@ model = dict(
         _delete_=True,
         type="MAEPretrainHead",
         norm_pix=True,
-        loss=dict(type="PixelReconstructionError", criterion="L2"),
+        loss=dict(type="PixelReconstructionLoss", criterion="L2"),
     ),
 )
 data_preprocessor = dict(num_classes=None)

@@ -38,7 +38,7 @@ NECK = {
     "decoder_depth": 1,
     "decoder_num_heads": 2,
 }
-LOSS = {"type": "PixelReconstructionError", "criterion": "L2"}
+LOSS = {"type": "PixelReconstructionLoss", "criterion": "L2"}
 HEAD = {"type": "MAEPretrainHead", "norm_pix": True, "loss": LOSS}
 
 
@@ -305,7 +305,7 @@ model = dict(
         _delete_=True,
         type="MAEPretrainHead",
         norm_pix=True,
-        loss=dict(type="PixelReconstructionError", criterion="L2"),
+        loss=dict(type="PixelReconstructionLoss", criterion="L2"),
     ),
     train_cfg=None,
 )
