@@ -34,6 +34,7 @@ TOKENFORMER = {
     "num_heads": 2,
 }
 VIT = {**TOKENFORMER, "model_name": "vit_tiny_patch16_224"}
+CLASSES = ("bright", "dark", "split")  # of the fixture data_root
 NECK = {
     "type": "MAEPretrainDecoder",
     "decoder_embed_dim": 16,
@@ -130,8 +131,9 @@ def test_the_loss_is_that_of_mmpretrains_mae(seed):
     )
 
 
-def test_positions_are_fixed_and_every_other_parameter_learns():
-    model = build()
+@pytest.mark.parametrize("pool", ["token", "avg"])  # the norm is before or after the pooling
+def test_positions_are_fixed_and_every_other_parameter_learns(pool):
+    model = build({**TOKENFORMER, "global_pool": pool})
     model.loss(images())["loss"].backward()
     fixed = {name for name, value in model.named_parameters() if not value.requires_grad}
     assert fixed == {"backbone.model.pos_embed", "neck.decoder_pos_embed"}
@@ -407,6 +409,37 @@ train_cfg = dict(max_epochs=2)
 """
 
 
+PROBE = """
+_base_ = "{base}"
+model = dict(
+    backbone=dict(
+        patch_size=2, drop_path_rate=0.0, checkpoint_path="{checkpoint}", frozen=True
+    ),
+    neck=dict(_delete_=True, type="ClsBatchNormNeck", input_features=24),
+    head=dict(loss=dict(type="CrossEntropyLoss", _delete_=True)),
+    train_cfg=None,
+)
+optim_wrapper = dict(
+    optimizer=dict(_delete_=True, type="LARS", lr=0.1, weight_decay=0.0, momentum=0.9)
+)
+default_hooks = dict(ema=None)
+train_cfg = dict(max_epochs=2)
+"""
+
+
+def read_val(data_root):
+    """Read the validation images of each class as the configs normalise them."""
+    return [
+        torch.stack(
+            [
+                (torch.tensor(np.array(Image.open(file))).permute(2, 0, 1) - 78.0) / 96.0
+                for file in sorted((data_root / "val" / name).iterdir())
+            ]
+        )
+        for name in CLASSES
+    ]
+
+
 def classifier(config, checkpoint, **more):
     """Build the classifier of a fine-tuning config."""
     cfg = load_config(config)
@@ -453,6 +486,24 @@ def test_fine_tuning_and_growth_between(masked, config, train, command, tmp_path
     assert (tuned.num_classes, tuned.global_pool) == (3, "avg")
     assert tuned.blocks[0].mlp.num_param_tokens == 128
     assert not torch.equal(tuned.pos_embed, before.pos_embed)  # positions are trained now
+
+
+@pytest.mark.slow
+def test_a_linear_probe_is_exported_with_its_norm(masked, config, train, data_root, tmp_path):
+    _, run = masked
+    path = tmp_path / "probe.py"
+    path.write_text(PROBE.format(base=config, checkpoint=run / "model.safetensors"))
+    train.of(path)(tmp_path / "probe")
+    record = json.loads((tmp_path / "probe/record.json").read_text())
+    trained, before = (load_file(each / "model.safetensors") for each in (tmp_path / "probe", run))
+    assert all(torch.equal(trained[name], before[name]) for name in before)
+    images, model = read_val(data_root), load_model(None, tmp_path / "probe")
+    right = [model(pixels).argmax(1).eq(label).sum() for label, pixels in enumerate(images)]
+    accuracy = 100 * sum(right).item() / sum(map(len, images))
+    assert accuracy == pytest.approx(record["accuracy/top1"], abs=0.01)
+    # The file of the training gives the same model.
+    again = load_model(None, tmp_path / "probe/epoch_2.pth")
+    torch.testing.assert_close(again(images[0]), model(images[0]))
 
 
 @pytest.mark.slow

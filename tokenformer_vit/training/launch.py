@@ -55,9 +55,8 @@ class TrainingRunner(Runner):
     def register_default_hooks(self, hooks: dict[str, Any] | None = None) -> None:
         """Register the hooks of a config, without those that it sets to None."""
         named = (hooks or {}).items()
-        super().register_default_hooks(
-            {name: hook for name, hook in named if hook is not None or name in _STOCK_HOOKS}
-        )
+        kept: Any = {name: hook for name, hook in named if hook or name in _STOCK_HOOKS}
+        super().register_default_hooks(kept)
 
     @cached_property
     def _facts(self) -> dict[str, Any]:
