@@ -51,7 +51,7 @@ train_pipeline = [
     dict(type="PackLabels"),
 ]
 train_dataloader = dict(dataset=dict(pipeline=train_pipeline))
-val_evaluator = dict(_delete_=True, type="ReconstructionLoss", collect_device="gpu")
+val_evaluator = dict(_delete_=True, type="ReconstructionError", collect_device="gpu")
 test_evaluator = val_evaluator
 
 optim_wrapper = dict(

@@ -33,7 +33,7 @@ model = dict(
     ),
 )
 data_preprocessor = dict(num_classes=None)
-val_evaluator = dict(_delete_=True, type="ReconstructionLoss", collect_device="gpu")
+val_evaluator = dict(_delete_=True, type="ReconstructionError", collect_device="gpu")
 test_evaluator = val_evaluator
 
 # A higher rate than MAE's 1.5e-4 x 128 / 256: the run is short.

@@ -217,6 +217,17 @@ def test_images_and_labels_are_those_of_the_files(data_root):
     assert labels["data_samples"].tolist() == [0, 2, 0]
 
 
+def test_a_share_of_the_images_has_as_many_of_each_class(data_root, seed):
+    chosen = {}
+    for share in (0.25, 0.5, 0.01):
+        dataset = make(data_root, share=share, share_seed=seed)
+        assert np.bincount(dataset.get_gt_labels()).tolist() == [max(1, round(16 * share))] * 3
+        chosen[share] = {dataset.get_data_info(index)["img_path"] for index in range(len(dataset))}
+    assert chosen[0.01] < chosen[0.25] < chosen[0.5]
+    other = make(data_root, share=0.5, share_seed=seed + 1)
+    assert {other.get_data_info(index)["img_path"] for index in range(24)} != chosen[0.5]
+
+
 def test_augmentation_depends_on_seed_epoch_and_image_alone(data_root):
     dataset, other = (make(data_root, CROP, POLICIES) for _ in range(2))
     indices = torch.randperm(48).tolist()

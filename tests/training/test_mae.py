@@ -1,15 +1,28 @@
 """Pre-training by masked image modelling: what the encoder sees, the loss, and whole runs."""
 
+import json
 import math
+import shutil
 
+import numpy as np
 import pytest
+import timm
 import torch
+from mmengine.optim import build_optim_wrapper
 from mmengine.registry import DefaultScope
+from mmengine.runner import set_random_seed
 from mmpretrain.models import MAE as StockMAE
+from mmpretrain.registry import MODELS
+from PIL import Image
+from safetensors.torch import load_file
+from torch import nn
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.training import MaskedAutoencoder
+from tokenformer_vit.training.backbone import as_timm_model
 from tokenformer_vit.training.config import load_config
+from tokenformer_vit.training.reports import read_scalars
 
 TOKENFORMER = {
     "type": "TimmClassificationBackbone",
@@ -21,6 +34,7 @@ TOKENFORMER = {
     "num_heads": 2,
 }
 VIT = {**TOKENFORMER, "model_name": "vit_tiny_patch16_224"}
+CLASSES = ("bright", "dark", "split")  # of the fixture data_root
 NECK = {
     "type": "MAEPretrainDecoder",
     "decoder_embed_dim": 16,
@@ -61,7 +75,6 @@ def test_the_blocks_see_only_the_class_token_and_the_visible_patches(backbone):
     # The first four places of the decoder's order are the visible patches.
     assert torch.equal(mask, (restore >= 4).double())
     # What is masked cannot change what is encoded.
-    hidden = mask.view(5, 1, 4, 4).repeat_interleave(4, 2).repeat_interleave(4, 3).bool()
     model.eval()
     before, mask, _ = model.encode(x)
     hidden = mask.view(5, 1, 4, 4).repeat_interleave(4, 2).repeat_interleave(4, 3).bool()
@@ -118,8 +131,9 @@ def test_the_loss_is_that_of_mmpretrains_mae(seed):
     )
 
 
-def test_positions_are_fixed_and_every_other_parameter_learns():
-    model = build()
+@pytest.mark.parametrize("pool", ["token", "avg"])  # the norm is before or after the pooling
+def test_positions_are_fixed_and_every_other_parameter_learns(pool):
+    model = build({**TOKENFORMER, "global_pool": pool})
     model.loss(images())["loss"].backward()
     fixed = {name for name, value in model.named_parameters() if not value.requires_grad}
     assert fixed == {"backbone.model.pos_embed", "neck.decoder_pos_embed"}
@@ -154,7 +168,7 @@ def test_masks_follow_the_seed_in_training_and_the_place_in_evaluation(seed):
 
 def test_the_loss_of_each_image_averages_to_that_of_the_batch():
     model, x = build().eval(), images()
-    losses = [sample["reconstruction"] for sample in model(x, mode="predict")]
+    losses = [sample["error"] for sample in model(x, mode="predict")]
     torch.testing.assert_close(torch.stack(losses).mean(), model.loss(x)["loss"])
 
 
@@ -262,6 +276,21 @@ def value_of(cfg, key):
     return cfg
 
 
+def test_weight_decay_of_the_decoder():
+    cfg = load_config("mae_cifar10_micro_pretrain.py")
+    model = MODELS.build({**cfg.model, "data_preprocessor": cfg.data_preprocessor})
+    optimizer = build_optim_wrapper(model, cfg.optim_wrapper).optimizer
+    decay = {
+        id(parameter): group["weight_decay"]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    for name, parameter in model.named_parameters():
+        token = name.endswith(("mask_token", "cls_token"))
+        expected = 0 if parameter.ndim == 1 or token else 0.05
+        assert not parameter.requires_grad or decay[id(parameter)] == expected, name
+
+
 @pytest.mark.parametrize("name", RECIPE)
 def test_the_recipe_of_mae_value_by_value(name):
     cfg = load_config(f"{name}.py")
@@ -275,3 +304,309 @@ def test_the_recipe_of_mae_value_by_value(name):
     assert (flip.type, flip.prob) == ("FastRandomFlip", 0.5)
     kinds = [step.type for step in others]
     assert kinds == (["FastRandAugment", "RandomErasing"] if name == "mae_base_finetune" else [])
+
+
+# Four patches of 2 x 2 px in a row: 16, 4 visible.
+CONFIG = """
+_base_ = "{base}"
+model = dict(
+    type="MaskedAutoencoder",
+    mask_ratio=0.75,
+    backbone=dict(patch_size=2, drop_path_rate=0.0),
+    neck=dict(
+        _delete_=True,
+        type="MAEPretrainDecoder",
+        decoder_embed_dim=16,
+        decoder_depth=1,
+        decoder_num_heads=2,
+    ),
+    head=dict(
+        _delete_=True,
+        type="MAEPretrainHead",
+        norm_pix=True,
+        loss=dict(type="PixelReconstructionLoss", criterion="L2"),
+    ),
+    train_cfg=None,
+)
+data_preprocessor = dict(num_classes=None)
+val_evaluator = dict(_delete_=True, type="ReconstructionError", collect_device="gpu")
+test_evaluator = val_evaluator
+default_hooks = dict(
+    ema=None,
+    record=dict(metrics=["reconstruction"]),
+    checkpoint=dict(by_epoch=False, interval=4),
+)
+custom_hooks = [dict(type="ReconstructionHook", images=5)]
+train_cfg = dict(max_epochs=2)
+"""
+
+
+@pytest.fixture(scope="session")
+def masked(train, config, tmp_path_factory):
+    """Pre-training of two epochs of six iterations; return the command and its work directory."""
+    folder = tmp_path_factory.mktemp("mae")
+    (folder / "mae.py").write_text(CONFIG.format(base=config))
+    command = train.of(folder / "mae.py")
+    command(folder / "run")
+    return command, folder / "run"
+
+
+def losses(work_dir):
+    train, val = read_scalars(sorted(work_dir.glob("*/vis_data/scalars.json")))
+    return (
+        {step: record["loss"] for step, record in train.items()},
+        {step: record["reconstruction/error"] for step, record in val.items()},
+    )
+
+
+@pytest.mark.slow
+def test_a_resumed_run_draws_the_same_masks(masked, tmp_path):
+    train, whole = masked
+    train(tmp_path / "resumed", "--resume", str(whole / "iter_4.pth"))
+    expected, expected_val = losses(whole)
+    resumed, resumed_val = losses(tmp_path / "resumed")
+    assert list(expected) == list(range(1, 13))
+    assert resumed == {step: loss for step, loss in expected.items() if step > 4}
+    assert resumed_val == expected_val
+    weights = [load_file(run / "model.safetensors") for run in (whole, tmp_path / "resumed")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_run_leaves_an_encoder_for_timm_a_record_and_pictures(masked):
+    _, run = masked
+    record = json.loads((run / "record.json").read_text())
+    assert record["reconstruction/error"] == round(losses(run)[1][2], 3)
+    with Image.open(run / "reconstructions.png") as picture:
+        assert picture.height > picture.width  # five rows of three
+    model = timm.create_model(f"local-dir:{run}", pretrained=True).eval()
+    assert (model.num_classes, model.global_pool) == (0, "token")
+    trained = torch.load(run / "iter_12.pth", weights_only=True)["state_dict"]
+    own = {f"backbone.model.{name}": tensor for name, tensor in model.state_dict().items()}
+    assert all(torch.equal(trained[name], tensor) for name, tensor in own.items())
+    assert {name.split(".")[0] for name in trained.keys() - own.keys()} == {"neck"}
+    card = (run / "README.md").read_text()
+    assert "Reconstruction loss" in card
+    assert "features = model(image[None])\n" in card
+
+
+FINETUNE = """
+_base_ = "{base}"
+model = dict(
+    backbone=dict(
+        patch_size=2,
+        drop_path_rate=0.0,
+        global_pool="avg",
+        checkpoint_path="{checkpoint}",
+        **{more},
+    ),
+)
+train_dataloader = dict(dataset=dict(type="ImagesInMemory", share=0.5))
+optim_wrapper = dict(
+    constructor="MergedLayerDecayConstructor", paramwise_cfg=dict(layer_decay_rate=0.65)
+)
+default_hooks = dict(ema=None)
+train_cfg = dict(max_epochs=2)
+"""
+
+
+PROBE = """
+_base_ = "{base}"
+model = dict(
+    backbone=dict(
+        patch_size=2, drop_path_rate=0.0, checkpoint_path="{checkpoint}", frozen=True
+    ),
+    neck=dict(_delete_=True, type="ClsBatchNormNeck", input_features=24),
+    head=dict(loss=dict(type="CrossEntropyLoss", _delete_=True)),
+    train_cfg=None,
+)
+optim_wrapper = dict(
+    optimizer=dict(_delete_=True, type="LARS", lr=0.1, weight_decay=0.0, momentum=0.9)
+)
+default_hooks = dict(ema=None)
+train_cfg = dict(max_epochs=2)
+"""
+
+
+def read_val(data_root):
+    """Read the validation images of each class as the configs normalise them."""
+    return [
+        torch.stack(
+            [
+                (torch.tensor(np.array(Image.open(file))).permute(2, 0, 1) - 78.0) / 96.0
+                for file in sorted((data_root / "val" / name).iterdir())
+            ]
+        )
+        for name in CLASSES
+    ]
+
+
+def classifier(config, checkpoint, **more):
+    """Build the classifier of a fine-tuning config."""
+    cfg = load_config(config)
+    backbone = {**cfg.model.backbone, "checkpoint_path": str(checkpoint), **more}
+    return MODELS.build({**cfg.model, "backbone": backbone})
+
+
+def test_fine_tuning_starts_from_the_encoder_with_a_new_norm(masked, config):
+    _, run = masked
+    how = {"patch_size": 2, "drop_path_rate": 0.0}
+    files = [run / "model.safetensors", run / "iter_12.pth"]
+    for file in files:
+        model = classifier(config, file, global_pool="avg", **how).backbone.model
+        written = load_file(files[0])
+        own = model.state_dict()
+        assert {*written} - {*own} == {"norm.weight", "norm.bias"}
+        assert all(torch.equal(own[name], written[name]) for name in written.keys() & own.keys())
+        assert torch.equal(own["fc_norm.weight"], torch.ones(24))
+        assert model.pos_embed.requires_grad
+        kept = classifier(config, file, **how).backbone.model
+        assert torch.equal(kept.norm.weight, written["norm.weight"])
+    # For use as it is, a model without its trained norm is refused.
+    with pytest.raises(InputError, match=r"fc_norm.weight .* is not in the file"):
+        load_model(None, run, global_pool="avg")
+
+
+@pytest.mark.slow
+def test_fine_tuning_and_growth_between(masked, config, train, command, tmp_path):
+    _, run = masked
+    grown = tmp_path / "grown"
+    done = command("grow", run, grown, "--ffn", 128, "--qkv", 32, "--proj", 32)
+    assert done.status == 0, done.output
+    x = torch.randn(3, 3, 8, 8)
+    before, after = (timm.create_model(f"local-dir:{f}", pretrained=True) for f in (run, grown))
+    torch.testing.assert_close(before.eval()(x), after.eval()(x), atol=1e-5, rtol=1e-5)
+    more = "dict(num_qkv_param_tokens=32, num_proj_param_tokens=32, num_ffn_param_tokens=128)"
+    path = tmp_path / "finetune.py"
+    file = grown / "model.safetensors"
+    path.write_text(FINETUNE.format(base=config, checkpoint=file, more=more))
+    train.of(path)(tmp_path / "tuned")
+    record = json.loads((tmp_path / "tuned/record.json").read_text())
+    assert record["train_images"] == 24  # half of 48
+    tuned = timm.create_model(f"local-dir:{tmp_path}/tuned", pretrained=True)
+    assert (tuned.num_classes, tuned.global_pool) == (3, "avg")
+    assert tuned.blocks[0].mlp.num_param_tokens == 128
+    assert not torch.equal(tuned.pos_embed, before.pos_embed)  # positions are trained now
+
+
+@pytest.mark.slow
+def test_a_linear_probe_is_exported_with_its_norm(masked, config, train, data_root, tmp_path):
+    _, run = masked
+    path = tmp_path / "probe.py"
+    path.write_text(PROBE.format(base=config, checkpoint=run / "model.safetensors"))
+    train.of(path)(tmp_path / "probe")
+    record = json.loads((tmp_path / "probe/record.json").read_text())
+    trained, before = (load_file(each / "model.safetensors") for each in (tmp_path / "probe", run))
+    assert all(torch.equal(trained[name], before[name]) for name in before)
+    images, model = read_val(data_root), load_model(None, tmp_path / "probe")
+    right = [model(pixels).argmax(1).eq(label).sum() for label, pixels in enumerate(images)]
+    accuracy = 100 * sum(right).item() / sum(map(len, images))
+    assert accuracy == pytest.approx(record["accuracy/top1"], abs=0.01)
+    # The file of the training gives the same model.
+    again = load_model(None, tmp_path / "probe/epoch_2.pth")
+    torch.testing.assert_close(again(images[0]), model(images[0]))
+
+
+@pytest.mark.slow
+def test_images_without_labels(masked, data_root, tmp_path):
+    train, run = masked
+    for split in ("train", "val"):
+        (tmp_path / "data" / split).mkdir(parents=True)
+        for file in sorted((data_root / split).glob("*/*.png")):
+            shutil.copy(file, tmp_path / "data" / split / f"{file.parent.name}_{file.name}")
+    path = tmp_path / "unlabelled.py"
+    path.write_text(
+        f"""_base_ = "{run.parent}/mae.py"
+pipeline = [dict(type="LoadImage"), dict(type="PackInputs")]
+train_dataloader = dict(dataset=dict(with_label=False, pipeline=pipeline))
+val_dataloader = dict(dataset=dict(with_label=False))
+"""
+    )
+    train.of(path)(tmp_path / "run", "--data-root", str(tmp_path / "data"))
+    record = json.loads((tmp_path / "run/record.json").read_text())
+    assert record["train_images"] == 48
+    assert (tmp_path / "run/model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_growth_during_pre_training(masked, tmp_path):
+    train, run = masked
+    path = tmp_path / "growing.py"
+    text = (run.parent / "mae.py").read_text().replace("custom_hooks = [", "custom_hooks = [{},")
+    event = {"epoch": 1, "num_ffn_param_tokens": 128}
+    path.write_text(text.replace("{}", f"dict(type='GrowthHook', schedule=[{event}])"))
+    train.of(path)(tmp_path / "run")
+    model = timm.create_model(f"local-dir:{tmp_path}/run", pretrained=True)
+    assert model.blocks[0].mlp.num_param_tokens == 128
+
+
+@pytest.mark.slow
+def test_processes_draw_different_masks(in_two_processes, seed):
+    model, x = build(), images()
+
+    def work(rank):
+        set_random_seed(seed, diff_rank_seed=True)
+        return model.encode(x)[1].tolist()
+
+    first, second = in_two_processes(work)
+    assert np.shape(first) == (5, 16)
+    assert first != second
+
+
+REAL = """
+_base_ = "tokenformer_vit::mae_cifar10_micro_{step}.py"
+model = dict(
+    backbone=dict(
+        _delete_=True,
+        type="TimmClassificationBackbone",
+        model_name="{model}",
+        img_size=32,
+        patch_size=4,
+        embed_dim=96,
+        depth=2,
+        num_heads=3,
+        {more}
+    )
+)
+train_cfg = dict(max_epochs=3)
+default_hooks = dict(logger=dict(interval=2))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["tokenformer_tiny", "vit_tiny_patch16_224"])
+def test_the_configs_of_cifar10_on_real_images(model, train, command, shared_data, tmp_path):
+    data, records = tmp_path / "data", {}
+    done = command("prepare_data", shared_data("cifar10"), data, "--limit", 200, "--limit-val", 200)
+    assert done.status == 0, done.output
+    start = f'global_pool="avg", checkpoint_path="{tmp_path}/pretrain/model.safetensors"'
+    share = "train_dataloader.dataset.share=0.5"
+    for step, more, options in (("pretrain", "", ()), ("finetune", start, (share,))):
+        config, words = tmp_path / f"{step}_config.py", ("--data-root", str(data), "--batch-size")
+        config.write_text(REAL.format(step=step, model=model, more=more))
+        extra = ("20", *(("--cfg-options", *options) if options else ()))
+        train.of(config)(tmp_path / step, *words, *extra)
+        records[step] = json.loads((tmp_path / step / "record.json").read_text())
+    loss = list(losses(tmp_path / "pretrain")[0].values())
+    assert loss[-1] < loss[0]
+    assert records["pretrain"]["train_images"] == 200
+    assert records["finetune"]["train_images"] == pytest.approx(100, abs=5)  # half of each class
+    assert "accuracy/top1" in records["finetune"]
+
+
+def test_the_norm_of_a_linear_probe_becomes_a_part_of_the_exported_head():
+    neck = {"type": "ClsBatchNormNeck", "input_features": 24}
+    head = {"type": "LabelHead", "num_classes": 3, "in_channels": 24}
+    probe = MODELS.build(
+        {"type": "ImageClassifier", "backbone": TOKENFORMER, "neck": neck, "head": head}
+    )
+    probe.neck.bn.running_mean.normal_()
+    probe.neck.bn.running_var.uniform_(0.1, 3.0)
+    nn.init.normal_(probe.head.fc.weight)
+    x = images().float()
+    expected = probe.eval().head(probe.extract_feat(x))
+    torch.testing.assert_close(as_timm_model(probe).eval()(x), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_share_that_masks_nothing_is_refused():
+    with pytest.raises(InputError, match=r"mask_ratio.*above 0 and below 1"):
+        load_config("mae_cifar10_micro_pretrain.py", {"model.mask_ratio": 1.0})

@@ -342,13 +342,10 @@ def _load(
             state_dict = timm_state_dict(state_dict)
         own = model.state_dict()
         if new_head and "fc_norm.weight" in own and "norm.weight" in state_dict:
+            kept = {name: each for name, each in state_dict.items() if not name.startswith("norm.")}
             state_dict = {
-                **{
-                    name: value
-                    for name, value in state_dict.items()
-                    if name.split(".")[0] != "norm"
-                },
-                **{name: value for name, value in own.items() if name.startswith("fc_norm.")},
+                **kept,
+                **{name: own[name] for name in own if name.startswith("fc_norm.")},
             }
         faults = model_faults(own, state_dict)
     if faults:

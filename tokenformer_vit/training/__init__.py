@@ -51,7 +51,7 @@ from .in_memory import HuggingFaceImagesInMemory, ImagesInMemory
 from .labels import BinaryCrossEntropy, LabelHead, LabelPreprocessor, PackLabels
 from .loop import EndlessSampler, ResumableEpochLoop, ResumableIterLoop, ResumableSampler
 from .lora import LoRABackbone
-from .mae import MaskedAutoencoder, ReconstructionHook, ReconstructionLoss
+from .mae import MaskedAutoencoder, ReconstructionError, ReconstructionHook
 from .metrics import AccuracyAndLoss
 from .nested import NestedClassifier, SizeRule
 from .optim import AccumulationEMAHook, AutocastOptimWrapper
@@ -98,8 +98,8 @@ __all__ = [
     "NestedClassifier",
     "PackLabels",
     "ProgressHook",
+    "ReconstructionError",
     "ReconstructionHook",
-    "ReconstructionLoss",
     "RecordHook",
     "ResumableEpochLoop",
     "ResumableIterLoop",

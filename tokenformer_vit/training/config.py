@@ -291,6 +291,8 @@ def check_data_folders(cfg: Config, loaders: tuple[str, ...] = LOADERS) -> None:
                 f"there is no folder {folder}: give `--data-root` a folder that holds train/ and "
                 "val/ with a folder for each class (`tokenformer-vit prepare-data` makes one)"
             )
+        if not dataset.get("with_label", True):
+            continue  # for a pre-training without labels; mmpretrain lists the images
         left_out: Counter[str] = Counter()
         folders = class_folders(folder, left_out)
         classes, expected = len(folders), cfg.model.head.get("num_classes", len(folders))

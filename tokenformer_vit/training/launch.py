@@ -26,6 +26,8 @@ from .storage import secure_files
 
 # Lines that tell a user nothing, at each epoch or about mmengine itself.
 _NOISE = ("Exp name: ", '"FileClient" will be deprecated', '"HardDiskBackend" is the alias')
+# The hooks that mmengine leaves out by itself where a config has None.
+_STOCK_HOOKS = ("runtime_info", "timer", "sampler_seed", "logger", "param_scheduler", "checkpoint")
 
 
 class TrainingRunner(Runner):
@@ -49,6 +51,12 @@ class TrainingRunner(Runner):
             if not isinstance(handler, logging.FileHandler):
                 handler.addFilter(self.terminal)
         return logger
+
+    def register_default_hooks(self, hooks: dict[str, Any] | None = None) -> None:
+        """Register the hooks of a config, without those that it sets to None."""
+        named = (hooks or {}).items()
+        kept: Any = {name: hook for name, hook in named if hook or name in _STOCK_HOOKS}
+        super().register_default_hooks(kept)
 
     @cached_property
     def _facts(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.vision.drawing import draw_reconstructions
 
 from .guard import unwrap
-from .metrics import RECONSTRUCTION, RowMetric, precise
+from .metrics import RowMetric, precise
 from .reports import BEFORE_RECORD
 
 
@@ -53,6 +53,10 @@ class MaskedAutoencoder(MAE):
     Source:
         Masked Autoencoders Are Scalable Vision Learners, arXiv:2111.06377.
     """
+
+    backbone: Any
+    neck: Any
+    head: Any
 
     def __init__(
         self,
@@ -106,12 +110,13 @@ class MaskedAutoencoder(MAE):
                 f"a batch has images of {given} (channels, height, width), but the encoder takes "
                 f"{needed}: change the crop of the pipelines, or model.backbone.img_size"
             )
-        vit: Any = self.backbone.model
+        vit = self.backbone.model
         tokens = vit._pos_embed(vit.patch_embed(images))  # (B, P + L, C)
         prefix, patches = tokens.tensor_split([vit.num_prefix_tokens], dim=1)
         order, mask, restore = self._draw_mask(patches)
         visible = patches.take_along_dim(order[:, : self._num_visible, None], dim=1)
-        encoded = vit.norm(vit.blocks(vit.norm_pre(torch.cat([prefix, visible], dim=1))))
+        encoded = vit.blocks(vit.norm_pre(torch.cat([prefix, visible], dim=1)))
+        encoded = vit.fc_norm(vit.norm(encoded))  # one of them is the final norm
         # The decoder has no place for register tokens.
         return torch.cat([encoded[:, :1], encoded[:, prefix.shape[1] :]], dim=1), mask, restore
 
@@ -130,12 +135,12 @@ class MaskedAutoencoder(MAE):
         """Return the pooled features of whole images, (B, C)."""
         return self.backbone(inputs)
 
-    def forward(self, inputs: Tensor, data_samples: Any = None, mode: str = "tensor") -> Any:
+    def forward(self, inputs: Any, data_samples: Any = None, mode: str = "tensor") -> Any:
         """Compute features (``tensor``), the ``loss``, or the loss of each image (``predict``)."""
         if mode == "predict":
             predicted, mask = self._decode(inputs)
             losses = torch.vmap(self.head.loss)(predicted[:, None], inputs[:, None], mask[:, None])
-            return [{RECONSTRUCTION: loss} for loss in losses]
+            return [{"error": loss} for loss in losses]
         return super().forward(inputs, data_samples, mode)
 
     def loss(self, inputs: Tensor, data_samples: Any = None, **kwargs: Any) -> dict[str, Tensor]:
@@ -145,7 +150,7 @@ class MaskedAutoencoder(MAE):
 
     def _decode(self, images: Tensor) -> tuple[Tensor, Tensor]:
         encoded, mask, restore = self.encode(images)
-        return self.neck(encoded, restore), mask  # type: ignore[misc]
+        return self.neck(encoded, restore), mask
 
     @torch.no_grad()
     def reconstruct(self, images: Tensor) -> Tensor:
@@ -161,7 +166,7 @@ class MaskedAutoencoder(MAE):
             (B, 3, C, H, W): the images; the images with 0 in place of masked patches; and the
             images with the reconstruction there.
         """
-        head: Any = self.head
+        head = self.head
         predicted, mask = self._decode(images)
         patches, masked = head.patchify(images), mask[:, :, None].bool()
         if head.norm_pix:
@@ -195,19 +200,19 @@ def _grid(vit: Any, name: str) -> tuple[int, int]:
 
 
 @METRICS.register_module()
-class ReconstructionLoss(RowMetric):
+class ReconstructionError(RowMetric):
     """Mean reconstruction loss of the masked patches of the validation images."""
 
-    num_columns = 1
+    default_prefix, num_columns = "reconstruction", 1
 
     def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
-        """Note the loss of each image."""
-        losses = torch.stack([sample[RECONSTRUCTION] for sample in data_samples])
-        self.results.append(precise(losses[:, None]))
+        """Note the error of each image."""
+        errors = torch.stack([sample["error"] for sample in data_samples])
+        self.results.append(precise(errors[:, None]))
 
     def compute_metrics(self, results: Tensor) -> dict[str, float]:  # type: ignore[override]
-        """Average the losses, (N, 1)."""
-        return {RECONSTRUCTION: results.mean().item()}
+        """Average the errors, (N, 1)."""
+        return {"error": results.mean().item()}
 
 
 @HOOKS.register_module()
@@ -229,7 +234,7 @@ class ReconstructionHook(Hook):
         loader, model = runner.val_dataloader, unwrap(runner.model).eval()
         number = min(self._images, len(loader.dataset))
         places = [index * len(loader.dataset) // number for index in range(number)]
-        batch = loader.collate_fn(Subset(loader.dataset, places).__getitems__(range(number)))
+        batch = loader.collate_fn(Subset(loader.dataset, places).__getitems__([*range(number)]))
         pictures = model.reconstruct(model.data_preprocessor(batch)["inputs"])
         pixels = pictures * model.data_preprocessor.std + model.data_preprocessor.mean
         path = Path(runner.work_dir) / "reconstructions.png"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 # Not "loss" or "val_loss": mmengine logs the mean of the last ten of such a name.
 VAL_LOSS = "cross_entropy"
-RECONSTRUCTION = "reconstruction"  # the same of a masked autoencoder
+RECONSTRUCTION = "reconstruction/error"  # the loss of a masked autoencoder
 
 
 class RowMetric(BaseMetric):

@@ -197,7 +197,7 @@ def draw_curves(
         names = {"accuracy/top1": "top-1", "accuracy/top5": "top-5"}
         kind = "validation accuracy (%)"
     if RECONSTRUCTION in measured:
-        names, kind = {RECONSTRUCTION: "reconstruction"}, "validation loss of masked patches"
+        names, kind = {RECONSTRUCTION: "error"}, "validation loss of masked patches"
     last = []
     for name, label in names.items():
         points = {step: record[name] for step, record in val.items() if name in record}
