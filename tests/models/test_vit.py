@@ -161,6 +161,23 @@ def test_the_released_initialization_is_recorded_and_rebuilt(small, tmp_path):
         small(pattention_args={"init": "wang"})
 
 
+def test_a_uniform_drop_path_is_recorded_and_rebuilt(small, tmp_path):
+    model = small(drop_path_rate=0.3, drop_path_uniform=True, depth=3)
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    # timm leaves rates out of config.json.
+    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True, drop_path_rate=0.3)
+    for each in (model, again):
+        rates = [(block.drop_path1.drop_prob, block.drop_path2.drop_prob) for block in each.blocks]
+        assert rates == [(0.3, 0.3)] * 3
+    scripted = torch.jit.script(model.train())
+    images = torch.randn(4, 3, *model.patch_embed.img_size)
+    torch.manual_seed(1)
+    expected = model(images)
+    torch.manual_seed(1)
+    torch.testing.assert_close(scripted(images), expected)
+    assert not any(hasattr(b.drop_path1, "drop_prob") for b in small(drop_path_uniform=True).blocks)
+
+
 def test_unknown_argument_is_named():
     with pytest.raises(TypeError, match="num_heds"):
         timm.create_model("tokenformer_tiny", num_heds=3)

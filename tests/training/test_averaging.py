@@ -1,6 +1,7 @@
 """Averaging all parameters at once gives the same as mmengine's average of each."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.training import AccumulationEMAHook, ForeachMovingAverage
+from tokenformer_vit.training.reports import validated_model
 
 
 @pytest.mark.parametrize("options", [{}, {"interval": 3}, {"update_buffers": True}])
@@ -56,6 +58,41 @@ def test_a_model_that_grows_and_another_model():
     nn.init.zeros_(models[0][2].weight)
     models[0][0].weight = nn.Parameter(torch.ones(3, 3))  # another tensor in the same module
     update(models[0])
+
+
+@pytest.mark.parametrize("validated", [True, False])
+def test_the_hook_validates_and_saves_the_average_or_the_model(validated):
+    model = nn.Linear(3, 2)
+    runner = SimpleNamespace(
+        model=model, iter=0, optim_wrapper=SimpleNamespace(should_update=lambda: True)
+    )
+    hook = AccumulationEMAHook(momentum=0.5, validated=validated)
+    hook.before_run(runner)
+    hook.after_train_iter(runner, 0)
+    average = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.add_(2)
+    hook.after_train_iter(runner, 1)
+    average, own = average + 1, average + 2
+    used = average if validated else own
+    hook.before_val_epoch(runner)
+    torch.testing.assert_close(model.weight.detach(), used)
+    hook.after_val_epoch(runner)
+    torch.testing.assert_close(model.weight.detach(), own)
+
+    checkpoint = {"state_dict": model.state_dict(), "meta": {}}
+    hook.before_save_checkpoint(runner, checkpoint)
+    assert checkpoint["meta"] == {"averaged": validated}
+    other = own if validated else average
+    torch.testing.assert_close(checkpoint["state_dict"]["weight"], used)
+    torch.testing.assert_close(checkpoint["ema_state_dict"]["module.weight"], other)
+    resumed = AccumulationEMAHook(momentum=0.5, validated=validated)
+    resumed.before_run(SimpleNamespace(model=nn.Linear(3, 2)))
+    resumed.after_load_checkpoint(SimpleNamespace(_resume=True), copy.deepcopy(checkpoint))
+    torch.testing.assert_close(resumed.ema_model.module.weight.detach(), average)
+    assert validated_model(SimpleNamespace(model=model, hooks=[hook])) is (
+        hook.ema_model.module if validated else model
+    )
 
 
 def test_the_hook_of_the_configs_uses_it():

@@ -52,6 +52,15 @@ def transformed(transform, image, seed):
     return image, np.random.rand()  # noqa: NPY002
 
 
+@pytest.mark.parametrize("given", [(0.3, 0.3, 0.3), (0.0, (0.5, 0.6), 0.9)])
+def test_colours_are_jittered_as_by_mmpretrain(rng, seed, given):
+    options = dict(zip(("brightness", "contrast", "saturation"), given, strict=True))
+    fast = TRANSFORMS.build({"type": "FastColorJitter", **options})
+    stock = TRANSFORMS.build({"type": "ColorJitter", "backend": "cv2", **options})
+    for number in range(6):
+        assert_alike(fast, stock, photograph(rng, 41, 30), seed + number, levels=1)
+
+
 def assert_alike(fast, stock, image, seed, levels=0):
     (image_fast, next_fast), (image_stock, next_stock) = (
         transformed(each, image, seed) for each in (fast, stock)

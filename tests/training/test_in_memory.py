@@ -1,6 +1,7 @@
 """Images in memory equal the files, and their augmentation does not depend on the batch."""
 
 import copy
+import itertools
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.training import ImagesInMemory
 from tokenformer_vit.training.batch_transforms import BatchTransforms
 from tokenformer_vit.training.config import load_config
+from tokenformer_vit.training.loop import Copy
 
 POLICIES = {
     "type": "RandAugment",
@@ -29,6 +31,14 @@ POLICIES = {
 CROP = {"type": "RandomCrop", "crop_size": 8, "padding": 2}
 FLIP = {"type": "RandomFlip", "prob": 0.5, "direction": "horizontal"}
 ROTATE = {"type": "Rotate", "angle": 10.0, "prob": 0.5}
+RESIZED = {"type": "RandomResizedCrop", "scale": 24, "interpolation": "bicubic"}
+JITTER = {"type": "ColorJitter", "brightness": 0.3, "contrast": 0.3, "saturation": 0.3}
+BLUR = {"type": "GaussianBlur", "magnitude_range": (0.1, 2.0), "magnitude_std": "inf", "prob": 1.0}
+GRAY = {"type": "ColorTransform", "magnitude": -1.0, "random_negative_prob": 0.0, "prob": 1.0}
+THREE = {
+    "type": "RandomChoice",
+    "transforms": [[GRAY], [{"type": "Solarize", "thr": 128, "prob": 1.0}], [BLUR]],
+}
 LOAD, PACK = {"type": "LoadImage"}, {"type": "PackInputs"}
 
 
@@ -70,6 +80,66 @@ def test_an_operation_does_what_mmpretrain_does(index, share, sign):
         assert gap.float().mean() < 1.5
 
 
+def test_a_blur_is_that_of_pillow():
+    blur = TRANSFORMS.build(BLUR)
+    images, mine = smooth_images(40, 24), BatchTransforms([blur])
+    draws = torch.rand(40, mine.num_draws).double()
+    for image, own, other in zip(images, draws, mine(images.clone(), draws), strict=True):
+        blur.random_magnitude = lambda own=own: 0.1 + 1.9 * own[2].item()  # a uniform radius
+        expected = blur.transform({"img": image.permute(1, 2, 0).numpy()})["img"]
+        gap = (torch.from_numpy(expected).permute(2, 0, 1).int() - other.int()).abs()
+        assert gap.max() <= 3
+
+
+def test_colours_are_jittered_as_by_mmpretrain():
+    jitter = TRANSFORMS.build({**JITTER, "backend": "cv2"})
+    images, mine = smooth_images(60, 9), BatchTransforms([jitter])
+    draws = torch.rand(60, mine.num_draws).double()
+    seen = set()
+    for image, own, other in zip(images, draws, mine(images.clone(), draws), strict=True):
+        order = list(itertools.permutations(range(3)))[int(6 * own[0])]
+        factors = [0.7 + 0.6 * draw.item() for draw in own[1:]]
+        jitter._rand_params = lambda order=order, factors=factors: (order, *factors, None)
+        seen.add(order)
+        expected = jitter.transform({"img": image.permute(1, 2, 0).numpy()})["img"]
+        gap = (torch.from_numpy(expected).permute(2, 0, 1).int() - other.int()).abs()
+        assert gap.max() <= 3
+    assert len(seen) > 3
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (8, 24)])  # the second has few crops that fit
+@pytest.mark.parametrize(
+    "scale", [24, (30, 40)]
+)  # to shrink, Pillow 13 begins with either direction
+def test_crops_are_chosen_and_resized_as_by_mmpretrain(shape, scale, monkeypatch):
+    crop = TRANSFORMS.build({**RESIZED, "scale": scale, "max_attempts": 2, "backend": "pillow"})
+    images = smooth_images(30, 24)[:, :, : shape[0], : shape[1]]
+    mine = BatchTransforms([crop])
+    draws = torch.rand(30, mine.num_draws).double()
+    for image, own, other in zip(images, draws, mine(images.clone(), draws), strict=True):
+        tries, places = iter(own[:-2].tolist()), iter(own[-2:].tolist())
+        with monkeypatch.context() as patched:
+            patched.setattr(np.random, "uniform", lambda a, b, of=tries: a + (b - a) * next(of))
+            patched.setattr(
+                np.random, "randint", lambda a, b, of=places: int(a + (b - a) * next(of))
+            )
+            expected = crop.transform({"img": image.permute(1, 2, 0).numpy().copy()})["img"]
+        gap = (torch.from_numpy(expected.copy()).permute(2, 0, 1).int() - other.int()).abs()
+        assert gap.max() <= 2
+
+
+def test_one_of_several_operations_is_chosen_for_each_image():
+    image = torch.randint(0, 256, (1, 3, 8, 8), dtype=torch.uint8)
+    augment = build(THREE)
+    changed = augment(
+        image.expand(3000, -1, -1, -1).clone(), torch.rand(3000, augment.num_draws).double()
+    )
+    gray = (changed[:, :1] == changed).flatten(1).all(1)
+    solarized = (changed == torch.where(image < 128, image, 255 - image)).flatten(1).all(1)
+    for part in (gray, solarized, ~gray & ~solarized):
+        assert part.float().mean().item() == pytest.approx(1 / 3, abs=0.05)
+
+
 def test_a_rotation_reads_the_nearest_pixel_as_mmpretrain_does():
     # With a single pad_val mmcv fills the first channel alone.
     always = {"prob": 1.0, "random_negative_prob": 0.0, "pad_val": [128] * 3}
@@ -84,7 +154,10 @@ def test_a_rotation_reads_the_nearest_pixel_as_mmpretrain_does():
 
 @pytest.mark.parametrize("size", [8, 13, 32])
 def test_an_image_does_not_see_the_rest_of_its_batch(size):
-    augment = build({**CROP, "crop_size": size}, FLIP, POLICIES, ROTATE)
+    augment = build(
+        *({**CROP, "crop_size": size}, FLIP, POLICIES, ROTATE),
+        *({**RESIZED, "scale": size}, THREE, JITTER),
+    )
     images, draws = smooth_images(300, size), torch.rand(300, augment.num_draws).double()
     whole = augment(images.clone(), draws)
     assert whole.shape == images.shape
@@ -157,6 +230,17 @@ def test_augmentation_depends_on_seed_epoch_and_image_alone(data_root):
     parts = [other.__getitems__(indices[start : start + 7])["inputs"] for start in range(0, 48, 7)]
     assert torch.equal(torch.cat(parts), second)
     assert torch.equal(other.__getitems__(indices)["inputs"], second)
+
+
+def test_copies_of_an_image_are_augmented_unlike_each_other(data_root):
+    dataset = make(data_root, CROP, POLICIES)
+    indices = torch.randperm(48).tolist()
+    first = dataset.__getitems__(indices)["inputs"]
+    copies = [[Copy(index, index + 48 * number) for index in indices] for number in range(3)]
+    last, same = (dataset.__getitems__(copies[number])["inputs"] for number in (2, 0))
+    assert torch.equal(same, first)
+    assert (last != first).flatten(1).any(1).float().mean() > 0.9
+    assert torch.equal(dataset.__getitems__(copies[2])["inputs"], last)
 
 
 def test_a_config_only_names_the_data_set(data_root, config, monkeypatch):

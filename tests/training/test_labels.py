@@ -8,7 +8,7 @@ import torch
 from mmpretrain.models import ClsDataPreprocessor, LabelSmoothLoss
 from mmpretrain.models.utils.batch_augments import RandomBatchAugment
 from mmpretrain.structures import DataSample
-from torch.nn.functional import one_hot
+from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
 
 from tokenformer_vit.training import LabelHead, LabelPreprocessor
 
@@ -63,6 +63,20 @@ def test_images_are_normalised_as_by_mmpretrain(options, dtype):
     expected = ClsDataPreprocessor(**options)({"inputs": given.clone()})
     assert torch.equal(got["inputs"], expected["inputs"])
     assert torch.equal(images, given)
+
+
+def test_every_class_of_a_mixed_image_is_a_target_of_binary_cross_entropy():
+    head = LabelHead(num_classes=5, in_channels=7, loss={"type": "BinaryCrossEntropy"})
+    features = (torch.randn(4, 7),)
+    mixed = torch.zeros(4, 5).scatter_(1, torch.tensor([[0, 3], [1, 2], [4, 0], [2, 3]]), 0.3)
+    mixed[0, 0] = 0.7
+    expected = binary_cross_entropy_with_logits(head(features), mixed.gt(0).float())
+    assert torch.equal(head.loss(features, mixed)["loss"], expected)  # the mean over classes
+    labels = torch.tensor([3, 0, 0, 4])
+    expected = binary_cross_entropy_with_logits(head(features), one_hot(labels, 5).float())
+    assert torch.equal(head.loss(features, labels)["loss"], expected)
+    samples = [DataSample().set_gt_label(label) for label in labels]
+    assert torch.equal(head.loss(features, samples)["loss"], expected)
 
 
 def test_smoothed_labels_give_the_loss_of_mmpretrain():

@@ -1,6 +1,7 @@
 """Shortened epochs have all classes; resumed ones continue; failed data loading is explained."""
 
 import os
+import pickle
 import signal
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +11,18 @@ import pytest
 import torch
 from mmengine.config import ConfigDict
 from mmengine.runner import IterBasedTrainLoop
+from timm.data.distributed_sampler import RepeatAugSampler
 from torch.utils.data import DataLoader
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.training import EndlessSampler, LoadImage, ResumableSampler
 from tokenformer_vit.training.config import load_config, set_batch_size
-from tokenformer_vit.training.loop import copied_ahead, loading_explained, validations_left
+from tokenformer_vit.training.loop import (
+    copied_ahead,
+    loading_explained,
+    place_of,
+    validations_left,
+)
 from tokenformer_vit.training.reports import read_scalars
 
 PER_CLASS, CLASSES = 16, 10
@@ -43,6 +50,32 @@ def epochs(sampler, number):
         sampler.set_epoch(epoch)
         found.append(list(sampler))
     return found
+
+
+@pytest.mark.parametrize("samples", [1000, 160])  # rounded down to 768; all
+@pytest.mark.parametrize("world", [1, 2, 8])
+@pytest.mark.parametrize("kind", [ResumableSampler, EndlessSampler])
+def test_copies_are_those_of_timms_sampler(kind, world, samples, monkeypatch):
+    taken: list[int] = []
+    for rank in range(world):
+        dist = "mmengine.dataset.sampler.get_dist_info"
+        monkeypatch.setattr(dist, lambda rank=rank: (rank, world))
+        mine = kind(range(samples), seed=0, repeats=3)
+        stock = RepeatAugSampler(range(samples), world, rank)
+        expected = []
+        for number in (0, 1):
+            stock.set_epoch(number)
+            expected.append(list(stock))
+        assert epochs(mine, 2) == expected
+        assert len(mine) == len(stock)
+        mine.set_epoch(1)
+        mine.start = 7 if kind is ResumableSampler else len(mine) + 7
+        copies = [index for _, index in zip(range(len(mine) - 7), mine, strict=False)]
+        assert copies == expected[1][7:]
+        taken += map(place_of, pickle.loads(pickle.dumps(copies)))  # as workers get them
+        assert [place % samples for place in map(place_of, copies)] == copies
+    assert len(set(taken)) == len(taken)  # no copy is there twice
+    assert {place // samples for place in taken} == {0, 1, 2}
 
 
 def test_a_shortened_epoch_is_a_random_subset_that_is_redrawn(sampler):

@@ -16,6 +16,7 @@ from tokenformer_vit.training import (
     ResumableSampler,
     SeededTransforms,
 )
+from tokenformer_vit.training.loop import Copy
 
 TRANSFORMS = [
     {"type": "RandomCrop", "crop_size": 8, "padding": 2},
@@ -88,6 +89,16 @@ def test_images_of_an_epoch_are_augmented_unlike_each_other(dataset):
     same = {"img": np.full((8, 8, 3), 100, np.uint8), "img_shape": (8, 8)}
     images = [seeded({**same, "sample_idx": index})["img"] for index in range(20)]
     assert len({image.tobytes() for image in images}) > 10
+
+
+def test_copies_of_an_image_are_augmented_unlike_each_other(dataset):
+    copies = [7, *(Copy(7, 7 + number * len(dataset)) for number in range(3))]
+    first, same, *others = (dataset[copy]["inputs"] for copy in copies)
+    assert torch.equal(first, same)
+    assert not any(torch.equal(first, other) for other in others)
+    loader = DataLoader(dataset, sampler=copies, num_workers=1, collate_fn=list)
+    for (sample,), image in zip(loader, (first, same, *others), strict=True):
+        assert torch.equal(sample["inputs"], image)
 
 
 def test_the_random_state_of_the_process_is_left_alone(dataset):

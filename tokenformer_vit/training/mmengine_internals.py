@@ -74,7 +74,8 @@ INTERNALS = (
     Internal(
         ColorJitter,
         "_rand_params",
-        "A faster transform draws the same numbers; a cache wraps the method.",
+        "A faster transform draws the same numbers.",
+        ("self",),
     ),
     # Overridden by a subclass of its owner.
     Internal(EMAHook, "_swap_ema_parameters", "mmengine always validates the average.", ("self",)),
