@@ -190,7 +190,7 @@ def _blur(operation: Any, images: Tensor, radii: Tensor) -> Tensor:
     weights = [
         (sides + 1 - abs(place)).clamp(0, 1) / (2 * sides + 1) for place in range(-reach, reach + 1)
     ]
-    blurred = images.float()
+    blurred: Any = images.float()
     for dim, padding in 3 * [(3, (reach, reach, 0, 0))] + 3 * [(2, (0, 0, reach, reach))]:
         padded = pad(blurred, padding, mode="replicate")
         parts = (padded.narrow(dim, start, images.shape[dim]) for start in range(2 * reach + 1))
