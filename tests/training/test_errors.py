@@ -37,7 +37,7 @@ from tokenformer_vit.training.config import (
     parse_run_arguments,
     scale_for_accumulation,
 )
-from tokenformer_vit.training.guard import check_weights
+from tokenformer_vit.training.guard import check_same_classes, check_weights
 from tokenformer_vit.training.launch import TrainingRunner, run_training
 from tokenformer_vit.training.processes import start_processes
 from tokenformer_vit.training.schedule import check_schedule
@@ -257,11 +257,13 @@ def test_a_schedule_longer_than_the_run_is_refused(config, options, message):
 
 
 def test_labels_of_other_classes_are_refused():
-    guard = GuardHook()
-    guard._classes = ["ant", "bee", "cat"]
-    guard._check_classes(SimpleNamespace(metainfo={"classes": ("ant", "bee", "cat")}))
+    known = ["ant", "bee", "cat"]
+    same = SimpleNamespace(metainfo={"classes": ("ant", "bee", "cat")})
+    other = SimpleNamespace(metainfo={"classes": ("ant", "cat", "dog")})
+    check_same_classes("checkpoint", known, same)
+    check_same_classes("checkpoint", None, other)
     with pytest.raises(InputError, match="label 1 is 'bee' there and 'cat' in these data"):
-        guard._check_classes(SimpleNamespace(metainfo={"classes": ("ant", "cat", "dog")}))
+        check_same_classes("checkpoint", known, other)
 
 
 @pytest.mark.parametrize(

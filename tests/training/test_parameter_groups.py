@@ -177,6 +177,14 @@ def test_a_loaded_optimiser_of_timm_goes_on_as_if_it_had_not_stopped(config, own
         assert torch.equal(one, two)
 
 
+def test_a_head_of_zeros_is_refused_with_lamb(config):
+    with pytest.raises(InputError, match=r"timm\.optim\.Lamb, .*TruncNormal"):
+        load_config(config, {"optim_wrapper.optimizer.type": "timm.optim.Lamb"})
+    load_config(config, {"optim_wrapper.optimizer.type": "timm.optim.Muon"})
+    head = {"model.head.init_cfg": {"type": "TruncNormal", "layer": "Linear", "std": 0.02}}
+    load_config(config, {"optim_wrapper.optimizer.type": "timm.optim.Lamb", **head})
+
+
 def test_an_unknown_optimiser_is_named(config):
     for name in ("timm.optim.Lmb", "Lmb"):
         with pytest.raises(InputError, match=rf"type is {name}, .*timm\.optim\.Lamb"):

@@ -70,7 +70,7 @@ class GuardHook(Hook):
         dataset, model = runner.train_dataloader.dataset, unwrap(runner.model)
         check_dataset(dataset, "train", model)
         if isinstance(model, DistilledClassifier):
-            _check_classes("teacher", model.teacher.classes, dataset)
+            check_same_classes("teacher", model.teacher.classes, dataset)
             facts = {"name": model.distillation.teacher, "sha256": model.teacher.digest}
             runner.message_hub.update_info("teacher", facts)
         if runner.val_loop is not None:
@@ -80,7 +80,7 @@ class GuardHook(Hook):
                 for loader in (runner.train_dataloader, runner.val_dataloader)
             )
             if is_resuming(runner):
-                _check_classes("checkpoint", self._classes, dataset)
+                check_same_classes("checkpoint", self._classes, dataset)
             if train != val:
                 odd = sorted(set(train) ^ set(val)) or ["their order"]
                 raise InputError(
@@ -95,7 +95,7 @@ class GuardHook(Hook):
     def check_testing(self, runner) -> None:
         """Check that the test data have the classes of the head."""
         check_dataset(runner.test_dataloader.dataset, "test", unwrap(runner.model))
-        _check_classes("checkpoint", self._classes, runner.test_dataloader.dataset)
+        check_same_classes("checkpoint", self._classes, runner.test_dataloader.dataset)
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Refuse weights of another model; mmengine would load the tensors that fit."""
@@ -277,8 +277,17 @@ def check_dataset(dataset: Any, split: str, model: Any) -> None:
         )
 
 
-def _check_classes(owner: str, classes: Sequence[str] | None, dataset: Any) -> None:
-    """Refuse data whose labels mean other classes than in the training of a model."""
+def check_same_classes(owner: str, classes: Sequence[str] | None, dataset: Any) -> None:
+    """Check that labels mean the same classes in data as in the training of a model.
+
+    Args:
+        owner: Name of the model, for the message.
+        classes: Names of the classes of the model, in order; None if they are unknown.
+        dataset: The data.
+
+    Raises:
+        InputError: If a class differs; the message gives the first one.
+    """
     own = list(dataset.metainfo.get("classes") or ())
     if classes and list(classes) != own:
         index, (there, here) = next(

@@ -25,6 +25,7 @@ __all__ = [
     "MergedLayerDecayConstructor",
     "MergedOptimWrapperConstructor",
     "align_schedulers",
+    "check_start",
     "fit_groups",
     "merge_separate_groups",
 ]
@@ -79,6 +80,31 @@ class MergedLayerDecayConstructor(
     MergedOptimWrapperConstructor, LearningRateDecayOptimWrapperConstructor
 ):
     """mmpretrain's constructor of layer-wise learning rates, with one group for each setting."""
+
+
+def check_start(cfg: Mapping[str, Any], path: str) -> None:
+    """Check that the optimiser of a config can train the head.
+
+    Args:
+        cfg: The config; its values have the right types.
+        path: File of the config, for messages.
+
+    Raises:
+        InputError: If the head starts at zero with LAMB or LARS, whose steps of a matrix are in
+            proportion to its norm.
+    """
+    kind = str((cfg["optim_wrapper"].get("optimizer") or {}).get("type"))
+    starts = (cfg["model"].get("head") or {}).get("init_cfg") or []
+    zero = any(
+        start.get("type") == "Constant" and not start.get("val")
+        for start in (starts if isinstance(starts, list | tuple) else [starts])
+    )
+    if zero and kind.rpartition(".")[2] in ("Lamb", "Lars", "LARS"):
+        raise InputError(
+            f"{path}: optim_wrapper.optimizer.type is {kind}, but model.head.init_cfg starts the "
+            "head at 0, where such steps leave it: set model.head.init_cfg=dict(_delete_=True, "
+            "type='TruncNormal', layer='Linear', std=0.02)"
+        )
 
 
 def _choose_matrices(groups: Iterable[dict[str, Any]], model: nn.Module) -> None:

@@ -22,6 +22,7 @@ from tokenformer_vit.errors import InputError, first_fault
 from .distillation import Distillation
 from .labels import check_labels
 from .nested import SizeRule
+from .parameter_groups import check_start
 from .sizes import check_classes, check_sizes
 
 # NumPy takes seeds below 2**32, and each process and each worker adds its number to the seed.
@@ -419,6 +420,7 @@ def check_values(cfg: Mapping[str, Any], path: str) -> None:
         _check(_LanguageModel, cfg["model"], path, "model")
     check_classes(cfg, path)
     check_labels(cfg, path)
+    check_start(cfg, path)
     backbone, key = cfg["model"].get("backbone") or {}, "model.backbone"
     if backbone.get("type") == "LoRABackbone":
         backbone, key = backbone.get("module") or {}, "model.backbone.module"
