@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -174,7 +175,7 @@ def test_both_stages_of_a_run_on_cifar10(config, tmp_path, command, shared_data,
     values = [record["loss"] for _, record in sorted(losses.items())]
     assert values[-1] < 0.95 * values[0]
 
-    exported = timm.create_model(f"local-dir:{first}", pretrained=True, drop_path_rate=0.05)
+    exported: Any = timm.create_model(f"local-dir:{first}", pretrained=True, drop_path_rate=0.05)
     weights = exported.state_dict()
     for name, tensor in timm_state_dict(one["state_dict"]).items():
         assert torch.equal(weights[name], tensor), name

@@ -284,6 +284,9 @@ def test_a_config_only_names_the_data_set(data_root, config, monkeypatch):
         ([{**CROP, "pad_if_needed": True}], "RandomCrop with pad_if_needed=True cannot"),
         ([{**FLIP, "direction": "diagonal"}], "direction='diagonal' cannot"),
         ([{**ROTATE, "interpolation": "lanczos"}], "interpolation='lanczos' cannot"),
+        ([{**RESIZED, "interpolation": "bilinear"}], "interpolation='bilinear' cannot"),
+        ([{"type": "ColorJitter", "hue": 0.1}], "ColorJitter with hue"),
+        ([{**THREE, "prob": [0.5, 0.25, 0.25]}], "RandomChoice with prob"),
     ],
 )
 def test_what_cannot_be_done_by_the_batch_is_said(data_root, pipeline, message):
