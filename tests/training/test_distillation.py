@@ -202,13 +202,14 @@ def test_what_cannot_teach_is_refused(teacher, tmp_path):
             _ = build(**arguments).teacher
 
 
-def test_weights_that_cannot_be_downloaded(monkeypatch):
+@pytest.mark.parametrize("name", ["regnety_160.deit_in1k", "hf-hub:owner/name"])
+def test_weights_that_cannot_be_downloaded(monkeypatch, name):
     def fail(*args, **kwargs):
         raise OSError("no route to host")
 
     monkeypatch.setattr(timm, "create_model", fail)
     with pytest.raises(InputError, match=r"no route to host.*distillation\.checkpoint_path"):
-        _load(Distillation(teacher="regnety_160.deit_in1k"))
+        _load(Distillation(teacher=name))
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ class Distillation(BaseModel):
     """How a classifier learns from a teacher.
 
     Args:
-        teacher: Name of a timm model with pretrained weights, an exported folder, or a checkpoint
-            that describes its model.
+        teacher: Name of a timm model with pretrained weights, also ``hf-hub:OWNER/NAME``; an
+            exported folder; or a checkpoint that describes its model.
         checkpoint_path: Weights of the timm model ``teacher``, as a local file.
         labels: ``hard``: the class that the teacher predicts; ``soft``: all its probabilities.
         weight: Share of the teacher in the loss. The true labels have the rest.
@@ -135,7 +135,7 @@ def _load(settings: Distillation) -> nn.Module:
         return load_model(None, path)
     if file := weights_in_package(name):
         return load_model(name, file)
-    if not timm.is_model_pretrained(name):
+    if not (name.startswith("hf-hub:") or timm.is_model_pretrained(name)):
         raise InputError(
             f"the teacher {name!r} is no file, no folder and no timm model with pretrained "
             "weights: correct model.distillation.teacher, or give a file of weights in "
@@ -161,8 +161,8 @@ class DistilledClassifier(ImageClassifier):
             distillation=dict(teacher="regnety_160.deit_in1k", labels="hard"),
         )
 
-    Student and teacher see the same augmented and mixed images. A resumed run loads the
-    teacher again from where it came, and stops if its weights are others.
+    Student and teacher see the same augmented and mixed images. A resumed run loads the teacher
+    again from where it came, and stops if its weights are others.
 
     Args:
         distillation: Arguments of :class:`Distillation`.

@@ -345,7 +345,8 @@ class CostHook(Hook):
 
     ``parameters`` is the present number. ``flops`` is the sum of the forward and backward passes of
     the backbone or language model over all images or sequences so far. Each is counted at the size
-    that the model had then, or at all sizes that a step of a nested model computed.
+    that the model had then, or at all sizes that a step of a nested model computed. The predictions
+    of a teacher are not counted.
 
     Raises:
         InputError: If the FLOPs of the model cannot be counted.
