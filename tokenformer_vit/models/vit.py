@@ -30,6 +30,7 @@ __all__ = [
     "TokenFormerViT",
     "checkpoint_filter_fn",
     "classifier_state_dict",
+    "draw_prefix_tokens",
     "fit_state_dict",
     "timm_state_dict",
 ]
@@ -166,6 +167,11 @@ class TokenFormerViT(VisionTransformer):
                 layer.of_model = True
         self.sizes = nest_layers(self, nested)
 
+    def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
+        """Initialise the weights as timm does; see also :func:`draw_prefix_tokens`."""
+        super().init_weights(mode, needs_reset)  # type: ignore[arg-type]
+        draw_prefix_tokens(self)
+
     @torch.jit.ignore()
     def no_weight_decay(self) -> set[str]:
         """Return the names of parameters without weight decay that have more than one dimension."""
@@ -255,6 +261,26 @@ class TokenFormerViT(VisionTransformer):
             f"{checkpoint_path} is a NumPy checkpoint of an ordinary ViT: give the .safetensors or "
             ".pth file of a TokenFormer"
         )
+
+
+def draw_prefix_tokens(vit: Any, generator: torch.Generator | None = None) -> None:
+    """Draw class and register tokens that have no position, with a standard deviation of 0.02.
+
+    timm draws them with 1e-6. Without a position they remain as small, below the root of the norm's
+    eps, and their gradients are hundreds of times as large as all others together: gradient
+    clipping would leave next to nothing of these.
+
+    Args:
+        vit: ViT of timm, or TokenFormer.
+        generator: Source of random numbers.
+
+    Source:
+        Initialisation of DeiT III, arXiv:2204.07118, and of ViT-5, arXiv:2602.08071.
+    """
+    if vit.no_embed_class or vit.pos_embed is None:
+        for token in (vit.cls_token, vit.reg_token):
+            if token is not None:
+                nn.init.trunc_normal_(token, std=0.02, generator=generator)
 
 
 def _check_rotation(width: int, num_heads: int, patch_drop_rate: float | None) -> None:
