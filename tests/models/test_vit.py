@@ -202,6 +202,7 @@ def test_rotary_positions_are_made_again_and_stay_precise(small, parts):
     ("arguments", "said"),
     [
         ({"embed_dim": 54}, "embed_dim 54 and num_heads 3 give 18: choose another num_heads"),
+        ({"rope_temperature": 0}, "rope_temperature must be .* got 0"),
         ({"patch_drop_rate": 0.5}, "patch_drop_rate 0.5 .* set patch_drop_rate=0"),
     ],
 )

@@ -18,7 +18,12 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import BlockNorm, Pattention, TokenFormerBlock
-from tokenformer_vit.layers.arguments import Counts, counts_by_block, model_pattention_args
+from tokenformer_vit.layers.arguments import (
+    Counts,
+    check_argument,
+    counts_by_block,
+    model_pattention_args,
+)
 from tokenformer_vit.layers.block import TIMM_ONLY, token_arguments
 from tokenformer_vit.layers.segments import fuse_state_dict
 from tokenformer_vit.ops import check_backend
@@ -80,8 +85,8 @@ class TokenFormerViT(VisionTransformer):
         TypeError: If an argument is unknown or belongs to linear layers.
         InputError: If ``theta``, ``norm``, ``global_pool`` or a key of ``pattention_args`` is
             unknown, a value of ``pattention_args`` or ``nested`` is out of range, a list of
-            numbers of pairs has another length than ``depth``, or rotary positions do not fit the
-            width of a head or ``patch_drop_rate``.
+            numbers of pairs has another length than ``depth``, ``rope_temperature`` is not
+            positive, or rotary positions do not fit the width of a head or ``patch_drop_rate``.
 
     Shape:
         (B, in_chans, H, W) -> (B, num_classes).
@@ -115,6 +120,7 @@ class TokenFormerViT(VisionTransformer):
             )
         _check_pool(kwargs.get("global_pool"))
         if use_rot_pos_emb:
+            check_argument("rope_temperature", rope_temperature)
             _check_rotation(embed_dim, num_heads, kwargs.get("patch_drop_rate"))
         counts = counts_by_block(
             depth,
