@@ -1,4 +1,5 @@
 import copy
+from typing import Any
 
 import pytest
 import timm
@@ -118,7 +119,7 @@ def test_a_uniform_drop_path_is_recorded_and_rebuilt(small, tmp_path):
     model = small(drop_path_rate=0.3, drop_path_uniform=True, depth=3)
     save_for_hf(model, tmp_path, safe_serialization=True)
     # timm leaves rates out of config.json.
-    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True, drop_path_rate=0.3)
+    again: Any = timm.create_model(f"local-dir:{tmp_path}", pretrained=True, drop_path_rate=0.3)
     for each in (model, again):
         rates = [(block.drop_path1.drop_prob, block.drop_path2.drop_prob) for block in each.blocks]
         assert rates == [(0.3, 0.3)] * 3

@@ -78,6 +78,9 @@ def refused(cfg, options):
         ("train_dataloader.dataset.pipeline", (), "a list of transforms that ends with PackInputs"),
         ("train_dataloader", None, "a dict"),
         ("train_dataloader.sampler", None, "a dict"),
+        ("train_dataloader.sampler.repeats", 0, WHOLE),
+        ("model.backbone.drop_path_uniform", 1, "True or False"),
+        ("default_hooks.ema.validated", "no", "True or False"),
         ("val_dataloader", None, "a dict"),
         ("train_cfg.max_epochs", 0, WHOLE),
         ("train_cfg.val_interval", 0, WHOLE),
@@ -133,6 +136,12 @@ def test_a_value_out_of_range_is_named_with_what_is_allowed(plain, key, value, a
     assert re.match(rf"{re.escape(key)}(\.0)? is ", named)
     assert repr(value[0] if "std" in key else value) in named
     assert allowed in must
+
+
+def test_numbers_of_an_optimiser_of_timm(plain):
+    options = {"optim_wrapper.optimizer.type": "timm.optim.Lamb"}
+    betas = {"optim_wrapper.optimizer.betas": (0.9, 1.0)}
+    assert "optim_wrapper.optimizer.betas is (0.9, 1.0)" in refused(plain, options | betas)
 
 
 def test_a_static_graph_does_not_accumulate(plain):

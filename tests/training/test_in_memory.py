@@ -31,8 +31,8 @@ POLICIES = {
 CROP = {"type": "RandomCrop", "crop_size": 8, "padding": 2}
 FLIP = {"type": "RandomFlip", "prob": 0.5, "direction": "horizontal"}
 ROTATE = {"type": "Rotate", "angle": 10.0, "prob": 0.5}
-RESIZED = {"type": "RandomResizedCrop", "scale": 24, "interpolation": "bicubic"}
-JITTER = {"type": "ColorJitter", "brightness": 0.3, "contrast": 0.3, "saturation": 0.3}
+RESIZED = {"type": "FastRandomResizedCrop", "scale": 24, "interpolation": "bicubic"}
+JITTER = {"type": "FastColorJitter", "brightness": 0.3, "contrast": 0.3, "saturation": 0.3}
 BLUR = {"type": "GaussianBlur", "magnitude_range": (0.1, 2.0), "magnitude_std": "inf", "prob": 1.0}
 GRAY = {"type": "ColorTransform", "magnitude": -1.0, "random_negative_prob": 0.0, "prob": 1.0}
 THREE = {
@@ -92,7 +92,7 @@ def test_a_blur_is_that_of_pillow():
 
 
 def test_colours_are_jittered_as_by_mmpretrain():
-    jitter = TRANSFORMS.build({**JITTER, "backend": "cv2"})
+    jitter = TRANSFORMS.build({**JITTER, "type": "ColorJitter", "backend": "cv2"})
     images, mine = smooth_images(60, 9), BatchTransforms([jitter])
     draws = torch.rand(60, mine.num_draws).double()
     seen = set()
@@ -112,7 +112,8 @@ def test_colours_are_jittered_as_by_mmpretrain():
     "scale", [24, (30, 40)]
 )  # to shrink, Pillow 13 begins with either direction
 def test_crops_are_chosen_and_resized_as_by_mmpretrain(shape, scale, monkeypatch):
-    crop = TRANSFORMS.build({**RESIZED, "scale": scale, "max_attempts": 2, "backend": "pillow"})
+    options = {"type": "RandomResizedCrop", "scale": scale, "max_attempts": 2}
+    crop = TRANSFORMS.build({**RESIZED, **options, "backend": "pillow"})
     images = smooth_images(30, 24)[:, :, : shape[0], : shape[1]]
     mine = BatchTransforms([crop])
     draws = torch.rand(30, mine.num_draws).double()
@@ -156,7 +157,7 @@ def test_a_rotation_reads_the_nearest_pixel_as_mmpretrain_does():
 def test_an_image_does_not_see_the_rest_of_its_batch(size):
     augment = build(
         *({**CROP, "crop_size": size}, FLIP, POLICIES, ROTATE),
-        *({**RESIZED, "scale": size}, THREE, JITTER),
+        *({**RESIZED, "scale": size}, {"type": "FastRandomFlip", "prob": 0.5}, THREE, JITTER),
     )
     images, draws = smooth_images(300, size), torch.rand(300, augment.num_draws).double()
     whole = augment(images.clone(), draws)
@@ -272,6 +273,9 @@ def test_a_config_only_names_the_data_set(data_root, config, monkeypatch):
         ([{**CROP, "pad_if_needed": True}], "RandomCrop with pad_if_needed=True cannot"),
         ([{**FLIP, "direction": "diagonal"}], "direction='diagonal' cannot"),
         ([{**ROTATE, "interpolation": "lanczos"}], "interpolation='lanczos' cannot"),
+        ([{**RESIZED, "interpolation": "bilinear"}], "interpolation='bilinear' cannot"),
+        ([{"type": "ColorJitter", "hue": 0.1}], "ColorJitter with hue"),
+        ([{**THREE, "prob": [0.5, 0.25, 0.25]}], "RandomChoice with prob"),
     ],
 )
 def test_what_cannot_be_done_by_the_batch_is_said(data_root, pipeline, message):

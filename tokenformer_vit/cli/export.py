@@ -4,9 +4,9 @@ A folder for timm and the other commands, from any checkpoint of a run::
 
     tokenformer-vit export work_dirs/run/epoch_3.pth exported
 
-The folder gets model.safetensors (the averaged weights, if the run averages) and config.json
-(architecture, arguments, preprocessing, class names). Checkpoints of old versions and of LoRA do
-not describe their model; give the config that they were trained with::
+The folder gets model.safetensors (the weights that the run validates: averaged ones, if it
+averages) and config.json (architecture, arguments, preprocessing, class names). Checkpoints of old
+versions and of LoRA do not describe their model; give the config that they were trained with::
 
     tokenformer-vit export old/epoch_3.pth exported --config configs/imagenet_base.py
 

@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> None:
         "checkpoint",
         type=Path,
         help="model.safetensors of an exported folder, or a training checkpoint (epoch_*.pth), "
-        "whose averaged weights are tested",
+        "whose validated weights are tested: averaged ones, if the run averages",
     )
     config.add_run_arguments(parser)
     add("--out", type=Path, help="folder of the results (default: test/ beside the checkpoint)")

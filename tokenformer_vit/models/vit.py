@@ -62,8 +62,6 @@ class TokenFormerViT(VisionTransformer):
             ``key_init_scale``, ``gate`` and ``init`` (``released``: initial parameter tokens as in
             the authors' code); see :class:`~tokenformer_vit.layers.Pattention` and
             :func:`~tokenformer_vit.layers.arguments.model_pattention_args`.
-        drop_path_uniform: Give all blocks ``drop_path_rate``; by default it rises from 0 in the
-            first block to that rate in the last.
         nested: Smaller sizes that are trained as well, such as ``(0.25, 0.5)`` for the first
             quarter and the first half of the pairs of every layer; see :meth:`set_size`. Each has
             its own τ.
@@ -75,6 +73,8 @@ class TokenFormerViT(VisionTransformer):
         num_heads: Number of heads.
         weight_init: timm's initialisation of the stem and the head. Parameter tokens are always
             drawn as :class:`~tokenformer_vit.layers.Pattention` describes.
+        drop_path_uniform: Give all blocks ``drop_path_rate``; by default it rises from 0 in the
+            first block to that rate in the last.
         **kwargs: Other arguments of timm's ``VisionTransformer``, except those of linear layers
             (``qkv_bias``, ``mlp_layer``, ...).
 
@@ -104,7 +104,6 @@ class TokenFormerViT(VisionTransformer):
         num_proj_param_tokens: Counts = None,
         num_ffn_param_tokens: Counts = None,
         pattention_args: dict[str, Any] | None = None,
-        drop_path_uniform: bool = False,
         nested: Sequence[Size] = (),
         use_rot_pos_emb: bool = False,
         rope_temperature: float = 10000.0,
@@ -112,6 +111,7 @@ class TokenFormerViT(VisionTransformer):
         depth: int = 12,
         num_heads: int = 12,
         weight_init: str = "",
+        drop_path_uniform: bool = False,
         **kwargs: Any,
     ) -> None:
         for name in sorted(_NOT_OURS & kwargs.keys()):

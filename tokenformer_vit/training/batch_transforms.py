@@ -6,7 +6,7 @@ operation are changed by one call.
 
 from collections.abc import Callable, Sequence
 from itertools import permutations
-from math import ceil, log
+from math import ceil
 from typing import Any
 
 import torch
@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.nn.functional import grid_sample, pad
 from torchvision.transforms.v2 import functional
 
-from tokenformer_vit.errors import InputError
-
-from .fast_transforms import JITTER
+from .batch_crops import Crop, Flip, ResizedCrop, between, unsupported, without_waiting
+from .fast_transforms import JITTER, FastColorJitter, FastRandomFlip, FastRandomResizedCrop
 
 __all__ = ["BatchTransforms", "without_waiting"]
 
@@ -32,9 +31,9 @@ class BatchTransforms:
     ``Sharpness`` leaves the border of one pixel as it is, as Pillow does.
 
     Args:
-        transforms: ``RandomCrop``, ``RandomResizedCrop``, ``RandomFlip``, ``ColorJitter``,
-            ``RandAugment``, ``GaussianBlur``, one of the operations that ``RandAugment`` chooses
-            from, such as ``Rotate``, or ``RandomChoice`` of such operations.
+        transforms: ``RandomCrop``, ``RandomResizedCrop``, ``RandomFlip``, ``ColorJitter``, the fast
+            forms of the last three, ``RandAugment``, ``GaussianBlur``, one of the operations that
+            ``RandAugment`` chooses from, such as ``Rotate``, or ``RandomChoice`` of operations.
 
     Attributes:
         num_draws: Random numbers that each image needs.
@@ -63,120 +62,14 @@ class BatchTransforms:
         return images
 
 
-def without_waiting(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor from the processor to a device; a GPU goes on computing meanwhile."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
-class _Crop:
-    num_draws = 2
-
-    def __init__(self, transform: stock.RandomCrop) -> None:
-        if transform.pad_if_needed:
-            raise _unsupported("RandomCrop", "pad_if_needed=True")
-        self._size, self._padding = transform.crop_size, transform.padding
-        value: Any = transform.pad_val
-        self._fill = list(value) if isinstance(value, Sequence) else value
-
-    def __call__(self, images: Tensor, draws: Tensor) -> Tensor:
-        if self._padding is not None:
-            padding: Any = self._padding
-            padding = padding if isinstance(padding, int) else list(padding)
-            images = functional.pad(images, padding, fill=self._fill)
-        height, width = (min(sizes) for sizes in zip(self._size, images.shape[2:], strict=True))
-        windows = images.unfold(2, height, 1).unfold(3, width, 1)  # (N, 3, tops, lefts, H', W')
-        offsets = (draws * torch.tensor(windows.shape[2:4])).long()
-        offsets = without_waiting(offsets, images.device)
-        rows = torch.arange(len(images), device=images.device)
-        return windows[rows, :, offsets[:, 0], offsets[:, 1]]
-
-
-class _Flip:
-    num_draws = 1
-
-    def __init__(self, transform: RandomFlip) -> None:
-        flips = {"horizontal": functional.horizontal_flip, "vertical": functional.vertical_flip}
-        if not isinstance(transform.prob, float) or transform.direction not in flips:
-            raise _unsupported(
-                "RandomFlip", f"prob={transform.prob}, direction={transform.direction!r}"
-            )
-        self._prob, self._flip = transform.prob, flips[transform.direction]
-
-    def __call__(self, images: Tensor, draws: Tensor) -> Tensor:
-        flipped = without_waiting(draws < self._prob, images.device)
-        return torch.where(flipped[:, :, None, None], self._flip(images), images)
-
-
-class _ResizedCrop:
-    def __init__(self, transform: stock.RandomResizedCrop) -> None:
-        if transform.interpolation != "bicubic":
-            raise _unsupported("RandomResizedCrop", f"interpolation={transform.interpolation!r}")
-        self._size, self._shares = transform.scale, transform.crop_ratio_range
-        self._aspects = transform.aspect_ratio_range
-        self.num_draws = 2 * transform.max_attempts + 2
-
-    def __call__(self, images: Tensor, draws: Tensor) -> Tensor:
-        sides, starts = self._boxes(draws, torch.tensor(images.shape[2:], dtype=torch.double))
-        rows, columns = (
-            _resize_matrices(start, side, old, new, images.device)
-            for start, side, old, new in zip(
-                starts, sides, images.shape[2:], self._size, strict=True
-            )
-        )
-        # In float64 the rounding of a product does not show, whatever the size of the batch. As
-        # Pillow does to enlarge, the first direction is horizontal, and its result is rounded.
-        wide = (images.double() @ columns[:, None].mT).round_().clamp_(0, 255)
-        return (rows[:, None] @ wide).round_().clamp_(0, 255).to(torch.uint8)
-
-    def _boxes(self, draws: Tensor, whole: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Return heights and widths, tops and lefts of the crops, (N,) float64 whole numbers."""
-        shares, aspects = draws[:, :-2].unflatten(1, (-1, 2)).unbind(2)  # (N, attempts)
-        areas = _between(shares, *self._shares) * whole.prod()
-        aspects = _between(aspects, *map(log, self._aspects)).exp()
-        tries = torch.stack([areas / aspects, areas * aspects], dim=2).sqrt_().round_()
-        fits = ((tries > 0) & (tries <= whole)).all(2)
-        first = fits.int().argmax(1)
-        sides = tries[torch.arange(len(draws)), first]  # (N, 2)
-        narrow, wide = self._aspects
-        centre = torch.stack([whole[1] / narrow, whole[0] * wide]).round_().minimum(whole)
-        found = fits.any(1, keepdim=True)
-        sides = torch.where(found, sides, centre)
-        free = whole - sides
-        starts = torch.where(found, draws[:, -2:] * (free + 1), free / 2).floor_()
-        return list(sides.unbind(1)), list(starts.unbind(1))
-
-
-def _resize_matrices(
-    starts: Tensor, lengths: Tensor, old: int, new: int, device: torch.device
-) -> Tensor:
-    """Return the weights, (N, new, old) float64, of Pillow's bicubic resize of a part of a row.
-
-    Args:
-        starts: First pixel of each part, (N,) float64.
-        lengths: Number of pixels of each part, (N,) float64.
-        old: Number of pixels of the row.
-        new: Number of pixels of the result.
-        device: Device of the weights.
-    """
-    starts, lengths = (without_waiting(each, device)[:, None, None] for each in (starts, lengths))
-    scales = lengths / new
-    pixels = torch.arange(old, device=device) + 0.5
-    centres = starts + (torch.arange(new, device=device) + 0.5)[:, None] * scales
-    gaps = (pixels - centres).abs() / scales.clamp(min=1)
-    near, far = (1.5 * gaps - 2.5) * gaps**2 + 1, ((2.5 - gaps / 2) * gaps - 4) * gaps + 2
-    weights = torch.where(gaps < 1, near, torch.where(gaps < 2, far, 0.0))
-    weights = weights * ((pixels > starts) & (pixels < starts + lengths))
-    return weights / weights.sum(2, keepdim=True)
-
-
 class _Jitter:
+    """Brightness, contrast and saturation in a random order: ``ColorJitter``."""
+
     num_draws = 4  # the order, and a factor for each operation
 
     def __init__(self, transform: stock.ColorJitter) -> None:
         if transform.hue is not None:
-            raise _unsupported("ColorJitter", f"hue={transform.hue}")
+            raise unsupported("ColorJitter", f"hue={transform.hue}")
         ranges = transform.brightness, transform.contrast, transform.saturation
         self._ranges = [each or (1.0, 1.0) for each in ranges]
         self._orders = torch.tensor(list(permutations(range(3))))
@@ -186,7 +79,7 @@ class _Jitter:
         for place in range(3):
             for index, limits in enumerate(self._ranges):
                 (rows,) = torch.where(order[:, place] == index)
-                factors = _between(draws[rows, 1 + index], *limits)
+                factors = between(draws[rows, 1 + index], *limits)
                 _change_colours(images, rows, _COLOURS[JITTER[index]], None, factors - 1)
         return images
 
@@ -197,10 +90,10 @@ class _Choice:
     def __init__(self, operations: Sequence[Any], rounds: int) -> None:
         for operation in operations:
             if type(operation) not in _COLOURS and type(operation) not in _MATRICES:
-                raise _unsupported(type(operation).__name__)
+                raise unsupported(type(operation).__name__)
             interpolation = getattr(operation, "interpolation", "nearest")
             if interpolation not in ("nearest", "bilinear", "bicubic"):
-                raise _unsupported(type(operation).__name__, f"interpolation={interpolation!r}")
+                raise unsupported(type(operation).__name__, f"interpolation={interpolation!r}")
         self._operations, self._rounds = operations, rounds
         self.num_draws = 4 * rounds  # which operation, whether at all, its value, the sign
 
@@ -240,10 +133,6 @@ def _change_colours(
         images.index_copy_(0, here, change(operation, images.index_select(0, here), values))
 
 
-def _between(draws: Tensor, low: float, high: float) -> Tensor:
-    return low + draws * (high - low)
-
-
 def _values(operation: Any, sizes: Tensor, signs: Tensor) -> Tensor:
     """Turn draws into the values of an operation, such as angles.
 
@@ -266,7 +155,7 @@ def _values(operation: Any, sizes: Tensor, signs: Tensor) -> Tensor:
         else:  # normally distributed; 0 would be infinitely far away
             levels = most + max(std, 0) * torch.special.ndtri(sizes.clamp(min=1e-16))
         shares = levels.clamp(0, operation.total_level) / operation.total_level
-        values = _between(shares, *operation.magnitude_range)
+        values = between(shares, *operation.magnitude_range)
     return torch.where(signs < operation.random_negative_prob, -values, values)
 
 
@@ -301,7 +190,7 @@ def _blur(operation: Any, images: Tensor, radii: Tensor) -> Tensor:
     weights = [
         (sides + 1 - abs(place)).clamp(0, 1) / (2 * sides + 1) for place in range(-reach, reach + 1)
     ]
-    blurred = images.float()
+    blurred: Any = images.float()
     for dim, padding in 3 * [(3, (reach, reach, 0, 0))] + 3 * [(2, (0, 0, reach, reach))]:
         padded = pad(blurred, padding, mode="replicate")
         parts = (padded.narrow(dim, start, images.shape[dim]) for start in range(2 * reach + 1))
@@ -388,20 +277,15 @@ def _batched(transform: Any) -> Any:
         return _Choice(transform.transforms, transform.num_policies)
     if type(transform) is RandomChoice:
         if transform.prob is not None or any(len(each.transforms) != 1 for each in transform):
-            raise _unsupported("RandomChoice", "prob, or several transforms in one choice")
+            raise unsupported("RandomChoice", "prob, or several transforms in one choice")
         return _Choice([each.transforms[0] for each in transform], 1)
     kinds: dict[type, Callable[[Any], Any]] = {
-        stock.RandomCrop: _Crop,
-        stock.RandomResizedCrop: _ResizedCrop,
+        stock.RandomCrop: Crop,
+        stock.RandomResizedCrop: ResizedCrop,
         stock.ColorJitter: _Jitter,
-        RandomFlip: _Flip,
+        FastRandomResizedCrop: ResizedCrop,
+        FastColorJitter: _Jitter,
+        RandomFlip: Flip,
+        FastRandomFlip: Flip,
     }
     return kinds.get(type(transform), lambda operation: _Choice([operation], 1))(transform)
-
-
-def _unsupported(kind: str, options: str = "") -> InputError:
-    given = f"{kind} with {options}" if options else kind
-    return InputError(
-        f"{given} cannot be applied to a batch of images in memory: leave it out, or train with "
-        "the data set CustomDataset"
-    )
