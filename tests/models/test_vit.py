@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 from timm.models import get_model_args, save_for_hf
 
 from tokenformer_vit.errors import InputError
@@ -176,6 +177,19 @@ def test_rotary_positions_follow_the_image_size(small, parts):
         model(torch.randn(2, 3, 96, 48))
 
 
+def test_class_and_register_tokens_without_a_position_are_not_tiny(small, parts):
+    assert small(reg_tokens=4).reg_token.std() < 1e-5  # timm's; their positions are 0.02
+    for changes in ({"no_embed_class": True}, {"pos_embed": "none"}, parts):
+        model = small(**{**changes, "reg_tokens": 4}).train()
+        tokens = torch.cat((model.cls_token, model.reg_token), dim=1)
+        assert tokens.std().item() == pytest.approx(0.02, rel=0.3)
+        F.cross_entropy(model(torch.randn(8, 3, 64, 64)), torch.arange(8)).backward()
+        tokens = ("cls_token", "reg_token")
+        rest = [p.grad.norm() for name, p in model.named_parameters() if name not in tokens]
+        # With 1e-6 it is hundreds of times as large.
+        assert model.cls_token.grad.norm() < 20 * torch.stack(rest).norm()
+
+
 def test_rotary_positions_are_made_again_and_stay_precise(small, parts):
     fresh = small(**parts)
     model = small(**parts, device="meta").to_empty(device="cpu")
@@ -189,6 +203,7 @@ def test_rotary_positions_are_made_again_and_stay_precise(small, parts):
     ("arguments", "said"),
     [
         ({"embed_dim": 54}, "embed_dim 54 and num_heads 3 give 18: choose another num_heads"),
+        ({"rope_temperature": 0}, "rope_temperature must be .* got 0"),
         ({"patch_drop_rate": 0.5}, "patch_drop_rate 0.5 .* set patch_drop_rate=0"),
     ],
 )

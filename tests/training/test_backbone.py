@@ -245,13 +245,14 @@ def outside_the_blocks(classifier):
     }
 
 
-def test_models_with_one_stem_seed_differ_in_their_blocks_alone():
-    ours = {"model_name": "tokenformer_tiny"}
+@pytest.mark.parametrize("shared", [{}, {"no_embed_class": True, "reg_tokens": 4}])
+def test_models_with_one_stem_seed_differ_in_their_blocks_alone(shared):
+    ours = {"model_name": "tokenformer_tiny", **shared}
     variants = [
         ours,
         {**ours, "theta": "softmax", "num_ffn_param_tokens": 40, "depth": 2},
         {**ours, "pattention_args": {"learn_tau": True}, "norm": "bias"},
-        {"model_name": "vit_tiny_patch16_224"},
+        {"model_name": "vit_tiny_patch16_224", **shared},
     ]
     stems, states = [], []
     for index, variant in enumerate(variants):

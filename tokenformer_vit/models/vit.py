@@ -18,7 +18,12 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import BlockNorm, Pattention, TokenFormerBlock
-from tokenformer_vit.layers.arguments import Counts, counts_by_block, model_pattention_args
+from tokenformer_vit.layers.arguments import (
+    Counts,
+    check_argument,
+    counts_by_block,
+    model_pattention_args,
+)
 from tokenformer_vit.layers.block import TIMM_ONLY, token_arguments
 from tokenformer_vit.layers.segments import fuse_state_dict
 from tokenformer_vit.ops import check_backend
@@ -30,6 +35,7 @@ __all__ = [
     "TokenFormerViT",
     "checkpoint_filter_fn",
     "classifier_state_dict",
+    "draw_prefix_tokens",
     "fit_state_dict",
     "timm_state_dict",
 ]
@@ -79,8 +85,8 @@ class TokenFormerViT(VisionTransformer):
         TypeError: If an argument is unknown or belongs to linear layers.
         InputError: If ``theta``, ``norm``, ``global_pool`` or a key of ``pattention_args`` is
             unknown, a value of ``pattention_args`` or ``nested`` is out of range, a list of
-            numbers of pairs has another length than ``depth``, or rotary positions do not fit the
-            width of a head or ``patch_drop_rate``.
+            numbers of pairs has another length than ``depth``, ``rope_temperature`` is not
+            positive, or rotary positions do not fit the width of a head or ``patch_drop_rate``.
 
     Shape:
         (B, in_chans, H, W) -> (B, num_classes).
@@ -114,6 +120,7 @@ class TokenFormerViT(VisionTransformer):
             )
         _check_pool(kwargs.get("global_pool"))
         if use_rot_pos_emb:
+            check_argument("rope_temperature", rope_temperature)
             _check_rotation(embed_dim, num_heads, kwargs.get("patch_drop_rate"))
         counts = counts_by_block(
             depth,
@@ -165,6 +172,11 @@ class TokenFormerViT(VisionTransformer):
             if isinstance(layer, Pattention):
                 layer.of_model = True
         self.sizes = nest_layers(self, nested)
+
+    def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
+        """Initialise the weights as timm does; see also :func:`draw_prefix_tokens`."""
+        super().init_weights(mode, needs_reset)  # type: ignore[arg-type]
+        draw_prefix_tokens(self)
 
     @torch.jit.ignore()
     def no_weight_decay(self) -> set[str]:
@@ -255,6 +267,26 @@ class TokenFormerViT(VisionTransformer):
             f"{checkpoint_path} is a NumPy checkpoint of an ordinary ViT: give the .safetensors or "
             ".pth file of a TokenFormer"
         )
+
+
+def draw_prefix_tokens(vit: Any, generator: torch.Generator | None = None) -> None:
+    """Draw class and register tokens that have no position, with a standard deviation of 0.02.
+
+    timm draws them with 1e-6. Without a position they remain as small, below the root of the norm's
+    eps, and their gradients are hundreds of times as large as all others together: gradient
+    clipping would leave next to nothing of these.
+
+    Args:
+        vit: ViT of timm, or TokenFormer.
+        generator: Source of random numbers.
+
+    Source:
+        Initialisation of DeiT III, arXiv:2204.07118, and of ViT-5, arXiv:2602.08071.
+    """
+    if vit.no_embed_class or vit.pos_embed is None:
+        for token in (vit.cls_token, vit.reg_token):
+            if token is not None:
+                nn.init.trunc_normal_(token, std=0.02, generator=generator)
 
 
 def _check_rotation(width: int, num_heads: int, patch_drop_rate: float | None) -> None:

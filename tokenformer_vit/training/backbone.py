@@ -15,6 +15,7 @@ from tokenformer_vit.growth import grow, pattention_layers
 from tokenformer_vit.layers.segments import fuse_state_dict
 from tokenformer_vit.models import TokenFormerViT, compile_blocks, timm_state_dict
 from tokenformer_vit.models.checkpoints import load_model
+from tokenformer_vit.models.vit import draw_prefix_tokens
 
 from .lora import merge_lora
 from .storage import secure_files
@@ -137,6 +138,7 @@ class TimmClassificationBackbone(BaseModule):
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.default_generator.manual_seed(seed)
             stem = timm.create_model(model_name, **{**kwargs, "num_classes": 0, "depth": 0})
+            draw_prefix_tokens(stem, torch.Generator().manual_seed(seed))  # also of a ViT
         left = self.model.load_state_dict(stem.state_dict(), strict=False)
         assert not left.unexpected_keys
         assert all(name.startswith("blocks.") for name in left.missing_keys)
