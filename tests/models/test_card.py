@@ -74,6 +74,8 @@ def test_a_vit_is_not_called_a_tokenformer(tmp_path):
     assert "tokenformer" not in body.lower()
     assert "tokenformer" not in front["tags"]
     assert sections["Model"]["Classes"] == "0"
+    assert front["pipeline_tag"] == "image-feature-extraction"
+    assert "features = model(image[None])\n" in body
 
 
 def test_the_code_of_the_card_loads_the_model(model, tmp_path, monkeypatch):

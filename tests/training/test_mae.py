@@ -277,7 +277,7 @@ def value_of(cfg, key):
 
 
 def test_weight_decay_of_the_decoder():
-    cfg = load_config("mae_cifar10_micro_pretrain.py")
+    cfg = load_config("mae_cifar10_micro_pretrain.py", {"model.backbone.compile": False})
     model = MODELS.build({**cfg.model, "data_preprocessor": cfg.data_preprocessor})
     optimizer = build_optim_wrapper(model, cfg.optim_wrapper).optimizer
     decay = {
@@ -329,6 +329,9 @@ model = dict(
     train_cfg=None,
 )
 data_preprocessor = dict(num_classes=None)
+train_dataloader = dict(num_workers=0)
+val_dataloader = dict(num_workers=0)
+test_dataloader = val_dataloader
 val_evaluator = dict(_delete_=True, type="ReconstructionError", collect_device="gpu")
 test_evaluator = val_evaluator
 default_hooks = dict(

@@ -115,6 +115,16 @@ def test_curves_of_a_text_have_the_loss_of_its_perplexity(drawn, tmp_path):
     assert perplexity == {"en": [[2, 5]], "fr": [[2, 9]]}
 
 
+def test_curves_of_a_pre_training_have_the_error_of_held_out_images(drawn, tmp_path):
+    train = {step: {"loss": 2.0 - 0.5 * step, "lr": 0.1} for step in (1, 2)}
+    draw_curves(train, {1: {"reconstruction/error": 0.75}}, tmp_path / "curves.png", title="mae")
+    title, panels = drawn()
+    assert title == "mae: error 0.75"
+    loss, error, _ = panels.values()
+    assert loss == {"training": [[1.0, 1.5], [2.0, 1.0]]}
+    assert error == {"error": [[1, 0.75]]}
+
+
 def test_curves_of_an_earlier_run_have_no_validation_loss(drawn, tmp_path):
     draw_curves({1: {"loss": 3.0, "lr": 0.1}}, {1: {"accuracy/top1": 9.0}}, tmp_path / "c.png")
     assert list(drawn()[1]["loss (nats)"]) == ["training"]

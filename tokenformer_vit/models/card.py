@@ -132,7 +132,7 @@ def vision_card(
         "Preprocessing": f"resize by {images['interpolation']} interpolation, "
         f"{images['crop_mode']} crop of {images['crop_pct']:.3g}; "
         f"mean {_numbers(images['mean'])}, standard deviation {_numbers(images['std'])}",
-        "Classes": (f"{own.num_classes}" if own.num_classes else "none: the model has no head")
+        "Classes": f"{own.num_classes}"
         + (f" ({names}{', ...' * (own.num_classes > 10)})" if names else ""),
     }
     softmax = ".softmax(dim=-1)" if own.num_classes else ""
