@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 from .plots import points, scale
 from .questions import Question
@@ -215,6 +216,7 @@ class NestedSizes(Question):
             xlabel="FLOPs of a forward pass",
             ylabel=f"final {measure.axis}, mean ± standard deviation",
         )
+        axes.xaxis.set_major_formatter(EngFormatter())
         axes.grid(alpha=0.3)
         scale(axes, measure)
         figure.legend(loc="outside right upper", fontsize="small")
