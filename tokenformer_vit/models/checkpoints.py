@@ -343,10 +343,7 @@ def _load(
         own = model.state_dict()
         if new_head and "fc_norm.weight" in own and "norm.weight" in state_dict:
             kept = {name: each for name, each in state_dict.items() if not name.startswith("norm.")}
-            state_dict = {
-                **kept,
-                **{name: own[name] for name in own if name.startswith("fc_norm.")},
-            }
+            state_dict = kept | {name: own[name] for name in own if name.startswith("fc_norm.")}
         faults = model_faults(own, state_dict)
     if faults:
         more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""

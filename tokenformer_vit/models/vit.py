@@ -313,8 +313,8 @@ def _check_pool(global_pool: str | None) -> None:
 def timm_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename the tensors of an mmpretrain classifier (backbone and linear head) to timm's names.
 
-    A ``ClsBatchNormNeck`` (without weights of its own) of a linear probe becomes a part of the
-    head. The decoder of a masked autoencoder is left out.
+    The ``ClsBatchNormNeck`` of a linear probe, which has no weights, becomes a part of the head.
+    The decoder of a masked autoencoder is left out.
     """
     names = {"backbone.model.": "", "head.fc.": "head."}
     renamed = {
