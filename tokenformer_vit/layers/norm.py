@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
@@ -16,6 +17,7 @@ torch.fx.wrap("layer_norm")
 torch.fx.wrap("rms_norm")
 
 
+@register_notrace_module
 class BlockLayerNorm(nn.LayerNorm):
     """LayerNorm with or without learnable parameters, as in Table 5 of the paper.
 
@@ -78,6 +80,7 @@ class BlockLayerNorm(nn.LayerNorm):
         return f"{self.normalized_shape[0]}, affine={self.affine!r}, eps={self.eps}"
 
 
+@register_notrace_module
 class BlockRMSNorm(nn.RMSNorm):
     """RMSNorm without learnable parameters.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
@@ -53,6 +54,7 @@ def fuse_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return fused
 
 
+@register_notrace_module  # TorchScript compiles the module, but not pattention()
 class Pattention(NestedLayer):
     """Token-parameter attention, Θ(X K_Pᵀ) V_P, in place of a linear projection.
 
