@@ -60,9 +60,11 @@ def variants() -> Iterator[Variant]:
     """Yield both models, pre-trained and from scratch."""
     models = (("ours", "TokenFormer", arguments()), ("vit", "ViT", to_matched_vit))
     for family, label, model in models:
-        own = {"reference": family == "vit"}
+        is_vit = family == "vit"
         mae = f"{family}_mae"
-        yield Variant(mae, f"{label}, MAE", fresh(model), outside=pretrain, prepares=True, **own)
+        yield Variant(
+            mae, f"{label}, MAE", fresh(model), outside=pretrain, prepares=True, reference=is_vit
+        )
         for labels, share in SHARES.items():
             scratch = f"{family}_scratch_{labels}"
             other = (("the ViT", f"vit_scratch_{labels}"),) if family == "ours" else ()
@@ -72,7 +74,7 @@ def variants() -> Iterator[Variant]:
                 fresh(model),
                 outside=partial(classify, share=share, scratch=True),
                 against=other,
-                **own,
+                reference=is_vit,
             )
             other = (("the ViT", f"vit_mae_{labels}"),) if family == "ours" else ()
             yield Variant(
@@ -82,7 +84,7 @@ def variants() -> Iterator[Variant]:
                 outside=partial(classify, share=share, scratch=False),
                 start=mae,
                 against=(("from scratch", scratch), *other),
-                **own,
+                reference=is_vit,
             )
 
 
