@@ -17,7 +17,6 @@ torch.fx.wrap("layer_norm")
 torch.fx.wrap("rms_norm")
 
 
-@register_notrace_module
 class BlockLayerNorm(nn.LayerNorm):
     """LayerNorm with or without learnable parameters, as in Table 5 of the paper.
 
@@ -80,7 +79,6 @@ class BlockLayerNorm(nn.LayerNorm):
         return f"{self.normalized_shape[0]}, affine={self.affine!r}, eps={self.eps}"
 
 
-@register_notrace_module
 class BlockRMSNorm(nn.RMSNorm):
     """RMSNorm without learnable parameters.
 
@@ -108,6 +106,9 @@ class BlockRMSNorm(nn.RMSNorm):
         """Normalise (..., C) tokens."""
         return rms_norm(x, self.normalized_shape[0], self.eps, self.backend)  # type: ignore[arg-type]
 
+
+register_notrace_module(BlockLayerNorm)
+register_notrace_module(BlockRMSNorm)
 
 BlockNorm = BlockLayerNorm | BlockRMSNorm
 # What the argument ``norm`` of a model may be.

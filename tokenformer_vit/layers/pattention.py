@@ -54,7 +54,6 @@ def fuse_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return fused
 
 
-@register_notrace_module  # TorchScript compiles the module, but not pattention()
 class Pattention(NestedLayer):
     """Token-parameter attention, Θ(X K_Pᵀ) V_P, in place of a linear projection.
 
@@ -333,3 +332,7 @@ class Pattention(NestedLayer):
             f"{self.in_features}, {self.out_features}, num_param_tokens={self.num_param_tokens}, "
             f"theta={self.theta!r}" + (", learn_tau=True" if self.tau.requires_grad else "")
         )
+
+
+# timm's feature extractor keeps it as a module, which TorchScript compiles; not so pattention().
+register_notrace_module(Pattention)
