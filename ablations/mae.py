@@ -36,6 +36,11 @@ def fresh(model: ModelChange) -> ModelChange:
     return lambda backbone, shape: {**model(backbone, shape), "checkpoint_path": ""}
 
 
+def encoder(model: ModelChange) -> ModelChange:
+    """Start from new weights, with the norm before the pooling as in the pre-training's config."""
+    return lambda backbone, shape: {**fresh(model)(backbone, shape), "global_pool": "token"}
+
+
 def pretrain(shape: Shape, length: int) -> Part:
     """Pre-train as the shipped config does."""
     from tokenformer_vit.experiments.plan import changes_between
@@ -63,7 +68,7 @@ def variants() -> Iterator[Variant]:
         is_vit = family == "vit"
         mae = f"{family}_mae"
         yield Variant(
-            mae, f"{label}, MAE", fresh(model), outside=pretrain, prepares=True, reference=is_vit
+            mae, f"{label}, MAE", encoder(model), outside=pretrain, prepares=True, reference=is_vit
         )
         for labels, share in SHARES.items():
             scratch = f"{family}_scratch_{labels}"
@@ -80,7 +85,7 @@ def variants() -> Iterator[Variant]:
             yield Variant(
                 f"{mae}_{labels}",
                 f"{label}, MAE, {share:.0%} of the labels",
-                arguments(),
+                arguments(global_pool="avg"),  # with a new norm after it
                 outside=partial(classify, share=share, scratch=False),
                 start=mae,
                 against=(("from scratch", scratch), *other),

@@ -289,7 +289,8 @@ def _check_size(
 def _head_rows(state_dict: Mapping[str, Tensor], checkpoint: Path | None) -> int | None:
     for name in ("head.weight", "head.fc.weight", "fc.weight", "classifier.weight"):
         if name in state_dict:
-            if state_dict[name].dim() != 2:
+            # Some of timm's convolutional models have a convolution here.
+            if name.startswith("head.") and state_dict[name].dim() != 2:
                 raise InputError(
                     f"{checkpoint}: {name} must be a (classes, width) matrix, but has the shape "
                     f"{tuple(state_dict[name].shape)}; export the model again"

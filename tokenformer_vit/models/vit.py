@@ -67,6 +67,7 @@ class TokenFormerViT(VisionTransformer):
             its own τ.
         use_rot_pos_emb: Also give patches rotary positions by row and column, in each head. Class
             and register tokens are not rotated. ``pos_embed="none"`` removes the learned positions.
+            With ``dynamic_img_size``, TorchScript cannot compile the model; ``torch.export`` can.
         rope_temperature: Base of the rotary frequencies.
         embed_dim: Width C.
         depth: Number of blocks.
