@@ -36,6 +36,11 @@ def fresh(model: ModelChange) -> ModelChange:
     return lambda backbone, shape: {**model(backbone, shape), "checkpoint_path": ""}
 
 
+def encoder(model: ModelChange) -> ModelChange:
+    """Start from new weights, with the norm before the pooling as in the pre-training's config."""
+    return lambda backbone, shape: {**fresh(model)(backbone, shape), "global_pool": "token"}
+
+
 def pretrain(shape: Shape, length: int) -> Part:
     """Pre-train as the shipped config does."""
     from tokenformer_vit.experiments.plan import changes_between
@@ -60,9 +65,11 @@ def variants() -> Iterator[Variant]:
     """Yield both models, pre-trained and from scratch."""
     models = (("ours", "TokenFormer", arguments()), ("vit", "ViT", to_matched_vit))
     for family, label, model in models:
-        own = {"reference": family == "vit"}
+        is_vit = family == "vit"
         mae = f"{family}_mae"
-        yield Variant(mae, f"{label}, MAE", fresh(model), outside=pretrain, prepares=True, **own)
+        yield Variant(
+            mae, f"{label}, MAE", encoder(model), outside=pretrain, prepares=True, reference=is_vit
+        )
         for labels, share in SHARES.items():
             scratch = f"{family}_scratch_{labels}"
             other = (("the ViT", f"vit_scratch_{labels}"),) if family == "ours" else ()
@@ -72,17 +79,17 @@ def variants() -> Iterator[Variant]:
                 fresh(model),
                 outside=partial(classify, share=share, scratch=True),
                 against=other,
-                **own,
+                reference=is_vit,
             )
             other = (("the ViT", f"vit_mae_{labels}"),) if family == "ours" else ()
             yield Variant(
                 f"{mae}_{labels}",
                 f"{label}, MAE, {share:.0%} of the labels",
-                arguments(),
+                arguments(global_pool="avg"),  # with a new norm after it
                 outside=partial(classify, share=share, scratch=False),
                 start=mae,
                 against=(("from scratch", scratch), *other),
-                **own,
+                reference=is_vit,
             )
 
 

@@ -2,7 +2,8 @@
 
 *AdamW* is the recipe of the config. *Muon* changes only the optimiser: it makes the steps of the
 parameter tokens, or of the weights in the ViT's blocks, orthogonal, at the size of AdamW's steps
-(arXiv:2502.16982). AdamW updates the rest. *DeiT III* (arXiv:2204.07118) is LAMB, binary
+(arXiv:2502.16982). AdamW updates the rest. Query, key and value of the TokenFormer are matrices of
+their own, and those of the ViT are one matrix. *DeiT III* (arXiv:2204.07118) is LAMB, binary
 cross-entropy on mixed images, LayerScale, and a random grayscale, solarisation or blur before a
 change of colours. Crops, drop path and the length are the config's, and no image is repeated within
 an epoch. The ViT is timm's, with as many parameters.

@@ -13,7 +13,7 @@ from tables import QUESTIONS
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.experiments import tables
 from tokenformer_vit.experiments.plan import plan
-from tokenformer_vit.experiments.results import read_groups
+from tokenformer_vit.experiments.results import read_groups, read_sweep
 from tokenformer_vit.experiments.rows import Row
 from tokenformer_vit.experiments.sweep import parse, sweep
 from tokenformer_vit.training.config import load_config
@@ -158,6 +158,8 @@ def test_stages_start_from_the_best_rate_of_the_small_model(
     capfd.readouterr()
     sweep(STAGES, [*words, "--seeds", "2", "--dry-run"])
     assert capfd.readouterr().out == "0 of 8 runs are left\n"
+    # The layers of the small model are measured, and those of the stage are not.
+    assert len(read_sweep(STAGES, tmp_path / "results" / "x_small")) == len(found)
 
 
 def test_without_a_small_model_there_are_no_stages(tmp_path, words, trainer, monkeypatch, capfd):

@@ -60,8 +60,10 @@ def test_classifiers_start_from_the_pre_training_of_their_seed(tmp_path, words, 
     pretraining = trained("ours_mae_seed1")
     assert pretraining.model.type == "MaskedAutoencoder"
     assert pretraining.model.backbone.checkpoint_path == ""
+    assert pretraining.model.backbone.global_pool == "token"
     tuned = trained("ours_mae_tenth_seed1_lr0.002")
     assert tuned.model.type == "ImageClassifier"
+    assert tuned.model.backbone.global_pool == "avg"
     weights = tuned.model.backbone.checkpoint_path
     assert weights == "work/ours_mae_seed1/model.safetensors"
     assert tuned.train_dataloader.dataset.share == 0.1

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -156,11 +157,12 @@ def test_programs_of_a_size_and_of_its_extracted_model_are_equal(
 @needs_fx
 def test_the_parts_of_vit5_are_exported(small, images, parts, tmp_path):
     model, x = small(depth=1, **parts), images()
+    programs: list[Any] = []
     with warnings.catch_warnings(), set_scriptable(True):
         warnings.simplefilter("ignore")
         scriptable = small(depth=1, **parts)
         scriptable.load_state_dict(model.state_dict())
-        programs = [torch.jit.script(scriptable), torch.jit.trace(model, x)]
+        programs += [torch.jit.script(scriptable), torch.jit.trace(model, x)]
     programs.append(torch.fx.symbolic_trace(model))
     programs.append(torch.export.export(model, (x,), dynamic_shapes=ANY_BATCH).module())
     for program in programs:

@@ -1,6 +1,7 @@
 """The models that are registered with timm."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
@@ -70,7 +71,7 @@ def test_pretrained_weights_that_do_not_exist_are_refused():
 
 @pytest.mark.parametrize("name", [name for name in PARAMETERS if name.endswith("_rope_reg4")])
 def test_the_parts_of_vit5(name):
-    model = timm.create_model(name, device="meta")
+    model: Any = timm.create_model(name, device="meta")
     assert model.pos_embed.shape == (1, 196, model.embed_dim)  # of patches alone
     assert (model.num_reg_tokens, model.num_prefix_tokens, model.global_pool) == (4, 5, "token")
     assert model.rope.pos_embed.shape == (196, 2 * 64)

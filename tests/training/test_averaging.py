@@ -60,8 +60,9 @@ def test_a_model_that_grows_and_another_model():
     update(models[0])
 
 
+@pytest.mark.parametrize("later", [True, False])
 @pytest.mark.parametrize("validated", [True, False])
-def test_the_hook_validates_and_saves_the_average_or_the_model(validated):
+def test_the_hook_validates_and_saves_the_average_or_the_model(validated, later):
     model = nn.Linear(3, 2)
     runner = SimpleNamespace(
         model=model, iter=0, optim_wrapper=SimpleNamespace(should_update=lambda: True)
@@ -86,10 +87,12 @@ def test_the_hook_validates_and_saves_the_average_or_the_model(validated):
     other = own if validated else average
     torch.testing.assert_close(checkpoint["state_dict"]["weight"], used)
     torch.testing.assert_close(checkpoint["ema_state_dict"]["module.weight"], other)
-    resumed = AccumulationEMAHook(momentum=0.5, validated=validated)
+    resumed = AccumulationEMAHook(momentum=0.5, validated=later)
     resumed.before_run(SimpleNamespace(model=nn.Linear(3, 2)))
-    resumed.after_load_checkpoint(SimpleNamespace(_resume=True), copy.deepcopy(checkpoint))
+    loaded = copy.deepcopy(checkpoint)
+    resumed.after_load_checkpoint(SimpleNamespace(_resume=True), loaded)
     torch.testing.assert_close(resumed.ema_model.module.weight.detach(), average)
+    torch.testing.assert_close(loaded["state_dict"]["weight"], own)
     assert validated_model(SimpleNamespace(model=model, hooks=[hook])) is (
         hook.ema_model.module if validated else model
     )

@@ -285,6 +285,7 @@ def test_a_config_only_names_the_data_set(data_root, config, monkeypatch):
         ([{**FLIP, "direction": "diagonal"}], "direction='diagonal' cannot"),
         ([{**ROTATE, "interpolation": "lanczos"}], "interpolation='lanczos' cannot"),
         ([{**RESIZED, "interpolation": "bilinear"}], "interpolation='bilinear' cannot"),
+        ([{"type": "RandomResizedCrop", "scale": 8, "interpolation": "bicubic"}], "backend='cv2'"),
         ([{"type": "ColorJitter", "hue": 0.1}], "ColorJitter with hue"),
         ([{**THREE, "prob": [0.5, 0.25, 0.25]}], "RandomChoice with prob"),
     ],

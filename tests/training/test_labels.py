@@ -10,7 +10,9 @@ from mmpretrain.models.utils.batch_augments import RandomBatchAugment
 from mmpretrain.structures import DataSample
 from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
 
+from tokenformer_vit.errors import InputError
 from tokenformer_vit.training import LabelHead, LabelPreprocessor
+from tokenformer_vit.training.labels import BinaryCrossEntropy
 
 CLASSES = 5
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -77,6 +79,12 @@ def test_every_class_of_a_mixed_image_is_a_target_of_binary_cross_entropy():
     assert torch.equal(head.loss(features, labels)["loss"], expected)
     samples = [DataSample().set_gt_label(label) for label in labels]
     assert torch.equal(head.loss(features, samples)["loss"], expected)
+
+
+def test_smoothing_needs_scores_that_are_kept():
+    with pytest.raises(InputError, match=r"smoothing 0\.1 .* target_threshold 0\.0 .* smoothing=0"):
+        BinaryCrossEntropy(smoothing=0.1)
+    assert BinaryCrossEntropy(0.1, None)(torch.randn(3, 5), torch.tensor([0, 1, 4])) > 0
 
 
 def test_smoothed_labels_give_the_loss_of_mmpretrain():

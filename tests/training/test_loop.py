@@ -52,6 +52,13 @@ def epochs(sampler, number):
     return found
 
 
+def test_copies_of_a_wrapped_data_set_are_refused():
+    wrapped = torch.utils.data.ConcatDataset([[1, 2], [3]])
+    with pytest.raises(InputError, match="repeats is 3, but a ConcatDataset"):
+        ResumableSampler(wrapped, repeats=3)
+    assert len(ResumableSampler(wrapped)) == 3
+
+
 @pytest.mark.parametrize("samples", [1000, 160])  # rounded down to 768; all
 @pytest.mark.parametrize("world", [1, 2, 8])
 @pytest.mark.parametrize("kind", [ResumableSampler, EndlessSampler])

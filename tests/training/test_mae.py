@@ -424,7 +424,10 @@ model = dict(
         patch_size=2, drop_path_rate=0.0, checkpoint_path="{checkpoint}", frozen=True
     ),
     neck=dict(_delete_=True, type="ClsBatchNormNeck", input_features=24),
-    head=dict(loss=dict(type="CrossEntropyLoss", _delete_=True)),
+    head=dict(
+        init_cfg=dict(type="TruncNormal", layer="Linear", std=0.01, _delete_=True),
+        loss=dict(type="CrossEntropyLoss", _delete_=True),
+    ),
     train_cfg=None,
 )
 optim_wrapper = dict(

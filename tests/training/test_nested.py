@@ -251,6 +251,8 @@ def test_a_run_is_resumed_exactly_and_its_record_has_every_size(nested, tmp_path
         ("model['size_rule']['rule'] = 'parts'", "use 'sandwich' or 'all', or set distill=False"),
         ("model['size_rule']['rule'] = 'sand'", "size_rule.rule"),
         ("model['size_rule']['inner'] = 0", "size_rule.inner"),
+        ("model['type'] = 'ImageClassifier'", "a NestedClassifier needs size_rule"),
+        ("model['distillation'] = dict(teacher='x')", "a DistilledClassifier needs distillation"),
         ("model['size_rule']['full'] = 0.5", "size_rule.full"),
         ("activation_checkpointing = ['backbone.model.blocks.0']", r"blocks\.0.*remove one of"),
     ],

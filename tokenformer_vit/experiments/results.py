@@ -99,9 +99,11 @@ def _shared(question: Question, record: Record) -> Record:
         own = {field.seed_key: None, field.weights_key: None}
         shared[field.path[-1]] = _pruned(_without(part, {**field.part(options), **own}))
     # All runs of a table count FLOPs or none does. The settings say so only if the config does not.
+    # Measuring the layers does not change the training.
     ignored = [{"type": "CostHook"}, *options.get("custom_hooks", ())]
     present = settings.pop("custom_hooks", ())
-    if hooks := [hook for hook in present if hook not in ignored]:
+    hooks = [hook for hook in present if hook not in ignored and hook["type"] != "DiagnosticsHook"]
+    if hooks:
         settings["custom_hooks"] = hooks
     others = {key: options[key] for key in options.keys() - {"train_cfg", "custom_hooks"}}
     return {**shared, "settings": _pruned(_without(settings, others))}

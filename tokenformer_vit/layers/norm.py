@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
@@ -105,6 +106,9 @@ class BlockRMSNorm(nn.RMSNorm):
         """Normalise (..., C) tokens."""
         return rms_norm(x, self.normalized_shape[0], self.eps, self.backend)  # type: ignore[arg-type]
 
+
+register_notrace_module(BlockLayerNorm)
+register_notrace_module(BlockRMSNorm)
 
 BlockNorm = BlockLayerNorm | BlockRMSNorm
 # What the argument ``norm`` of a model may be.

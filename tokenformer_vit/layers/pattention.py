@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
@@ -331,3 +332,7 @@ class Pattention(NestedLayer):
             f"{self.in_features}, {self.out_features}, num_param_tokens={self.num_param_tokens}, "
             f"theta={self.theta!r}" + (", learn_tau=True" if self.tau.requires_grad else "")
         )
+
+
+# timm's feature extractor keeps it as a module, which TorchScript compiles; not so pattention().
+register_notrace_module(Pattention)

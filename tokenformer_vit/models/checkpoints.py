@@ -289,7 +289,8 @@ def _check_size(
 def _head_rows(state_dict: Mapping[str, Tensor], checkpoint: Path | None) -> int | None:
     for name in ("head.weight", "head.fc.weight", "fc.weight", "classifier.weight"):
         if name in state_dict:
-            if state_dict[name].dim() != 2:
+            # Some of timm's convolutional models have a convolution here.
+            if name.startswith("head.") and state_dict[name].dim() != 2:
                 raise InputError(
                     f"{checkpoint}: {name} must be a (classes, width) matrix, but has the shape "
                     f"{tuple(state_dict[name].shape)}; export the model again"
@@ -343,10 +344,7 @@ def _load(
         own = model.state_dict()
         if new_head and "fc_norm.weight" in own and "norm.weight" in state_dict:
             kept = {name: each for name, each in state_dict.items() if not name.startswith("norm.")}
-            state_dict = {
-                **kept,
-                **{name: own[name] for name in own if name.startswith("fc_norm.")},
-            }
+            state_dict = kept | {name: own[name] for name in own if name.startswith("fc_norm.")}
         faults = model_faults(own, state_dict)
     if faults:
         more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""

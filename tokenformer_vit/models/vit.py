@@ -67,6 +67,7 @@ class TokenFormerViT(VisionTransformer):
             its own τ.
         use_rot_pos_emb: Also give patches rotary positions by row and column, in each head. Class
             and register tokens are not rotated. ``pos_embed="none"`` removes the learned positions.
+            With ``dynamic_img_size``, TorchScript cannot compile the model; ``torch.export`` can.
         rope_temperature: Base of the rotary frequencies.
         embed_dim: Width C.
         depth: Number of blocks.
@@ -313,8 +314,8 @@ def _check_pool(global_pool: str | None) -> None:
 def timm_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename the tensors of an mmpretrain classifier (backbone and linear head) to timm's names.
 
-    A ``ClsBatchNormNeck`` (without weights of its own) of a linear probe becomes a part of the
-    head. The decoder of a masked autoencoder is left out.
+    The ``ClsBatchNormNeck`` of a linear probe, which has no weights, becomes a part of the head.
+    The decoder of a masked autoencoder is left out.
 
     Raises:
         InputError: If the neck has weights.

@@ -84,7 +84,7 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
 
 
 def read_state_dict(path: str | Path) -> dict[str, Tensor]:
-    """Read the tensors of a model; from a training checkpoint the averaged ones, if it has any.
+    """Read the tensors of a model; from a training checkpoint those that were validated.
 
     Args:
         path: File for :func:`read_checkpoint`, written by timm, mmengine or ``torch.save``.

@@ -12,7 +12,7 @@ from torchvision.transforms.v2 import functional
 
 from tokenformer_vit.errors import InputError
 
-from .fast_transforms import FastRandomFlip
+from .fast_transforms import FastRandomFlip, FastRandomResizedCrop
 
 __all__ = ["Crop", "Flip", "ResizedCrop", "between", "unsupported", "without_waiting"]
 
@@ -92,6 +92,8 @@ class ResizedCrop:
     def __init__(self, transform: stock.RandomResizedCrop) -> None:
         if transform.interpolation != "bicubic":
             raise unsupported("RandomResizedCrop", f"interpolation={transform.interpolation!r}")
+        if transform.backend != "pillow" and not isinstance(transform, FastRandomResizedCrop):
+            raise unsupported("RandomResizedCrop", f"backend={transform.backend!r}")
         self._size, self._shares = transform.scale, transform.crop_ratio_range
         self._aspects = transform.aspect_ratio_range
         self.num_draws = 2 * transform.max_attempts + 2

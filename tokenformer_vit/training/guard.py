@@ -61,8 +61,9 @@ class GuardHook(Hook):
         if not scale.get("enable") and number != scale.get("base_batch_size", number):
             runner.logger.warning(
                 f"An optimiser step takes {number} {self.unit}, but the learning rate is for "
-                f"{scale['base_batch_size']}: add --auto-scale-lr, or accumulate gradients "
-                "(`--cfg-options optim_wrapper.accumulative_counts=...`)."
+                f"{scale['base_batch_size']}: accumulate gradients (`--cfg-options "
+                "optim_wrapper.accumulative_counts=...`), or add --auto-scale-lr if the recipe "
+                "scales its rate."
             )
         self.check_training(runner)
 

@@ -184,9 +184,12 @@ class BinaryCrossEntropy(timm.loss.BinaryCrossEntropy):
     """timm's binary cross-entropy, in which each class of a mixed image has the target 1.
 
     Args:
-        smoothing: Smoothing of labels of images that are not mixed.
-        target_threshold: Scores above it become 1, others 0.
+        smoothing: Smoothing of labels, (N,), of images that are not mixed.
+        target_threshold: Scores above it become 1, others 0; ``None`` keeps the scores.
         **kwargs: As for timm's loss. ``sum_classes=True`` adds the classes, instead of their mean.
+
+    Raises:
+        InputError: If both ``smoothing`` and a ``target_threshold`` are given.
 
     Shape:
         (N, K) scores of the model and (N, K) scores of the labels, or (N,) int64 labels -> ().
@@ -198,6 +201,12 @@ class BinaryCrossEntropy(timm.loss.BinaryCrossEntropy):
     def __init__(
         self, smoothing: float = 0.0, target_threshold: float | None = 0.0, **kwargs: Any
     ) -> None:
+        if smoothing and target_threshold is not None:
+            raise InputError(
+                f"smoothing {smoothing} gives every class a score above 0, and target_threshold "
+                f"{target_threshold} would make each of them a target of 1: set smoothing=0, or "
+                "target_threshold=None"
+            )
         super().__init__(smoothing, target_threshold, **kwargs)
 
     def forward(self, x: Tensor, target: Tensor, avg_factor: int | None = None) -> Tensor:

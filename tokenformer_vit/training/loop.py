@@ -59,6 +59,10 @@ class ResumableSampler(DefaultSampler):
             part of the samples. It is rounded down to a multiple of 256, as by timm's
             ``RepeatAugSampler``.
 
+    Raises:
+        InputError: If ``repeats`` is above 1 for a data set that wraps others, which would augment
+            all copies of a sample alike.
+
     Attributes:
         start: Number of this process's samples that the next pass skips.
 
@@ -79,6 +83,12 @@ class ResumableSampler(DefaultSampler):
     ) -> None:
         super().__init__(dataset, shuffle, seed, round_up)
         self._spread, self._repeats = False, repeats
+        if repeats > 1 and (hasattr(dataset, "dataset") or hasattr(dataset, "datasets")):
+            raise InputError(
+                f"train_dataloader.sampler.repeats is {repeats}, but a {type(dataset).__name__} "
+                "around the data would augment all copies of an image alike: give one data set, or "
+                "set repeats=1"
+            )
         samples = len(dataset)
         if repeats > 1 and samples >= _ROUND:
             self.num_samples = samples // _ROUND * _ROUND // self.world_size

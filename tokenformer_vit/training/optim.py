@@ -58,15 +58,16 @@ class AccumulationEMAHook(EMAHook):
 
     def before_save_checkpoint(self, runner, checkpoint: dict) -> None:
         """Add both models, and say which one ``state_dict`` is."""
-        super().before_save_checkpoint(runner, checkpoint)
         checkpoint["meta"]["averaged"] = self.validated
+        super().before_save_checkpoint(runner, checkpoint)
 
     def _swap_ema_parameters(self) -> None:
         if self.validated:
             super()._swap_ema_parameters()
 
     def _swap_ema_state_dict(self, checkpoint: dict) -> None:
-        if self.validated:
+        # A run may be resumed with another ``validated`` than that of its checkpoint.
+        if checkpoint["meta"].get("averaged", True):
             super()._swap_ema_state_dict(checkpoint)
 
     def after_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:

@@ -411,6 +411,13 @@ def check_values(cfg: Mapping[str, Any], path: str) -> None:
             f"gradients in a static graph (optim_wrapper.accumulative_counts is {counts}): set one "
             "of the two to False or 1"
         )
+    for name, key in (("DistilledClassifier", "distillation"), ("NestedClassifier", "size_rule")):
+        own = cfg["model"].get("type")
+        if (own == name) != (key in cfg["model"]) and own != "CausalLM":
+            raise InputError(
+                f"{path}: model.type is {own}, and model.{key} is {cfg['model'].get(key)}: a "
+                f"{name} needs {key}, and other models cannot have it; set both or none"
+            )
     if cfg["model"].get("size_rule") and (modules := cfg.get("activation_checkpointing")):
         raise InputError(
             f"{path}: activation_checkpointing is {modules}, but with model.size_rule the backward "
