@@ -69,8 +69,8 @@ class TrainingRunner(Runner):
         if getattr(loader, "drop_last", False) and not len(loader):
             number = len(loader.sampler)
             raise InputError(
-                f"the batch size is {loader.batch_size}, but an epoch has {number} samples for each "
-                "process, and train_dataloader.drop_last=True drops a smaller batch: give a "
+                f"the batch size is {loader.batch_size}, but an epoch has {number} samples for "
+                "each process, and train_dataloader.drop_last=True drops a smaller batch: give a "
                 f"--batch-size of at most {number}, or set train_dataloader.drop_last=False"
             )
         return built
