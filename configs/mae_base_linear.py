@@ -7,7 +7,7 @@
 # Command:   torchrun --nproc_per_node=8 --no-python \
 #                tokenformer-vit train configs/mae_base_linear.py --launcher pytorch --amp \
 #                --batch-size 2048
-# Expected:  not run
+# Expected:  not run (mmpretrain's ViT-B has 65.1 % top-1 after 800 epochs of pre-training)
 _base_ = "imagenet_base.py"
 
 model = dict(

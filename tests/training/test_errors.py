@@ -364,6 +364,15 @@ def test_only_errors_of_building_are_blamed_on_the_config(config, failing):
         run_training(cfg)
 
 
+def test_an_epoch_without_a_whole_batch_is_refused(config, data_root, tmp_path):
+    cfg = load_config(config, data_root=str(data_root), batch_size=49, work_dir=str(tmp_path))
+    cfg.train_dataloader.drop_last = True
+    with pytest.raises(
+        InputError, match=r"batch size is 49.*48 samples.*--batch-size of at most 48"
+    ):
+        run_training(cfg)
+
+
 def test_processes_without_torchrun(config, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     cfg = load_config(config)

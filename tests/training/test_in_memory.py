@@ -297,6 +297,11 @@ def test_what_cannot_be_done_by_the_batch_is_said(data_root, pipeline, message):
         ImagesInMemory(data_root=str(data_root), data_prefix="train", pipeline=pipeline)
 
 
+def test_images_without_labels_are_for_another_data_set(data_root):
+    with pytest.raises(InputError, match=r"with_label.*CustomDataset"):
+        make(data_root, with_label=False)
+
+
 def test_images_of_another_size_are_named(tmp_path):
     for name, size in (("a", 8), ("b", 9)):
         folder = tmp_path / "train" / name

@@ -3,14 +3,17 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import timm
 import torch
+from mmengine.hooks import EMAHook
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import DefaultScope
 from mmengine.runner import set_random_seed
+from mmpretrain.datasets import CustomDataset
 from mmpretrain.models import MAE as StockMAE
 from mmpretrain.registry import MODELS
 from PIL import Image
@@ -18,11 +21,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.models import timm_state_dict
 from tokenformer_vit.models.checkpoints import load_model
-from tokenformer_vit.training import MaskedAutoencoder
+from tokenformer_vit.training import CostHook, DiagnosticsHook, GuardHook, MaskedAutoencoder, mae
 from tokenformer_vit.training.backbone import as_timm_model
 from tokenformer_vit.training.config import load_config
-from tokenformer_vit.training.reports import read_scalars
+from tokenformer_vit.training.reports import ExportHook, read_scalars
 
 TOKENFORMER = {
     "type": "TimmClassificationBackbone",
@@ -194,6 +198,7 @@ def test_a_perfect_decoder_reconstructs_the_image(norm_pix, monkeypatch):
         ({**VIT, "img_size": (16, 32)}, {}, ["(16, 32)", "img_size"]),
         ({**VIT, "img_size": 18}, {}, ["(18, 18)", "patch_size"]),
         (VIT, {"mask_ratio": 0.99}, ["0.99", "16 patches"]),
+        (VIT, {"train_cfg": {"augments": [{"type": "Mixup"}]}}, ["Mixup", "train_cfg=None"]),
     ],
 )
 def test_models_that_cannot_be_masked_end_in_one_line(backbone, kwargs, words):
@@ -419,7 +424,10 @@ model = dict(
         patch_size=2, drop_path_rate=0.0, checkpoint_path="{checkpoint}", frozen=True
     ),
     neck=dict(_delete_=True, type="ClsBatchNormNeck", input_features=24),
-    head=dict(loss=dict(type="CrossEntropyLoss", _delete_=True)),
+    head=dict(
+        init_cfg=dict(type="TruncNormal", layer="Linear", std=0.01, _delete_=True),
+        loss=dict(type="CrossEntropyLoss", _delete_=True),
+    ),
     train_cfg=None,
 )
 optim_wrapper = dict(
@@ -578,10 +586,10 @@ default_hooks = dict(logger=dict(interval=2))
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["tokenformer_tiny", "vit_tiny_patch16_224"])
 def test_the_configs_of_cifar10_on_real_images(model, train, command, shared_data, tmp_path):
-    data, records = tmp_path / "data", {}
+    data, records, whole = tmp_path / "data", {}, tmp_path / "pretrain"
     done = command("prepare_data", shared_data("cifar10"), data, "--limit", 200, "--limit-val", 200)
     assert done.status == 0, done.output
-    start = f'global_pool="avg", checkpoint_path="{tmp_path}/pretrain/model.safetensors"'
+    start = f'global_pool="avg", checkpoint_path="{whole}/model.safetensors"'
     share = "train_dataloader.dataset.share=0.5"
     for step, more, options in (("pretrain", "", ()), ("finetune", start, (share,))):
         config, words = tmp_path / f"{step}_config.py", ("--data-root", str(data), "--batch-size")
@@ -589,19 +597,28 @@ def test_the_configs_of_cifar10_on_real_images(model, train, command, shared_dat
         extra = ("20", *(("--cfg-options", *options) if options else ()))
         train.of(config)(tmp_path / step, *words, *extra)
         records[step] = json.loads((tmp_path / step / "record.json").read_text())
-    loss = list(losses(tmp_path / "pretrain")[0].values())
-    assert loss[-1] < loss[0]
+    loss, errors = losses(whole)
+    assert loss[30] < loss[min(loss)]
+    resumed, again = tmp_path / "resumed", ("--resume", str(whole / "epoch_1.pth"))
+    train.of(tmp_path / "pretrain_config.py")(resumed, *words, "20", *again)
+    assert losses(resumed) == ({step: loss[step] for step in loss if step > 10}, errors)
+    weights, expected = (load_file(run / "model.safetensors") for run in (resumed, whole))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
     assert records["pretrain"]["train_images"] == 200
     assert records["finetune"]["train_images"] == pytest.approx(100, abs=5)  # half of each class
     assert "accuracy/top1" in records["finetune"]
 
 
-def test_the_norm_of_a_linear_probe_becomes_a_part_of_the_exported_head():
-    neck = {"type": "ClsBatchNormNeck", "input_features": 24}
+def build_probe(**how):
+    neck = {"type": "ClsBatchNormNeck", "input_features": 24, **how}
     head = {"type": "LabelHead", "num_classes": 3, "in_channels": 24}
-    probe = MODELS.build(
+    return MODELS.build(
         {"type": "ImageClassifier", "backbone": TOKENFORMER, "neck": neck, "head": head}
     )
+
+
+def test_the_norm_of_a_linear_probe_becomes_a_part_of_the_exported_head():
+    probe = build_probe()
     probe.neck.bn.running_mean.normal_()
     probe.neck.bn.running_var.uniform_(0.1, 3.0)
     nn.init.normal_(probe.head.fc.weight)
@@ -613,3 +630,70 @@ def test_the_norm_of_a_linear_probe_becomes_a_part_of_the_exported_head():
 def test_a_share_that_masks_nothing_is_refused():
     with pytest.raises(InputError, match=r"mask_ratio.*above 0 and below 1"):
         load_config("mae_cifar10_micro_pretrain.py", {"model.mask_ratio": 1.0})
+
+
+def test_an_export_is_checked_before_the_training(config):
+    cfg = load_config(config)
+
+    def purpose(model):
+        hook = ExportHook()
+        hook.before_train(SimpleNamespace(cfg=cfg, model=model))
+        return hook.purpose
+
+    assert "predict" in purpose(build_probe())
+    # The last line of a pre-training: `predict` needs classes.
+    assert "predict" not in purpose(build())
+    assert "model.backbone.checkpoint_path" in purpose(build())
+    affine = build_probe(affine=True)
+    for probe in (affine, build_probe(eps=1e-3)):
+        for check in (purpose, as_timm_model):
+            with pytest.raises(InputError, match=r"affine=.*eps=.*default_hooks.export=None"):
+                check(probe)
+    with pytest.raises(InputError, match=r"neck\.bn\.weight.*affine"):
+        timm_state_dict(affine.state_dict())
+
+
+def test_hooks_that_need_a_classifier_are_refused():
+    runner = SimpleNamespace(model=build(), val_loop=object())
+    with pytest.raises(InputError, match=r"MaskedAutoencoder.*remove CostHook"):
+        CostHook().before_train_iter(runner, 0, {"inputs": images()})
+    with pytest.raises(InputError, match=r"MaskedAutoencoder.*remove the hook"):
+        DiagnosticsHook().before_train(runner)
+
+
+def test_a_metric_of_classes_is_refused(tmp_path):
+    path = tmp_path / "own.py"
+    base = '_base_ = "tokenformer_vit::mae_cifar10_micro_pretrain.py"'
+    path.write_text(f"{base}\nval_evaluator = dict(topk=(1, 5))\n")
+    with pytest.raises(InputError, match=r"topk is \(1, 5\).*val_evaluator=dict\(_delete_=True"):
+        load_config(path)
+
+
+def test_only_one_part_of_the_data_may_have_labels(data_root):
+    model = build(data_preprocessor={"type": "ClsDataPreprocessor"})
+    data = {
+        f"{split}_dataloader": SimpleNamespace(
+            dataset=CustomDataset(str(data_root), split, with_label=split == "val", pipeline=[])
+        )
+        for split in ("train", "val")
+    }
+    assert data["train_dataloader"].dataset.metainfo.get("classes") is None
+    assert data["val_dataloader"].dataset.metainfo["classes"] == CLASSES
+    GuardHook().check_training(
+        SimpleNamespace(**data, model=model, val_loop=object(), _resume=False)
+    )
+
+
+def test_the_picture_is_of_the_weights_that_are_validated(tmp_path, monkeypatch):
+    """Validation and export use the averaged model."""
+    norm = {"type": "ClsDataPreprocessor", "mean": [0.0] * 3, "std": [64.0] * 3}
+    raw, averaged = build(data_preprocessor=norm).float(), build(data_preprocessor=norm).float()
+    hook, drawn, samples = EMAHook(), [], [64 * image.float() for image in images()]
+    hook.ema_model = SimpleNamespace(module=averaged)
+    monkeypatch.setattr(mae, "draw_reconstructions", lambda pixels, path: drawn.append(pixels))
+    loader = SimpleNamespace(dataset=samples, collate_fn=lambda rows: {"inputs": torch.stack(rows)})
+    runner = SimpleNamespace(val_dataloader=loader, model=raw, hooks=[hook], work_dir=tmp_path)
+    mae.ReconstructionHook(5).after_train(runner)
+    expected = averaged.eval().reconstruct(torch.stack(samples) / 64) * 64
+    assert torch.equal(drawn[0], expected.round().clamp(0, 255).byte())
+    assert not torch.equal(raw.eval().reconstruct(torch.stack(samples) / 64) * 64, expected)

@@ -316,7 +316,15 @@ def timm_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     The ``ClsBatchNormNeck`` of a linear probe, which has no weights, becomes a part of the head.
     The decoder of a masked autoencoder is left out.
+
+    Raises:
+        InputError: If the neck has weights.
     """
+    if "neck.bn.weight" in state_dict:
+        raise InputError(
+            "the checkpoint has neck.bn.weight, which timm cannot load: train the linear probe "
+            "with a ClsBatchNormNeck without affine=True"
+        )
     names = {"backbone.model.": "", "head.fc.": "head."}
     renamed = {
         new + name.removeprefix(old): tensor

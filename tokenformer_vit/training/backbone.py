@@ -185,6 +185,20 @@ def num_classes(classifier: Any) -> int:
     return getattr(classifier.head, "num_classes", 0)
 
 
+def check_neck(classifier: Any) -> None:
+    """Check that the norm of a linear probe can become a part of the exported head.
+
+    Raises:
+        InputError: If the norm has weights of its own, or an ``eps`` that a state dict would lose.
+    """
+    norm = getattr(getattr(classifier, "neck", None), "bn", None)
+    if norm is not None and (norm.affine or norm.eps != 1e-6):
+        raise InputError(
+            f"model.neck has affine={norm.affine} and eps={norm.eps}, which cannot be exported: "
+            "leave out both, or set `default_hooks.export=None` to train without an export"
+        )
+
+
 def as_timm_model(classifier: Any) -> nn.Module:
     """Convert an mmpretrain classifier into a timm model with a head and the same outputs.
 
@@ -194,7 +208,11 @@ def as_timm_model(classifier: Any) -> nn.Module:
 
     Returns:
         A copy on the CPU.
+
+    Raises:
+        InputError: If the neck cannot be exported.
     """
+    check_neck(classifier)
     model = classifier.backbone.model
     # Built from the recorded arguments, which timm then writes into config.json.
     args = {name: value for name, value in get_model_args(model).items() if name != "num_classes"}

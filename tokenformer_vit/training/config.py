@@ -125,6 +125,12 @@ def load_config(
     check_values(cfg.to_dict(), str(path))
     for name in ("val_evaluator", "test_evaluator"):
         if isinstance(cfg[name], dict) and "topk" in cfg[name] and cfg.model.get("head"):
+            if "num_classes" not in cfg.model.head:
+                raise InputError(
+                    f"{path}: {name}.topk is {cfg[name].topk}, but model.head has no num_classes: "
+                    f"give a MaskedAutoencoder {name}=dict(_delete_=True, "
+                    "type='ReconstructionError')"
+                )
             topk = [cfg[name].topk] if isinstance(cfg[name].topk, int) else cfg[name].topk
             cfg[name].topk = tuple(k for k in topk if k <= cfg.model.head.num_classes)
     if compile:

@@ -23,6 +23,7 @@ from tokenformer_vit.layers.segments import fuse_tokens
 
 from .checkpoint import rng_state, set_rng_state
 from .guard import unwrap
+from .mae import MaskedAutoencoder
 
 FILE = "diagnostics.jsonl"
 # Images in one forward and backward pass, in float32 and in addition to the run's own memory.
@@ -50,8 +51,8 @@ class DiagnosticsHook(Hook):
             are the first ones for validation or, if images are sorted by class, evenly spaced ones.
 
     Raises:
-        InputError: If ``interval`` or ``examples`` is below 1, the run has no validation data, or
-            the file cannot be written.
+        InputError: If ``interval`` or ``examples`` is below 1, the run has no validation data or
+            trains a ``MaskedAutoencoder``, or the file cannot be written.
 
     Source:
         TokenFormer, arXiv:2410.23168: Appendix A derives the gradient that reaches the tokens
@@ -74,6 +75,11 @@ class DiagnosticsHook(Hook):
         """
         if not measured_layers(unwrap(runner.model)):
             return
+        if isinstance(unwrap(runner.model), MaskedAutoencoder):
+            raise InputError(
+                "DiagnosticsHook measures a cross-entropy, which a MaskedAutoencoder does not "
+                "have: remove the hook, or use it in the fine-tuning"
+            )
         if runner.val_loop is None:
             raise InputError(
                 "DiagnosticsHook needs validation data, but the run has none: set "

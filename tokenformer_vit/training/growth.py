@@ -28,6 +28,7 @@ from tokenformer_vit.models.sizes import at_size
 
 from .checkpoint import check_schedule_is_kept
 from .guard import check_finite, unwrap
+from .mae import MaskedAutoencoder
 from .mmengine_internals import is_resuming
 from .nested import NestedTraining
 from .parameter_groups import align_schedulers, fit_groups
@@ -388,6 +389,11 @@ class CostHook(Hook):
 
 def _flops_at(model: Any, size: float | None, batch: Mapping[str, Any]) -> int:
     """Count the FLOPs of training on one example of a batch."""
+    if isinstance(model, MaskedAutoencoder):
+        raise InputError(
+            "CostHook cannot count the FLOPs of a MaskedAutoencoder, whose encoder sees only a "
+            "part of the patches: remove CostHook from custom_hooks"
+        )
     tokens = None
     if not hasattr(model, "backbone"):
         tokens = batch["inputs"].shape[1] - 1  # the last token of a row is only predicted

@@ -122,6 +122,9 @@ class ImagesInMemory(_InMemory, CustomDataset):
             At least one image of each class is kept.
         share_seed: Seed that chooses these images, whatever the seed of the run.
         **kwargs: As for ``CustomDataset``.
+
+    Raises:
+        InputError: If ``with_label`` is False, when the images are listed.
     """
 
     def __init__(self, *args: Any, share: float = 1.0, share_seed: int = 0, **kwargs: Any) -> None:
@@ -130,6 +133,11 @@ class ImagesInMemory(_InMemory, CustomDataset):
 
     def load_data_list(self) -> list[dict]:
         """Find the images, and choose a share of each class; a larger share has them all."""
+        if not self.with_label:
+            raise InputError(
+                "with_label of ImagesInMemory is False, but it needs images in class folders: use "
+                "type='CustomDataset'"
+            )
         samples = super().load_data_list()
         if self._share == 1:
             return samples

@@ -58,6 +58,23 @@ class TrainingRunner(Runner):
         kept: Any = {name: hook for name, hook in named if hook or name in _STOCK_HOOKS}
         super().register_default_hooks(kept)
 
+    def build_train_loop(self, loop: Any) -> Any:
+        """Build the loop of the training.
+
+        Raises:
+            InputError: If an epoch has no whole batch, and ``drop_last`` drops the others.
+        """
+        built = super().build_train_loop(loop)
+        loader: Any = built.dataloader
+        if getattr(loader, "drop_last", False) and not len(loader):
+            number = len(loader.sampler)
+            raise InputError(
+                f"the batch size is {loader.batch_size}, but an epoch has {number} samples for "
+                "each process, and train_dataloader.drop_last=True drops a smaller batch: give a "
+                f"--batch-size of at most {number}, or set train_dataloader.drop_last=False"
+            )
+        return built
+
     @cached_property
     def _facts(self) -> dict[str, Any]:
         """What mmengine notes in each checkpoint; to format a config takes it seconds."""

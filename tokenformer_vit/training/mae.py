@@ -21,9 +21,8 @@ from torch.utils.data import Subset
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.vision.drawing import draw_reconstructions
 
-from .guard import unwrap
 from .metrics import RowMetric, precise
-from .reports import BEFORE_RECORD
+from .reports import BEFORE_RECORD, validated_model
 
 
 @MODELS.register_module()
@@ -47,8 +46,8 @@ class MaskedAutoencoder(MAE):
 
     Raises:
         InputError: If the encoder is not one of timm's ViTs with a class token and position
-            embeddings, an image does not consist of n x n patches, or ``mask_ratio`` leaves no
-            visible or no masked patch.
+            embeddings, an image does not consist of n x n patches, ``mask_ratio`` leaves no
+            visible or no masked patch, or ``train_cfg`` is set.
 
     Source:
         Masked Autoencoders Are Scalable Vision Learners, arXiv:2111.06377.
@@ -64,9 +63,14 @@ class MaskedAutoencoder(MAE):
         neck: Mapping[str, Any],
         head: Mapping[str, Any],
         mask_ratio: float = 0.75,
-        train_cfg: None = None,
+        train_cfg: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        if train_cfg:
+            raise InputError(
+                f"model.train_cfg is {dict(train_cfg)}, but a MaskedAutoencoder does not mix "
+                "images: set model.train_cfg=None"
+            )
         encoder: Any = MODELS.build(dict(backbone))
         side, patch = _grid(encoder.model, backbone["model_name"])
         num_visible = int(side**2 * (1 - mask_ratio))
@@ -219,6 +223,8 @@ class ReconstructionError(RowMetric):
 class ReconstructionHook(Hook):
     """At the end, draw the reconstruction of validation images: ``reconstructions.png``.
 
+    Validation uses the same weights.
+
     Args:
         images: Number of images. They are spread evenly over the validation set.
     """
@@ -231,7 +237,7 @@ class ReconstructionHook(Hook):
     @master_only
     def after_train(self, runner) -> None:
         """Write the picture into the work directory."""
-        loader, model = runner.val_dataloader, unwrap(runner.model).eval()
+        loader, model = runner.val_dataloader, validated_model(runner).eval()
         number = min(self._images, len(loader.dataset))
         places = [index * len(loader.dataset) // number for index in range(number)]
         batch = loader.collate_fn(Subset(loader.dataset, places).__getitems__([*range(number)]))

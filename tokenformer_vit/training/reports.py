@@ -19,6 +19,7 @@ from tokenformer_vit.command_line import typed_command
 from tokenformer_vit.files import write_figure
 from tokenformer_vit.records import TRAINING_PACKAGES, environment, write_record
 
+from .backbone import check_neck, num_classes
 from .export import export_classifier, preprocessing, run_facts
 from .guard import unwrap
 from .metrics import RECONSTRUCTION, VAL_LOSS
@@ -241,8 +242,12 @@ class ExportHook(Hook):
     purpose = "for timm and `tokenformer-vit predict`"
 
     def before_train(self, runner) -> None:
-        """Check that timm can express the preprocessing."""
+        """Check that timm can express the preprocessing and the neck."""
         preprocessing(runner.cfg)
+        model = unwrap(runner.model)
+        check_neck(model)
+        if not num_classes(model):  # of a masked autoencoder
+            self.purpose = "for timm and fine-tuning by model.backbone.checkpoint_path"
 
     @master_only
     def after_train(self, runner) -> None:
