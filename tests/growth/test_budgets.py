@@ -95,7 +95,9 @@ def test_the_numbers_fit_prune_and_a_new_model():
     lm = TokenFormerLM(config)
     numbers = choose_counts(lm, 0.4, usage_loss(usage_of(lm)))
     prune(lm, usage_of(lm), **numbers)
-    assert lm.config.num_ffn_param_tokens == numbers["num_ffn_param_tokens"]
+    layers = [block.mlp.num_param_tokens for block in lm.blocks]
+    assert layers == numbers["num_ffn_param_tokens"]
+    TokenFormerLM(lm.config).load_state_dict(lm.state_dict())
 
 
 def test_the_smallest_budget_is_one_pair_in_each_layer():

@@ -149,7 +149,8 @@ class Images:
 
 def identity(dataset, batch_size=8, world_size=2):
     loader = SimpleNamespace(batch_size=batch_size, dataset=dataset)
-    return run_identity(SimpleNamespace(train_dataloader=loader, world_size=world_size))
+    runner = SimpleNamespace(train_dataloader=loader, world_size=world_size, model=None)
+    return run_identity(runner)
 
 
 def test_data_may_move_but_not_change():
