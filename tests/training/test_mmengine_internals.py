@@ -28,7 +28,7 @@ NOT_THEIRS = {"_asdict", "_compiled_call_impl", "_exit", "_make", "_replace"}
 # PyTorch's operators on many tensors, and the part of Adam that makes the state.
 NOT_THEIRS |= {"_foreach_add_", "_foreach_copy_", "_foreach_lerp_", "_foreach_sub_"}
 NOT_THEIRS |= {"_fused_adamw_", "_init_group"}
-NOT_THEIRS |= {"_pos_embed"}  # of timm's ViT
+NOT_THEIRS |= {"_iterator", "_pos_embed"}  # of PyTorch's DataLoader, and of timm's ViT
 
 
 @pytest.mark.parametrize("each", INTERNALS, ids=lambda each: f"{each.owner.__name__}.{each.name}")

@@ -16,6 +16,7 @@ from mmengine.hooks import Hook
 from mmengine.logging import MMLogger
 from mmengine.runner import Runner
 from mmengine.utils import get_git_hash
+from torch.utils.data import DataLoader
 
 from tokenformer_vit.errors import InputError, one_line
 
@@ -164,6 +165,17 @@ def config_explained(cfg: Config, built: _Built | None = None) -> Iterator[None]
         ) from error
 
 
+def _end_workers(*loops: Any) -> None:
+    """End the processes that load data, now that nothing needs them.
+
+    They persist between epochs. In a garbage collection PyTorch cannot tell them to end, and waits
+    for five seconds each; a later run in the same process would wait so long.
+    """
+    for loop in loops:
+        if isinstance(loader := getattr(loop, "dataloader", None), DataLoader):
+            loader._iterator = None
+
+
 def run_training(cfg: Config, *hooks: Hook) -> Runner:
     """Build what a config names, and train.
 
@@ -186,6 +198,7 @@ def run_training(cfg: Config, *hooks: Hook) -> Runner:
             runner.register_hook(hook)
         try:
             runner.train()
+            _end_workers(runner.train_loop, runner.val_loop)
         finally:
             try:
                 runner.writer.wait()  # another run may start when the lock is released
