@@ -381,6 +381,6 @@ def test_stages_from_one_end_to_the_other(tmp_path, words, monkeypatch):
         assert ("diagnostics" in found[name]) == (name == "x4_duplicate_20")
     measured = found["x4_duplicate_20"]["diagnostics"]
     assert measured["iteration"] == list(range(9))
-    assert measured["key_norm"][1][0] > measured["key_norm"][0][0]  # it has more keys
+    assert measured["key_norm"][-1][0] > 1.5 * measured["key_norm"][0][0]  # it has more keys
     scratch, small = found["x4_sunk_20"]["flops"] / 8, found["small"]["flops"] / 40
     assert found["x4_duplicate_20"]["flops"] == pytest.approx(small + 7 * scratch, rel=1e-6)
