@@ -15,7 +15,7 @@ from tokenformer_vit.growth import optimizer as carrying
 from tokenformer_vit.models import timm_state_dict
 from tokenformer_vit.training.backbone import as_timm_model
 from tokenformer_vit.training.config import load_config
-from tokenformer_vit.training.parameter_groups import fit_groups, merge_separate_groups
+from tokenformer_vit.training.parameter_groups import check_start, fit_groups, merge_separate_groups
 
 LAYER_DECAY = {"layer_decay_rate": 0.5, "norm_decay_mult": 0.0, "bias_decay_mult": 0.0}
 CONSTRUCTORS = [
@@ -298,3 +298,9 @@ def test_a_run_with_muon_grows_and_is_resumed_exactly(train, config, tmp_path):
         if "momentum_buffer" in state
     ]
     assert len(keys) == 2 * (2 * 4 + 2 * 2)  # old and new pairs of an FFN are two matrices
+
+
+@pytest.mark.parametrize("start", [True, [3], "x", None])
+def test_a_start_of_another_type_is_left_to_mmengine(start):
+    head = {"init_cfg": start}
+    check_start({"model": {"head": head}, "optim_wrapper": {"optimizer": {"type": "Lamb"}}}, "x.py")

@@ -98,6 +98,7 @@ def check_start(cfg: Mapping[str, Any], path: str) -> None:
     zero = any(
         start.get("type") == "Constant" and not start.get("val")
         for start in (starts if isinstance(starts, list | tuple) else [starts])
+        if isinstance(start, Mapping)  # mmengine refuses others
     )
     if zero and kind.rpartition(".")[2] in ("Lamb", "Lars", "LARS"):
         raise InputError(
