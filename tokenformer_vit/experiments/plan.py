@@ -102,8 +102,9 @@ def plan(
                     continue
                 own = {**about, "seed": seed}
                 run = _run(question, base, cfg, own, lr, before, args, variant.start_folder)
-                has_result = not variant.prepares
-                runs[variant.name, lr, seed] = replace(run, whole=whole, has_result=has_result)
+                runs[variant.name, lr, seed] = replace(
+                    run, whole=whole, has_result=not variant.prepares
+                )
     return list(runs.values())
 
 

@@ -16,9 +16,9 @@ A record, ``OUT/<run>.json``, has what the training's own ``record.json`` has, a
     command               command of the sweep; training_command is that of the run
     taken_from            record of another question, which had already trained the same model
     failed                the error of a run that failed
-    final, best           {top1, top5} in %, after the last epoch and after the best one; empty if
-                          the run only makes weights for others; for
-                          language {perplexity, and perplexity/<text> if there are several texts}
+    final, best           {top1, top5} in %, after the last epoch and after the best one; for
+                          language {perplexity, and perplexity/<text> if there are several texts};
+                          empty if the run only makes weights for others
     validation            {epoch, top1}: lists, with flops where training FLOPs are counted; for
                           language {iteration, perplexity, ..., flops}
     loss                  {iteration, loss}: lists of at most 100 points

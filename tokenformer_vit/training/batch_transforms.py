@@ -19,7 +19,7 @@ from torchvision.transforms.v2 import functional
 from .batch_crops import Crop, Flip, ResizedCrop, between, unsupported, without_waiting
 from .fast_transforms import JITTER, FastColorJitter, FastRandomFlip, FastRandomResizedCrop
 
-__all__ = ["BatchTransforms", "without_waiting"]
+__all__ = ["BatchTransforms"]
 
 
 class BatchTransforms:

@@ -17,7 +17,8 @@ from tqdm import tqdm
 
 from tokenformer_vit.errors import InputError
 
-from .batch_transforms import BatchTransforms, without_waiting
+from .batch_crops import without_waiting
+from .batch_transforms import BatchTransforms
 from .hugging_face import HuggingFaceImages
 from .labels import PackLabels
 from .loop import place_of

@@ -21,7 +21,7 @@ from torch.nn.functional import one_hot
 
 from tokenformer_vit.errors import InputError
 
-from .batch_transforms import without_waiting
+from .batch_crops import without_waiting
 
 
 def check_labels(cfg: Mapping[str, Any], path: str) -> None:

@@ -56,7 +56,7 @@ class ResumableSampler(DefaultSampler):
             Without, they take evenly spaced samples, the same each time.
         repeats: Number of copies of a sample, one after another, in different processes if there
             are several; each is augmented on its own. An epoch stays as long, so it has a random
-            part of the samples. It is rounded down to a multiple of 256, as by timm's
+            part of the samples. Its length is rounded down to a multiple of 256, as by timm's
             ``RepeatAugSampler``.
 
     Raises:

@@ -103,8 +103,8 @@ def check_start(cfg: Mapping[str, Any], path: str) -> None:
     if zero and kind.rpartition(".")[2] in ("Lamb", "Lars", "LARS"):
         raise InputError(
             f"{path}: optim_wrapper.optimizer.type is {kind}, but model.head.init_cfg starts the "
-            "head at 0, where such steps leave it: set model.head.init_cfg=dict(_delete_=True, "
-            "type='TruncNormal', layer='Linear', std=0.02)"
+            "head at 0, and such steps hardly move it from there: set "
+            "model.head.init_cfg=dict(_delete_=True, type='TruncNormal', layer='Linear', std=0.02)"
         )
 
 
