@@ -8,6 +8,7 @@ import timm
 import torch
 
 from tokenformer_vit.benchmarking.costs import model_costs, total
+from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import pattention_layers
 from tokenformer_vit.layers import BlockRMSNorm
 from tokenformer_vit.models import TokenFormerViT
@@ -19,6 +20,8 @@ PARAMETERS = {
     "tokenformer_base_matched": 86_447_848,
     "tokenformer_large": 404_670_440,
     "tokenformer_large_matched": 304_007_144,
+    "tokenformer_small_distilled": 29_454_416,
+    "tokenformer_base_distilled": 115_529_936,
     "tokenformer_small_rope_reg4": 29_078_632,
     "tokenformer_base_rope_reg4": 114_779_368,
     "tokenformer_large_rope_reg4": 404_721_640,
@@ -40,15 +43,19 @@ def test_parameter_count(name):
 def test_the_readme_states_parameters_and_multiplications(name):
     model = timm.create_model(name, device="meta")
     gmacs = total(model_costs(model)).forward_flops / 2e9
-    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
-    (row,) = (line for line in readme.splitlines() if line.startswith(f"| `{name}` |"))
+    root = Path(__file__).resolve().parents[2]
+    pages = [root / "README.md", root / "tokenformer_vit" / "models" / "README.md"]
+    lines = "\n".join(page.read_text(encoding="utf-8") for page in pages).splitlines()
+    (row,) = (line for line in lines if line.startswith(f"| `{name}` |"))
     assert row.endswith(f"| {PARAMETERS[name]:,} | {gmacs:.2f} |")
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_blocks_are_pattention_and_token_attention_alone(name):
     model = timm.create_model(name, device="meta")
-    assert [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)] == ["head"]
+    heads = ["head", "head_dist"] if name.endswith("_distilled") else ["head"]
+    linear = [each for each, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    assert linear == heads
     assert len(pattention_layers(model)) == 5 * len(model.blocks)
     assert not list(model.blocks[0].norm1.parameters())
     final = ["weight"] if name.endswith("_rope_reg4") else ["weight", "bias"]
@@ -67,6 +74,26 @@ def test_recipe_of_evaluation(name):
 def test_pretrained_weights_that_do_not_exist_are_refused():
     with pytest.raises(RuntimeError, match="No pretrained weights exist"):
         timm.create_model("tokenformer_tiny", pretrained=True)
+
+
+def test_a_distilled_model_has_two_heads_on_two_tokens():
+    sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2}
+    model: Any = timm.create_model("tokenformer_small_distilled", num_classes=3, **sizes)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    images = torch.randn(2, 3, 8, 8)
+    tokens = model.forward_features(images)
+    assert tokens.shape == (2, 6, 24)
+    both = model.head(tokens[:, 0]), model.head_dist(tokens[:, 1])
+    torch.testing.assert_close(model.eval()(images), (both[0] + both[1]) / 2)
+    model.set_distilled_training()
+    for output, expected in zip(model.train()(images), both, strict=True):
+        torch.testing.assert_close(output, expected)
+    for name, value in (("global_pool", "avg"), ("reg_tokens", 4), ("pos_embed", "none")):
+        with pytest.raises(InputError, match=rf"{name} is .*leave it at"):
+            timm.create_model("tokenformer_small_distilled", **sizes, **{name: value})
+    with pytest.raises(InputError, match=r"global_pool is 'avg'"):
+        model.reset_classifier(3, "avg")
 
 
 @pytest.mark.parametrize("name", [name for name in PARAMETERS if name.endswith("_rope_reg4")])

@@ -39,17 +39,17 @@ def export(folder, kind="vit", names=CLASSES, num_classes=3):
     return model.eval().double()
 
 
-def build(teacher, num_classes=3, to_rgb=True, **distillation):
+def build(teacher, num_classes=3, to_rgb=True, token=False, **distillation):
     model = {
         "type": "DistilledClassifier",
         "distillation": {"teacher": str(teacher), **distillation},
         "backbone": {
             "type": "TimmClassificationBackbone",
-            "model_name": "tokenformer_tiny",
+            "model_name": "tokenformer_small_distilled" if token else "tokenformer_tiny",
             **{"img_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2},
         },
         "head": {
-            "type": "LabelHead",
+            "type": "DistilledHead" if token else "LabelHead",
             **{"num_classes": num_classes, "in_channels": 24},
             "loss": {"type": "LabelSmoothLoss", "label_smooth_val": 0.1, "mode": "original"},
         },
@@ -118,6 +118,39 @@ def test_the_loss_has_the_labels_and_the_teacher(labels, weight, tau, batch, tea
     model.zero_grad()
     ((1 - weight) * label_loss + weight * teacher_loss).backward()
     torch.testing.assert_close(gradient, model.head.fc.weight.grad, **close)
+
+
+def test_the_teacher_trains_the_head_of_the_distillation_token_alone(batch, teacher):
+    model = build(teacher[0], weight=0.5, token=True)
+    for head in (model.head.fc, model.head.fc_dist):
+        torch.nn.init.normal_(head.weight)
+    images, scores = batch
+    losses = model.loss(images, scores)
+    tokens = model.backbone.model.forward_features(images)
+    own, taught = model.head.fc(tokens[:, 0]), model.head.fc_dist(tokens[:, 1])
+    label_loss = F.cross_entropy(own, 0.9 * scores + 0.1 / 3)
+    teacher_loss = F.cross_entropy(taught, expected_logits(teacher[1], images, 32).argmax(dim=1))
+    torch.testing.assert_close(losses["from_labels"], label_loss)
+    torch.testing.assert_close(losses["from_teacher"], teacher_loss)
+    torch.testing.assert_close(losses["loss"], (label_loss + teacher_loss) / 2)
+    torch.testing.assert_close(model(images, mode="tensor"), (own + taught) / 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "words"),
+    [
+        ("tokenformer_small_distilled", "LabelHead", r"set model\.head\.type='DistilledHead'"),
+        ("tokenformer_small", "DistilledHead", r"tokenformer_small has no distillation token"),
+    ],
+)
+def test_head_and_model_agree_on_the_distillation_token(name, head, words, config, tmp_path):
+    path = tmp_path / "distilled.py"
+    path.write_text(
+        f"_base_ = {str(config)!r}\n"
+        f"model = dict(backbone=dict(model_name={name!r}), head=dict(type={head!r}))\n"
+    )
+    with pytest.raises(InputError, match=words):
+        load_config(path)
 
 
 def test_only_the_student_is_trained_saved_and_copied(batch, teacher):

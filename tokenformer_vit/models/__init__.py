@@ -4,7 +4,13 @@ from . import presets  # noqa: F401, registers the models
 from .causal_lm import KVCache, TokenFormerLM
 from .compilation import compile_blocks
 from .lm_config import LM_PRESETS, LMConfig, lm_config
-from .vit import TokenFormerViT, checkpoint_filter_fn, classifier_state_dict, timm_state_dict
+from .vit import (
+    TokenFormerViT,
+    TokenFormerViTDistilled,
+    checkpoint_filter_fn,
+    classifier_state_dict,
+    timm_state_dict,
+)
 
 __all__ = [
     "LM_PRESETS",
@@ -12,6 +18,7 @@ __all__ = [
     "LMConfig",
     "TokenFormerLM",
     "TokenFormerViT",
+    "TokenFormerViTDistilled",
     "checkpoint_filter_fn",
     "classifier_state_dict",
     "compile_blocks",

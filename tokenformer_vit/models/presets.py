@@ -6,7 +6,7 @@ from typing import Any
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 
-from .vit import TokenFormerViT, checkpoint_filter_fn
+from .vit import TokenFormerViT, TokenFormerViTDistilled, checkpoint_filter_fn
 
 
 def _cfg(**kwargs: Any) -> dict[str, Any]:
@@ -42,6 +42,10 @@ default_cfgs = generate_default_cfgs(
             f"tokenformer_{name}_rope_reg4.untrained": _cfg(crop_pct=1.0)
             for name in ("small", "base", "large")
         },
+        **{
+            f"tokenformer_{name}_distilled.untrained": _cfg(classifier=("head", "head_dist"))
+            for name in ("small", "base")
+        },
         "tokenformer_cifar10_micro.cifar10": _cfg(
             file=str(_PRETRAINED / "tokenformer_cifar10_micro" / "model.safetensors"),
             num_classes=10,
@@ -58,10 +62,12 @@ default_cfgs = generate_default_cfgs(
 )
 
 
-def _create(variant: str, pretrained: bool, **kwargs: Any) -> TokenFormerViT:
+def _create(
+    variant: str, pretrained: bool, kind: type[TokenFormerViT] = TokenFormerViT, **kwargs: Any
+) -> TokenFormerViT:
     out_indices = kwargs.pop("out_indices", 3)
     return build_model_with_cfg(
-        TokenFormerViT,
+        kind,
         variant,
         pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
@@ -126,6 +132,24 @@ def tokenformer_large_matched(pretrained: bool = False, **kwargs: Any) -> TokenF
         "num_ffn_param_tokens": 3072,
     }
     return _create("tokenformer_large_matched", pretrained, **{**args, **kwargs})
+
+
+@register_model
+def tokenformer_small_distilled(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
+    """Build TokenFormer-S/16 with a distillation token and a second head, as DeiT has them."""
+    args = {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6}
+    return _create(
+        "tokenformer_small_distilled", pretrained, TokenFormerViTDistilled, **{**args, **kwargs}
+    )
+
+
+@register_model
+def tokenformer_base_distilled(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
+    """Build TokenFormer-B/16 with a distillation token and a second head, as DeiT has them."""
+    args = {"patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12}
+    return _create(
+        "tokenformer_base_distilled", pretrained, TokenFormerViTDistilled, **{**args, **kwargs}
+    )
 
 
 # The parts of ViT-5, arXiv:2602.08071. Its norms also have weights, and it also rotates registers.

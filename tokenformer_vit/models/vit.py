@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from timm.layers import LayerNorm, RmsNorm, RotaryEmbeddingCat
+from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer import checkpoint_filter_fn as vit_checkpoint_filter_fn
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from .weights import check_digest, check_tensors
 
 __all__ = [
     "TokenFormerViT",
+    "TokenFormerViTDistilled",
     "checkpoint_filter_fn",
     "classifier_state_dict",
     "draw_prefix_tokens",
@@ -43,6 +45,8 @@ __all__ = [
 # Arguments and pools of timm's ViT that need linear layers.
 _NOT_OURS = TIMM_ONLY | {"block_fn", "fix_init"}
 _ATTENTION_POOLS = ("map", "prr")
+# Names of the heads in timm and in an mmpretrain classifier.
+_HEADS = {"head": "head.fc", "head_dist": "head.fc_dist"}
 
 
 class TokenFormerViT(VisionTransformer):
@@ -270,6 +274,51 @@ class TokenFormerViT(VisionTransformer):
         )
 
 
+class TokenFormerViTDistilled(TokenFormerViT, VisionTransformerDistilled):
+    """TokenFormer with a distillation token and a second head, as timm has it for DeiT.
+
+    A teacher trains the second head (``head_dist``), which reads the distillation token. Outputs
+    are the mean of both heads; in training, after ``set_distilled_training()``, the outputs of
+    each.
+
+    Args:
+        **kwargs: As for :class:`TokenFormerViT`. The model has learned positions, pools by
+            ``token``, and has no registers.
+
+    Raises:
+        InputError: As TokenFormerViT, and for another pooling, registers or ``pos_embed``.
+
+    Source:
+        DeiT, arXiv:2012.12877, Section 4.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        _check_tokens(kwargs)
+        super().__init__(**kwargs)
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace both heads by new ones."""
+        _check_tokens({"global_pool": global_pool or "token"})
+        super().reset_classifier(num_classes, global_pool)
+
+
+def _check_tokens(kwargs: Mapping[str, Any]) -> None:
+    """Check that exactly a class and a distillation token come before the patches."""
+    only = {
+        "global_pool": "token",
+        "class_token": True,
+        "reg_tokens": 0,
+        "pos_embed": "learn",
+    }
+    for name, value in only.items():
+        if (given := kwargs.get(name, value)) != value:
+            raise InputError(
+                f"{name} is {given!r}, but the heads of a distilled model read its class and "
+                f"distillation tokens: leave it at {value!r}, or choose a model without "
+                "'_distilled' in its name"
+            )
+
+
 def draw_prefix_tokens(vit: Any, generator: torch.Generator | None = None) -> None:
     """Draw class and register tokens that have no position, with a standard deviation of 0.02.
 
@@ -325,11 +374,11 @@ def timm_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
             "the checkpoint has neck.bn.weight, which timm cannot load: train the linear probe "
             "with a ClsBatchNormNeck without affine=True"
         )
-    names = {"backbone.model.": "", "head.fc.": "head."}
+    heads = {f"{new}.": f"{old}." for old, new in _HEADS.items()}
     renamed = {
         new + name.removeprefix(old): tensor
         for name, tensor in state_dict.items()
-        for old, new in names.items()
+        for old, new in {"backbone.model.": "", **heads}.items()
         if name.startswith(old)
     }
     if "neck.bn.running_var" in state_dict:
@@ -341,12 +390,11 @@ def timm_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def classifier_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename the tensors of a timm model to the names in an mmpretrain classifier around it."""
-    return {
-        f"head.fc.{name.removeprefix('head.')}"
-        if name.startswith("head.")
-        else f"backbone.model.{name}": tensor
-        for name, tensor in state_dict.items()
-    }
+    renamed = {}
+    for name, tensor in state_dict.items():
+        part, _, rest = name.partition(".")
+        renamed[f"{_HEADS[part]}.{rest}" if part in _HEADS else f"backbone.model.{name}"] = tensor
+    return renamed
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TokenFormerViT) -> dict[str, Tensor]:

@@ -48,7 +48,7 @@ from .growth import CostHook, GrowthHook
 from .guard import GuardHook
 from .hugging_face import HuggingFaceImages
 from .in_memory import HuggingFaceImagesInMemory, ImagesInMemory
-from .labels import BinaryCrossEntropy, LabelHead, LabelPreprocessor, PackLabels
+from .labels import BinaryCrossEntropy, DistilledHead, LabelHead, LabelPreprocessor, PackLabels
 from .loop import EndlessSampler, ResumableEpochLoop, ResumableIterLoop, ResumableSampler
 from .lora import LoRABackbone
 from .mae import MaskedAutoencoder, ReconstructionError, ReconstructionHook
@@ -74,6 +74,7 @@ __all__ = [
     "CurvesHook",
     "DiagnosticsHook",
     "DistilledClassifier",
+    "DistilledHead",
     "EndlessSampler",
     "ExactCheckpointHook",
     "ExportHook",

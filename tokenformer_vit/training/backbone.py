@@ -8,6 +8,7 @@ import torch
 from mmengine.model import BaseModule
 from mmpretrain.registry import MODELS
 from timm.models import VisionTransformer, get_model_args, group_parameters
+from timm.models.deit import VisionTransformerDistilled
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
@@ -57,7 +58,8 @@ class TimmClassificationBackbone(BaseModule):
             ``backend`` is unknown or given for a ViT.
 
     Shape:
-        (B, in_chans, H, W) -> a tuple of one (B, C), the pooled and normalised features.
+        (B, in_chans, H, W) -> a tuple of one (B, C), the pooled and normalised features; of a model
+        with a distillation token, a tuple of the class token and that token, (B, C) each.
     """
 
     def __init__(
@@ -102,7 +104,8 @@ class TimmClassificationBackbone(BaseModule):
             self.model = timm.create_model(
                 model_name, pretrained=pretrained, num_classes=0, **kwargs
             )
-        if self.model.pretrained_cfg.get("classifier") != "head":
+        self.has_distillation_token = isinstance(self.model, VisionTransformerDistilled)
+        if self.model.pretrained_cfg.get("classifier") not in ("head", ("head", "head_dist")):
             raise InputError(
                 f"{model_name} has no linear classifier called 'head': choose a TokenFormer or "
                 "one of timm's ViTs"
@@ -146,8 +149,11 @@ class TimmClassificationBackbone(BaseModule):
     def init_weights(self) -> None:
         """Leave the weights as timm initialised or loaded them."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Map images to pooled features."""
+        if self.has_distillation_token:
+            tokens = self.model.forward_features(x)
+            return tuple(self.model.head_drop(tokens[:, index]) for index in range(2))
         return (self.model(x),)
 
     def get_layer_depth(self, param_name: str, prefix: str = "") -> tuple[int, int]:

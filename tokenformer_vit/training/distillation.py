@@ -17,6 +17,8 @@ from tokenformer_vit.models.checkpoints import load_model, weights_in_package
 from tokenformer_vit.models.description import data_config
 from tokenformer_vit.models.weights import tensors_digest
 
+from .labels import DistilledHead
+
 
 class Distillation(BaseModel):
     """How a classifier learns from a teacher.
@@ -169,7 +171,8 @@ class DistilledClassifier(ImageClassifier):
         **kwargs: Arguments of ``ImageClassifier``.
 
     Note:
-        The teacher's labels train the head itself; there is no distillation token.
+        With a :class:`~tokenformer_vit.training.labels.DistilledHead` the teacher trains a head of
+        its own, which reads the distillation token; with any other, the same head as the labels.
     """
 
     def __init__(self, distillation: dict[str, Any], **kwargs: Any) -> None:
@@ -195,8 +198,12 @@ class DistilledClassifier(ImageClassifier):
         """
         head: Any = self.head
         features = self.extract_feat(inputs)
-        own = head.loss(features, data_samples)["loss"]
-        taught = self.distillation.loss(head(features), self.teacher(inputs))
+        if isinstance(head, DistilledHead):
+            of_labels, of_teacher = head.both(features)
+        else:
+            of_labels = of_teacher = head(features)
+        own = head._get_loss(of_labels, data_samples)["loss"]
+        taught = self.distillation.loss(of_teacher, self.teacher(inputs))
         weight = self.distillation.weight
         return {
             "loss": (1 - weight) * own + weight * taught,

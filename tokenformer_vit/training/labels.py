@@ -42,11 +42,12 @@ def check_labels(cfg: Mapping[str, Any], path: str) -> None:
     if head is None or head.get("type") == "MAEPretrainHead" or steps[-1:] != ["PackLabels"]:
         return  # a masked autoencoder ignores the labels
     preprocessor = model.get("data_preprocessor") or cfg.get("data_preprocessor") or {}
-    if (preprocessor.get("type"), head.get("type")) != ("LabelPreprocessor", "LabelHead"):
+    fits = head.get("type") in ("LabelHead", "DistilledHead")
+    if preprocessor.get("type") != "LabelPreprocessor" or not fits:
         raise InputError(
             f"{path}: data_preprocessor.type is {preprocessor.get('type')} and model.head.type "
             f"{head.get('type')}, but PackLabels in the training pipeline needs LabelPreprocessor "
-            "and LabelHead: set these, or end the pipeline with PackInputs"
+            "and LabelHead (or DistilledHead): set these, or end the pipeline with PackInputs"
         )
 
 
@@ -54,7 +55,7 @@ def check_labels(cfg: Mapping[str, Any], path: str) -> None:
 class PackLabels(PackInputs):
     """mmpretrain's ``PackInputs`` for training, with the label instead of a ``DataSample``.
 
-    A model needs :class:`LabelPreprocessor` and :class:`LabelHead`.
+    A model needs :class:`LabelPreprocessor`, and :class:`LabelHead` or :class:`DistilledHead`.
     """
 
     def transform(self, results: dict) -> dict:
@@ -218,11 +219,11 @@ class BinaryCrossEntropy(timm.loss.BinaryCrossEntropy):
 class LabelHead(LinearClsHead):
     """mmpretrain's ``LinearClsHead``, which also takes labels, or scores, as one tensor."""
 
-    def loss(self, feats: tuple[Tensor], data_samples: Any, **kwargs: Any) -> dict:
+    def _get_loss(self, cls_score: Tensor, data_samples: Any, **kwargs: Any) -> dict:
         """Compute the loss of a batch.
 
         Args:
-            feats: The features, (N, C).
+            cls_score: (N, K) scores of the classes.
             data_samples: List of ``DataSample``, or (N,) int64 labels, or (N, K) scores.
             **kwargs: Passed to the loss.
 
@@ -231,9 +232,44 @@ class LabelHead(LinearClsHead):
             head.
         """
         if not isinstance(data_samples, Tensor):
-            return super().loss(feats, data_samples, **kwargs)
-        scores, loss = self(feats), cast(nn.Module, self.loss_module)
+            return super()._get_loss(cls_score, data_samples, **kwargs)
+        loss = cast(nn.Module, self.loss_module)
         if isinstance(loss, LabelSmoothLoss) and data_samples.ndim == 1:
             # The loss would make the same, but read the labels from the GPU to check them.
-            data_samples = one_hot(data_samples, scores.shape[1])
-        return {"loss": loss(scores, data_samples, avg_factor=len(scores), **kwargs)}
+            data_samples = one_hot(data_samples, cls_score.shape[1])
+        return {"loss": loss(cls_score, data_samples, avg_factor=len(cls_score), **kwargs)}
+
+
+@MODELS.register_module()
+class DistilledHead(LabelHead):
+    """The two heads of a model with a distillation token, such as ``tokenformer_small_distilled``.
+
+    Scores are the mean of both. Under a
+    :class:`~tokenformer_vit.training.distillation.DistilledClassifier` labels train the first head,
+    and the teacher the second; otherwise labels train the mean.
+
+    Args:
+        num_classes: Number of classes K.
+        in_channels: Width C of the tokens.
+        **kwargs: As for ``LinearClsHead``.
+
+    Shape:
+        A tuple of the class token and the distillation token, (N, C) each -> (N, K).
+
+    Source:
+        DeiT, arXiv:2012.12877, Section 4.
+    """
+
+    def __init__(self, num_classes: int, in_channels: int, **kwargs: Any) -> None:
+        super().__init__(num_classes, in_channels, **kwargs)
+        self.fc_dist = nn.Linear(in_channels, num_classes)
+
+    def forward(self, feats: tuple[Tensor, ...]) -> Tensor:
+        """Return the mean of the scores of both heads."""
+        of_labels, of_teacher = self.both(feats)
+        return (of_labels + of_teacher) / 2
+
+    def both(self, feats: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Return the scores of each head: that of the labels, and that of the teacher."""
+        class_token, distillation_token = feats
+        return self.fc(class_token), self.fc_dist(distillation_token)

@@ -19,6 +19,7 @@ from mmengine.optim import OptimWrapper
 from mmengine.optim.scheduler.param_scheduler import _ParamScheduler
 from mmengine.runner import CheckpointLoader, EpochBasedTrainLoop, IterBasedTrainLoop, Runner
 from mmpretrain.datasets.transforms import ColorJitter
+from mmpretrain.models.heads import ClsHead
 from mmpretrain.models.peft import LoRAModel
 
 
@@ -90,6 +91,12 @@ INTERNALS = (
         "_save_checkpoint_with_step",
         "mmengine deletes the old checkpoint before the new one is on the disk.",
         ("self", "runner", "step", "meta"),
+    ),
+    Internal(
+        ClsHead,
+        "_get_loss",
+        "Computes the loss of scores; `loss` would need features.",
+        ("self", "cls_score", "data_samples", "kwargs"),
     ),
     Internal(
         LoRAModel,

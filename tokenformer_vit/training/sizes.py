@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from timm.models.deit import VisionTransformerDistilled
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import load_model
@@ -95,6 +96,8 @@ def check_sizes(cfg: Mapping[str, Any], backbone: Mapping[str, Any], key: str, p
             f"{path}: model.head.in_channels is {head}, but {backbone['model_name']} has width "
             f"{width}: set model.head.in_channels={width}, or another {key}.embed_dim"
         )
+    if cfg["model"].get("head"):
+        _check_head(model, cfg["model"]["head"].get("type"), key, path)
     preprocessor = cfg["model"].get("data_preprocessor") or cfg.get("data_preprocessor") or {}
     for name in ("mean", "std"):
         values = preprocessor.get(name)
@@ -120,6 +123,21 @@ def check_sizes(cfg: Mapping[str, Any], backbone: Mapping[str, Any], key: str, p
                 f"{path}: {key}.img_size is {_product(size)}, but {step} of the {name} makes "
                 f"images of {_product(crop)}: give both the same size"
             )
+
+
+def _check_head(model: Any, kind: Any, key: str, path: str) -> None:
+    """Check that the head reads the distillation token if there is one."""
+    if isinstance(model, VisionTransformerDistilled) != (kind == "DistilledHead"):
+        name = model.pretrained_cfg["architecture"]
+        raise InputError(
+            f"{path}: model.head.type is {kind}, but {name} has "
+            + (
+                f"no distillation token: set {key}.model_name to a model with '_distilled' in its "
+                "name, or another head"
+                if kind == "DistilledHead"
+                else "a distillation token: set model.head.type='DistilledHead'"
+            )
+        )
 
 
 def _last_size(pipeline: Sequence[Any]) -> tuple[str, tuple[int, ...]]:
