@@ -152,8 +152,19 @@ def test_three_augment_is_that_of_timm_and_torchvision(config, monkeypatch, gene
 
 
 @pytest.mark.slow
-def test_both_stages_of_a_run_on_cifar10(config, tmp_path, command, shared_data, arrow_cache):
-    """Two epochs, resumed in the middle of each; the export; an epoch of the second stage."""
+@pytest.mark.parametrize(
+    ("stages", "model_name", "drop_path"),
+    [
+        (("deit3_small", "deit3_base_224"), "tokenformer_small", 0.05),
+        (("vit5_base", "vit5_base_224"), "tokenformer_base_rope_reg4", 0.2),
+    ],
+)
+def test_both_stages_of_a_run_on_cifar10(
+    stages, model_name, drop_path, tmp_path, command, shared_data, arrow_cache
+):
+    """Two epochs, resumed in the middle of each; the export; two epochs of the second stage."""
+    config = tmp_path / "first.py"
+    config.write_text(SMALL.format(base=CONFIGS / f"{stages[0]}.py", size=32))
     pytest.importorskip("datasets")
     data = shared_data("cifar10/plain_text")
     train = Train(config, data, command)
@@ -175,20 +186,22 @@ def test_both_stages_of_a_run_on_cifar10(config, tmp_path, command, shared_data,
     values = [record["loss"] for _, record in sorted(losses.items())]
     assert values[-1] < 0.95 * values[0]
 
-    exported: Any = timm.create_model(f"local-dir:{first}", pretrained=True, drop_path_rate=0.05)
+    name = f"local-dir:{first}"
+    exported: Any = timm.create_model(name, pretrained=True, drop_path_rate=drop_path)
     weights = exported.state_dict()
     for name, tensor in timm_state_dict(one["state_dict"]).items():
         assert torch.equal(weights[name], tensor), name
     averages = one["ema_state_dict"]
     assert not torch.equal(averages["module.head.fc.weight"], one["state_dict"]["head.fc.weight"])
-    assert all(block.drop_path1.drop_prob == 0.05 for block in exported.blocks)
+    assert all(block.drop_path1.drop_prob == drop_path for block in exported.blocks)
     assert exported.pretrained_cfg["crop_pct"] == 1
 
     second = tmp_path / "second.py"
     second.write_text(
-        SMALL.format(base=CONFIGS / "deit3_base_224.py", size=48)
+        SMALL.format(base=CONFIGS / f"{stages[1]}.py", size=48)
         + f"start = {str(first / 'model.safetensors')!r}\n"
-        + "model['backbone'].update(model_name='tokenformer_small', checkpoint_path=start)\n"
+        + "model['backbone'].update(checkpoint_path=start)\n"
+        + f"model['backbone']['model_name'] = {model_name!r}\n"
         + "model['head']['init_cfg'] = dict(checkpoint=start)\n"
     )
     cfg = load_config(second)

@@ -1,0 +1,114 @@
+"""Recipes of ImageNet as they are shipped, for a small model and small images of CIFAR-10.
+
+tests/training/test_deit3.py does the same for DeiT III and ViT-5.
+"""
+
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from mmengine.config import Config
+from safetensors.torch import load_file
+
+from tokenformer_vit.models import timm_state_dict
+from tokenformer_vit.models.checkpoints import save_model
+from tokenformer_vit.training.config import load_config
+
+from .conftest import Train
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+SIZES = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}
+DECODER = {"decoder_embed_dim": 16, "decoder_depth": 1, "decoder_num_heads": 2}
+# The rows of a file are in the order of their classes.
+TRAIN = {"split": "train", "indices": list(range(0, 50_000, 195))[:256]}
+VAL = {"split": "test", "indices": list(range(0, 10_000, 78))[:128]}
+
+pytestmark = pytest.mark.slow
+
+
+def shrink(cfg: Config) -> None:
+    """Change sizes, data and length of a config, and nothing else."""
+    cfg.model.backbone.update(SIZES)
+    if "num_classes" in cfg.model.head:
+        cfg.model.head.update(num_classes=10, in_channels=24)
+        cfg.data_preprocessor.num_classes = 10
+    if cfg.model.type == "MaskedAutoencoder":
+        cfg.model.neck.update(DECODER)
+    elif cfg.model.get("neck"):
+        cfg.model.neck.input_features = 24
+    for name in ("train", "val", "test"):
+        loader = cfg[f"{name}_dataloader"]
+        pipeline = loader.dataset.pipeline
+        inner = (each for step in pipeline for each in step.get("transforms", ()))
+        for step in (*pipeline, *inner):
+            step.update({key: 32 for key in ("scale", "crop_size") if key in step})
+        loader.update(batch_size=32, num_workers=0, persistent_workers=False)
+        part = TRAIN if name == "train" else VAL
+        loader.dataset = {
+            "type": "HuggingFaceImages",
+            "data_root": "",
+            "pipeline": pipeline,
+            **part,
+        }
+    cfg.train_cfg.update(max_epochs=2, val_interval=1)
+    warm_up, cosine = cfg.param_scheduler
+    warm_up.end = cosine.begin = 1
+    cfg.default_hooks.logger.interval = 1
+    cfg.default_hooks.checkpoint.update(interval=1, max_keep_ckpts=-1)
+
+
+@pytest.fixture
+def run(tmp_path, command, shared_data, arrow_cache):
+    """Function that trains a shipped config in a folder of its name."""
+    pytest.importorskip("datasets")
+    data = shared_data("cifar10/plain_text")
+
+    def run(name, *words, folder=None, **changes):
+        cfg = load_config(CONFIGS / f"{name}.py", changes)
+        shrink(cfg)
+        cfg.dump(tmp_path / f"{name}.py")
+        folder = tmp_path / (folder or name)
+        Train(tmp_path / f"{name}.py", data, command)(folder, *words)
+        return folder
+
+    return run
+
+
+def check_resumed_exactly(run, name, **changes):
+    """Train a config, resume it after its first epoch, compare; return the first folder."""
+    whole = run(name, **changes)
+    resumed = run(name, "--resume", str(whole / "epoch_1.pth"), folder="resumed", **changes)
+    one, other = (torch.load(each / "epoch_2.pth", weights_only=True) for each in (whole, resumed))
+    for part in one.keys() & {"state_dict", "ema_state_dict"}:
+        for key, tensor in one[part].items():
+            assert torch.equal(tensor, other[part][key]), key
+    start = torch.load(whole / "epoch_1.pth", weights_only=True)["state_dict"]
+    assert any(not torch.equal(tensor, start[key]) for key, tensor in one["state_dict"].items())
+    return whole
+
+
+def test_distillation_by_a_token(run, tmp_path):
+    teacher = timm.create_model("test_vit", num_classes=10, img_size=32)
+    save_model(teacher, tmp_path / "teacher")
+    changes = {"model.distillation.teacher": str(tmp_path / "teacher")}
+    whole = check_resumed_exactly(run, "distill_imagenet_small", **changes)
+    trained = torch.load(whole / "epoch_2.pth", weights_only=True)["state_dict"]
+    exported = timm.create_model(f"local-dir:{whole}", pretrained=True)
+    weights = exported.state_dict()
+    assert {"dist_token", "head_dist.weight"} <= weights.keys()
+    for key, tensor in timm_state_dict(trained).items():
+        assert torch.equal(weights[key], tensor), key
+
+
+def test_pre_training_then_fine_tuning_and_a_linear_probe(run):
+    whole = check_resumed_exactly(run, "mae_base_pretrain")
+    assert (whole / "reconstructions.png").is_file()
+    weights = load_file(whole / "model.safetensors")
+    start = {"model.backbone.checkpoint_path": str(whole / "model.safetensors")}
+    name = "blocks.0.attn.query.key_param_tokens"
+    for config, kept in (("mae_base_finetune", False), ("mae_base_linear", True)):
+        trained = run(config, **start)
+        exported = timm.create_model(f"local-dir:{trained}", pretrained=True)
+        assert exported.num_classes == 10
+        assert torch.equal(exported.state_dict()[name], weights[name]) is kept
