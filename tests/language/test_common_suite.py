@@ -133,7 +133,11 @@ def pytest_generate_tests(metafunc):
         reason = "TRANSFORMERS_SOURCE is not set; see the head of this file"
         metafunc.parametrize("case", [pytest.param(None, marks=pytest.mark.skip(reason=reason))])
         return
-    suite = make_suite(find_tests(metafunc.config.cache.mkdir("transformers")))
+    folder = find_tests(metafunc.config.cache.mkdir("transformers"))
+    for file in folder.glob("**/test_*.py"):
+        for mark in re.findall(r"\bmark\.(\w+)", file.read_text(encoding="utf-8")):
+            metafunc.config.addinivalue_line("markers", f"{mark}: of transformers")
+    suite = make_suite(folder)
     names = [name for name in dir(suite) if name.startswith("test_")]
     cases = [suite(name) for name in names if callable(getattr(suite, name))]
     metafunc.parametrize("case", cases, ids=[case._testMethodName for case in cases])
