@@ -44,7 +44,7 @@ SKIPS = {
     "sequence-to-sequence": "for encoder-decoders",
     "No conversion found": "for models with other names in old files",
     "_keep_in_fp32_modules": "τ keeps its float32 without this list",
-    "no `base_model_class` defined": "for rotary positions of transformers' own class",
+    "RoPE": "for rotary positions of transformers' own class",
     "position embeddings": "for models whose context can be resized",
     "sliding window": "for models with a sliding window",
     "TP plan": "for models with a plan of tensor parallelism",
