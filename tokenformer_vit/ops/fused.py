@@ -52,7 +52,7 @@ def _joined_again(keys: Sequence[Tensor]) -> Tensor:
 def _outputs(weights: Tensor, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Multiply the weights of each layer by its values, without a copy."""
     segments = _segments(weights, len(values))
-    return tuple(F.linear(own, value.t()) for own, value in zip(segments, values, strict=True))
+    return tuple(own @ value for own, value in zip(segments, values, strict=True))
 
 
 def _grad_weights(grads: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
@@ -137,27 +137,27 @@ class _Pattention(torch.autograd.Function):
 
 def pattention_fused(
     x: Tensor,
-    key_param_tokens: Sequence[Tensor],
-    value_param_tokens: Sequence[Tensor],
+    key_param_tokens: Tensor,
+    value_param_tokens: Tensor,
     theta: str,
-    tau: Sequence[Tensor],
+    tau: Tensor,
     eps: float,
     kernels: Kernels | None = None,
-) -> tuple[Tensor, ...]:
-    """Compute one or more Pattention layers of the same input, keeping little for the backward.
+) -> Tensor:
+    """Compute a Pattention layer, keeping little for the backward.
 
     Args:
         x: (..., C_in) input tokens.
-        key_param_tokens: (P, C_in) keys of each layer. Either all need a gradient or none does.
-        value_param_tokens: (P, C_out) values of each layer.
+        key_param_tokens: (P, C_in) keys.
+        value_param_tokens: (P, C_out) values.
         theta: Name of the variant, a key of ``THETAS``. A variant without hand-written gradients
             is computed by :func:`pattention_reference`.
-        tau: 0-dim tensor of each layer, its stored scale.
+        tau: 0-dim tensor, the stored scale of the layer.
         eps: Number added to the divisor of a row, relative to ``tau``.
         kernels: Kernels to use in place of the variant's own.
 
     Returns:
-        (..., C_out) output tokens of each layer, of the dtype that PyTorch's ``linear`` gives.
+        (..., C_out) output tokens, of the dtype that PyTorch's ``linear`` gives.
 
     Raises:
         InputError: If the variant is unknown.
@@ -173,20 +173,67 @@ def pattention_fused(
     Source:
         TokenFormer, arXiv:2410.23168, Eq. 4; README.md in this folder derives the gradients.
     """
-    layers = (key_param_tokens, value_param_tokens, tau)
+    plain = find_theta(theta).kernels
+    if plain is None or is_transformed():
+        return pattention_reference(x, key_param_tokens, value_param_tokens, theta, tau, eps)
+    if kernels is None:
+        kernels = plain
+    x, keys, values = to_product_dtype(x, key_param_tokens, value_param_tokens)
+    if needs_gradient(x, keys, values, tau):
+        return _Pattention.apply(x, tau, eps, plain, kernels, keys, values)[0]
+    weights, _ = kernels.forward(F.linear(x, keys), tau, eps)  # (..., P)
+    return weights @ values
+
+
+def pattention_fused_joint(
+    x: Tensor,
+    key_param_tokens: Sequence[Tensor],
+    value_param_tokens: Sequence[Tensor],
+    theta: str,
+    tau: Sequence[Tensor],
+    eps: float,
+    kernels: Kernels | None = None,
+    one_product: bool = True,
+) -> tuple[Tensor, ...]:
+    """Compute Pattention layers of the same input and the same number of pairs, at least two.
+
+    Args:
+        x: (..., C_in) input tokens.
+        key_param_tokens: (P, C_in) keys of each layer. Either all need a gradient or none does.
+        value_param_tokens: (P, C_out) values of each layer.
+        theta: Name of the variant, as for :func:`pattention_fused`.
+        tau: 0-dim tensor of each layer, its stored scale.
+        eps: Number added to the divisor of a row, relative to ``tau``.
+        kernels: Kernels to use in place of the variant's own.
+        one_product: Whether one product computes the scores of all layers, which copies the keys.
+            Otherwise each layer has its own, and the scores are copied. With a gradient it is
+            always one product.
+
+    Returns:
+        (..., C_out) output tokens of each layer, of the dtype that PyTorch's ``linear`` gives.
+
+    Raises:
+        InputError: If the variant is unknown.
+
+    Note:
+        The precision and the gradients are as in :func:`pattention_fused`.
+    """
     plain = find_theta(theta).kernels
     if plain is None or is_transformed():
         return tuple(
             pattention_reference(x, keys, values, theta, own_tau, eps)
-            for keys, values, own_tau in zip(*layers, strict=True)
+            for keys, values, own_tau in zip(key_param_tokens, value_param_tokens, tau, strict=True)
         )
-    taus = tau[0]
-    if len(tau) > 1:  # PyTorch takes a CPU's number for any device only if it is 0-dim
-        taus = torch.stack(tuple(tau)).unsqueeze(-1).to(x.device)  # (S, 1)
+    # PyTorch takes a CPU's number for any device only if it is 0-dim.
+    taus = torch.stack(tuple(tau)).unsqueeze(-1).to(x.device)  # (S, 1)
     if kernels is None:
         kernels = plain
     x, *tokens = to_product_dtype(x, *key_param_tokens, *value_param_tokens)
     if needs_gradient(x, *tokens, taus):
         return _Pattention.apply(x, taus, eps, plain, kernels, *tokens)
-    weights, _ = kernels.forward(_scores(x, tokens[: len(tau)]), taus, eps)
-    return _outputs(weights, tokens[len(tau) :])
+    keys, values = tokens[: len(tau)], tokens[len(tau) :]
+    if one_product:
+        scores = _scores(x, keys)
+    else:
+        scores = torch.stack([F.linear(x, own) for own in keys], dim=-2)  # (..., S, P)
+    return _outputs(kernels.forward(scores, taus, eps)[0], values)

@@ -49,8 +49,8 @@ def _once_a_row(numbers: Tensor) -> Tensor:
     them once in any case.
     """
     if (
-        numbers.device.type == "cpu"
-        and torch.compiler.is_compiling()
+        torch.compiler.is_compiling()
+        and numbers.device.type == "cpu"
         and not torch.compiler.is_exporting()
     ):
         return numbers.as_strided(numbers.shape, numbers.stride())
