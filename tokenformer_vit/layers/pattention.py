@@ -277,9 +277,9 @@ class Pattention(NestedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., C_in) tokens to (..., C_out)."""
-        keys, values, gate, tau = self.used_tokens()
         top_k = self.top_k
         if torch.jit.is_scripting():
+            keys, values, gate, tau = self.used_tokens()
             scores = F.linear(x, keys)  # (..., P)
             if gate is None:
                 weights = self._theta_weights(scores, tau, self.eps)
@@ -289,6 +289,12 @@ class Pattention(NestedLayer):
                 return F.linear(weights, values.t())
             return strongest_values(weights, values, top_k)
         else:  # TorchScript must not compile this branch
+            # Module.__getattr__ would take a good part of the time of a small layer.
+            own = self._buffers | self._parameters
+            keys, values = own.get("key_param_tokens"), own.get("value_param_tokens")
+            tau, gate = own["tau"], own["gate"]
+            if self._size is not None or own["active"] is not None or keys is None or values is None:
+                keys, values, gate, tau = self.used_tokens()
             if top_k is None:
                 return pattention(x, keys, values, self.theta, tau, self.eps, self.backend, gate)
             return pattention_top_k(x, keys, values, self.theta, tau, self.eps, top_k, gate)

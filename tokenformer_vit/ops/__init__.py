@@ -73,7 +73,7 @@ def check_backend(backend: str) -> str:
 def _choose(backend: str) -> str:
     if backend not in BACKENDS or _DEFAULT not in BACKENDS:
         check_backend(backend)
-    if torch.jit.is_tracing():
+    if torch._C._get_tracing_state():  # torch.jit.is_tracing(), in one call instead of three
         return "reference"  # a trace with a Python autograd function cannot be saved
     return _DEFAULT if backend == "auto" else backend
 
@@ -132,7 +132,10 @@ def pattention(
         return pattention_reference(x, key_param_tokens, value_param_tokens, theta, tau, eps, gate)
     if backend == "fp8":
         return pattention_fp8(x, key_param_tokens, value_param_tokens, theta, tau, eps)
-    kernels = _kernels(backend, x, theta, len(key_param_tokens))
+    if x.is_cuda or backend == "triton":
+        kernels = _kernels(backend, x, theta, len(key_param_tokens))
+    else:
+        kernels = None
     return pattention_fused(x, key_param_tokens, value_param_tokens, theta, tau, eps, kernels)
 
 
@@ -144,13 +147,12 @@ def pattention_joint(
     tau: Sequence[Tensor],
     eps: float = 1e-6,
     backend: str = "auto",
-    one_product: bool = True,
 ) -> tuple[Tensor, ...]:
     """Compute Pattention layers that have the same input, such as query, key and value.
 
     With ``fused`` and ``triton``, one product gives the scores of all layers, and one gives the
-    gradient of ``x``. Θ is computed for all layers at once. This needs as many pairs in each layer,
-    and keys that all need a gradient or all need none. Otherwise each layer is computed alone.
+    gradient of ``x``. This needs as many pairs in each layer, and keys that all need a gradient or
+    all need none. Otherwise each layer is computed alone.
 
     Args:
         x: (..., C_in) input tokens.
@@ -160,8 +162,6 @@ def pattention_joint(
         tau: 0-dim tensor of each layer, its stored scale.
         eps: Number added to the divisor of a row, relative to ``tau``.
         backend: Implementation, as for :func:`pattention`.
-        one_product: Whether one product computes the scores. If not, each layer computes its own,
-            and only Θ is shared: no key is copied. With a gradient it is always one product.
 
     Returns:
         (..., C_out) output tokens of each layer, as :func:`pattention` returns them up to rounding.
@@ -171,8 +171,8 @@ def pattention_joint(
             inputs.
 
     Note:
-        The precision is that of :func:`pattention`. One product copies the keys into one tensor
-        at each call and in the backward.
+        The precision is that of :func:`pattention`. The keys are copied into one tensor at each
+        call and in the backward.
 
     Source:
         README.md in this folder.
@@ -184,7 +184,7 @@ def pattention_joint(
     ):
         kernels = _kernels(chosen, x, theta, len(first))
         return pattention_fused_joint(
-            x, key_param_tokens, value_param_tokens, theta, tau, eps, kernels, one_product
+            x, key_param_tokens, value_param_tokens, theta, tau, eps, kernels
         )
     return tuple(
         pattention(x, keys, values, theta, own_tau, eps, backend)

@@ -164,8 +164,8 @@ def pattention_fused(
 
     Note:
         The precision is the same as in :func:`pattention_reference`. Operands are cast before the
-        autograd function: autocast and torch.compile see the casts, and the input that is kept is
-        the one that the product used. No product is computed for an operand that needs no
+        autograd function: torch.compile sees the casts, and the input that is kept is the one that
+        the product used. No product is computed for an operand that needs no
         gradient, and no autograd function is called if none needs one. Gradients of gradients and
         transforms of ``torch.func`` use plain autograd. Forward-mode differentiation outside
         ``torch.func`` is not supported.
@@ -178,11 +178,12 @@ def pattention_fused(
         return pattention_reference(x, key_param_tokens, value_param_tokens, theta, tau, eps)
     if kernels is None:
         kernels = plain
-    x, keys, values = to_product_dtype(x, key_param_tokens, value_param_tokens)
-    if needs_gradient(x, keys, values, tau):
-        return _Pattention.apply(x, tau, eps, plain, kernels, keys, values)[0]
-    weights, _ = kernels.forward(F.linear(x, keys), tau, eps)  # (..., P)
-    return weights @ values
+    if torch.is_grad_enabled() and needs_gradient(x, key_param_tokens, value_param_tokens, tau):
+        x, *tokens = to_product_dtype(x, key_param_tokens, value_param_tokens)
+        return _Pattention.apply(x, tau, eps, plain, kernels, *tokens)[0]
+    # Without a gradient autocast casts the tokens itself, and only once for many calls.
+    weights, _ = kernels.forward(F.linear(x, key_param_tokens), tau, eps)  # (..., P)
+    return weights @ value_param_tokens
 
 
 def pattention_fused_joint(
@@ -193,7 +194,6 @@ def pattention_fused_joint(
     tau: Sequence[Tensor],
     eps: float,
     kernels: Kernels | None = None,
-    one_product: bool = True,
 ) -> tuple[Tensor, ...]:
     """Compute Pattention layers of the same input and the same number of pairs, at least two.
 
@@ -205,9 +205,6 @@ def pattention_fused_joint(
         tau: 0-dim tensor of each layer, its stored scale.
         eps: Number added to the divisor of a row, relative to ``tau``.
         kernels: Kernels to use in place of the variant's own.
-        one_product: Whether one product computes the scores of all layers, which copies the keys.
-            Otherwise each layer has its own, and the scores are copied. With a gradient it is
-            always one product.
 
     Returns:
         (..., C_out) output tokens of each layer, of the dtype that PyTorch's ``linear`` gives.
@@ -231,9 +228,5 @@ def pattention_fused_joint(
     x, *tokens = to_product_dtype(x, *key_param_tokens, *value_param_tokens)
     if needs_gradient(x, *tokens, taus):
         return _Pattention.apply(x, taus, eps, plain, kernels, *tokens)
-    keys, values = tokens[: len(tau)], tokens[len(tau) :]
-    if one_product:
-        scores = _scores(x, keys)
-    else:
-        scores = torch.stack([F.linear(x, own) for own in keys], dim=-2)  # (..., S, P)
-    return _outputs(kernels.forward(scores, taus, eps)[0], values)
+    weights, _ = kernels.forward(_scores(x, tokens[: len(tau)]), taus, eps)
+    return _outputs(weights, tokens[len(tau) :])
