@@ -52,7 +52,7 @@ def _joined_again(keys: Sequence[Tensor]) -> Tensor:
 def _outputs(weights: Tensor, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Multiply the weights of each layer by its values, without a copy."""
     segments = _segments(weights, len(values))
-    return tuple(own @ value for own, value in zip(segments, values, strict=True))
+    return tuple([own @ value for own, value in zip(segments, values, strict=True)])
 
 
 def _grad_weights(grads: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:

@@ -112,7 +112,8 @@ def _gelu_l2_forward(
     # Written for the small layers of a decoding step, where each call in Python counts.
     dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
     norm = torch.linalg.vector_norm(scores, dim=-1, keepdim=True, dtype=dtype)
-    factor = torch.rsqrt((norm / tau).square() + eps)
+    root = norm / tau
+    factor = torch.rsqrt(root * root + eps)
     if torch.compiler.is_compiling():
         factor = _once_a_row(factor)
     weights = F.gelu(scores * factor, approximate=approximate)
