@@ -117,7 +117,10 @@ def _gelu_l2_forward(
     if torch.compiler.is_compiling():
         factor = _once_a_row(factor)
     weights = F.gelu(scores * factor, approximate=approximate)
-    return (weights if weights.dtype == scores.dtype else weights.to(scores.dtype)), (scores, factor)
+    return (weights if weights.dtype == scores.dtype else weights.to(scores.dtype)), (
+        scores,
+        factor,
+    )
 
 
 def _gelu_l2_backward(
