@@ -35,7 +35,7 @@ def call_together(
         Output tokens of each layer, (..., C_out).
     """
     if not _is_joint(x, layers, joint):
-        return tuple(layer(x) for layer in layers)
+        return tuple([layer(x) for layer in layers])
     first: Any = layers[0]
     plain: Sequence[Any] = layers
     keys, values, _, tau = zip(*(layer.used_tokens() for layer in plain), strict=True)

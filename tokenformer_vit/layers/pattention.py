@@ -260,8 +260,17 @@ class Pattention(NestedLayer):
         self.check_nested(fused, prefix)
         super()._load_from_state_dict(fused, prefix, *args, **kwargs)
 
+    @torch.jit.unused
     def used_tokens(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """Return keys, values and gate of the pairs in use, and their τ."""
+        # Module.__getattr__, once for each tensor, would take a tenth of the time of a small layer.
+        own = self._buffers | self._parameters
+        keys, values = own.get("key_param_tokens"), own.get("value_param_tokens")
+        if keys is None or values is None or own["active"] is not None or self._size is not None:
+            return self._select_tokens()
+        return keys, values, own["gate"], own["tau"]  # type: ignore[return-value]
+
+    def _select_tokens(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         keys, values, gate = self.key_param_tokens, self.value_param_tokens, self.gate
         tau, active, size = self.tau, self.active, self._size
         if active is not None:
@@ -277,9 +286,9 @@ class Pattention(NestedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., C_in) tokens to (..., C_out)."""
-        keys, values, gate, tau = self.used_tokens()
         top_k = self.top_k
         if torch.jit.is_scripting():
+            keys, values, gate, tau = self._select_tokens()
             scores = F.linear(x, keys)  # (..., P)
             if gate is None:
                 weights = self._theta_weights(scores, tau, self.eps)
@@ -289,6 +298,7 @@ class Pattention(NestedLayer):
                 return F.linear(weights, values.t())
             return strongest_values(weights, values, top_k)
         else:  # TorchScript must not compile this branch
+            keys, values, gate, tau = self.used_tokens()
             if top_k is None:
                 return pattention(x, keys, values, self.theta, tau, self.eps, self.backend, gate)
             return pattention_top_k(x, keys, values, self.theta, tau, self.eps, top_k, gate)

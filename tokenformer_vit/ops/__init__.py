@@ -22,7 +22,7 @@ from torch import Tensor
 from tokenformer_vit.errors import InputError
 
 from .fp8 import pattention_fp8
-from .fused import pattention_fused
+from .fused import pattention_fused, pattention_fused_joint
 from .kernels import Kernels
 from .measured import fastest_backend
 from .norm import layer_norm_reference, norm_fused, rms_norm_reference
@@ -71,12 +71,11 @@ def check_backend(backend: str) -> str:
 
 
 def _choose(backend: str) -> str:
-    check_backend(backend)
-    if torch.jit.is_tracing():
+    if backend not in BACKENDS or _DEFAULT not in BACKENDS:
+        check_backend(backend)
+    if torch._C._get_tracing_state():  # torch.jit.is_tracing(), in one call instead of three
         return "reference"  # a trace with a Python autograd function cannot be saved
-    if backend == "auto":
-        backend = _DEFAULT
-    return backend
+    return _DEFAULT if backend == "auto" else backend
 
 
 def _kernels(backend: str, x: Tensor, theta: str, num_param_tokens: int) -> Kernels | None:
@@ -133,10 +132,11 @@ def pattention(
         return pattention_reference(x, key_param_tokens, value_param_tokens, theta, tau, eps, gate)
     if backend == "fp8":
         return pattention_fp8(x, key_param_tokens, value_param_tokens, theta, tau, eps)
-    kernels = _kernels(backend, x, theta, len(key_param_tokens))
-    return pattention_fused(
-        x, [key_param_tokens], [value_param_tokens], theta, [tau], eps, kernels
-    )[0]
+    if x.is_cuda or backend == "triton":
+        kernels = _kernels(backend, x, theta, len(key_param_tokens))
+    else:
+        kernels = None
+    return pattention_fused(x, key_param_tokens, value_param_tokens, theta, tau, eps, kernels)
 
 
 def pattention_joint(
@@ -183,7 +183,9 @@ def pattention_joint(
         for keys in key_param_tokens
     ):
         kernels = _kernels(chosen, x, theta, len(first))
-        return pattention_fused(x, key_param_tokens, value_param_tokens, theta, tau, eps, kernels)
+        return pattention_fused_joint(
+            x, key_param_tokens, value_param_tokens, theta, tau, eps, kernels
+        )
     return tuple(
         pattention(x, keys, values, theta, own_tau, eps, backend)
         for keys, values, own_tau in zip(key_param_tokens, value_param_tokens, tau, strict=True)

@@ -4,15 +4,13 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 
+# Returns whether a transform of ``torch.func`` is active.
+is_transformed = torch._C._are_functorch_transforms_active
+
 
 def needs_gradient(*tensors: Tensor) -> bool:
     """Return whether autograd records an operation on these tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-def is_transformed() -> bool:
-    """Return whether a transform of ``torch.func`` is active."""
-    return torch._C._are_functorch_transforms_active()
 
 
 def is_batched(tensor: Tensor) -> bool:

@@ -172,7 +172,7 @@ def pattention_fp8(
         or is_transformed()
         or not x.numel()  # which has no largest number
     ):
-        return pattention_fused(x, [key_param_tokens], [value_param_tokens], theta, [tau], eps)[0]
+        return pattention_fused(x, key_param_tokens, value_param_tokens, theta, tau, eps)
     x, tokens = x.to(dtype), (key_param_tokens, value_param_tokens)
     if needs_gradient(x, *tokens, tau):
         return _Pattention.apply(x, *tokens, tau, eps, variant.kernels)

@@ -52,7 +52,7 @@ def _joined_again(keys: Sequence[Tensor]) -> Tensor:
 def _outputs(weights: Tensor, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Multiply the weights of each layer by its values, without a copy."""
     segments = _segments(weights, len(values))
-    return tuple(F.linear(own, value.t()) for own, value in zip(segments, values, strict=True))
+    return tuple([own @ value for own, value in zip(segments, values, strict=True)])
 
 
 def _grad_weights(grads: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
@@ -137,6 +137,57 @@ class _Pattention(torch.autograd.Function):
 
 def pattention_fused(
     x: Tensor,
+    key_param_tokens: Tensor,
+    value_param_tokens: Tensor,
+    theta: str,
+    tau: Tensor,
+    eps: float,
+    kernels: Kernels | None = None,
+) -> Tensor:
+    """Compute a Pattention layer, keeping little for the backward.
+
+    Args:
+        x: (..., C_in) input tokens.
+        key_param_tokens: (P, C_in) keys.
+        value_param_tokens: (P, C_out) values.
+        theta: Name of the variant, a key of ``THETAS``. A variant without hand-written gradients
+            is computed by :func:`pattention_reference`.
+        tau: 0-dim tensor, the stored scale of the layer.
+        eps: Number added to the divisor of a row, relative to ``tau``.
+        kernels: Kernels to use in place of the variant's own.
+
+    Returns:
+        (..., C_out) output tokens, of the dtype that PyTorch's ``linear`` gives.
+
+    Raises:
+        InputError: If the variant is unknown.
+
+    Note:
+        The precision is the same as in :func:`pattention_reference`. Operands are cast before the
+        autograd function: torch.compile sees the casts, and the input that is kept is the one that
+        the product used. No product is computed for an operand that needs no
+        gradient, and no autograd function is called if none needs one. Gradients of gradients and
+        transforms of ``torch.func`` use plain autograd. Forward-mode differentiation outside
+        ``torch.func`` is not supported.
+
+    Source:
+        TokenFormer, arXiv:2410.23168, Eq. 4; README.md in this folder derives the gradients.
+    """
+    plain = find_theta(theta).kernels
+    if plain is None or is_transformed():
+        return pattention_reference(x, key_param_tokens, value_param_tokens, theta, tau, eps)
+    if kernels is None:
+        kernels = plain
+    if torch.is_grad_enabled() and needs_gradient(x, key_param_tokens, value_param_tokens, tau):
+        x, *tokens = to_product_dtype(x, key_param_tokens, value_param_tokens)
+        return _Pattention.apply(x, tau, eps, plain, kernels, *tokens)[0]
+    # Without a gradient autocast casts the tokens itself, and only once for many calls.
+    weights, _ = kernels.forward(F.linear(x, key_param_tokens), tau, eps)  # (..., P)
+    return weights @ value_param_tokens
+
+
+def pattention_fused_joint(
+    x: Tensor,
     key_param_tokens: Sequence[Tensor],
     value_param_tokens: Sequence[Tensor],
     theta: str,
@@ -144,14 +195,13 @@ def pattention_fused(
     eps: float,
     kernels: Kernels | None = None,
 ) -> tuple[Tensor, ...]:
-    """Compute one or more Pattention layers of the same input, keeping little for the backward.
+    """Compute Pattention layers of the same input and the same number of pairs, at least two.
 
     Args:
         x: (..., C_in) input tokens.
         key_param_tokens: (P, C_in) keys of each layer. Either all need a gradient or none does.
         value_param_tokens: (P, C_out) values of each layer.
-        theta: Name of the variant, a key of ``THETAS``. A variant without hand-written gradients
-            is computed by :func:`pattention_reference`.
+        theta: Name of the variant, as for :func:`pattention_fused`.
         tau: 0-dim tensor of each layer, its stored scale.
         eps: Number added to the divisor of a row, relative to ``tau``.
         kernels: Kernels to use in place of the variant's own.
@@ -163,26 +213,16 @@ def pattention_fused(
         InputError: If the variant is unknown.
 
     Note:
-        The precision is the same as in :func:`pattention_reference`. Operands are cast before the
-        autograd function: autocast and torch.compile see the casts, and the input that is kept is
-        the one that the product used. No product is computed for an operand that needs no
-        gradient, and no autograd function is called if none needs one. Gradients of gradients and
-        transforms of ``torch.func`` use plain autograd. Forward-mode differentiation outside
-        ``torch.func`` is not supported.
-
-    Source:
-        TokenFormer, arXiv:2410.23168, Eq. 4; README.md in this folder derives the gradients.
+        The precision and the gradients are as in :func:`pattention_fused`.
     """
-    layers = (key_param_tokens, value_param_tokens, tau)
     plain = find_theta(theta).kernels
     if plain is None or is_transformed():
         return tuple(
             pattention_reference(x, keys, values, theta, own_tau, eps)
-            for keys, values, own_tau in zip(*layers, strict=True)
+            for keys, values, own_tau in zip(key_param_tokens, value_param_tokens, tau, strict=True)
         )
-    taus = tau[0]
-    if len(tau) > 1:  # PyTorch takes a CPU's number for any device only if it is 0-dim
-        taus = torch.stack(tuple(tau)).unsqueeze(-1).to(x.device)  # (S, 1)
+    # PyTorch takes a CPU's number for any device only if it is 0-dim.
+    taus = torch.stack(tuple(tau)).unsqueeze(-1).to(x.device)  # (S, 1)
     if kernels is None:
         kernels = plain
     x, *tokens = to_product_dtype(x, *key_param_tokens, *value_param_tokens)

@@ -42,17 +42,13 @@ class Kernels(NamedTuple):
 
 
 def _once_a_row(numbers: Tensor) -> Tensor:
-    """Return (..., 1) numbers; in code compiled for a CPU, they are computed once for each row.
+    """Let code compiled for a CPU compute (..., 1) numbers once for each row.
 
     Otherwise the compiler repeats their square roots and divisions for every 16 or 32 scores.
     It stores what ``as_strided`` reads. An export has no use for that, and a GPU's kernel computes
     them once in any case.
     """
-    if (
-        numbers.device.type == "cpu"
-        and torch.compiler.is_compiling()
-        and not torch.compiler.is_exporting()
-    ):
+    if numbers.device.type == "cpu" and not torch.compiler.is_exporting():
         return numbers.as_strided(numbers.shape, numbers.stride())
     return numbers
 
@@ -113,10 +109,18 @@ def _l1_elasticity(kept: tuple[Tensor, ...], eps: float) -> Tensor:
 def _gelu_l2_forward(
     scores: Tensor, tau: Tensor, eps: float, approximate: str = "none"
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    norm = torch.linalg.vector_norm(scores, dim=-1, keepdim=True, dtype=accumulation_dtype(scores))
-    factor = _once_a_row(torch.rsqrt((norm / tau).square() + eps))
+    # Written for the small layers of a decoding step, where each call in Python counts.
+    dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    norm = torch.linalg.vector_norm(scores, dim=-1, keepdim=True, dtype=dtype)
+    root = norm / tau
+    factor = torch.rsqrt(root * root + eps)
+    if torch.compiler.is_compiling():
+        factor = _once_a_row(factor)
     weights = F.gelu(scores * factor, approximate=approximate)
-    return weights.to(scores.dtype), (scores, factor)
+    return (weights if weights.dtype == scores.dtype else weights.to(scores.dtype)), (
+        scores,
+        factor,
+    )
 
 
 def _gelu_l2_backward(

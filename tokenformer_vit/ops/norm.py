@@ -6,13 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .differentiation import is_transformed, needs_gradient
+from .differentiation import is_transformed
 from .precision import accumulation_dtype, product_dtype
 
 
 def layer_norm_reference(x: Tensor, num_channels: int, eps: float) -> Tensor:
     """Normalise (..., C) tokens over their last axis with PyTorch's LayerNorm."""
-    return F.layer_norm(x, [num_channels], None, None, eps)
+    # F.layer_norm asks for cuDNN's settings first, which takes longer than a small norm.
+    return torch.layer_norm(x, [num_channels], None, None, eps)
 
 
 def rms_norm_reference(x: Tensor, num_channels: int, eps: float) -> Tensor:
@@ -91,7 +92,9 @@ def norm_fused(x: Tensor, num_channels: int, eps: float, centred: bool) -> Tenso
     if not x.is_floating_point():
         raise TypeError(f"a norm needs floating-point tokens, but got {x.dtype}")
     dtype = product_dtype(x)
-    if needs_gradient(x) and not is_transformed():
+    if torch.is_grad_enabled() and x.requires_grad and not is_transformed():
         return _Norm.apply(x, num_channels, eps, dtype, centred)[0]
     reference = layer_norm_reference if centred else rms_norm_reference
+    if x.dtype == dtype == torch.float32:
+        return reference(x, num_channels, eps)
     return reference(x.to(accumulation_dtype(x)), num_channels, eps).to(dtype)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 def accumulation_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype of sums over ``tensor``: float32, or float64 for float64."""
-    return torch.promote_types(tensor.dtype, torch.float32)
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def product_dtype(tensor: Tensor) -> torch.dtype:
