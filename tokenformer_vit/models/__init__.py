@@ -2,16 +2,18 @@
 
 from . import presets  # noqa: F401, registers the models
 from .causal_lm import KVCache, TokenFormerLM
-from .compilation import compile_blocks
+from .compilation import BLOCKS, blocks_of, compile_blocks
 from .lm_config import LM_PRESETS, LMConfig, lm_config
 from .vit import TokenFormerViT, checkpoint_filter_fn, classifier_state_dict, timm_state_dict
 
 __all__ = [
+    "BLOCKS",
     "LM_PRESETS",
     "KVCache",
     "LMConfig",
     "TokenFormerLM",
     "TokenFormerViT",
+    "blocks_of",
     "checkpoint_filter_fn",
     "classifier_state_dict",
     "compile_blocks",
