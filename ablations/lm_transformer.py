@@ -42,7 +42,9 @@ QUESTION = Baseline(
             pairs_by_width(3 / 4, 3, positions="learned"),
         ),
         Variant("width", "pairs = width (larger)", pairs_by_width(1, 4), against=ROTARY),
-        Variant("report", "halved feed-forward (smaller)", pairs_by_width(1 / 2, 2), against=ROTARY),
+        Variant(
+            "report", "halved feed-forward (smaller)", pairs_by_width(1 / 2, 2), against=ROTARY
+        ),
     ),
     field=LANGUAGE,
     baseline="transformer",

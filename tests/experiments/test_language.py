@@ -172,7 +172,9 @@ def test_the_matched_models_weigh_and_cost_as_much(words):
     attention = models["rotary"].model.gpt_neox.layers[0].attention
     assert attention.rotary_ndims == models["matched"].model.model.config.rotary_dims
     # The committed records of GPT-2's form have no key of the rotation.
-    assert not {"positions", "rotary_share"} & set(planned["transformer"].settings["model"]["config"])
+    assert not {"positions", "rotary_share"} & set(
+        planned["transformer"].settings["model"]["config"]
+    )
     assert weights["width"] == [8 * 2 * WIDTH**2]
     assert weights["report"] == [4 * 2 * WIDTH**2]
     assert models["matched_learned"].model.model.positions is not None
