@@ -8,7 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForC
 
 from tokenformer_vit.benchmarking.matched import matched_hidden
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models import LMConfig
+from tokenformer_vit.models import LMConfig, blocks_of
 
 from .modeling import TokenFormerConfig
 
@@ -116,7 +116,7 @@ def transformer_lm(
         )
     )
     with torch.no_grad():
-        for block in model.gpt_neox.layers:
+        for block in blocks_of(model.gpt_neox):
             # transformers does this for GPT-2 only.
             for layer in (block.attention.dense, block.mlp.dense_4h_to_h):
                 layer.weight /= (2 * depth) ** 0.5
