@@ -23,11 +23,7 @@ from tokenformer_vit.experiments import (
     arguments,
     main,
 )
-from tokenformer_vit.experiments.language_models import (
-    TRANSFORMERS,
-    share,
-    to_matched_transformer,
-)
+from tokenformer_vit.experiments.language_models import TRANSFORMERS, share, to_matched_transformer
 
 FIRST, SECOND = "gutenberg", "newstest_en"
 START = 1 / 2  # of the pairs

@@ -33,11 +33,7 @@ from tokenformer_vit.experiments import (
     lasting,
     main,
 )
-from tokenformer_vit.experiments.language_models import (
-    TRANSFORMERS,
-    share,
-    to_matched_transformer,
-)
+from tokenformer_vit.experiments.language_models import TRANSFORMERS, share, to_matched_transformer
 
 SHARES = (1 / 8, 1 / 4, 1 / 2, 1)  # of the full size, each for a quarter of the iterations
 EIGHTH = share(SHARES[0])

@@ -21,7 +21,7 @@ from torch import nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Attention, Pattention, TokenFormerBlock
-from tokenformer_vit.models import TokenFormerLM, blocks_of
+from tokenformer_vit.models import TokenFormerLM
 
 # Parts of a model, with their names in tables.
 PARTS = {
@@ -227,9 +227,8 @@ def _transformer(model: Any, num_tokens: int | None) -> _Plan:
     """Plan a GPT-2 or a GPT-NeoX."""
     config, embedding = model.config, model.get_input_embeddings().weight
     if getattr(config, "add_cross_attention", False):
-        block = type(blocks_of(model.base_model)[0]).__name__
         raise InputError(
-            f"the costs of this {block} are unknown; give a GPT-2 without cross-attention"
+            "the costs of a GPT-2 with cross-attention are unknown; give one without it"
         )
     width = config.hidden_size * config.num_hidden_layers
     rows = _rows(num_tokens, config.max_position_embeddings)
