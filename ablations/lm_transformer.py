@@ -3,14 +3,15 @@
 Transformers against TokenFormers of the same width C and depth, on the same text for as many steps
 (arXiv:2410.23168, Section 4.2). One Transformer has GPT-2's form, with learned positions. The other
 has GPT-NeoX's form, which rotates as many dimensions of each head as the TokenFormer; the parts of
-a block follow each other, as in a TokenFormer, and its weights start as those of GPT-2 do.
-*Matched* has ¾ C pairs in each of q, k, v and o and 3 C in the feed-forward layer: as many weights
-and FLOPs in its blocks as a Transformer, which also has biases and norms with parameters. With as
-many pairs as channels, like the released models, a TokenFormer is larger and costs more. A course
-report of 2024 compares a TokenFormer with GPT-2's form at its size (134,654,545 parameters against
-163,087,441). It gave the TokenFormer 4 C pairs a block, two thirds of the Transformer's weights, so
-its row is not an equal comparison. How the report divided them is not known. Here they are ½ C in
-each of q, k, v and o and 2 C in the feed-forward layer, which is half of the Transformer's.
+a block follow each other, as in a TokenFormer, and it starts as the Transformers of the TokenFormer
+authors do. *Matched* has ¾ C pairs in each of q, k, v and o and 3 C in the feed-forward layer: as
+many weights and FLOPs in its blocks as a Transformer, which also has biases and norms with
+parameters. With as many pairs as channels, like the released models, a TokenFormer is larger and
+costs more. A course report of 2024 compares a TokenFormer with GPT-2's form at its size
+(134,654,545 parameters against 163,087,441). It gave the TokenFormer 4 C pairs a block, two thirds
+of the Transformer's weights, so its row is not an equal comparison. How the report divided them is
+not known. Here they are ½ C in each of q, k, v and o and 2 C in the feed-forward layer, which is
+half of the Transformer's.
 """
 
 from tokenformer_vit.experiments import LANGUAGE, Baseline, Part, Shape, Variant, main

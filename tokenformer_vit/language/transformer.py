@@ -3,11 +3,12 @@
 from typing import Any
 
 import numpy as np
-import torch
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from tokenformer_vit.benchmarking.matched import matched_hidden
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.layers.arguments import released_stds
 from tokenformer_vit.models import LMConfig, blocks_of
 
 from .modeling import TokenFormerConfig
@@ -32,14 +33,14 @@ def transformer_lm(
 
     Both forms have a LayerNorm before each of the two residual parts of a block and one before the
     head, and biases in every linear layer but the head. They have no dropout. Weights start from
-    N(0, 0.02²); the last layer of each residual part is divided by √(2 · depth), as in GPT-2.
+    N(0, σ²) with σ = 0.02, and with a smaller σ in the last layer of each residual part.
 
-    ============= ========================================= =========================
-    ``positions`` positions                                 GELU
-    ============= ========================================= =========================
-    ``learned``   added to the embedding, as in GPT-2       in its tanh approximation
-    ``rotary``    rotate queries and keys, as in GPT-NeoX   exact
-    ============= ========================================= =========================
+    ============= ============================ ======================== ====================
+    ``positions`` what they do                 GELU                     σ of the last layers
+    ============= ============================ ======================== ====================
+    ``learned``   are added to the embedding   its tanh approximation   0.02 / √(2 · depth)
+    ``rotary``    rotate queries and keys      exact                    2 / (depth · √C)
+    ============= ============================ ======================== ====================
 
     Args:
         vocab_size: V, number of entries of the embedding.
@@ -67,10 +68,9 @@ def transformer_lm(
     Source:
         Radford et al., Language Models are Unsupervised Multitask Learners, 2019, Section 2.3;
         12 × 768 with its vocabulary and context is its smallest model. GPT-NeoX: arXiv:2204.06745,
-        Section 2. The configuration files of the TokenFormer authors have the rotary form for
-        Transformers (``124M_naive_transformer.yml``): sequential, a quarter of each head, a tied
-        head. Their last layers start from N(0, (2 / (depth · √C))²); GPT-NeoX's code has this rule
-        and that of GPT-2, its default.
+        Section 2. The TokenFormer authors train Transformers in exactly the rotary form, with this
+        initialisation, a quarter of each head rotated and a tied head
+        (``124M_naive_transformer.yml`` of their configuration files).
     """
     hidden = 4 * embed_dim if hidden_features is None else hidden_features
     sizes = (vocab_size, context_length, embed_dim, depth, num_heads)
@@ -115,11 +115,10 @@ def transformer_lm(
             **common,
         )
     )
-    with torch.no_grad():
-        for block in blocks_of(model.gpt_neox):
-            # transformers does this for GPT-2 only.
-            for layer in (block.attention.dense, block.mlp.dense_4h_to_h):
-                layer.weight /= (2 * depth) ** 0.5
+    _, std = released_stds(embed_dim, depth)  # the authors have one rule for both architectures
+    for block in blocks_of(model.gpt_neox):
+        for layer in (block.attention.dense, block.mlp.dense_4h_to_h):
+            nn.init.normal_(layer.weight, std=std)  # transformers has smaller ones only for GPT-2
     return model
 
 
