@@ -68,7 +68,7 @@ def transformer_lm(
     Source:
         Radford et al., Language Models are Unsupervised Multitask Learners, 2019, Section 2.3;
         12 × 768 with its vocabulary and context is its smallest model. GPT-NeoX: arXiv:2204.06745,
-        Section 2. The TokenFormer authors train Transformers in exactly the rotary form, with this
+        Section 2. The TokenFormer authors train Transformers in the rotary form, with this
         initialisation, a quarter of each head rotated and a tied head
         (``124M_naive_transformer.yml`` of their configuration files).
     """
