@@ -1,14 +1,16 @@
 """What does growth do when training continues with new text? Against Net2Net, and no growth.
 
-A TokenFormer with half of the config's pairs, and a Transformer with as many weights in its blocks,
-train on books (`gutenberg`) and continue with news (`newstest_en`), unchanged or grown after the
-first iteration: the TokenFormer to all pairs by zero keys or by random pairs, the Transformer by
-Net2Net to as many weights. The paper continues with EnWik8 at a constant learning rate
+A TokenFormer with half of the config's pairs, and two Transformers with as many weights in their
+blocks, train on books (`gutenberg`) and continue with news (`newstest_en`), unchanged or grown
+after the first iteration: the TokenFormer to all pairs by zero keys or by random pairs, a
+Transformer by Net2Net to as many weights. One Transformer has GPT-2's form, the other GPT-NeoX's
+with the TokenFormer's rotary positions. The paper continues with EnWik8 at a constant learning rate
 (arXiv:2410.23168, Figure 6). Here every stage has its own learning rate schedule and optimiser.
 
 The texts are the folders gutenberg and newstest_en in data/, or in the folder --data-root.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from tokenformer_vit.experiments import (
@@ -21,7 +23,7 @@ from tokenformer_vit.experiments import (
     arguments,
     main,
 )
-from tokenformer_vit.experiments.language_models import share, to_matched_transformer
+from tokenformer_vit.experiments.language_models import TRANSFORMERS, share, to_matched_transformer
 
 FIRST, SECOND = "gutenberg", "newstest_en"
 START = 1 / 2  # of the pairs
@@ -47,6 +49,27 @@ def second(name: str, label: str, change: ModelChange) -> Variant:
     return Variant(name, f"TokenFormer → {label}", change, text=SECOND, start="first")
 
 
+def transformers(positions: str, name: str, prefix: str = "") -> Iterator[Variant]:
+    """Train the matched Transformer, and continue from its end without and with growth."""
+    label = TRANSFORMERS[positions]
+    matched = to_matched_transformer(pairs=START, positions=positions)
+    yield Variant(name, label, matched, text=FIRST, reference=True)
+    for stage, how, outside in (
+        (f"{name}_same", "not grown", None),
+        (f"{prefix}net2net", "Net2Net", widened),
+    ):
+        yield Variant(
+            stage,
+            f"{label} → {how}",
+            arguments(),
+            text=SECOND,
+            start=name,
+            outside=outside,
+            reference=True,
+            grown=outside is not None,
+        )
+
+
 QUESTION = Texts(
     name="lm_continue",
     title="Language: new text after growth",
@@ -56,31 +79,8 @@ QUESTION = Texts(
         second("same", "not grown", arguments()),
         second("zero_key", "grown, zero keys", grown("zero_key")),
         second("random", "grown, random", grown("random")),
-        Variant(
-            "transformer",
-            "Transformer",
-            to_matched_transformer(pairs=START),
-            text=FIRST,
-            reference=True,
-        ),
-        Variant(
-            "transformer_same",
-            "Transformer → not grown",
-            arguments(),
-            text=SECOND,
-            start="transformer",
-            reference=True,
-        ),
-        Variant(
-            "net2net",
-            "Transformer → Net2Net",
-            arguments(),
-            text=SECOND,
-            start="transformer",
-            outside=widened,
-            reference=True,
-            grown=True,
-        ),
+        *transformers("learned", "transformer"),
+        *transformers("rotary", "rotary", "rotary_"),
     ),
     field=LANGUAGE,
     texts=(FIRST, SECOND),

@@ -4,10 +4,11 @@ A TokenFormer has an eighth of the config's pairs at first, and a quarter, half 
 after a quarter, half and three quarters of the iterations. It is compared with models that have
 their size from the start, in the same learning rate schedule (arXiv:2410.23168, Section 3.3 and
 Figures 3, 4 and 7). *Zero keys* and *duplicates* keep what the model computes; *random* pairs, as
-in the paper, do not. The Transformer, in GPT-2's form, has as many weights in its blocks as the
-whole TokenFormer. It grows by its hidden layers (Net2Net, arXiv:1511.05641), through the same
-shares of them. *The largest, fewer iterations* and *an eighth, twice the iterations* have whole
-schedules and cost about as much as the grown models.
+in the paper, do not. Two Transformers have as many weights in their blocks as the whole
+TokenFormer: one in GPT-2's form, and one in GPT-NeoX's form with the TokenFormer's rotary
+positions. They grow by their hidden layers (Net2Net, arXiv:1511.05641), through the same shares of
+them. *The largest, fewer iterations* and *an eighth, twice the iterations* have whole schedules and
+cost about as much as the grown models.
 
 The paper's own runs have 576, 2140, 4850 and 8620 pairs, at 12 blocks of width 768 (124M, 354M,
 757M and 1.4B parameters as it prints them). They are trained on 30B tokens after each growth, and
@@ -32,7 +33,7 @@ from tokenformer_vit.experiments import (
     lasting,
     main,
 )
-from tokenformer_vit.experiments.language_models import share, to_matched_transformer
+from tokenformer_vit.experiments.language_models import TRANSFORMERS, share, to_matched_transformer
 
 SHARES = (1 / 8, 1 / 4, 1 / 2, 1)  # of the full size, each for a quarter of the iterations
 EIGHTH = share(SHARES[0])
@@ -42,6 +43,27 @@ def grown(name: str, label: str, **how: str) -> Variant:
     """Grow a TokenFormer by pairs."""
     schedule = in_stages("iteration", SHARES, Shape.pairs, **how)
     return Variant(name, label, EIGHTH, outside=schedule, grown=True)
+
+
+def transformers(positions: str, name: str, prefix: str = "") -> tuple[Variant, Variant]:
+    """Train the matched Transformer from scratch, and grow it by Net2Net."""
+    label = TRANSFORMERS[positions]
+    return (
+        Variant(
+            name,
+            f"{label}, matched",
+            to_matched_transformer(positions=positions),
+            reference=positions,
+        ),
+        Variant(
+            f"{prefix}net2net",
+            f"{label}, Net2Net",
+            to_matched_transformer(SHARES[0], positions=positions),
+            outside=in_stages("iteration", SHARES, Shape.hidden),
+            reference=positions,
+            grown=True,
+        ),
+    )
 
 
 QUESTION = TrainingCost(
@@ -68,15 +90,8 @@ QUESTION = TrainingCost(
         grown("zero_key", "grown, zero keys"),
         grown("duplicate", "grown, duplicates", init="duplicate"),
         grown("random", "grown, random", init="random"),
-        Variant("transformer", "Transformer, matched", to_matched_transformer(), reference=True),
-        Variant(
-            "net2net",
-            "Transformer, Net2Net",
-            to_matched_transformer(SHARES[0]),
-            outside=in_stages("iteration", SHARES, Shape.hidden),
-            reference=True,
-            grown=True,
-        ),
+        *transformers("learned", "transformer"),
+        *transformers("rotary", "rotary", "rotary_"),
     ),
     field=LANGUAGE,
     largest="large",

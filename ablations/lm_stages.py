@@ -7,17 +7,25 @@ tokens). New pairs start with *zero keys* or as *duplicates*, which keep what th
 *random* with τ kept; or at random *as released*, where τ becomes that of the new number of pairs.
 
 A grown model is compared with the large model from scratch, for all iterations and with equal
-training FLOPs; with the small model trained on without growth, for as many FLOPs; and with a
-Transformer of as many weights that grew by Net2Net (arXiv:1511.05641). There are three accounts of
-the small model's cost: it is *sunk*, because the model exists; it is *shared* by the small model
-and the two that grow from it; or it is *counted* in full.
+training FLOPs; with the small model trained on without growth, for as many FLOPs; and with
+Transformers of as many weights that grew by Net2Net (arXiv:1511.05641). They have GPT-2's form, or
+GPT-NeoX's with the TokenFormer's rotary positions. There are three accounts of the small model's
+cost: it is *sunk*, because the model exists; it is *shared* by the small model and the two that
+grow from it; or it is *counted* in full.
 """
 
 from tokenformer_vit.experiments import LANGUAGE, Budgets, main
-from tokenformer_vit.experiments.language_models import to_matched_transformer
-from tokenformer_vit.experiments.stages import FULL, Family
+from tokenformer_vit.experiments.language_models import TRANSFORMERS, to_matched_transformer
+from tokenformer_vit.experiments.stages import FULL, Family, Reference
 
-FAMILY = Family(LANGUAGE, to_matched_transformer(), times=(2, 4))
+FAMILY = Family(
+    LANGUAGE,
+    (
+        Reference(TRANSFORMERS["learned"], to_matched_transformer()),
+        Reference(TRANSFORMERS["rotary"], to_matched_transformer(positions="rotary"), "rotary_"),
+    ),
+    times=(2, 4),
+)
 
 QUESTION = Budgets(
     name="lm_stages",

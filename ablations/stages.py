@@ -15,9 +15,9 @@ from it; or it is *counted* in full.
 """
 
 from tokenformer_vit.experiments import IMAGES, Budgets, main, to_matched_vit
-from tokenformer_vit.experiments.stages import FULL, Family
+from tokenformer_vit.experiments.stages import FULL, Family, Reference
 
-FAMILY = Family(IMAGES, to_matched_vit, times=(2, 3))
+FAMILY = Family(IMAGES, (Reference("ViT", to_matched_vit),), times=(2, 3))
 
 QUESTION = Budgets(
     name="stages",

@@ -52,6 +52,15 @@ def test_flops_are_what_pytorch_counts(implementation, mode):
     assert parameters == sum(p.numel() for p in model.parameters())
 
 
+def test_a_rotary_transformer_has_the_same_flops():
+    rotary = SUBJECT._replace(baseline=lambda: matched_transformer(CONFIG, "rotary"))
+    assert rotary.create("baseline", 0).model.config.model_type == "gpt_neox"
+    assert len(rotary.create("baseline", 0).blocks) == SHAPE["depth"]
+    (parameters, flops), (others, same) = rotary.costs("baseline"), SUBJECT.costs("baseline")
+    assert flops == same
+    assert parameters == others - 40 * 32  # no learned positions
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @torch.no_grad()
 def test_what_is_timed_is_the_model(implementation):

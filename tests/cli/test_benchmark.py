@@ -255,12 +255,25 @@ def test_language_models(measured, tmp_path, capsys):
         (["--lm", "150m", "--num-tokens", "4096"], "4096: 150m takes at most 2048"),
         (["--lm", "150m", "--modes", "infer"], "--modes infer: choose from train, prefill, dec"),
         (["--num-tokens", "64"], "--num-tokens needs --lm"),
+        (["--positions", "rotary"], "--positions needs --lm"),
         (["--modes", "decode"], "--modes decode: choose from train, infer"),
     ],
 )
 def test_options_of_the_other_field(words, message):
     with pytest.raises(InputError, match=message):
         benchmark.main(["--device", "cpu", *words])
+
+
+def test_the_transformer_may_have_rotary_positions(measured, tmp_path, monkeypatch):
+    pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
+    monkeypatch.chdir(tmp_path)
+    words = ["--lm", "tiny", "--depth", "1", "--num-tokens", "8", "--device", "cpu", "--eager"]
+    benchmark.main([*words, *["--modes", "prefill", "--rounds", "1", "--positions", "rotary"]])
+    record = json.loads(Path("work_dirs/speed_lm_tiny_8_rotary_cpu.json").read_text())
+    assert record["baseline"] == "transformer, rotary"
+    weights = 50_304 * 128 + 4 * 128**2 + 2 * 128 * 6 * 128  # embedding, attention, feed-forward
+    biases_and_norms = (3 + 1 + 6 + 1) * 128 + 3 * 2 * 128
+    assert record["parameters"]["baseline"] == weights + biases_and_norms
 
 
 @pytest.mark.parametrize(

@@ -337,8 +337,9 @@ def test_a_mask_is_chosen_by_its_name(folder, capsys):
         run(folder, "w1", "--mask", "half")
 
 
-def test_the_plain_transformer_continues_prompts_too(folder, capsys):
-    model = transformer_lm(32, 20, 16, 1, 2)
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_the_plain_transformer_continues_prompts_too(positions, folder, capsys):
+    model = transformer_lm(32, 20, 16, 1, 2, positions=positions)
     save_language_model(model, folder)
     run(folder, "w1 w2", "--greedy", "--max-new-tokens", 3)
     assert capsys.readouterr().out.startswith("w1 w2 ")

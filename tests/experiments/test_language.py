@@ -19,6 +19,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.experiments import LANGUAGE, Texts
 from tokenformer_vit.experiments.plan import plan
 from tokenformer_vit.experiments.sweep import parse, sweep
+from tokenformer_vit.models import BLOCKS
 from tokenformer_vit.training.config import load_config
 
 pytest.importorskip("transformers", reason="language models need the extra [language]")
@@ -125,7 +126,8 @@ def records(tmp_path):
 
 
 def block_weights(model):
-    blocks = [m for name, m in model.named_modules() if name.endswith((".blocks.0", ".h.0"))]
+    ends = tuple(f".{name}.0" for name in BLOCKS)
+    blocks = [module for name, module in model.named_modules() if name.endswith(ends)]
     return [sum(p.numel() for p in block.parameters() if p.ndim > 1) for block in blocks]
 
 
@@ -164,8 +166,15 @@ def test_the_matched_models_weigh_and_cost_as_much(words):
         models[name] = LANGUAGE.build(load_config(run.config).to_dict())
     weights = {name: block_weights(model) for name, model in models.items()}
     costs = {name: model.mean_flops(1, LENGTH) for name, model in models.items()}
-    assert weights["matched"] == weights["matched_learned"] == weights["transformer"]
-    assert costs["matched"] == costs["transformer"]
+    matched = ("transformer", "rotary", "matched", "matched_learned")
+    assert len({tuple(weights[name]) for name in matched}) == 1
+    assert len({costs[name] for name in matched}) == 1
+    attention = models["rotary"].model.gpt_neox.layers[0].attention
+    assert attention.rotary_ndims == models["matched"].model.model.config.rotary_dims
+    # The committed records of GPT-2's form have no key of the rotation.
+    assert not {"positions", "rotary_share"} & set(
+        planned["transformer"].settings["model"]["config"]
+    )
     assert weights["width"] == [8 * 2 * WIDTH**2]
     assert weights["report"] == [4 * 2 * WIDTH**2]
     assert models["matched_learned"].model.model.positions is not None
@@ -181,13 +190,14 @@ def test_growth_ends_with_the_whole_model(words):
     assert small == {key: count // 8 for key, count in PAIRS.items()}
     assert hook["schedule"][0] == {"iteration": 10, **{k: n // 4 for k, n in PAIRS.items()}}
 
-    (hook,) = (h for h in planned["net2net"].settings["custom_hooks"] if "schedule" in h)
-    whole = planned["transformer"].settings["model"]["config"]["hidden_features"]
-    pairs = 3 * 32 + 40 + 120
-    assert whole == pairs - 2 * WIDTH
-    assert [event["hidden_features"] for event in hook["schedule"]] == [
-        *(whole // 4, whole // 2, whole)
-    ]
+    for largest, grown in (("transformer", "net2net"), ("rotary", "rotary_net2net")):
+        (hook,) = (h for h in planned[grown].settings["custom_hooks"] if "schedule" in h)
+        whole = planned[largest].settings["model"]["config"]["hidden_features"]
+        pairs = 3 * 32 + 40 + 120
+        assert whole == pairs - 2 * WIDTH
+        assert [event["hidden_features"] for event in hook["schedule"]] == [
+            *(whole // 4, whole // 2, whole)
+        ]
     assert (planned["large_short"].length, planned["eighth_long"].length) == (24, 80)
     assert planned["large"].settings.keys() <= {"randomness"}
 
@@ -199,7 +209,7 @@ def test_a_dry_run_counts_sequences(question, words, capsys):
     text = capsys.readouterr().out
     assert text.startswith(f"{number} of {number} runs are left: ")
     if question is GROWTH:  # 40 iterations of 4 sequences, 24 and 80
-        assert f"left: {4 * (9 * 40 + 24 + 80):,} sequences, " in text
+        assert f"left: {4 * (11 * 40 + 24 + 80):,} sequences, " in text
     assert "measured in 3 steps" in text
 
 

@@ -117,18 +117,20 @@ def test_everything_is_set_beside_the_transformer(root):
         write(root, TRANSFORMER, "transformer", seed, value)
     for seed, value in own.items():
         write(root, TRANSFORMER, "matched", seed, value, flops=1.25e12, parameters=964)
+        write(root, TRANSFORMER, "rotary", seed, value + 0.1)
     write(root, TRANSFORMER, "width", 0, "the loss is nan")
     text = rendered(root)
     assert "56 training sequences" not in text
     assert "50 training sequences, 5 a step, 10 iterations, lr 0.001:" in text
     assert cells(text, TRANSFORMER, "transformer") == [
-        *("1,000", "1.000", "1.00 · 10¹²", "1.00", "10.50 ± 0.71 (n = 2)", "", "1.5", "")
+        *("1,000", "1.000", "1.00 · 10¹²", "1.00", "10.50 ± 0.71 (n = 2)", "", "", "1.5", "")
     ]
     row = cells(text, TRANSFORMER, "matched")
     values, steps = np.array(list(own.values())), np.array([-0.5, -2.0])
     assert row[:4] == ["964", "0.964", "1.25 · 10¹²", "1.25"]
     assert row[4] == f"{values.mean():.2f} ± {values.std(ddof=1):.2f} (n = 3)"
     assert row[5] == f"−{-steps.mean():.2f} ± {steps.std(ddof=1):.2f} (n = 2)"
+    assert row[6] == "−0.10 ± 0.00, better"  # than the rotary Transformer, with standard error
     assert cells(text, TRANSFORMER, "width")[-1] == "seed 0: the loss is nan"
     assert cells(text, TRANSFORMER, "report")[4] == "not run"
 
@@ -145,6 +147,8 @@ def test_savings_are_read_off_the_lower_envelope_of_log_perplexity(root):
     write(root, GROWTH, "random", 0, 17.0, 2e12)
     write(root, GROWTH, "transformer", 0, 8.5, 9e12)
     write(root, GROWTH, "net2net", 0, 9.0, 4.5e12)
+    write(root, GROWTH, "rotary", 0, 7.0, 9e12)
+    write(root, GROWTH, "rotary_net2net", 0, 7.25, 3e12)
     text = rendered(root)
     row = cells(text, GROWTH, "zero_key")
     assert row[:3] == ["1,000 → 8,000", "2.00 · 10¹²", "0.25"]
@@ -153,6 +157,8 @@ def test_savings_are_read_off_the_lower_envelope_of_log_perplexity(root):
     assert cells(text, GROWTH, "duplicate")[4:6] == ["−0.10", "> all"]
     assert cells(text, GROWTH, "random")[4:6] == ["+9.00", "≤ −100 %"]
     assert cells(text, GROWTH, "net2net")[2:6] == ["0.50", "9.00 (n = 1)", "+0.50", ""]
+    # Each form is compared with its own largest model.
+    assert cells(text, GROWTH, "rotary_net2net")[2:6] == ["0.33", "7.25 (n = 1)", "+0.25", ""]
     assert "| 12.59 |" in text  # the paper's figures stand beside
 
 

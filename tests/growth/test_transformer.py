@@ -1,4 +1,4 @@
-"""Net2Net widens the hidden layers of a GPT-2 and keeps its outputs."""
+"""Net2Net widens the hidden layers of a GPT-2 or a GPT-NeoX and keeps its outputs."""
 
 from typing import Any
 
@@ -15,6 +15,7 @@ from tokenformer_vit.growth import stack_blocks, widen_mlp
 from tokenformer_vit.language import transformer_lm
 
 TOKENS = torch.randint(61, (2, 9))
+POSITIONS = pytest.mark.parametrize("positions", ["learned", "rotary"])
 
 
 class Wrapper(nn.Module):
@@ -23,8 +24,8 @@ class Wrapper(nn.Module):
         self.model = model
 
 
-def build():
-    model = transformer_lm(61, 40, 32, depth=2, num_heads=2, hidden_features=48)
+def build(positions="learned"):
+    model = transformer_lm(61, 40, 32, 2, 2, hidden_features=48, positions=positions)
     with torch.no_grad():  # so that every weight and bias tells
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -56,8 +57,23 @@ def test_the_wider_model_computes_what_it_did(dtype, atol, wrap):
         assert torch.unique(block.mlp.c_fc.weight, dim=1).shape == (32, 48)
 
 
-def test_a_saved_wider_model_is_the_same_model(tmp_path):
-    model = widen_mlp(build(), 80)
+def test_a_wider_gpt_neox_computes_what_it_did():
+    model = build("rotary").double()
+    before = model(TOKENS).logits
+    widen_mlp(model, 131)
+    torch.testing.assert_close(model(TOKENS).logits, before, rtol=0, atol=1e-11)
+    assert model.config.intermediate_size == 131
+    for block in model.gpt_neox.layers:
+        layers = block.mlp.dense_h_to_4h, block.mlp.dense_4h_to_h
+        assert [layer.weight.shape for layer in layers] == [(131, 32), (32, 131)]
+        assert (layers[0].out_features, layers[1].in_features) == (131, 131)
+        assert layers[0].weight.unique(dim=0).shape == (48, 32)
+        assert layers[1].weight.unique(dim=1).shape == (32, 131)
+
+
+@POSITIONS
+def test_a_saved_wider_model_is_the_same_model(positions, tmp_path):
+    model = widen_mlp(build(positions), 80)
     model.save_pretrained(tmp_path)
     read: Any = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     loaded, found = read

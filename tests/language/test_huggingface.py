@@ -273,9 +273,12 @@ def test_numbers_of_pairs_by_block_are_saved(tmp_path):
         build(num_qkv_param_tokens=[8, 0])
 
 
-@pytest.mark.parametrize("kind", ["tokenformer", "gpt2"])
+@pytest.mark.parametrize("kind", ["tokenformer", "learned", "rotary"])
 def test_the_code_of_the_model_card_runs(kind, tmp_path, monkeypatch, capsys):
-    model = build(vocab_size=257) if kind == "tokenformer" else transformer_lm(257, 40, 32, 1, 2)
+    if kind == "tokenformer":
+        model = build(vocab_size=257)
+    else:
+        model = transformer_lm(257, 40, 32, 1, 2, positions=kind)
     save_language_model(model, tmp_path / "FOLDER", byte_tokenizer())
     card = (tmp_path / "FOLDER" / "README.md").read_text()
     assert f"Parameters: {model.num_parameters():,}" in card

@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="pip install tokenformer-vit[language
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow
 from tokenformer_vit.language import from_released, read_released, released_config, to_released
-from tokenformer_vit.models import LMConfig, TokenFormerLM
+from tokenformer_vit.models import LMConfig, TokenFormerLM, lm_config
 
 PUBLISHED = {  # depth, width, heads, parameters
     "150m": (12, 768, 12, 151_881_216),
@@ -133,6 +133,33 @@ def test_every_published_size_is_recognised(size):
             pattention_args={"eps": 0.0},
         )
     assert model.state_dict().keys() == from_released(tensors)[1].keys()
+
+
+@torch.no_grad()
+def test_released_growth_computes_the_released_formula_of_the_new_counts():
+    tensors, tokens = released(), torch.randint(97, (2, 24))
+    model = convert(tensors, num_heads=2)
+    before = model(tokens)
+    counts = {"num_qkv_param_tokens": 112, "num_proj_param_tokens": 112}  # for 48, as 1792 for 768
+    grow(model, **counts, num_ffn_param_tokens=448, init="released")
+    grown = to_released(model)
+    for name, old in tensors.items():  # the released code copies the old pairs to the first rows
+        assert torch.equal(grown[name][: len(old)], old)
+    # The formula takes √P of the new counts. The old pairs alone compute something else.
+    expected = released_forward(grown, tokens, heads=2)
+    largest = expected.abs().max().item()
+    torch.testing.assert_close(model(tokens), expected, rtol=1e-5, atol=1e-5 * largest)
+    assert (before - expected).abs().max() > 0.1 * largest
+    assert released_config(grown, num_heads=2).num_ffn_param_tokens == 448
+
+
+@pytest.mark.parametrize("preset", ["released_354m", "released_757m"])
+def test_the_released_growth_series_is_recognised(preset):
+    config = lm_config(preset)
+    pairs, ffn = config.num_qkv_param_tokens, config.num_ffn_param_tokens
+    tensors = released(24, 1024, 50_304, pairs, ffn, device="meta")
+    exact = {"pattention_args": {"eps": 0.0}}
+    assert released_config(tensors, context_length=1024) == lm_config(preset, **exact)
 
 
 def test_there_and_back_changes_nothing():

@@ -1,19 +1,22 @@
 """JSON that fits its schema is read; other JSON is refused in one line."""
 
 import dataclasses
+import inspect
 
 import pytest
 
 pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.language import TokenFormerConfig
-from tokenformer_vit.language.schemas import LMShape, TextMeta, check, read_json
+from tokenformer_vit.language import TokenFormerConfig, transformer_lm
+from tokenformer_vit.language.schemas import LMShape, TextMeta, TransformerShape, check, read_json
 from tokenformer_vit.models import LMConfig
 
 
 def test_the_schema_of_a_model_has_the_fields_of_its_configuration():
-    assert list(LMShape.__annotations__) == [field.name for field in dataclasses.fields(LMConfig)]
+    assert set(LMShape.__annotations__) == {field.name for field in dataclasses.fields(LMConfig)}
+    arguments = {*inspect.signature(transformer_lm).parameters}
+    assert set(TransformerShape.__annotations__) == arguments
     default = dataclasses.asdict(LMConfig())
     assert check(LMShape, default) == default
 

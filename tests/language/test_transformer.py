@@ -1,4 +1,4 @@
-"""The Transformer in GPT-2's form: its parts, saving and loading."""
+"""The Transformers in the forms of GPT-2 and GPT-NeoX: their parts, saving and loading."""
 
 from typing import Any
 
@@ -7,13 +7,25 @@ import torch
 
 pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
 
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+)
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.language import matched_transformer, transformer_lm
-from tokenformer_vit.models import LMConfig, TokenFormerLM, lm_config
+from tokenformer_vit.models import LMConfig, TokenFormerLM, blocks_of, lm_config
 
 SHAPE = {"vocab_size": 61, "context_length": 40, "embed_dim": 32, "depth": 2, "num_heads": 2}
+
+POSITIONS = pytest.mark.parametrize("positions", ["learned", "rotary"])
+
+
+def build(positions, **changes):
+    return transformer_lm(**{**SHAPE, **changes}, positions=positions)
 
 
 def count(model):
@@ -37,23 +49,46 @@ def test_it_computes_what_gpt2_does():
     torch.testing.assert_close(model(tokens).logits, gpt2(tokens).logits, rtol=0, atol=1e-6)
 
 
-def test_training_drops_nothing():
-    model, tokens = transformer_lm(**SHAPE).train(), torch.randint(61, (2, 9))
+def test_with_rotary_positions_it_computes_what_gpt_neox_does():
+    rotation = {"rotary_share": 0.5, "rotary_base": 50.0}
+    model = transformer_lm(**SHAPE, hidden_features=48, positions="rotary", **rotation).eval()
+    sizes = {"max_position_embeddings": 40, "hidden_size": 32, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "intermediate_size": 48, "vocab_size": 61}
+    how = {"rotary_pct": 0.5, "rotary_emb_base": 50, "use_parallel_residual": False}
+    neox = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, **how, tie_word_embeddings=True)).eval()
+    neox.load_state_dict(model.state_dict())
+    tokens = torch.randint(61, (2, 9))
+    torch.testing.assert_close(model(tokens).logits, neox(tokens).logits, rtol=0, atol=1e-6)
+    block, x = model.gpt_neox.layers[0], torch.randn(1, 3, 32)
+    turns = model.gpt_neox.rotary_emb(x, torch.arange(3)[None])
+    after = x + block.attention(block.input_layernorm(x), None, position_embeddings=turns)[0]
+    after = after + block.mlp(block.post_attention_layernorm(after))  # not of x: sequential
+    torch.testing.assert_close(block(x, position_embeddings=turns), after)
+
+
+@POSITIONS
+def test_training_drops_nothing(positions):
+    model, tokens = build(positions).train(), torch.randint(61, (2, 9))
     assert torch.equal(model(tokens).logits, model(tokens).logits)
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_residual_parts_start_smaller():
-    block = transformer_lm(**{**SHAPE, "embed_dim": 64, "depth": 8}).transformer.h[3]
-    for layer in (block.attn.c_proj, block.mlp.c_proj):
-        assert layer.weight.std().item() == pytest.approx(0.02 / 16**0.5, rel=0.05)
+@POSITIONS
+def test_residual_parts_start_smaller(positions):
+    block = blocks_of(build(positions, embed_dim=256, depth=8).base_model)[3]
+    names, last = ("attn.c_proj", "mlp.c_proj", "mlp.c_fc"), 0.02 / 16**0.5
+    if positions == "rotary":  # 2 / (8 · √256)
+        names, last = ("attention.dense", "mlp.dense_4h_to_h", "mlp.dense_h_to_4h"), 1 / 64
+    for name, std in zip(names, (last, last, 0.02), strict=True):
+        layer = block.get_submodule(name)
+        assert layer.weight.std().item() == pytest.approx(std, rel=0.05)
         assert layer.bias.abs().max() == 0
-    assert block.mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.05)
 
 
+@POSITIONS
 @pytest.mark.parametrize("tie", [True, False])
-def test_a_saved_model_is_the_same_model(tie, tmp_path):
-    model = transformer_lm(**SHAPE, hidden_features=48, tie_embeddings=tie).eval()
+def test_a_saved_model_is_the_same_model(tie, positions, tmp_path):
+    model = build(positions, hidden_features=48, tie_embeddings=tie).eval()
     model.save_pretrained(tmp_path)
     both: Any = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     loaded, found = both
@@ -69,6 +104,8 @@ def test_a_saved_model_is_the_same_model(tie, tmp_path):
         ({"num_heads": 3}, "embed_dim 32 must be a multiple of num_heads 3"),
         ({"depth": 0}, "depth must be at least 1, but got 0"),
         ({"hidden_features": 0}, "hidden_features must be at least 1, but got 0"),
+        ({"positions": "alibi"}, "positions must be one of rotary, learned, but got 'alibi'"),
+        ({"positions": "rotary", "rotary_share": 0.2}, "rotates 3 of the 16 dimensions"),
     ],
 )
 def test_sizes_that_do_not_fit(change, message):
@@ -82,19 +119,24 @@ PAIRS = {"num_qkv_param_tokens": 20, "num_proj_param_tokens": 28, "num_ffn_param
 BY_BLOCK = {**PAIRS, "num_ffn_param_tokens": [40, 60]}
 
 
+@POSITIONS
 @pytest.mark.parametrize("changes", [{}, PAIRS, BY_BLOCK, {"tie_embeddings": False}])
-def test_the_matched_transformer_has_as_many_weights_in_blocks(changes):
-    config = LMConfig(**SHAPE, **changes, rotary_share=0.5)
-    model, ours = matched_transformer(config), TokenFormerLM(config)
+def test_the_matched_transformer_has_as_many_weights_in_blocks(changes, positions):
+    config = LMConfig(**SHAPE, **changes, rotary_share=0.5, rotary_base=50.0)
+    model, ours = matched_transformer(config, positions), TokenFormerLM(config)
 
     def weights(blocks):
         return sum(p.numel() for p in blocks.parameters() if p.dim() > 1)
 
-    assert weights(model.transformer.h) == weights(ours.blocks)
+    assert weights(blocks_of(model.base_model)) == weights(ours.blocks)
     same = ("context_length", "depth", "embed_dim", "num_heads", "vocab_size")
-    theirs = ("n_positions", "n_layer", "n_embd", "n_head", "vocab_size")
+    theirs = ("max_position_embeddings", "num_hidden_layers", "hidden_size")
+    theirs += ("num_attention_heads", "vocab_size")
     assert [getattr(model.config, name) for name in theirs] == [SHAPE[name] for name in same]
     assert model.config.tie_word_embeddings == config.tie_embeddings
+    if positions == "rotary":
+        turns = [50.0 ** (-r / 8) for r in range(0, 8, 2)]  # 8 of the 16 dimensions of a head
+        assert model.gpt_neox.rotary_emb.inv_freq.tolist() == pytest.approx(turns)
 
 
 def test_the_papers_smallest_is_matched_by_the_usual_transformer():

@@ -49,6 +49,7 @@ SIZES = {
     "depth": 2,
     "num_heads": 2,
 }
+ROTARY = {"positions": "rotary", "rotary_share": 0.5}
 PAIRS = {"num_qkv_param_tokens": 16, "num_proj_param_tokens": 16, "num_ffn_param_tokens": 32}
 CONFIG = f"""
 _base_ = "{ROOT}/configs/_base_/language_small.py"
@@ -307,11 +308,14 @@ def test_an_answer_is_right_if_all_of_it_is():
         metric.evaluate(1)
 
 
-@pytest.mark.parametrize("architecture", ["tokenformer", "transformer"])
-def test_compiled_blocks_compute_the_same(architecture):
+@pytest.mark.parametrize(
+    ("architecture", "more"),
+    [("tokenformer", {}), ("transformer", {}), ("transformer", ROTARY)],
+)
+def test_compiled_blocks_compute_the_same(architecture, more):
     def build(**options):
         torch.manual_seed(0)
-        return CausalLM(architecture, dict(SIZES), **options)
+        return CausalLM(architecture, {**SIZES, **more}, **options)
 
     counter = CompileCounter()
     plain, compiled = build(), build(compile={"backend": counter})
@@ -321,8 +325,9 @@ def test_compiled_blocks_compute_the_same(architecture):
     assert counter.frame_count > 0
 
 
-def test_a_transformer_trains_and_widens(run, tmp_path):
-    sizes = {**SIZES, "hidden_features": 24, "_delete_": True}
+@pytest.mark.parametrize(("kind", "more"), [("gpt2", {}), ("gpt_neox", ROTARY)])
+def test_a_transformer_trains_and_widens(kind, more, run, tmp_path):
+    sizes = {**SIZES, **more, "hidden_features": 24, "_delete_": True}
     runner = run(
         tmp_path / "gpt",
         **{
@@ -334,12 +339,37 @@ def test_a_transformer_trains_and_widens(run, tmp_path):
             ],
         },
     )
-    assert runner.model.model.config.n_inner == 40
-    again = load_language_model(tmp_path / "gpt", kinds=("gpt2",))
+    config = runner.model.model.config
+    assert config.model_type == kind
+    assert getattr(config, "n_inner" if kind == "gpt2" else "intermediate_size") == 40
+    again = load_language_model(tmp_path / "gpt", kinds=(kind,))
     inputs = torch.randint(257, (2, LENGTH))
     with torch.no_grad():
         expected = runner.model.eval().model(input_ids=inputs).logits
         torch.testing.assert_close(again(input_ids=inputs).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("more", "frozen"),
+    [({}, ("transformer.w", "transformer.ln_f")), (ROTARY, ("gpt_neox.embed", "gpt_neox.final"))],
+)
+def test_all_but_the_blocks_of_a_transformer_can_be_frozen(more, frozen):
+    model = CausalLM("transformer", {**SIZES, **more}, frozen_stem=True).model
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad != name.startswith(frozen), name
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"rotary_share": "x"}, "rotary_share"),
+        ({"positions": "alibi"}, "positions must be one of rotary, learned"),
+        ({"hidden": 4}, "hidden"),
+    ],
+)
+def test_arguments_that_no_transformer_has(more, message):
+    with pytest.raises(InputError, match=f"cannot build a transformer: .*{message}"):
+        CausalLM("transformer", {**SIZES, **more})
 
 
 def test_training_goes_on_in_float32_from_weights_of_16_bits(tmp_path):

@@ -65,8 +65,8 @@ def model_costs(model: nn.Module, num_tokens: int | None = None) -> dict[str, Co
 
     Args:
         model: ``TokenFormerViT``, timm ``VisionTransformer`` with ordinary blocks,
-            ``TokenFormerLM``, or GPT-2 of transformers with its head. A language model may be
-            inside another module, whose own parameters are not counted.
+            ``TokenFormerLM``, or GPT-2 or GPT-NeoX of transformers with its head. A language model
+            may be inside another module, whose own parameters are not counted.
         num_tokens: Length of the sequence, including class and register tokens; default: the length
             for an image of the model's size, or the whole context.
 
@@ -96,8 +96,7 @@ def model_costs(model: nn.Module, num_tokens: int | None = None) -> dict[str, Co
     for name, module in plan.model.named_modules():
         if isinstance(module, Pattention):
             costs[plan.part(name)] += Cost(0, -_product_flops(_idle_elements(module), tokens))
-    width = sum(block.attn.num_heads * block.attn.head_dim for block in plan.blocks)
-    costs["token_token"] += Cost(0, _attention_flops(width, tokens))
+    costs["token_token"] += Cost(0, _attention_flops(plan.width, tokens))
     costs["head"] += Cost(0, _product_flops(plan.shared, plan.rows["head"]))
     return costs
 
@@ -141,14 +140,14 @@ class _Plan(NamedTuple):
 
     Args:
         model: Model whose parameters count.
-        blocks: Its blocks.
+        width: Width of all heads of all blocks.
         rows: Number of tokens that the matrices of a part are multiplied with.
         part: Function from the name of a parameter to its part.
         shared: Number of elements of the embedding that are also the head.
     """
 
     model: nn.Module
-    blocks: Iterable[Any]
+    width: int
     rows: Mapping[str, int]
     part: Callable[[str], str]
     shared: int = 0
@@ -160,15 +159,16 @@ def _plan(model: nn.Module, num_tokens: int | None) -> _Plan:
     for module in model.modules():
         if isinstance(module, TokenFormerLM):
             return _language(module, module, module.head, num_tokens)
-        # Recognised by its attributes, because transformers may not be installed.
+        # Recognised by their attributes, because transformers may not be installed.
         inner = getattr(module, "model", None)
         if hasattr(module, "lm_head") and isinstance(inner, TokenFormerDecoder):
             return _language(module, inner, module.lm_head, num_tokens)
-        if hasattr(module, "lm_head") and hasattr(getattr(module, "transformer", None), "wpe"):
-            return _gpt2(module, num_tokens)
+        kind = getattr(getattr(module, "config", None), "model_type", None)
+        if hasattr(module, "lm_head") and kind in ("gpt2", "gpt_neox"):
+            return _transformer(module, num_tokens)
     raise InputError(
         f"the costs of a {type(model).__name__} are unknown; give a TokenFormerViT, a timm "
-        "VisionTransformer, a TokenFormer language model or a GPT-2 with its head"
+        "VisionTransformer, a TokenFormer language model, or a GPT-2 or GPT-NeoX with its head"
     )
 
 
@@ -177,9 +177,12 @@ def _language(model: nn.Module, decoder: Any, head: Any, num_tokens: int | None)
     if head is None or head.weight is decoder.embedding.weight:
         shared = decoder.embedding.weight.numel()
     rows = _rows(num_tokens, decoder.config.context_length)
-    return _Plan(
-        model, decoder.blocks, rows, lambda name: _part(name.removeprefix("model.")), shared
-    )
+    width = _width(decoder.blocks)
+    return _Plan(model, width, rows, lambda name: _part(name.removeprefix("model.")), shared)
+
+
+def _width(blocks: Iterable[Any]) -> int:
+    return sum(block.attn.num_heads * block.attn.head_dim for block in blocks)
 
 
 def _rows(num_tokens: int | None, context: int) -> dict[str, int]:
@@ -205,7 +208,7 @@ def _vision(vit: Any, num_tokens: int | None) -> _Plan:
         **dict.fromkeys(("qkv", "output", "feed_forward"), tokens),
         "head": 1 if vit.global_pool else tokens,
     }
-    return _Plan(vit, vit.blocks, rows, _part)
+    return _Plan(vit, _width(vit.blocks), rows, _part)
 
 
 def _check_vision(vit: Any) -> None:
@@ -230,17 +233,17 @@ def _check_vision(vit: Any) -> None:
                 )
 
 
-def _gpt2(model: Any, num_tokens: int | None) -> _Plan:
-    trunk = model.transformer
-    for block in trunk.h:
-        if not hasattr(block.attn, "c_attn") or hasattr(block, "crossattention"):
-            raise InputError(
-                f"the costs of this {type(block).__name__} are unknown; give a GPT-2 without "
-                "cross-attention"
-            )
-    tied = model.lm_head.weight is trunk.wte.weight
-    rows = _rows(num_tokens, trunk.wpe.num_embeddings)
-    return _Plan(model, trunk.h, rows, _gpt2_part, trunk.wte.weight.numel() if tied else 0)
+def _transformer(model: Any, num_tokens: int | None) -> _Plan:
+    """Plan a GPT-2 or a GPT-NeoX."""
+    config, embedding = model.config, model.get_input_embeddings().weight
+    if getattr(config, "add_cross_attention", False):
+        raise InputError(
+            "the costs of a GPT-2 with cross-attention are unknown; give one without it"
+        )
+    width = config.hidden_size * config.num_hidden_layers
+    rows = _rows(num_tokens, config.max_position_embeddings)
+    shared = embedding.numel() if model.lm_head.weight is embedding else 0
+    return _Plan(model, width, rows, _transformer_part, shared)
 
 
 def _part(name: str) -> str:
@@ -258,16 +261,19 @@ def _part(name: str) -> str:
     return "head" if top.startswith(("head", "lm_head")) else "other"
 
 
-def _gpt2_part(name: str) -> str:
-    """Name the part that a parameter of a GPT-2 belongs to."""
+def _transformer_part(name: str) -> str:
+    """Name the part that a parameter of a GPT-2 or a GPT-NeoX belongs to."""
     path = name.split(".")
     for module, part in (
         ("lm_head", "head"),
         ("wte", "embedding"),
         ("wpe", "embedding"),
+        ("embed_in", "embedding"),
         ("mlp", "feed_forward"),
         ("c_attn", "qkv"),
+        ("query_key_value", "qkv"),
         ("c_proj", "output"),  # after mlp, which also has one
+        ("dense", "output"),
     ):
         if module in path:
             return part

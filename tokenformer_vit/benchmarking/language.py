@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tokenformer_vit.models import blocks_of
+
 from .costs import model_costs, total
 from .variants import Group, as_released, set_implementation
 
@@ -25,7 +27,7 @@ class Decoder(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        self.blocks = model.transformer.h if hasattr(model, "transformer") else model.model.blocks
+        self.blocks = blocks_of(model.base_model)
 
     def forward(self, tokens: Tensor, **kwargs: Any) -> Any:
         """Return the output of the model for (B, N) tokens."""
@@ -37,7 +39,7 @@ class Language(NamedTuple):
 
     Args:
         model: Function that builds the TokenFormer, as a causal language model of transformers.
-        baseline: Function that builds the Transformer in GPT-2's form.
+        baseline: Function that builds the Transformer.
         vocab_size: Entries of both embeddings.
         num_tokens: Length N of a sequence.
     """

@@ -17,8 +17,8 @@ runs all that this project measures on a machine, stage by stage. ``--loop CONFI
 step of the first group by kernels, for each compiled variant.
 
 With ``--lm`` it measures a language model. The baseline is a Transformer in GPT-2's form with the
-same width, depth, heads and vocabulary, and as many weights in its blocks. Both are models of
-transformers.
+same width, depth, heads and vocabulary, and as many weights in its blocks; with ``--positions
+rotary`` it has GPT-NeoX's form. Both are models of transformers.
 
 A *group* is a mode, a precision and a batch size. Mode ``train`` is forward pass, cross entropy,
 backward pass and a step of fused AdamW. For images, ``infer`` is the forward pass without
@@ -184,6 +184,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="length of a sequence; default: the context length",
     )
     add(
+        "--positions",
+        choices=["learned", "rotary"],
+        help="of the Transformer that --lm is compared with; default: learned",
+    )
+    add(
         "--backends",
         nargs="+",
         choices=IMPLEMENTATIONS,
@@ -229,7 +234,7 @@ def _complete(args: argparse.Namespace) -> None:
     Raises:
         InputError: In the cases of :func:`parse`.
     """
-    for name in IMAGES if args.lm else ("num_tokens",):
+    for name in IMAGES if args.lm else ("num_tokens", "positions"):
         if getattr(args, name) is not None:
             reason = "is for images, not for --lm" if args.lm else "needs --lm"
             raise InputError(f"--{name.replace('_', '-')} {reason}; remove one of them")
@@ -239,6 +244,7 @@ def _complete(args: argparse.Namespace) -> None:
         if mode not in modes:
             raise InputError(f"--modes {mode}: choose from {', '.join(modes)}")
     if args.lm:
+        args.positions = args.positions or "learned"
         context = lm_config(args.lm).context_length
         args.num_tokens = args.num_tokens or (
             min(context, _QUICK_TOKENS) if args.quick else context
@@ -266,6 +272,7 @@ def _complete(args: argparse.Namespace) -> None:
     args.batch_sizes = args.batch_sizes or [batch_size]
     if args.out is None:
         model = f"lm_{args.lm}_{args.num_tokens}" if args.lm else args.model
+        model += "_rotary" if args.positions == "rotary" else ""
         kind = "profile" if args.profile else "speed"
         name = f"{kind}_{model}_{device_in_name(args.device)}"
         args.out = Path("work_dirs", f"{name}_quick.json" if args.quick else f"{name}.json")
@@ -324,15 +331,16 @@ def _language_subject(args: argparse.Namespace) -> tuple[Language, dict[str, Any
     config = lm_config(args.lm, **({"depth": args.depth} if args.depth else {}))
     subject = Language(
         lambda: language.TokenFormerForCausalLM(language.TokenFormerConfig(**asdict(config))),
-        lambda: language.matched_transformer(config),
+        lambda: language.matched_transformer(config, args.positions),
         config.vocab_size,
         args.num_tokens,
     )
     counts = {"model": subject.costs("reference"), "baseline": subject.costs("baseline")}
     with torch.device("meta"):
         hidden = language.matched_transformer(config).config.n_inner
+    baseline = "transformer, rotary" if args.positions == "rotary" else "transformer"
     return subject, {
-        **{"model": args.lm, "baseline": "transformer", "depth": args.depth},
+        **{"model": args.lm, "baseline": baseline, "depth": args.depth},
         **{"num_tokens": args.num_tokens, "config": asdict(config), "hidden_features": hidden},
         **counted(subject.unit, counts),
     }

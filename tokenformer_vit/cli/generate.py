@@ -42,8 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     if not prompts:
         raise InputError("there is no prompt: give one after the model, or one a line on stdin")
-    kinds = ("tokenformer", "gpt2")
-    model = language.load_language_model(args.model, kinds, args.mask).to(device)
+    model = language.load_language_model(args.model, language.TRAINED_KINDS, args.mask).to(device)
     tokenizer = language.load_tokenizer(args.tokenizer or args.model, model.config.vocab_size)
     streamer = language.TerminalStreamer(tokenizer, skip_special_tokens=True)
     torch.manual_seed(args.seed)

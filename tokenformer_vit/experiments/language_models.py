@@ -11,6 +11,10 @@ from tokenformer_vit.errors import InputError
 from .fields import Field, Measure
 from .variants import PAIRS, ModelChange, Part, Shape
 
+# Labels of the Transformers, by their positions.
+TRANSFORMERS = {"learned": "Transformer (GPT-2)", "rotary": "Transformer (GPT-NeoX, rotary)"}
+_ROTATION = ("rotary_share", "rotary_base")
+
 
 class LanguageField(Field):
     """Language models, measured by perplexity."""
@@ -88,7 +92,7 @@ class LanguageField(Field):
                 "needs a TokenFormer; choose another --config"
             )
         lm: Any = model.model.model
-        keys = ("vocab_size", "context_length", "tie_embeddings")
+        keys = ("vocab_size", "context_length", "tie_embeddings", *_ROTATION)
         outside = {key: getattr(lm.config, key) for key in keys}
         shape = Shape.of(lm.blocks, lm.config.embed_dim, outside)
         return shape, sum(parameter.numel() for parameter in model.parameters())
@@ -126,13 +130,26 @@ def pairs_by_width(attention: float, ffn: float, **new: Any) -> ModelChange:
     return change
 
 
-def transformer(model: Part, shape: Shape, hidden_features: int) -> Part:
-    """Use a Transformer like GPT-2, with the TokenFormer's width and depth."""
+def transformer(
+    model: Part, shape: Shape, hidden_features: int, positions: str = "learned"
+) -> Part:
+    """Use a Transformer with the TokenFormer's width and depth.
+
+    Args:
+        model: The config's model.
+        shape: Its sizes.
+        hidden_features: Neurons of each hidden layer.
+        positions: ``learned`` for the form of GPT-2; ``rotary`` for the form of GPT-NeoX, which
+            rotates as many dimensions as the TokenFormer.
+    """
+    rotary = positions == "rotary"
+    outside = {key: size for key, size in shape.outside.items() if rotary or key not in _ROTATION}
     return {
         **model,
         "architecture": "transformer",
         "config": {
-            **shape.outside,
+            **outside,
+            **({"positions": positions} if rotary else {}),
             "embed_dim": shape.embed_dim,
             "depth": shape.depth,
             "num_heads": shape.num_heads,
@@ -141,6 +158,12 @@ def transformer(model: Part, shape: Shape, hidden_features: int) -> Part:
     }
 
 
-def to_matched_transformer(part: float = 1, pairs: float = 1) -> ModelChange:
+def to_matched_transformer(
+    part: float = 1, pairs: float = 1, positions: str = "learned"
+) -> ModelChange:
     """Use the Transformer whose hidden size :meth:`Shape.hidden` gives."""
-    return lambda model, shape: transformer(model, shape, **shape.hidden(part, pairs))
+
+    def change(model: Part, shape: Shape) -> Part:
+        return transformer(model, shape, **shape.hidden(part, pairs), positions=positions)
+
+    return change

@@ -20,6 +20,21 @@ _INITS = {
 
 
 @dataclass(frozen=True)
+class Reference:
+    """A Transformer that grows by Net2Net.
+
+    Args:
+        label: Name in tables.
+        change: Turns the config's model into it.
+        prefix: Start of the names of its variants.
+    """
+
+    label: str
+    change: ModelChange
+    prefix: str = ""
+
+
+@dataclass(frozen=True)
 class Family:
     """A small model, and models that are several times as large.
 
@@ -28,12 +43,12 @@ class Family:
 
     Args:
         field: Images or language.
-        reference: Turns the config's model into the Transformer that grows by Net2Net.
+        references: The Transformers, of as many weights.
         times: How many times as large each large model is.
     """
 
     field: Field
-    reference: ModelChange
+    references: tuple[Reference, ...]
     times: tuple[int, ...]
 
     @property
@@ -55,10 +70,10 @@ class Family:
         return tuple(self._variants())
 
     def _variants(self) -> Iterator[Variant]:
-        other = self.field.transformer
         yield Variant("small", "small", self._ours(1), line="small")
-        label = f"{other}, small"
-        yield Variant("reference", label, self._theirs(1), line=label, reference=True)
+        for other in self.references:
+            name, label = f"{other.prefix}reference", f"{other.label}, small"
+            yield Variant(name, label, self._theirs(other, 1), line=label, reference=True)
         for percent in sorted({stage * times for stage in STAGES for times in self.times}):
             yield Variant(
                 f"same_{percent}",
@@ -71,8 +86,9 @@ class Family:
         for times in self.times:
             label = f"× {times}, from scratch"
             yield Variant(f"x{times}", label, self._ours(times), line=label)
-            name, label = f"x{times}_reference", f"{other}, {label}"
-            yield Variant(name, label, self._theirs(times), line=label, reference=True)
+            for other in self.references:
+                name, line = f"x{times}_{other.prefix}reference", f"{other.label}, {label}"
+                yield Variant(name, line, self._theirs(other, times), line=line, reference=True)
             for stage in STAGES:
                 yield from self._equal_budgets(times, stage)
                 yield from self._grown(times, stage)
@@ -92,13 +108,13 @@ class Family:
 
     def _grown(self, times: int, stage: int) -> Iterator[Variant]:
         """Yield the small model grown in each way and trained on, and Net2Net."""
-        net2net = f"x{times}_net2net_{stage}"
+        net2net = {each: f"x{times}_{each.prefix}net2net_{stage}" for each in self.references}
         budgets = zip(ACCOUNTS, self.accounts, strict=True)
         against = (
             (FULL, f"x{times}"),
             *((f"scratch, {text}", f"x{times}_{name}_{stage}") for name, (text, _) in budgets),
             ("not grown", f"same_{stage * times}"),
-            ("Net2Net", net2net),
+            *((f"{other.label}, Net2Net", name) for other, name in net2net.items()),
         )
         for init, label in _INITS.items():
             line = f"× {times}, {label}"
@@ -112,18 +128,19 @@ class Family:
                 against=against,
                 line=line,
             )
-        line = f"{self.field.transformer}, × {times}, Net2Net"
-        yield Variant(
-            net2net,
-            f"{line}, {stage} %",
-            arguments(),
-            outside=self._growth(self._hidden, times, stage),
-            reference=True,
-            grown=True,
-            start="reference",
-            against=((FULL, f"x{times}_reference"),),
-            line=line,
-        )
+        for other, name in net2net.items():
+            line = f"{other.label}, × {times}, Net2Net"
+            yield Variant(
+                name,
+                f"{line}, {stage} %",
+                arguments(),
+                outside=self._growth(self._hidden, times, stage),
+                reference=True,
+                grown=True,
+                start=f"{other.prefix}reference",
+                against=((FULL, f"x{times}_{other.prefix}reference"),),
+                line=line,
+            )
 
     def _pairs(self, shape: Shape, times: int) -> dict[str, int]:
         """Return the numbers of pairs, which are multiples of the small model's."""
@@ -146,11 +163,11 @@ class Family:
 
         return change
 
-    def _theirs(self, times: int) -> ModelChange:
-        """Set the hidden neurons of the Transformer."""
+    def _theirs(self, other: Reference, times: int) -> ModelChange:
+        """Set the hidden neurons of a Transformer."""
 
         def change(part: Part, shape: Shape) -> Part:
-            return self.field.sized(self.reference(part, shape), self._hidden(shape, times))
+            return self.field.sized(other.change(part, shape), self._hidden(shape, times))
 
         return change
 

@@ -42,7 +42,7 @@ from .variants import Variant
 _COLOURS = {
     (False, False): ["#9ecae1", "#4292c6", "#08306b", "#6a51a3", "#737373", "#c7a252"],
     (False, True): ["#d7301f", "#fd8d3c", "#ce1256"],
-    (True, False): ["#006d2c"],
+    (True, False): ["#006d2c", "#6b6b10"],
     (True, True): ["#41ab5d", "#a1a118"],
 }
 
@@ -120,8 +120,8 @@ class TrainingCost(Question):
             Column("n", lambda row: str(len(row.results()))),
         )
 
-    def from_scratch(self, reference: bool) -> list[Variant]:
-        """List the variants that do not grow: the references, or all others."""
+    def from_scratch(self, reference: bool | str) -> list[Variant]:
+        """List the variants that do not grow: the references of a kind, or the TokenFormers."""
         return [each for each in self.variants if each.reference == reference and not each.grown]
 
     def _largest(self, row: Row) -> Row:
@@ -173,7 +173,7 @@ class TrainingCost(Question):
         handles = []
         for variant, runs in done.items():
             linestyle, marker = ("--", "s") if variant.reference else ("-", "o")
-            colour = next(colours[variant.reference, variant.grown])
+            colour = next(colours[bool(variant.reference), variant.grown])
             style: dict[str, Any] = {"color": colour, "label": name_of(variant, runs, records)}
             validation = curves_of(runs, "validation", "flops", measure.name)
             band(curves, validation, linestyle=linestyle, **style)
@@ -273,7 +273,7 @@ def _aside(variant: Variant, done: Mapping[Variant, Sequence[Record]]) -> float:
     same = [
         other
         for other, runs in done.items()
-        if other.reference == variant.reference
+        if bool(other.reference) == bool(variant.reference)
         and math.isclose(runs[0]["flops"], flops, rel_tol=0.03)
     ]
     return 1.015 ** (same.index(variant) - (len(same) - 1) / 2)

@@ -85,7 +85,8 @@ class Variant:
     label: str  # in tables and charts
     change: ModelChange  # turns the config's backbone, or language model, into the variant's
     paper: float | None = None  # top-1 in % that the paper reports for it on ImageNet-1K
-    reference: bool = False  # a ViT or Transformer that TokenFormers are compared with
+    # A ViT or Transformer that TokenFormers are compared with; of several kinds, which one.
+    reference: bool | str = False
     outside: Outside | None = None  # returns what else changes in the config
     grown: bool = False  # grows during training
     start: str | None = None  # name of the earlier variant that training continues

@@ -31,11 +31,18 @@ class _Form(NamedTuple):
     names: tuple[str, str]
     dims: tuple[int, int]  # the hidden dimension of the weights
     sizes: tuple[str, str]  # attributes with the hidden size
+    blocks: str  # attribute with the blocks
+    key: str = ""  # of the configuration, for the hidden size
 
 
-_TIMM = _Form(("fc1", "fc2"), (0, 1), ("out_features", "in_features"))
-# GPT-2 of transformers stores weights as (in, out).
-_GPT2 = _Form(("c_fc", "c_proj"), (1, 0), ("nf", "nx"))
+_LINEAR = (0, 1), ("out_features", "in_features")
+_TIMM = _Form(("fc1", "fc2"), *_LINEAR, "blocks")
+_OF_TRANSFORMERS = (
+    # GPT-2 stores weights as (in, out).
+    _Form(("c_fc", "c_proj"), (1, 0), ("nf", "nx"), "h", "n_inner"),
+    # GPT-NeoX
+    _Form(("dense_h_to_4h", "dense_4h_to_h"), *_LINEAR, "layers", "intermediate_size"),
+)
 
 
 def widen_mlp(
@@ -53,15 +60,16 @@ def widen_mlp(
     change.
 
     Args:
-        model: timm ``VisionTransformer`` with ordinary blocks, GPT-2 of transformers, or a module
-            that holds one of these.
+        model: timm ``VisionTransformer`` with ordinary blocks, GPT-2 or GPT-NeoX of transformers,
+            or a module that holds one of these.
         hidden_features: New number of neurons in every hidden layer.
         seed: Seed of the choice of neurons and of their shares.
         optimizer: Optimizer of the model's parameters, which continues with the new parameters.
         moments: What to do with the optimizer's state; see :func:`carry_over`.
 
     Returns:
-        ``model``. A GPT-2 has the new number in ``config.n_inner``, with which it is saved.
+        ``model``. A model of transformers has the new number in its ``config``, with which it is
+        saved.
 
     Raises:
         InputError: If there is no such model, or a hidden layer already has that width or more.
@@ -71,7 +79,7 @@ def widen_mlp(
         Net2WiderNet of Net2Net, arXiv:1511.05641, Section 2.2, for the hidden layer of each block.
     """
     form, transformer = _find_transformer(model)
-    blocks = transformer.blocks if form is _TIMM else transformer.h
+    blocks = getattr(transformer, form.blocks)
     for index, block in enumerate(blocks):
         _check_mlp(block.mlp, form, f"block {index}", hidden_features)
     check_optimizer(optimizer, blocks.parameters(), moments)
@@ -82,7 +90,7 @@ def widen_mlp(
     if form is _TIMM:
         _record(transformer, mlp_ratio=mlp_ratio(hidden_features, transformer.embed_dim))
     else:
-        transformer.config.n_inner = hidden_features
+        setattr(transformer.config, form.key, hidden_features)
     mark_replaced(changes)
     if optimizer is not None:
         carry_over(optimizer, changes, moments)
@@ -189,11 +197,12 @@ def _find_vit(model: nn.Module) -> VisionTransformer:
 
 
 def _find_transformer(model: nn.Module) -> tuple[_Form, Any]:
-    """Find the module with the blocks: ``blocks`` of a ViT or ``h`` of a GPT-2."""
+    """Find the module with the blocks of a ViT, a GPT-2 or a GPT-NeoX."""
     for module in model.modules():
-        # Recognised by its attributes, because transformers may not be installed.
-        if hasattr(module, "h") and hasattr(getattr(module, "config", None), "n_inner"):
-            return _GPT2, module
+        for form in _OF_TRANSFORMERS:
+            # Recognised by its attributes, because transformers may not be installed.
+            if hasattr(module, form.blocks) and hasattr(getattr(module, "config", None), form.key):
+                return form, module
     return _TIMM, _find_vit(model)
 
 

@@ -42,10 +42,11 @@ from .tokenizers import (
     load_tokenizer,
     train_tokenizer,
 )
-from .transformer import matched_transformer, transformer_lm
+from .transformer import TRAINED_KINDS, matched_transformer, transformer_lm
 
 __all__ = [
     "MASKS",
+    "TRAINED_KINDS",
     "Source",
     "TerminalStreamer",
     "TokenFormerConfig",

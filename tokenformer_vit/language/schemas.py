@@ -119,8 +119,8 @@ class PattentionArgs(TypedDict, total=False):
     gate: str
 
 
-class LMShape(TypedDict, total=False):
-    """The fields of :class:`~tokenformer_vit.models.LMConfig` in ``config.json``."""
+class _Shape(TypedDict, total=False):
+    """What TokenFormers and Transformers have in common."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)  # type: ignore[misc]
 
@@ -129,13 +129,24 @@ class LMShape(TypedDict, total=False):
     embed_dim: Size
     depth: Size
     num_heads: Size
-    num_qkv_param_tokens: PairCounts | None
-    num_proj_param_tokens: PairCounts | None
-    num_ffn_param_tokens: PairCounts | None
     positions: str
     rotary_share: Annotated[float, Field(gt=0, le=1)]
     rotary_base: Annotated[float, Field(gt=0)]
     tie_embeddings: bool
+
+
+class TransformerShape(_Shape, total=False):
+    """The arguments of :func:`~tokenformer_vit.language.transformer_lm`."""
+
+    hidden_features: Size | None
+
+
+class LMShape(_Shape, total=False):
+    """The fields of :class:`~tokenformer_vit.models.LMConfig` in ``config.json``."""
+
+    num_qkv_param_tokens: PairCounts | None
+    num_proj_param_tokens: PairCounts | None
+    num_ffn_param_tokens: PairCounts | None
     theta: str
     norm: str
     norm_eps: Annotated[float, Field(ge=0)]

@@ -1,11 +1,20 @@
 """A plain Transformer, the baseline of TokenFormer language models."""
 
+from typing import Any
+
 import numpy as np
-from transformers import GPT2Config, GPT2LMHeadModel
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from tokenformer_vit.benchmarking.matched import matched_hidden
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models import LMConfig
+from tokenformer_vit.layers.arguments import released_stds
+from tokenformer_vit.models import LMConfig, blocks_of
+
+from .modeling import TokenFormerConfig
+
+# Model types of transformers that are trained here.
+TRAINED_KINDS = tuple(each.model_type for each in (TokenFormerConfig, GPT2Config, GPTNeoXConfig))
 
 
 def transformer_lm(
@@ -16,12 +25,22 @@ def transformer_lm(
     num_heads: int,
     hidden_features: int | None = None,
     tie_embeddings: bool = True,
-) -> GPT2LMHeadModel:
-    """Build a causal Transformer in the form of GPT-2, with the initialisation of GPT-2.
+    positions: str = "learned",
+    rotary_share: float = 0.25,
+    rotary_base: float = 10_000.0,
+) -> Any:
+    """Build a causal Transformer in the form of GPT-2, or of GPT-NeoX with rotary positions.
 
-    It has learned positions, added to the embedding; a LayerNorm before each of the two residual
-    parts of a block and one before the head; GELU in its tanh approximation; and biases in every
-    linear layer but the head. It has no dropout.
+    Both forms have a LayerNorm before each of the two residual parts of a block and one before the
+    head, and biases in every linear layer but the head. They have no dropout. Weights start from
+    N(0, σ²) with σ = 0.02, and with a smaller σ in the last layer of each residual part.
+
+    ============= ============================ ======================== ====================
+    ``positions`` what they do                 GELU                     σ of the last layers
+    ============= ============================ ======================== ====================
+    ``learned``   are added to the embedding   its tanh approximation   0.02 / √(2 · depth)
+    ``rotary``    rotate queries and keys      exact                    2 / (depth · √C)
+    ============= ============================ ======================== ====================
 
     Args:
         vocab_size: V, number of entries of the embedding.
@@ -31,54 +50,85 @@ def transformer_lm(
         num_heads: Number of attention heads; divides ``embed_dim``.
         hidden_features: Neurons of each hidden layer; None for 4 C.
         tie_embeddings: Whether the embedding is also the head.
+        positions: ``learned`` or ``rotary``; see the table.
+        rotary_share: Share of the dimensions of each head that are rotated, the first ones.
+        rotary_base: Base of the wavelengths of the rotation.
 
     Returns:
-        The model. Its attention is PyTorch's own function. Its configuration names no end-of-text
-        token; the tokenizer does.
+        ``GPT2LMHeadModel`` or ``GPTNeoXForCausalLM`` of transformers. Its attention is PyTorch's
+        own function. Its configuration names no end-of-text token; the tokenizer does.
 
     Raises:
-        InputError: If a size does not fit.
+        InputError: If ``positions`` is unknown or a size does not fit.
+
+    Note:
+        In the rotary form, the feed-forward part follows attention, as in GPT-2 and in a
+        TokenFormer. GPT-NeoX-20B computes both from the same input, which is faster.
 
     Source:
         Radford et al., Language Models are Unsupervised Multitask Learners, 2019, Section 2.3;
-        12 × 768 with its vocabulary and context is its smallest model.
+        12 × 768 with its vocabulary and context is its smallest model. GPT-NeoX: arXiv:2204.06745,
+        Section 2. The TokenFormer authors train Transformers in the rotary form, with this
+        initialisation, a quarter of each head rotated and a tied head
+        (``124M_naive_transformer.yml`` of their configuration files).
     """
-    sizes = {
-        "vocab_size": vocab_size,
-        "context_length": context_length,
-        "embed_dim": embed_dim,
-        "depth": depth,
-        "num_heads": num_heads,
-        "hidden_features": 4 * embed_dim if hidden_features is None else hidden_features,
-    }
-    for name, size in sizes.items():
-        if size < 1:
-            raise InputError(f"{name} must be at least 1, but got {size}")
+    hidden = 4 * embed_dim if hidden_features is None else hidden_features
+    sizes = (vocab_size, context_length, embed_dim, depth, num_heads)
+    LMConfig(*sizes, positions=positions, rotary_share=rotary_share)  # checks them
+    if hidden < 1:
+        raise InputError(f"hidden_features must be at least 1, but got {hidden}")
     if embed_dim % num_heads:
         raise InputError(f"embed_dim {embed_dim} must be a multiple of num_heads {num_heads}")
-    config = GPT2Config(
-        vocab_size=vocab_size,
-        n_positions=context_length,
-        n_embd=embed_dim,
-        n_layer=depth,
-        n_head=num_heads,
-        n_inner=sizes["hidden_features"],
-        activation_function="gelu_pytorch_tanh",  # GPT-2's own, in one call instead of five
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        tie_word_embeddings=tie_embeddings,
-        bos_token_id=None,
-        eos_token_id=None,
+    common = {
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": tie_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if positions == "learned":
+        config = GPT2Config(
+            n_positions=context_length,
+            n_embd=embed_dim,
+            n_layer=depth,
+            n_head=num_heads,
+            n_inner=hidden,
+            activation_function="gelu_pytorch_tanh",  # GPT-2's own, in one call instead of five
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            **common,
+        )
+        return GPT2LMHeadModel(config)
+    model = GPTNeoXForCausalLM(
+        GPTNeoXConfig(
+            max_position_embeddings=context_length,
+            hidden_size=embed_dim,
+            num_hidden_layers=depth,
+            num_attention_heads=num_heads,
+            intermediate_size=hidden,
+            use_parallel_residual=False,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": rotary_base,
+                "partial_rotary_factor": rotary_share,
+            },
+            **common,
+        )
     )
-    return GPT2LMHeadModel(config)
+    _, std = released_stds(embed_dim, depth)  # the authors have one rule for both architectures
+    for block in blocks_of(model.gpt_neox):
+        for layer in (block.attention.dense, block.mlp.dense_4h_to_h):
+            nn.init.normal_(layer.weight, std=std)  # transformers has smaller ones only for GPT-2
+    return model
 
 
-def matched_transformer(config: LMConfig) -> GPT2LMHeadModel:
+def matched_transformer(config: LMConfig, positions: str = "learned") -> Any:
     """Build the Transformer that matches a TokenFormer: its width, depth and weights in blocks.
 
     Args:
         config: Shape of the TokenFormer; of numbers of pairs by block, the mean counts.
+        positions: ``learned`` or ``rotary``, whatever the TokenFormer has. Rotary positions have
+            its share and base.
 
     Returns:
         The model; see :func:`transformer_lm`.
@@ -104,4 +154,7 @@ def matched_transformer(config: LMConfig) -> GPT2LMHeadModel:
         config.num_heads,
         matched_hidden(width, round(3 * qkv + proj + ffn)),
         config.tie_embeddings,
+        positions,
+        config.rotary_share,
+        config.rotary_base,
     )

@@ -107,15 +107,9 @@ class Pattention(NestedLayer):
         scores of unit variance. Values N(0, init_gain² / (P · E[Θ²])), with E[Θ²] for standard
         normal scores, so outputs have the standard deviation ``init_gain``.
 
-        The released language code draws keys from N(0, 0.02²) and values from
-        N(0, (2 / (depth · √width))²); a model with ``pattention_args={"init": "released"}`` does
-        the same. Under ``gelu_l2``, which ignores the scale of the keys, the released keys compute
-        the same. The values do not: in a model of 12 blocks of width 768 with 768 pairs, our
-        values are 9.2 times the released ones in query, key and value, 1.9 times in the output
-        projection, and 0.94 times in the feed-forward layer (3072 pairs). Under a Θ that does not
-        normalise the scores, their standard deviation of 0.02·√width depends on the width and
-        leaves Θ nearly linear (``softmax``: nearly constant). The released rule for values does not
-        depend on P or Θ, so outputs would start at a different size for each Θ.
+        The authors' language code has another rule; a model with
+        ``pattention_args={"init": "released"}`` follows it. README.md of
+        ``tokenformer_vit.language`` compares the two rules and lists all other differences.
 
         Range: a row of scores must have an L2 norm below 1.8e19 (√ of the largest float32) under
         the L2 variants, and each float16 score must be below 65504; see README.md of

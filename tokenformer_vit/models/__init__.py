@@ -3,7 +3,7 @@
 from . import presets  # noqa: F401, registers the models
 from .causal_block import KVCache
 from .causal_lm import TokenFormerDecoder, TokenFormerLM
-from .compilation import compile_blocks
+from .compilation import BLOCKS, blocks_of, compile_blocks
 from .lm_config import LM_PRESETS, LMConfig, lm_config
 from .vit import (
     TokenFormerViT,
@@ -14,6 +14,7 @@ from .vit import (
 )
 
 __all__ = [
+    "BLOCKS",
     "LM_PRESETS",
     "KVCache",
     "LMConfig",
@@ -21,6 +22,7 @@ __all__ = [
     "TokenFormerLM",
     "TokenFormerViT",
     "TokenFormerViTDistilled",
+    "blocks_of",
     "checkpoint_filter_fn",
     "classifier_state_dict",
     "compile_blocks",

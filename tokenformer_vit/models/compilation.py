@@ -12,6 +12,13 @@ from tokenformer_vit.errors import InputError
 # a first block without stochastic depth each need another version. By default PyTorch stops at
 # eight versions and silently runs the rest uncompiled.
 _MOST_VERSIONS = 64
+# Names of the list of blocks: in timm's ViTs and ours, GPT-2 and GPT-NeoX of transformers.
+BLOCKS = ("blocks", "h", "layers")
+
+
+def blocks_of(model: nn.Module) -> Any:
+    """Return the list of a model's blocks, or None."""
+    return next((getattr(model, name) for name in BLOCKS if hasattr(model, name)), None)
 
 
 def compile_blocks(
@@ -24,8 +31,7 @@ def compile_blocks(
     pickle of the model is not compiled.
 
     Args:
-        model: Model whose blocks are in ``model.blocks``, as in timm's ViTs, or in ``model.h``, as
-            in the GPT-2 of transformers.
+        model: Model whose blocks are in an attribute of ``BLOCKS``, such as a ViT of timm.
         how: Value of a config: a mode of ``torch.compile``, or a dict of its arguments; True for
             its default, False to compile nothing.
         **kwargs: Arguments of ``torch.compile``.
@@ -41,7 +47,7 @@ def compile_blocks(
         return
     if how is not True:
         kwargs = {**({"mode": how} if isinstance(how, str) else how), **kwargs}
-    blocks = getattr(model, "blocks", getattr(model, "h", None))
+    blocks = blocks_of(model)
     if not isinstance(blocks, nn.Module):
         raise InputError(
             f"{type(model).__name__} has no transformer blocks to compile; omit --compile, or "

@@ -88,26 +88,32 @@ class LMConfig:
         return int(self.embed_dim // self.num_heads * self.rotary_share)
 
 
-def _grown(pairs: int) -> dict[str, int]:
-    """Return the numbers of pairs of one model of the paper's growth series, all 12 × 768."""
+def _grown(pairs: int, **shape: int) -> dict[str, int]:
+    """Return the shape of a model of a growth series, which has four times as many FFN pairs."""
     return {
+        **shape,
         "num_qkv_param_tokens": pairs,
         "num_proj_param_tokens": pairs,
         "num_ffn_param_tokens": 4 * pairs,
     }
 
 
+_RELEASED = {"embed_dim": 1024, "depth": 24, "num_heads": 16, "context_length": 1024}
 LM_PRESETS: dict[str, dict[str, Any]] = {
     # Released: 151,881,216, 454,166,528, 903,252,480 and 1,587,219,456 parameters.
     "150m": {},
     "450m": {"embed_dim": 1024, "depth": 24, "num_heads": 16},
     "900m": {"embed_dim": 1280, "depth": 32, "num_heads": 16},
     "1.5b": {"embed_dim": 1536, "depth": 40, "num_heads": 16},
-    # The growth series, Figure 3: each model is the one before with more pairs.
+    # The growth series of the paper, Figure 3: each model is the one before with more pairs.
     "grown_124m": _grown(576),
     "grown_354m": _grown(2140),
     "grown_757m": _grown(4850),
     "grown_1.4b": _grown(8620),
+    # The growth series that is released, for OpenWebText2 (incremental_scaling_openwebtext2 of the
+    # authors' configuration files): 353,503,232 and 756,156,416 parameters.
+    "released_354m": _grown(768, **_RELEASED),
+    "released_757m": _grown(1792, **_RELEASED),
     # For tests and small text.
     "tiny": {"embed_dim": 128, "depth": 4, "num_heads": 4, "context_length": 256},
 }

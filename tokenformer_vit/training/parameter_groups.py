@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth.optimizer import SEPARATE
+from tokenformer_vit.models import BLOCKS
 
 from .adamw import AdamW
 from .mmengine_internals import set_last_values
@@ -124,7 +125,7 @@ def _choose_matrices(groups: Iterable[dict[str, Any]], model: nn.Module) -> None
     matrices = {
         parameter
         for name, parameter in model.named_parameters()
-        if parameter.dim() == 2 and {"blocks", "h"} & set(name.split("."))  # timm's, GPT-2's
+        if parameter.dim() == 2 and set(BLOCKS) & set(name.split("."))
     }
     for group in groups:
         group.setdefault("use_muon", matrices.issuperset(group["params"]))

@@ -18,13 +18,14 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import TokenMasks, count_pairs, grow
 from tokenformer_vit.language import (
     MASKS,
+    TRAINED_KINDS,
     TokenFormerConfig,
     TokenFormerForCausalLM,
     load_language_model,
     transformer_lm,
 )
-from tokenformer_vit.language.schemas import LMShape, check
-from tokenformer_vit.models import LMConfig, compile_blocks, lm_config
+from tokenformer_vit.language.schemas import LMShape, TransformerShape, check
+from tokenformer_vit.models import BLOCKS, LMConfig, compile_blocks, lm_config
 from tokenformer_vit.models.sizes import at_size
 
 from ..nested import NestedTraining
@@ -36,7 +37,7 @@ class CausalLM(NestedTraining, BaseModel):
     """A TokenFormer language model, or a Transformer as a baseline.
 
     Args:
-        architecture: ``tokenformer``, or ``transformer`` for the form of GPT-2.
+        architecture: ``tokenformer``, or ``transformer`` for the form of GPT-2 or GPT-NeoX.
         config: Sizes of a new model. For a TokenFormer, a ``preset`` and changes to it, or the
             fields of :class:`~tokenformer_vit.models.LMConfig`; for a Transformer, the arguments
             of :func:`~tokenformer_vit.language.transformer_lm`. Empty with a ``checkpoint``.
@@ -200,7 +201,7 @@ def _build(architecture: str, config: dict[str, Any], checkpoint: str) -> Any:
                 "set `config=dict(_delete_=True)`, or remove model.checkpoint"
             )
         # Published models may have 16-bit weights, in which the optimiser's steps would be lost.
-        return load_language_model(Path(checkpoint), kinds=("tokenformer", "gpt2")).float().train()
+        return load_language_model(Path(checkpoint), kinds=TRAINED_KINDS).float().train()
     try:
         if architecture == "tokenformer":
             preset = config.pop("preset", None)
@@ -208,7 +209,7 @@ def _build(architecture: str, config: dict[str, Any], checkpoint: str) -> Any:
             sizes = lm_config(preset, **shape) if preset else LMConfig(**shape)
             return TokenFormerForCausalLM(TokenFormerConfig(**vars(sizes)))
         if architecture == "transformer":
-            return transformer_lm(**config)
+            return transformer_lm(**check(TransformerShape, config))
     except (TypeError, InputError) as error:  # such as an unknown name
         raise InputError(
             f"model.config cannot build a {architecture}: {error}; correct it"
@@ -237,8 +238,8 @@ def _stem(model: nn.Module) -> list[nn.Parameter]:
     """List the parameters outside the blocks: embeddings, positions, final norm and head."""
     within = {
         id(parameter)
-        for name, module in model.named_modules()  # GPT-2 calls its blocks h
-        if name.endswith((".blocks", ".h"))
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] in BLOCKS
         for parameter in module.parameters()
     }
     return [parameter for parameter in model.parameters() if id(parameter) not in within]
