@@ -4,6 +4,7 @@ from . import presets  # noqa: F401, registers the models
 from .causal_lm import KVCache, TokenFormerLM
 from .compilation import compile_blocks
 from .lm_config import LM_PRESETS, LMConfig, lm_config
+from .quantization import quantize
 from .vit import TokenFormerViT, checkpoint_filter_fn, classifier_state_dict, timm_state_dict
 
 __all__ = [
@@ -16,5 +17,6 @@ __all__ = [
     "classifier_state_dict",
     "compile_blocks",
     "lm_config",
+    "quantize",
     "timm_state_dict",
 ]
