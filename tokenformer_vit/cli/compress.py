@@ -7,11 +7,11 @@ Give an exported folder and the data that the model was trained on::
 Methods (``--method``): ``prune`` removes the least used pairs of every layer, measured on training
 images. ``random`` removes random pairs, for comparison. ``nested`` keeps the first pairs of a
 nested model. ``top-k`` keeps all pairs, but every token reads only the values of its strongest
-pairs. ``int8`` and ``int4`` quantise all pairs with torchao. Nothing is trained afterwards. Accuracy
-is top-1 on DATA/val, with the model's own preprocessing; the label of a class folder is its position
-among the sorted folders. The last column is the share of images that get the same class from the
-original model. Usage is never measured on these images. FLOPs are counted, not timed: the gathers of
-``top-k`` take longer than a dense product with as many FLOPs.
+pairs. ``int8`` and ``int4`` keep all pairs and quantise them with torchao. Nothing is trained
+afterwards. Accuracy is top-1 on DATA/val, with the model's own preprocessing; the label of a class
+folder is its position among the sorted folders. The last column is the share of images that get the
+class which the original model gives. Usage is never measured on these images. FLOPs are counted,
+not timed: the gathers of ``top-k`` take longer than a dense product with as many FLOPs.
 
 ``--budget`` also chooses how many pairs each layer keeps, for a share of the FLOPs of the
 Pattention layers: ``by-usage`` chooses by usage, ``by-loss`` by the loss on held-out images. Equal

@@ -1,6 +1,6 @@
 """Pattention with quantised parameter tokens, for inference."""
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -44,14 +44,18 @@ class QuantizedPattention(nn.Module):
         self.register_buffer("gate", None if gate is None else gate.detach().clone())
         self.train(layer.training)
 
-    def _apply(self, *args: Any, **kwargs: Any) -> "QuantizedPattention":
-        try:
-            return super()._apply(*args, **kwargs)
-        except NotImplementedError as error:  # torchao's tensors
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedPattention":
+        weight, tau = self.keys.weight, self.tau
+        moved = fn(torch.empty(0, dtype=weight.dtype, device=weight.device))
+        if moved.dtype != weight.dtype:
             raise InputError(
-                "the dtype of a quantised model cannot change: load it again, cast it, and "
-                "quantise it last"
-            ) from error
+                f"a quantised model cannot be cast to {moved.dtype}: load the original model, cast "
+                "it, and quantise it last"
+            )
+        if moved.device != weight.device:  # torchao has no cast to the same dtype
+            super()._apply(fn, recurse)
+            self.tau = tau.to(moved.device)
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., C_in) tokens to (..., C_out)."""

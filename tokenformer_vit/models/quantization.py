@@ -37,10 +37,10 @@ class Quantized:
 def quantize(model: nn.Module, config: "str | AOBaseConfig" = "int8") -> Quantized:
     """Quantise the keys and values of all Pattention layers of a model, in place.
 
-    The model can then only compute: its pairs cannot be grown, pruned, masked or nested. Embeddings,
-    norms and the head stay as they are; torchao's own ``quantize_(model, config)`` quantises only
-    linear layers, so it finds the head and no parameter token. The copies of a layer with ``size``
-    or ``active`` have only the pairs in use.
+    The model is then only for inference: its pairs cannot be grown, pruned, masked or nested.
+    Embeddings, norms and the head stay as they are. (torchao's own ``quantize_(model, config)``
+    quantises linear layers. In these models it finds only the head.) A layer with a ``size`` or a
+    mask keeps only the pairs in use.
 
     Args:
         model: Image or language model, on its device, in float32, bfloat16 or float16.
@@ -94,18 +94,15 @@ def _quantized(name: str, layer: Any, config: Any) -> QuantizedPattention:
     made = QuantizedPattention(layer)
     try:
         quantize_(made, config)
+        # torchao skips a matrix whose size does not fit, and says so only in its log.
+        if not all(map(is_traceable_wrapper_subclass, made.parameters())):
+            raise ValueError("a group does not divide one of these numbers")
     except Exception as error:  # each format has its own demands on shapes, devices and packages
+        shape = f"{made.keys.in_features} -> {layer.num_used} pairs -> {made.values.out_features}"
         raise InputError(
-            f"torchao cannot quantise {name} with {config}: {one_line(error)}; choose another "
-            "configuration, such as 'int8'"
+            f"torchao cannot quantise {name} ({shape}) with {type(config).__name__}: "
+            f"{one_line(error)}; choose another configuration, such as 'int8'"
         ) from error
-    for part in ("keys", "values"):
-        weight = getattr(made, part).weight
-        if not is_traceable_wrapper_subclass(weight):  # torchao skips a wrong size silently
-            raise InputError(
-                f"torchao does not quantise the {part} of {name}, which are {tuple(weight.shape)}, "
-                f"with {config}: choose a group size that divides {weight.shape[1]}, or 'int8'"
-            )
     return made
 
 
