@@ -121,12 +121,12 @@ def test_preference_optimisation_by_trl(text, kind, tmp_path):
             {
                 "prompt": lines[::2],
                 "chosen": lines[1::2],
-                "rejected": [x[::-1] for x in lines[1::2]],
+                "rejected": ["0" * len(line) for line in lines[1::2]],
             }
         ),
     )
     losses = train(trainer, tmp_path / "saved")
-    assert losses[-1] < losses[0]  # forwards text is preferred to the same text backwards
+    assert losses[-1] < losses[0]
 
 
 def test_lora_of_parameter_tokens_by_trl_and_peft(text, tmp_path):
