@@ -224,6 +224,6 @@ def test_gradient_checkpointing_computes_the_same_gradients():
     model.blocks[0].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
     expected = gradients()
     assert len(runs) == 1
-    model.gradient_checkpointing = True
+    model.checkpoint_blocks = True
     torch.testing.assert_close(gradients(), expected, rtol=0, atol=0)
     assert len(runs) == 3  # once, and again in the backward pass

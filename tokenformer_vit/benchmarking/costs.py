@@ -21,7 +21,7 @@ from torch import nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Attention, Pattention, TokenFormerBlock
-from tokenformer_vit.models import TokenFormerLM
+from tokenformer_vit.models import TokenFormerDecoder, TokenFormerLM
 
 # Parts of a model, with their names in tables.
 PARTS = {
@@ -159,15 +159,26 @@ def _plan(model: nn.Module, num_tokens: int | None) -> _Plan:
         return _vision(model, num_tokens)
     for module in model.modules():
         if isinstance(module, TokenFormerLM):
-            shared = module.embedding.weight.numel() if module.head is None else 0
-            rows = _rows(num_tokens, module.config.context_length)
-            return _Plan(module, module.blocks, rows, _part, shared)
+            return _language(module, module, module.head, num_tokens)
         # Recognised by its attributes, because transformers may not be installed.
+        inner = getattr(module, "model", None)
+        if hasattr(module, "lm_head") and isinstance(inner, TokenFormerDecoder):
+            return _language(module, inner, module.lm_head, num_tokens)
         if hasattr(module, "lm_head") and hasattr(getattr(module, "transformer", None), "wpe"):
             return _gpt2(module, num_tokens)
     raise InputError(
         f"the costs of a {type(model).__name__} are unknown; give a TokenFormerViT, a timm "
         "VisionTransformer, a TokenFormer language model or a GPT-2 with its head"
+    )
+
+
+def _language(model: nn.Module, decoder: Any, head: Any, num_tokens: int | None) -> _Plan:
+    shared = 0
+    if head is None or head.weight is decoder.embedding.weight:
+        shared = decoder.embedding.weight.numel()
+    rows = _rows(num_tokens, decoder.config.context_length)
+    return _Plan(
+        model, decoder.blocks, rows, lambda name: _part(name.removeprefix("model.")), shared
     )
 
 
@@ -244,7 +255,7 @@ def _part(name: str) -> str:
         return "other"
     if top in ("patch_embed", "embedding", "positions") or not path:
         return "embedding"
-    return "head" if top.startswith("head") else "other"
+    return "head" if top.startswith(("head", "lm_head")) else "other"
 
 
 def _gpt2_part(name: str) -> str:

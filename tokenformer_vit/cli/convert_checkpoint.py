@@ -49,6 +49,7 @@ def _from_released(args: argparse.Namespace, language: ModuleType) -> None:
     with torch.device("meta"):
         model = language.TokenFormerForCausalLM(language.TokenFormerConfig(**vars(config)))
     model.model.load_state_dict(state_dict, assign=True)
+    model.tie_weights()
     language.save_language_model(model, args.target, tokenizer or None)
     print(
         f"{config.depth} blocks, width {config.embed_dim}, {config.num_heads} heads, "

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any, TypeVar
 
 import timm.layers
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.drop_path import DropPath
-from tokenformer_vit.models import LMConfig
+from tokenformer_vit.models import TokenFormerDecoder
 from tokenformer_vit.ops import find_theta
 
 from .tokens import LayerTokens, pattention_layers, read_tokens, record_counts, write_tokens
@@ -29,7 +28,6 @@ _FREE = frozenset(
         "fix_init",
         "fused_attn",
         "grad_checkpointing",
-        "gradient_checkpointing",
         "init_gain",
         "init_tau",
         "init_values",
@@ -252,13 +250,14 @@ def _settings(model: nn.Module) -> dict[str, Any]:
         if isinstance(module, (*_DROPS, nn.Identity)):
             continue
         prefix = f"{name}." if name else ""
-        if not type(module).__module__.startswith(_KNOWN):
+        if isinstance(module, TokenFormerDecoder):
+            own = vars(module.shape)
+        elif type(module).__module__.startswith(_KNOWN):
+            own = vars(module)
+        else:
             continue
         kind = Pattention if isinstance(module, Pattention) else type(module)
         found[f"type of {name or 'the model'}"] = kind.__name__
-        own = dict(vars(module))
-        if isinstance(config := own.get("config"), LMConfig):
-            own |= {each.name: getattr(config, each.name) for each in fields(config)}
         for key, value in own.items():
             plain = isinstance(value, bool | int | float | str | tuple)
             if plain and key not in _FREE and not key.startswith("_"):

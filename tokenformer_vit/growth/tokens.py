@@ -23,7 +23,7 @@ from tokenformer_vit.layers.segments import (
     split_tokens,
     token_segments,
 )
-from tokenformer_vit.models import TokenFormerLM, TokenFormerViT
+from tokenformer_vit.models import TokenFormerDecoder, TokenFormerViT
 from tokenformer_vit.models.sizes import find_layers, kind_of
 
 # Replaced parameters by id, for as long as somebody still holds them.
@@ -118,7 +118,7 @@ def pattention_layers(model: nn.Module) -> dict[str, Pattention]:
 def check_rebuildable(model: nn.Module, layers: Mapping[str, Pattention]) -> None:
     """Check that a change of the number of pairs covers whole models.
 
-    A TokenFormerViT or TokenFormerLM is rebuilt from the counts of all its blocks.
+    A TokenFormerViT or TokenFormerDecoder is rebuilt from the counts of all its blocks.
 
     Args:
         model: Module that holds the layers.
@@ -269,6 +269,8 @@ def record_counts(model: nn.Module) -> None:
         module.record_param_tokens()
 
 
-def find_models(model: nn.Module) -> list[TokenFormerViT | TokenFormerLM]:
+def find_models(model: nn.Module) -> list[TokenFormerViT | TokenFormerDecoder]:
     """Return the TokenFormer backbones and language models that are or are in a module."""
-    return [each for each in model.modules() if isinstance(each, TokenFormerViT | TokenFormerLM)]
+    return [
+        each for each in model.modules() if isinstance(each, TokenFormerViT | TokenFormerDecoder)
+    ]

@@ -7,7 +7,12 @@ transformers. It imports Hugging Face's libraries, and none of OpenMMLab's. See 
 from tokenformer_vit.errors import InputError
 
 try:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import (
+        AutoConfig,
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+    )
 except ImportError as error:
     raise InputError(
         "language models need Hugging Face's transformers: pip install 'tokenformer-vit[language]'"
@@ -22,7 +27,12 @@ from .generation import (
     load_language_model,
     save_language_model,
 )
-from .modeling import TokenFormerConfig, TokenFormerForCausalLM
+from .modeling import (
+    TokenFormerConfig,
+    TokenFormerForCausalLM,
+    TokenFormerForSequenceClassification,
+    TokenFormerModel,
+)
 from .preparation import prepare_text, training_texts
 from .released import from_released, read_released, released_config, to_released
 from .tokenizers import (
@@ -40,6 +50,8 @@ __all__ = [
     "TerminalStreamer",
     "TokenFormerConfig",
     "TokenFormerForCausalLM",
+    "TokenFormerForSequenceClassification",
+    "TokenFormerModel",
     "byte_tokenizer",
     "check_tokens_agree",
     "file_source",
@@ -65,4 +77,9 @@ __all__ = [
 ]
 
 AutoConfig.register(TokenFormerConfig.model_type, TokenFormerConfig, exist_ok=True)
-AutoModelForCausalLM.register(TokenFormerConfig, TokenFormerForCausalLM, exist_ok=True)
+for _auto_class, _model in (
+    (AutoModel, TokenFormerModel),
+    (AutoModelForCausalLM, TokenFormerForCausalLM),
+    (AutoModelForSequenceClassification, TokenFormerForSequenceClassification),
+):
+    _auto_class.register(TokenFormerConfig, _model, exist_ok=True)

@@ -17,8 +17,6 @@ from tqdm import tqdm
 from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
 
-from .modeling import TokenFormerForCausalLM
-
 _IGNORED = -100  # targets that F.cross_entropy ignores
 _MOST_NATS = 700.0  # exp() of more overflows
 
@@ -176,16 +174,14 @@ def float32_head(model: Any) -> None:
     Args:
         model: Causal language model of transformers with float32 weights; changed in place.
     """
-    # The head of a TokenFormer can be its embedding; other models have a layer for it.
-    ours = isinstance(model, TokenFormerForCausalLM)
-    owner, name = (model.model, "logits") if ours else (model.get_output_embeddings(), "forward")
-    inner = getattr(owner, name)
+    head = model.get_output_embeddings()
+    inner = head.forward
 
-    def head(features: Tensor) -> Tensor:
+    def forward(features: Tensor) -> Tensor:
         with torch.autocast(features.device.type, enabled=False):
             return inner(features.float())
 
-    setattr(owner, name, head)
+    head.forward = forward
 
 
 def context_of(model: Any, asked: int | None = None) -> int:

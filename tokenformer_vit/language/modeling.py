@@ -1,34 +1,47 @@
-"""TokenFormerLM as a model of Hugging Face's transformers."""
+"""Language models of TokenFormer blocks as models of Hugging Face's transformers."""
 
-from dataclasses import fields, replace
+import shutil
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GradientCheckpointingLayer,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.models import LMConfig, TokenFormerLM
+from tokenformer_vit.models import LMConfig, TokenFormerDecoder
+from tokenformer_vit.models.causal_block import CausalAttention, CausalBlock
+from tokenformer_vit.models.causal_lm import EMBEDDING_STD, find_positions
 from tokenformer_vit.models.sizes import find_layers
 
 from .schemas import LMShape, check
 
-# Arguments that other models of transformers have.
-_UNSUPPORTED = ("inputs_embeds", "output_attentions", "output_hidden_states")
+# File that finds the classes below in a process that has not imported this package.
+_FINDER = Path(__file__).with_name("modeling_tokenformer.py")
 
 
 class TokenFormerConfig(PretrainedConfig):
     """The configuration of a language model, which ``config.json`` holds.
 
     Args:
-        **kwargs: Fields of :class:`~tokenformer_vit.models.LMConfig`, and the arguments of every
-            configuration of transformers. ``hidden_size``, ``num_hidden_layers``,
-            ``num_attention_heads``, ``max_position_embeddings`` and ``tie_word_embeddings`` are
-            other names of ``embed_dim``, ``depth``, ``num_heads``, ``context_length`` and
-            ``tie_embeddings``.
+        **kwargs: Fields of :class:`~tokenformer_vit.models.LMConfig`, ``use_cache`` (whether models
+            return a cache; default: True), and the arguments of every configuration of
+            transformers. ``hidden_size``, ``num_hidden_layers``, ``num_attention_heads``,
+            ``max_position_embeddings`` and ``tie_word_embeddings`` are other names of
+            ``embed_dim``, ``depth``, ``num_heads``, ``context_length`` and ``tie_embeddings``.
 
     Raises:
         InputError: As LMConfig does.
@@ -44,12 +57,31 @@ class TokenFormerConfig(PretrainedConfig):
         "tie_word_embeddings": "tie_embeddings",
     }
 
+    # Declared, because transformers drops undeclared arguments of generation.
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
     def __init__(self, **kwargs: Any) -> None:
         names = {self.attribute_map.get(name, name): value for name, value in kwargs.items()}
         shape = {each.name: names.pop(each.name) for each in fields(LMConfig) if each.name in names}
         checked: Any = check(LMShape, shape)
         self.take(LMConfig(**checked))
+        self.use_cache = names.pop("use_cache", True)
+        for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(self, token, names.pop(token, None))
+        names.pop("auto_map", None)  # a file's own may lead to any code
         super().__init__(**names)
+        self.auto_map = {
+            auto_class: f"{_FINDER.stem}.{name}"
+            for auto_class, name in (
+                ("AutoConfig", "TokenFormerConfig"),
+                ("AutoModel", "TokenFormerModel"),
+                ("AutoModelForCausalLM", "TokenFormerForCausalLM"),
+                ("AutoModelForSequenceClassification", "TokenFormerForSequenceClassification"),
+            )
+        }
 
     def __eq__(self, other: object) -> bool:
         """Compare all attributes; the base class compares only those that it knows."""
@@ -66,16 +98,23 @@ class TokenFormerConfig(PretrainedConfig):
         """Return the configuration that TokenFormerLM takes."""
         return LMConfig(**{each.name: getattr(self, each.name) for each in fields(LMConfig)})
 
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """Save as every configuration of transformers, with the file that ``auto_map`` names."""
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(_FINDER, Path(save_directory, _FINDER.name))
+        return super().save_pretrained(save_directory, *args, **kwargs)
 
-class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
-    """A :class:`~tokenformer_vit.models.TokenFormerLM` for transformers.
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Do nothing: a saved folder finds this class in the package, and needs no copy of it."""
 
-    Args:
-        config: Shape of the model.
 
-    Attributes:
-        model: The TokenFormerLM. Growth, pruning and masks accept it or this class.
-        config: Configuration, which follows the growth of ``model``.
+class TokenFormerLayer(GradientCheckpointingLayer, CausalBlock):
+    """A :class:`~tokenformer_vit.models.causal_block.CausalBlock` that transformers recognises."""
+
+
+class TokenFormerPreTrainedModel(PreTrainedModel):
+    """What all TokenFormer language models of transformers have in common.
 
     Note:
         τ stays float32 when the model is cast to another dtype.
@@ -84,16 +123,18 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = TokenFormerConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
+    _input_embed_layer = "embedding"
+    _no_split_modules = ["TokenFormerLayer"]  # noqa: RUF012  # of transformers' own type
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_sdpa = True
-    _no_split_modules = ["CausalBlock"]  # noqa: RUF012
-
-    _known: LMConfig | None = None
-
-    def __init__(self, config: TokenFormerConfig) -> None:
-        super().__init__(config)
-        self.model = TokenFormerLM(config.lm_config())
-        self.model.record_param_tokens()  # config.json gets numbers, not None for "as many as C"
-        self.post_init()
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {  # noqa: RUF012
+        "hidden_states": TokenFormerLayer,
+        "attentions": CausalAttention,
+    }
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
@@ -104,59 +145,165 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
             layer.check_nested(layer.state_dict(prefix=f"{name}."), f"{name}.")
         return loaded
 
-    @property
-    def config(self) -> TokenFormerConfig:  # type: ignore[override]
-        """Configuration, updated from ``model.config`` if that has changed."""
-        model = self._modules.get("model")
-        if isinstance(model, TokenFormerLM) and model.config is not self._known:
-            self._config.take(model.config)
-            self._known = model.config
-        return self._config
-
-    @config.setter
-    def config(self, config: TokenFormerConfig) -> None:
-        self._config = config
-
-    def init_weights(self) -> None:
-        """Do nothing: the layers of a new model have already drawn their weights."""
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Do nothing: a saved folder finds this class in the package, and needs no copy of it."""
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw weights that a checkpoint lacks; transformers protects those that it loaded."""
-        if isinstance(module, Pattention | nn.LayerNorm):
+        """Draw the weights of a layer; transformers protects tensors that it loaded."""
+        if isinstance(module, Pattention):
+            nested_tau = module.nested_tau
+            loaded = getattr(nested_tau, "_is_hf_initialized", False) and nested_tau.clone()
+            module.reset_parameters()
+            if loaded is not False:  # filled by no function of torch.nn.init
+                nested_tau.copy_(loaded)
+        elif isinstance(module, nn.LayerNorm):
             module.reset_parameters()
         elif isinstance(module, nn.Embedding | nn.Linear):
-            nn.init.normal_(module.weight, std=0.02)
+            nn.init.normal_(module.weight, std=EMBEDDING_STD)
 
-    def get_input_embeddings(self) -> nn.Embedding:
-        """Return the embedding of tokens."""
-        return self.model.embedding
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the embedding of tokens."""
-        self.model.embedding = value  # type: ignore[assignment]
+class TokenFormerModel(TokenFormerDecoder, TokenFormerPreTrainedModel):
+    """A :class:`~tokenformer_vit.models.TokenFormerDecoder` for transformers.
 
-    def get_output_embeddings(self) -> nn.Linear | None:
-        """Return the head, or None if the embedding is also the head."""
-        return self.model.head
+    Args:
+        config: Shape of the model.
 
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Replace the head."""
-        self.model.head = new_embeddings  # type: ignore[assignment]
+    Attributes:
+        config: Configuration, which follows growth and pruning.
+    """
 
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Change the size of the vocabulary, as every model of transformers does."""
-        embedding = super().resize_token_embeddings(*args, **kwargs)
-        self.model.config = replace(self.model.config, vocab_size=embedding.num_embeddings)
-        return embedding
+    block = TokenFormerLayer
+
+    def __init__(self, config: TokenFormerConfig) -> None:
+        TokenFormerPreTrainedModel.__init__(self, config)
+        self.gradient_checkpointing = False
+        self.build(config.lm_config())
+        self.record_param_tokens()  # config.json gets numbers, not None for "as many as C"
+        if not self.embedding.weight.is_meta:
+            for module in self.modules():  # these layers have drawn their weights
+                module._is_hf_initialized = True  # type: ignore[assignment]
+        self.post_init()
+
+    @property
+    def shape(self) -> LMConfig:
+        """The shape of the model now, after growth or pruning."""
+        return self.config.lm_config()
+
+    def record_param_tokens(self) -> None:
+        """Update the numbers of pairs and the sizes in ``config`` after growth or pruning."""
+        self.config.take(self._recorded())
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Compute the features that a head reads.
+
+        Args:
+            input_ids: (B, N) integers below V: the whole sequence, or the tokens that follow those
+                in ``past_key_values``.
+            attention_mask: (B, all tokens) 1 for tokens, 0 for padding on the left or right; or
+                the mask that the attention function takes, such as (B or 1, 1, N, all tokens).
+            position_ids: (B, N) position of each token in its sequence, below the context length;
+                default: counted from the first token that is not padding. Without mask and cache,
+                a position that does not follow the one before begins another sequence.
+            past_key_values: Any cache of transformers.
+            inputs_embeds: (B, N, C) embedded tokens, instead of ``input_ids``.
+            use_cache: Whether to make a cache if none is given; default: ``config.use_cache``.
+            **kwargs: ``output_hidden_states``, ``output_attentions`` (with
+                ``attn_implementation="eager"``), and arguments of the attention function.
+
+        Returns:
+            Features (B, N, C), the cache if there is one, and what was asked for.
+
+        Raises:
+            InputError: If the sequence is longer than the context, or there is not exactly one of
+                ``input_ids`` and ``inputs_embeds``.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise InputError("give either input_ids or inputs_embeds")
+        x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        packed = position_ids is not None and attention_mask is None and past_key_values is None
+        # Reading the length of a static cache would wait for the device.
+        if isinstance(past, int) and not packed:
+            self.check_length(past + x.shape[1])
+        mask = self._mask(x, attention_mask, past_key_values, position_ids)
+        if position_ids is None:
+            padding = attention_mask if getattr(attention_mask, "ndim", 0) == 2 else None
+            position_ids = find_positions(x, past, padding)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention
+        )
+        x = self.run_blocks(
+            x,
+            position_ids,
+            mask,
+            past_key_values,
+            attend=partial(attend, position_ids=position_ids, **kwargs),
+        )
+        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=past_key_values)
+
+    def _mask(self, x: Tensor, attention_mask: Any, cache: Any, position_ids: Tensor | None) -> Any:
+        """Return the mask that the attention function takes."""
+        plain = self.config._attn_implementation == "sdpa" and not getattr(
+            cache, "is_compileable", False
+        )
+        is_padding = getattr(attention_mask, "ndim", 0) == 2
+        if plain and is_padding and x.shape[1] == 1 and x.device.type != "cpu":
+            # One token sees all others. To find out that there is no padding, transformers would
+            # wait for the device in each step.
+            return attention_mask.bool()[:, None, None]
+        return create_causal_mask(
+            config=self.config,
+            inputs_embeds=x,
+            attention_mask=attention_mask,
+            past_key_values=cache,
+            position_ids=position_ids,
+        )
+
+
+class TokenFormerForCausalLM(TokenFormerPreTrainedModel, GenerationMixin):
+    """A :class:`TokenFormerModel` with a head that predicts the next token.
+
+    Args:
+        config: Shape of the model.
+
+    Attributes:
+        model: The TokenFormerModel. Growth, pruning and masks accept it or this class.
+        lm_head: The head, a linear layer without bias. Its weight can be the embedding.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embedding.weight"}  # noqa: RUF012
+
+    def __init__(self, config: TokenFormerConfig) -> None:
+        super().__init__(config)
+        self.model = TokenFormerModel(config)
+        # A tied head gets its weight in post_init(), and draws none.
+        device = "meta" if config.tie_embeddings else None
+        self.lm_head = nn.Linear(config.embed_dim, config.vocab_size, bias=False, device=device)
+        self.post_init()
 
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
@@ -165,51 +312,86 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
         """Predict the next token at each position.
 
         Args:
-            input_ids: (B, N) integers below V: the whole sequence, or the tokens that follow those
-                in ``past_key_values``.
-            attention_mask: (B, all tokens) 1 for tokens, 0 for padding on the left or right.
-            position_ids: (B, N) position of each token in its sequence; default: counted from the
-                first token that is not padding.
-            past_key_values: Cache of earlier tokens; any cache of transformers that grows.
+            input_ids: See :meth:`TokenFormerModel.forward`, also for the arguments that are not
+                listed here.
+            attention_mask: See there.
+            position_ids: See there.
+            past_key_values: See there.
+            inputs_embeds: See there.
             labels: (B, N) tokens, not shifted: a token is the target of the position before it.
                 -100 gives no loss.
-            use_cache: Whether to make a cache if none is given; default: only in evaluation mode.
+            use_cache: See there.
             logits_to_keep: Number of last tokens that get logits, or the indices of tokens along
                 N; 0 for all.
-            **kwargs: Arguments of ``loss_function``. Other arguments of tokenizers and
-                ``generate`` are ignored.
+            **kwargs: Arguments of TokenFormerModel and of ``loss_function``.
 
         Returns:
-            Logits (B, N, V), the mean loss if there are labels, and the cache if there is one.
+            Logits (B, N, V), the mean loss if there are labels, and what TokenFormerModel returns.
 
         Raises:
-            InputError: If the sequence is longer than the context, or an argument is not
-                supported.
+            InputError: See there.
         """
-        for name in _UNSUPPORTED:
-            if kwargs.pop(name, None) not in (None, False):
-                raise InputError(f"a TokenFormer language model does not support {name}; remove it")
-        if attention_mask is not None:
-            if attention_mask.dim() != 2:
-                raise InputError(
-                    f"attention_mask must have the shape (batch, all tokens), but got "
-                    f"{tuple(attention_mask.shape)}; use a cache that grows "
-                    "(cache_implementation 'dynamic')"
-                )
-            # Without a mask attention takes its fast causal path.
-            if not torch.compiler.is_compiling() and bool(attention_mask.all()):
-                attention_mask = None
-        if past_key_values is None and (not self.training if use_cache is None else use_cache):
-            past_key_values = DynamicCache()
-        features = self.model.features(input_ids, attention_mask, past_key_values, position_ids)
-        if isinstance(logits_to_keep, Tensor):
-            features = features[:, logits_to_keep]
-        elif logits_to_keep:
-            features = features[:, -logits_to_keep:]
-        logits = self.model.logits(features)  # (B, N or as many as are kept, V)
+        outputs = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept: Any = logits_to_keep
+        if isinstance(logits_to_keep, int):
+            kept = slice(-logits_to_keep, None)
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class TokenFormerForSequenceClassification(
+    GenericForSequenceClassification, TokenFormerPreTrainedModel
+):
+    """A :class:`TokenFormerModel` with a head that classifies texts by their last token."""
+
+
+def eager_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attend by two products; returns the weights too. See :func:`.causal_block.attend`.
+
+    Args:
+        module: The attention layer.
+        query: (B, heads, N, D) queries.
+        key: (B, heads, all tokens, D) keys.
+        value: (B, heads, all tokens, D) values.
+        attention_mask: (B or 1, 1, N, all tokens) mask: boolean, true where attention is allowed,
+            or numbers that are added to the scores.
+        scaling: Factor of the scores.
+        **kwargs: Arguments of other attention functions.
+
+    Returns:
+        (B, N, heads, D) outputs, and (B, heads, N, all tokens) weights.
+    """
+    scores = query @ key.transpose(2, 3) * scaling
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    elif attention_mask is not None:
+        scores = scores + attention_mask
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    return (weights @ value).transpose(1, 2), weights

@@ -16,7 +16,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import pattention_layers
 from tokenformer_vit.layers.block import token_arguments
 from tokenformer_vit.layers.segments import TOKENS
-from tokenformer_vit.models import LMConfig, TokenFormerLM, lm_config
+from tokenformer_vit.models import LMConfig, TokenFormerDecoder, lm_config
 from tokenformer_vit.models.weights import read_state_dict
 from tokenformer_vit.ops import default_tau
 
@@ -62,8 +62,8 @@ def from_released(
         eps: See :func:`released_config`.
 
     Returns:
-        The configuration, and the state dict of ``TokenFormerLM(configuration)``: the same tensors,
-        and τ = √P of every layer in float32.
+        The configuration, and the state dict of ``TokenFormerDecoder(configuration)``: the same
+        tensors, and τ = √P of every layer in float32.
 
     Raises:
         InputError: As :func:`released_config` does.
@@ -136,7 +136,7 @@ def released_config(
         pattention_args={"eps": eps},
         **counts,
     )
-    model = TokenFormerLM(config, device="meta").state_dict()
+    model = TokenFormerDecoder(config, device="meta").state_dict()
     wanted = {theirs: tuple(model[own].shape) for theirs, own in _names(depth)}
     _check(shapes, wanted)
     dtypes = {tensor.dtype for tensor in state_dict.values()}
@@ -148,11 +148,11 @@ def released_config(
     return config
 
 
-def to_released(model: TokenFormerLM) -> dict[str, Tensor]:
+def to_released(model: TokenFormerDecoder) -> dict[str, Tensor]:
     """Convert a model to a state dict of the released code.
 
     Args:
-        model: Language model.
+        model: Language model; a head of its own is not supported.
 
     Returns:
         A state dict that the released code loads; it shares the tensors of the model.

@@ -1,7 +1,8 @@
 """TokenFormer models; importing this package registers the vision models with timm."""
 
 from . import presets  # noqa: F401, registers the models
-from .causal_lm import KVCache, TokenFormerLM
+from .causal_block import KVCache
+from .causal_lm import TokenFormerDecoder, TokenFormerLM
 from .compilation import compile_blocks
 from .lm_config import LM_PRESETS, LMConfig, lm_config
 from .quantization import quantize
@@ -11,6 +12,7 @@ __all__ = [
     "LM_PRESETS",
     "KVCache",
     "LMConfig",
+    "TokenFormerDecoder",
     "TokenFormerLM",
     "TokenFormerViT",
     "checkpoint_filter_fn",

@@ -6,6 +6,7 @@ head to the blocks of the vision models. Read from top to bottom.
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.layers import Attention, Pattention, TokenFormerBlock
+from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.arguments import (
     COUNTS,
     counts_by_block,
@@ -21,126 +22,18 @@ from tokenformer_vit.layers.arguments import (
 )
 from tokenformer_vit.layers.block import token_arguments
 
+from .causal_block import CausalBlock, KVCache
 from .lm_config import LMConfig
 from .sizes import Size, nest_layers, nested_sizes, set_size
 
-
-class KVCache:
-    """Keys and values of the tokens so far, for each layer.
-
-    A cache of transformers has the same two methods and can be used instead.
-    """
-
-    def __init__(self) -> None:
-        self._layers: list[tuple[Tensor, Tensor]] = []
-
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Append (B, heads, N, D) keys and values of a layer; return all its keys and values."""
-        if layer == len(self._layers):
-            self._layers.append((keys, values))
-        else:
-            before = self._layers[layer]
-            self._layers[layer] = (
-                torch.cat((before[0], keys), dim=2),
-                torch.cat((before[1], values), dim=2),
-            )
-        return self._layers[layer]
-
-    def get_seq_length(self) -> int:
-        """Return the number of tokens that the first layer has read."""
-        return self._layers[0][0].shape[2] if self._layers else 0
+# Standard deviation of the initial embeddings and head.
+EMBEDDING_STD = 0.02
+# A table of rotations for so many positions takes a few megabytes.
+_MOST_POSITIONS = 2**16
 
 
-def rotate(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate the first R dimensions of each head by the angle of its position.
-
-    Dimensions r and r + R / 2 form a pair.
-
-    Args:
-        queries: (B, heads, N, D) queries.
-        keys: (B, heads, N, D) keys.
-        cos: (B or 1, 1, N, R) with R ≤ D; both halves along R hold the same angles.
-        sin: (B or 1, 1, N, R).
-
-    Returns:
-        (B, heads, N, D) queries and keys in their own dtype, rotated in the dtype of ``cos``.
-
-    Source:
-        RoFormer, arXiv:2104.09864, in the form of GPT-NeoX, which the authors' code uses.
-    """
-    dims = cos.shape[-1]
-    # Both at once: when decoding, the number of operations counts, not their size.
-    part = torch.cat((queries[..., :dims], keys[..., :dims]), dim=1).to(cos.dtype)
-    first, second = part.chunk(2, dim=-1)
-    rotated = part * cos + torch.cat((-second, first), dim=-1) * sin
-    q, k = rotated.to(queries.dtype).chunk(2, dim=1)
-    return (
-        torch.cat((q, queries[..., dims:]), dim=-1),
-        torch.cat((k, keys[..., dims:]), dim=-1),
-    )
-
-
-class CausalAttention(Attention):
-    """The attention of the vision models with a causal mask, rotation and a cache."""
-
-    def forward(  # type: ignore[override]
-        self,
-        x: Tensor,
-        mask: Tensor | None,
-        rotation: tuple[Tensor, Tensor] | None,
-        cache: KVCache | None,
-        layer: int,
-    ) -> Tensor:
-        """Attend from each token to the tokens before it and in the cache.
-
-        Args:
-            x: (B, N, C) tokens.
-            mask: (B or 1, 1, N, all tokens) boolean, true where attention is allowed; None for a
-                causal mask over an empty cache, or one token that sees all others.
-            rotation: Cosines and sines of the positions.
-            cache: Cache that gets the keys and values of these tokens.
-            layer: Number of the block in the cache.
-
-        Returns:
-            (B, N, C) tokens.
-        """
-        B, N, C = x.shape
-        q, k, v = self.project(x)  # (B, heads, N, D)
-        if rotation is not None:
-            q, k = rotate(q, k, *rotation)
-        if cache is not None:
-            k, v = cache.update(k, v, layer)
-            if mask is None and k.shape[2] != cache.get_seq_length():
-                raise InputError(
-                    f"the cache has room for {k.shape[2]} tokens and holds "
-                    f"{cache.get_seq_length()}; use a cache that grows (cache_implementation "
-                    "'dynamic')"
-                )
-        is_causal = mask is None and N > 1
-        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
-        return self.proj(x.transpose(1, 2).reshape(B, N, C))
-
-
-class CausalBlock(TokenFormerBlock):
-    """The block of the vision models, with :class:`CausalAttention` as its attention."""
-
-    attention = CausalAttention
-
-    def forward(  # type: ignore[override]
-        self,
-        x: Tensor,
-        mask: Tensor | None,
-        rotation: tuple[Tensor, Tensor] | None,
-        cache: KVCache | None,
-        layer: int,
-    ) -> Tensor:
-        """Map (B, N, C) tokens to (B, N, C); see :class:`CausalAttention`."""
-        x = x + self.attn(self.norm1(x), mask, rotation, cache, layer)
-        return x + self.mlp(self.norm2(x))
-
-
-class TokenFormerLM(nn.Module):
-    """A causal language model without linear layers in its blocks.
+class TokenFormerDecoder(nn.Module):
+    """A causal language model without its head, and without linear layers.
 
     Args:
         config: Shape of the model.
@@ -148,12 +41,12 @@ class TokenFormerLM(nn.Module):
         dtype: Type of the parameters.
 
     Attributes:
-        gradient_checkpointing: Whether training computes each block again in the backward pass, to
-            save memory.
+        checkpoint_blocks: Whether training computes each block again in the backward pass, to save
+            memory.
         sizes: The nested sizes, smallest first, then 1.0 for the whole model.
 
     Shape:
-        (B, N) token numbers -> (B, N, V) logits.
+        (B, N) token numbers -> (B, N, C) normalised features.
 
     Note:
         Initialisation: embeddings N(0, 0.02²), parameter tokens as
@@ -165,6 +58,11 @@ class TokenFormerLM(nn.Module):
         TokenFormer, arXiv:2410.23168, Sections 3 and 4.2.
     """
 
+    block: type[CausalBlock] = CausalBlock
+    checkpoint_blocks = False
+    # Not a buffer: a cast must not round it, and to_empty() must not empty it.
+    _table: Tensor | None = None
+
     def __init__(
         self,
         config: LMConfig,
@@ -172,10 +70,16 @@ class TokenFormerLM(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.config = config
-        # transformers looks for these two names and sets both.
-        self.gradient_checkpointing = False
-        self._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        self.config: Any = config
+        self.build(config, device, dtype)
+
+    def build(
+        self,
+        config: LMConfig,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Make all layers; arguments as for the class."""
         width, place = config.embed_dim, {"device": device, "dtype": dtype}
         shared = model_pattention_args(config.pattention_args, width, config.depth)
         counts = {name: getattr(config, name) for name in COUNTS.values()}
@@ -186,7 +90,7 @@ class TokenFormerLM(nn.Module):
             else None
         )
         self.blocks = nn.ModuleList(
-            CausalBlock(
+            self.block(
                 width,
                 config.num_heads,
                 **numbers,
@@ -201,18 +105,20 @@ class TokenFormerLM(nn.Module):
             for numbers in counts_by_block(config.depth, **counts)
         )
         self.norm = nn.LayerNorm(width, eps=config.norm_eps, **place)  # type: ignore[arg-type]
-        self.head = (
-            None
-            if config.tie_embeddings
-            else nn.Linear(width, config.vocab_size, bias=False, **place)  # type: ignore[arg-type]
-        )
+        for number, block in enumerate(self.blocks):
+            block.attn.layer_idx = number  # type: ignore[union-attr]
         for layer in self.blocks.modules():
             if isinstance(layer, Pattention):
                 layer.of_model = True
         self.sizes = nest_layers(self, config.nested)
-        for module in (self.embedding, self.positions, self.head):
+        for module in (self.embedding, self.positions):
             if module is not None:
-                nn.init.normal_(module.weight, std=0.02)
+                nn.init.normal_(module.weight, std=EMBEDDING_STD)
+
+    @property
+    def shape(self) -> LMConfig:
+        """The shape of the model now, after growth or pruning."""
+        return self.config
 
     def forward(
         self,
@@ -221,17 +127,7 @@ class TokenFormerLM(nn.Module):
         cache: KVCache | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Predict the next token at each position: :meth:`logits` of :meth:`features`."""
-        return self.logits(self.features(tokens, attention_mask, cache, positions))
-
-    def features(
-        self,
-        tokens: Tensor,
-        attention_mask: Tensor | None = None,
-        cache: KVCache | None = None,
-        positions: Tensor | None = None,
-    ) -> Tensor:
-        """Compute the features that the head reads.
+        """Compute the features that a head reads.
 
         Args:
             tokens: (B, N) integers below V: the whole sequence, or the tokens that follow those in
@@ -239,8 +135,8 @@ class TokenFormerLM(nn.Module):
             attention_mask: (B, all tokens) true or 1 for tokens, false or 0 for padding; tokens of
                 the cache come first. None if there is no padding.
             cache: Keys and values of earlier tokens; the keys and values of ``tokens`` are added.
-            positions: (B, N) position of each token in its sequence; default: counted from the
-                first token that is not padding.
+            positions: (B, N) position of each token in its sequence, below the context length;
+                default: counted from the first token that is not padding.
 
         Returns:
             (B, N, C) normalised features.
@@ -249,32 +145,49 @@ class TokenFormerLM(nn.Module):
             InputError: If sequence and cache together are longer than the context.
         """
         past = 0 if cache is None else cache.get_seq_length()
-        total = past + tokens.shape[1]
-        if total > self.config.context_length:
+        self.check_length(past + tokens.shape[1])
+        if positions is None:
+            positions = find_positions(tokens, past, attention_mask)
+        mask = _causal_mask(tokens, past, attention_mask)
+        return self.run_blocks(self.embedding(tokens), positions, mask, cache)
+
+    def check_length(self, length: int) -> None:
+        """Check that the context has room for a sequence.
+
+        Raises:
+            InputError: If it has not.
+        """
+        if length > self.config.context_length:
             raise InputError(
-                f"the sequence has {total} tokens, but the model's context_length is "
+                f"the sequence has {length} tokens, but the model's context_length is "
                 f"{self.config.context_length}: shorten the prompt, or ask for fewer new tokens"
             )
-        if positions is None:
-            if attention_mask is None:
-                positions = torch.arange(past, total, device=tokens.device)[None]
-            else:
-                positions = (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, past:]
-        x = self.embedding(tokens)
-        if self.positions is not None:
-            x = x + self.positions(positions)
-        mask = _causal_mask(tokens, past, attention_mask)
-        rotation = None if self.positions is not None else self._rotation(positions)
-        # A block that is computed twice would append to the cache twice.
-        again = self.gradient_checkpointing and self.training and cache is None
-        for layer, block in enumerate(self.blocks):
-            run = partial(self._gradient_checkpointing_func, block) if again else block
-            x = run(x, mask, rotation, cache, layer)
-        return self.norm(x)
 
-    def logits(self, features: Tensor) -> Tensor:
-        """Map (..., C) features to (..., V) logits."""
-        return F.linear(features, (self.embedding if self.head is None else self.head).weight)
+    def run_blocks(
+        self, x: Tensor, positions: Tensor, mask: Any, past_key_values: Any, **kwargs: Any
+    ) -> Tensor:
+        """Compute features of embedded tokens.
+
+        Args:
+            x: (B, N, C) embeddings of tokens.
+            positions: (B or 1, N) position of each token, below the context length.
+            mask: Mask that the attention function takes.
+            past_key_values: Cache, or None.
+            **kwargs: ``attend``, the attention function.
+
+        Returns:
+            (B, N, C) normalised features.
+        """
+        if self.positions is not None:
+            x, rotation = x + self.positions(positions), None
+        else:
+            rotation = self._rotation(positions)
+        # A block that is computed twice would append to the cache twice.
+        again = self.checkpoint_blocks and self.training and past_key_values is None
+        for block in self.blocks:
+            run = partial(checkpoint, block, use_reentrant=False) if again else block
+            x = run(x, mask, rotation, past_key_values=past_key_values, **kwargs)
+        return self.norm(x)
 
     def set_size(self, size: Size | None) -> None:
         """Use only the first pairs of every layer; it is not saved with the model.
@@ -291,17 +204,91 @@ class TokenFormerLM(nn.Module):
 
     def record_param_tokens(self) -> None:
         """Update the numbers of pairs and the sizes in ``config`` after growth or pruning."""
-        own = token_arguments(self.blocks, self.config.pattention_args)  # type: ignore[arg-type]
+        self.config = self._recorded()
+
+    def _recorded(self) -> LMConfig:
+        own = token_arguments(self.blocks, self.shape.pattention_args)  # type: ignore[arg-type]
         self.sizes = nested_sizes(self, self.sizes)
-        self.config = replace(self.config, **own, nested=self.sizes[:-1])
+        return replace(self.shape, **own, nested=self.sizes[:-1])
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return (B or 1, 1, N, R) cosines and sines in float32."""
-        dims = self.config.rotary_dims
-        powers = torch.arange(0, dims, 2, device=positions.device, dtype=torch.float32) / dims
-        angles = positions[:, None, :, None] * self.config.rotary_base**-powers
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos(), angles.sin()
+        length, device = self.config.context_length, positions.device
+        # A compiled graph must not make a tensor that stays.
+        if torch.compiler.is_compiling() or length > _MOST_POSITIONS:
+            cos, sin = _waves(positions, self.shape)
+        else:
+            table = self._table
+            if table is None or table.device != device or table.shape[1] < length:
+                with torch.inference_mode(False), torch.no_grad():  # training may follow
+                    table = _waves(torch.arange(length, device=device), self.shape)
+                self._table = table
+            cos, sin = table[:, positions]
+        return cos[:, None], sin[:, None]
+
+
+class TokenFormerLM(TokenFormerDecoder):
+    """A :class:`TokenFormerDecoder` with a head.
+
+    Args:
+        config: Shape of the model.
+        device: Device of the parameters.
+        dtype: Type of the parameters.
+
+    Attributes:
+        head: The head, a linear layer without bias; None if the embedding is also the head.
+
+    Shape:
+        (B, N) token numbers -> (B, N, V) logits.
+    """
+
+    def build(
+        self,
+        config: LMConfig,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Make all layers; arguments as for the class."""
+        super().build(config, device, dtype)
+        self.head = None
+        if not config.tie_embeddings:
+            self.head = nn.Linear(
+                config.embed_dim, config.vocab_size, bias=False, device=device, dtype=dtype
+            )
+            nn.init.normal_(self.head.weight, std=EMBEDDING_STD)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        attention_mask: Tensor | None = None,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Predict the next token at each position; arguments as for :class:`TokenFormerDecoder`."""
+        features = super().forward(tokens, attention_mask, cache, positions)
+        return F.linear(features, (self.embedding if self.head is None else self.head).weight)
+
+
+def find_positions(tokens: Tensor, past: int | Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Return the (B or 1, N) positions of the last tokens of sequences.
+
+    Args:
+        tokens: (B, N) tokens, or (B, N, C) embeddings of tokens.
+        past: Number of tokens before them.
+        attention_mask: (B, all tokens) 0 for padding, which has no position; None if there is none.
+    """
+    if attention_mask is None:
+        return (torch.arange(tokens.shape[1], device=tokens.device) + past)[None]
+    return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+
+
+def _waves(positions: Tensor, config: LMConfig) -> Tensor:
+    """Return the (2, ..., R) cosines and sines of (...) positions in float32."""
+    dims = config.rotary_dims
+    powers = torch.arange(0, dims, 2, device=positions.device, dtype=torch.float32) / dims
+    angles = positions[..., None] * config.rotary_base**-powers
+    angles = torch.cat((angles, angles), dim=-1)
+    return torch.stack((angles.cos(), angles.sin()))
 
 
 def _causal_mask(tokens: Tensor, past: int, attention_mask: Tensor | None) -> Tensor | None:

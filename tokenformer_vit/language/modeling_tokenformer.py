@@ -1,0 +1,20 @@
+"""Where transformers finds the classes of this model: in the package tokenformer-vit."""
+
+try:
+    from tokenformer_vit.language import (
+        TokenFormerConfig,
+        TokenFormerForCausalLM,
+        TokenFormerForSequenceClassification,
+        TokenFormerModel,
+    )
+except ImportError as error:
+    raise ImportError(
+        "this model needs the package tokenformer-vit: pip install 'tokenformer-vit[language]'"
+    ) from error
+
+__all__ = [
+    "TokenFormerConfig",
+    "TokenFormerForCausalLM",
+    "TokenFormerForSequenceClassification",
+    "TokenFormerModel",
+]

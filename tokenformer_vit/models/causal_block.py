@@ -1,0 +1,147 @@
+"""The block of a causal language model: rotation, cache and causal attention."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tokenformer_vit.layers import Attention, TokenFormerBlock
+
+
+class KVCache:
+    """Keys and values of the tokens so far, for each layer.
+
+    A cache of transformers has the same methods and can be used instead.
+    """
+
+    def __init__(self) -> None:
+        self._layers: list[tuple[Tensor, Tensor]] = []
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Append (B, heads, N, D) keys and values of a layer; return all its keys and values."""
+        if layer == len(self._layers):
+            self._layers.append((keys, values))
+        else:
+            before = self._layers[layer]
+            self._layers[layer] = (
+                torch.cat((before[0], keys), dim=2),
+                torch.cat((before[1], values), dim=2),
+            )
+        return self._layers[layer]
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens that the first layer has read."""
+        return self._layers[0][0].shape[2] if self._layers else 0
+
+
+def rotate(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate the first R dimensions of each head by the angle of its position.
+
+    Dimensions r and r + R / 2 form a pair.
+
+    Args:
+        queries: (B, heads, N, D) queries.
+        keys: (B, heads, N, D) keys.
+        cos: (B or 1, 1, N, R) with R ≤ D; both halves along R hold the same angles.
+        sin: (B or 1, 1, N, R).
+
+    Returns:
+        (B, heads, N, D) queries and keys in their own dtype, rotated in the dtype of ``cos``.
+
+    Source:
+        RoFormer, arXiv:2104.09864, in the form of GPT-NeoX, which the authors' code uses.
+    """
+    dims = cos.shape[-1]
+    # Both at once: when decoding, the number of operations counts, not their size.
+    part = torch.cat((queries[..., :dims], keys[..., :dims]), dim=1).to(cos.dtype)
+    first, second = part.chunk(2, dim=-1)
+    rotated = part * cos + torch.cat((-second, first), dim=-1) * sin
+    q, k = rotated.to(queries.dtype).chunk(2, dim=1)
+    return (
+        torch.cat((q, queries[..., dims:]), dim=-1),
+        torch.cat((k, keys[..., dims:]), dim=-1),
+    )
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+) -> tuple[Tensor, None]:
+    """Attend with PyTorch's own function; an attention function of transformers has this form.
+
+    Args:
+        module: The attention layer.
+        query: (B, heads, N, D) queries.
+        key: (B, heads, all tokens, D) keys.
+        value: (B, heads, all tokens, D) values.
+        attention_mask: (B or 1, 1, N, all tokens) boolean, true where attention is allowed; None
+            for a causal mask over an empty cache, or one token that sees all others.
+        scaling: Factor of the scores.
+
+    Returns:
+        (B, N, heads, D) outputs, and the attention weights or None.
+    """
+    is_causal = attention_mask is None and query.shape[2] > 1
+    x = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, is_causal=is_causal, scale=scaling
+    )
+    return x.transpose(1, 2), None
+
+
+class CausalAttention(Attention):
+    """The attention of the vision models with a causal mask, rotation and a cache.
+
+    Attributes:
+        layer_idx: Number of the block in the cache. It and ``is_causal`` have the names under which
+            attention functions of transformers look for them.
+    """
+
+    is_causal = True
+    layer_idx: int
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        mask: Any,
+        rotation: tuple[Tensor, Tensor] | None,
+        past_key_values: Any = None,
+        attend: Callable[..., tuple[Tensor, Tensor | None]] = attend,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from each token to the tokens before it and in the cache.
+
+        Args:
+            x: (B, N, C) tokens.
+            mask: Mask that ``attend`` takes.
+            rotation: Cosines and sines of the positions.
+            past_key_values: Cache that gets the keys and values of these tokens.
+            attend: Attention function; see :func:`attend`.
+
+        Returns:
+            (B, N, C) tokens, and the attention weights if the function returns them.
+        """
+        B, N, C = x.shape
+        q, k, v = self.project(x)  # (B, heads, N, D)
+        if rotation is not None:
+            q, k = rotate(q, k, *rotation)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        x, weights = attend(self, q, k, v, mask, scaling=1 / math.sqrt(self.head_dim))
+        return self.proj(x.reshape(B, N, C)), weights
+
+
+class CausalBlock(TokenFormerBlock):
+    """The block of the vision models, with :class:`CausalAttention` as its attention."""
+
+    attention = CausalAttention
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Map (B, N, C) tokens to (B, N, C); other arguments as in :class:`CausalAttention`."""
+        x = x + self.attn(self.norm1(x), *args, **kwargs)[0]
+        return x + self.mlp(self.norm2(x))
