@@ -182,9 +182,13 @@ class TokenFormerModel(TokenFormerDecoder, TokenFormerPreTrainedModel):
         self.build(config.lm_config())
         self.record_param_tokens()  # config.json gets numbers, not None for "as many as C"
         if not self.embedding.weight.is_meta:
-            for module in self.modules():  # these layers have drawn their weights
-                module._is_hf_initialized = True  # type: ignore[assignment]
+            self._keep_weights()
         self.post_init()
+
+    def _keep_weights(self) -> None:
+        """Keep post_init() from drawing the weights again that the layers have drawn."""
+        for module in self.modules():
+            module._is_hf_initialized = True  # type: ignore[assignment]
 
     @property
     def shape(self) -> LMConfig:
@@ -393,5 +397,6 @@ def eager_attention(
         scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
     elif attention_mask is not None:
         scores = scores + attention_mask
-    weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    precise = torch.promote_types(scores.dtype, torch.float32)
+    weights = scores.softmax(dim=-1, dtype=precise).to(query.dtype)
     return (weights @ value).transpose(1, 2), weights

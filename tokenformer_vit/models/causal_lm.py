@@ -110,6 +110,7 @@ class TokenFormerDecoder(nn.Module):
         for layer in self.blocks.modules():
             if isinstance(layer, Pattention):
                 layer.of_model = True
+        self.rotary_dims = config.rotary_dims  # torch.compile cannot read a property of a config
         self.sizes = nest_layers(self, config.nested)
         for module in (self.embedding, self.positions):
             if module is not None:
@@ -216,15 +217,23 @@ class TokenFormerDecoder(nn.Module):
         length, device = self.config.context_length, positions.device
         # A compiled graph must not make a tensor that stays.
         if torch.compiler.is_compiling() or length > _MOST_POSITIONS:
-            cos, sin = _waves(positions, self.shape)
+            cos, sin = self._waves(positions)
         else:
             table = self._table
             if table is None or table.device != device or table.shape[1] < length:
                 with torch.inference_mode(False), torch.no_grad():  # training may follow
-                    table = _waves(torch.arange(length, device=device), self.shape)
+                    table = self._waves(torch.arange(length, device=device))
                 self._table = table
             cos, sin = table[:, positions]
         return cos[:, None], sin[:, None]
+
+    def _waves(self, positions: Tensor) -> Tensor:
+        """Return the (2, ..., R) cosines and sines of (...) positions in float32."""
+        dims = self.rotary_dims
+        powers = torch.arange(0, dims, 2, device=positions.device, dtype=torch.float32) / dims
+        angles = positions[..., None] * self.config.rotary_base**-powers
+        angles = torch.cat((angles, angles), dim=-1)
+        return torch.stack((angles.cos(), angles.sin()))
 
 
 class TokenFormerLM(TokenFormerDecoder):
@@ -280,15 +289,6 @@ def find_positions(tokens: Tensor, past: int | Tensor, attention_mask: Tensor | 
     if attention_mask is None:
         return (torch.arange(tokens.shape[1], device=tokens.device) + past)[None]
     return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-
-
-def _waves(positions: Tensor, config: LMConfig) -> Tensor:
-    """Return the (2, ..., R) cosines and sines of (...) positions in float32."""
-    dims = config.rotary_dims
-    powers = torch.arange(0, dims, 2, device=positions.device, dtype=torch.float32) / dims
-    angles = positions[..., None] * config.rotary_base**-powers
-    angles = torch.cat((angles, angles), dim=-1)
-    return torch.stack((angles.cos(), angles.sin()))
 
 
 def _causal_mask(tokens: Tensor, past: int, attention_mask: Tensor | None) -> Tensor | None:

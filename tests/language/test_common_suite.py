@@ -1,0 +1,159 @@
+"""transformers' own common tests of models, run on TokenFormer.
+
+They are in the source distribution of transformers, not in its wheel. TRANSFORMERS_SOURCE names its
+unpacked folder, or a clone of the same version: only a clone has the tests of generation and of
+export. TRANSFORMERS_SOURCE=pip downloads the source distribution into pytest's cache.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import types
+import unittest
+from importlib import import_module, metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
+pytest.importorskip("parameterized", reason="transformers' own tests need parameterized")
+
+from tokenformer_vit.language import (
+    TokenFormerConfig,
+    TokenFormerForCausalLM,
+    TokenFormerForSequenceClassification,
+    TokenFormerModel,
+)
+
+PACKAGE = "tests_of_transformers"
+# Files that the tests import, and the source distribution lacks.
+ABSENT = {
+    "generation.test_utils": "GenerationTesterMixin",
+    "exporters.test_export": "ExportTesterMixin",
+}
+# Every skip, by the words of the test that skips itself, and why it may.
+SKIPS = {
+    "requires (multiple )?accelerator": "needs a GPU",
+    "requires (Flash Attention|the kernels library|MPS)": "needs a GPU",
+    "requires deepspeed": "needs deepspeed",
+    "not (a )?composite|No subconfigs|does not support SDPA": "for models that consist of models",
+    "grouped_mm|sparse experts|output_router_logits": "for mixtures of experts",
+    "sequence-to-sequence": "for encoder-decoders",
+    "No conversion found": "for models with other names in old files",
+    "_keep_in_fp32_modules": "τ keeps its float32 without this list",
+    "RoPE": "for rotary positions of transformers' own class",
+    "position embeddings": "for models whose context can be resized",
+    "sliding window": "for models with a sliding window",
+    "TP plan": "for models with a plan of tensor parallelism",
+    "does not support output_attentions": "PyTorch's attention returns no weights",
+    "test is slow": "needs RUN_SLOW=1",
+}
+
+
+def find_tests(cache: Path) -> Path:
+    """Return the folder of transformers' tests; download it if that is wanted."""
+    source, version = os.environ["TRANSFORMERS_SOURCE"], metadata.version("transformers")
+    if source != "pip":
+        return Path(source, "tests")
+    folder = cache / f"transformers-{version}"
+    if not folder.is_dir():
+        words = ("--no-deps", "--no-binary", ":all:", f"transformers=={version}", "-d", cache)
+        subprocess.run([sys.executable, "-m", "pip", "download", *words], check=True)
+        with tarfile.open(cache / f"transformers-{version}.tar.gz") as archive:
+            archive.extractall(cache, filter="data")
+    return folder / "tests"
+
+
+def import_tests(folder: Path) -> types.ModuleType:
+    """Import the common tests as a package; absent files become empty classes."""
+    for name in (PACKAGE, *(f"{PACKAGE}.{each.partition('.')[0]}" for each in ABSENT)):
+        package = sys.modules[name] = types.ModuleType(name)
+        package.__path__ = [str(folder.joinpath(*name.split(".")[1:]))]
+    for name, mixin in ABSENT.items():
+        if not folder.joinpath(*name.split(".")).with_suffix(".py").is_file():
+            module = sys.modules[f"{PACKAGE}.{name}"] = types.ModuleType(name)
+            setattr(module, mixin, type(mixin, (), {}))
+    return import_module(f"{PACKAGE}.test_modeling_common")
+
+
+class Tester:
+    """What the common tests ask about a model."""
+
+    is_training = True
+    batch_size, seq_length = 5, 7
+    vocab_size, hidden_size, num_hidden_layers, num_attention_heads = 99, 32, 2, 2
+    causal_lm_class = TokenFormerForCausalLM
+
+    def get_config(self):
+        return TokenFormerConfig(
+            vocab_size=self.vocab_size,
+            context_length=512,
+            embed_dim=self.hidden_size,
+            depth=self.num_hidden_layers,
+            num_heads=self.num_attention_heads,
+            rotary_share=0.5,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+
+    def prepare_config_and_inputs_for_common(self):
+        tokens = torch.randint(self.vocab_size, (self.batch_size, self.seq_length))
+        return self.get_config(), {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+
+
+def make_suite(folder: Path) -> type[unittest.TestCase]:
+    """Make the class of all common tests."""
+    common = import_tests(folder)
+    auto = import_module("transformers.models.auto.modeling_auto")
+    models = {
+        "": TokenFormerModel,
+        "FOR_CAUSAL_LM_": TokenFormerForCausalLM,
+        "FOR_SEQUENCE_CLASSIFICATION_": TokenFormerForSequenceClassification,
+    }
+    for task, model in models.items():  # by these names the tests know which labels a model needs
+        getattr(auto, f"MODEL_{task}MAPPING_NAMES")["tokenformer"] = model.__name__
+    mixins = dict.fromkeys((common.ModelTesterMixin, common.GenerationTesterMixin))
+    return type(
+        "Suite",
+        (*mixins, unittest.TestCase),
+        {
+            "all_model_classes": tuple(models.values()),
+            "model_tester": Tester(),
+            "test_can_init_all_missing_weights_before_2023": True,
+        },
+    )
+
+
+def pytest_generate_tests(metafunc):
+    if not os.environ.get("TRANSFORMERS_SOURCE"):
+        reason = "TRANSFORMERS_SOURCE is not set; see the head of this file"
+        metafunc.parametrize("case", [pytest.param(None, marks=pytest.mark.skip(reason=reason))])
+        return
+    folder = find_tests(metafunc.config.cache.mkdir("transformers"))
+    for file in folder.glob("**/test_*.py"):
+        for mark in re.findall(r"\bmark\.(\w+)", file.read_text(encoding="utf-8")):
+            metafunc.config.addinivalue_line("markers", f"{mark}: of transformers")
+    suite = make_suite(folder)
+    names = [name for name in dir(suite) if name.startswith("test_")]
+    cases = [suite(name) for name in names if callable(getattr(suite, name))]
+    metafunc.parametrize("case", cases, ids=[case._testMethodName for case in cases])
+
+
+@pytest.mark.slow
+def test_of_transformers(case, monkeypatch):
+    if "can_init_all_missing_weights" in case.id():
+        # The test seeds each layer in post_init(). There our layers keep what they have drawn,
+        # because a seed must give the weights of TokenFormerLM.
+        monkeypatch.setattr(TokenFormerModel, "_keep_weights", lambda model: None)
+    result = unittest.TestResult()
+    case.run(result)
+    for _, text in result.failures + result.errors:
+        pytest.fail(text, pytrace=False)
+    for _, reason in result.skipped:
+        known = [why for words, why in SKIPS.items() if re.search(words, reason)]
+        assert known, f"SKIPS does not know the reason {reason!r}"
+        pytest.skip(f"{known[0]}: {reason}")
