@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
 
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, TorchAoConfig, Trainer, TrainingArguments
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.language import (
@@ -265,6 +265,15 @@ def test_a_quantised_model_generates_and_is_not_saved(config, tmp_path):
         last = model(words[:, :start]).logits[:, -1]
         chosen = last.gather(1, words[:, start, None])
         assert (chosen >= last.amax(-1, keepdim=True) - 1e-4).all()
-    with pytest.raises(InputError, match="quantise it last"):
-        save_language_model(model, tmp_path / "saved", byte_tokenizer())
-    assert not (tmp_path / "saved").exists()
+    for save in (folder_of, lambda model, folder: model.save_pretrained(folder)):
+        with pytest.raises(InputError, match="quantise it last"):
+            save(model, tmp_path / "saved")
+        assert not (tmp_path / "saved").exists()
+
+
+def test_a_quantisation_that_would_change_nothing_is_refused(tmp_path):
+    torchao = pytest.importorskip("torchao.quantization", reason="pip install torchao")
+    folder = folder_of(build(), tmp_path / "model")
+    config = TorchAoConfig(torchao.Int8WeightOnlyConfig(set_inductor_config=False))
+    with pytest.raises(InputError, match=r"quantization_config.*tokenformer_vit.models.quantize"):
+        AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)

@@ -28,7 +28,6 @@ from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import new_folder
 from tokenformer_vit.growth import TokenMasks
-from tokenformer_vit.layers.quantized import check_plain
 from tokenformer_vit.models.card import CardFacts, write_card
 from tokenformer_vit.models.checkpoints import CARD
 from tokenformer_vit.models.weights import read_state_dict, seal_tensors
@@ -180,7 +179,6 @@ def save_language_model(
         InputError: If the model is quantised.
         OSError: If it cannot be written; ``filename`` is ``folder``. Existing files stay.
     """
-    check_plain(model)
     try:
         _save(model, folder, tokenizer, facts or CardFacts())
     except (OSError, SafetensorError, UnicodeError) as error:
