@@ -45,6 +45,14 @@ def newest(session: nox.Session) -> None:
 
 
 @nox.session
+def clients(session: nox.Session) -> None:
+    """Train language models with TRL and peft, evaluate them with lm-eval, quantise them."""
+    # Not in [dev]: TRL needs Python 3.11.
+    session.install("--editable", ".[dev]", "trl>=1.16", "peft>=0.21")
+    session.run("python", "-m", "pytest", "-m", "slow", "tests/language/test_clients.py")
+
+
+@nox.session
 def imports(session: nox.Session) -> None:
     """Import every module of the installed package, as users of other systems do."""
     session.install(".[train,language,evaluation]")

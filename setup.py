@@ -36,6 +36,7 @@ LANGUAGE = [
     "zstandard>=0.23",  # reads the Pile
     "typing_extensions>=4.12",
 ]
+QUANTIZATION = ["torchao>=0.18"]  # before, int4 on a CPU was elsewhere
 EVALUATION = ["lm_eval>=0.4.13", "accelerate>=1.3"]  # transformers.Trainer needs accelerate
 
 
@@ -87,6 +88,7 @@ setup(
         "train": [*TRAIN, *ARROW],
         "language": [*LANGUAGE, *ARROW],
         "evaluation": [*LANGUAGE, *ARROW, *EVALUATION],
+        "quantization": QUANTIZATION,
         "dev": [
             "pytest>=8.2",
             "pytest-xdist>=3.6",
@@ -102,6 +104,7 @@ setup(
             *ARROW,
             *LANGUAGE,
             *EVALUATION,
+            *QUANTIZATION,
         ],
     },
     classifiers=[

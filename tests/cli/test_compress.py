@@ -1,5 +1,6 @@
 """The measured accuracies equal those of the models run by hand, on separate images."""
 
+import copy
 import json
 import shutil
 import signal
@@ -17,6 +18,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import extract, pattention_layers
 from tokenformer_vit.growth.prune import measure_usage, prune
 from tokenformer_vit.growth.sparse import top_k
+from tokenformer_vit.models import quantize
 from tokenformer_vit.models.checkpoints import save_model
 
 SHAPE = {"depth": 2, "img_size": 32, "patch_size": 8, "embed_dim": 32, "num_heads": 2}
@@ -338,6 +340,34 @@ def test_ctrl_c_ends_it_in_one_line(exported, data, tmp_path, command):
     assert "Traceback" not in err
     assert err.splitlines()[-1].startswith("interrupted")
     assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_quantised_models_are_compared_with_the_original(model, exported, data, tmp_path, dtype):
+    pytest.importorskip("torchao", reason="pip install tokenformer-vit[quantization]")
+    name = str(dtype).removeprefix("torch.")
+    run(exported, data, "--method", "int8", "int4", "--dtype", name, "--out", tmp_path)
+    record, points = points_in(tmp_path)
+    assert record["dtype"] == name
+    assert "torchao" in record["versions"]
+    original = copy.deepcopy(model).to(dtype)
+    images, labels = images_in(data / "val")
+    expected = original(images.to(dtype)).float()
+    dense = points["dense", 1]
+    for config in ("int8", "int4"):
+        quantized, point = copy.deepcopy(original), points[config, 1]
+        done = quantize(quantized, config)
+        scores = quantized(images.to(dtype)).float()
+        change = scores - expected
+        assert point["correct"] == int((scores.argmax(-1) == labels).sum())
+        same = (scores.argmax(-1) == expected.argmax(-1)).float().mean().item()
+        assert point["agreement"] == pytest.approx(100 * same)
+        assert point["deviation"] == pytest.approx((change.norm() / expected.norm()).item(), 1e-3)
+        assert point["largest_change"] == pytest.approx(change.abs().max().item(), 1e-3)
+        assert (dense["bytes"], point["bytes"]) == (done.bytes_before, done.bytes_after)
+        for same in ("parameters", "flops_per_image", "pairs"):
+            assert point[same] == dense[same]
 
 
 def test_the_name_of_the_data_is_no_markup(exported, data, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Measure the accuracy of a trained TokenFormer that keeps or reads fewer pairs.
+"""Measure the accuracy of a trained TokenFormer with fewer or quantised pairs.
 
 Give an exported folder and the data that the model was trained on::
 
@@ -7,10 +7,11 @@ Give an exported folder and the data that the model was trained on::
 Methods (``--method``): ``prune`` removes the least used pairs of every layer, measured on training
 images. ``random`` removes random pairs, for comparison. ``nested`` keeps the first pairs of a
 nested model. ``top-k`` keeps all pairs, but every token reads only the values of its strongest
-pairs. Nothing is trained afterwards. Accuracy is top-1 on DATA/val, with the model's own
-preprocessing; the label of a class folder is its position among the sorted folders. Usage is never
-measured on these images. FLOPs are counted, not timed: the gathers of ``top-k`` take longer than a
-dense product with as many FLOPs.
+pairs. ``int8`` and ``int4`` keep all pairs and quantise them with torchao. Nothing is trained
+afterwards. Accuracy is top-1 on DATA/val, with the model's own preprocessing; the label of a class
+folder is its position among the sorted folders. The last column is the share of images that get the
+class which the original model gives. Usage is never measured on these images. FLOPs are counted,
+not timed: the gathers of ``top-k`` take longer than a dense product with as many FLOPs.
 
 ``--budget`` also chooses how many pairs each layer keeps, for a share of the FLOPs of the
 Pattention layers: ``by-usage`` chooses by usage, ``by-loss`` by the loss on held-out images. Equal
@@ -29,6 +30,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -71,9 +73,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     args = parse(argv)
     device, val = choose_device(args.device), args.data / "val"
-    model = load_model(args.model, args.checkpoint, args.num_classes, **args.model_kwargs).to(
-        device
-    )
+    model = load_model(args.model, args.checkpoint, args.num_classes, **args.model_kwargs)
+    model.to(device, getattr(torch, args.dtype))
     pattention_layers(model)  # before images are read: raises if the model has no parameter tokens
     samples = labelled_images(val, model.num_classes)  # type: ignore[arg-type]
     choosing, samples = _choosing(args, val, samples)
@@ -101,8 +102,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     points = measure_top1(made, samples, args.batch_size, device)
     record = {
         "command": typed_command(),
-        **environment(("torch", "torchvision", "timm"), device.type),
+        **environment(("torch", "torchvision", "timm", "torchao"), device.type),
         "checkpoint": str(args.checkpoint),
+        "dtype": args.dtype,
         "data": str(val),
         "images": len(samples),
         "measured_on": str(measured_on) if prunes else None,
@@ -131,7 +133,8 @@ def table(record: Mapping[str, Any]) -> Table:
     data = printable(record["data"])
     # Text, because the name of a folder may look like rich's markup
     rows = Table(title=Text(f"top-1 accuracy on {record['images']} images of {data}"))
-    for name in ("method", "keep", "q, k, v", "output", "FFN", "params", "GFLOPs", "top-1 %"):
+    pairs, costs = ("q, k, v", "output", "FFN"), ("params", "MB", "GFLOPs")
+    for name in ("method", "keep", *pairs, *costs, "top-1 %", "same %"):
         rows.add_column(name, justify="left" if name == "method" else "right")
     for point in record["points"]:
         rows.add_row(
@@ -139,8 +142,10 @@ def table(record: Mapping[str, Any]) -> Table:
             f"{point['keep']:g}",
             *(span(point["pairs"][kind]).replace(" to ", "–") for kind in KINDS),
             f"{point['parameters']:,}",
+            f"{point['bytes'] / 1e6:.4g}",
             f"{point['flops_per_image'] / 1e9:.4g}",
             f"{point['top1']:.2f}",
+            f"{point['agreement']:.2f}",
         )
     return rows
 
@@ -220,6 +225,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--kinds", nargs="+", choices=KINDS, default=KINDS, help="kinds of layers; default: all")
     add("--measure-on", type=Path, metavar="FOLDER", help="training images; default: DATA/train")
     add("--measure-images", type=whole_number(1), default=1000, metavar="N", help="default: 1000")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
     add("--seed", type=whole_number(0), default=0, help="seed of random choices; default: 0")
     add("--save", action="store_true", help="also write the smaller models, not the random ones")
     add("--out", type=Path, metavar="FOLDER", help="default: compression/ beside the checkpoint")

@@ -176,6 +176,7 @@ def save_language_model(
         facts: Data, training and results for the model card.
 
     Raises:
+        InputError: If the model is quantised.
         OSError: If it cannot be written; ``filename`` is ``folder``. Existing files stay.
     """
     try:

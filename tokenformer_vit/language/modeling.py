@@ -22,6 +22,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
+from tokenformer_vit.layers.quantized import check_plain
 from tokenformer_vit.models import LMConfig, TokenFormerDecoder
 from tokenformer_vit.models.causal_block import CausalAttention, CausalBlock
 from tokenformer_vit.models.causal_lm import EMBEDDING_STD, find_positions
@@ -138,12 +139,30 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load a model as every model of transformers; refuse other nested sizes than its own."""
+        """Load a model as every model of transformers; refuse other nested sizes than its own.
+
+        Raises:
+            InputError: If the sizes differ, or ``quantization_config`` is given.
+        """
+        if kwargs.get("quantization_config") is not None:  # it would quantise nothing, silently
+            raise InputError(
+                "quantization_config quantises linear layers, which a TokenFormer does not have: "
+                "load the model without it, then call tokenformer_vit.models.quantize"
+            )
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         for name, layer in find_layers(model).items():  # transformers replaces tensors unchecked
             layer.check_nested(layer.state_dict(prefix=f"{name}."), f"{name}.")
         return loaded
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Save the model as every model of transformers.
+
+        Raises:
+            InputError: If it is quantised.
+        """
+        check_plain(self)
+        super().save_pretrained(*args, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:

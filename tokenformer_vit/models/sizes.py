@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
+from tokenformer_vit.layers.quantized import check_plain
 
 # The kind of a layer, which has its own count of pairs, by the last part of the layer's name.
 KINDS = {"query": "qkv", "key": "qkv", "value": "qkv", "proj": "proj", "mlp": "ffn"}
@@ -39,7 +40,12 @@ def kind_of(name: str) -> str:
 
 
 def find_layers(model: nn.Module) -> dict[str, Pattention]:
-    """Return the Pattention layers of a model by name, in its order."""
+    """Return the Pattention layers of a model by name, in its order.
+
+    Raises:
+        InputError: If they are quantised.
+    """
+    check_plain(model)
     return {name: each for name, each in model.named_modules() if isinstance(each, Pattention)}
 
 

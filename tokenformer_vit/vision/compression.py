@@ -1,10 +1,11 @@
-"""Measure the accuracy of a trained classifier that keeps or reads only some of its pairs."""
+"""Measure a trained classifier that keeps or reads some of its pairs, or has quantised ones."""
 
 import copy
+import math
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ from tokenformer_vit.growth.tokens import counts_by_layer
 from tokenformer_vit.layers.arguments import COUNTS
 from tokenformer_vit.layers.block import token_arguments
 from tokenformer_vit.models.description import data_config
+from tokenformer_vit.models.quantization import CONFIGS, model_bytes, quantize
 
 from .images import class_folders, read_images, say_left_out, scan_images
 
-METHODS = ("prune", "random", "top-k", "nested")
+METHODS = ("prune", "random", "top-k", "nested", *CONFIGS)
 KINDS = tuple(COUNTS)
 
 Batch = tuple[Tensor, Tensor]  # images and labels
@@ -53,13 +55,13 @@ class Candidate:
 
     @torch.inference_mode()
     def scores(self, images: Tensor) -> Tensor:
-        """Return the (B, K) scores of (B, 3, H, W) images.
+        """Return the (B, K) scores of (B, 3, H, W) images, in float32.
 
         Raises:
             InputError: If a score is not finite.
         """
-        with top_k(self.model, **self.read):  # type: ignore[arg-type]
-            scores = self.model(images)
+        with self._reading():
+            scores = self.model(images).float()
         if not scores.isfinite().all():
             raise InputError(
                 f"the model's output is not finite ({self.method}, {self.keep:g} of its pairs): "
@@ -67,9 +69,15 @@ class Candidate:
             )
         return scores
 
+    def _reading(self) -> AbstractContextManager[None]:
+        """Return a context in which tokens read only some pairs; a quantised model reads all."""
+        if not self.read:
+            return nullcontext()
+        return top_k(self.model, **self.read)  # type: ignore[arg-type]
+
     def flops(self) -> int:
         """Count the forward FLOPs for an image."""
-        with top_k(self.model, **self.read):  # type: ignore[arg-type]
+        with self._reading():
             return total(model_costs(self.model)).forward_flops
 
     def entry(self, correct: int, images: int) -> dict[str, Any]:
@@ -84,6 +92,7 @@ class Candidate:
             "keep": self.keep,
             "pairs": dict(self.pairs),
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "bytes": model_bytes(self.model),
             "flops_per_image": self.flops(),
             "correct": correct,
             "top1": 100 * correct / images,
@@ -104,7 +113,8 @@ def candidates(
         model: TokenFormer classifier, which is not changed.
         methods: Some of ``METHODS``. ``prune`` keeps the most used pairs and ``random`` keeps
             random pairs; both adapt τ. ``nested`` keeps the first pairs of a nested model.
-            ``top-k`` lets each token read its strongest pairs.
+            ``top-k`` lets each token read its strongest pairs. ``int8`` and ``int4`` quantise all
+            pairs, as :func:`~tokenformer_vit.models.quantize` does.
         keeps: Shares of each layer's pairs to keep or read, in (0, 1].
         usage: Usage of the model's pairs, which ``prune`` and ``random`` need.
         kinds: Kinds of layers to compress.
@@ -125,6 +135,11 @@ def candidates(
         for name, each in (usage or {}).items()
     }
     for method in methods:
+        if method in CONFIGS:
+            smaller = copy.deepcopy(model)
+            quantize(smaller, method)
+            made.append(Candidate(method, 1.0, smaller, counts, {}))
+            continue
         for keep in sorted({keep for keep in keeps if keep < 1}, reverse=True):
             part = {kind: _share(counts[kind], keep) for kind in kinds}
             if method == "top-k":
@@ -304,18 +319,19 @@ def tensor_batches(
         device: Device of the returned tensors.
 
     Yields:
-        (B, 3, H, W) images.
+        (B, 3, H, W) images in the dtype of the model.
 
     Raises:
         InputError: If an image cannot be read.
     """
+    dtype = next(model.parameters()).dtype
     with closing(read_images(paths, data_config(model), batch_size)) as batches:
         for batch in batches:
             for _, image in batch:
                 if isinstance(image, InputError):
                     raise InputError(f"cannot read image {image}; repair or remove it")
             images = [image for _, image in batch if isinstance(image, Tensor)]
-            yield torch.stack(images).to(device)
+            yield torch.stack(images).to(device, dtype)
 
 
 def labelled_batches(
@@ -336,7 +352,9 @@ def measure_top1(
     batch_size: int,
     device: torch.device,
 ) -> list[dict[str, Any]]:
-    """Measure the top-1 accuracy of all candidates; each image is read once.
+    """Measure the top-1 accuracy of all candidates, and how far their scores are from the first's.
+
+    Each image is read once.
 
     Args:
         candidates: Models on ``device``, the original model first.
@@ -345,17 +363,35 @@ def measure_top1(
         device: Device to compute on.
 
     Returns:
-        One record entry for each candidate.
+        One record entry for each candidate: :meth:`Candidate.entry`, the share of images in % that
+        get the class which the original model gives (``agreement``), the root mean square of the
+        change of the scores over that of the original scores (``deviation``), and the largest
+        change of a score (``largest_change``).
 
     Raises:
         InputError: If an image cannot be read, or an output is not finite.
     """
-    correct = [0] * len(candidates)
+    correct, agreeing, largest, squares = ([0.0] * len(candidates) for _ in range(4))
+    original = 0.0
     with closing(labelled_batches(candidates[0].model, samples, batch_size, device)) as batches:  # type: ignore[type-var]
         for images, wanted in batches:
+            dense = torch.tensor(0)
             for index, candidate in enumerate(candidates):
-                correct[index] += int((candidate.scores(images).argmax(-1) == wanted).sum())
+                scores = candidate.scores(images)
+                if index == 0:
+                    dense = scores
+                    original += dense.square().sum().item()
+                change = scores - dense
+                correct[index] += (scores.argmax(-1) == wanted).sum().item()
+                agreeing[index] += (scores.argmax(-1) == dense.argmax(-1)).sum().item()
+                largest[index] = max(largest[index], change.abs().max().item())
+                squares[index] += change.square().sum().item()
     return [
-        candidate.entry(count, len(samples))
-        for candidate, count in zip(candidates, correct, strict=True)
+        candidate.entry(int(correct[index]), len(samples))
+        | {
+            "agreement": 100 * agreeing[index] / len(samples),
+            "deviation": math.sqrt(squares[index] / original) if original else 0.0,
+            "largest_change": largest[index],
+        }
+        for index, candidate in enumerate(candidates)
     ]

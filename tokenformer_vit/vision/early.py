@@ -129,14 +129,17 @@ class EarlyCandidate(Candidate):
     def entry(self, correct: int, images: int) -> dict[str, Any]:
         """Describe the candidate as :meth:`Candidate.entry` does.
 
-        FLOPs are the mean over the images that :meth:`scores` has read. Parameters are those of all
-        models, or of the largest one if the others are its sizes.
+        FLOPs are the mean over the images that :meth:`scores` has read. Parameters and bytes are
+        those of all models, or of the largest one if the others are its sizes.
         """
         spent = accumulate(model.flops() for model in self.models)
-        entries = [model.entry(0, images)["parameters"] for model in self.models]
+        entries = [model.entry(0, images) for model in self.models]
         nested = self.models[0].method == "nested"
         return super().entry(correct, images) | {
-            "parameters": entries[-1] if nested else sum(entries),
+            **{
+                name: entries[-1][name] if nested else sum(entry[name] for entry in entries)
+                for name in ("parameters", "bytes")
+            },
             "flops_per_image": sum(self.exits[i] * cost for i, cost in enumerate(spent)) / images,
             "sizes": [model.keep for model in self.models],
             "threshold": self.threshold,
