@@ -152,18 +152,16 @@ def test_a_decoding_step_never_waits_for_the_device():
             assert step.logits.shape == (2, 1, 61)
 
 
-def test_one_padding_mask_is_one_mask_on_every_device(tokens, monkeypatch):
+def test_the_mask_of_a_decoding_step_on_a_gpu_hides_padding(tokens):
     model, mask = build(), torch.ones_like(tokens)
     mask[1, :3] = 0
-    expected, cache = model(tokens, attention_mask=mask).logits, DynamicCache()
+    expected, cache = model(tokens, attention_mask=mask).logits[:, -1], DynamicCache()
     model(tokens[:, :8], attention_mask=mask[:, :8], past_key_values=cache)
-    on_gpu = type("OnGPU", (torch.Tensor,), {"device": torch.device("cuda")})
-    last = model.get_input_embeddings()(tokens[:, 8:]).as_subclass(on_gpu)
-    short = model.model._mask(last, mask, cache, None)
-    assert short.shape == (3, 1, 1, 9)
-    step = model(tokens[:, 8:], attention_mask=short, position_ids=mask.cumsum(1)[:, -1:] - 1,
-                 past_key_values=cache)  # fmt: skip
-    torch.testing.assert_close(step.logits[:, 0], expected[:, -1])
+    elsewhere = torch.empty(3, 1, 32, device="meta")  # no CPU, as a GPU
+    short = model.model._mask(elsewhere, mask, cache, None)
+    places = mask.cumsum(dim=1)[:, -1:] - 1
+    step = model(tokens[:, 8:], attention_mask=short, position_ids=places, past_key_values=cache)
+    torch.testing.assert_close(step.logits[:, 0], expected)
 
 
 def test_use_cache_is_a_setting(tokens):

@@ -26,7 +26,7 @@ from tokenformer_vit.layers.quantized import check_plain
 from tokenformer_vit.models import LMConfig, TokenFormerDecoder
 from tokenformer_vit.models.causal_block import CausalAttention, CausalBlock
 from tokenformer_vit.models.causal_lm import EMBEDDING_STD, find_positions
-from tokenformer_vit.models.sizes import find_layers
+from tokenformer_vit.models.sizes import Size, find_layers
 
 from .schemas import LMShape, check
 
@@ -318,6 +318,15 @@ class TokenFormerForCausalLM(TokenFormerPreTrainedModel, GenerationMixin):
         device = "meta" if config.tie_embeddings else None
         self.lm_head = nn.Linear(config.embed_dim, config.vocab_size, bias=False, device=device)
         self.post_init()
+
+    @property
+    def sizes(self) -> tuple[Size, ...]:
+        """The nested sizes, smallest first, then 1.0 for the whole model."""
+        return self.model.sizes
+
+    def set_size(self, size: Size | None) -> None:
+        """Use only the first pairs of every layer; see :meth:`.TokenFormerDecoder.set_size`."""
+        self.model.set_size(size)
 
     @can_return_tuple
     def forward(

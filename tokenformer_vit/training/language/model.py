@@ -107,8 +107,8 @@ class CausalLM(NestedTraining, BaseModel):
 
     @property
     def sized(self) -> Any:
-        """The language model without the class of transformers around it."""
-        return self.model.model if isinstance(self.model, TokenFormerForCausalLM) else self.model
+        """The language model."""
+        return self.model
 
     @property
     def context_length(self) -> int:
