@@ -40,8 +40,8 @@ class QuantizedPattention(nn.Module):
         keys, values, gate, tau = layer.used_tokens()
         self.theta, self.eps = layer.theta, layer.eps
         self.keys, self.values = _linear(keys), _linear(values.t())
-        self.register_buffer("tau", tau.detach().clone())
-        self.register_buffer("gate", None if gate is None else gate.detach().clone())
+        self.register_buffer("tau", tau.clone())
+        self.register_buffer("gate", None if gate is None else gate.clone())
         self.train(layer.training)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedPattention":
@@ -86,5 +86,6 @@ def check_plain(model: nn.Module) -> None:
 def _linear(weight: Tensor) -> nn.Linear:
     """Return a linear layer with a copy of a (C_out, C_in) weight."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    layer.weight = nn.Parameter(weight.detach().clone().contiguous(), requires_grad=False)
+    copy = weight.clone(memory_format=torch.contiguous_format)
+    layer.weight = nn.Parameter(copy, requires_grad=False)
     return layer

@@ -115,18 +115,21 @@ def _config(name: str, device: str) -> Any:
     try:
         from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
         from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
+        from torchao.quantization.quantize_.workflows import Int4PackingFormat
     except ImportError as error:
         raise InputError(
             f"quantisation needs torchao 0.18 or later ({one_line(error)}): "
             "pip install 'tokenformer-vit[quantization]'"
         ) from error
-    # The setter changes torch.compile for the whole process.
+    # set_inductor_config would change torch.compile for the whole process.
     if name == "int8":
         return Int8WeightOnlyConfig(set_inductor_config=False)
     if device == "cpu":
         return PrototypeInt4WeightOnlyConfig(group_size=_GROUP, set_inductor_config=False)
     return Int4WeightOnlyConfig(
-        group_size=_GROUP, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
+        group_size=_GROUP,
+        int4_packing_format=Int4PackingFormat.TILE_PACKED_TO_4D,
+        set_inductor_config=False,
     )
 
 
