@@ -28,6 +28,7 @@ from tokenformer_vit.language import (
     transformer_lm,
 )
 from tokenformer_vit.models import LMConfig, TokenFormerLM
+from tokenformer_vit.models.sizes import find_layers
 
 SHAPE = {"vocab_size": 61, "context_length": 40, "embed_dim": 32, "depth": 2, "num_heads": 2}
 KINDS = {
@@ -125,8 +126,12 @@ def test_tau_stays_float32(dtype, tmp_path):
     torch.testing.assert_close(again.model.blocks[0].mlp.tau, tau, rtol=0, atol=0)
 
 
-def test_what_a_checkpoint_lacks_is_drawn_and_the_rest_is_not(tmp_path):
-    model = build()
+@pytest.mark.parametrize("nested", [(), (0.5,)], ids=["plain", "nested"])
+def test_what_a_checkpoint_lacks_is_drawn_and_the_rest_is_not(nested, tmp_path):
+    model = build(nested=nested)
+    for layer in find_layers(model).values():
+        for tau in (layer.tau, layer.nested_tau) if nested else (layer.tau,):
+            tau.mul_(1.7)
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     absent = "model.blocks.1.mlp.key_param_tokens"

@@ -172,11 +172,11 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Draw the weights of a layer; transformers protects tensors that it loaded."""
         if isinstance(module, Pattention):
-            nested_tau = module.nested_tau
-            loaded = getattr(nested_tau, "_is_hf_initialized", False) and nested_tau.clone()
+            tau = module.nested_tau
+            loaded = tau.clone() if getattr(tau, "_is_hf_initialized", False) else None
             module.reset_parameters()
-            if loaded is not False:  # filled by no function of torch.nn.init
-                nested_tau.copy_(loaded)
+            if loaded is not None:  # its values come from no function of torch.nn.init
+                tau.copy_(loaded)  # type: ignore[union-attr]
         elif isinstance(module, nn.LayerNorm):
             module.reset_parameters()
         elif isinstance(module, nn.Embedding | nn.Linear):

@@ -191,7 +191,7 @@ class NestedTraining:
         """
         sized, parts = self.sized, self.parts(count)
         flags = ("grad_checkpointing", "gradient_checkpointing")  # timm's, and transformers'
-        if any(getattr(sized, flag, False) for flag in flags):
+        if any(getattr(each, flag, False) for each in sized.modules() for flag in flags):
             raise InputError(
                 "gradient checkpointing is on, but with a size_rule the backward pass would "
                 "compute the blocks again at another size: switch it off, or remove size_rule"
