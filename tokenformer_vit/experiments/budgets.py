@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from matplotlib import colormaps
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from .plots import points, scale
 from .questions import Question
@@ -112,6 +113,8 @@ class Budgets(Question):
                 for cost, results in done:
                     points(axes, cost, results, each=False, fmt="none", ecolor=style["color"])
             axes.set(xscale="log", xlabel=f"training FLOPs{f', {name}' if name else ''}")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.xaxis.set_minor_formatter(NullFormatter())
             axes.grid(alpha=0.3)
             scale(axes, measure)
         panels[0].set_ylabel(f"final {measure.axis}, mean ± standard deviation")
