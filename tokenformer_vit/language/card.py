@@ -38,11 +38,7 @@ def language_card(model: PreTrainedModel, facts: CardFacts) -> str:
         "Vocabulary": f"{config.vocab_size:,} entries",
         "Context": f"{config.max_position_embeddings:,} tokens",
     }
-    register = (
-        "import tokenformer_vit.language  # or pass trust_remote_code=True to from_pretrained"
-        if pairs
-        else ""
-    )
+    register = "import tokenformer_vit.language  # registers the model type" if pairs else ""
     return model_card(
         f"{config.model_type} language model",
         "transformers",

@@ -173,10 +173,12 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
         """Draw the weights of a layer; transformers protects tensors that it loaded."""
         if isinstance(module, Pattention):
             tau = module.nested_tau
-            loaded = tau.clone() if getattr(tau, "_is_hf_initialized", False) else None
-            module.reset_parameters()
-            if loaded is not None:  # its values come from no function of torch.nn.init
-                tau.copy_(loaded)  # type: ignore[union-attr]
+            if tau is None or not getattr(tau, "_is_hf_initialized", False):
+                module.reset_parameters()
+            else:  # no function of torch.nn.init fills it
+                loaded = tau.clone()
+                module.reset_parameters()
+                tau.copy_(loaded)
         elif isinstance(module, nn.LayerNorm):
             module.reset_parameters()
         elif isinstance(module, nn.Embedding | nn.Linear):

@@ -86,7 +86,7 @@ def attend(
         scaling: Factor of the scores.
 
     Returns:
-        (B, N, heads, D) outputs, and the attention weights or None.
+        (B, N, heads, D) outputs, and None: this function returns no attention weights.
     """
     is_causal = attention_mask is None and query.shape[2] > 1
     x = F.scaled_dot_product_attention(
