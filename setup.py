@@ -36,7 +36,9 @@ LANGUAGE = [
     "zstandard>=0.23",  # reads the Pile
     "typing_extensions>=4.12",
 ]
-QUANTIZATION = ["torchao>=0.18"]  # before, int4 on a CPU was elsewhere
+# Before 0.18, int4 on a CPU was elsewhere. Not in [dev]: transformers imports it if it is there,
+# and every command would then begin with warnings of PyTorch.
+QUANTIZATION = ["torchao>=0.18"]
 EVALUATION = ["lm_eval>=0.4.13", "accelerate>=1.3"]  # transformers.Trainer needs accelerate
 
 
@@ -105,7 +107,6 @@ setup(
             *ARROW,
             *LANGUAGE,
             *EVALUATION,
-            *QUANTIZATION,
         ],
     },
     classifiers=[

@@ -1,5 +1,8 @@
 """A quantised model computes with the rounded parameter tokens, and can do nothing else."""
 
+# torchao is optional, and not in [dev].
+# pyright: reportMissingImports=false
+
 import copy
 import io
 import sys

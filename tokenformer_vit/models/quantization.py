@@ -1,5 +1,8 @@
 """Quantise the parameter tokens of a trained model with torchao, for inference."""
 
+# torchao is optional, and not in [dev].
+# pyright: reportMissingImports=false
+
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
