@@ -7,7 +7,7 @@
 # Command:   torchrun --nproc_per_node=8 --no-python \
 #                tokenformer-vit train configs/lm_openwebtext_transformer.py --launcher pytorch \
 #                --amp --batch-size 12 --cfg-options optim_wrapper.accumulative_counts=5
-#            (in the form of GPT-NeoX: also model.config.positions=rotary)
+#            For GPT-NeoX's form, add model.config.positions=rotary to --cfg-options.
 # Expected:  not run
 _base_ = "lm_openwebtext_124m.py"
 

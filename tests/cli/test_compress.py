@@ -342,6 +342,11 @@ def test_ctrl_c_ends_it_in_one_line(exported, data, tmp_path, command):
     assert not list((tmp_path / "out").iterdir())
 
 
+def test_quantisation_has_no_kinds():
+    with pytest.raises(InputError, match="--method int8 quantises all layers, but --kinds"):
+        compress.parse(["folder", "data", "--method", "int8", "--kinds", "ffn"])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
 def test_quantised_models_are_compared_with_the_original(model, exported, data, tmp_path, dtype):

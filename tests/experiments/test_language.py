@@ -170,7 +170,7 @@ def test_the_matched_models_weigh_and_cost_as_much(words):
     assert len({tuple(weights[name]) for name in matched}) == 1
     assert len({costs[name] for name in matched}) == 1
     attention = models["rotary"].model.gpt_neox.layers[0].attention
-    assert attention.rotary_ndims == models["matched"].model.model.config.rotary_dims
+    assert attention.rotary_ndims == models["matched"].model.model.rotary_dims
     # The committed records of GPT-2's form have no key of the rotation.
     assert not {"positions", "rotary_share"} & set(
         planned["transformer"].settings["model"]["config"]

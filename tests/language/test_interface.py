@@ -100,8 +100,9 @@ def test_packed_rows_are_read_apart(attention, positions):
     expected = torch.cat([model(text).logits for text in texts], dim=1)
     row = torch.cat(texts, dim=1)
     places = torch.cat([torch.arange(text.shape[1]) for text in texts])[None]
-    packed = model(row, position_ids=places, use_cache=False).logits
-    torch.testing.assert_close(packed, expected)
+    for cached in (False, True, None):
+        packed = model(row, position_ids=places, use_cache=cached).logits
+        torch.testing.assert_close(packed, expected)
     allowed = torch.block_diag(*(torch.ones(n, n).tril() for n in (4, 3, 6))).bool()[None, None]
     added = torch.zeros(allowed.shape).double().masked_fill(~allowed, -torch.inf)
     for mask in (allowed, added):
@@ -111,6 +112,65 @@ def test_packed_rows_are_read_apart(attention, positions):
     places = torch.arange(60)[None] % 20
     logits = model(many, position_ids=places, use_cache=False).logits
     torch.testing.assert_close(logits[:, 40:], model(many[:, 40:]).logits)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_a_full_context_ends_in_one_line(cache, positions, tokens):
+    model = build(positions=positions)
+    how = {**PLAIN, "max_new_tokens": 40, "cache_implementation": cache}
+    with pytest.raises(InputError, match=r"41 tokens.*context_length is 40"):
+        model.generate(tokens, **how)
+
+
+def test_models_of_one_config_are_saved_with_their_own_sizes(tmp_path):
+    config = TokenFormerConfig(**SHAPE)
+    grown, other = TokenFormerForCausalLM(config), TokenFormerForCausalLM(config)
+    grow(grown, num_ffn_param_tokens=200)
+    for model, count in ((other, 128), (grown, 200)):
+        model.save_pretrained(tmp_path)
+        loaded = TokenFormerForCausalLM.from_pretrained(tmp_path)
+        assert loaded.model.blocks[0].mlp.num_param_tokens == count
+
+
+def test_flash_attention_gets_what_it_reads(tokens, monkeypatch):
+    from transformers.integrations import flash_attention
+
+    seen = []
+
+    def kernel(query, key, value, *args, **kwargs):  # (B, N, heads, D), causal
+        seen.append(kwargs["is_causal"])
+        parts = (each.transpose(1, 2) for each in (query, key, value))
+        mixed = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+        return mixed.transpose(1, 2)
+
+    monkeypatch.setattr(flash_attention, "_flash_attention_forward", kernel)
+    model = build()
+    expected = model(tokens, use_cache=False).logits
+    model.config._attn_implementation = "flash_attention_2"
+    torch.testing.assert_close(model(tokens, use_cache=False).logits, expected)
+    assert seen == [True, True]
+
+
+@pytest.mark.slow
+def test_flex_attention_computes_the_same(tokens):
+    model = build().float()
+    expected = model(tokens, use_cache=False).logits
+    other = build_like(model, "flex_attention")
+    torch.testing.assert_close(other(tokens, use_cache=False).logits, expected)
+
+
+def test_two_names_of_a_size_must_agree():
+    assert TokenFormerConfig(embed_dim=32, hidden_size=32, num_heads=2).embed_dim == 32
+    with pytest.raises(InputError, match=r"embed_dim is 64, but hidden_size.* is 32"):
+        TokenFormerConfig(embed_dim=64, hidden_size=32)
+
+
+def test_a_changed_base_changes_the_rotation(tokens):
+    model = build()
+    before = model(tokens).logits
+    model.config.rotary_base = 100.0
+    assert not torch.allclose(model(tokens).logits, before)
 
 
 @pytest.mark.parametrize("padded", [False, True])

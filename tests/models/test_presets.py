@@ -89,7 +89,14 @@ def test_a_distilled_model_has_two_heads_on_two_tokens():
     model.set_distilled_training()
     for output, expected in zip(model.train()(images), both, strict=True):
         torch.testing.assert_close(output, expected)
-    for name, value in (("global_pool", "avg"), ("reg_tokens", 4), ("pos_embed", "none")):
+    for name, value in (
+        ("global_pool", "avg"),
+        ("reg_tokens", 4),
+        ("pos_embed", "none"),
+        ("no_embed_class", True),
+        ("fc_norm", True),
+        ("patch_drop_rate", 0.5),
+    ):
         with pytest.raises(InputError, match=rf"{name} is .*leave it at"):
             timm.create_model("tokenformer_small_distilled", **sizes, **{name: value})
     with pytest.raises(InputError, match=r"global_pool is 'avg'"):

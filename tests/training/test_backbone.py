@@ -221,6 +221,8 @@ def test_the_exported_folder_is_the_model(backbone, images, tmp_path, cfg):
     assert preprocessing["interpolation"] == "bilinear"
     with torch.no_grad():
         torch.testing.assert_close(model(images), classifier(images, mode="tensor"))
+    again = build_untouched(model_name=f"local-dir:{tmp_path}")  # some heads became a list
+    assert again.backbone.model.embed_dim == 24
     learned = dict(model.named_parameters()).keys()  # τ or not
     assert learned == timm_state_dict(dict(classifier.named_parameters())).keys()
 

@@ -49,6 +49,7 @@ from tokenformer_vit.growth import pattention_layers
 from tokenformer_vit.growth.prune import measure_usage
 from tokenformer_vit.models.card import span
 from tokenformer_vit.models.checkpoints import load_model, save_model
+from tokenformer_vit.models.quantization import CONFIGS
 from tokenformer_vit.records import environment, write_record
 from tokenformer_vit.vision.compression import (
     KINDS,
@@ -227,6 +228,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--measure-images", type=whole_number(1), default=1000, metavar="N", help="default: 1000")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
     add("--seed", type=whole_number(0), default=0, help="seed of random choices; default: 0")
-    add("--save", action="store_true", help="also write the smaller models, not the random ones")
+    add("--save", action="store_true", help="also write models with fewer pairs, not random ones")
     add("--out", type=Path, metavar="FOLDER", help="default: compression/ beside the checkpoint")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    quantises = sorted({*(args.method or ())} & {*CONFIGS})
+    if quantises and {*args.kinds} != {*KINDS}:
+        raise InputError(
+            f"--method {quantises[0]} quantises all layers, but --kinds names some: leave out one"
+        )
+    return args

@@ -188,6 +188,8 @@ def _language_speed(root: Path, link: Link) -> str:
     for path in sorted((root / SPEED).glob("speed_lm_*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
         what = f"`{record['model']}`, {record['num_tokens']} tokens, {record['hardware']}"
+        if record["baseline"] != "transformer":
+            what += f", to a {record['baseline']}"
         rows += _speed_rows(link(what, f"{SPEED}/{path.name}"), record, "token")
     headings = _speed_headings("Transformer", "Transformer", "tokens", "kB a token")
     return _table(headings, rows or [["not run"]])

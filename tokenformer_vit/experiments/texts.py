@@ -129,7 +129,7 @@ class Texts(Question):
             stage: f"C{index}"
             for index, variant in enumerate(last)
             for stage in self.stages(variant)
-        } | {stage: str(0.25 + 0.35 * index) for index, stage in enumerate(shared)}
+        } | {stage: str(0.25 + 0.45 * index / len(shared)) for index, stage in enumerate(shared)}
         handles, drawn = [], set()
         spans: dict[int, tuple[int, str]] = {}  # start of each stage: its end and text
         for variant in last:

@@ -1,6 +1,7 @@
 """Language models of TokenFormer blocks as models of Hugging Face's transformers."""
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -65,6 +66,13 @@ class TokenFormerConfig(PretrainedConfig):
     pad_token_id: int | None = None
 
     def __init__(self, **kwargs: Any) -> None:
+        for other, name in self.attribute_map.items():
+            if kwargs.get(other, kwargs.get(name)) != kwargs.get(name, kwargs.get(other)):
+                raise InputError(
+                    f"{name} is {kwargs[name]!r}, but {other}, another name of it, is "
+                    f"{kwargs[other]!r}: give one of the two"
+                )
+        _check_unquantised(kwargs)
         names = {self.attribute_map.get(name, name): value for name, value in kwargs.items()}
         shape = {each.name: names.pop(each.name) for each in fields(LMConfig) if each.name in names}
         checked: Any = check(LMShape, shape)
@@ -110,6 +118,15 @@ class TokenFormerConfig(PretrainedConfig):
         """Do nothing: a saved folder finds this class in the package, and needs no copy of it."""
 
 
+def _check_unquantised(settings: Mapping[str, Any]) -> None:
+    """Refuse ``quantization_config``: it would quantise nothing, silently."""
+    if settings.get("quantization_config") is not None:
+        raise InputError(
+            "quantization_config quantises linear layers, which a TokenFormer does not have: load "
+            "the model without it, then call tokenformer_vit.models.quantize"
+        )
+
+
 class TokenFormerLayer(GradientCheckpointingLayer, CausalBlock):
     """A :class:`~tokenformer_vit.models.causal_block.CausalBlock` that transformers recognises."""
 
@@ -144,11 +161,8 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
         Raises:
             InputError: If the sizes differ, or ``quantization_config`` is given.
         """
-        if kwargs.get("quantization_config") is not None:  # it would quantise nothing, silently
-            raise InputError(
-                "quantization_config quantises linear layers, which a TokenFormer does not have: "
-                "load the model without it, then call tokenformer_vit.models.quantize"
-            )
+        _check_unquantised(kwargs)
+        _check_unquantised(vars(kwargs.get("config") or object))
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         for name, layer in find_layers(model).items():  # transformers replaces tensors unchecked
@@ -162,6 +176,9 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
             InputError: If it is quantised.
         """
         check_plain(self)
+        for module in self.modules():
+            if isinstance(module, TokenFormerDecoder):
+                module.record_param_tokens()  # another model of the same config may have grown
         super().save_pretrained(*args, **kwargs)
 
     @classmethod
@@ -201,6 +218,8 @@ class TokenFormerModel(TokenFormerDecoder, TokenFormerPreTrainedModel):
         TokenFormerPreTrainedModel.__init__(self, config)
         self.gradient_checkpointing = False
         self.build(config.lm_config())
+        for block in self.blocks:
+            block.attn.config = self.config  # type: ignore[union-attr]  # flash attention reads it
         self.record_param_tokens()  # config.json gets numbers, not None for "as many as C"
         if not self.embedding.weight.is_meta:
             self._keep_weights()
@@ -240,8 +259,8 @@ class TokenFormerModel(TokenFormerDecoder, TokenFormerPreTrainedModel):
             attention_mask: (B, all tokens) 1 for tokens, 0 for padding on the left or right; or
                 the mask that the attention function takes, such as (B or 1, 1, N, all tokens).
             position_ids: (B, N) position of each token in its sequence, below the context length;
-                default: counted from the first token that is not padding. Without mask and cache,
-                a position that does not follow the one before begins another sequence.
+                default: counted from the first token that is not padding. Without mask and earlier
+                tokens, a position that does not follow the one before begins another sequence.
             past_key_values: Any cache of transformers.
             inputs_embeds: (B, N, C) embedded tokens, instead of ``input_ids``.
             use_cache: Whether to make a cache if none is given; default: ``config.use_cache``.
@@ -258,8 +277,6 @@ class TokenFormerModel(TokenFormerDecoder, TokenFormerPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise InputError("give either input_ids or inputs_embeds")
         x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         packed = position_ids is not None and attention_mask is None and past_key_values is None
         # Reading the length of a static cache would wait for the device.
@@ -269,6 +286,8 @@ class TokenFormerModel(TokenFormerDecoder, TokenFormerPreTrainedModel):
         if position_ids is None:
             padding = attention_mask if getattr(attention_mask, "ndim", 0) == 2 else None
             position_ids = find_positions(x, past, padding)
+        if use_cache and past_key_values is None:  # after the mask, which looks for packed rows
+            past_key_values = DynamicCache(config=self.config)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention
         )
@@ -329,6 +348,19 @@ class TokenFormerForCausalLM(TokenFormerPreTrainedModel, GenerationMixin):
     def set_size(self, size: Size | None) -> None:
         """Use only the first pairs of every layer; see :meth:`.TokenFormerDecoder.set_size`."""
         self.model.set_size(size)
+
+    def prepare_inputs_for_generation(  # transformers looks for `inputs_embeds` by name
+        self, input_ids: Tensor, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        """Prepare a step of ``generate``; a static cache would not say that the context is full.
+
+        Raises:
+            InputError: If the sequence is longer than the context.
+        """
+        self.model.check_length(input_ids.shape[1])
+        return super().prepare_inputs_for_generation(  # type: ignore[misc]  # of its own protocol
+            input_ids, *args, inputs_embeds=inputs_embeds, **kwargs
+        )
 
     @can_return_tuple
     def forward(

@@ -259,10 +259,14 @@ class Pattention(NestedLayer):
         """Return keys, values and gate of the pairs in use, and their τ."""
         # Module.__getattr__, once for each tensor, would take a tenth of the time of a small layer.
         own = self._buffers | self._parameters
-        keys, values = own.get("key_param_tokens"), own.get("value_param_tokens")
-        if keys is None or values is None or own["active"] is not None or self._size is not None:
+        try:
+            keys, values, tau = own["key_param_tokens"], own["value_param_tokens"], own["tau"]
+            gate, active = own["gate"], own["active"]
+        except KeyError:  # a parametrised or split tensor is computed when it is read
             return self._select_tokens()
-        return keys, values, own["gate"], own["tau"]  # type: ignore[return-value]
+        if keys is None or values is None or active is not None or self._size is not None:
+            return self._select_tokens()
+        return keys, values, gate, tau  # type: ignore[return-value]
 
     def _select_tokens(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         keys, values, gate = self.key_param_tokens, self.value_param_tokens, self.gate

@@ -59,8 +59,11 @@ class QuantizedPattention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., C_in) tokens to (..., C_out)."""
-        scores = self.keys(x)  # (..., P)
-        return self.values(theta_weights(scores, self.theta, self.tau, self.eps, self.gate))
+        dtype = x.dtype
+        with torch.autocast(x.device.type, enabled=False):  # int4 takes one dtype alone
+            scores = self.keys(x.to(self.keys.weight.dtype))  # (..., P)
+            weights = theta_weights(scores, self.theta, self.tau, self.eps, self.gate)
+            return self.values(weights).to(dtype)
 
     def extra_repr(self) -> str:
         """Describe the layer in ``repr``."""
@@ -78,8 +81,8 @@ def check_plain(model: nn.Module) -> None:
     """
     if any(isinstance(each, QuantizedPattention) for each in model.modules()):
         raise InputError(
-            "the model is quantised, so its pairs cannot be changed or exported: load the original "
-            "model, change it, and quantise it last"
+            "the model is quantised, so its pairs cannot be changed or saved by this package: load "
+            "the original model, change it, and quantise it last"
         )
 
 

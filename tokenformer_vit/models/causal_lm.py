@@ -62,6 +62,7 @@ class TokenFormerDecoder(nn.Module):
     checkpoint_blocks = False
     # Not a buffer: a cast must not round it, and to_empty() must not empty it.
     _table: Tensor | None = None
+    _table_of: tuple[int, float, int] | None = None  # its length, base and width
 
     def __init__(
         self,
@@ -219,11 +220,12 @@ class TokenFormerDecoder(nn.Module):
         if torch.compiler.is_compiling() or length > _MOST_POSITIONS:
             cos, sin = self._waves(positions)
         else:
-            table = self._table
-            if table is None or table.device != device or table.shape[1] < length:
+            waves, table = (length, self.config.rotary_base, self.rotary_dims), self._table
+            if table is None or table.device != device or self._table_of != waves:
                 with torch.inference_mode(False), torch.no_grad():  # training may follow
                     table = self._waves(torch.arange(length, device=device))
-                self._table = table
+                if type(table) is Tensor:  # a fake tensor must not stay
+                    self._table, self._table_of = table, waves
             cos, sin = table[:, positions]
         return cos[:, None], sin[:, None]
 

@@ -309,6 +309,9 @@ def _check_tokens(kwargs: Mapping[str, Any]) -> None:
         "class_token": True,
         "reg_tokens": 0,
         "pos_embed": "learn",
+        "no_embed_class": False,
+        "fc_norm": None,
+        "patch_drop_rate": 0.0,  # timm would drop the distillation token as well
     }
     for name, value in only.items():
         if (given := kwargs.get(name, value)) != value:

@@ -105,7 +105,8 @@ class TimmClassificationBackbone(BaseModule):
                 model_name, pretrained=pretrained, num_classes=0, **kwargs
             )
         self.has_distillation_token = isinstance(self.model, VisionTransformerDistilled)
-        if self.model.pretrained_cfg.get("classifier") not in ("head", ("head", "head_dist")):
+        heads = self.model.pretrained_cfg.get("classifier")
+        if heads != "head" and list(heads or ()) != ["head", "head_dist"]:
             raise InputError(
                 f"{model_name} has no linear classifier called 'head': choose a TokenFormer or "
                 "one of timm's ViTs"

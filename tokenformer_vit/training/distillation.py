@@ -200,9 +200,9 @@ class DistilledClassifier(ImageClassifier):
         features = self.extract_feat(inputs)
         if isinstance(head, DistilledHead):
             of_labels, of_teacher = head.both(features)
+            own = head._get_loss(of_labels, data_samples)["loss"]
         else:
-            of_labels = of_teacher = head(features)
-        own = head._get_loss(of_labels, data_samples)["loss"]
+            of_teacher, own = head(features), head.loss(features, data_samples)["loss"]
         taught = self.distillation.loss(of_teacher, self.teacher(inputs))
         weight = self.distillation.weight
         return {

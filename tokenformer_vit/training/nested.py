@@ -190,7 +190,8 @@ class NestedTraining:
             InputError: If the model uses gradient checkpointing.
         """
         sized, parts = self.sized, self.parts(count)
-        flags = ("grad_checkpointing", "gradient_checkpointing")  # timm's, and transformers'
+        # timm's, transformers' and our own.
+        flags = ("grad_checkpointing", "gradient_checkpointing", "checkpoint_blocks")
         if any(getattr(each, flag, False) for each in sized.modules() for flag in flags):
             raise InputError(
                 "gradient checkpointing is on, but with a size_rule the backward pass would "

@@ -125,7 +125,9 @@ def _choose_matrices(groups: Iterable[dict[str, Any]], model: nn.Module) -> None
     matrices = {
         parameter
         for name, parameter in model.named_parameters()
-        if parameter.dim() == 2 and set(BLOCKS) & set(name.split("."))
+        if parameter.dim() == 2
+        and set(BLOCKS) & set(name.split("."))
+        and not name.startswith("head.")  # some heads of mmpretrain have `layers`
     }
     for group in groups:
         group.setdefault("use_muon", matrices.issuperset(group["params"]))

@@ -308,6 +308,7 @@ class _TrainLoop(_Section):
 
 class _Hook(_Section):
     background: bool = True
+    by_epoch: bool = True
     interval: Interval = 1
     minutes: Positive | None = None
     max_keep_ckpts: Interval = 1

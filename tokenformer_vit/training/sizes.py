@@ -96,8 +96,9 @@ def check_sizes(cfg: Mapping[str, Any], backbone: Mapping[str, Any], key: str, p
             f"{path}: model.head.in_channels is {head}, but {backbone['model_name']} has width "
             f"{width}: set model.head.in_channels={width}, or another {key}.embed_dim"
         )
-    if cfg["model"].get("head"):
-        _check_head(model, cfg["model"]["head"].get("type"), key, path)
+    kind = (cfg["model"].get("head") or {}).get("type")
+    if kind not in (None, "MAEPretrainHead"):
+        _check_head(model, kind, key, path)
     preprocessor = cfg["model"].get("data_preprocessor") or cfg.get("data_preprocessor") or {}
     for name in ("mean", "std"):
         values = preprocessor.get(name)
