@@ -45,6 +45,7 @@ def test_rows_of_language_models(tmp_path):
 
     assert "| not run | | | | | | | |\n" in tables()[0]
     record = {"model": "150m", "num_tokens": 64, "hardware": "2 cores", "device": "cpu"}
+    record |= {"baseline": "transformer"}
     record["groups"] = [group("train", "compiled", 0.15), group("decode", "compiled", None)]
     folder.mkdir(parents=True)
     (folder / "speed_lm_150m_64_cpu.json").write_text(json.dumps(record))
@@ -57,6 +58,9 @@ def test_rows_of_language_models(tmp_path):
         "| – | 0.75 | 41 |\n"
     )
     assert link not in of_images
+    record["baseline"] = "transformer, rotary"
+    (folder / "speed_lm_150m_64_rotary_cpu.json").write_text(json.dumps(record))
+    assert "2 cores, to a transformer, rotary](" in tables()[0]
 
 
 def test_rows_of_training_loops(tmp_path):

@@ -161,7 +161,8 @@ def test_divisors_stay_what_they_were_on_average(theta):
     prune(model, usage, num_ffn_param_tokens=33)
     after = layer.weights(x).flatten(0, 1)
     inner = (before[:, kept] * after).sum() / before[:, kept].square().sum()
-    assert inner.item() == pytest.approx(1, abs=0.02)  # the least-squares factor between them
+    # The least-squares factor between them; unadapted, it would be at least 1.4.
+    assert inner.item() == pytest.approx(1, abs=0.05)
 
 
 def test_the_most_used_pairs_stay_in_their_order():
