@@ -152,17 +152,19 @@ def test_pairs_that_add_nothing_leave_the_output_as_it_is(theta, rounding):
 
 @pytest.mark.parametrize("theta", THETAS)
 def test_divisors_stay_what_they_were_on_average(theta):
-    model = build(theta)
-    batches = [torch.randn(16, 3, 32, 32)]
-    layer, x = model.blocks[0].mlp, inputs_of(model, "blocks.0.mlp", batches)
-    usage = measure_usage(model, batches)
-    before = layer.weights(x).flatten(0, 1)
-    kept = usage["blocks.0.mlp"].sizes.topk(33).indices.sort().values
-    prune(model, usage, num_ffn_param_tokens=33)
-    after = layer.weights(x).flatten(0, 1)
-    inner = (before[:, kept] * after).sum() / before[:, kept].square().sum()
-    # The least-squares factor between them; unadapted, it would be at least 1.4.
-    assert inner.item() == pytest.approx(1, abs=0.05)
+    factors = []
+    for _ in range(8):  # one model alone can be 3 % off
+        model = build(theta)
+        batches = [torch.randn(16, 3, 32, 32)]
+        layer, x = model.blocks[0].mlp, inputs_of(model, "blocks.0.mlp", batches)
+        usage = measure_usage(model, batches)
+        before = layer.weights(x).flatten(0, 1)
+        kept = usage["blocks.0.mlp"].sizes.topk(33).indices.sort().values
+        prune(model, usage, num_ffn_param_tokens=33)
+        after = layer.weights(x).flatten(0, 1)
+        inner = (before[:, kept] * after).sum() / before[:, kept].square().sum()
+        factors.append(inner.item())  # the least-squares factor between them
+    assert sum(factors) / 8 == pytest.approx(1, abs=0.02)
 
 
 def test_the_most_used_pairs_stay_in_their_order():

@@ -160,6 +160,20 @@ def test_flex_attention_computes_the_same(tokens):
     torch.testing.assert_close(other(tokens, use_cache=False).logits, expected)
 
 
+def test_a_configuration_of_quantisation_is_refused_by_every_way(tmp_path):
+    build().save_pretrained(tmp_path)
+    again = TokenFormerForCausalLM.from_pretrained(tmp_path, config=str(tmp_path))
+    config = again.config
+    config.quantization_config = {"quant_type": "int8"}
+    with pytest.raises(InputError, match="quantization_config quantises linear layers"):
+        TokenFormerForCausalLM.from_pretrained(tmp_path, config=config)
+    written = json.loads((tmp_path / "config.json").read_text())
+    written["quantization_config"] = {"quant_method": "torchao"}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    with pytest.raises(InputError, match="quantization_config quantises linear layers"):
+        TokenFormerForCausalLM.from_pretrained(tmp_path)
+
+
 def test_two_names_of_a_size_must_agree():
     assert TokenFormerConfig(embed_dim=32, hidden_size=32, num_heads=2).embed_dim == 32
     with pytest.raises(InputError, match=r"embed_dim is 64, but hidden_size.* is 32"):

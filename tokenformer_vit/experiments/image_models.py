@@ -180,7 +180,9 @@ def to_matched_vit(backbone: Part, shape: Shape) -> Part:
     )
     return {
         **{key: value for key, value in backbone.items() if key not in ours - timms},
-        "model_name": "vit_base_patch16_224",
+        "model_name": "deit_base_distilled_patch16_224"
+        if backbone["model_name"].endswith("_distilled")
+        else "vit_base_patch16_224",
         **shape.outside,
         "embed_dim": shape.embed_dim,
         "depth": shape.depth,

@@ -1,7 +1,6 @@
 """Language models of TokenFormer blocks as models of Hugging Face's transformers."""
 
 import shutil
-from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -67,12 +66,12 @@ class TokenFormerConfig(PretrainedConfig):
 
     def __init__(self, **kwargs: Any) -> None:
         for other, name in self.attribute_map.items():
-            if kwargs.get(other, kwargs.get(name)) != kwargs.get(name, kwargs.get(other)):
+            if other in kwargs and name in kwargs and kwargs[other] != kwargs[name]:
                 raise InputError(
                     f"{name} is {kwargs[name]!r}, but {other}, another name of it, is "
                     f"{kwargs[other]!r}: give one of the two"
                 )
-        _check_unquantised(kwargs)
+        _check_unquantised(kwargs.get("quantization_config"))
         names = {self.attribute_map.get(name, name): value for name, value in kwargs.items()}
         shape = {each.name: names.pop(each.name) for each in fields(LMConfig) if each.name in names}
         checked: Any = check(LMShape, shape)
@@ -118,9 +117,9 @@ class TokenFormerConfig(PretrainedConfig):
         """Do nothing: a saved folder finds this class in the package, and needs no copy of it."""
 
 
-def _check_unquantised(settings: Mapping[str, Any]) -> None:
-    """Refuse ``quantization_config``: it would quantise nothing, silently."""
-    if settings.get("quantization_config") is not None:
+def _check_unquantised(quantization_config: Any) -> None:
+    """Refuse a configuration of quantisation: it would quantise nothing, silently."""
+    if quantization_config is not None:
         raise InputError(
             "quantization_config quantises linear layers, which a TokenFormer does not have: load "
             "the model without it, then call tokenformer_vit.models.quantize"
@@ -161,8 +160,8 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
         Raises:
             InputError: If the sizes differ, or ``quantization_config`` is given.
         """
-        _check_unquantised(kwargs)
-        _check_unquantised(vars(kwargs.get("config") or object))
+        _check_unquantised(kwargs.get("quantization_config"))
+        _check_unquantised(getattr(kwargs.get("config"), "quantization_config", None))
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         for name, layer in find_layers(model).items():  # transformers replaces tensors unchecked
