@@ -7,14 +7,11 @@ tokens). New pairs start with *zero keys* or as *duplicates*, which keep what th
 *random* with τ kept; or at random *as released*, where τ becomes that of the new number of pairs.
 
 A grown model is compared with the large model from scratch, for all iterations and for the cost of
-the growth; with the small model trained on without growth; and with Transformers that grew by
-Net2Net (arXiv:1511.05641) to as many weights. They have GPT-2's form, or GPT-NeoX's with the
-TokenFormer's rotary positions, and their small models are larger. There are three accounts of the
-small model's cost: it is *sunk*, because the model exists; it is *shared* by the small model and
-the two that grow from it; or it is *counted* in full.
-
-These costs are in proportion to the pairs. Attention and the head cost a small model as much as a
-large one, so its FLOPs are a larger share: compare the columns of FLOPs as well.
+the growth; with the small model trained on without growth, for the cost of the stage; and with
+Transformers that grew by Net2Net (arXiv:1511.05641) to as many weights. They have GPT-2's form, or
+GPT-NeoX's with the TokenFormer's rotary positions, and their small models are larger. Costs are
+training FLOPs. There are three accounts of the small model's cost: it is *sunk*, because the model
+exists; it is *shared* by the small model and the two that grow from it; or it is *counted* in full.
 """
 
 from tokenformer_vit.experiments import LANGUAGE, Budgets, main

@@ -8,13 +8,10 @@ which keep what the model computes; at *random* with τ kept; or at random *as r
 becomes that of the new number of pairs, as in the authors' code.
 
 A grown model is compared with the large model from scratch, for all epochs and for the cost of the
-growth; with the small model trained on without growth; and with a ViT that grew by Net2Net
-(arXiv:1511.05641) to as many weights. There are three accounts of the small model's cost: it is
-*sunk*, because the model exists; it is *shared* by the small model and the two that grow from it;
-or it is *counted* in full.
-
-These costs are in proportion to the pairs. Attention and the head cost a small model as much as a
-large one, so its FLOPs are a larger share: compare the columns of FLOPs as well.
+growth; with the small model trained on without growth, for the cost of the stage; and with a ViT
+that grew by Net2Net (arXiv:1511.05641) to as many weights. Costs are training FLOPs, within half an
+epoch. There are three accounts of the small model's cost: it is *sunk*, because the model exists;
+it is *shared* by the small model and the two that grow from it; or it is *counted* in full.
 """
 
 from tokenformer_vit.experiments import IMAGES, Budgets, main, to_matched_vit

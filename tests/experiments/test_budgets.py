@@ -19,7 +19,7 @@ from tokenformer_vit.experiments.sweep import parse, sweep
 from tokenformer_vit.training.config import load_config
 
 EPOCHS = ["--cfg-options", "train_cfg.max_epochs=40"]
-NAMES = ("small", "x2", "same_20", "x2_zero_key_10", "x2_counted_10")
+NAMES = ("small", "x2", "x2_same_10", "x2_zero_key_10", "x2_counted_10")
 
 # Stands in for tools/train.py: the best learning rate of a variant is in BEST, by its name.
 TRAINER = """
@@ -118,13 +118,13 @@ def test_stages_start_from_the_small_model(words):
         for percent in (10, 20):
             stage = percent / 100 * large
             for name, cost in (
-                (f"same_{times * percent}", stage),
+                (f"x{times}_same_{percent}", stage),
                 (f"x{times}_sunk_{percent}", stage),
                 (f"x{times}_shared_{percent}", stage + small / 3),
                 (f"x{times}_counted_{percent}", stage + small),
             ):
                 epoch = planned[name].field.flops(planned[name].whole)
-                assert abs(flops_of(planned[name]) - cost) < 0.1 * cost + epoch
+                assert abs(flops_of(planned[name]) - cost) <= 0.51 * epoch
 
 
 def test_a_stage_without_room_for_a_warm_up_is_refused(words, trainer):
@@ -284,7 +284,7 @@ def test_stages_from_one_end_to_the_other(tmp_path, words, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
     own = ["--cfg-options", "train_cfg.max_epochs=20", "train_cfg.val_interval=2"]
-    names = ("x3_zero_key_10", "x3_released_10", "same_30", "x3_net2net_10", "x3_sunk_10")
+    names = ("x3_zero_key_10", "x3_released_10", "x3_same_10", "x3_net2net_10", "x3_sunk_10")
     sweep(STAGES, [*words, *own, "--variants", *names])
     found = {name.removesuffix("_seed0"): record for name, record in records(tmp_path).items()}
     assert sorted(found) == sorted((*names, "small", "reference"))
@@ -301,5 +301,5 @@ def test_stages_from_one_end_to_the_other(tmp_path, words, monkeypatch):
     each, early = scratch / (2 * images), small["flops"] / (20 * images)
     assert own == pytest.approx(scratch - 32 * (each - early), rel=1e-6)
     assert found["x3_zero_key_10"]["final"]["top1"] > found["x3_sunk_10"]["final"]["top1"]
-    assert found["same_30"]["epochs"] == 6
-    assert found["same_30"]["flops"] == pytest.approx(scratch, rel=0.1)
+    # Without growth, whole epochs of the small model cost as much.
+    assert abs(found["x3_same_10"]["flops"] - scratch) <= 0.51 * small["flops"] / 20

@@ -19,7 +19,7 @@ from tokenformer_vit.training.shipped import find_config, shipped_bases
 
 from .questions import Question
 from .run import ROOT, Run, difference, shown
-from .variants import Variant
+from .variants import Shape, Variant
 
 LARGEST_GAP = 0.01  # between the parameter counts of two variants
 MOST_DIAGNOSES = 20  # epochs after which layers are measured, not counting the start
@@ -56,6 +56,9 @@ def plan(
     for variant in _wanted(question, args.variants):
         part = variant.change(copy.deepcopy(ends[variant.start]), shape)
         outside = question.outside(variant, shape, length, args.data_root)
+        if variant.costs:
+            limit = _affordable(question, chosen, variant, part, shape)
+            outside = _merged(outside, {"train_cfg": {field.limit: limit}})
         cfg = _merged(_with_part(question, chosen, part), outside)
         field.check_data(cfg)
         if outside:
@@ -137,6 +140,25 @@ def _wanted(question: Question, names: list[str] | None) -> list[Variant]:
         if variant.name in wanted and variant.start is not None:
             wanted.add(variant.start)
     return [variant for variant in question.variants if variant.name in wanted]
+
+
+def _affordable(
+    question: Question, chosen: Mapping[str, Any], variant: Variant, part: Any, shape: Shape
+) -> int:
+    """Return the epochs or iterations of a model whose FLOPs are the variant's ``costs``.
+
+    The variants in ``costs`` are trained from scratch for as long as the sweep's config.
+    """
+    field = question.field
+
+    def flops(part: Any) -> int:
+        return field.flops(_with_part(question, chosen, part))
+
+    def cost(name: str) -> int:
+        return flops(question.named(name).change(copy.deepcopy(field.part(chosen)), shape))
+
+    total = sum(share * cost(name) for name, share in variant.costs)
+    return max(1, round(total / flops(part) * chosen["train_cfg"][field.limit]))
 
 
 def _with_part(question: Question, cfg: Mapping[str, Any], part: Any) -> dict[str, Any]:

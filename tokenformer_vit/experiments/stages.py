@@ -53,7 +53,7 @@ class Family:
 
     @property
     def accounts(self) -> tuple[tuple[str, float], ...]:
-        """The accounts of the small model's cost: its share in the cost of a large model."""
+        """The accounts of the small model's cost: the share of it that a large model bears."""
         members = len(self.times) + 1
         return ("small model sunk", 0.0), (f"shared by {members}", 1 / members), ("counted", 1.0)
 
@@ -74,15 +74,6 @@ class Family:
         for other in self.references:
             name, label = f"{other.prefix}reference", f"{other.label}, small"
             yield Variant(name, label, self._theirs(other, 1), line=label, reference=True)
-        for percent in sorted({stage * times for stage in STAGES for times in self.times}):
-            yield Variant(
-                f"same_{percent}",
-                f"small, not grown, {percent} % longer",
-                arguments(),
-                outside=lasting(percent / 100, self.field.limit),
-                start="small",
-                line="small, not grown",
-            )
         for times in self.times:
             label = f"× {times}, from scratch"
             yield Variant(f"x{times}", label, self._ours(times), line=label)
@@ -94,14 +85,26 @@ class Family:
                 yield from self._grown(times, stage)
 
     def _equal_budgets(self, times: int, stage: int) -> Iterator[Variant]:
-        """Yield the large model from scratch for the cost of a stage, in each account."""
-        line = f"× {times}, from scratch"
+        """Yield models that cost as much as a stage.
+
+        The small model is trained on without growth. The large model is trained from scratch, in
+        each account of the small model's cost.
+        """
+        cost, line = (f"x{times}", stage / 100), f"× {times}, from scratch"
+        yield Variant(
+            f"x{times}_same_{stage}",
+            f"small, not grown, cost of × {times}, {stage} %",
+            arguments(),
+            costs=(cost,),
+            start="small",
+            line="small, not grown",
+        )
         for name, (account, share) in zip(ACCOUNTS, self.accounts, strict=True):
             yield Variant(
                 f"x{times}_{name}_{stage}",
                 f"{line}, cost of {stage} %, {account}",
                 self._ours(times),
-                outside=lasting(stage / 100 + share / times, self.field.limit),
+                costs=(cost, ("small", share)),
                 against=((FULL, f"x{times}"),),
                 line=line,
             )
@@ -113,7 +116,7 @@ class Family:
         against = (
             (FULL, f"x{times}"),
             *((f"scratch, {text}", f"x{times}_{name}_{stage}") for name, (text, _) in budgets),
-            ("not grown", f"same_{stage * times}"),
+            ("not grown", f"x{times}_same_{stage}"),
             *((f"{other.label}, Net2Net", name) for other, name in net2net.items()),
         )
         for init, label in _INITS.items():
