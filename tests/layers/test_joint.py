@@ -247,3 +247,32 @@ def test_on_a_gpu_it_is_the_default(dtype, compiled, calls):
     assert compiled or len(calls) == 1
     for ours, single, b in zip(*grads.values(), strict=True):
         assert (ours - b).norm() <= 1.2 * (single - b).norm() + 1e-6 * b.norm()
+
+
+@pytest.mark.parametrize("theta", THETAS)
+@pytest.mark.parametrize("count", [1, 8])
+def test_few_tokens_without_gradient_share_theta_to_the_last_digit(theta, count, calls):
+    layer, x = attention(None, theta=theta), torch.randn(1, count, WIDTH)
+    layer.key.tau.mul_(1.5)  # each has its own
+    with torch.no_grad():
+        shared = layer.query_key_value(x)
+        layer.joint = False
+        for whole, part in zip(shared, layer.query_key_value(x), strict=True):
+            if theta == "gelu_tanh_l2":  # PyTorch's tanh depends on the place in the tensor
+                torch.testing.assert_close(whole, part)
+            else:
+                assert torch.equal(whole, part)
+        layer.joint = None
+        assert len(calls) == 1
+        layer.query_key_value(tokens())
+    layer.query_key_value(x)
+    assert len(calls) == 1
+
+
+@pytest.mark.filterwarnings("error::torch.jit.TracerWarning")
+@torch.no_grad()
+def test_a_trace_of_few_tokens_takes_any_number(seed):
+    layer = attention(None).eval()
+    traced = torch.jit.trace(layer, torch.randn(1, 1, WIDTH), check_trace=False)
+    x = tokens()
+    torch.testing.assert_close(traced(x), layer(x), rtol=1e-4, atol=1e-5)

@@ -124,6 +124,21 @@ def test_computes_its_definition(norm):
     )
 
 
+@pytest.mark.parametrize("share", [0.25, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_tokens_are_computed_as_many_to_the_last_digit(dtype, share):
+    model, tokens = build(rotary_share=share).to(dtype), torch.randint(61, (1, 5))
+    expected = model(tokens)
+    with torch.no_grad():
+        assert torch.equal(model(tokens), expected)
+        cache, again = KVCache(), KVCache()
+        model(tokens, cache=cache)
+        model(tokens, cache=again)
+        new = torch.randint(61, (1, 1))
+        few = model(new, cache=cache)
+    assert torch.equal(few, model(new, cache=again))
+
+
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_with_a_cache_it_computes_the_same(kind):
     model, tokens = build(**kind), torch.randint(61, (3, 17))

@@ -102,13 +102,18 @@ class Attention(nn.Module):
         self.rope: RotaryEmbeddingCat | None = None
         self.num_prefix_tokens = 0
 
+    def query_key_value(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Map (B, N, C) tokens to (B, N, C) queries, keys and values, with all heads together."""
+        if torch.jit.is_scripting():
+            return self.query(x), self.key(x), self.value(x)
+        else:  # TorchScript must not compile this branch
+            q, k, v = call_together(x, (self.query, self.key, self.value), self.joint)
+            return q, k, v
+
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Map (B, N, C) tokens to (B, heads, N, head_dim) queries, keys and values."""
         B, N, _ = x.shape
-        if torch.jit.is_scripting():
-            q, k, v = self.query(x), self.key(x), self.value(x)
-        else:  # TorchScript must not compile this branch
-            q, k, v = call_together(x, (self.query, self.key, self.value), self.joint)
+        q, k, v = self.query_key_value(x)
         q = q.reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
         k = k.reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
         v = v.reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)

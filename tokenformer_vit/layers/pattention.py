@@ -258,15 +258,17 @@ class Pattention(NestedLayer):
     def used_tokens(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """Return keys, values and gate of the pairs in use, and their τ."""
         # Module.__getattr__, once for each tensor, would take a tenth of the time of a small layer.
-        own = self._buffers | self._parameters
+        parameters, buffers = self._parameters, self._buffers
         try:
-            keys, values, tau = own["key_param_tokens"], own["value_param_tokens"], own["tau"]
-            gate, active = own["gate"], own["active"]
-        except KeyError:  # a parametrised or split tensor is computed when it is read
-            return self._select_tokens()
-        if keys is None or values is None or active is not None or self._size is not None:
-            return self._select_tokens()
-        return keys, values, gate, tau  # type: ignore[return-value]
+            if buffers["active"] is None and self._size is None:
+                keys, values = parameters["key_param_tokens"], parameters["value_param_tokens"]
+                tau = buffers["tau"] if "tau" in buffers else parameters["tau"]
+                gate = buffers["gate"] if "gate" in buffers else parameters["gate"]
+                if keys is not None and values is not None:
+                    return keys, values, gate, tau  # type: ignore[return-value]
+        except KeyError:
+            pass
+        return self._select_tokens()  # a parametrised or split tensor is computed when it is read
 
     def _select_tokens(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         keys, values, gate = self.key_param_tokens, self.value_param_tokens, self.gate

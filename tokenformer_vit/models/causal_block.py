@@ -1,7 +1,7 @@
 """The block of a causal language model: rotation, cache and causal attention."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,9 @@ class KVCache:
         return self._layers[0][0].shape[2] if self._layers else 0
 
 
-def rotate(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rotate(
+    queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, swap: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Rotate the first R dimensions of each head by the angle of its position.
 
     Dimensions r and r + R / 2 form a pair.
@@ -46,7 +48,10 @@ def rotate(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Ten
         queries: (B, heads, N, D) queries.
         keys: (B, heads, N, D) keys.
         cos: (B or 1, 1, N, R) with R ≤ D; both halves along R hold the same angles.
-        sin: (B or 1, 1, N, R).
+        sin: (B or 1, 1, N, R), of −1 times these angles in the first half.
+        swap: (D,) numbers of dimensions: the other one of a pair, or the dimension itself after R.
+            ``cos`` and ``sin`` are then (B or 1, 1, N, D), with ones and zeros after R. This takes
+            fewer operations, which decide how long a decoding step takes, and computes more.
 
     Returns:
         (B, heads, N, D) queries and keys in their own dtype, rotated in the dtype of ``cos``.
@@ -54,16 +59,17 @@ def rotate(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Ten
     Source:
         RoFormer, arXiv:2104.09864, in the form of GPT-NeoX, which the authors' code uses.
     """
-    dims = cos.shape[-1]
-    # Both at once: when decoding, the number of operations counts, not their size.
-    part = torch.cat((queries[..., :dims], keys[..., :dims]), dim=1).to(cos.dtype)
-    first, second = part.chunk(2, dim=-1)
-    rotated = part * cos + torch.cat((-second, first), dim=-1) * sin
-    q, k = rotated.to(queries.dtype).chunk(2, dim=1)
-    return (
-        torch.cat((q, queries[..., dims:]), dim=-1),
-        torch.cat((k, keys[..., dims:]), dim=-1),
-    )
+    both = torch.cat((queries, keys), dim=1)
+    if swap is None:
+        part = both.narrow(-1, 0, cos.shape[-1])
+        precise = part.to(cos.dtype)
+        first, second = precise.chunk(2, dim=-1)
+        part.copy_(precise * cos + torch.cat((second, first), dim=-1) * sin)
+    else:
+        rotated = both * cos + both.index_select(-1, swap) * sin
+        both = rotated if rotated.dtype == both.dtype else rotated.to(both.dtype)
+    q, k = both.chunk(2, dim=1)
+    return q, k
 
 
 def attend(
@@ -106,11 +112,22 @@ class CausalAttention(Attention):
     is_causal = True
     layer_idx: int
 
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Map (B, N, C) tokens to (B, heads, N, D) queries, keys and values, not rotated."""
+        B, N, _ = x.shape
+        q, k, v = self.query_key_value(x)
+        if N == 1:  # the same with half of the operations
+            shape = B, self.num_heads, N, self.head_dim
+            return q.reshape(shape), k.reshape(shape), v.reshape(shape)
+        shape = B, N, self.num_heads, self.head_dim
+        q, k, v = q.reshape(shape), k.reshape(shape), v.reshape(shape)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
     def forward(  # type: ignore[override]
         self,
         x: Tensor,
         mask: Any,
-        rotation: tuple[Tensor, Tensor] | None,
+        rotation: Sequence[Tensor | None] | None,
         past_key_values: Any = None,
         attend: Callable[..., tuple[Tensor, Tensor | None]] = attend,
     ) -> tuple[Tensor, Tensor | None]:
@@ -119,7 +136,7 @@ class CausalAttention(Attention):
         Args:
             x: (B, N, C) tokens.
             mask: Mask that ``attend`` takes.
-            rotation: Cosines and sines of the positions.
+            rotation: What :func:`rotate` takes besides queries and keys.
             past_key_values: Cache that gets the keys and values of these tokens.
             attend: Attention function; see :func:`attend`.
 
@@ -127,7 +144,7 @@ class CausalAttention(Attention):
             (B, N, C) tokens, and the attention weights if the function returns them.
         """
         B, N, C = x.shape
-        q, k, v = self.project(x)  # (B, heads, N, D)
+        q, k, v = self.project(x)
         if rotation is not None:
             q, k = rotate(q, k, *rotation)
         if past_key_values is not None:

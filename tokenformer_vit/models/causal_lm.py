@@ -21,6 +21,7 @@ from tokenformer_vit.layers.arguments import (
     model_pattention_args,
 )
 from tokenformer_vit.layers.block import token_arguments
+from tokenformer_vit.ops import is_few
 
 from .causal_block import CausalBlock, KVCache
 from .lm_config import LMConfig
@@ -61,8 +62,8 @@ class TokenFormerDecoder(nn.Module):
     block: type[CausalBlock] = CausalBlock
     checkpoint_blocks = False
     # Not a buffer: a cast must not round it, and to_empty() must not empty it.
-    _table: Tensor | None = None
-    _table_of: tuple[int, float, int] | None = None  # its length, base and width
+    _table: tuple[Tensor, Tensor] | None = None
+    _table_of: tuple[int, float, int] | None = None  # its length, base and rotated dimensions
 
     def __init__(
         self,
@@ -183,7 +184,7 @@ class TokenFormerDecoder(nn.Module):
         if self.positions is not None:
             x, rotation = x + self.positions(positions), None
         else:
-            rotation = self._rotation(positions)
+            rotation = self._rotation(positions, not torch.is_grad_enabled() and is_few(x))
         # A block that is computed twice would append to the cache twice.
         again = self.checkpoint_blocks and self.training and past_key_values is None
         for block in self.blocks:
@@ -213,29 +214,47 @@ class TokenFormerDecoder(nn.Module):
         self.sizes = nested_sizes(self, self.sizes)
         return replace(self.shape, **own, nested=self.sizes[:-1])
 
-    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (B or 1, 1, N, R) cosines and sines in float32."""
+    def _rotation(self, positions: Tensor, few: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return what :func:`rotate` takes besides queries and keys, in float32.
+
+        Args:
+            positions: (B or 1, N) positions of tokens.
+            few: Whether operations on them take longer than what they compute.
+        """
         length, device = self.config.context_length, positions.device
         # A compiled graph must not make a tensor that stays.
         if torch.compiler.is_compiling() or length > _MOST_POSITIONS:
             cos, sin = self._waves(positions)
-        else:
-            waves, table = (length, self.config.rotary_base, self.rotary_dims), self._table
-            if table is None or table.device != device or self._table_of != waves:
-                with torch.inference_mode(False), torch.no_grad():  # training may follow
-                    table = self._waves(torch.arange(length, device=device))
-                if type(table) is Tensor:  # a fake tensor must not stay
-                    self._table, self._table_of = table, waves
-            cos, sin = table[:, positions]
-        return cos[:, None], sin[:, None]
+            return cos[:, None], sin[:, None], None
+        table, table_of = self._table, (length, self.config.rotary_base, self.rotary_dims)
+        if table is None or table[0].device != device or self._table_of != table_of:
+            with torch.inference_mode(False), torch.no_grad():  # training may follow
+                table = self._make_table(length, device)
+            if type(table[0]) is Tensor:  # a fake tensor must not stay
+                self._table, self._table_of = table, table_of
+        waves, swap = table
+        cos, sin = F.embedding(positions, waves).unsqueeze(1).chunk(2, dim=-1)
+        if few:
+            return cos, sin, swap
+        dims = self.rotary_dims
+        return cos[..., :dims], sin[..., :dims], None
 
-    def _waves(self, positions: Tensor) -> Tensor:
-        """Return the (2, ..., R) cosines and sines of (...) positions in float32."""
+    def _make_table(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return (length, 2 D) cosines and sines, and the (D,) ``swap`` of :func:`rotate`."""
+        cos, sin = self._waves(torch.arange(length, device=device))
+        dims = torch.arange(self.config.embed_dim // self.config.num_heads, device=device)
+        first, second = dims[: self.rotary_dims].chunk(2)
+        rest = cos.new_zeros(length, len(dims) - self.rotary_dims)
+        swap = torch.cat((second, first, dims[self.rotary_dims :]))
+        return torch.cat((cos, rest + 1, sin, rest), dim=-1), swap
+
+    def _waves(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (..., R) cosines and signed sines of (...) positions in float32."""
         dims = self.rotary_dims
         powers = torch.arange(0, dims, 2, device=positions.device, dtype=torch.float32) / dims
         angles = positions[..., None] * self.config.rotary_base**-powers
-        angles = torch.cat((angles, angles), dim=-1)
-        return torch.stack((angles.cos(), angles.sin()))
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 class TokenFormerLM(TokenFormerDecoder):
@@ -289,7 +308,10 @@ def find_positions(tokens: Tensor, past: int | Tensor, attention_mask: Tensor | 
         attention_mask: (B, all tokens) 0 for padding, which has no position; None if there is none.
     """
     if attention_mask is None:
-        return (torch.arange(tokens.shape[1], device=tokens.device) + past)[None]
+        N = tokens.shape[1]
+        if isinstance(past, int):
+            return torch.arange(past, past + N, device=tokens.device)[None]
+        return (torch.arange(N, device=tokens.device) + past)[None]
     return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
 
 

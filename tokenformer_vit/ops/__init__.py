@@ -22,7 +22,7 @@ from torch import Tensor
 from tokenformer_vit.errors import InputError
 
 from .fp8 import pattention_fp8
-from .fused import pattention_fused, pattention_fused_joint
+from .fused import is_few, pattention_fused, pattention_fused_joint
 from .kernels import Kernels
 from .measured import fastest_backend
 from .norm import layer_norm_reference, norm_fused, rms_norm_reference
@@ -36,6 +36,7 @@ __all__ = [
     "check_backend",
     "default_tau",
     "find_theta",
+    "is_few",
     "layer_norm",
     "norm_shares",
     "pattention",
@@ -139,6 +140,15 @@ def pattention(
     return pattention_fused(x, key_param_tokens, value_param_tokens, theta, tau, eps, kernels)
 
 
+def _are_alike(key_param_tokens: Sequence[Tensor]) -> bool:
+    first = key_param_tokens[0]
+    pairs, trained = first.size(0), first.requires_grad  # len() would be a call in Python
+    for keys in key_param_tokens:
+        if keys.size(0) != pairs or keys.requires_grad != trained:
+            return False
+    return True
+
+
 def pattention_joint(
     x: Tensor,
     key_param_tokens: Sequence[Tensor],
@@ -177,12 +187,11 @@ def pattention_joint(
     Source:
         README.md in this folder.
     """
-    first, chosen = key_param_tokens[0], _choose(backend)
-    if chosen not in ("reference", "fp8") and all(
-        keys.shape == first.shape and keys.requires_grad == first.requires_grad
-        for keys in key_param_tokens
-    ):
-        kernels = _kernels(chosen, x, theta, len(first))
+    chosen = _choose(backend)
+    if chosen not in ("reference", "fp8") and _are_alike(key_param_tokens):
+        kernels = None
+        if x.is_cuda or chosen == "triton":
+            kernels = _kernels(chosen, x, theta, key_param_tokens[0].size(0))
         return pattention_fused_joint(
             x, key_param_tokens, value_param_tokens, theta, tau, eps, kernels
         )
@@ -217,7 +226,12 @@ def layer_norm(x: Tensor, num_channels: int, eps: float = 1e-6, backend: str = "
     if torch.jit.is_scripting():
         return layer_norm_reference(x, num_channels, eps)
     else:  # TorchScript must not compile this branch
-        if _choose(backend) == "reference":
+        if _choose(backend) == "reference" or (
+            # norm_fused() does the same after more calls, which take time in decoding.
+            x.dtype == torch.float32
+            and not (x.requires_grad and torch.is_grad_enabled())
+            and not torch._C._is_any_autocast_enabled()
+        ):
             return layer_norm_reference(x, num_channels, eps)
         return norm_fused(x, num_channels, eps, centred=True)
 

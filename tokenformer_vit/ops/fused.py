@@ -19,7 +19,10 @@ from .differentiation import is_batched, is_transformed, needs_gradient
 from .kernels import Kernels
 from .precision import to_product_dtype
 from .reference import pattention_reference
-from .theta import find_theta
+from .theta import THETAS, find_theta
+
+# Tokens up to this number take less time than the calls that compute something for each layer.
+_FEW = 8
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -27,9 +30,20 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
+def is_few(x: Tensor) -> bool:
+    """Return whether (..., C) tokens are so few that calls take longer than what they compute.
+
+    A decoding step is an example. The results do not depend on it. A trace must not either.
+    """
+    return not torch._C._get_tracing_state() and x.numel() <= _FEW * x.shape[-1]
+
+
 def _scores(x: Tensor, keys: Sequence[Tensor]) -> Tensor:
     if len(keys) == 1:
         return F.linear(x, keys[0])  # (..., P)
+    if is_few(x):
+        # The keys have more numbers than the scores: do not copy them.
+        return torch.stack([F.linear(x, own) for own in keys], dim=-2)
     whole = torch.cat(tuple(keys))  # (S · P, C_in)
     return F.linear(x, whole).view(*x.shape[:-1], len(keys), len(keys[0]))  # (..., S, P)
 
@@ -173,7 +187,7 @@ def pattention_fused(
     Source:
         TokenFormer, arXiv:2410.23168, Eq. 4; README.md in this folder derives the gradients.
     """
-    plain = find_theta(theta).kernels
+    plain = (THETAS.get(theta) or find_theta(theta)).kernels
     if plain is None or is_transformed():
         return pattention_reference(x, key_param_tokens, value_param_tokens, theta, tau, eps)
     if kernels is None:
@@ -215,18 +229,20 @@ def pattention_fused_joint(
     Note:
         The precision and the gradients are as in :func:`pattention_fused`.
     """
-    plain = find_theta(theta).kernels
+    plain = (THETAS.get(theta) or find_theta(theta)).kernels
     if plain is None or is_transformed():
         return tuple(
             pattention_reference(x, keys, values, theta, own_tau, eps)
             for keys, values, own_tau in zip(key_param_tokens, value_param_tokens, tau, strict=True)
         )
     # PyTorch takes a CPU's number for any device only if it is 0-dim.
-    taus = torch.stack(tuple(tau)).unsqueeze(-1).to(x.device)  # (S, 1)
+    taus = torch.stack(tuple(tau)).unsqueeze(-1)  # (S, 1)
+    if taus.is_cpu != x.is_cpu:
+        taus = taus.to(x.device)
     if kernels is None:
         kernels = plain
-    x, *tokens = to_product_dtype(x, *key_param_tokens, *value_param_tokens)
-    if needs_gradient(x, *tokens, taus):
+    if torch.is_grad_enabled() and needs_gradient(x, *key_param_tokens, *value_param_tokens, *tau):
+        x, *tokens = to_product_dtype(x, *key_param_tokens, *value_param_tokens)
         return _Pattention.apply(x, taus, eps, plain, kernels, *tokens)
-    weights, _ = kernels.forward(_scores(x, tokens[: len(tau)]), taus, eps)
-    return _outputs(weights, tokens[len(tau) :])
+    weights, _ = kernels.forward(_scores(x, key_param_tokens), taus, eps)
+    return tuple(map(torch.matmul, weights.unbind(-2), value_param_tokens))
