@@ -81,7 +81,8 @@ def widen_mlp(
     form, transformer = _find_transformer(model)
     blocks = getattr(transformer, form.blocks)
     for index, block in enumerate(blocks):
-        _check_mlp(block.mlp, form, f"block {index}", hidden_features)
+        mlp = getattr(block, "mlp", None)
+        _check_mlp(mlp, form, f"block {index}", hidden_features)
     check_optimizer(optimizer, blocks.parameters(), moments)
     generator = torch.Generator().manual_seed(seed)
     changes = []

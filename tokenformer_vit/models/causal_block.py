@@ -1,7 +1,7 @@
 """The block of a causal language model: rotation, cache and causal attention."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -127,7 +127,7 @@ class CausalAttention(Attention):
         self,
         x: Tensor,
         mask: Any,
-        rotation: Sequence[Tensor | None] | None,
+        rotation: tuple[Tensor, ...] | None,
         past_key_values: Any = None,
         attend: Callable[..., tuple[Tensor, Tensor | None]] = attend,
     ) -> tuple[Tensor, Tensor | None]:

@@ -214,7 +214,7 @@ class TokenFormerDecoder(nn.Module):
         self.sizes = nested_sizes(self, self.sizes)
         return replace(self.shape, **own, nested=self.sizes[:-1])
 
-    def _rotation(self, positions: Tensor, few: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _rotation(self, positions: Tensor, few: bool) -> tuple[Tensor, ...]:
         """Return what :func:`rotate` takes besides queries and keys, in float32.
 
         Args:
@@ -225,7 +225,7 @@ class TokenFormerDecoder(nn.Module):
         # A compiled graph must not make a tensor that stays.
         if torch.compiler.is_compiling() or length > _MOST_POSITIONS:
             cos, sin = self._waves(positions)
-            return cos[:, None], sin[:, None], None
+            return cos[:, None], sin[:, None]
         table, table_of = self._table, (length, self.config.rotary_base, self.rotary_dims)
         if table is None or table[0].device != device or self._table_of != table_of:
             with torch.inference_mode(False), torch.no_grad():  # training may follow
@@ -237,7 +237,7 @@ class TokenFormerDecoder(nn.Module):
         if few:
             return cos, sin, swap
         dims = self.rotary_dims
-        return cos[..., :dims], sin[..., :dims], None
+        return cos[..., :dims], sin[..., :dims]
 
     def _make_table(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return (length, 2 D) cosines and sines, and the (D,) ``swap`` of :func:`rotate`."""

@@ -188,7 +188,8 @@ def pattention_joint(
         README.md in this folder.
     """
     chosen = _choose(backend)
-    if chosen not in ("reference", "fp8") and _are_alike(key_param_tokens):
+    several = len(key_param_tokens) > 1
+    if several and chosen not in ("reference", "fp8") and _are_alike(key_param_tokens):
         kernels = None
         if x.is_cuda or chosen == "triton":
             kernels = _kernels(chosen, x, theta, key_param_tokens[0].size(0))
