@@ -125,7 +125,7 @@ def test_computes_its_definition(norm):
 
 
 @pytest.mark.parametrize("share", [0.25, 1.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_few_tokens_are_computed_as_many_to_the_last_digit(dtype, share):
     model, tokens = build(rotary_share=share).to(dtype), torch.randint(61, (1, 5))
     expected = model(tokens)

@@ -184,7 +184,9 @@ class TokenFormerDecoder(nn.Module):
         if self.positions is not None:
             x, rotation = x + self.positions(positions), None
         else:
-            rotation = self._rotation(positions, not torch.is_grad_enabled() and is_few(x))
+            # In float64 the dimensions that are not rotated would lose digits.
+            few = not torch.is_grad_enabled() and is_few(x) and x.dtype != torch.float64
+            rotation = self._rotation(positions, few)
         # A block that is computed twice would append to the cache twice.
         again = self.checkpoint_blocks and self.training and past_key_values is None
         for block in self.blocks:
