@@ -269,6 +269,15 @@ def test_few_tokens_without_gradient_share_theta_to_the_last_digit(theta, count,
     assert len(calls) == 1
 
 
+@torch.no_grad()
+def test_a_gpu_calls_other_layers_by_themselves(monkeypatch, calls):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    layer = attention(jointly=None)
+    layer.query = nn.Linear(WIDTH, WIDTH)
+    assert layer.query_key_value(tokens(50))[0].shape == (50, 9, WIDTH)
+    assert not calls
+
+
 @pytest.mark.filterwarnings("error::torch.jit.TracerWarning")
 @torch.no_grad()
 def test_a_trace_of_few_tokens_takes_any_number(seed):

@@ -10,6 +10,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.models import LM_PRESETS, KVCache, LMConfig, TokenFormerLM, lm_config
+from tokenformer_vit.models.causal_block import CausalAttention
 from tokenformer_vit.ops import THETAS
 
 PARAMETERS = {
@@ -137,6 +138,42 @@ def test_few_tokens_are_computed_as_many_to_the_last_digit(dtype, share):
         new = torch.randint(61, (1, 1))
         few = model(new, cache=cache)
     assert torch.equal(few, model(new, cache=again))
+
+
+@torch.no_grad()
+def test_a_trace_of_one_token_takes_any_number():
+    model, tokens = build(), torch.randint(61, (1, 12))
+    with pytest.warns(torch.jit.TracerWarning):
+        traced = torch.jit.trace(model, (tokens[:, :1], torch.ones(1, 1)), check_trace=False)
+    expected = model(tokens)  # angles are float32
+    torch.testing.assert_close(traced(tokens, torch.ones(1, 12)), expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_an_export_of_few_tokens_takes_any_number():
+    model, tokens = build(), torch.randint(61, (4, 3))
+    shapes = {"tokens": {0: torch.export.Dim("batch", max=64)}}
+    exported = torch.export.export(model, (tokens,), dynamic_shapes=shapes).module()
+    for batch in (2, 30):
+        tokens = torch.randint(61, (batch, 3))
+        torch.testing.assert_close(exported(tokens), model(tokens))
+
+
+def test_a_cache_holds_no_queries():
+    cache = KVCache()
+    build()(torch.randint(61, (1, 12)), cache=cache)
+    keys, _ = cache.update(torch.zeros(1, 2, 0, 16), torch.zeros(1, 2, 0, 16), 0)
+    assert keys.untyped_storage().nbytes() == keys.nbytes
+
+
+def test_causal_attention_normalises_queries_and_keys():
+    attention, x = CausalAttention(32, 2, 32, 32, qk_norm=True), torch.randn(2, 5, 32)
+    query, key, value = attention.project(x)
+    for heads in (query, key):
+        torch.testing.assert_close(
+            heads.var(-1, correction=0), torch.ones(2, 2, 5), rtol=1e-3, atol=0
+        )
+    assert not torch.allclose(value.var(-1), torch.ones(2, 2, 5), rtol=1e-2)
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

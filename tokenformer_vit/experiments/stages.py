@@ -85,10 +85,10 @@ class Family:
                 yield from self._grown(times, stage)
 
     def _equal_budgets(self, times: int, stage: int) -> Iterator[Variant]:
-        """Yield models that cost as much as a stage.
+        """Yield what the FLOPs of a stage could also train.
 
-        The small model is trained on without growth. The large model is trained from scratch, in
-        each account of the small model's cost.
+        The small model is trained on without growth. The large model is trained from scratch, with
+        none, a part or all of the small model's FLOPs besides.
         """
         cost, line = (f"x{times}", stage / 100), f"× {times}, from scratch"
         yield Variant(

@@ -88,7 +88,7 @@ class Variant:
     # A ViT or Transformer that TokenFormers are compared with; of several kinds, which one.
     reference: bool | str = False
     outside: Outside | None = None  # returns what else changes in the config
-    # Its training lasts as long as costs this share of the training FLOPs of each named variant.
+    # Variants and shares: its training costs as many FLOPs as these shares of theirs together.
     costs: tuple[tuple[str, float], ...] = ()
     grown: bool = False  # grows during training
     start: str | None = None  # name of the earlier variant that training continues

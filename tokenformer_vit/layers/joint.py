@@ -29,10 +29,10 @@ def call_together(
         layers: Layers to call.
         joint: Whether to do so if possible. ``None`` for the default. On a GPU, one product gives
             all scores if ``x`` is at least as large as all keys together: reading ``x`` once
-            instead of once for each layer saves at least as much as the copy of the keys takes. On
-            a CPU, one Θ gives all weights if there are only a few tokens and no gradient is
-            needed, as in decoding. The results are the same to the last digit, except for
-            ``gelu_tanh_l2``.
+            instead of once for each layer saves at least as much as the copy of the keys takes.
+            Elsewhere, one Θ gives all weights if there are only a few tokens and no gradient is
+            needed, as in decoding. On a CPU the results are the same to the last digit, except for
+            ``gelu_tanh_l2`` and layers of a single pair.
 
     Returns:
         Output tokens of each layer, (..., C_out).
@@ -53,18 +53,14 @@ def _is_joint(x: Tensor, layers: Sequence[Any], joint: bool | None) -> bool:
     """Return whether the layers are called together."""
     if joint is False or not isinstance(x, Tensor):  # fx traces with other objects
         return False
-    first = layers[0]
-    if joint is None and not x.is_cuda:
-        if torch.is_grad_enabled() or not is_few(x) or torch.compiler.is_compiling():
-            return False
-    elif joint is None:
-        # An export may have any batch size, so it cannot depend on the size of x; nor can a trace.
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():
-            return False
-        if x.numel() < len(layers) * first.num_used * first.in_features:
-            return False
+    if joint is None and not x.is_cuda and (torch.is_grad_enabled() or not is_few(x)):
+        return False
+    # An export may have any batch size, so it cannot depend on the size of x; nor can a trace.
+    if joint is None and x.is_cuda and (torch.compiler.is_exporting() or torch.jit.is_tracing()):
+        return False
     if _has_any_global_hook():
         return False
+    first = layers[0]
     for layer in layers:
         own = layer.__dict__  # attributes of a module take long
         if (
@@ -84,4 +80,6 @@ def _is_joint(x: Tensor, layers: Sequence[Any], joint: bool | None) -> bool:
             or own["backend"] != first.backend
         ):
             return False
-    return True
+    if joint or not x.is_cuda:
+        return True
+    return x.numel() >= len(layers) * first.num_used * first.in_features

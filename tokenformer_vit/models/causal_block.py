@@ -23,7 +23,8 @@ class KVCache:
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Append (B, heads, N, D) keys and values of a layer; return all its keys and values."""
         if layer == len(self._layers):
-            self._layers.append((keys, values))
+            # They may be views of tensors that hold more.
+            self._layers.append((keys.clone(), values))
         else:
             before = self._layers[layer]
             self._layers[layer] = (
@@ -61,15 +62,16 @@ def rotate(
     """
     both = torch.cat((queries, keys), dim=1)
     if swap is None:
-        part = both.narrow(-1, 0, cos.shape[-1])
+        part, rest = both.split((cos.shape[-1], both.shape[-1] - cos.shape[-1]), dim=-1)
         precise = part.to(cos.dtype)
         first, second = precise.chunk(2, dim=-1)
-        part.copy_(precise * cos + torch.cat((second, first), dim=-1) * sin)
+        rotated = precise * cos + torch.cat((second, first), dim=-1) * sin
+        both = torch.cat((rotated.to(both.dtype), rest), dim=-1)
     else:
         rotated = both * cos + both.index_select(-1, swap) * sin
         both = rotated if rotated.dtype == both.dtype else rotated.to(both.dtype)
-    q, k = both.chunk(2, dim=1)
-    return q, k
+    heads = queries.shape[1]
+    return both.narrow(1, 0, heads), both.narrow(1, heads, heads)
 
 
 def attend(
@@ -116,12 +118,15 @@ class CausalAttention(Attention):
         """Map (B, N, C) tokens to (B, heads, N, D) queries, keys and values, not rotated."""
         B, N, _ = x.shape
         q, k, v = self.query_key_value(x)
-        if N == 1:  # the same with half of the operations
-            shape = B, self.num_heads, N, self.head_dim
-            return q.reshape(shape), k.reshape(shape), v.reshape(shape)
-        shape = B, N, self.num_heads, self.head_dim
-        q, k, v = q.reshape(shape), k.reshape(shape), v.reshape(shape)
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if type(N) is int and N == 1:  # the same with half of the operations; a trace fits any N
+            shape = B, self.num_heads, 1, self.head_dim
+            q, k, v = q.reshape(shape), k.reshape(shape), v.reshape(shape)
+        else:
+            shape = B, N, self.num_heads, self.head_dim
+            q, k, v = (each.reshape(shape).transpose(1, 2) for each in (q, k, v))
+        if type(self.q_norm) is not nn.Identity:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
 
     def forward(  # type: ignore[override]
         self,

@@ -29,8 +29,8 @@ from .sizes import Size, nest_layers, nested_sizes, set_size
 
 # Standard deviation of the initial embeddings and head.
 EMBEDDING_STD = 0.02
-# A table of rotations for so many positions takes a few megabytes.
-_MOST_POSITIONS = 2**16
+# A table of rotations for so many positions takes 8 MB, if heads are 64 wide.
+_MOST_POSITIONS = 2**14
 
 
 class TokenFormerDecoder(nn.Module):
@@ -184,9 +184,7 @@ class TokenFormerDecoder(nn.Module):
         if self.positions is not None:
             x, rotation = x + self.positions(positions), None
         else:
-            # In float64 the dimensions that are not rotated would lose digits.
-            few = not torch.is_grad_enabled() and is_few(x) and x.dtype != torch.float64
-            rotation = self._rotation(positions, few)
+            rotation = self._rotation(positions, not torch.is_grad_enabled() and is_few(x))
         # A block that is computed twice would append to the cache twice.
         again = self.checkpoint_blocks and self.training and past_key_values is None
         for block in self.blocks:
@@ -235,7 +233,7 @@ class TokenFormerDecoder(nn.Module):
             if type(table[0]) is Tensor:  # a fake tensor must not stay
                 self._table, self._table_of = table, table_of
         waves, swap = table
-        cos, sin = F.embedding(positions, waves).unsqueeze(1).chunk(2, dim=-1)
+        cos, sin = waves[positions].unsqueeze(1).chunk(2, dim=-1)
         if few:
             return cos, sin, swap
         dims = self.rotary_dims

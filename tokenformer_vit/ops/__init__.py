@@ -161,8 +161,9 @@ def pattention_joint(
     """Compute Pattention layers that have the same input, such as query, key and value.
 
     With ``fused`` and ``triton``, one product gives the scores of all layers, and one gives the
-    gradient of ``x``. This needs as many pairs in each layer, and keys that all need a gradient or
-    all need none. Otherwise each layer is computed alone.
+    gradient of ``x``. For a few tokens, each layer has its own product, and all share one Θ. This
+    needs as many pairs in each layer, and keys that all need a gradient or all need none. Otherwise
+    each layer is computed alone.
 
     Args:
         x: (..., C_in) input tokens.
@@ -181,8 +182,8 @@ def pattention_joint(
             inputs.
 
     Note:
-        The precision is that of :func:`pattention`. The keys are copied into one tensor at each
-        call and in the backward.
+        The precision is that of :func:`pattention`. Unless there are few tokens, the keys are
+        copied into one tensor at each call. The backward always copies them.
 
     Source:
         README.md in this folder.

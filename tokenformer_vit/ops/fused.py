@@ -21,7 +21,7 @@ from .precision import to_product_dtype
 from .reference import pattention_reference
 from .theta import THETAS, find_theta
 
-# Tokens up to this number take less time than the calls that compute something for each layer.
+# Up to so many tokens, calls take longer than what they compute.
 _FEW = 8
 
 
@@ -33,18 +33,25 @@ def flat(tensor: Tensor) -> Tensor:
 def is_few(x: Tensor) -> bool:
     """Return whether (..., C) tokens are so few that calls take longer than what they compute.
 
-    A decoding step is an example. The results do not depend on it. A trace must not either.
+    A decoding step is an example. False in traces, exports and compiled code, which must fit any
+    number, and in float64, where the digits count.
     """
-    return not torch._C._get_tracing_state() and x.numel() <= _FEW * x.shape[-1]
+    return (
+        isinstance(x, Tensor)  # fx traces with other objects
+        and not torch.compiler.is_compiling()
+        and not torch._C._get_tracing_state()
+        and x.dtype != torch.float64
+        and x.numel() <= _FEW * x.shape[-1]
+    )
 
 
 def _scores(x: Tensor, keys: Sequence[Tensor]) -> Tensor:
     if len(keys) == 1:
         return F.linear(x, keys[0])  # (..., P)
     if is_few(x):
-        # The keys have more numbers than the scores: do not copy them.
+        # These are smaller than the keys, which the other branch copies.
         return torch.stack([F.linear(x, own) for own in keys], dim=-2)
-    whole = torch.cat(tuple(keys))  # (S · P, C_in)
+    whole = torch.cat(to_product_dtype(*keys))  # (S · P, C_in)
     return F.linear(x, whole).view(*x.shape[:-1], len(keys), len(keys[0]))  # (..., S, P)
 
 
@@ -237,7 +244,7 @@ def pattention_fused_joint(
         )
     # PyTorch takes a CPU's number for any device only if it is 0-dim.
     taus = torch.stack(tuple(tau)).unsqueeze(-1)  # (S, 1)
-    if taus.is_cpu != x.is_cpu:
+    if taus.device != x.device:
         taus = taus.to(x.device)
     if kernels is None:
         kernels = plain
