@@ -46,7 +46,8 @@ def call_together(
         keys.append(own_keys)
         values.append(own_values)
         taus.append(tau)
-    return pattention_joint(x, keys, values, first.theta, taus, first.eps, first.backend)
+    few = joint is None and not x.is_cuda  # see _is_joint()
+    return pattention_joint(x, keys, values, first.theta, taus, first.eps, first.backend, few)
 
 
 def _is_joint(x: Tensor, layers: Sequence[Any], joint: bool | None) -> bool:

@@ -157,13 +157,13 @@ def pattention_joint(
     tau: Sequence[Tensor],
     eps: float = 1e-6,
     backend: str = "auto",
+    few: bool = False,
 ) -> tuple[Tensor, ...]:
     """Compute Pattention layers that have the same input, such as query, key and value.
 
     With ``fused`` and ``triton``, one product gives the scores of all layers, and one gives the
-    gradient of ``x``. For a few tokens, each layer has its own product, and all share one Θ. This
-    needs as many pairs in each layer, and keys that all need a gradient or all need none. Otherwise
-    each layer is computed alone.
+    gradient of ``x``. This needs as many pairs in each layer, and keys that all need a gradient or
+    all need none. Otherwise each layer is computed alone.
 
     Args:
         x: (..., C_in) input tokens.
@@ -173,6 +173,8 @@ def pattention_joint(
         tau: 0-dim tensor of each layer, its stored scale.
         eps: Number added to the divisor of a row, relative to ``tau``.
         backend: Implementation, as for :func:`pattention`.
+        few: If no gradient is needed, let each layer have its own product, and all share one Θ:
+            faster if :func:`is_few`.
 
     Returns:
         (..., C_out) output tokens of each layer, as :func:`pattention` returns them up to rounding.
@@ -182,8 +184,8 @@ def pattention_joint(
             inputs.
 
     Note:
-        The precision is that of :func:`pattention`. Unless there are few tokens, the keys are
-        copied into one tensor at each call. The backward always copies them.
+        The precision is that of :func:`pattention`. Without ``few``, the keys are copied
+        into one tensor at each call and in the backward.
 
     Source:
         README.md in this folder.
@@ -195,7 +197,7 @@ def pattention_joint(
         if x.is_cuda or chosen == "triton":
             kernels = _kernels(chosen, x, theta, key_param_tokens[0].size(0))
         return pattention_fused_joint(
-            x, key_param_tokens, value_param_tokens, theta, tau, eps, kernels
+            x, key_param_tokens, value_param_tokens, theta, tau, eps, kernels, few
         )
     return tuple(
         pattention(x, keys, values, theta, own_tau, eps, backend)

@@ -48,9 +48,6 @@ def is_few(x: Tensor) -> bool:
 def _scores(x: Tensor, keys: Sequence[Tensor]) -> Tensor:
     if len(keys) == 1:
         return F.linear(x, keys[0])  # (..., P)
-    if is_few(x):
-        # These are smaller than the keys, which the other branch copies.
-        return torch.stack([F.linear(x, own) for own in keys], dim=-2)
     whole = torch.cat(to_product_dtype(*keys))  # (S · P, C_in)
     return F.linear(x, whole).view(*x.shape[:-1], len(keys), len(keys[0]))  # (..., S, P)
 
@@ -215,6 +212,7 @@ def pattention_fused_joint(
     tau: Sequence[Tensor],
     eps: float,
     kernels: Kernels | None = None,
+    few: bool = False,
 ) -> tuple[Tensor, ...]:
     """Compute Pattention layers of the same input and the same number of pairs, at least two.
 
@@ -226,6 +224,7 @@ def pattention_fused_joint(
         tau: 0-dim tensor of each layer, its stored scale.
         eps: Number added to the divisor of a row, relative to ``tau``.
         kernels: Kernels to use in place of the variant's own.
+        few: Whether each layer has its own product for the scores; without a gradient.
 
     Returns:
         (..., C_out) output tokens of each layer, of the dtype that PyTorch's ``linear`` gives.
@@ -251,5 +250,9 @@ def pattention_fused_joint(
     if torch.is_grad_enabled() and needs_gradient(x, *key_param_tokens, *value_param_tokens, *tau):
         x, *tokens = to_product_dtype(x, *key_param_tokens, *value_param_tokens)
         return _Pattention.apply(x, taus, eps, plain, kernels, *tokens)
-    weights, _ = kernels.forward(_scores(x, key_param_tokens), taus, eps)
+    if few:  # the scores are smaller than the keys, which one product would have to copy
+        scores = torch.stack([F.linear(x, keys) for keys in key_param_tokens], dim=-2)
+    else:
+        scores = _scores(x, key_param_tokens)
+    weights, _ = kernels.forward(scores, taus, eps)
     return tuple(map(torch.matmul, weights.unbind(-2), value_param_tokens))
