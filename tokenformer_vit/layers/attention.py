@@ -94,7 +94,6 @@ class Attention(nn.Module):
         self.query = projection(num_param_tokens=num_qkv_param_tokens)
         self.key = projection(num_param_tokens=num_qkv_param_tokens)
         self.value = projection(num_param_tokens=num_qkv_param_tokens)
-        self.qk_norm = qk_norm
         self.q_norm = norm_layer(self.head_dim) if qk_norm else nn.Identity()
         self.k_norm = norm_layer(self.head_dim) if qk_norm else nn.Identity()
         self.attn_drop = nn.Dropout(attn_drop)

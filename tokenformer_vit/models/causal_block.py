@@ -124,7 +124,7 @@ class CausalAttention(Attention):
         else:
             shape = B, N, self.num_heads, self.head_dim
             q, k, v = (each.reshape(shape).transpose(1, 2) for each in (q, k, v))
-        if self.qk_norm:
+        if type(self.q_norm) is not nn.Identity:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
