@@ -280,7 +280,7 @@ def test_a_gpu_calls_other_layers_by_themselves(monkeypatch, calls):
 
 @pytest.mark.filterwarnings("error::torch.jit.TracerWarning")
 @torch.no_grad()
-def test_a_trace_of_few_tokens_takes_any_number(seed):
+def test_a_trace_of_few_tokens_takes_any_number():
     layer = attention(None).eval()
     traced = torch.jit.trace(layer, torch.randn(1, 1, WIDTH), check_trace=False)
     x = tokens()

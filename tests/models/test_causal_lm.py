@@ -140,11 +140,11 @@ def test_few_tokens_are_computed_as_many_to_the_last_digit(dtype, share):
     assert torch.equal(few, model(new, cache=again))
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @torch.no_grad()
 def test_a_trace_of_one_token_takes_any_number():
     model, tokens = build(), torch.randint(61, (1, 12))
-    with pytest.warns(torch.jit.TracerWarning):
-        traced = torch.jit.trace(model, (tokens[:, :1], torch.ones(1, 1)), check_trace=False)
+    traced = torch.jit.trace(model, (tokens[:, :1], torch.ones(1, 1)), check_trace=False)
     expected = model(tokens)  # angles are float32
     torch.testing.assert_close(traced(tokens, torch.ones(1, 12)), expected, rtol=1e-5, atol=1e-5)
 

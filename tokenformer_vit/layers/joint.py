@@ -46,7 +46,7 @@ def call_together(
         keys.append(own_keys)
         values.append(own_values)
         taus.append(tau)
-    few = joint is None and not x.is_cuda  # see _is_joint()
+    few = joint is None and not x.is_cuda  # there, only a few tokens are called together
     return pattention_joint(x, keys, values, first.theta, taus, first.eps, first.backend, few)
 
 

@@ -266,9 +266,9 @@ class Pattention(NestedLayer):
                 gate = buffers["gate"] if "gate" in buffers else parameters["gate"]
                 if keys is not None and values is not None:
                     return keys, values, gate, tau  # type: ignore[return-value]
-        except KeyError:
+        except KeyError:  # a parametrised or split tensor is computed when it is read
             pass
-        return self._select_tokens()  # a parametrised or split tensor is computed when it is read
+        return self._select_tokens()
 
     def _select_tokens(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         keys, values, gate = self.key_param_tokens, self.value_param_tokens, self.gate

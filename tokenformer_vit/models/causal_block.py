@@ -23,7 +23,7 @@ class KVCache:
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Append (B, heads, N, D) keys and values of a layer; return all its keys and values."""
         if layer == len(self._layers):
-            # They may be views of tensors that hold more.
+            # Rotated keys are a view of a tensor that also holds the queries.
             self._layers.append((keys.clone(), values))
         else:
             before = self._layers[layer]

@@ -184,8 +184,8 @@ def pattention_joint(
             inputs.
 
     Note:
-        The precision is that of :func:`pattention`. Without ``few``, the keys are copied
-        into one tensor at each call and in the backward.
+        The precision is that of :func:`pattention`. Without ``few``, the keys are copied into one
+        tensor at each call and in the backward.
 
     Source:
         README.md in this folder.

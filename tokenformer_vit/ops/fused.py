@@ -19,7 +19,7 @@ from .differentiation import is_batched, is_transformed, needs_gradient
 from .kernels import Kernels
 from .precision import to_product_dtype
 from .reference import pattention_reference
-from .theta import THETAS, find_theta
+from .theta import find_theta
 
 # Up to so many tokens, calls take longer than what they compute.
 _FEW = 8
@@ -191,7 +191,7 @@ def pattention_fused(
     Source:
         TokenFormer, arXiv:2410.23168, Eq. 4; README.md in this folder derives the gradients.
     """
-    plain = (THETAS.get(theta) or find_theta(theta)).kernels
+    plain = find_theta(theta).kernels
     if plain is None or is_transformed():
         return pattention_reference(x, key_param_tokens, value_param_tokens, theta, tau, eps)
     if kernels is None:
@@ -235,7 +235,7 @@ def pattention_fused_joint(
     Note:
         The precision and the gradients are as in :func:`pattention_fused`.
     """
-    plain = (THETAS.get(theta) or find_theta(theta)).kernels
+    plain = find_theta(theta).kernels
     if plain is None or is_transformed():
         return tuple(
             pattention_reference(x, keys, values, theta, own_tau, eps)
@@ -255,4 +255,4 @@ def pattention_fused_joint(
     else:
         scores = _scores(x, key_param_tokens)
     weights, _ = kernels.forward(scores, taus, eps)
-    return tuple(map(torch.matmul, weights.unbind(-2), value_param_tokens))
+    return _outputs(weights, value_param_tokens)
