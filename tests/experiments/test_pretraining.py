@@ -1,11 +1,14 @@
 """Pre-training happens once a seed; classifiers start from it, or train as long from scratch."""
 
 import json
+import re
 
 import pytest
 from mae import QUESTION as MAE
 
-from tokenformer_vit.experiments.sweep import sweep
+from tokenformer_vit.benchmarking.costs import training_flops
+from tokenformer_vit.experiments.plan import plan
+from tokenformer_vit.experiments.sweep import parse, sweep
 from tokenformer_vit.training.config import load_config
 
 # Stands in for a training: a pre-training has no accuracy.
@@ -82,3 +85,22 @@ def test_classifiers_start_from_the_pre_training_of_their_seed(tmp_path, words, 
     row = next(line for line in table.splitlines() if "MAE, 10%" in line)
     assert "| 100 | 10 | 0.002 | 50.00 ± 0.00 (n = 2) | – | +10.00 ± 0.00 (n = 2) |" in row
     MAE.draw(records)
+
+
+def test_dry_run_counts_shares_of_the_images_and_visible_patches(words, capsys):
+    names = ["ours_mae_tenth", "ours_scratch_tenth", "ours_mae_all"]
+    words = [*words, "--variants", *names]
+    runs = {run.about["variant"]: run for run in plan(MAE, parse(MAE, words))}
+    field = runs["ours_mae"].field
+    images = {name: field.num_examples(run.whole) for name, run in runs.items()}
+    assert images["ours_mae_tenth"] == pytest.approx(images["ours_mae"] / 10, abs=5)  # by class
+    sweep(MAE, [*words, "--dry-run"])
+    shown = re.search(r"left: ([\d,]+) images", capsys.readouterr().out)[1]
+    seen = sum(
+        images[name] * run.about["options"]["train_cfg"]["max_epochs"] for name, run in runs.items()
+    )
+    assert int(shown.replace(",", "")) == seen
+
+    encoder = field.build(runs["ours_mae"].whole).backbone.model
+    visible = 1 + encoder.patch_embed.num_patches // 4
+    assert field.flops(runs["ours_mae"].whole) == training_flops(encoder, visible)

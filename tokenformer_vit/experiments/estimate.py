@@ -36,9 +36,14 @@ def estimate(question: Question, planned: Sequence[Run], args: argparse.Namespac
     if not left:
         return about
     field = question.field
-    examples = field.num_examples(left[0].whole)
+    examples: dict[str, int] = {}  # by data set: some variants train on a share of the images
     processes = args.nproc_per_node or 1
-    costs = {run.about["variant"]: _cost(run, examples, processes) for run in left}
+    costs = {}
+    for run in left:
+        dataset = repr(run.whole["train_dataloader"]["dataset"])
+        if dataset not in examples:
+            examples[dataset] = field.num_examples(run.whole)
+        costs[run.about["variant"]] = _cost(run, examples[dataset], processes)
     seen, flops = (sum(costs[run.about["variant"]][index] for run in left) for index in (0, 1))
     rates = _recorded_rates(left, costs)
     source = f"as {len(rates)} records of this config on this hardware"

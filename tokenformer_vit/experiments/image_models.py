@@ -54,7 +54,8 @@ class ImageField(Field):
         model: Any = self.build(cfg)
         if hasattr(model, "mean_flops"):  # it trains several sizes
             return model.mean_flops(cfg["train_dataloader"]["batch_size"])
-        return training_flops(model.backbone.model)
+        # An encoder that is pre-trained computes only the visible patches. Its decoder is small.
+        return training_flops(model.backbone.model, getattr(model, "num_encoded", None))
 
     def num_examples(self, cfg: Mapping[str, Any]) -> int:
         """Count the training images, without reading them."""

@@ -94,6 +94,11 @@ class MaskedAutoencoder(MAE):
             positions.data[:, -(side**2) :] = own[:, 1:]
             positions.data[:, : -(side**2)] = 0  # of class and register tokens
 
+    @property
+    def num_encoded(self) -> int:
+        """Number of tokens that the encoder computes, with class and register tokens."""
+        return self.backbone.model.num_prefix_tokens + self._num_visible
+
     def encode(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Mask images, and encode their visible patches.
 
