@@ -304,11 +304,12 @@ class TokenFormerModel(TokenFormerDecoder, TokenFormerPreTrainedModel):
         plain = self.config._attn_implementation == "sdpa" and not getattr(
             cache, "is_compileable", False
         )
-        is_padding = getattr(attention_mask, "ndim", 0) == 2
-        if plain and is_padding and x.shape[1] == 1 and x.device.type != "cpu":
-            # One token sees all others. To find out that there is no padding, transformers would
-            # wait for the device in each step.
-            return attention_mask.bool()[:, None, None]
+        if plain and type(x.shape[1]) is int and x.shape[1] == 1:  # one token sees all others
+            if attention_mask is None:
+                return None
+            if getattr(attention_mask, "ndim", 0) == 2 and x.device.type != "cpu":
+                # To find out that there is no padding, transformers would wait for the device.
+                return attention_mask.bool()[:, None, None]
         return create_causal_mask(
             config=self.config,
             inputs_embeds=x,

@@ -42,7 +42,9 @@ def call_together(
     first: Any = layers[0]
     keys, values, taus = [], [], []
     for layer in layers:
-        own_keys, own_values, _, tau = layer.used_tokens()  # type: ignore[operator]
+        own_keys, own_values, gate, tau = layer.used_tokens()  # type: ignore[operator]
+        if gate is not None:
+            return tuple([each(x) for each in layers])
         keys.append(own_keys)
         values.append(own_values)
         taus.append(tau)
@@ -75,7 +77,6 @@ def _is_joint(x: Tensor, layers: Sequence[Any], joint: bool | None) -> bool:
             or "forward" in own
             or own["top_k"] is not None
             or own["_buffers"]["active"] is not None
-            or own["_buffers"].get("gate", layer) is not None
             or own["theta"] != first.theta
             or own["eps"] != first.eps
             or own["backend"] != first.backend

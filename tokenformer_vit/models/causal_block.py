@@ -70,8 +70,8 @@ def rotate(
     else:
         rotated = both * cos + both.index_select(-1, swap) * sin
         both = rotated if rotated.dtype == both.dtype else rotated.to(both.dtype)
-    heads = queries.shape[1]
-    return both.narrow(1, 0, heads), both.narrow(1, heads, heads)
+    rotated_queries, rotated_keys = both.chunk(2, dim=1)
+    return rotated_queries, rotated_keys
 
 
 def attend(
@@ -116,12 +116,13 @@ class CausalAttention(Attention):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Map (B, N, C) tokens to (B, heads, N, D) queries, keys and values, not rotated."""
-        B, N, _ = x.shape
-        q, k, v = self.query_key_value(x)
+        B, N, C = x.shape
         if type(N) is int and N == 1:  # the same with half of the operations; a trace fits any N
+            q, k, v = self.query_key_value(x.reshape(B, C))
             shape = B, self.num_heads, 1, self.head_dim
             q, k, v = q.reshape(shape), k.reshape(shape), v.reshape(shape)
         else:
+            q, k, v = self.query_key_value(x)
             shape = B, N, self.num_heads, self.head_dim
             q, k, v = (each.reshape(shape).transpose(1, 2) for each in (q, k, v))
         if type(self.q_norm) is not nn.Identity:
