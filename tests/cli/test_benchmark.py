@@ -308,10 +308,11 @@ def test_compilation_that_is_switched_off(monkeypatch):
         benchmark.main(TINY)
 
 
-def test_a_profile_does_not_resume(capsys):
+@pytest.mark.parametrize("option", [["--resume"], ["--rounds", "3"]], ids=lambda words: words[0])
+def test_options_that_a_profile_does_not_have(option, capsys):
     with pytest.raises(SystemExit):
-        benchmark.main(["--profile", "--resume"])
-    assert "leave out --resume" in capsys.readouterr().err
+        benchmark.main(["--profile", *option])
+    assert f"leave out {option[0]}" in capsys.readouterr().err
 
 
 def test_numbers_that_are_none(capsys):

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,6 +81,21 @@ def test_a_saved_model_is_the_same_model(kind, tmp_path):
         "model.safetensors",
         "modeling_tokenformer.py",
     }
+
+
+def test_a_configuration_is_uploaded_with_the_file_that_finds_its_classes(tmp_path, monkeypatch):
+    kept, found = TokenFormerConfig._get_files_timestamps, []
+    api = SimpleNamespace(create_repo=lambda name, **_: SimpleNamespace(repo_id=name))
+    module = "transformers.configuration_utils"  # versions differ in what they call
+    monkeypatch.setattr(f"{module}.hf_api", lambda: api, raising=False)
+    monkeypatch.setattr(f"{module}.create_repo", api.create_repo, raising=False)
+
+    def upload(self, folder, repository, before, **_):
+        found.extend(set(kept(self, folder)) - set(before))
+
+    monkeypatch.setattr(TokenFormerConfig, "_upload_modified_files", upload)
+    TokenFormerConfig(**SHAPE).save_pretrained(str(tmp_path), push_to_hub=True)
+    assert set(found) == {"config.json", "modeling_tokenformer.py"}
 
 
 def test_it_is_the_model_it_wraps(seed):

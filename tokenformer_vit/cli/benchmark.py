@@ -220,6 +220,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.profile and args.resume:
         parser.error("--profile measures everything again: leave out --resume")
+    if args.profile and args.rounds != parser.get_default("rounds"):
+        parser.error("--profile has its own number of steps: leave out --rounds")
     if args.quick:
         parser.set_defaults(**_QUICK)
         args = parser.parse_args(argv)

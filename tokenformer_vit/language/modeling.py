@@ -106,11 +106,10 @@ class TokenFormerConfig(PretrainedConfig):
         """Return the configuration that TokenFormerLM takes."""
         return LMConfig(**{each.name: getattr(self, each.name) for each in fields(LMConfig)})
 
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """Save as every configuration of transformers, with the file that ``auto_map`` names."""
-        Path(save_directory).mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(_FINDER, Path(save_directory, _FINDER.name))
-        return super().save_pretrained(save_directory, *args, **kwargs)
+    def to_json_file(self, json_file_path: Any, *args: Any, **kwargs: Any) -> None:
+        """Write ``config.json``, and next to it the file that ``auto_map`` names."""
+        shutil.copyfile(_FINDER, Path(json_file_path).with_name(_FINDER.name))
+        super().to_json_file(json_file_path, *args, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
