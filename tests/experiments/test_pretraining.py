@@ -101,6 +101,15 @@ def test_dry_run_counts_shares_of_the_images_and_visible_patches(words, capsys):
     )
     assert int(shown.replace(",", "")) == seen
 
-    encoder = field.build(runs["ours_mae"].whole).backbone.model
-    visible = 1 + encoder.patch_embed.num_patches // 4
-    assert field.flops(runs["ours_mae"].whole) == training_flops(encoder, visible)
+
+def test_flops_of_pre_training_are_of_visible_patches_and_the_decoder(words):
+    (run, *_) = plan(MAE, parse(MAE, [*words, "--variants", "ours_mae_all"]))
+    cfg = run.whole
+    encoder, decoder = run.field.build(cfg).backbone.model, cfg["model"]["neck"]
+    patches, width = encoder.patch_embed.num_patches, decoder["decoder_embed_dim"]
+    block = (4 + 2 * decoder["mlp_ratio"]) * width**2 + 2 * (1 + patches) * width
+    pixels = 3 * encoder.patch_embed.patch_size[0] ** 2
+    outside = (1 + patches // 4) * encoder.embed_dim * width + (1 + patches) * width * pixels
+    forward = 2 * ((1 + patches) * decoder["decoder_depth"] * block + outside)
+    seen = training_flops(encoder, 1 + patches // 4)
+    assert run.field.flops(cfg) == seen + 3 * forward

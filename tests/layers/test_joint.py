@@ -132,16 +132,11 @@ def another_backend(layer):
     layer.key.backend = "reference"
 
 
-def gate(layer):
-    layer.query = Pattention(WIDTH, WIDTH, PAIRS, theta="softmax", gate="fixed")
-
-
 @pytest.mark.parametrize(
     "change",
     [
         *(hook_forward, hook_before, hook_backward, mask, keep_the_strongest, split, split_one),
         *(replace, override, derive, parametrize, another_theta, another_eps, another_backend),
-        gate,
     ],
 )
 def test_layers_that_differ_are_called_by_themselves(change, calls):
@@ -151,6 +146,23 @@ def test_layers_that_differ_are_called_by_themselves(change, calls):
     for whole, part in zip(layer.project(x), separate, strict=True):
         assert torch.equal(whole.transpose(1, 2).flatten(2), part)
     assert not calls
+
+
+@pytest.mark.parametrize("gated", [("query", "key", "value"), ("value",)], ids=len)
+@pytest.mark.parametrize("jointly", [True, None])
+def test_layers_with_gates_are_called_by_themselves(gated, jointly, calls):
+    layer, x = attention(jointly, theta="softmax"), torch.randn(1, 1, WIDTH)
+    with torch.no_grad():
+        layer(x)
+        assert len(calls) == 1
+        for name in gated:
+            own = Pattention(WIDTH, WIDTH, PAIRS, theta="softmax", gate="fixed")
+            own.gate.uniform_(0.5, 2)
+            setattr(layer, name, own)
+        separate = layer.query(x), layer.key(x), layer.value(x)
+        for whole, part in zip(layer.project(x), separate, strict=True):
+            assert torch.equal(whole.transpose(1, 2).flatten(2), part)
+    assert len(calls) == 1
 
 
 def test_layers_of_unequal_size():

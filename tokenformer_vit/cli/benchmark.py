@@ -86,6 +86,7 @@ _QUICK = {
     "rounds": 5,
 }
 _QUICK_TOKENS = 128
+_ROUNDS = 11
 # Defaults for images.
 IMAGES = {"model": "tokenformer_base_matched", "baseline": "vit_base_patch16_224", "img_size": 224}
 _COMPILE_OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
@@ -204,7 +205,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="B",
         help="default: 128 (CPU: 4); language: 8 (CPU: 1)",
     )
-    add("--rounds", type=positive, default=11, metavar="N", help="default: %(default)s")
+    add("--rounds", type=positive, metavar="N", help=f"default: {_ROUNDS}; not for --profile")
     add("--depth", type=positive, metavar="N", help="blocks; default: the depth of each model")
     add("--device", choices=["cpu", "cuda"], help="default: cuda if available")
     add("--threads", type=positive, metavar="N", help="threads of a CPU operation")
@@ -220,7 +221,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.profile and args.resume:
         parser.error("--profile measures everything again: leave out --resume")
-    if args.profile and args.rounds != parser.get_default("rounds"):
+    if args.profile and args.rounds:
         parser.error("--profile has its own number of steps: leave out --rounds")
     if args.quick:
         parser.set_defaults(**_QUICK)
@@ -257,6 +258,7 @@ def _complete(args: argparse.Namespace) -> None:
         for name, default in IMAGES.items():
             setattr(args, name, getattr(args, name) or default)
 
+    args.rounds = args.rounds or _ROUNDS
     args.device = choose_device(args.device or "auto").type
     off = [name for name in _COMPILE_OFF if os.environ.get(name) == "1"]
     if off and not args.eager:

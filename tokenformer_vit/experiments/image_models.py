@@ -50,12 +50,13 @@ class ImageField(Field):
         return {**part, **new}
 
     def flops(self, cfg: Mapping[str, Any]) -> int:
-        """Count the FLOPs of the backbone on one image; see :meth:`Field.flops`."""
+        """Count those of the backbone, or of the whole MAE; see :meth:`Field.flops`."""
         model: Any = self.build(cfg)
         if hasattr(model, "mean_flops"):  # it trains several sizes
             return model.mean_flops(cfg["train_dataloader"]["batch_size"])
-        # An encoder that is pre-trained computes only the visible patches. Its decoder is small.
-        return training_flops(model.backbone.model, getattr(model, "num_encoded", None))
+        if hasattr(model, "forward_flops"):  # it is more than its backbone
+            return 3 * model.forward_flops()
+        return training_flops(model.backbone.model)
 
     def num_examples(self, cfg: Mapping[str, Any]) -> int:
         """Count the training images, without reading them."""

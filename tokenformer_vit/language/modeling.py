@@ -107,9 +107,9 @@ class TokenFormerConfig(PretrainedConfig):
         return LMConfig(**{each.name: getattr(self, each.name) for each in fields(LMConfig)})
 
     def to_json_file(self, json_file_path: Any, *args: Any, **kwargs: Any) -> None:
-        """Write ``config.json``, and next to it the file that ``auto_map`` names."""
-        shutil.copyfile(_FINDER, Path(json_file_path).with_name(_FINDER.name))
+        """Write the configuration, and next to it the file that its ``auto_map`` names."""
         super().to_json_file(json_file_path, *args, **kwargs)
+        shutil.copyfile(_FINDER, Path(json_file_path).with_name(_FINDER.name))
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
@@ -303,10 +303,13 @@ class TokenFormerModel(TokenFormerDecoder, TokenFormerPreTrainedModel):
         plain = self.config._attn_implementation == "sdpa" and not getattr(
             cache, "is_compileable", False
         )
-        if plain and type(x.shape[1]) is int and x.shape[1] == 1:  # one token sees all others
+        N = x.shape[1]
+        if plain and type(N) is int and N == 1:  # one token sees all others; a trace fits any N
             if attention_mask is None:
                 return None
-            if getattr(attention_mask, "ndim", 0) == 2 and x.device.type != "cpu":
+            length = N + (0 if cache is None else cache.get_seq_length())
+            of_all = getattr(attention_mask, "shape", ())[1:] == (length,)
+            if of_all and x.device.type != "cpu":
                 # To find out that there is no padding, transformers would wait for the device.
                 return attention_mask.bool()[:, None, None]
         return create_causal_mask(

@@ -103,7 +103,7 @@ class Attention(nn.Module):
         self.num_prefix_tokens = 0
 
     def query_key_value(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Map (B, N, C) tokens to (B, N, C) queries, keys and values, with all heads together."""
+        """Map (..., C) tokens to (..., C) queries, keys and values, with all heads together."""
         if torch.jit.is_scripting():
             return self.query(x), self.key(x), self.value(x)
         else:  # TorchScript must not compile this branch

@@ -53,7 +53,7 @@ def call_together(
 
 
 def _is_joint(x: Tensor, layers: Sequence[Any], joint: bool | None) -> bool:
-    """Return whether the layers are called together."""
+    """Return whether the layers are called together, unless one has a gate."""
     if joint is False or not isinstance(x, Tensor):  # fx traces with other objects
         return False
     if joint is None and not x.is_cuda and (torch.is_grad_enabled() or not is_few(x)):

@@ -117,7 +117,8 @@ class CausalAttention(Attention):
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Map (B, N, C) tokens to (B, heads, N, D) queries, keys and values, not rotated."""
         B, N, C = x.shape
-        if type(N) is int and N == 1:  # the same with half of the operations; a trace fits any N
+        # The same with half of the operations, for which the layers get (B, C). A trace fits any N.
+        if type(N) is int and N == 1:
             q, k, v = self.query_key_value(x.reshape(B, C))
             shape = B, self.num_heads, 1, self.head_dim
             q, k, v = q.reshape(shape), k.reshape(shape), v.reshape(shape)

@@ -17,7 +17,9 @@ from mmpretrain.registry import METRICS, MODELS
 from timm.models import VisionTransformer
 from torch import Tensor
 from torch.utils.data import Subset
+from torch.utils.flop_counter import FlopCounterMode
 
+from tokenformer_vit.benchmarking.costs import model_costs, total
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.vision.drawing import draw_reconstructions
 
@@ -94,10 +96,18 @@ class MaskedAutoencoder(MAE):
             positions.data[:, -(side**2) :] = own[:, 1:]
             positions.data[:, : -(side**2)] = 0  # of class and register tokens
 
-    @property
-    def num_encoded(self) -> int:
-        """Number of tokens that the encoder computes, with class and register tokens."""
-        return self.backbone.model.num_prefix_tokens + self._num_visible
+    def forward_flops(self) -> int:
+        """Count the FLOPs of an image: the encoder on visible patches, and the decoder.
+
+        Products are counted, as by :func:`~tokenformer_vit.benchmarking.costs.model_costs`.
+        """
+        encoder = self.backbone.model
+        seen = total(model_costs(encoder, encoder.num_prefix_tokens + self._num_visible))
+        tokens = self.neck.mask_token.new_empty(1, 1 + self._num_visible, encoder.embed_dim)
+        restore = torch.arange(encoder.patch_embed.num_patches, device=tokens.device)[None]
+        with torch.no_grad(), FlopCounterMode(display=False) as decoder:
+            self.neck(tokens, restore)
+        return seen.forward_flops + decoder.get_total_flops()
 
     def encode(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Mask images, and encode their visible patches.
