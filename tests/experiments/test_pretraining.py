@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 import pytest
 from mae import QUESTION as MAE
@@ -105,7 +106,8 @@ def test_dry_run_counts_shares_of_the_images_and_visible_patches(words, capsys):
 def test_flops_of_pre_training_are_of_visible_patches_and_the_decoder(words):
     (run, *_) = plan(MAE, parse(MAE, [*words, "--variants", "ours_mae_all"]))
     cfg = run.whole
-    encoder, decoder = run.field.build(cfg).backbone.model, cfg["model"]["neck"]
+    model: Any = run.field.build(cfg)
+    encoder, decoder = model.backbone.model, cfg["model"]["neck"]
     patches, width = encoder.patch_embed.num_patches, decoder["decoder_embed_dim"]
     block = (4 + 2 * decoder["mlp_ratio"]) * width**2 + 2 * (1 + patches) * width
     pixels = 3 * encoder.patch_embed.patch_size[0] ** 2
