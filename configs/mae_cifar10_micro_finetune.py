@@ -9,8 +9,7 @@
 # Hardware:  one CPU core; not run in full
 # Command:   tokenformer-vit train configs/mae_cifar10_micro_finetune.py \
 #                --cfg-options train_dataloader.dataset.share=0.1
-# Expected:  62.5 % with a tenth of the labels, from scratch 52.8 %, in the shorter training of
-#            ablations/mae.py
+# Expected:  the figures of ablations/TABLES.md, after a shorter training
 _base_ = "cifar10_micro_50k.py"
 
 model = dict(
