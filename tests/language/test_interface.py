@@ -27,6 +27,7 @@ from tokenformer_vit.language import (
     TokenFormerForCausalLM,
     TokenFormerModel,
     load_language_model,
+    modeling,
     transformer_lm,
 )
 from tokenformer_vit.layers import Pattention
@@ -236,6 +237,16 @@ def test_the_mask_of_a_decoding_step_on_a_gpu_hides_padding(tokens):
     places = mask.cumsum(dim=1)[:, -1:] - 1
     step = model(tokens[:, 8:], attention_mask=short, position_ids=places, past_key_values=cache)
     torch.testing.assert_close(step.logits[:, 0], expected)
+
+
+def test_a_mask_of_another_length_than_the_cache_is_left_to_transformers(tokens, monkeypatch):
+    model, cache = build(), DynamicCache()
+    mask, elsewhere = torch.ones_like(tokens), torch.empty(3, 1, 32, device="meta")
+    model(tokens[:, :8], past_key_values=cache)
+    assert model.model._mask(elsewhere, mask, cache, None).shape == (3, 1, 1, 9)
+    monkeypatch.setattr(modeling, "create_causal_mask", lambda **_: "theirs")
+    for length in (1, 8):
+        assert model.model._mask(elsewhere, mask[:, :length], cache, None) == "theirs"
 
 
 def test_use_cache_is_a_setting(tokens):

@@ -50,12 +50,12 @@ class ImageField(Field):
         return {**part, **new}
 
     def flops(self, cfg: Mapping[str, Any]) -> int:
-        """Count those of the backbone, or of the whole MAE; see :meth:`Field.flops`."""
+        """Count the training FLOPs of the backbone or of an MAE; see :meth:`Field.flops`."""
         model: Any = self.build(cfg)
         if hasattr(model, "mean_flops"):  # it trains several sizes
             return model.mean_flops(cfg["train_dataloader"]["batch_size"])
-        if hasattr(model, "forward_flops"):  # it is more than its backbone
-            return 3 * model.forward_flops()
+        if hasattr(model, "training_flops"):  # it is more than its backbone
+            return model.training_flops()
         return training_flops(model.backbone.model)
 
     def num_examples(self, cfg: Mapping[str, Any]) -> int:

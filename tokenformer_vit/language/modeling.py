@@ -307,11 +307,11 @@ class TokenFormerModel(TokenFormerDecoder, TokenFormerPreTrainedModel):
         if plain and type(N) is int and N == 1:  # one token sees all others; a trace fits any N
             if attention_mask is None:
                 return None
-            length = N + (0 if cache is None else cache.get_seq_length())
-            of_all = getattr(attention_mask, "shape", ())[1:] == (length,)
-            if of_all and x.device.type != "cpu":
-                # To find out that there is no padding, transformers would wait for the device.
-                return attention_mask.bool()[:, None, None]
+            if x.device.type != "cpu" and getattr(attention_mask, "ndim", 0) == 2:
+                length = N + (0 if cache is None else cache.get_seq_length())
+                if attention_mask.shape[1] == length:
+                    # To find out whether there is padding, transformers would wait for the device.
+                    return attention_mask.bool()[:, None, None]
         return create_causal_mask(
             config=self.config,
             inputs_embeds=x,

@@ -42,9 +42,7 @@ def call_together(
     first: Any = layers[0]
     keys, values, taus = [], [], []
     for layer in layers:
-        own_keys, own_values, gate, tau = layer.used_tokens()  # type: ignore[operator]
-        if gate is not None:
-            return tuple([each(x) for each in layers])
+        own_keys, own_values, _, tau = layer.used_tokens()  # type: ignore[operator]
         keys.append(own_keys)
         values.append(own_values)
         taus.append(tau)
@@ -53,7 +51,7 @@ def call_together(
 
 
 def _is_joint(x: Tensor, layers: Sequence[Any], joint: bool | None) -> bool:
-    """Return whether the layers are called together, unless one has a gate."""
+    """Return whether the layers are called together."""
     if joint is False or not isinstance(x, Tensor):  # fx traces with other objects
         return False
     if joint is None and not x.is_cuda and (torch.is_grad_enabled() or not is_few(x)):
@@ -77,6 +75,7 @@ def _is_joint(x: Tensor, layers: Sequence[Any], joint: bool | None) -> bool:
             or "forward" in own
             or own["top_k"] is not None
             or own["_buffers"]["active"] is not None
+            or own["_buffers"].get("gate", layer) is not None  # learned gates are no buffers
             or own["theta"] != first.theta
             or own["eps"] != first.eps
             or own["backend"] != first.backend

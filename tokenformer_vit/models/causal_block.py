@@ -70,8 +70,8 @@ def rotate(
     else:
         rotated = both * cos + both.index_select(-1, swap) * sin
         both = rotated if rotated.dtype == both.dtype else rotated.to(both.dtype)
-    rotated_queries, rotated_keys = both.chunk(2, dim=1)
-    return rotated_queries, rotated_keys
+    queries, keys = both.chunk(2, dim=1)
+    return queries, keys
 
 
 def attend(

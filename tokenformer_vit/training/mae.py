@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 from torch.utils.flop_counter import FlopCounterMode
 
-from tokenformer_vit.benchmarking.costs import model_costs, total
+from tokenformer_vit.benchmarking.costs import Cost, model_costs, total
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.vision.drawing import draw_reconstructions
 
@@ -96,10 +96,10 @@ class MaskedAutoencoder(MAE):
             positions.data[:, -(side**2) :] = own[:, 1:]
             positions.data[:, : -(side**2)] = 0  # of class and register tokens
 
-    def forward_flops(self) -> int:
-        """Count the FLOPs of an image: the encoder on visible patches, and the decoder.
+    def training_flops(self) -> int:
+        """Count the FLOPs of training on one image: encoder on visible patches, and decoder.
 
-        Products are counted, as by :func:`~tokenformer_vit.benchmarking.costs.model_costs`.
+        Products are counted, as by :func:`~tokenformer_vit.benchmarking.costs.training_flops`.
         """
         encoder = self.backbone.model
         seen = total(model_costs(encoder, encoder.num_prefix_tokens + self._num_visible))
@@ -107,7 +107,7 @@ class MaskedAutoencoder(MAE):
         restore = torch.arange(encoder.patch_embed.num_patches, device=tokens.device)[None]
         with torch.no_grad(), FlopCounterMode(display=False) as decoder:
             self.neck(tokens, restore)
-        return seen.forward_flops + decoder.get_total_flops()
+        return (seen + Cost(forward_flops=decoder.get_total_flops())).training_flops
 
     def encode(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Mask images, and encode their visible patches.
