@@ -147,6 +147,7 @@ def trained(train, config, tmp_path_factory) -> Trained:
 
 
 def _report(answers, meet: Callable, work: Callable, rank: int) -> None:
+    torch.set_num_threads(1)  # a fork has no other threads of a pool that its parent has used
     try:
         meet(rank)
         answers[rank] = work(rank)
