@@ -45,6 +45,12 @@ def words(count):
     return tokenizer
 
 
+def does_not_end_at_once(model):
+    """Keep a model of random weights from ending a text before its first word."""
+    with torch.no_grad():
+        model.get_output_embeddings().weight[WORDS.index("<|endoftext|>")] = 0
+
+
 @pytest.fixture
 def folder(tmp_path):
     config = TokenFormerConfig(
@@ -52,8 +58,7 @@ def folder(tmp_path):
     )
     folder = tmp_path / "run"
     model = TokenFormerForCausalLM(config)
-    with torch.no_grad():  # so that a random model does not end a text before its first word
-        model.get_input_embeddings().weight[WORDS.index("<|endoftext|>")] = 0
+    does_not_end_at_once(model)
     model.save_pretrained(folder)
     words(32).save(str(tmp_path / "tokenizer.json"))
     load_tokenizer(tmp_path / "tokenizer.json").save_pretrained(folder)
@@ -340,6 +345,7 @@ def test_a_mask_is_chosen_by_its_name(folder, capsys):
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
 def test_the_plain_transformer_continues_prompts_too(positions, folder, capsys):
     model = transformer_lm(32, 20, 16, 1, 2, positions=positions)
+    does_not_end_at_once(model)
     save_language_model(model, folder)
     run(folder, "w1 w2", "--greedy", "--max-new-tokens", 3)
     assert capsys.readouterr().out.startswith("w1 w2 ")
