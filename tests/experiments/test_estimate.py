@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+import torch
 from growth import QUESTION as GROWTH
 from softmax import QUESTION as SOFTMAX
 
@@ -13,7 +14,12 @@ from tokenformer_vit.experiments.sweep import parse, sweep
 from tokenformer_vit.records import environment
 
 IMAGES = 1437  # digits to train on
-RECORD = {"hardware": environment()["hardware"], "resumed_at_iteration": 0, "seconds": 10.0}
+RECORD = {
+    "hardware": environment()["hardware"],
+    "dtype": "float32",
+    "resumed_at_iteration": 0,
+    "seconds": 10.0,
+}
 
 
 @pytest.fixture
@@ -59,6 +65,7 @@ def test_seconds_come_from_records_of_the_config(words, tmp_path, capsys):
     write(tmp_path, "a", "other_size", parameters=2 * size, **epochs)
     write(tmp_path, "b", "resumed", parameters=size, **epochs, resumed_at_iteration=5)
     write(tmp_path, "b", "elsewhere", parameters=size, **epochs, hardware="a faster one")
+    write(tmp_path, "b", "bfloat16", parameters=size, **epochs, dtype="bfloat16 autocast")
     write(tmp_path, "b", "failed", parameters=size, resumed_at_iteration=None)
     text = dry(SOFTMAX, words, capsys, "--variants", "gelu_l1", "--jobs", "2")
     assert "as 1 records of this config on this hardware" in text
@@ -83,3 +90,16 @@ def test_growth_is_counted(words):
     large = planned[names.index("large")]
     assert cost["large"][1] == large.field.flops(large.whole) * 12 * IMAGES
     assert cost["zero_key"][1] < cost["net2net"][1] < cost["large"][1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is fast in bfloat16")
+@pytest.mark.parametrize("speed", [0.3, 3.0])
+def test_records_do_not_count_where_bfloat16_is_slow(speed, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(estimate, "bfloat16_speed", lambda: speed)
+    chosen = [*words, "--variants", "gelu_l1", "--amp"]
+    (run,) = plan(SOFTMAX, parse(SOFTMAX, chosen))
+    record = {"parameters": run.about["parameters"], "epochs": 2, "train_images": IMAGES}
+    write(tmp_path, "a", "same_size", **record, dtype="bfloat16 autocast")
+    text = dry(SOFTMAX, chosen, capsys)
+    assert ("as 1 records of this config" in text) == (speed > 1)
+    assert ("this CPU is slow in bfloat16" in text) == (speed < 1)

@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 import timm
 import torch
+from mmengine.logging import MMLogger
 
-from tokenformer_vit.training import AutocastOptimWrapper
+from tokenformer_vit.ops.precision import bfloat16_speed
+from tokenformer_vit.training import AutocastOptimWrapper, optim
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="fused attention is fast on a GPU")
@@ -24,3 +26,19 @@ def test_on_a_cpu_attention_is_not_fused_and_computes_the_same(name):
     assert under_autocast.dtype == torch.bfloat16
     torch.testing.assert_close(model(images), fused, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(under_autocast.float(), fused, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is fast in bfloat16")
+@pytest.mark.parametrize("speed", [0.25, 4.0])
+def test_the_log_says_where_bfloat16_is_slow(speed, monkeypatch):
+    log = MMLogger.get_instance("bfloat16")
+    said: list[str] = []
+    monkeypatch.setattr(log, "log", lambda level, message: said.append(message))
+    monkeypatch.setattr(optim, "bfloat16_speed", lambda: speed)
+    AutocastOptimWrapper(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1))
+    slow = "4.0 times as fast in float32 as in bfloat16"
+    assert [slow in message for message in said] == ([True] if speed < 1 else [])
+
+
+def test_the_speed_of_bfloat16_is_a_ratio_of_times():
+    assert 1e-3 < bfloat16_speed() < 1e3

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tokenformer_vit.ops.precision import bfloat16_speed
 from tokenformer_vit.records import environment
 
 from .questions import Question
@@ -45,13 +46,17 @@ def estimate(question: Question, planned: Sequence[Run], args: argparse.Namespac
             examples[dataset] = field.num_examples(run.whole)
         costs[run.about["variant"]] = _cost(run, examples[dataset], processes)
     seen, flops = (sum(costs[run.about["variant"]][index] for run in left) for index in (0, 1))
-    rates = _recorded_rates(left, costs)
+    # Records do not tell CPUs apart; of two, only one may have instructions for bfloat16.
+    slow = _in_bfloat16(left[0]) and not torch.cuda.is_available() and bfloat16_speed() < 1
+    rates = [] if slow else _recorded_rates(left, costs)
     source = f"as {len(rates)} records of this config on this hardware"
     if not rates:
         largest = max(left, key=lambda run: field.flops(run.whole))
         rates = [_measured_rate(largest)]
         source = f"measured in {_STEPS} steps of {largest.about['variant']}, which is not compiled "
         source += "here, without loading and validation"
+        if slow:
+            source += "; this CPU is slow in bfloat16, which the config asks for"
     seconds = flops / statistics.median(rates)
     return (
         f"{about}: {seen:,} {field.examples}, {scientific(flops)} training FLOPs\n"
@@ -107,7 +112,7 @@ def _above(cfg: Mapping[str, Any], path: Sequence[str], part: Any) -> dict[str, 
 
 
 def _recorded_rates(left: Sequence[Run], costs: Mapping[str, tuple[int, int]]) -> list[float]:
-    """Return the FLOPs a second of uninterrupted runs, of the same config on the same hardware."""
+    """Return the FLOPs a second of uninterrupted runs: same config, dtype and hardware."""
     run, hardware, rates = left[0], environment()["hardware"], []
     own = {}  # FLOPs of an example, by the number of parameters
     for each in left:
@@ -117,6 +122,8 @@ def _recorded_rates(left: Sequence[Run], costs: Mapping[str, tuple[int, int]]) -
         record = json.loads(path.read_text(encoding="utf-8"))
         if record.get("hardware") != hardware or record.get("resumed_at_iteration") != 0:
             continue
+        if record["dtype"].startswith("bfloat16") != _in_bfloat16(run):
+            continue
         size = record["parameters"]
         flops = [each for count, each in own.items() if abs(count / size - 1) <= _SAME_SIZE]
         if "flops" in record:
@@ -125,6 +132,10 @@ def _recorded_rates(left: Sequence[Run], costs: Mapping[str, tuple[int, int]]) -
             examples = record["epochs"] * record[f"train_{run.field.examples}"]
             rates.append(flops[0] * examples / record["seconds"])
     return rates
+
+
+def _in_bfloat16(run: Run) -> bool:
+    return run.whole["optim_wrapper"]["type"] == "AutocastOptimWrapper"
 
 
 def _measured_rate(run: Run) -> float:
@@ -138,7 +149,7 @@ def _measured_rate(run: Run) -> float:
         for buffer in model.buffers():
             buffer.fill_(1)
     batch = cfg["train_dataloader"]["batch_size"]
-    amp = cfg["optim_wrapper"]["type"] == "AutocastOptimWrapper"
+    amp = _in_bfloat16(run)
     times = []
     for _ in range(1 + _STEPS):
         begin = time.perf_counter()

@@ -1,5 +1,7 @@
 """The precision of sums and products."""
 
+import time
+
 import torch
 from torch import Tensor
 
@@ -26,3 +28,22 @@ def to_product_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     return tuple(tensor.to(product_dtype(tensor)) for tensor in tensors)
+
+
+def bfloat16_speed() -> float:
+    """Time products on this CPU: by how much bfloat16 is faster than float32, in about 10 ms.
+
+    Returns:
+        The ratio of the times. It is below 1 on a CPU without instructions for bfloat16 (AMX,
+        AVX512_BF16), where PyTorch converts each number.
+    """
+    shortest = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        matrix = torch.ones(256, 256, dtype=dtype, device="cpu")
+        times = []
+        for _ in range(6):  # the first ones prepare the product
+            begin = time.perf_counter()
+            torch.mm(matrix, matrix)
+            times.append(time.perf_counter() - begin)
+        shortest[dtype] = min(times)
+    return shortest[torch.float32] / shortest[torch.bfloat16]

@@ -1,5 +1,6 @@
 """bfloat16 autocast on any device, and weight averaging with gradient accumulation."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -7,10 +8,13 @@ from typing import Any
 import torch
 from mmengine.device import get_device
 from mmengine.hooks import EMAHook
+from mmengine.logging import print_log
 from mmengine.optim import OptimWrapper
 from mmengine.registry import HOOKS, OPTIM_WRAPPERS
 from mmpretrain.models.utils.attention import scaled_dot_product_attention_pyimpl
 from torch import nn
+
+from tokenformer_vit.ops.precision import bfloat16_speed
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -19,8 +23,19 @@ class AutocastOptimWrapper(OptimWrapper):
 
     bfloat16 needs no loss scaling; mmengine's ``AmpOptimWrapper`` has a scaler and needs a GPU. On
     a CPU, attention is computed by matrix products, because the backward pass of PyTorch's fused
-    attention is slow there in bfloat16.
+    attention is slow there in bfloat16. Where bfloat16 itself is slow, the log says so.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if torch.device(get_device()).type == "cpu" and (speed := bfloat16_speed()) < 1:
+            print_log(
+                f"This CPU multiplies {1 / speed:.1f} times as fast in float32 as in bfloat16, "
+                "which the config asks for. To train in float32: "
+                "--cfg-options optim_wrapper.type=OptimWrapper",
+                logger="current",
+                level=logging.WARNING,
+            )
 
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:
