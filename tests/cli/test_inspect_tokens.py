@@ -1,5 +1,6 @@
 """Maps and exemplars agree with weights computed by hand; what was planted is found."""
 
+import copy
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from timm.models import save_for_hf
 
 from tokenformer_vit.cli import inspect_tokens as tool
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.models import compile_blocks
 from tokenformer_vit.vision import drawing, inspection
 
 KWARGS = {"depth": 3, "img_size": 32, "patch_size": 8, "embed_dim": 48, "num_heads": 3}
@@ -120,6 +122,17 @@ def test_only_patches_count(kwargs, photos):
     assert found["grid"] == [size, size]
     actual = torch.tensor(found["tokens"][0]["weights"], dtype=torch.float64)
     torch.testing.assert_close(actual, expected.view(1, size, size), atol=2e-5, rtol=1e-4)
+
+
+def test_a_compiled_model_has_the_same_weights(model):
+    images = torch.randn(3, 3, 32, 32)
+    expected = inspection.token_weights(model, images, "blocks.1.mlp")
+    compiled = copy.deepcopy(model)
+    compile_blocks(compiled, backend="eager")
+    with torch.no_grad():
+        compiled(images)
+    weights = inspection.token_weights(compiled, images, "blocks.1.mlp")
+    torch.testing.assert_close(weights, expected)
 
 
 def test_softmax_weights_and_inactive_pairs():

@@ -5,6 +5,7 @@ import copy
 import pytest
 import timm
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -341,6 +342,18 @@ def test_a_part_of_a_model_cannot_grow_or_shrink_alone(part):
     wrapped = nn.ModuleDict({"backbone": build()})
     grow(wrapped, num_qkv_param_tokens=64)
     assert wrapped["backbone"]._model_args["num_qkv_param_tokens"] == 64
+
+
+def test_a_model_in_ddp_is_refused(tmp_path):
+    store = f"file://{tmp_path}/store"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        parallel = nn.parallel.DistributedDataParallel(build())
+        with pytest.raises(InputError, match=r"in a DistributedDataParallel.* wrap that again"):
+            grow(parallel, **SIZES)
+    finally:
+        dist.destroy_process_group()
+    grow(parallel.module, **SIZES)
 
 
 def test_a_learned_gate_cannot_be_frozen_in_part():

@@ -286,6 +286,13 @@ def test_how_models_were_trained_and_run_does_not_matter():
     b.set_backend("reference")
     b.set_grad_checkpointing()
     assert merge(a, b).blocks[0].mlp.num_param_tokens == 128 + 96
+    rotated = [build(use_rot_pos_emb=True, dynamic_img_size=True) for _ in range(2)]
+    for model, size in zip(rotated, (32, 48), strict=True):
+        logits(model, torch.randn(1, 3, size, size))
+    merge(*rotated)
+    students = [timm.create_model("tokenformer_small_distilled", **SHAPE) for _ in range(2)]
+    students[0].set_distilled_training()
+    merge(*students)
 
 
 def test_models_without_parameter_tokens():

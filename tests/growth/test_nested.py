@@ -106,8 +106,9 @@ def test_what_cannot_be_extracted_is_refused():
         extract(model.blocks[0], 0.5)
     masks = TokenMasks(model)
     masks.add("first", {"qkv": slice(5), "proj": slice(5), "ffn": slice(5)})
-    with masks.use("first"), pytest.raises(InputError, match=r"activate\(\)"):
-        extract(model, 0.5)
+    for size in (0.5, 1.0):
+        with masks.use("first"), pytest.raises(InputError, match=r"activate\(\)"):
+            extract(model, size)
     model.set_size(0.5)
     with pytest.raises(InputError, match=r"first 24 pairs; call .*set_size\(None\)"):
         masks.activate("first")
@@ -280,6 +281,9 @@ def test_a_model_that_grew_uses_all_pairs(x):
     before = logits(model, x)
     model.set_size(0.5)
     grow(model, num_ffn_param_tokens=80)
+    assert torch.equal(model(x), before)
+    model.blocks[0].attn.proj.active, model.blocks[1].attn.proj.top_k = torch.arange(5), 4
+    grow(model, num_ffn_param_tokens=96)  # not those layers
     assert torch.equal(model(x), before)
 
 

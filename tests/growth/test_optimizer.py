@@ -219,6 +219,42 @@ def test_state_that_cannot_be_carried_over_is_refused():
         step(model, optimizer)
 
 
+def test_state_that_does_not_start_at_zero_is_refused():
+    model = build()
+    optimizer = torch.optim.Rprop(model.parameters())
+    step(model, optimizer)
+    with pytest.raises(InputError, match=r"Rprop has .*not zero at the start.* moments='reset'"):
+        grow(model, num_ffn_param_tokens=96, optimizer=optimizer)
+
+
+def test_lookahead_goes_on_until_it_has_slow_weights():
+    model = build()
+    optimizer = timm.optim.Lookahead(torch.optim.AdamW(groups(model), lr=1e-3), k=3)
+    step(model, optimizer)
+    moments = optimizer._base_optimizer.state[model.blocks[0].mlp.key_param_tokens]["exp_avg"]
+    grow(model, num_ffn_param_tokens=96, optimizer=optimizer)
+    state = optimizer._base_optimizer.state
+    assert torch.equal(state[model.blocks[0].mlp.key_param_tokens]["exp_avg"][:64], moments)
+    step(model, optimizer, 2)  # the third one averages
+    with pytest.raises(InputError, match=r"AdamW has a state \(lookahead_slow_buff\)"):
+        grow(model, num_ffn_param_tokens=128, optimizer=optimizer)
+    grow(model, num_ffn_param_tokens=128, optimizer=optimizer, moments="reset")
+    step(model, optimizer, 3)
+    assert {id(p) for p in state} == {id(p) for p in model.parameters()}
+
+
+@pytest.mark.parametrize("how", [{}, {"freeze": "old"}, {"new_lr_scale": 2.0}])
+def test_an_optimiser_of_named_parameters_goes_on(how):
+    model = build()
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
+    step(model, optimizer)
+    grow(model, num_ffn_param_tokens=96, optimizer=optimizer, **how)
+    new = token_segments(model.blocks[0].mlp, "key_param_tokens")[-1]
+    before = new.detach().clone()
+    step(model, optimizer, 2)
+    assert not torch.equal(new, before)
+
+
 def test_an_optimiser_of_what_is_trained_goes_on_when_more_is_frozen():
     model = grow(build(), num_ffn_param_tokens=96, freeze="old")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)

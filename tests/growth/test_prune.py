@@ -15,6 +15,7 @@ from tokenformer_vit.benchmarking.costs import model_costs, total
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow, pattention_layers
 from tokenformer_vit.growth.prune import Usage, measure_usage, prune
+from tokenformer_vit.models import compile_blocks
 from tokenformer_vit.models.checkpoints import load_model, save_classifier, save_model
 from tokenformer_vit.ops import THETAS
 
@@ -109,6 +110,15 @@ def test_batches_may_be_those_of_a_data_loader_and_the_model_stays_as_it_was():
     assert model.blocks[1].mlp.training
     assert not model.blocks[0].mlp.training
     assert not any(layer._forward_pre_hooks for layer in pattention_layers(model).values())
+
+
+def test_a_compiled_model_is_measured_on_all_batches():
+    model, batches = build(), [torch.randn(8, 3, 32, 32), torch.randn(3, 3, 32, 32)]
+    expected = measure_usage(model, batches)
+    compile_blocks(model, backend="eager")
+    logits(model, batches[0])  # its code is compiled before there are hooks
+    for name, usage in measure_usage(model, batches).items():
+        assert torch.equal(usage.sizes, expected[name].sizes)
 
 
 def test_a_closed_gate_is_no_usage():
@@ -207,6 +217,15 @@ def test_pruned_models_are_saved_reloaded_and_trained(theta, tmp_path):
     assert torch.equal(logits(reloaded, x), logits(model, x))
     model(x).square().sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@torch.no_grad()
+def test_a_pruned_model_uses_all_of_its_pairs():
+    model, x = build(), torch.randn(2, 3, 32, 32)
+    usage, other = measure_usage(model, [x]), copy.deepcopy(model)
+    model.blocks[0].attn.proj.active, model.blocks[1].attn.proj.top_k = torch.arange(5), 4
+    prune(model, usage, num_ffn_param_tokens=33)
+    assert torch.equal(model(x), prune(other, usage, num_ffn_param_tokens=33)(x))
 
 
 def test_counts_that_are_left_out_stay():

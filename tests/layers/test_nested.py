@@ -198,6 +198,14 @@ def test_the_size_of_an_empty_layer_has_its_tau():
     assert layer.used_tokens()[3].item() == pytest.approx(17**0.5)
 
 
+def test_a_size_that_was_set_in_inference_mode_is_trained():
+    layer = Pattention(8, 8, 48, nested=SIZES, learn_tau=True)
+    with torch.inference_mode():
+        layer.size = 17
+    layer(torch.randn(2, 8)).sum().backward()
+    assert layer.tau.grad is not None
+
+
 def test_tau_of_a_size_is_float32_whatever_the_default_type():
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)

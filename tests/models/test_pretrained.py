@@ -73,6 +73,12 @@ def test_a_damaged_file_is_refused(tmp_path):
         create(pretrained_cfg_overlay=overlay)
 
 
+def test_given_tensors_take_the_place_of_the_file():
+    given = {name: tensor + 1 for name, tensor in load_file(FILE).items()}
+    model = create(pretrained_cfg_overlay={"state_dict": given})
+    assert torch.equal(model.head.weight, given["head.weight"])
+
+
 def test_accuracy_on_test_images(shared_data):
     parquet = pytest.importorskip("pyarrow.parquet")
     file = shared_data("cifar10/plain_text/test-00000-of-00001.parquet")

@@ -167,7 +167,7 @@ def _build(name: str, kwargs: dict[str, Any]) -> nn.Module:
     with torch.device("meta"), warnings.catch_warnings():
         # The weights of an exported folder are not needed.
         warnings.filterwarnings("ignore", ".*to a meta parameter")
-        return load_model(name, None, **kwargs)
+        return load_model(name, None, for_images=False, **kwargs)
 
 
 def _build_language(name: str) -> tuple[list[str], list[nn.Module]]:

@@ -27,6 +27,7 @@ from .tokens import (
     pattention_layers,
     read_tokens,
     record_counts,
+    use_all_pairs,
     write_tokens,
 )
 
@@ -67,7 +68,9 @@ def grow(
 
     Args:
         model: Any module with TokenFormer blocks. Its Pattention parameters become new objects, and
-            the arguments from which timm rebuilds it get the new counts. It uses all pairs then.
+            the arguments from which timm rebuilds it get the new counts. It uses all pairs then:
+            masks, sizes and ``top_k`` are reset. Take it out of a DistributedDataParallel, and
+            wrap it again afterwards.
         num_qkv_param_tokens: New number of pairs in each query, key and value projection; None
             keeps the present number. A list has a number for each block.
         num_proj_param_tokens: New number of pairs in each output projection.
@@ -111,8 +114,9 @@ def grow(
     Raises:
         InputError: If a count is smaller than the present one, a list of counts does not have one
             for each block, an argument has an unknown value, ``init`` does not fit the model's Θ,
-            counts or nested sizes, the parameters are on the meta device, or ``model`` is only a
-            part of a model, whose other blocks would keep their counts.
+            counts or nested sizes, the parameters are on the meta device, ``model`` is in a
+            DistributedDataParallel, or it is only a part of a model, whose other blocks would keep
+            their counts.
 
     Note:
         In float32, outputs stay equal to about 1e-6, because sums of another length round
@@ -169,8 +173,7 @@ def grow(
     parts += [each for each in others if isinstance(each, nn.Parameter)]
     check_optimizer(optimizer, parts, moments)
     changes = []
-    for layer in layers.values():
-        layer.size = None
+    use_all_pairs(layers.values())
     for name, layer in growing.items():
         tokens, num_old = grown[name], layer.num_param_tokens
         changes += write_tokens(layer, tokens, num_old if split else None, learn_gate)

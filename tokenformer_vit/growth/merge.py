@@ -20,11 +20,14 @@ from .tokens import LayerTokens, pattention_layers, read_tokens, record_counts, 
 _KNOWN = ("tokenformer_vit.layers", "tokenformer_vit.models", "timm.", "torch.nn.")
 # These do nothing in evaluation, and a model does not have them if the rate is 0.
 _DROPS = (nn.Dropout, DropPath, timm.layers.DropPath, timm.layers.PatchDropout)
-# Settings of initialization, training or speed: they do not change outputs.
+# Settings of initialization, training or speed, and what the last batch left: they do not change
+# outputs.
 _FREE = frozenset(
     {
         "backend",
+        "distilled_training",
         "drop_prob",
+        "feat_shape",
         "fix_init",
         "fused_attn",
         "grad_checkpointing",

@@ -17,6 +17,7 @@ from .prune import Usage, adapted_tau, check_usage, kept_pairs
 from .tokens import (
     LayerTokens,
     check_rebuildable,
+    check_unmasked,
     find_models,
     pattention_layers,
     read_tokens,
@@ -45,6 +46,7 @@ def extract(model: Model, size: Size) -> Model:
     """
     layers = pattention_layers(model)
     check_rebuildable(model, layers)
+    check_unmasked(layers)
     counts = size_counts(layers, size)
     for name, count in counts.items():
         block, _, last = name.rpartition(".")

@@ -20,7 +20,7 @@ def freeze_old(model: nn.Module) -> None:
 
     Args:
         model: Model that was grown with ``split=True``. To train also its classifier, call
-            ``model.get_classifier().requires_grad_()`` afterwards.
+            ``requires_grad_()`` of ``model.get_classifier()`` afterwards (of both if distilled).
 
     Raises:
         InputError: If no layer stores new pairs in separate parameters.

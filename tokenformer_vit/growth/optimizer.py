@@ -14,9 +14,9 @@ from .tokens import Change
 MOMENTS = ("keep", "reset")
 # Key of a group of one parameter that no other joins: each new parameter gets its own group.
 SEPARATE = "separate"
-_OF_PARAMETERS = ("params", "param_names")
 # Their state has the shape of the parameter, but does not start at zero.
-_START_ELSEWHERE = ("MADGRAD", "RMSpropTF")
+_START_ELSEWHERE = ("MADGRAD", "RMSpropTF", "Rprop")
+_SLOW_WEIGHTS = "lookahead_slow_buff"  # the same for timm's Lookahead, around any optimizer
 
 
 @torch.no_grad()
@@ -52,6 +52,9 @@ def carry_over(
         gradient has been zero so far.
     """
     changes = list(changes)
+    optimizer = _inner(optimizer)
+    for group in optimizer.param_groups:
+        group.pop("param_names", None)  # optional, and wrong from here on
     check_optimizer(optimizer, (p for change in changes for p in change.sources), moments)
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     number = len(optimizer.param_groups)
@@ -102,6 +105,7 @@ def check_optimizer(
         raise InputError(f"moments is {moments!r}; choose one of {', '.join(MOMENTS)}")
     if optimizer is None:
         return
+    optimizer = _inner(optimizer)
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     kind = type(optimizer).__name__
     for parameter in parameters:
@@ -113,13 +117,20 @@ def check_optimizer(
         odd = [
             name
             for name, value in optimizer.state.get(parameter, {}).items()
-            if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape
+            if isinstance(value, Tensor)
+            and value.dim()
+            and (value.shape != parameter.shape or name == _SLOW_WEIGHTS)
         ]
         if moments == "keep" and (odd or kind in _START_ELSEWHERE):
             raise InputError(
                 f"{kind} has a state ({', '.join(odd) or 'not zero at the start'}) that cannot be "
                 "carried over to a larger parameter: give moments='reset'"
             )
+
+
+def _inner(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that has the state: timm's Lookahead keeps it in the one it wraps."""
+    return getattr(optimizer, "_base_optimizer", optimizer)
 
 
 def _join(
@@ -134,7 +145,7 @@ def _join(
     settings = {
         key: value.clone() if isinstance(value, Tensor) else value
         for key, value in template.items()
-        if key not in _OF_PARAMETERS
+        if key != "params"
     }
     for key in ("lr", "initial_lr"):
         if key in settings:

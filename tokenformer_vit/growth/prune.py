@@ -16,10 +16,12 @@ from tokenformer_vit.ops import find_theta, norm_shares
 from .tokens import (
     LayerTokens,
     check_rebuildable,
+    check_unmasked,
     counts_by_layer,
     pattention_layers,
     read_tokens,
     record_counts,
+    use_all_pairs,
     write_tokens,
 )
 
@@ -59,6 +61,7 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
 
     Returns:
         The usage of each Pattention layer by name, averaged over all input tokens of all batches.
+        A compiled model is measured without its compiled code, which would leave out the hooks.
 
     Raises:
         InputError: If there is no batch, a mask is active, a size is set, or a weight is not
@@ -69,11 +72,8 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
         inputs of layers are computed under the caller's autocast, if any.
     """
     layers = pattention_layers(model)
+    check_unmasked(layers)
     for name, layer in layers.items():
-        if layer.active is not None:
-            raise InputError(
-                f"{name} has an active mask; call TokenMasks.activate() to use all pairs"
-            )
         if layer.size is not None:
             raise InputError(
                 f"{name} uses only {layer.size} of its pairs; call model.set_size(None) to use all"
@@ -81,7 +81,7 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
     sums = {name: _Sums(layer) for name, layer in layers.items()}
     device = next(model.parameters()).device
     in_training = [module for module in model.modules() if module.training]
-    with ExitStack() as stack:
+    with torch.compiler.set_stance("force_eager"), ExitStack() as stack:
         for name, layer in layers.items():
             stack.enter_context(layer.register_forward_pre_hook(sums[name].add))
         stack.callback(lambda: [setattr(module, "training", True) for module in in_training])
@@ -143,7 +143,8 @@ def prune(
     Args:
         model: Any module with TokenFormer blocks. Its Pattention parameters become new objects:
             build optimizers afterwards. A step of an older optimizer raises InputError. A nested
-            model becomes an ordinary one, because its first pairs do not stay together.
+            model becomes an ordinary one, because its first pairs do not stay together. Masks and
+            ``top_k`` are reset.
         usage: Usage that :func:`measure_usage` returned for this model.
         num_qkv_param_tokens: Number of pairs to keep in each query, key and value projection; None
             keeps all. A list has a number for each block.
@@ -184,6 +185,7 @@ def prune(
             raise InputError(f"{name} has {have} pairs and cannot be pruned to {wanted}; {remedy}")
         kept[name] = kept_pairs(usage[name], wanted)
     if kept:
+        use_all_pairs(layers.values())
         for layer in layers.values():
             layer.set_nested(())
     for name, index in kept.items():

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -116,7 +117,7 @@ def pattention_layers(model: nn.Module) -> dict[str, Pattention]:
 
 
 def check_rebuildable(model: nn.Module, layers: Mapping[str, Pattention]) -> None:
-    """Check that a change of the number of pairs covers whole models.
+    """Check that a change of the number of pairs covers whole models, and no wrapper of one.
 
     A TokenFormerViT or TokenFormerDecoder is rebuilt from the counts of all its blocks.
 
@@ -125,8 +126,14 @@ def check_rebuildable(model: nn.Module, layers: Mapping[str, Pattention]) -> Non
         layers: Pattention layers by name.
 
     Raises:
-        InputError: If a layer belongs to such a model, and ``model`` does not contain that model.
+        InputError: If a layer belongs to such a model, and ``model`` does not contain that model;
+            or if ``model`` is or contains a DistributedDataParallel.
     """
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise InputError(
+            "the model is in a DistributedDataParallel, which would go on with the gradients of "
+            "the old parameters: change its `module`, and wrap that again"
+        )
     whole = {layer for module in find_models(model) for layer in module.modules()}
     for name, layer in layers.items():
         if layer.of_model and layer not in whole:
@@ -135,6 +142,25 @@ def check_rebuildable(model: nn.Module, layers: Mapping[str, Pattention]) -> Non
                 "other blocks keep their number of pairs: give the whole model, not its "
                 f"{type(model).__name__}"
             )
+
+
+def check_unmasked(layers: Mapping[str, Pattention]) -> None:
+    """Check that no mask is active.
+
+    Raises:
+        InputError: If one is.
+    """
+    for name, layer in layers.items():
+        if layer.active is not None:
+            raise InputError(
+                f"{name} has an active mask; call TokenMasks.activate() to use all pairs"
+            )
+
+
+def use_all_pairs(layers: Iterable[Pattention]) -> None:
+    """Reset the mask, the size and ``top_k`` of layers, before the pairs of a model change."""
+    for layer in layers:
+        layer.active, layer.size, layer.top_k = None, None, None
 
 
 def read_tokens(layer: Pattention) -> LayerTokens:
@@ -173,7 +199,7 @@ def write_tokens(
     before = {name: token_segments(layer, name) for name in TOKENS}
     fuse_tokens(layer)
     layer.num_param_tokens = tokens.num
-    layer.active, layer.top_k = None, None
+    use_all_pairs([layer])
     for name, tensor in zip(TOKENS, (tokens.keys, tokens.values), strict=True):
         trained = getattr(layer, name).requires_grad
         setattr(layer, name, nn.Parameter(tensor.clone(), requires_grad=trained))

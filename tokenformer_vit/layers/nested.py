@@ -60,7 +60,8 @@ class NestedLayer(nn.Module):
         if size in self.nested:
             # Counted from the end: torch.compile would compile again for the places 0 and 1.
             return bisect_right(self.nested, size) - 1 - len(self.nested), None
-        blend = torch.tensor(self._blended(size), dtype=torch.float32, device=self.tau.device)
+        with torch.inference_mode(False):  # a size that is set there is also trained later
+            blend = torch.tensor(self._blended(size), dtype=torch.float32, device=self.tau.device)
         return 0, blend
 
     def check_size(self, size: int | None) -> None:

@@ -421,7 +421,8 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TokenFormerViT) -
     file = Path(where)
     if source.get("source") == "local-dir":
         file /= "model.safetensors"
-    if file.suffix == ".safetensors" and file.is_file():
+    given = source.get("state_dict") is not None  # timm prefers it to a file
+    if not given and file.suffix == ".safetensors" and file.is_file():
         check_digest(state_dict, file)
     return fit_state_dict(state_dict, model)
 

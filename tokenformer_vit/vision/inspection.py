@@ -62,13 +62,15 @@ def token_weights(model: nn.Module, images: Tensor, layer: str) -> Tensor:
     inputs: list[Tensor] = []
     hook = module.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
     try:
-        model.forward_intermediates(  # type: ignore[operator]
-            images,
-            indices=[int(layer.split(".")[1])],
-            stop_early=True,
-            intermediates_only=True,
-            output_fmt="NLC",
-        )
+        # Compiled code would leave out the hook.
+        with torch.compiler.set_stance("force_eager"):
+            model.forward_intermediates(  # type: ignore[operator]
+                images,
+                indices=[int(layer.split(".")[1])],
+                stop_early=True,
+                intermediates_only=True,
+                output_fmt="NLC",
+            )
     finally:
         hook.remove()
     weights = module.weights(inputs[0][:, model.num_prefix_tokens :])  # type: ignore[misc]
