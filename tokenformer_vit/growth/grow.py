@@ -93,7 +93,7 @@ def grow(
         seed: Seed of the random numbers, which differ between layers and between old counts.
         split: Store new pairs in separate parameters (:mod:`tokenformer_vit.layers.segments`), to
             train them differently. New pairs of an earlier growth are joined to the old pairs in
-            every layer.
+            every layer; without ``split``, old pairs that were frozen are trained again with them.
         freeze: ``old`` trains only the new pairs: no other parameter of ``model``, not even the
             head, needs a gradient. It implies ``split``.
         optimizer: Optimizer of the model's parameters, which continues with the new parameters. Any
