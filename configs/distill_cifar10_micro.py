@@ -2,7 +2,8 @@
 # weights are in the package. Choose a better one by model.distillation.teacher=EXPORTED_FOLDER.
 #
 # Paper:     none; the loss is that of DeiT (arXiv:2012.12877)
-# Data:      tokenformer-vit prepare-data CIFAR10_PARQUET_FOLDER data/cifar10
+# Data:      tokenformer-vit prepare-data cifar10_parquet data/cifar10
+#            (download: configs/README.md, "Data")
 # Batch:     128
 # Hardware:  not run
 # Command:   tokenformer-vit train configs/distill_cifar10_micro.py

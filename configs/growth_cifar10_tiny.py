@@ -1,7 +1,8 @@
 # cifar10_tiny with growth during the run: a quarter of the pairs, then half, then all.
 #
 # Paper:     none
-# Data:      tokenformer-vit prepare-data CIFAR10_PARQUET_FOLDER data/cifar10
+# Data:      tokenformer-vit prepare-data cifar10_parquet data/cifar10
+#            (download: configs/README.md, "Data")
 # Batch:     256 on one GPU
 # Hardware:  not run
 # Command:   tokenformer-vit train configs/growth_cifar10_tiny.py --amp

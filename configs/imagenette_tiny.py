@@ -1,7 +1,8 @@
 # TokenFormer-Ti/8 on Imagenette (ten ImageNet classes) at 128 px, from scratch.
 #
 # Paper:     none
-# Data:      tokenformer-vit prepare-data IMAGENETTE_PARQUET_FOLDER data/imagenette
+# Data:      tokenformer-vit prepare-data imagenette_parquet data/imagenette
+#            (download: configs/README.md, "Data")
 # Batch:     128 on one GPU
 # Hardware:  not run
 # Command:   tokenformer-vit train configs/imagenette_tiny.py --amp

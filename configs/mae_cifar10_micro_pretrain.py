@@ -2,7 +2,8 @@
 # has 64 of them, 16 stay visible. Patches of 8 px would leave 4.
 #
 # Paper:     none
-# Data:      tokenformer-vit prepare-data CIFAR10_PARQUET_FOLDER data/cifar10
+# Data:      tokenformer-vit prepare-data cifar10_parquet data/cifar10
+#            (download: configs/README.md, "Data")
 # Batch:     128
 # Hardware:  one CPU core; not run in full
 # Command:   tokenformer-vit train configs/mae_cifar10_micro_pretrain.py

@@ -2,8 +2,9 @@
 # head are trained; all weights from CIFAR-10 stay.
 #
 # Paper:     none
-# Data:      tokenformer-vit prepare-data IMAGENETTE_PARQUET_FOLDER data/imagenette_small \
+# Data:      tokenformer-vit prepare-data imagenette_parquet data/imagenette_small \
 #                --limit 3000 --limit-val 1000
+#            (download: configs/README.md, "Data")
 # Weights:   python ablations/growth.py --config configs/cifar10_micro.py --variants large vit
 # Batch:     64
 # Hardware:  one CPU core; minutes in ablations/TABLES.md
