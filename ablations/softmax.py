@@ -18,11 +18,13 @@ from tokenformer_vit.experiments import (
 )
 
 AGAINST = (("the ViT", "vit"), ("the ViT, LayerNorm frozen", "vit_frozen_norms"))
+DEFAULT = ("GELU + L2", "gelu_l2")
 
 
 def theta(name: str, label: str, paper: float | None = None) -> Variant:
     """Use another Θ."""
-    return Variant(name, label, arguments(theta=name), paper, against=AGAINST)
+    against = AGAINST if name == DEFAULT[1] else (*AGAINST, DEFAULT)
+    return Variant(name, label, arguments(theta=name), paper, against=against)
 
 
 QUESTION = Steps(
