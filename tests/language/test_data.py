@@ -17,6 +17,8 @@ pytest.importorskip("datasets", reason="pip install tokenformer-vit[language]")
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.language import (
@@ -25,6 +27,8 @@ from tokenformer_vit.language import (
     hub_source,
     load_tokenizer,
     open_rows,
+    preparation,
+    prepare_text,
     read_text_meta,
     reversal_source,
     train_tokenizer,
@@ -245,6 +249,42 @@ def test_a_long_file_in_pieces_has_the_tokens_of_the_whole(tmp_path, seed):
     assert "".join(piece.text for piece in got) == text
     in_pieces = [token for piece in got for token in tokenizer(piece.text)["input_ids"]]
     assert in_pieces == tokenizer(text)["input_ids"]
+
+
+def spaced(kind):
+    """Return a tokenizer that puts a space before each text."""
+    if kind == "byte-level":
+        core = byte_tokenizer().backend_tokenizer
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|endoftext|>")
+    signs = {sign: number for number, sign in enumerate(["▁", *map(chr, range(10, 127)), "<end>"])}
+    core = Tokenizer(models.BPE(signs, []))
+    if kind == "metaspace":
+        core.pre_tokenizer = pre_tokenizers.Metaspace()
+    else:  # as in Llama 2
+        core.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>")
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace", "prepend"])
+def test_a_tokenizer_that_puts_spaces_before_texts_reads_whole_files(tmp_path, kind, monkeypatch):
+    tokenizer = spaced(kind)
+    file = tmp_path / "a.txt"
+    file.write_text("".join(f"line {number}\nand more " for number in range(2000)))
+    sources = [file_source(file, "file", "text", 0.3)]
+    assert len(pieces(sources[0])) > 4
+    how = (lambda: tokenizer, 1, {"tokenizer": kind, "sources": []})
+    prepare_text(sources, tmp_path / "out", *how)
+    for split in ("train", "val"):
+        rows = open_rows(tmp_path / "out", split)[:]["input_ids"]
+        found = [rows[0, 0], *rows[:, 1:].ravel()]
+        part = "".join(piece.text for piece in pieces(sources[0]) if piece.split == split)
+        assert found == [*tokenizer(part)["input_ids"], tokenizer.eos_token_id]
+    monkeypatch.setattr(preparation, "_LONGEST", 9000)
+    with pytest.raises(InputError, match=r"a\.txt is too long .*9,000 characters.*JSON lines"):
+        prepare_text(sources, tmp_path / "other", *how)
 
 
 def test_text_without_a_space_is_cut_anywhere(tmp_path):

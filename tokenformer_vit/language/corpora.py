@@ -26,8 +26,9 @@ _KNOWN_ROWS = 10_000  # the text column is missing if this many rows do not have
 _PIECE = 8192  # characters of a file that are tokenised at once
 # Bytes. A smaller held-out part is less than a paragraph: such a file is not divided.
 _LEAST_HELD_OUT = 1024
-# The last place where every byte-level tokenizer begins a new word: before a single space, or after
-# a single line end. A text that is cut there has the same tokens as the uncut text.
+# The last place where byte-level tokenizers begin a new word: before a single space, or after a
+# single line end. A text that is cut there has the same tokens as the uncut text, unless the
+# tokenizer puts a space before each text; for such a one preparation.py joins the pieces again.
 _WORDS = re.compile(r"(?s:.*)\S(?:\n(?=\S)|(?= \S))")
 # What to do about errors of the libraries; their messages do not say it.
 _WAYS_OUT = {
@@ -106,6 +107,11 @@ class TextReader:
                         reason += f"; {way_out}"
                 raise InputError(f"{source.name} cannot be read: {reason}") from error
             self._number, self._state, self._stream = self._number + 1, None, None
+
+    @property
+    def source(self) -> str:
+        """Name of the source of the last piece."""
+        return self._sources[self._number].name
 
     def position(self) -> Position:
         """Return the position after the last piece, in values for JSON."""
