@@ -1,6 +1,6 @@
 """Turn text into rows of tokens, to train and evaluate language models.
 
-From files of text, .jsonl, .json (also .gz) or .parquet, or folders of them::
+From files of text, .jsonl, .ndjson, .json (also .gz) or .parquet, or folders of them::
 
     tokenformer-vit prepare-text SOURCE... OUT --tokenizer tokenizer.json --context-length 1024
 
