@@ -4,6 +4,7 @@ import codecs
 import glob
 import gzip
 import hashlib
+import os
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from pydantic_core import from_json
 
 from tokenformer_vit.errors import InputError, one_line
 
+from .data import META, PROGRESS, partial_folder
 from .schemas import Position
 
 if TYPE_CHECKING:
@@ -120,8 +122,15 @@ class TextReader:
         return {"source": self._number, "state": state}
 
 
-def find_files(path: Path) -> list[Path]:
+def find_files(path: Path, target: Path | None = None) -> list[Path]:
     """List the text files of a path: the file itself, or all files of known types in a folder.
+
+    Args:
+        path: File or folder. Folders of tokens in it are left out; their JSON files are no text.
+        target: Folder of tokens that will be written, or is unfinished; left out too.
+
+    Returns:
+        The files, sorted.
 
     Raises:
         InputError: If the path does not exist, or the folder has no such file.
@@ -130,16 +139,30 @@ def find_files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise InputError(f"there is no file or folder {path}; --hub NAME reads from the hub")
-    files = sorted(
-        file
-        for file in path.rglob("*")
-        if file.is_file()
-        and file.name.lower().endswith(_SUFFIXES)
-        and not file.name.startswith(".")
-    )
+    own = () if target is None else (target.resolve(), partial_folder(target).resolve())
+    found = []
+    for folder, inner, names in os.walk(path):
+        inner[:] = [
+            name
+            for name in inner
+            if Path(folder, name).resolve() not in own and not _holds_tokens(Path(folder, name))
+        ]
+        found += [
+            Path(folder, name)
+            for name in names
+            if name.lower().endswith(_SUFFIXES) and not name.startswith(".")
+        ]
+    files = sorted(file for file in found if file.is_file())
     if not files:
         raise InputError(f"{path} has no text file; give files that end in {', '.join(_SUFFIXES)}")
     return files
+
+
+def _holds_tokens(folder: Path) -> bool:
+    """Tell whether prepare-text made a folder; others have files of these names too."""
+    if folder.suffix == ".partial":
+        return (folder / PROGRESS).is_file()
+    return (folder / META).is_file() and any(folder.glob("*.arrow"))
 
 
 def file_source(
