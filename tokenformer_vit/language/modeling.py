@@ -168,15 +168,16 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
         return loaded
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Save the model as every model of transformers.
+        """Save the model as every model of transformers; after ``add_adapter`` only the adapter.
 
         Raises:
             InputError: If it is quantised.
         """
-        check_plain(self)
-        for module in self.modules():
-            if isinstance(module, TokenFormerDecoder):
-                module.record_param_tokens()  # another model of the same config may have grown
+        if not self._hf_peft_config_loaded:  # else peft has wrapped the layers
+            check_plain(self)
+            for module in self.modules():
+                if isinstance(module, TokenFormerDecoder):
+                    module.record_param_tokens()  # another model of the same config may have grown
         super().save_pretrained(*args, **kwargs)
 
     @classmethod
