@@ -51,6 +51,14 @@ def test_a_released_file_becomes_a_folder_and_the_same_file_again(source, tmp_pa
         run(source, folder)
 
 
+def test_a_converted_folder_says_where_texts_end(source, tmp_path):
+    words = {"a": 0, "<|endoftext|>": 1}
+    Tokenizer(WordLevel(words, "a")).save(str(tmp_path / "tokenizer.json"))
+    run(source, tmp_path / "out", "--num-heads", 2, "--tokenizer", tmp_path / "tokenizer.json")
+    generation = AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config
+    assert generation.eos_token_id == generation.pad_token_id == 1
+
+
 def test_what_does_not_fit_leaves_nothing(source, tmp_path):
     with pytest.raises(InputError, match="give its number of heads"):
         run(source, tmp_path / "out")

@@ -125,6 +125,46 @@ def test_a_text_is_measured_and_kept(folder, text, capsys, monkeypatch):
     assert len(computed) == 3
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "Lowercase"}},
+        {"model": {"merges": [["e", "x"]]}},
+        {
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": [
+                    {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
+                    {"Sequence": {"id": "A", "type_id": 0}},
+                ],
+                "pair": [],
+                "special_tokens": {
+                    "<|endoftext|>": {"id": "e", "ids": [256], "tokens": ["<|endoftext|>"]}
+                },
+            }
+        },
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_tokenizer_with_other_rules_is_another_one(folder, text, change, capsys):
+    save_tokenizer(folder, ("<|endoftext|>", "ex"))
+    file = folder / "tokenizer.json"
+    rules = json.loads(file.read_text())
+    TokenFormerForCausalLM(
+        TokenFormerConfig(vocab_size=258, context_length=32, embed_dim=32, depth=1, num_heads=2)
+    ).save_pretrained(folder)
+    run(folder, "--text", text)
+    before = record(folder / "evaluation")["texts"][str(text)]
+    run(folder, "--text", text)
+    assert "read from an earlier run" in capsys.readouterr().err
+    for name, value in change.items():
+        rules[name] = {**rules[name], **value} if name == "model" else value
+    file.write_text(json.dumps(rules))
+    run(folder, "--text", text)
+    assert "read from an earlier run" not in capsys.readouterr().err
+    assert record(folder / "evaluation")["texts"][str(text)]["loss"] != before["loss"]
+
+
 def test_prepared_tokens_give_what_the_text_gives(folder, text, tmp_path):
     tokens = np.array(load_tokenizer(folder)(text.read_text())["input_ids"])
     writer = SplitWriter(tmp_path, "val", 10, 257)

@@ -120,6 +120,41 @@ def test_an_interruption_changes_nothing(texts, tmp_path, monkeypatch):
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 
+def test_tokens_among_the_texts_are_not_read(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(preparation, "_BATCH", 3000)
+    how = (texts, "--val-share", 0.1, "--context-length", 16, "--shard-tokens", 5000)
+    run(*how, tmp_path / "outside")
+    files = language.find_files(texts)
+    real, batches = preparation._batch, iter(range(9))
+
+    def interrupted(pieces):
+        if next(batches) == 4:  # after a shard
+            raise KeyboardInterrupt
+        return real(pieces)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation, "_batch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(*how, texts / "deep" / "tokens")
+    assert list((texts / "deep" / "tokens.partial").glob("*.arrow"))
+    run(*how, texts / "other")  # next to an unfinished one
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        run(*how, Path("texts", "deep", "tokens"))
+    run(*how, texts / "deep" / "more")
+    for folder in ("other", "deep/tokens", "deep/more"):
+        assert contents(texts / folder) == contents(tmp_path / "outside")
+
+    early = texts / "early.partial"  # of a run that was killed at once
+    early.mkdir()
+    (early / "tokenizer.json").write_text("{}")
+    assert language.find_files(texts, texts / "early") == files
+    (early / "meta.json").write_text("{}")  # of somebody else
+    assert language.find_files(texts) == sorted(
+        [*files, early / "meta.json", early / "tokenizer.json"]
+    )
+
+
 def test_nothing_finished_binds_to_nothing(texts, tmp_path):
     (texts / "b.txt").write_bytes(b"caf\xe9")
     with pytest.raises(InputError, match=r"b\.txt is not UTF-8 text: byte 3 "):

@@ -196,6 +196,29 @@ def test_lora_by_peft_is_saved_loaded_and_merged(tmp_path):
     )
 
 
+def test_an_adapter_of_transformers_is_trained_saved_and_loaded(tmp_path):
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    model, tokens = build(), torch.randint(257, (20, 20))
+    model.save_pretrained(tmp_path / "model")
+    model.add_adapter(
+        peft.LoraConfig(
+            r=4, target_modules=[], target_parameters=["key_param_tokens", "value_param_tokens"]
+        )
+    )
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    how = {**TEN_STEPS, "save_strategy": "steps", "save_steps": 10}
+    Trainer(model, TrainingArguments(tmp_path / "run", **how), train_dataset=data).train()
+    saved = tmp_path / "run" / "checkpoint-10"
+    assert (saved / "adapter_config.json").is_file()
+    assert not (saved / "model.safetensors").exists()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        plain, expected = loaded(tokens).logits, model.eval()(tokens).logits
+        loaded.load_adapter(str(saved))
+        assert not torch.allclose(expected, plain, atol=1e-2)
+        torch.testing.assert_close(loaded.eval()(tokens).logits, expected)
+
+
 def test_the_harness_opens_a_folder_by_its_own_command(tmp_path):
     pytest.importorskip("lm_eval", reason="pip install tokenformer-vit[evaluation]")
     folder = folder_of(build(), tmp_path / "run")

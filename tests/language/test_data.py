@@ -1,5 +1,6 @@
 """From text to rows of tokens: nothing is lost, held-out text stays apart, damage is found."""
 
+import codecs
 import gzip
 import itertools
 import json
@@ -17,14 +18,19 @@ pytest.importorskip("datasets", reason="pip install tokenformer-vit[language]")
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.language import (
     byte_tokenizer,
     file_source,
+    find_files,
     hub_source,
     load_tokenizer,
     open_rows,
+    preparation,
+    prepare_text,
     read_text_meta,
     reversal_source,
     train_tokenizer,
@@ -247,6 +253,42 @@ def test_a_long_file_in_pieces_has_the_tokens_of_the_whole(tmp_path, seed):
     assert in_pieces == tokenizer(text)["input_ids"]
 
 
+def spaced(kind):
+    """Return a tokenizer that puts a space before each text."""
+    if kind == "byte-level":
+        core = byte_tokenizer().backend_tokenizer
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|endoftext|>")
+    signs = {sign: number for number, sign in enumerate(["▁", *map(chr, range(10, 127)), "<end>"])}
+    core = Tokenizer(models.BPE(signs, []))
+    if kind == "metaspace":
+        core.pre_tokenizer = pre_tokenizers.Metaspace()
+    else:  # as in Llama 2
+        core.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>")
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace", "prepend"])
+def test_a_tokenizer_that_puts_spaces_before_texts_reads_whole_files(tmp_path, kind, monkeypatch):
+    tokenizer = spaced(kind)
+    file = tmp_path / "a.txt"
+    file.write_text("".join(f"line {number}\nand more " for number in range(2000)))
+    sources = [file_source(file, "file", "text", 0.3)]
+    assert len(pieces(sources[0])) > 4
+    how = (lambda: tokenizer, 1, {"tokenizer": kind, "sources": []})
+    prepare_text(sources, tmp_path / "out", *how)
+    for split in ("train", "val"):
+        rows = open_rows(tmp_path / "out", split)[:]["input_ids"]
+        found = [rows[0, 0], *rows[:, 1:].ravel()]
+        part = "".join(piece.text for piece in pieces(sources[0]) if piece.split == split)
+        assert found == [*tokenizer(part)["input_ids"], tokenizer.eos_token_id]
+    monkeypatch.setattr(preparation, "_LONGEST", 9000)
+    with pytest.raises(InputError, match=r"a\.txt is too long .*9,000 characters.*JSON lines"):
+        prepare_text(sources, tmp_path / "other", *how)
+
+
 def test_text_without_a_space_is_cut_anywhere(tmp_path):
     text = "文" * 20_000
     (tmp_path / "a.txt").write_bytes(text.encode())
@@ -352,6 +394,44 @@ def test_a_reader_goes_on_where_another_stopped(tmp_path, name, documents):
 def test_a_row_without_text_is_passed_over(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps([{"text": "a"}, {"text": ""}, {"text": None}]))
     assert pieces(file_source(tmp_path / "a.json", "file", "text", 0)) == [Piece("a", "train")]
+
+
+@pytest.mark.parametrize("name", ["a.JSONL", "b.ndjson", "c.Ndjson.GZ", "d.PARQUET"])
+def test_a_suffix_says_what_a_file_holds(tmp_path, name):
+    file, row = tmp_path / name, b'{"text": "a"}\n'
+    if name == "d.PARQUET":
+        pq.write_table(pa.table({"text": ["a"]}), file)
+    else:
+        file.write_bytes(gzip.compress(row) if name.endswith("GZ") else row)
+    assert find_files(tmp_path) == [file]
+    assert pieces(file_source(file, "file", "text", 0)) == [Piece("a", "train")]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "b.TSV", "c.csv.gz"])
+def test_a_table_is_not_read_as_text(tmp_path, name):
+    (tmp_path / name).write_text("text,id\na,1\n")
+    with pytest.raises(InputError, match=rf"{name} is a table, .* JSON lines or parquet"):
+        file_source(tmp_path / name, "file", "text", 0)
+
+
+@pytest.mark.parametrize("documents", ["file", "line"])
+@pytest.mark.parametrize("share", [0, 0.2])
+@pytest.mark.parametrize("lines", [3, 2000])
+def test_a_byte_order_mark_is_no_text(tmp_path, documents, share, lines):
+    plain, marked = tmp_path / "plain.txt", tmp_path / "marked.txt"
+    plain.write_bytes("é text\n".encode() * lines)
+    marked.write_bytes(codecs.BOM_UTF8 + plain.read_bytes())
+    found = [pieces(file_source(file, documents, "text", share)) for file in (plain, marked)]
+    texts = []
+    for part in found:
+        part.sort(key=lambda piece: piece.split)  # the held-out end comes first
+        texts.append("".join(piece.text for piece in part))
+    assert texts[0] == texts[1]
+    if lines == 3:
+        assert found[0] == found[1]
+    marked.write_bytes(codecs.BOM_UTF8 + b"ab\nc\xff")
+    with pytest.raises(InputError, match="byte 7 "):
+        pieces(file_source(marked, documents, "text", share))
 
 
 DEEP = "[" * 20_000 + "]" * 20_000

@@ -195,6 +195,8 @@ def test_text_is_read_as_it_is(tmp_path):
     path = tmp_path / "text"
     path.write_bytes("é\r\n".encode())
     assert read_text(path) == "é\r\n"
+    path.write_bytes("\ufeffé\ufeff".encode())
+    assert read_text(path) == "é\ufeff"
     path.write_bytes(b"ab\xff")
     with pytest.raises(InputError, match=r"text is not UTF-8 text: byte 2 .* convert"):
         read_text(path)

@@ -15,7 +15,16 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
 
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, pipeline
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    SequenceBiasLogitsProcessor,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import extract, grow
@@ -309,6 +318,35 @@ def test_the_code_of_the_model_card_runs(kind, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("Once upon a time")
 
 
+@pytest.mark.parametrize("kind", ["tokenformer", "learned", "rotary"])
+def test_a_folder_says_where_texts_end_and_how_long_they_may_be(kind, tmp_path):
+    if kind == "tokenformer":
+        model = build(vocab_size=257)
+    else:
+        model = transformer_lm(257, 40, 32, 1, 2, positions=kind)
+    tokenizer = byte_tokenizer()
+    own = tokenizer.model_max_length
+    save_language_model(model, tmp_path, tokenizer)
+    assert model.config.eos_token_id is model.generation_config.eos_token_id is None
+    assert tokenizer.model_max_length == own
+
+    loaded, tokenizer = load(tmp_path)[0], AutoTokenizer.from_pretrained(tmp_path)
+    end = SequenceBiasLogitsProcessor([[[256], 1e4]])
+    written = loaded.generate(torch.tensor([[65]]), logits_processor=[end], max_new_tokens=9)
+    assert written.tolist() == [[65, 256]]
+    assert len(tokenizer("x" * 99, truncation=True)["input_ids"]) == 40
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    texts = tokenizer(["one", "another"], padding=True, return_tensors="pt")
+    assert classifier(**texts).logits.shape == (2, 2)
+
+    tokenizer.model_max_length = 7  # of another model
+    loaded.config.eos_token_id = loaded.generation_config.eos_token_id = 10
+    save_language_model(loaded, tmp_path, tokenizer)
+    again = load(tmp_path)[0]
+    assert again.config.eos_token_id == again.generation_config.eos_token_id == 10
+    assert AutoTokenizer.from_pretrained(tmp_path).model_max_length == 40
+
+
 def test_a_full_disk_is_said_of_the_folder_and_leaves_what_was_there(tmp_path, in_another_process):
     model, folder = build(), tmp_path / "run"
     save_language_model(model, folder)
@@ -408,6 +446,7 @@ def test_nested_sizes_and_extracted_models_are_saved(tmp_path):
         small = reload(extract(model, size), tmp_path / f"{size}")
         assert small.config.num_qkv_param_tokens == round(size * 32)
         assert torch.equal(small(tokens).logits, expected)
+    assert load(tmp_path / "nested", device_map="meta")[0].sizes == (0.25, 0.5, 1.0)
     config = json.loads((tmp_path / "nested/config.json").read_text())
     (tmp_path / "nested/config.json").write_text(json.dumps({**config, "nested": [0.25, 0.75]}))
     with pytest.raises(InputError, match=r"\[8, 16\] in the checkpoint and \[8, 24\]"):

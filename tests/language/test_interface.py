@@ -117,11 +117,15 @@ def test_packed_rows_are_read_apart(attention, positions):
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
-def test_a_full_context_ends_in_one_line(cache, positions, tokens):
+@pytest.mark.parametrize("embedded", [False, True])
+def test_a_full_context_ends_in_one_line(cache, positions, embedded, tokens):
     model = build(positions=positions)
     how = {**PLAIN, "max_new_tokens": 40, "cache_implementation": cache}
+    prompt = {"inputs_embeds": model.get_input_embeddings()(tokens)} if embedded else {}
     with pytest.raises(InputError, match=r"41 tokens.*context_length is 40"):
-        model.generate(tokens, **how)
+        model.generate(**(prompt or {"input_ids": tokens}), **how)
+    prompt = {name: each[:, :1] for name, each in prompt.items()} or {"input_ids": tokens[:, :1]}
+    assert model.generate(**prompt, **{**how, "max_new_tokens": 39}).shape[1] == 40 - embedded
 
 
 def test_models_of_one_config_are_saved_with_their_own_sizes(tmp_path):

@@ -19,7 +19,7 @@ causal language model of transformers. All weights are converted to float32.
 
 The folder --out gets results.json, a record of the run; results.md, the printed tables; and parts/,
 the results of each text and task. If interrupted, run the same command again: it skips what is
-finished. Another model, text or setting is measured again.
+finished. Another model, tokenizer, text or setting is measured again.
 
 results.json has what every record has (command, commit, date, hardware, versions), and::
 
@@ -43,6 +43,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     make_folder(out / "parts", "--out")
     same = {
         "model": _fingerprint([args.model / "config.json", *args.model.glob("*.safetensors")]),
-        "tokenizer": tokenizer and vocabulary(tokenizer),
+        "tokenizer": tokenizer and _fingerprint_of(tokenizer),
         "mask": args.mask,
         "quantize": args.quantize,
         "context": context,
@@ -320,7 +321,8 @@ def _fingerprint(files: Iterable[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def vocabulary(tokenizer: Any) -> str:
-    """Return a hash of a tokenizer's entries."""
-    entries = json.dumps(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256(entries.encode()).hexdigest()[:16]
+def _fingerprint_of(tokenizer: Any) -> str:
+    """Return a hash of everything that a tokenizer saves: entries, rules and special tokens."""
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        return _fingerprint(path for path in Path(folder).rglob("*") if path.is_file())

@@ -1,6 +1,6 @@
 """Turn text into rows of tokens, to train and evaluate language models.
 
-From files of text, .jsonl, .json (also .gz) or .parquet, or folders of them::
+From files of text, .jsonl, .ndjson, .json (also .gz) or .parquet, or folders of them::
 
     tokenformer-vit prepare-text SOURCE... OUT --tokenizer tokenizer.json --context-length 1024
 
@@ -81,8 +81,8 @@ def _sources(args: argparse.Namespace, language: ModuleType) -> tuple[list[Any],
     """Make the sources, and list their files."""
     if args.reversal:
         return [language.reversal_source(args.reversal, args.digits, args.val_share, args.seed)], []
-    held_out = [file for path in args.val for file in language.find_files(path)]
-    files = [file for path in args.sources for file in language.find_files(path)]
+    held_out = [file for path in args.val for file in language.find_files(path, args.target)]
+    files = [file for path in args.sources for file in language.find_files(path, args.target)]
     both = {file.resolve() for file in files} & {file.resolve() for file in held_out}
     if both:
         raise InputError(f"{min(both)} is both a source and in --val: remove it from one of them")

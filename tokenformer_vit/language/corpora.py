@@ -4,6 +4,7 @@ import codecs
 import glob
 import gzip
 import hashlib
+import os
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -15,19 +16,22 @@ from pydantic_core import from_json
 
 from tokenformer_vit.errors import InputError, one_line
 
+from .data import META, PROGRESS, partial_folder
 from .schemas import Position
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
-_JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+_JSON = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 _SUFFIXES = (".txt", *_JSON, ".parquet")
+_TABLES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")  # rows too, but nothing here reads them
 _KNOWN_ROWS = 10_000  # the text column is missing if this many rows do not have it
 _PIECE = 8192  # characters of a file that are tokenised at once
 # Bytes. A smaller held-out part is less than a paragraph: such a file is not divided.
 _LEAST_HELD_OUT = 1024
-# The last place where every byte-level tokenizer begins a new word: before a single space, or after
-# a single line end. A text that is cut there has the same tokens as the uncut text.
+# The last place where byte-level tokenizers begin a new word: before a single space, or after a
+# single line end. A text that is cut there has the same tokens as the uncut text, unless the
+# tokenizer puts a space before each text; for such a one preparation.py joins the pieces again.
 _WORDS = re.compile(r"(?s:.*)\S(?:\n(?=\S)|(?= \S))")
 # What to do about errors of the libraries; their messages do not say it.
 _WAYS_OUT = {
@@ -107,14 +111,26 @@ class TextReader:
                 raise InputError(f"{source.name} cannot be read: {reason}") from error
             self._number, self._state, self._stream = self._number + 1, None, None
 
+    @property
+    def source(self) -> str:
+        """Name of the source of the last piece."""
+        return self._sources[self._number].name
+
     def position(self) -> Position:
         """Return the position after the last piece, in values for JSON."""
         state = self._stream.state_dict() if self._stream else self._state
         return {"source": self._number, "state": state}
 
 
-def find_files(path: Path) -> list[Path]:
+def find_files(path: Path, target: Path | None = None) -> list[Path]:
     """List the text files of a path: the file itself, or all files of known types in a folder.
+
+    Args:
+        path: File or folder. Folders of tokens in it are left out; their JSON files are no text.
+        target: Folder of tokens that will be written, or is unfinished; left out too.
+
+    Returns:
+        The files, sorted.
 
     Raises:
         InputError: If the path does not exist, or the folder has no such file.
@@ -123,23 +139,41 @@ def find_files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise InputError(f"there is no file or folder {path}; --hub NAME reads from the hub")
-    files = sorted(
-        file
-        for file in path.rglob("*")
-        if file.is_file() and file.name.endswith(_SUFFIXES) and not file.name.startswith(".")
-    )
+    own = () if target is None else (target.resolve(), partial_folder(target).resolve())
+    found = []
+    for folder, inner, names in os.walk(path):
+        inner[:] = [
+            name
+            for name in inner
+            if Path(folder, name).resolve() not in own and not _holds_tokens(Path(folder, name))
+        ]
+        found += [
+            Path(folder, name)
+            for name in names
+            if name.lower().endswith(_SUFFIXES) and not name.startswith(".")
+        ]
+    files = sorted(file for file in found if file.is_file())
     if not files:
         raise InputError(f"{path} has no text file; give files that end in {', '.join(_SUFFIXES)}")
     return files
 
 
+def _holds_tokens(folder: Path) -> bool:
+    """Tell whether prepare-text made a folder; others have files of these names too."""
+    if folder.suffix == ".partial":
+        return (folder / PROGRESS).is_file()
+    return (folder / META).is_file() and any(folder.glob("*.arrow"))
+
+
 def file_source(
     path: Path, documents: str, column: str, val_share: float, split: str | None = None
 ) -> Source:
-    """Make a source of a file: rows of ``.parquet`` or ``.json(l)(.gz)``, or UTF-8 text.
+    """Make a source of a file: rows of ``.parquet`` or JSON, or UTF-8 text.
 
     Args:
-        path: The file. JSON is one object a line, or a list of objects or of texts.
+        path: The file. Its suffix says what it holds: ``.parquet``, or ``.json``, ``.jsonl`` or
+            ``.ndjson``, also with ``.gz``; any other is text. JSON is one object a line, or a list
+            of objects or of texts.
         documents: What is a document in a text file: ``file`` for the whole file, ``line`` for
             each line without its line end.
         column: Column of the text in rows.
@@ -153,15 +187,22 @@ def file_source(
         The source.
 
     Raises:
-        InputError: If the file is empty, or a Parquet file is damaged or does not have the column.
+        InputError: If the file is empty or a table such as ``.csv``, or a Parquet file is damaged
+            or does not have the column.
     """
+    name = path.name.lower()
+    if name.endswith(_TABLES):
+        raise InputError(
+            f"{path} is a table, not text: write its rows as JSON lines or parquet, and choose the "
+            "text with --column (to read it as it stands, rename it to .txt)"
+        )
     if not path.stat().st_size:
         raise InputError(f"{path} is empty; remove it from the sources")
-    if path.suffix == ".parquet":
+    if name.endswith(".parquet"):
         _check_column(path, column)
         files = [glob.escape(str(path))]
         open_stream = _streamed(path="parquet", data_files=files, split="train", columns=[column])
-    elif path.name.endswith(_JSON):
+    elif name.endswith(_JSON):
         open_stream = _generated(_json_rows, {"path": str(path), "column": column})
     else:
         read = _lines if documents == "line" else _parts
@@ -297,7 +338,7 @@ def _json_rows(path: str, column: str) -> Iterator[dict[str, Any]]:
 def _json_values(path: str) -> Iterator[Any]:
     # Arrow's reader, which datasets uses, overflows the stack on lines with 20,000 nested levels;
     # this reader refuses more than 200.
-    opened: Any = gzip.open if path.endswith(".gz") else open
+    opened: Any = gzip.open if path.lower().endswith(".gz") else open
     with opened(path, "rb") as file:
         for number, line in enumerate(file, 1):
             line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
@@ -320,9 +361,14 @@ def _split_of(content: bytes, val_share: float) -> str:
     return "val" if number < val_share * 2**64 else "train"
 
 
+def _after_mark(file: Any) -> int:
+    """Skip a byte order mark, which is no text; return the position of the first byte of text."""
+    return file.seek(len(codecs.BOM_UTF8) if file.read(3) == codecs.BOM_UTF8 else 0)
+
+
 def _lines(path: str, val_share: float, split: str | None) -> Iterator[dict[str, Any]]:
-    position = 0
     with open(path, "rb") as file:
+        position = _after_mark(file)
         for line in file:
             content = line.rstrip(b"\r\n")
             if content:
@@ -357,18 +403,19 @@ def _parts(path: str, val_share: float, split: str | None) -> Iterator[dict[str,
 
 def _cut(file: Any, val_share: float, split: str | None) -> list[tuple[str, int, int]]:
     """Return the split, first byte and last byte + 1 of each part of a file."""
+    first = _after_mark(file)
     size = file.seek(0, 2)
     if split or not val_share:
-        return [(split or "train", 0, size)]
+        return [(split or "train", first, size)]
     if size * val_share < _LEAST_HELD_OUT:
-        file.seek(0)
-        return [(_split_of(file.read(), val_share), 0, size)]
+        file.seek(first)
+        return [(_split_of(file.read(), val_share), first, size)]
     position = file.seek(int(size * (1 - val_share)))
     line = file.readline()
     start = file.tell()
     if start == size and b" " in line:  # no line begins after it; text8 is a single line
         start = position + line.index(b" ") + 1
-    return [(name, a, b) for name, a, b in (("val", start, size), ("train", 0, start)) if a < b]
+    return [(name, a, b) for name, a, b in (("val", start, size), ("train", first, start)) if a < b]
 
 
 def _not_utf8(path: str, position: int) -> InputError:

@@ -204,14 +204,14 @@ def context_of(model: Any, asked: int | None = None) -> int:
 
 
 def read_text(path: Path) -> str:
-    """Read a UTF-8 file without changing its line ends.
+    """Read a UTF-8 file without its byte order mark; line ends stay.
 
     Raises:
         InputError: If it is not UTF-8.
         OSError: If it cannot be read.
     """
     try:
-        return path.read_bytes().decode("utf-8")
+        return path.read_bytes().decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise InputError(
             f"{path} is not UTF-8 text: byte {error.start} is invalid; convert the file, for "

@@ -172,7 +172,9 @@ def save_language_model(
         model: Any model of transformers.
         folder: The folder. A new one appears only when it is complete; in an existing one each
             file is replaced at once.
-        tokenizer: Tokenizer of the model.
+        tokenizer: Tokenizer of the model. Its tokens for the end of a text and for padding are
+            written for the model too if the model names none; the model's context is written as
+            the tokenizer's ``model_max_length``. Neither object is changed.
         facts: Data, training and results for the model card.
 
     Raises:
@@ -198,16 +200,43 @@ def _save(
     logging.disable_progress_bar()  # it counts files, and there is only one
     with new_folder(folder) as partial:
         try:
-            model.save_pretrained(partial)
+            if tokenizer is None:
+                model.save_pretrained(partial)
+            else:
+                with _agreed(model, tokenizer):
+                    model.save_pretrained(partial)
+                    tokenizer.save_pretrained(partial)
         finally:
             if had_bars:
                 logging.enable_progress_bar()
         for file in partial.glob("*.safetensors"):
             seal_tensors(file)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
         card = language_card(model, facts)
         write_card(partial, card, folder / CARD)
+
+
+@contextmanager
+def _agreed(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Let model and tokenizer say the same of ends, padding and lengths while they are saved.
+
+    ``generate``, classifiers and truncation of transformers read them from these objects only.
+    """
+    values: list[tuple[Any, str, Any]] = [
+        (config, name, getattr(tokenizer, name))
+        for config in (model.config, model.generation_config)
+        for name in ("eos_token_id", "pad_token_id")
+        if config is not None and getattr(config, name) is None  # a classifier does not generate
+    ]
+    # Even if it has a length: that of another model with the same tokenizer.
+    values.append((tokenizer, "model_max_length", model.config.max_position_embeddings))
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in values]
+    try:
+        for owner, name, value in values:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
 def generate_text(

@@ -168,15 +168,16 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
         return loaded
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Save the model as every model of transformers.
+        """Save the model as every model of transformers; after ``add_adapter`` only the adapter.
 
         Raises:
             InputError: If it is quantised.
         """
-        check_plain(self)
-        for module in self.modules():
-            if isinstance(module, TokenFormerDecoder):
-                module.record_param_tokens()  # another model of the same config may have grown
+        if not self._hf_peft_config_loaded:  # else peft has wrapped the layers
+            check_plain(self)
+            for module in self.modules():
+                if isinstance(module, TokenFormerDecoder):
+                    module.record_param_tokens()  # another model of the same config may have grown
         super().save_pretrained(*args, **kwargs)
 
     @classmethod
@@ -359,7 +360,11 @@ class TokenFormerForCausalLM(TokenFormerPreTrainedModel, GenerationMixin):
         Raises:
             InputError: If the sequence is longer than the context.
         """
-        self.model.check_length(input_ids.shape[1])
+        # After a prompt of embeddings, `input_ids` has only the new tokens. These have all, but
+        # transformers drops a mask that hides nothing, and a mask may be one of four dimensions.
+        known: Any = (input_ids, kwargs.get("attention_mask"), kwargs.get("position_ids"))
+        lengths = [each.shape[1] for each in known if getattr(each, "ndim", 0) == 2]
+        self.model.check_length(max(lengths))
         return super().prepare_inputs_for_generation(  # type: ignore[misc]  # of its own protocol
             input_ids, *args, inputs_embeds=inputs_embeds, **kwargs
         )

@@ -21,6 +21,15 @@ from .schemas import Progress, TextMeta, read_json
 from .tokenizers import load_tokenizer
 
 _BATCH = 2**21  # characters that are tokenised at once
+_LONGEST = 2**23  # characters of a file that are joined; their tokens take about a gigabyte
+# The text as it is: "<|endoftext|>" in it does not end it.
+_AS_IT_IS = {
+    "add_special_tokens": False,
+    "split_special_tokens": True,
+    "return_attention_mask": False,
+    "return_token_type_ids": False,
+    "verbose": False,
+}
 _TOKENIZER_BYTES = 2**30  # of text are enough to train a tokenizer
 _LOCK = ".lock"  # file of locked_folder
 _SHARD = re.compile(r"(train|val)-\d{5,}\.arrow")
@@ -270,18 +279,11 @@ def _write(
             return train["tokens"]
         return sum(writer.counts["bytes"] for writer in writers.values())
 
-    pieces = iter(reader)
+    pieces = iter(reader) if _same_in_pieces(tokenizer) else _joined(reader)
     unit = {"unit": "token", "total": limit_tokens} if limit_tokens else {"unit": "B"}
     with tqdm(**{"total": size, **unit}, initial=done(), unit_scale=True) as bar:
         while train["tokens"] < limit and (batch := _batch(pieces)):
-            numbers = tokenizer(
-                [piece.text for piece in batch],
-                add_special_tokens=False,
-                split_special_tokens=True,  # "<|endoftext|>" in a text does not end it
-                return_attention_mask=False,
-                return_token_type_ids=False,
-                verbose=False,
-            )["input_ids"]
+            numbers = tokenizer([piece.text for piece in batch], **_AS_IT_IS)["input_ids"]
             tokens: dict[str, list[np.ndarray]] = {split: [] for split in writers}
             room = limit - train["tokens"]
             for piece, found in zip(batch, numbers, strict=True):
@@ -297,6 +299,28 @@ def _write(
                 writer.add(tokens[split])
             bar.update(done() - bar.n)
             yield
+
+
+def _same_in_pieces(tokenizer: Any) -> bool:
+    """Tell whether a text has the same tokens in the pieces that a reader cuts."""
+    whole, a, b, c = tokenizer(["a b\nc", "a", " b\n", "c"], **_AS_IT_IS)["input_ids"]
+    return whole == a + b + c
+
+
+def _joined(reader: TextReader) -> Iterator[Piece]:
+    """Yield whole documents."""
+    texts: list[str] = []
+    for piece in reader:
+        texts.append(piece.text)
+        if not piece.ends and sum(map(len, texts)) > _LONGEST:
+            raise InputError(
+                f"{reader.source} is too long for a tokenizer that reads only whole texts: divide "
+                f"it into files of {_LONGEST:,} characters, or into documents (JSON lines, or "
+                "--documents line)"
+            )
+        if piece.ends:
+            yield Piece("".join(texts), piece.split)
+            texts = []
 
 
 def _batch(pieces: Iterator[Piece]) -> list[Piece]:

@@ -172,7 +172,7 @@ class NestedLayer(nn.Module):
         return self.num_param_tokens if self._size is None else self._size
 
     def check_nested(self, state_dict: Mapping[str, Tensor], prefix: str) -> None:
-        """Refuse a state dict with other nested sizes.
+        """Refuse a state dict with other nested sizes; those on the meta device are unknown.
 
         Args:
             state_dict: State dict of a model that holds this layer.
@@ -182,7 +182,10 @@ class NestedLayer(nn.Module):
             InputError: If it has nested sizes, and they are not those of this layer.
         """
         theirs = state_dict.get(f"{prefix}nested_sizes")
-        if theirs is not None and (numbers := theirs.tolist()) != [*self.nested]:
+        if theirs is None or theirs.is_meta:  # of a model that is built without memory
+            return
+        numbers = theirs.tolist()
+        if numbers != [*self.nested]:
             raise InputError(
                 f"{prefix.rstrip('.') or 'the layer'} has the nested sizes {numbers} in the "
                 f"checkpoint and {[*self.nested] or 'none'} in the model: build the model with the "
