@@ -84,6 +84,24 @@ def test_a_folder_trains_and_a_run_is_resumed_but_not_replaced(data_root, tmp_pa
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)
 
 
+def test_the_same_command_repeats_what_a_killed_run_began(data_root, tmp_path, command):
+    options = (*SHORT, "optim_wrapper.accumulative_counts=2")
+    options = (*options, "train_dataloader.num_batch_per_epoch=1")
+    words = (data_root, "--work-dir", tmp_path / "run", "--resume", "--auto-scale-lr")
+    texts, rates = [], []
+    for ending in ("killed before its first checkpoint", "complete", "complete"):
+        done = command("train", *words, "--cfg-options", *options)
+        assert done.status == 0, done.output
+        texts.append((tmp_path / "run" / f"{data_root.name}.py").read_text())
+        rates += re.findall("Learning rate: (.*) ", (tmp_path / "run" / "README.md").read_text())
+        if ending != "complete":
+            for name in ("epoch_1.pth", "epoch_2.pth", "last_checkpoint"):
+                (tmp_path / "run" / name).unlink()
+    assert "nothing is trained" in done.output
+    assert len(rates) == 3
+    assert len(set(texts)) == len(set(rates)) == 1
+
+
 @pytest.mark.slow
 def test_the_config_that_is_written_repeats_the_run(data_root, tmp_path, train, command):
     first, again = tmp_path / "first", tmp_path / "again"

@@ -1,6 +1,7 @@
 """Read a config, apply the options of the command line, and check both."""
 
 import argparse
+import copy
 import difflib
 import os
 from collections import Counter
@@ -16,7 +17,7 @@ from mmengine.utils import import_modules_from_strings
 
 from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError, one_line
-from tokenformer_vit.files import make_folder
+from tokenformer_vit.files import make_folder, write_whole
 from tokenformer_vit.vision.images import IMAGE_SUFFIXES, class_folders, say_left_out, scan_images
 
 from .in_memory import IN_MEMORY
@@ -347,12 +348,6 @@ def _check_listed_images(dataset: Any) -> None:
                 )
 
 
-def scale_for_accumulation(cfg: Config) -> None:
-    """Make ``auto_scale_lr`` count the images of an optimiser step, not of an iteration."""
-    if cfg.auto_scale_lr.get("enable"):
-        cfg.optim_wrapper.optimizer.lr *= cfg.optim_wrapper.get("accumulative_counts", 1)
-
-
 def make_work_dir(cfg: Config) -> Path:
     """Make the folder of a run.
 
@@ -361,10 +356,26 @@ def make_work_dir(cfg: Config) -> Path:
     """
     work_dir = Path(cfg.work_dir)
     make_folder(work_dir, "--work-dir")
-    dumped = work_dir / Path(cfg.filename).name
-    if dumped.is_symlink():
-        dumped.unlink(missing_ok=True)  # mmengine writes the config here, and would follow the link
     return work_dir
+
+
+def write_config(cfg: Config, replace: bool) -> None:
+    """Write the config of a run into its work directory; a copy of the file starts another run.
+
+    Args:
+        cfg: The config, as it is before a checkpoint is chosen.
+        replace: Whether to replace the file that the config was read from, if it lies there.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    source, work_dir = Path(cfg.filename), Path(cfg.work_dir)
+    if not replace and source.parent.samefile(work_dir):
+        return
+    written = copy.deepcopy(cfg)
+    for name in LOADERS:
+        written[name].setdefault("num_batch_per_epoch", None)  # the option must exist again
+    write_whole(work_dir / source.name, written.pretty_text.encode())
 
 
 def choose_checkpoint(cfg: Config, resume: str | None) -> None:
