@@ -136,6 +136,15 @@ def test_a_new_run_does_not_overwrite_an_old_one(config, tmp_path):
         choose_checkpoint(cfg, "auto")
 
 
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_only_the_command_line_resumes_a_run(config, tmp_path, resume):
+    path = tmp_path / "old.py"
+    path.write_text(f"_base_ = {str(config)!r}\nresume = True\nload_from = 'old/epoch_2.pth'\n")
+    cfg = load_config(path, work_dir=str(tmp_path / "new"))
+    with pytest.raises(InputError, match=r"load_from is old/epoch_2\.pth.*set resume=False"):
+        choose_checkpoint(cfg, resume)
+
+
 @pytest.mark.parametrize("content", ["truncated", "text", "missing"])
 @pytest.mark.parametrize("suffix", ["jpg", "png"])
 def test_an_unreadable_image_is_named(tmp_path, content, suffix, seed):

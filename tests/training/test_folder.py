@@ -102,6 +102,15 @@ def test_the_same_command_repeats_what_a_killed_run_began(data_root, tmp_path, c
     assert len(set(texts)) == len(set(rates)) == 1
 
 
+def test_a_copy_of_the_config_of_a_resumed_run_starts_a_new_run(data_root, tmp_path, train):
+    train(data_root, tmp_path / "first")
+    train(data_root, tmp_path / "first", "--resume")
+    cfg = Config.fromfile(tmp_path / "first" / f"{data_root.name}.py")
+    assert (cfg.resume, cfg.load_from, cfg.get("work_dir")) == (False, None, None)
+    copy = shutil.copy(cfg.filename, tmp_path / "second.py")
+    assert "finished" not in train(copy, tmp_path / "second")
+
+
 @pytest.mark.slow
 def test_the_config_that_is_written_repeats_the_run(data_root, tmp_path, train, command):
     first, again = tmp_path / "first", tmp_path / "again"

@@ -360,7 +360,7 @@ def make_work_dir(cfg: Config) -> Path:
 
 
 def write_config(cfg: Config, replace: bool) -> None:
-    """Write the config of a run into its work directory; a copy of the file starts another run.
+    """Write the config of a run into its work directory; a copy of the file starts a new run.
 
     Args:
         cfg: The config, as it is before a checkpoint is chosen.
@@ -373,6 +373,9 @@ def write_config(cfg: Config, replace: bool) -> None:
     if not replace and source.parent.samefile(work_dir):
         return
     written = copy.deepcopy(cfg)
+    written.pop("work_dir")  # a copy gets its own
+    if written.get("resume"):  # of a resumed run, written by an earlier version
+        written.update(resume=False, load_from=None)
     for name in LOADERS:
         written[name].setdefault("num_batch_per_epoch", None)  # the option must exist again
     write_whole(work_dir / source.name, written.pretty_text.encode())
@@ -387,7 +390,8 @@ def choose_checkpoint(cfg: Config, resume: str | None) -> None:
             directory, if any, or the file of a checkpoint.
 
     Raises:
-        InputError: If a new run would overwrite another, or the checkpoint does not exist.
+        InputError: If a new run would overwrite another, the checkpoint does not exist, or the
+            config itself says to resume a run.
     """
     work_dir = Path(cfg.work_dir)
     pointer = work_dir / "last_checkpoint"
@@ -400,11 +404,14 @@ def choose_checkpoint(cfg: Config, resume: str | None) -> None:
             f"{cfg.work_dir} already holds a run: add --resume to continue it, or choose another "
             "--work-dir"
         )
-    if resume is None:
+    if resume is None or (resume == "auto" and not pointer.is_file() and not written):
+        if cfg.get("resume"):  # as mmengine writes it into the config of a resumed run
+            raise InputError(
+                f"{cfg.filename}: resume is True and load_from is {cfg.get('load_from')}, but only "
+                "--resume resumes a run: set resume=False and load_from=None for a new run"
+            )
         return
     if resume == "auto":
-        if not pointer.is_file() and not written:
-            return
         text = pointer.read_text(errors="replace") if pointer.is_file() else ""
         # By name, because the folder may have been moved.
         last = work_dir / Path(text.strip()).name
