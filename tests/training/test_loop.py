@@ -3,6 +3,7 @@
 import os
 import pickle
 import signal
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,7 +83,28 @@ def test_copies_are_those_of_timms_sampler(kind, world, samples, monkeypatch):
         taken += map(place_of, pickle.loads(pickle.dumps(copies)))  # as workers get them
         assert [place % samples for place in map(place_of, copies)] == copies
     assert len(set(taken)) == len(taken)  # no copy is there twice
-    assert {place // samples for place in taken} == {0, 1, 2}
+    later = 3 if kind is EndlessSampler else 0  # these are of its second epoch
+    assert {place // samples - later for place in taken} == {0, 1, 2}
+
+
+def test_each_pass_of_an_endless_sampler_has_copies_of_its_own():
+    sampler = EndlessSampler(range(5), seed=3)
+    copies = list(islice(sampler, 15))
+    assert sorted(map(place_of, copies)) == list(range(15))
+    assert [place_of(copy) % 5 for copy in copies] == copies
+    sampler.start = 7
+    resumed = list(islice(sampler, 8))
+    assert list(map(place_of, resumed)) == list(map(place_of, copies[7:]))
+
+
+def test_a_run_by_iterations_needs_an_endless_sampler(train, tmp_path, config):
+    path = tmp_path / "by_iterations.py"
+    loop = "train_cfg = dict(_delete_=True, type={!r}, max_iters=3)\nparam_scheduler = []\n"
+    for kind in ("ResumableIterLoop", "IterBasedTrainLoop"):
+        path.write_text(f"_base_ = {str(config)!r}\n" + loop.format(kind))
+        line = train.of(path).fails(tmp_path / kind)
+        assert "ResumableSampler" in line
+        assert "train_dataloader.sampler.type='EndlessSampler'" in line
 
 
 def test_a_shortened_epoch_is_a_random_subset_that_is_redrawn(sampler):

@@ -29,14 +29,14 @@ from .background import BackgroundWriter
 from .export import describe_classifier, run_facts
 from .guard import check_finite, unwrap
 from .identity import check_identity, check_processes, run_identity, say_identity
-from .loop import validation_is_due
+from .loop import EndlessSampler, validation_is_due
 from .mmengine_internals import is_resuming
 from .nested import NestedTraining
 from .parameter_groups import fit_groups, merge_separate_groups
 from .processes import check_alike
 from .storage import secure_files
 from .termination import STATUS, Agreement, PatientWorker, Termination
-from .transforms import seeded_transforms
+from .transforms import check_copies, seeded_transforms
 
 # Checkpoints written at a SIGTERM and after some minutes; the next checkpoint replaces them.
 STOPPED, TIMED = "stopped.pth", "timed.pth"
@@ -114,8 +114,18 @@ class ExactCheckpointHook(CheckpointHook):
         for each in loaders:
             each.generator = torch.Generator()
             each.worker_init_fn = PatientWorker(each.worker_init_fn, self._termination.running)
+        endless = isinstance(loader.sampler, EndlessSampler)
+        check_copies(loader.dataset, endless)
         images = "classes" in loader.dataset.metainfo  # text is not augmented
-        if images and not any(seeded_transforms(loader.dataset)):
+        seeded = any(seeded_transforms(loader.dataset))
+        if seeded and not endless and isinstance(runner.train_loop, IterBasedTrainLoop):
+            raise InputError(
+                f"a {type(runner.train_loop).__name__} with a {type(loader.sampler).__name__} "
+                "would augment an image alike in each pass through the data: set "
+                "train_cfg.type='ResumableIterLoop' and "
+                "train_dataloader.sampler.type='EndlessSampler'"
+            )
+        if images and not seeded:
             runner.logger.warning(
                 "The training pipeline has no SeededTransforms: after a resume, the augmentation "
                 "differs from that of an uninterrupted run."
