@@ -143,6 +143,7 @@ def load_config(
             )
         compiled.compile = compiled.get("compile") or True
     cfg.work_dir = work_dir or cfg.get("work_dir") or f"work_dirs/{Path(path).stem}"
+    _make_resumable(cfg)
     if batch_size is not None:
         cfg[batched].batch_size = batch_size
     for name in LOADERS:
@@ -215,6 +216,19 @@ def _check_is_python(path: Path) -> None:
             inherited = Path(base.rpartition("::")[2])
         if inherited.is_file() or inherited.suffix != ".py":
             _check_is_python(inherited)
+
+
+def _make_resumable(cfg: Config) -> None:
+    """Let our loop and sampler take the place of mmengine's, of which they are extensions.
+
+    They train in the same way, and can also resume in the middle of an epoch.
+    """
+    loop, sampler = cfg.train_cfg, cfg.train_dataloader.get("sampler") or {}
+    if loop.get("type") == "EpochBasedTrainLoop" or ("type" not in loop and loop.get("by_epoch")):
+        loop.pop("by_epoch", None)
+        loop.type = "ResumableEpochLoop"
+    if sampler.get("type") == "DefaultSampler":
+        sampler.type = "ResumableSampler"
 
 
 def _shorten(loader: Any, name: str) -> None:
