@@ -136,6 +136,18 @@ def test_a_new_run_does_not_overwrite_an_old_one(config, tmp_path):
         choose_checkpoint(cfg, "auto")
 
 
+def test_a_resumed_run_does_not_train_the_average(train, trained, tmp_path):
+    words = (
+        "--resume",
+        trained.work_dir / "epoch_1.pth",
+        "--cfg-options",
+        "default_hooks.ema=None",
+    )
+    line = train.fails(tmp_path, *words)
+    assert "has no EMAHook" in line
+    assert "default_hooks.ema again" in line
+
+
 @pytest.mark.parametrize("resume", [None, "auto"])
 def test_only_the_command_line_resumes_a_run(config, tmp_path, resume):
     path = tmp_path / "old.py"

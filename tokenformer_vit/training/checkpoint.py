@@ -17,7 +17,7 @@ from mmengine.dist import (
     get_world_size,
     is_main_process,
 )
-from mmengine.hooks import CheckpointHook
+from mmengine.hooks import CheckpointHook, EMAHook
 from mmengine.logging import HistoryBuffer
 from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop, set_random_seed
@@ -261,6 +261,14 @@ class ExactCheckpointHook(CheckpointHook):
                 "the checkpoint has only weights, not the state of a run: resume from the file "
                 "that `last_checkpoint` names, or start a new run from its weights with "
                 "`--cfg-options load_from=CHECKPOINT`"
+            )
+        averages = any(isinstance(hook, EMAHook) for hook in runner.hooks)
+        averaged = checkpoint.get("meta", {}).get("averaged", True)
+        if "ema_state_dict" in checkpoint and averaged and not averages:
+            raise InputError(  # an EMAHook would exchange the two models of the checkpoint
+                "the checkpoint is of a run that averages its weights, but this run has no "
+                "EMAHook and would train the average: give the run its default_hooks.ema again, or "
+                "start a new run from the average with `--cfg-options load_from=CHECKPOINT`"
             )
         try:
             self._take(runner, checkpoint)
