@@ -223,7 +223,8 @@ def _make_resumable(cfg: Config) -> None:
 
     They train in the same way, and can also resume in the middle of an epoch.
     """
-    loop, sampler = cfg.train_cfg, cfg.train_dataloader.get("sampler") or {}
+    loop: Any = cfg.train_cfg
+    sampler: Any = cfg.train_dataloader.get("sampler") or {}
     if loop.get("type") == "EpochBasedTrainLoop" or ("type" not in loop and loop.get("by_epoch")):
         loop.pop("by_epoch", None)
         loop.type = "ResumableEpochLoop"
