@@ -17,9 +17,9 @@ from tokenformer_vit.training import secure_files
 from tokenformer_vit.training.config import (
     _check_option,
     load_config,
-    scale_for_accumulation,
 )
 from tokenformer_vit.training.evaluation import configure_test
+from tokenformer_vit.training.launch import TrainingRunner
 from tokenformer_vit.training.schedule import check_schedule
 from tokenformer_vit.training.schema import MOST_SEED, check_values
 
@@ -277,12 +277,13 @@ def test_a_config_without_a_length_or_a_part_is_refused(tmp_path, config):
     assert "val_dataloader.dataset is missing" in refusal(path, {})
 
 
-def test_optional_keys_may_be_absent(config):
-    cfg = load_config(config, {"val_evaluator.topk": 1})
+def test_optional_keys_may_be_absent(config, tmp_path):
+    cfg = load_config(config, {"val_evaluator.topk": 1}, work_dir=str(tmp_path))
     assert cfg.val_evaluator.topk == (1,)
     del cfg.optim_wrapper["accumulative_counts"]
     cfg.auto_scale_lr = {}
-    scale_for_accumulation(cfg)
+    runner = TrainingRunner.from_cfg(cfg)
+    runner.scale_lr(runner.build_optim_wrapper(cfg.optim_wrapper), runner.auto_scale_lr)
 
 
 def test_the_seed_of_the_command_line_is_checked(train, tmp_path):

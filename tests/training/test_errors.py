@@ -35,7 +35,7 @@ from tokenformer_vit.training.config import (
     choose_checkpoint,
     load_config,
     parse_run_arguments,
-    scale_for_accumulation,
+    write_config,
 )
 from tokenformer_vit.training.guard import check_same_classes, check_weights
 from tokenformer_vit.training.launch import TrainingRunner, run_training
@@ -74,13 +74,32 @@ def test_compilation_of_a_backbone_that_is_not_ours_is_refused(config):
 
 
 @pytest.mark.parametrize("enable", [True, False])
-def test_scaling_the_learning_rate_counts_accumulated_images(config, enable):
-    cfg = load_config(
-        config, {"optim_wrapper.accumulative_counts": 4, "auto_scale_lr.enable": enable}
-    )
-    lr = cfg.optim_wrapper.optimizer.lr
-    scale_for_accumulation(cfg)
-    assert cfg.optim_wrapper.optimizer.lr == (4 * lr if enable else lr)
+def test_scaling_the_learning_rate_counts_accumulated_images(config, tmp_path, enable):
+    options = {
+        **{"optim_wrapper.accumulative_counts": 4, "auto_scale_lr.enable": enable},
+        "auto_scale_lr.base_batch_size": 16,
+    }
+    cfg = load_config(config, options, work_dir=str(tmp_path))
+    runner = TrainingRunner.from_cfg(cfg)
+    runner.optim_wrapper = runner.build_optim_wrapper(cfg.optim_wrapper)
+    before = [group["lr"] for group in runner.optim_wrapper.optimizer.param_groups]
+    runner.scale_lr(runner.optim_wrapper, cfg.auto_scale_lr)
+    factor = 4 * 8 / 16 if enable else 1
+    after = [group["lr"] for group in runner.optim_wrapper.optimizer.param_groups]
+    assert after == [factor * lr for lr in before]
+
+
+def test_a_config_of_your_own_in_its_work_directory_is_not_replaced(config, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(f"# why\n_base_ = {str(config)!r}\n")
+    before = own.read_bytes()
+    write_config(load_config(own, work_dir=str(tmp_path)), replace=False)
+    assert own.read_bytes() == before
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "own.py").symlink_to(own)
+    write_config(load_config(own, work_dir=str(tmp_path / "run")), replace=False)
+    assert own.read_bytes() == before
+    assert load_config(tmp_path / "run" / "own.py").model == load_config(own).model
 
 
 def test_accuracy_is_taken_among_as_many_classes_as_there_are(config):
@@ -115,6 +134,27 @@ def test_a_new_run_does_not_overwrite_an_old_one(config, tmp_path):
         choose_checkpoint(cfg, None)
     with pytest.raises(InputError, match=r"there is no checkpoint .*epoch_1\.pth to resume from"):
         choose_checkpoint(cfg, "auto")
+
+
+def test_a_resumed_run_does_not_train_the_average(train, trained, tmp_path):
+    words = (
+        "--resume",
+        trained.work_dir / "epoch_1.pth",
+        "--cfg-options",
+        "default_hooks.ema=None",
+    )
+    line = train.fails(tmp_path, *words)
+    assert "has no EMAHook" in line
+    assert "default_hooks.ema again" in line
+
+
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_only_the_command_line_resumes_a_run(config, tmp_path, resume):
+    path = tmp_path / "old.py"
+    path.write_text(f"_base_ = {str(config)!r}\nresume = True\nload_from = 'old/epoch_2.pth'\n")
+    cfg = load_config(path, work_dir=str(tmp_path / "new"))
+    with pytest.raises(InputError, match=r"load_from is old/epoch_2\.pth.*set resume=False"):
+        choose_checkpoint(cfg, resume)
 
 
 @pytest.mark.parametrize("content", ["truncated", "text", "missing"])

@@ -54,7 +54,8 @@ def exported(tmp_path):
         num_classes=5,
     )
     folder = tmp_path / "exported"
-    save_model(model, folder, list("abcde"), {"mean": (0.1, 0.2, 0.3), "crop_pct": 0.8})
+    how = {"mean": (0.1, 0.2, 0.3), "crop_pct": 0.8, "interpolation": "bilinear"}
+    save_model(model, folder, list("abcde"), how)
     return folder
 
 
@@ -82,6 +83,33 @@ def test_a_folder_trains_and_a_run_is_resumed_but_not_replaced(data_root, tmp_pa
     assert done.status == 0, done.output
     resumed = load_file(folder / "model.safetensors")
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)
+
+
+def test_the_same_command_repeats_what_a_killed_run_began(data_root, tmp_path, command):
+    options = (*SHORT, "optim_wrapper.accumulative_counts=2")
+    options = (*options, "train_dataloader.num_batch_per_epoch=1")
+    words = (data_root, "--work-dir", tmp_path / "run", "--resume", "--auto-scale-lr")
+    texts, rates = [], []
+    for ending in ("killed before its first checkpoint", "complete", "complete"):
+        done = command("train", *words, "--cfg-options", *options)
+        assert done.status == 0, done.output
+        texts.append((tmp_path / "run" / f"{data_root.name}.py").read_text())
+        rates += re.findall("Learning rate: (.*) ", (tmp_path / "run" / "README.md").read_text())
+        if ending != "complete":
+            for name in ("epoch_1.pth", "epoch_2.pth", "last_checkpoint"):
+                (tmp_path / "run" / name).unlink()
+    assert "nothing is trained" in done.output
+    assert len(rates) == 3
+    assert len(set(texts)) == len(set(rates)) == 1
+
+
+def test_a_copy_of_the_config_of_a_resumed_run_starts_a_new_run(data_root, tmp_path, train):
+    train(data_root, tmp_path / "first")
+    train(data_root, tmp_path / "first", "--resume")
+    cfg = Config.fromfile(tmp_path / "first" / f"{data_root.name}.py")
+    assert (cfg.resume, cfg.load_from, cfg.get("work_dir")) == (False, None, None)
+    copy = shutil.copy(cfg.filename, tmp_path / "second.py")
+    assert "finished" not in train(copy, tmp_path / "second")
 
 
 @pytest.mark.slow
@@ -179,6 +207,7 @@ def test_fine_tuning_starts_from_weights_and_prepares_images_as_they_were(
     assert described["mean"] == pytest.approx((0.1, 0.2, 0.3))
     assert described["input_size"] == [3, 16, 16]
     assert described["crop_pct"] == pytest.approx(0.8)
+    assert described["interpolation"] == "bilinear"
     before, after = (load_file(each / "model.safetensors") for each in (exported, tmp_path / "run"))
     assert after["head.weight"].shape == (2, 24)
     same = [torch.equal(after[name], before[name]) for name in before if "token" in name]
@@ -294,6 +323,18 @@ def test_folders_that_cannot_be_trained_on(damage, said, data_root, tmp_path):
         configure_folder(folder, tmp_path / "run", Start(), None)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("among", [".", "train"])
+def test_a_work_directory_is_no_class(among, data_root, tmp_path, monkeypatch):
+    folder = tmp_path / "photos"
+    shutil.copytree(data_root if among == "train" else data_root / "train", folder)
+    monkeypatch.chdir(folder)
+    inside = Path(among, "work_dirs", "photos")
+    with pytest.raises(InputError, match="each folder is a class: choose one outside"):
+        configure_folder(".", inside, Start(), None)
+    assert not inside.parent.exists()
+    configure_folder(folder, tmp_path / "run", Start(), None)
 
 
 @pytest.mark.parametrize(

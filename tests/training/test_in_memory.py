@@ -255,6 +255,17 @@ def test_copies_of_an_image_are_augmented_unlike_each_other(data_root):
     assert torch.equal(dataset.__getitems__(copies[2])["inputs"], last)
 
 
+def test_a_run_by_iterations_keeps_the_random_numbers_of_few_passes(data_root):
+    dataset, other = (make(data_root, CROP, POLICIES) for _ in range(2))
+    passes = [[Copy(index, index + 48 * number) for index in range(48)] for number in range(20)]
+    images = [dataset.__getitems__(indices)["inputs"] for indices in passes]
+    assert len(dataset._draws) < 10
+    mixed = [*passes[19][:5], *passes[3][5:]]  # a batch at the end of a pass, on resume
+    expected = torch.cat([images[19][:5], images[3][5:]])
+    assert torch.equal(other.__getitems__(mixed)["inputs"], expected)
+    assert (images[3] != images[19]).flatten(1).any(1).float().mean() > 0.9
+
+
 def test_a_config_only_names_the_data_set(data_root, config, monkeypatch):
     cfg = load_config(config, {"train_dataloader.dataset.type": "ImagesInMemory"}, str(data_root))
     loader = Runner.build_dataloader(cfg.train_dataloader, seed=0)

@@ -276,7 +276,7 @@ def test_several_processes_share_an_epoch_as_mmengine_deals_it(shuffle):
         for epoch in (0, 1):
             theirs.set_epoch(epoch)
             assert found[4 * epoch : 4 * epoch + 4] == list(theirs)
-        assert all(type(number) is int for number in found)
+        assert all(isinstance(number, int) for number in found)  # not of NumPy
 
 
 def test_perplexity_of_several_texts_is_that_of_their_tokens():

@@ -3,6 +3,7 @@
 import os
 import pickle
 import signal
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,9 @@ from tokenformer_vit.training.loop import (
 from tokenformer_vit.training.reports import read_scalars
 
 PER_CLASS, CLASSES = 16, 10
+# The forms of mmpretrain's own configs.
+STOCK_LOOP = "train_cfg = dict(_delete_=True, by_epoch=True, max_epochs=3, val_interval=1)\n"
+SAMPLER = "train_dataloader = dict(sampler=dict(_delete_=True, type={!r}, shuffle=True{}))\n"
 
 
 @pytest.fixture(params=[ResumableSampler, EndlessSampler])
@@ -82,7 +86,28 @@ def test_copies_are_those_of_timms_sampler(kind, world, samples, monkeypatch):
         taken += map(place_of, pickle.loads(pickle.dumps(copies)))  # as workers get them
         assert [place % samples for place in map(place_of, copies)] == copies
     assert len(set(taken)) == len(taken)  # no copy is there twice
-    assert {place // samples for place in taken} == {0, 1, 2}
+    later = 3 if kind is EndlessSampler else 0  # these are of its second epoch
+    assert {place // samples - later for place in taken} == {0, 1, 2}
+
+
+def test_each_pass_of_an_endless_sampler_has_copies_of_its_own():
+    sampler = EndlessSampler(range(5), seed=3)
+    copies = list(islice(sampler, 15))
+    assert sorted(map(place_of, copies)) == list(range(15))
+    assert [place_of(copy) % 5 for copy in copies] == copies
+    sampler.start = 7
+    resumed = list(islice(sampler, 8))
+    assert list(map(place_of, resumed)) == list(map(place_of, copies[7:]))
+
+
+def test_a_run_by_iterations_needs_an_endless_sampler(train, tmp_path, config):
+    path = tmp_path / "by_iterations.py"
+    loop = "train_cfg = dict(_delete_=True, type={!r}, max_iters=3)\nparam_scheduler = []\n"
+    for kind in ("ResumableIterLoop", "IterBasedTrainLoop"):
+        path.write_text(f"_base_ = {str(config)!r}\n" + loop.format(kind))
+        line = train.of(path).fails(tmp_path / kind)
+        assert "ResumableSampler" in line
+        assert "train_dataloader.sampler.type='EndlessSampler'" in line
 
 
 def test_a_shortened_epoch_is_a_random_subset_that_is_redrawn(sampler):
@@ -203,14 +228,19 @@ def scalars(work_dir):
 
 
 @pytest.mark.slow
-def test_a_shortened_run_resumes_in_the_middle_of_an_epoch(train, tmp_path):
+@pytest.mark.parametrize(
+    "own", ["", STOCK_LOOP + SAMPLER.format("DefaultSampler", "")], ids=["ours", "stock"]
+)
+def test_a_shortened_run_resumes_in_the_middle_of_an_epoch(train, tmp_path, config, own):
+    path = tmp_path / "own.py"
+    path.write_text(f"_base_ = {str(config)!r}\n{own}")
+    short = ("train", 3), ("val", 2)
     options = (
-        "--cfg-options",
-        "train_dataloader.num_batch_per_epoch=3",
-        "val_dataloader.num_batch_per_epoch=2",
+        *("--cfg-options", *(f"{name}_dataloader.num_batch_per_epoch={n}" for name, n in short)),
         "default_hooks.checkpoint.by_epoch=False",
         "default_hooks.checkpoint.interval=4",
     )
+    train = train.of(path)
     train(tmp_path / "whole", *options)
     losses, validations = scalars(tmp_path / "whole")
     assert list(losses) == list(range(1, 10))
@@ -220,6 +250,30 @@ def test_a_shortened_run_resumes_in_the_middle_of_an_epoch(train, tmp_path):
     assert {step: record["loss"] for step, record in rest.items()} == {
         step: losses[step]["loss"] for step in range(5, 10)
     }
+
+
+def test_mmengines_loop_and_sampler_are_taken_for_ours(config, tmp_path):
+    path = tmp_path / "stock.py"
+    for own in (STOCK_LOOP, STOCK_LOOP.replace("by_epoch=True", "type='EpochBasedTrainLoop'")):
+        path.write_text(f"_base_ = {str(config)!r}\n{own}{SAMPLER.format('DefaultSampler', '')}")
+        cfg = load_config(path)
+        assert cfg.train_cfg.type == "ResumableEpochLoop"
+        assert cfg.train_dataloader.sampler == {"type": "ResumableSampler", "shuffle": True}
+
+
+def test_another_sampler_resumes_only_between_epochs(train, tmp_path, config):
+    path = tmp_path / "own.py"
+    sampler = SAMPLER.format("RepeatAugSampler", ", num_repeats=1")
+    path.write_text(f"_base_ = {str(config)!r}\n{sampler}")
+    train = train.of(path)
+    often = ("by_epoch=False", "interval=2", "max_keep_ckpts=-1")
+    hook = (f"default_hooks.checkpoint.{option}" for option in often)
+    options = ("--cfg-options", "train_cfg.max_epochs=2", *hook)
+    train(tmp_path / "whole", *options)
+    line = train.fails(tmp_path / "a", "--resume", tmp_path / "whole" / "iter_4.pth", *options)
+    assert "iteration 4, within an epoch of 6" in line
+    assert "RepeatAugSampler resumes only between epochs: resume from" in line
+    train(tmp_path / "b", "--resume", str(tmp_path / "whole" / "iter_6.pth"), *options)
 
 
 @pytest.mark.parametrize("loader", ["train", pytest.param("val", marks=pytest.mark.slow)])

@@ -177,6 +177,21 @@ def test_the_exported_folder_says_what_is_known_of_the_run(trained, data_root):
     assert "datasets:" not in card  # a folder does not say which data set it is
 
 
+def test_a_model_of_bgr_images_is_refused_before_training(train, tmp_path):
+    line = train.fails(tmp_path, "--cfg-options", "data_preprocessor.to_rgb=False")
+    assert "data_preprocessor.to_rgb is False" in line
+    assert "set it to True" in line
+    assert not list(tmp_path.glob("*.pth"))
+
+
+def test_resizing_unlike_the_exported_model_is_said(train, tmp_path, trained):
+    said = 'set backend="pillow" in ResizeEdge'
+    opencv = "test_dataloader.dataset.pipeline.1.backend=cv2"
+    output = train(tmp_path, "--cfg-options", "train_cfg.max_epochs=2", opencv)
+    assert output.count(said) == 1
+    assert said not in trained.output
+
+
 def test_the_export_of_a_checkpoint_knows_data_and_recipe_but_no_results(trained, tmp_path):
     export.main([str(trained.work_dir / "epoch_1.pth"), str(tmp_path / "out")])
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")

@@ -1,22 +1,31 @@
 """Augmentation depends on the seed, the epoch and the image, and on nothing else."""
 
 import random
+from itertools import islice
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from mmengine.dataset import DefaultSampler, RepeatDataset
+from mmengine.dataset import (
+    ClassBalancedDataset,
+    ConcatDataset,
+    DefaultSampler,
+    RepeatDataset,
+)
 from mmengine.runner import set_random_seed
 from mmpretrain.datasets import CustomDataset
 from torch.utils.data import DataLoader
 
+from tokenformer_vit.errors import InputError
 from tokenformer_vit.training import (
+    EndlessSampler,
     ExactCheckpointHook,
     ResumableSampler,
     SeededTransforms,
 )
 from tokenformer_vit.training.loop import Copy
+from tokenformer_vit.training.transforms import check_copies
 
 TRANSFORMS = [
     {"type": "RandomCrop", "crop_size": 8, "padding": 2},
@@ -99,6 +108,38 @@ def test_copies_of_an_image_are_augmented_unlike_each_other(dataset):
     loader = DataLoader(dataset, sampler=copies, num_workers=1, collate_fn=list)
     for (sample,), image in zip(loader, (first, same, *others), strict=True):
         assert torch.equal(sample["inputs"], image)
+
+
+def test_each_pass_of_a_run_by_iterations_has_augmentations_of_its_own(dataset):
+    sampler = EndlessSampler(dataset, seed=0)
+    loader = DataLoader(dataset, 48, sampler=sampler, num_workers=1, collate_fn=list)
+    passes = []
+    for batch in islice(loader, 2):
+        images = {sample["data_samples"].img_path: sample["inputs"] for sample in batch}
+        passes.append(torch.stack([images[path].float() for path in sorted(images)]))
+    assert (passes[0] != passes[1]).flatten(1).any(1).float().mean() > 0.9
+
+
+@pytest.mark.parametrize(
+    ("wrap", "endless", "refused"),
+    [
+        (lambda data: data, True, None),
+        (lambda data: ConcatDataset([data, data]), False, None),
+        (lambda data: ConcatDataset([data, data]), True, "ConcatDataset"),
+        (lambda data: RepeatDataset(data, 2), False, "RepeatDataset"),
+        (lambda data: ClassBalancedDataset(data, 0.5), False, "ClassBalancedDataset"),
+        (lambda data: SimpleNamespace(dataset=RepeatDataset(data, 2)), False, "RepeatDataset"),
+    ],
+)
+def test_data_sets_that_hide_copies_are_refused(dataset, wrap, endless, refused):
+    wrapped = wrap(dataset)
+    if refused is None:
+        check_copies(wrapped, endless)
+        return
+    with pytest.raises(InputError, match=f"has a {refused}.*without SeededTransforms"):
+        check_copies(wrapped, endless)
+    dataset.pipeline.transforms = dataset.pipeline.transforms[::2]
+    check_copies(wrapped, endless)
 
 
 def test_the_random_state_of_the_process_is_left_alone(dataset):

@@ -12,6 +12,7 @@ needs nothing else; it writes the config that it uses::
     tokenformer-vit train photos --checkpoint work_dirs/run --work-dir work_dirs/photos_tuned
 """
 
+import copy
 import os
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -76,7 +77,8 @@ def main(argv: list[str] | None = None) -> None:
 
     first = is_first(args.launcher)
     start = Start(args.model, args.checkpoint, args.freeze)
-    if Path(args.config).is_dir():
+    of_folder = Path(args.config).is_dir()
+    if of_folder:
         args.work_dir = args.work_dir or f"work_dirs/{Path(args.config).resolve().name}"
         args.config = configure_folder(args.config, args.work_dir, start, args.resume, first)
     elif start != Start():
@@ -103,7 +105,6 @@ def main(argv: list[str] | None = None) -> None:
         tensorboard, backends = {"type": "TensorboardVisBackend"}, cfg.visualizer.vis_backends
         if find_spec("tensorboard") and tensorboard not in backends:
             backends.append(tensorboard)
-        config.scale_for_accumulation(cfg)
     work_dir = config.make_work_dir(cfg)
     start_processes(cfg)
     with ExitStack() as held:
@@ -111,7 +112,10 @@ def main(argv: list[str] | None = None) -> None:
         def open_run() -> tuple[bool, str | None, int]:
             held.enter_context(locked_folder(work_dir))
             remove_leftovers(work_dir)
+            begun = copy.deepcopy(cfg)
             config.choose_checkpoint(cfg, args.resume)
+            with config_explained(cfg):
+                config.write_config(begun, replace=of_folder)
             batch_size = cfg.train_dataloader.batch_size
             if args.elastic and cfg.resume:
                 batch_size = keep_samples(load_plain_checkpoint(cfg.load_from), batch_size)

@@ -17,7 +17,7 @@ from mmengine.dist import (
     get_world_size,
     is_main_process,
 )
-from mmengine.hooks import CheckpointHook
+from mmengine.hooks import CheckpointHook, EMAHook
 from mmengine.logging import HistoryBuffer
 from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop, set_random_seed
@@ -29,14 +29,20 @@ from .background import BackgroundWriter
 from .export import describe_classifier, run_facts
 from .guard import check_finite, unwrap
 from .identity import check_identity, check_processes, run_identity, say_identity
-from .loop import validation_is_due
+from .loop import (
+    EndlessSampler,
+    ResumableEpochLoop,
+    ResumableIterLoop,
+    ResumableSampler,
+    validation_is_due,
+)
 from .mmengine_internals import is_resuming
 from .nested import NestedTraining
 from .parameter_groups import fit_groups, merge_separate_groups
 from .processes import check_alike
 from .storage import secure_files
 from .termination import STATUS, Agreement, PatientWorker, Termination
-from .transforms import seeded_transforms
+from .transforms import check_copies, seeded_transforms
 
 # Checkpoints written at a SIGTERM and after some minutes; the next checkpoint replaces them.
 STOPPED, TIMED = "stopped.pth", "timed.pth"
@@ -56,6 +62,8 @@ class ExactCheckpointHook(CheckpointHook):
     In a :class:`~tokenformer_vit.training.launch.TrainingRunner` a checkpoint is copied, and the
     copy is written while the run continues. A run ends only after its last checkpoint is complete.
     If a checkpoint cannot be written, the run stops at the next iteration.
+
+    Within an epoch, a run resumes only with this package's loops and samplers.
 
     On resume, the validation that was due at the checkpoint runs again, because the run may have
     been killed during it. A SIGTERM ends the run after the present iteration, or after the next one
@@ -114,8 +122,18 @@ class ExactCheckpointHook(CheckpointHook):
         for each in loaders:
             each.generator = torch.Generator()
             each.worker_init_fn = PatientWorker(each.worker_init_fn, self._termination.running)
+        endless = isinstance(loader.sampler, EndlessSampler)
+        check_copies(loader.dataset, endless)
         images = "classes" in loader.dataset.metainfo  # text is not augmented
-        if images and not any(seeded_transforms(loader.dataset)):
+        seeded = any(seeded_transforms(loader.dataset))
+        if seeded and not endless and isinstance(runner.train_loop, IterBasedTrainLoop):
+            raise InputError(
+                f"a {type(runner.train_loop).__name__} with a {type(loader.sampler).__name__} "
+                "would augment an image alike in each pass through the data: set "
+                "train_cfg.type='ResumableIterLoop' and "
+                "train_dataloader.sampler.type='EndlessSampler'"
+            )
+        if images and not seeded:
             runner.logger.warning(
                 "The training pipeline has no SeededTransforms: after a resume, the augmentation "
                 "differs from that of an uninterrupted run."
@@ -132,6 +150,7 @@ class ExactCheckpointHook(CheckpointHook):
                 "size times number of processes, or start a new run from its weights with "
                 "`--cfg-options load_from=CHECKPOINT`"
             )
+        _check_resumable_here(runner)
         check_schedule_is_kept(runner, self._resumed)
         check_identity(self._resumed.get("run"), self._identity, runner.logger)
         loader.sampler.seed = self._resumed["sampler_seed"]
@@ -242,6 +261,14 @@ class ExactCheckpointHook(CheckpointHook):
                 "the checkpoint has only weights, not the state of a run: resume from the file "
                 "that `last_checkpoint` names, or start a new run from its weights with "
                 "`--cfg-options load_from=CHECKPOINT`"
+            )
+        averages = any(isinstance(hook, EMAHook) for hook in runner.hooks)
+        averaged = checkpoint.get("meta", {}).get("averaged", True)
+        if "ema_state_dict" in checkpoint and averaged and not averages:
+            raise InputError(  # an EMAHook would exchange the two models of the checkpoint
+                "the checkpoint is of a run that averages its weights, but this run has no "
+                "EMAHook and would train the average: give the run its default_hooks.ema again, or "
+                "start a new run from the average with `--cfg-options load_from=CHECKPOINT`"
             )
         try:
             self._take(runner, checkpoint)
@@ -362,6 +389,24 @@ class ExactCheckpointHook(CheckpointHook):
             "run": self._identity,
             "gradients": gradients,
         }
+
+
+def _check_resumable_here(runner) -> None:
+    """Check that loop and sampler can start where the checkpoint is.
+
+    Raises:
+        InputError: If it is within an epoch, and one of them would start the epoch again.
+    """
+    loop, loader = runner.train_loop, runner.train_dataloader
+    ours = isinstance(loop, ResumableEpochLoop | ResumableIterLoop)
+    if runner.iter % len(loader) and not (ours and isinstance(loader.sampler, ResumableSampler)):
+        raise InputError(
+            f"the checkpoint is of iteration {runner.iter}, within an epoch of {len(loader)}, but "
+            f"a {type(loop).__name__} with a {type(loader.sampler).__name__} resumes only between "
+            "epochs: resume from a checkpoint of the end of an epoch, or start a new run from its "
+            "weights with `--cfg-options load_from=CHECKPOINT`, train_cfg.type="
+            "'ResumableEpochLoop' and train_dataloader.sampler.type='ResumableSampler'"
+        )
 
 
 def _card(runner, meta: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Read a config, apply the options of the command line, and check both."""
 
 import argparse
+import copy
 import difflib
 import os
 from collections import Counter
@@ -16,7 +17,7 @@ from mmengine.utils import import_modules_from_strings
 
 from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError, one_line
-from tokenformer_vit.files import make_folder
+from tokenformer_vit.files import make_folder, write_whole
 from tokenformer_vit.vision.images import IMAGE_SUFFIXES, class_folders, say_left_out, scan_images
 
 from .in_memory import IN_MEMORY
@@ -142,6 +143,7 @@ def load_config(
             )
         compiled.compile = compiled.get("compile") or True
     cfg.work_dir = work_dir or cfg.get("work_dir") or f"work_dirs/{Path(path).stem}"
+    _make_resumable(cfg)
     if batch_size is not None:
         cfg[batched].batch_size = batch_size
     for name in LOADERS:
@@ -214,6 +216,20 @@ def _check_is_python(path: Path) -> None:
             inherited = Path(base.rpartition("::")[2])
         if inherited.is_file() or inherited.suffix != ".py":
             _check_is_python(inherited)
+
+
+def _make_resumable(cfg: Config) -> None:
+    """Let our loop and sampler take the place of mmengine's, of which they are extensions.
+
+    They train in the same way, and can also resume in the middle of an epoch.
+    """
+    loop: Any = cfg.train_cfg
+    sampler: Any = cfg.train_dataloader.get("sampler") or {}
+    if loop.get("type") == "EpochBasedTrainLoop" or ("type" not in loop and loop.get("by_epoch")):
+        loop.pop("by_epoch", None)
+        loop.type = "ResumableEpochLoop"
+    if sampler.get("type") == "DefaultSampler":
+        sampler.type = "ResumableSampler"
 
 
 def _shorten(loader: Any, name: str) -> None:
@@ -347,12 +363,6 @@ def _check_listed_images(dataset: Any) -> None:
                 )
 
 
-def scale_for_accumulation(cfg: Config) -> None:
-    """Make ``auto_scale_lr`` count the images of an optimiser step, not of an iteration."""
-    if cfg.auto_scale_lr.get("enable"):
-        cfg.optim_wrapper.optimizer.lr *= cfg.optim_wrapper.get("accumulative_counts", 1)
-
-
 def make_work_dir(cfg: Config) -> Path:
     """Make the folder of a run.
 
@@ -361,10 +371,29 @@ def make_work_dir(cfg: Config) -> Path:
     """
     work_dir = Path(cfg.work_dir)
     make_folder(work_dir, "--work-dir")
-    dumped = work_dir / Path(cfg.filename).name
-    if dumped.is_symlink():
-        dumped.unlink(missing_ok=True)  # mmengine writes the config here, and would follow the link
     return work_dir
+
+
+def write_config(cfg: Config, replace: bool) -> None:
+    """Write the config of a run into its work directory; a copy of the file starts a new run.
+
+    Args:
+        cfg: The config, as it is before a checkpoint is chosen.
+        replace: Whether to replace the file that the config was read from, if it lies there.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    source, work_dir = Path(cfg.filename), Path(cfg.work_dir)
+    if not replace and source.parent.samefile(work_dir):
+        return
+    written = copy.deepcopy(cfg)
+    written.pop("work_dir")  # a copy gets its own
+    if written.get("resume"):  # of a resumed run, written by an earlier version
+        written.update(resume=False, load_from=None)
+    for name in LOADERS:
+        written[name].setdefault("num_batch_per_epoch", None)  # the option must exist again
+    write_whole(work_dir / source.name, written.pretty_text.encode())
 
 
 def choose_checkpoint(cfg: Config, resume: str | None) -> None:
@@ -376,7 +405,8 @@ def choose_checkpoint(cfg: Config, resume: str | None) -> None:
             directory, if any, or the file of a checkpoint.
 
     Raises:
-        InputError: If a new run would overwrite another, or the checkpoint does not exist.
+        InputError: If a new run would overwrite another, the checkpoint does not exist, or the
+            config itself says to resume a run.
     """
     work_dir = Path(cfg.work_dir)
     pointer = work_dir / "last_checkpoint"
@@ -389,11 +419,14 @@ def choose_checkpoint(cfg: Config, resume: str | None) -> None:
             f"{cfg.work_dir} already holds a run: add --resume to continue it, or choose another "
             "--work-dir"
         )
-    if resume is None:
+    if resume is None or (resume == "auto" and not pointer.is_file() and not written):
+        if cfg.get("resume"):  # as mmengine writes it into the config of a resumed run
+            raise InputError(
+                f"{cfg.filename}: resume is True and load_from is {cfg.get('load_from')}, but only "
+                "--resume resumes a run: set resume=False and load_from=None for a new run"
+            )
         return
     if resume == "auto":
-        if not pointer.is_file() and not written:
-            return
         text = pointer.read_text(errors="replace") if pointer.is_file() else ""
         # By name, because the folder may have been moved.
         last = work_dir / Path(text.strip()).name

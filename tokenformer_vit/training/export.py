@@ -22,8 +22,9 @@ from .loop import validation_is_due
 from .metrics import RECONSTRUCTION, VAL_LOSS
 from .progress import dtype_of, samples_per_step
 
+_LOADERS = ("LoadImage", "LoadImageFromFile")  # both give BGR
 # Steps that do not change what an image shows.
-_NEUTRAL = ("LoadImage", "LoadImageFromFile", "PackInputs")
+_NEUTRAL = (*_LOADERS, "PackInputs")
 # Metrics of a validation: their titles in the card, and units.
 _RESULTS = {
     "accuracy/top1": ("Top-1 accuracy", " %"),
@@ -51,7 +52,15 @@ def preprocessing(cfg: Any) -> dict[str, Any]:
         raise InputError(
             f"{cfg.filename}: the export needs data_preprocessor.mean and .std; set both"
         )
-    steps = [step for step in cfg.test_dataloader.dataset.pipeline if step["type"] not in _NEUTRAL]
+    pipeline = cfg.test_dataloader.dataset.pipeline
+    in_bgr = any(step["type"] in _LOADERS for step in pipeline) and not preprocessor.get("to_rgb")
+    if in_bgr and len(preprocessor["mean"]) == 3:
+        raise InputError(
+            f"{cfg.filename}: data_preprocessor.to_rgb is False, but timm gives a model RGB "
+            "images: set it to True, with mean and std in RGB, or set `default_hooks.export=None` "
+            "to train without an export"
+        )
+    steps = [step for step in pipeline if step["type"] not in _NEUTRAL]
     kinds = [step["type"] for step in steps]
     config = {
         "mean": [value / 255 for value in preprocessor["mean"]],
@@ -72,6 +81,14 @@ def preprocessing(cfg: Any) -> dict[str, Any]:
         f"the test pipeline of {cfg.filename} ({', '.join(kinds) or 'nothing'}) cannot be "
         "exported: give FastCenterCrop, or ResizeEdge (edge 'short') and CenterCrop (one number), "
         "or set `default_hooks.export=None` to train without an export"
+    )
+
+
+def resizes_with_opencv(cfg: Any) -> bool:
+    """Tell whether the test pipeline resizes with OpenCV, mmpretrain's default."""
+    return any(
+        step["type"] == "ResizeEdge" and step.get("backend", "cv2") == "cv2"
+        for step in cfg.test_dataloader.dataset.pipeline
     )
 
 

@@ -84,9 +84,10 @@ def configure_folder(
         The path of the config.
 
     Raises:
-        InputError: If ``work_dir`` already holds a run, a resumed run started otherwise, there are
-            fewer than two classes, a class has too few images, ``val`` lacks a class, an image
-            cannot be read, the model cannot be built, or the config would run code.
+        InputError: If ``work_dir`` already holds a run or is among the class folders, a resumed run
+            started otherwise, there are fewer than two classes, a class has too few images, ``val``
+            lacks a class, an image cannot be read, the model cannot be built, or the config would
+            run code.
         OSError: If a folder cannot be read or a file cannot be written.
     """
     folder, work_dir = Path(folder).resolve(), Path(work_dir)
@@ -95,6 +96,12 @@ def configure_folder(
         _check_same_start(path, start)
         return path
     choose_checkpoint(Config({"work_dir": str(work_dir)}), None)  # refuses to replace a run
+    classes = folder / "train" if (folder / "train").is_dir() else folder
+    if work_dir.resolve().is_relative_to(classes):
+        raise InputError(
+            f"--work-dir {work_dir} is in {classes}, where each folder is a class: choose one "
+            "outside"
+        )
     images = _find_images(folder)
     count = sum(map(len, images.train.values()))
     size = _typical_size(images)
@@ -241,6 +248,7 @@ def _set_model(cfg: Config, start: Start, size: int, count: int, classes: int) -
         }
         for key in ("mean", "std"):
             cfg.data_preprocessor[key] = [255 * value for value in images[key]]
+        cfg.val_dataloader.dataset.pipeline[1].interpolation = images["interpolation"]
         text = f"{'the head of ' if start.freeze else ''}{start.checkpoint}"
     else:
         patch = backbone.patch_size
@@ -269,12 +277,12 @@ def _set_model(cfg: Config, start: Start, size: int, count: int, classes: int) -
 
 
 def _set_pipelines(cfg: Config) -> None:
-    """Give the training pipeline the image size of the validation pipeline."""
+    """Give the training pipeline the image size and the resizing of the validation pipeline."""
     pipeline = cfg.train_dataloader.dataset.pipeline
     resize, crop = cfg.val_dataloader.dataset.pipeline[1:3]
     first = pipeline[1].transforms[0]
     if first.type == "RandomResizedCrop":
-        first.scale = crop.crop_size
+        first.scale, first.interpolation = crop.crop_size, resize.interpolation
         return
     if first.type == "RandomCrop":
         first.crop_size = crop.crop_size

@@ -24,6 +24,8 @@ from .labels import PackLabels
 from .loop import place_of
 from .transforms import SeededTransforms
 
+_MOST_COPIES = 8  # of an image, whose random numbers are kept; a batch rarely has more
+
 
 @FUNCTIONS.register_module()
 def collate_fetched(batch: Any) -> dict[str, Any]:
@@ -48,13 +50,14 @@ class _InMemory(BaseDataset):
     """
 
     _images: Tensor | None = None  # (number of images, 3, H, W) uint8, BGR
-    _draws: tuple[tuple[int, ...], Tensor] | None = None  # random numbers, and their seed and epoch
+    _draws: dict[tuple[tuple[int, ...], int], Tensor]  # by seed and epoch, and number of the copy
 
     def full_init(self) -> None:
         """Find the images, and read them."""
         super().full_init()
         if self._images is not None:
             return
+        self._draws = {}
         once, self._seeded = _split(self.pipeline.transforms)
         self._augment = BatchTransforms(self._seeded.transforms if self._seeded else [])
         self._labels = torch.from_numpy(self.get_gt_labels())
@@ -106,12 +109,23 @@ class _InMemory(BaseDataset):
 
     def _numbers(self, seeded: SeededTransforms, places: Tensor) -> Tensor:
         """Return random numbers of this epoch: a row for each of ``places``."""
-        key, copies = tuple(seeded.key.tolist()), int(places.max()) // len(self) + 1
-        rows = copies * len(self)
-        if self._draws is None or self._draws[0] != key or len(self._draws[1]) < rows:
-            random = np.random.default_rng(key).random((rows, self._augment.num_draws))
-            self._draws = key, torch.from_numpy(random)
-        return self._draws[1][places]
+        key, rows, copies = tuple(seeded.key.tolist()), places % len(self), places // len(self)
+        numbers = torch.empty(len(places), self._augment.num_draws, dtype=torch.float64)
+        for copy in copies.unique().tolist():
+            own = copies == copy
+            numbers[own] = self._draw(key, copy)[rows[own]]
+        return numbers
+
+    def _draw(self, key: tuple[int, ...], copy: int) -> Tensor:
+        """Return the random numbers of one copy of each image; all copies share one stream."""
+        if (key, copy) not in self._draws:
+            shape = len(self), self._augment.num_draws
+            stream = np.random.PCG64(key).advance(copy * shape[0] * shape[1])
+            # A run by iterations goes through ever more copies in one epoch.
+            kept = [each for each in self._draws if each[0] == key][1 - _MOST_COPIES :]
+            self._draws = {each: self._draws[each] for each in kept}
+            self._draws[key, copy] = torch.from_numpy(np.random.Generator(stream).random(shape))
+        return self._draws[key, copy]
 
 
 @DATASETS.register_module()

@@ -14,6 +14,7 @@ from mmengine.dist import master_only
 from mmengine.fileio import join_path
 from mmengine.hooks import Hook
 from mmengine.logging import MMLogger
+from mmengine.optim import OptimWrapper
 from mmengine.runner import Runner
 from mmengine.utils import get_git_hash
 from torch.utils.data import DataLoader
@@ -23,6 +24,7 @@ from tokenformer_vit.errors import InputError, one_line
 from .background import BackgroundWriter
 from .checkpoint import ExactCheckpointHook
 from .guard import unwrap
+from .mmengine_internals import accumulation
 from .storage import secure_files
 
 # Lines that tell a user nothing, at each epoch or about mmengine itself.
@@ -58,6 +60,16 @@ class TrainingRunner(Runner):
         named = (hooks or {}).items()
         kept: Any = {name: hook for name, hook in named if hook or name in _STOCK_HOOKS}
         super().register_default_hooks(kept)
+
+    def dump_config(self) -> None:
+        """Write no config: ``write_config`` has, and knows which files it may replace."""
+
+    def scale_lr(self, optim_wrapper: OptimWrapper, auto_scale_lr: dict | None = None) -> None:
+        """Scale the learning rate with the images of an optimiser step, not of an iteration."""
+        if (auto_scale_lr or {}).get("enable"):
+            for group in optim_wrapper.param_groups:
+                group["lr"] *= accumulation(self)
+        super().scale_lr(optim_wrapper, auto_scale_lr)
 
     def build_train_loop(self, loop: Any) -> Any:
         """Build the loop of the training.

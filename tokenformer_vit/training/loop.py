@@ -21,11 +21,12 @@ _ROUND = 256  # of the samples of an epoch with copies, which all processes shar
 
 
 class Copy(int):
-    """Index of a sample that an epoch takes several times.
+    """Index of a sample that an epoch, or a run by iterations, takes several times.
 
     Args:
         index: Index of the sample.
-        place: A number that no other copy of an epoch has: ``index`` for the first copy.
+        place: A number that no other copy has: ``index`` for the first copy, and as many more for
+            each later one as there are samples.
     """
 
     place: int
@@ -127,6 +128,9 @@ class ResumableSampler(DefaultSampler):
 class EndlessSampler(ResumableSampler):
     """A sampler without an end: one epoch after another, each in a new order.
 
+    Its indices are copies of the samples, so each epoch also augments them anew. Workers fetch
+    samples of the next epoch ahead, so nothing that they share could tell them the epoch.
+
     Attributes:
         start: Number of this process's samples that the next pass skips, over all epochs.
     """
@@ -137,7 +141,8 @@ class EndlessSampler(ResumableSampler):
         self.start = 0
         for epoch in count(first):
             self.set_epoch(epoch)
-            yield from self._indices(skip)
+            before = epoch * self._repeats * len(self.dataset)
+            yield from (Copy(i, place_of(i) + before) for i in self._indices(skip))
             skip = 0
 
 
@@ -228,8 +233,19 @@ class ResumableIterLoop(IterBasedTrainLoop):
 
     With gradient accumulation an iteration takes all batches of the step, so schedules and
     intervals always count steps. A resumed run does not read the data before its start.
-    The loop needs an :class:`EndlessSampler`.
+
+    Raises:
+        InputError: If the sampler is no :class:`EndlessSampler`.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        sampler = getattr(self.dataloader, "sampler", None)
+        if not isinstance(sampler, EndlessSampler):
+            raise InputError(
+                f"train_dataloader.sampler is a {type(sampler).__name__}, but ResumableIterLoop "
+                "needs an EndlessSampler: set train_dataloader.sampler.type='EndlessSampler'"
+            )
 
     @loading_explained()
     def run(self) -> None:

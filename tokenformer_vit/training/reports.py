@@ -20,7 +20,7 @@ from tokenformer_vit.files import write_figure
 from tokenformer_vit.records import TRAINING_PACKAGES, environment, write_record
 
 from .backbone import check_neck, num_classes
-from .export import export_classifier, preprocessing, run_facts
+from .export import export_classifier, preprocessing, resizes_with_opencv, run_facts
 from .guard import unwrap
 from .metrics import RECONSTRUCTION, VAL_LOSS
 from .progress import dtype_of, samples_per_step
@@ -242,8 +242,14 @@ class ExportHook(Hook):
     purpose = "for timm and `tokenformer-vit predict`"
 
     def before_train(self, runner) -> None:
-        """Check that timm can express the preprocessing and the neck."""
+        """Check that timm can express the preprocessing and the neck; warn of another resizing."""
         preprocessing(runner.cfg)
+        if resizes_with_opencv(runner.cfg):
+            runner.logger.warning(
+                "The test pipeline resizes with OpenCV, but predictions with the exported model "
+                "resize with Pillow, which smooths images that it shrinks: for the same numbers "
+                'set backend="pillow" in ResizeEdge.'
+            )
         model = unwrap(runner.model)
         check_neck(model)
         if not num_classes(model):  # of a masked autoencoder

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from mmcv.transforms import BaseTransform
+from mmengine.dataset import ClassBalancedDataset, RepeatDataset
 from mmpretrain.registry import TRANSFORMS
 from torch.utils.data import get_worker_info
 
@@ -84,7 +85,8 @@ class SeededTransforms(BaseTransform):
     """Apply random transforms that depend only on the seed, the epoch and the image.
 
     The augmentation does not depend on the number of workers or processes, on the worker that reads
-    an image, or on an interruption of the run. It differs from epoch to epoch.
+    an image, or on an interruption of the run. It differs from epoch to epoch, and in a run by
+    iterations from pass to pass.
 
     Args:
         transforms: Configs of the transforms.
@@ -114,12 +116,40 @@ class SeededTransforms(BaseTransform):
         return f"{type(self).__name__}({', '.join(map(repr, self.transforms))})"
 
 
+def wrapped_datasets(dataset: Any) -> list[Any]:
+    """Return the data sets that a data set wraps."""
+    inner = (getattr(dataset, "dataset", None), *getattr(dataset, "datasets", ()))
+    return [each for each in inner if each is not None]
+
+
 def seeded_transforms(dataset: Any) -> Iterator[SeededTransforms]:
     """Find the :class:`SeededTransforms` of a data set, and of the data sets that it wraps."""
-    for inner in (getattr(dataset, "dataset", None), *getattr(dataset, "datasets", ())):
-        if inner is not None:
-            yield from seeded_transforms(inner)
+    for inner in wrapped_datasets(dataset):
+        yield from seeded_transforms(inner)
     pipeline = getattr(dataset, "pipeline", None)
     for transform in getattr(pipeline, "transforms", ()):
         if isinstance(transform, SeededTransforms):
             yield transform
+
+
+def check_copies(dataset: Any, endless: bool) -> None:
+    """Check that :class:`SeededTransforms` can tell the copies of an image from each other.
+
+    Args:
+        dataset: The training data.
+        endless: The run is one epoch that takes each image many times.
+
+    Raises:
+        InputError: If a data set around the transforms hides which copy of an image they get.
+    """
+    inner = wrapped_datasets(dataset)
+    if not inner or not any(seeded_transforms(dataset)):
+        return
+    if endless or isinstance(dataset, RepeatDataset | ClassBalancedDataset):
+        raise InputError(
+            f"train_dataloader.dataset has a {type(dataset).__name__}, with which SeededTransforms "
+            "would augment all copies of an image alike: give one data set and a longer run, or "
+            "list the transforms in the pipeline without SeededTransforms"
+        )
+    for each in inner:
+        check_copies(each, endless)
