@@ -100,7 +100,7 @@ def test_means_deviations_and_steps(root):
         "1,234,567",
         f"{values.mean():.2f} ± {values.std(ddof=1):.2f} (n = 3)",
     ]
-    assert row[4:] == ["79.6", "", "", "+10.10 (n = 1)", "–", "–", "1.5", ""]
+    assert row[4:] == ["79.6", "", "", "+10.10 (n = 1)", "–", "−4.90 (n = 1)", "–", "1.5", ""]
 
     _, row = cells(text, "GELU + L1")
     values = np.array(list(gelu.values()))
@@ -113,11 +113,11 @@ def test_means_deviations_and_steps(root):
     # One seed: no deviation. It failed in that of the row above, so that there is no step either.
     _, row = cells(text, "GELU + L2")
     assert row[3:7] == ["85.00 (n = 1)", "82.5", "–", "+0.8"]
-    assert row[7:] == ["+15.00 (n = 1)", "–", "–", "0.5", "seed 1: killed by SIGKILL"]
+    assert row[7:] == ["+15.00 (n = 1)", "–", "", "–", "0.5", "seed 1: killed by SIGKILL"]
     _, row = cells(text, "L2 after GELU")
-    assert row[3:] == ["not run", "–", "", "", "", "", "", "", ""]
+    assert row[3:] == ["not run", "–", *[""] * 8]
     _, row, *_ = cells(text, "ViT, matched")  # growth has one, too
-    assert row[3:] == ["70.00 (n = 1)", "82.3", "", "", "", "", "1.25 · 10¹⁵", "–", ""]
+    assert row[3:] == ["70.00 (n = 1)", "82.3", "", "", "", "", "", "1.25 · 10¹⁵", "–", ""]
 
 
 def test_a_variant_of_which_all_runs_failed_has_a_row(root):
@@ -125,7 +125,7 @@ def test_a_variant_of_which_all_runs_failed_has_a_row(root):
     write(root, "gelu_l1", 0, 50.0)
     text = rendered(root)
     _, row = cells(text, "exp + L1")
-    assert row[3:] == ["–", "79.6", "", "", "–", "–", "–", "–", "seed 0: out of memory"]
+    assert row[3:] == ["–", "79.6", "", "", "–", "–", "–", "–", "–", "seed 0: out of memory"]
     _, row = cells(text, "GELU + L1")
     assert row[3:7] == ["50.00 (n = 1)", "81.7", "–", "+2.1"]
 

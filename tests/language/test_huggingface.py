@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BloomConfig,
     SequenceBiasLogitsProcessor,
     Trainer,
     TrainingArguments,
@@ -248,11 +249,11 @@ def test_the_trainer_trains_it(again, tmp_path):
         model,
         TrainingArguments(
             str(tmp_path),
-            max_steps=12,
+            max_steps=24,
             per_device_train_batch_size=4,
             learning_rate=1e-2,
             gradient_checkpointing=again,
-            save_steps=12,
+            save_steps=24,
             logging_steps=1,
             use_cpu=True,
             report_to=[],
@@ -267,7 +268,7 @@ def test_the_trainer_trains_it(again, tmp_path):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(
         model(tokens, labels=labels).loss.item(), rel=1e-4
     )
-    saved = load_language_model(tmp_path / "checkpoint-12")
+    saved = load_language_model(tmp_path / "checkpoint-24")
     torch.testing.assert_close(saved(tokens).logits, model.eval()(tokens).logits)
 
 
@@ -345,6 +346,14 @@ def test_a_folder_says_where_texts_end_and_how_long_they_may_be(kind, tmp_path):
     again = load(tmp_path)[0]
     assert again.config.eos_token_id == again.generation_config.eos_token_id == 10
     assert AutoTokenizer.from_pretrained(tmp_path).model_max_length == 40
+
+
+def test_a_model_without_a_limit_is_saved_with_its_tokenizer(tmp_path):
+    config = BloomConfig(vocab_size=257, hidden_size=32, n_layer=1, n_head=2)
+    tokenizer = byte_tokenizer()
+    save_language_model(AutoModelForCausalLM.from_config(config), tmp_path, tokenizer)
+    longest = AutoTokenizer.from_pretrained(tmp_path).model_max_length
+    assert longest == tokenizer.model_max_length
 
 
 def test_a_full_disk_is_said_of_the_folder_and_leaves_what_was_there(tmp_path, in_another_process):

@@ -281,9 +281,14 @@ def test_optional_keys_may_be_absent(config, tmp_path):
     cfg = load_config(config, {"val_evaluator.topk": 1}, work_dir=str(tmp_path))
     assert cfg.val_evaluator.topk == (1,)
     del cfg.optim_wrapper["accumulative_counts"]
-    cfg.auto_scale_lr = {}
     runner = TrainingRunner.from_cfg(cfg)
-    runner.scale_lr(runner.build_optim_wrapper(cfg.optim_wrapper), runner.auto_scale_lr)
+    runner.optim_wrapper = runner.build_optim_wrapper(cfg.optim_wrapper)
+    before = runner.optim_wrapper.get_lr()
+    runner.scale_lr(runner.optim_wrapper, {})
+    assert runner.optim_wrapper.get_lr() == before
+    batch = cfg.train_dataloader.batch_size
+    runner.scale_lr(runner.optim_wrapper, {"enable": True, "base_batch_size": batch})
+    assert runner.optim_wrapper.get_lr() == before
 
 
 def test_the_seed_of_the_command_line_is_checked(train, tmp_path):

@@ -136,6 +136,17 @@ def test_a_new_run_does_not_overwrite_an_old_one(config, tmp_path):
         choose_checkpoint(cfg, "auto")
 
 
+def test_the_config_of_a_run_elsewhere_says_where_to_resume(config, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "last_checkpoint").write_text("epoch_1.pth")
+    path = tmp_path / "run" / "own.py"
+    path.write_text(f"_base_ = {str(config)!r}\n")
+    cfg = load_config(path, work_dir=str(tmp_path / "new"))
+    with pytest.raises(InputError, match=r"own\.py is the config of the run in .*add --work-dir"):
+        choose_checkpoint(cfg, "auto")
+    choose_checkpoint(cfg, None)
+
+
 def test_a_resumed_run_does_not_train_the_average(train, trained, tmp_path):
     words = (
         "--resume",

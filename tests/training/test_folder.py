@@ -325,10 +325,10 @@ def test_folders_that_cannot_be_trained_on(damage, said, data_root, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("among", [".", "train"])
+@pytest.mark.parametrize("among", [".", "train", "val"])
 def test_a_work_directory_is_no_class(among, data_root, tmp_path, monkeypatch):
     folder = tmp_path / "photos"
-    shutil.copytree(data_root if among == "train" else data_root / "train", folder)
+    shutil.copytree(data_root / "train" if among == "." else data_root, folder)
     monkeypatch.chdir(folder)
     inside = Path(among, "work_dirs", "photos")
     with pytest.raises(InputError, match="each folder is a class: choose one outside"):

@@ -276,6 +276,23 @@ def test_another_sampler_resumes_only_between_epochs(train, tmp_path, config):
     train(tmp_path / "b", "--resume", str(tmp_path / "whole" / "iter_6.pth"), *options)
 
 
+def test_mmengines_loop_by_iterations_resumes_where_it_was(train, tmp_path, config):
+    path = tmp_path / "own.py"
+    loop = "train_cfg = dict(_delete_=True, by_epoch=False, max_iters=5, val_interval=5)"
+    sampler = "dict(_delete_=True, type='InfiniteSampler', shuffle=True)"
+    images = "dict(pipeline=[dict(type='LoadImage'), dict(type='PackInputs')])"
+    data = f"train_dataloader = dict(sampler={sampler}, dataset={images})"
+    path.write_text(f"_base_ = {str(config)!r}\n{loop}\n{data}\n")
+    by = ("by_epoch=False", "interval=4", "max_keep_ckpts=-1")
+    hooks = [*(f"default_hooks.checkpoint.{option}" for option in by), "param_scheduler=[]"]
+    train = train.of(path)
+    train(tmp_path / "whole", "--cfg-options", *hooks)
+    train(tmp_path / "rest", "--resume", tmp_path / "whole" / "iter_4.pth", "--cfg-options", *hooks)
+    whole, rest = (scalars(tmp_path / name)[0] for name in ("whole", "rest"))
+    assert list(rest) == [5]
+    assert rest[5]["loss"] == whole[5]["loss"]
+
+
 @pytest.mark.parametrize("loader", ["train", pytest.param("val", marks=pytest.mark.slow)])
 def test_a_killed_worker_ends_the_run_in_one_line(train, tmp_path, monkeypatch, loader):
     transform, main = LoadImage.transform, os.getpid()

@@ -7,7 +7,7 @@ import timm
 import torch
 from mmengine.logging import MMLogger
 
-from tokenformer_vit.ops.precision import bfloat16_speed
+from tokenformer_vit.ops import precision
 from tokenformer_vit.training import AutocastOptimWrapper, optim
 
 
@@ -40,5 +40,13 @@ def test_the_log_says_where_bfloat16_is_slow(speed, monkeypatch):
     assert [slow in message for message in said] == ([True] if speed < 1 else [])
 
 
-def test_the_speed_of_bfloat16_is_a_ratio_of_times():
-    assert 1e-3 < bfloat16_speed() < 1e3
+def test_bfloat16_is_slow_if_its_products_take_longer(monkeypatch):
+    now, product = [0.0], torch.mm
+
+    def timed(a, b):
+        now[0] += 4.0 if a.dtype == torch.bfloat16 else 1.0
+        return product(a, b)
+
+    monkeypatch.setattr(precision.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch, "mm", timed)
+    assert precision.bfloat16_speed() == 0.25

@@ -45,7 +45,8 @@ def undescribed(request, monkeypatch):
 def test_the_terminal_begins_with_ten_lines_that_matter(trained, data_root):
     lines = trained.output.splitlines()
     (start,) = [index for index, line in enumerate(lines) if line.endswith("Training:")]
-    (warning,) = lines[:start]
+    # The CPU of this machine may be slow in bfloat16.
+    (warning,) = [line for line in lines[:start] if "This CPU multiplies" not in line]
     assert "An optimiser step takes 16 images, but the learning rate is for 64" in warning
     lines = lines[start:]
     facts = dict(line.split(maxsplit=1) for line in lines[1:9])

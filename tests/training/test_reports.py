@@ -180,7 +180,7 @@ def test_the_exported_folder_says_what_is_known_of_the_run(trained, data_root):
 def test_a_model_of_bgr_images_is_refused_before_training(train, tmp_path):
     line = train.fails(tmp_path, "--cfg-options", "data_preprocessor.to_rgb=False")
     assert "data_preprocessor.to_rgb is False" in line
-    assert "set it to True" in line
+    assert "set `default_hooks.export=None`" in line
     assert not list(tmp_path.glob("*.pth"))
 
 

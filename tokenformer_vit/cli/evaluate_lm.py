@@ -322,7 +322,7 @@ def _fingerprint(files: Iterable[Path]) -> str:
 
 
 def _fingerprint_of(tokenizer: Any) -> str:
-    """Return a hash of everything that a tokenizer saves: entries, rules and special tokens."""
+    """Return a hash of all that a tokenizer saves: entries, rules, special tokens, truncation."""
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         return _fingerprint(path for path in Path(folder).rglob("*") if path.is_file())

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tokenformer_vit.ops.precision import bfloat16_speed
+from tokenformer_vit.ops.precision import SLOW, bfloat16_speed
 from tokenformer_vit.records import environment
 
 from .questions import Question
@@ -47,7 +47,7 @@ def estimate(question: Question, planned: Sequence[Run], args: argparse.Namespac
         costs[run.about["variant"]] = _cost(run, examples[dataset], processes)
     seen, flops = (sum(costs[run.about["variant"]][index] for run in left) for index in (0, 1))
     # Records do not tell CPUs apart; of two, only one may have instructions for bfloat16.
-    slow = _in_bfloat16(left[0]) and not torch.cuda.is_available() and bfloat16_speed() < 1
+    slow = _in_bfloat16(left[0]) and not torch.cuda.is_available() and bfloat16_speed() < SLOW
     rates = [] if slow else _recorded_rates(left, costs)
     source = f"as {len(rates)} records of this config on this hardware"
     if not rates:

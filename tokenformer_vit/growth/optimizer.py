@@ -52,10 +52,10 @@ def carry_over(
         gradient has been zero so far.
     """
     changes = list(changes)
+    check_optimizer(optimizer, (p for change in changes for p in change.sources), moments)
     optimizer = _inner(optimizer)
     for group in optimizer.param_groups:
         group.pop("param_names", None)  # optional, and wrong from here on
-    check_optimizer(optimizer, (p for change in changes for p in change.sources), moments)
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     number = len(optimizer.param_groups)
     for change in changes:

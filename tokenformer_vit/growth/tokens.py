@@ -131,8 +131,8 @@ def check_rebuildable(model: nn.Module, layers: Mapping[str, Pattention]) -> Non
     """
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise InputError(
-            "the model is in a DistributedDataParallel, which would go on with the gradients of "
-            "the old parameters: change its `module`, and wrap that again"
+            "the model is in a DistributedDataParallel, which would not notice new parameters: "
+            "give its `module`, and wrap that again"
         )
     whole = {layer for module in find_models(model) for layer in module.modules()}
     for name, layer in layers.items():

@@ -27,6 +27,7 @@ def language_card(model: PreTrainedModel, facts: CardFacts) -> str:
         The content of README.md.
     """
     config, pairs = model.config, describe_pairs(model)
+    longest = getattr(config, "max_position_embeddings", None)
     thetas = dict.fromkeys(each.theta for each in model.modules() if isinstance(each, Pattention))
     about = {
         "Model type": f"`{config.model_type}`",
@@ -36,7 +37,7 @@ def language_card(model: PreTrainedModel, facts: CardFacts) -> str:
         "Θ": ", ".join(thetas) or None,
         "Parameters": f"{model.num_parameters():,}",
         "Vocabulary": f"{config.vocab_size:,} entries",
-        "Context": f"{config.max_position_embeddings:,} tokens",
+        "Context": f"{longest:,} tokens" if longest else None,
     }
     register = "import tokenformer_vit.language  # registers the model type" if pairs else ""
     return model_card(

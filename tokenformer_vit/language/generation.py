@@ -225,10 +225,11 @@ def _agreed(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Itera
         (config, name, getattr(tokenizer, name))
         for config in (model.config, model.generation_config)
         for name in ("eos_token_id", "pad_token_id")
-        if config is not None and getattr(config, name) is None  # a classifier does not generate
+        if config is not None and getattr(config, name, 0) is None  # a classifier has one config
     ]
-    # Even if it has a length: that of another model with the same tokenizer.
-    values.append((tokenizer, "model_max_length", model.config.max_position_embeddings))
+    if longest := getattr(model.config, "max_position_embeddings", None):
+        # Even if the tokenizer has a length: that of another model with the same tokenizer.
+        values.append((tokenizer, "model_max_length", longest))
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in values]
     try:
         for owner, name, value in values:

@@ -5,6 +5,8 @@ import time
 import torch
 from torch import Tensor
 
+SLOW = 0.8  # ratio of bfloat16_speed(), which varies by a few percent, from which on it is slow
+
 
 def accumulation_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype of sums over ``tensor``: float32, or float64 for float64."""
@@ -34,8 +36,8 @@ def bfloat16_speed() -> float:
     """Time products on this CPU: by how much bfloat16 is faster than float32, in about 10 ms.
 
     Returns:
-        The ratio of the times. It is below 1 on a CPU without instructions for bfloat16 (AMX,
-        AVX512_BF16), where PyTorch converts each number.
+        The ratio of the times. On a CPU without instructions for bfloat16 (AMX, AVX512_BF16), where
+        PyTorch converts each number, it is far below :data:`SLOW`.
     """
     shortest = {}
     for dtype in (torch.float32, torch.bfloat16):

@@ -29,13 +29,7 @@ from .background import BackgroundWriter
 from .export import describe_classifier, run_facts
 from .guard import check_finite, unwrap
 from .identity import check_identity, check_processes, run_identity, say_identity
-from .loop import (
-    EndlessSampler,
-    ResumableEpochLoop,
-    ResumableIterLoop,
-    ResumableSampler,
-    validation_is_due,
-)
+from .loop import EndlessSampler, ResumableEpochLoop, ResumableSampler, validation_is_due
 from .mmengine_internals import is_resuming
 from .nested import NestedTraining
 from .parameter_groups import fit_groups, merge_separate_groups
@@ -63,7 +57,7 @@ class ExactCheckpointHook(CheckpointHook):
     copy is written while the run continues. A run ends only after its last checkpoint is complete.
     If a checkpoint cannot be written, the run stops at the next iteration.
 
-    Within an epoch, a run resumes only with this package's loops and samplers.
+    Within an epoch, a run by epochs resumes only with this package's loop and sampler.
 
     On resume, the validation that was due at the checkpoint runs again, because the run may have
     been killed during it. A SIGTERM ends the run after the present iteration, or after the next one
@@ -398,11 +392,13 @@ def _check_resumable_here(runner) -> None:
         InputError: If it is within an epoch, and one of them would start the epoch again.
     """
     loop, loader = runner.train_loop, runner.train_dataloader
-    ours = isinstance(loop, ResumableEpochLoop | ResumableIterLoop)
+    if isinstance(loop, IterBasedTrainLoop):
+        return  # mmengine's reads the data before its start again, ours skips them
+    ours = isinstance(loop, ResumableEpochLoop)
     if runner.iter % len(loader) and not (ours and isinstance(loader.sampler, ResumableSampler)):
         raise InputError(
             f"the checkpoint is of iteration {runner.iter}, within an epoch of {len(loader)}, but "
-            f"a {type(loop).__name__} with a {type(loader.sampler).__name__} resumes only between "
+            f"{type(loop).__name__} with {type(loader.sampler).__name__} resumes only between "
             "epochs: resume from a checkpoint of the end of an epoch, or start a new run from its "
             "weights with `--cfg-options load_from=CHECKPOINT`, train_cfg.type="
             "'ResumableEpochLoop' and train_dataloader.sampler.type='ResumableSampler'"

@@ -405,8 +405,8 @@ def choose_checkpoint(cfg: Config, resume: str | None) -> None:
             directory, if any, or the file of a checkpoint.
 
     Raises:
-        InputError: If a new run would overwrite another, the checkpoint does not exist, or the
-            config itself says to resume a run.
+        InputError: If a new run would overwrite another, the checkpoint does not exist, the run
+            to resume is in another folder, or the config itself says to resume a run.
     """
     work_dir = Path(cfg.work_dir)
     pointer = work_dir / "last_checkpoint"
@@ -419,7 +419,14 @@ def choose_checkpoint(cfg: Config, resume: str | None) -> None:
             f"{cfg.work_dir} already holds a run: add --resume to continue it, or choose another "
             "--work-dir"
         )
-    if resume is None or (resume == "auto" and not pointer.is_file() and not written):
+    begins = resume is None or (resume == "auto" and not pointer.is_file() and not written)
+    own = Path(cfg.filename or "").parent
+    if begins and resume and (own / pointer.name).is_file():
+        raise InputError(
+            f"{cfg.work_dir} has no run to resume, but {cfg.filename} is the config of the run in "
+            f"{own}: add --work-dir {own}"
+        )
+    if begins:
         if cfg.get("resume"):  # as mmengine writes it into the config of a resumed run
             raise InputError(
                 f"{cfg.filename}: resume is True and load_from is {cfg.get('load_from')}, but only "

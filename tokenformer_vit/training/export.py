@@ -57,8 +57,8 @@ def preprocessing(cfg: Any) -> dict[str, Any]:
     if in_bgr and len(preprocessor["mean"]) == 3:
         raise InputError(
             f"{cfg.filename}: data_preprocessor.to_rgb is False, but timm gives a model RGB "
-            "images: set it to True, with mean and std in RGB, or set `default_hooks.export=None` "
-            "to train without an export"
+            "images: set `default_hooks.export=None` to train without an export, or, for a new "
+            "run, set to_rgb=True, with mean and std in RGB"
         )
     steps = [step for step in pipeline if step["type"] not in _NEUTRAL]
     kinds = [step["type"] for step in steps]

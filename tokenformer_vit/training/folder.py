@@ -96,12 +96,13 @@ def configure_folder(
         _check_same_start(path, start)
         return path
     choose_checkpoint(Config({"work_dir": str(work_dir)}), None)  # refuses to replace a run
-    classes = folder / "train" if (folder / "train").is_dir() else folder
-    if work_dir.resolve().is_relative_to(classes):
-        raise InputError(
-            f"--work-dir {work_dir} is in {classes}, where each folder is a class: choose one "
-            "outside"
-        )
+    divided = (folder / "train").is_dir()
+    for classes in (folder / "train", folder / "val") if divided else (folder,):
+        if work_dir.resolve().is_relative_to(classes.resolve()):
+            raise InputError(
+                f"--work-dir {work_dir} is in {classes}, where each folder is a class: choose one "
+                "outside"
+            )
     images = _find_images(folder)
     count = sum(map(len, images.train.values()))
     size = _typical_size(images)

@@ -14,7 +14,7 @@ from mmengine.registry import HOOKS, OPTIM_WRAPPERS
 from mmpretrain.models.utils.attention import scaled_dot_product_attention_pyimpl
 from torch import nn
 
-from tokenformer_vit.ops.precision import bfloat16_speed
+from tokenformer_vit.ops.precision import SLOW, bfloat16_speed
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -28,10 +28,10 @@ class AutocastOptimWrapper(OptimWrapper):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if torch.device(get_device()).type == "cpu" and (speed := bfloat16_speed()) < 1:
+        if torch.device(get_device()).type == "cpu" and (speed := bfloat16_speed()) < SLOW:
             print_log(
-                f"This CPU multiplies {1 / speed:.1f} times as fast in float32 as in bfloat16, "
-                "which the config asks for. To train in float32: "
+                f"This CPU multiplies {1 / speed:.1f} times as fast in float32 as in bfloat16. To "
+                "train in float32, leave out --amp, or give "
                 "--cfg-options optim_wrapper.type=OptimWrapper",
                 logger="current",
                 level=logging.WARNING,
