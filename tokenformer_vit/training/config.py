@@ -419,14 +419,14 @@ def choose_checkpoint(cfg: Config, resume: str | None) -> None:
             f"{cfg.work_dir} already holds a run: add --resume to continue it, or choose another "
             "--work-dir"
         )
-    begins = resume is None or (resume == "auto" and not pointer.is_file() and not written)
+    nothing_there = resume == "auto" and not pointer.is_file() and not written
     own = Path(cfg.filename or "").parent
-    if begins and resume and (own / pointer.name).is_file():
+    if nothing_there and (own / pointer.name).is_file():
         raise InputError(
             f"{cfg.work_dir} has no run to resume, but {cfg.filename} is the config of the run in "
             f"{own}: add --work-dir {own}"
         )
-    if begins:
+    if resume is None or nothing_there:
         if cfg.get("resume"):  # as mmengine writes it into the config of a resumed run
             raise InputError(
                 f"{cfg.filename}: resume is True and load_from is {cfg.get('load_from')}, but only "
