@@ -122,7 +122,7 @@ class ExactCheckpointHook(CheckpointHook):
         seeded = any(seeded_transforms(loader.dataset))
         if seeded and not endless and isinstance(runner.train_loop, IterBasedTrainLoop):
             raise InputError(
-                f"a {type(runner.train_loop).__name__} with a {type(loader.sampler).__name__} "
+                f"{type(runner.train_loop).__name__} with {type(loader.sampler).__name__} "
                 "would augment an image alike in each pass through the data: set "
                 "train_cfg.type='ResumableIterLoop' and "
                 "train_dataloader.sampler.type='EndlessSampler'"

@@ -243,7 +243,7 @@ class ResumableIterLoop(IterBasedTrainLoop):
         sampler = getattr(self.dataloader, "sampler", None)
         if not isinstance(sampler, EndlessSampler):
             raise InputError(
-                f"train_dataloader.sampler is a {type(sampler).__name__}, but ResumableIterLoop "
+                f"train_dataloader.sampler is {type(sampler).__name__}, but ResumableIterLoop "
                 "needs an EndlessSampler: set train_dataloader.sampler.type='EndlessSampler'"
             )
 
