@@ -1,11 +1,10 @@
 """Checkpoints for an exact resume: a killed run continues as if it had not been killed."""
 
-import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +33,9 @@ from .mmengine_internals import is_resuming
 from .nested import NestedTraining
 from .parameter_groups import fit_groups, merge_separate_groups
 from .processes import check_alike
-from .storage import secure_files
+from .random_state import rng_state, set_rng_state
+from .schedule import check_schedule_is_kept, schedule_settings
+from .storage import plain_values, secure_files
 from .termination import STATUS, Agreement, PatientWorker, Termination
 from .transforms import check_copies, seeded_transforms
 
@@ -102,7 +103,7 @@ class ExactCheckpointHook(CheckpointHook):
         self._keep_best_within(runner)
         loader = runner.train_dataloader
         self._identity = run_identity(runner)
-        check_alike({**say_identity(self._identity), **_schedule(runner)})
+        check_alike({**say_identity(self._identity), **schedule_settings(runner)})
         # mmengine's own runner has no writer: it returns when a checkpoint is on the disk.
         self._writer = getattr(runner, "writer", self._writer)
         self._writer.background = self._background
@@ -287,7 +288,7 @@ class ExactCheckpointHook(CheckpointHook):
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"] = state["step"].cpu()
         meta, own = checkpoint["meta"], runner.train_dataloader.dataset.metainfo
-        if meta.get("dataset_meta") == _plain(own):
+        if meta.get("dataset_meta") == plain_values(own):
             meta["dataset_meta"] = own  # mmengine compares pickles; ours has lists for tuples
         # mmengine makes file names from these numbers, and removes the files.
         info = checkpoint["message_hub"]["runtime_info"]
@@ -305,8 +306,8 @@ class ExactCheckpointHook(CheckpointHook):
             name: dict(zip(("log", "count"), map(torch.from_numpy, buffer.data), strict=True))
             for name, buffer in hub["log_scalars"].items()
         }
-        checkpoint["message_hub"] = {**_plain(hub), "log_scalars": scalars}
-        checkpoint["meta"] = _plain(checkpoint["meta"])
+        checkpoint["message_hub"] = {**plain_values(hub), "log_scalars": scalars}
+        checkpoint["meta"] = plain_values(checkpoint["meta"])
         if self._progress is not None:
             checkpoint["exact_resume"] = self._progress
         description = describe_classifier(
@@ -379,7 +380,7 @@ class ExactCheckpointHook(CheckpointHook):
             "rng": all_gather_object(rng_state()),
             "sampler_seed": runner.train_dataloader.sampler.seed,
             "iters_per_epoch": len(runner.train_dataloader),
-            "schedule": _schedule(runner),
+            "schedule": schedule_settings(runner),
             "run": self._identity,
             "gradients": gradients,
         }
@@ -415,85 +416,4 @@ def _card(runner, meta: dict[str, Any]) -> dict[str, Any]:
     if training["Epochs"] is not None:
         training["Epochs"] = meta["epoch"]
     sections = {"Data": facts.sections["Data"], "Training": training}
-    return _plain(facts._replace(sections=sections, metrics=[])._asdict())
-
-
-def _schedule(runner) -> dict[str, Any]:
-    """Return all settings that decide learning rate and weight decay, in plain values."""
-    cfg = runner.cfg
-    length = "max_iters" if isinstance(runner.train_loop, IterBasedTrainLoop) else "max_epochs"
-    return _plain(
-        {
-            f"train_cfg.{length}": getattr(runner, length),
-            "auto_scale_lr": dict(cfg.get("auto_scale_lr") or {}),
-            "optim_wrapper.accumulative_counts": cfg.optim_wrapper.get("accumulative_counts", 1),
-            "optim_wrapper.optimizer": _recipe(cfg.optim_wrapper.optimizer),
-            "param_scheduler": [dict(scheduler) for scheduler in cfg.param_scheduler or ()],
-            "custom_hooks: GrowthHook": growth_hooks(cfg),
-        }
-    )
-
-
-def _recipe(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of an optimiser, without the implementation that computes them."""
-    return {key: value for key, value in optimizer.items() if key not in ("foreach", "fused")}
-
-
-def check_schedule_is_kept(runner, resumed: Mapping[str, Any]) -> None:
-    """Check that a resumed run keeps its schedule.
-
-    Args:
-        runner: The runner.
-        resumed: Content of the checkpoint under ``exact_resume``.
-
-    Raises:
-        InputError: If a setting of the schedule changed; the message names it.
-    """
-    for name, value in _schedule(runner).items():
-        before = resumed["schedule"].get(name, [])
-        if name == "optim_wrapper.optimizer":
-            before = _recipe(before)
-        if value != before:
-            raise InputError(
-                f"{name} was {before} in the checkpoint and is {value} now, but a resumed run must "
-                "keep its schedule: give the old value, or start a new run from the "
-                "weights with `--cfg-options load_from=CHECKPOINT` in another --work-dir"
-            )
-
-
-def growth_hooks(cfg: Any) -> list[dict[str, Any]]:
-    """Return the growth hooks of a config."""
-    return [dict(hook) for hook in cfg.get("custom_hooks") or () if hook["type"] == "GrowthHook"]
-
-
-def rng_state() -> dict[str, Any]:
-    """Return the state of all global random generators, in plain values and tensors."""
-    _, keys, *rest = cast(tuple, np.random.get_state())  # noqa: NPY002  # mixup draws from it
-    return {
-        "python": random.getstate(),
-        "numpy": [keys.tolist(), *rest],
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-    }
-
-
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore a state that :func:`rng_state` returned."""
-    random.setstate(state["python"])
-    np.random.set_state(("MT19937", *state["numpy"]))  # noqa: NPY002
-    torch.set_rng_state(state["torch"].cpu())
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"].cpu())
-
-
-def _plain(value: Any) -> Any:
-    """Convert NumPy values to Python's, and all other objects to text."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, np.generic | np.ndarray):
-        return value.tolist()
-    if value is None or isinstance(value, bool | int | float | str | torch.Tensor):
-        return value
-    return str(value)
+    return plain_values(facts._replace(sections=sections, metrics=[])._asdict())

@@ -21,9 +21,9 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.segments import fuse_tokens
 
-from .checkpoint import rng_state, set_rng_state
 from .guard import unwrap
 from .mae import MaskedAutoencoder
+from .random_state import rng_state, set_rng_state
 
 FILE = "diagnostics.jsonl"
 # Images in one forward and backward pass, in float32 and in addition to the run's own memory.

@@ -28,11 +28,11 @@ from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import make_folder, write_whole
 
-from .checkpoint import growth_hooks
 from .export import forget_start
 from .launch import config_explained
 from .loop import loading_explained
 from .reports import environment
+from .schedule import growth_hooks
 from .storage import secure_files
 
 FILES = ("metrics.json", "per_class.csv", "confusion_matrix.png")

@@ -26,12 +26,12 @@ from tokenformer_vit.layers.arguments import COUNTS
 from tokenformer_vit.layers.segments import fuse_state_dict, part_name
 from tokenformer_vit.models.sizes import at_size
 
-from .checkpoint import check_schedule_is_kept
 from .guard import check_finite, unwrap
 from .mae import MaskedAutoencoder
 from .mmengine_internals import is_resuming
 from .nested import NestedTraining
 from .parameter_groups import align_schedulers, fit_groups
+from .schedule import check_schedule_is_kept
 
 _PAIRS = tuple(COUNTS.values())
 _UNITS = ("epoch", "iteration")

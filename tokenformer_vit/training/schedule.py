@@ -1,11 +1,14 @@
-"""Check that the schedule of the learning rate fits into a run, and suggest one that does."""
+"""The schedule of a run: whether it fits into the run, and whether a resumed run keeps it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmengine.config import Config
+from mmengine.runner import IterBasedTrainLoop
 
 from tokenformer_vit.errors import InputError
+
+from .storage import plain_values
 
 
 def check_schedule(cfg: Config) -> None:
@@ -41,6 +44,49 @@ def check_schedule(cfg: Config) -> None:
                     f"param_scheduler.{index} has {key}={part[key]}, but train_cfg.{length} is "
                     f"{number}: {_shorter(parts, number)}"
                 )
+
+
+def schedule_settings(runner) -> dict[str, Any]:
+    """Return all settings that decide learning rate and weight decay, in plain values."""
+    cfg = runner.cfg
+    length = "max_iters" if isinstance(runner.train_loop, IterBasedTrainLoop) else "max_epochs"
+    return plain_values(
+        {
+            f"train_cfg.{length}": getattr(runner, length),
+            "auto_scale_lr": dict(cfg.get("auto_scale_lr") or {}),
+            "optim_wrapper.accumulative_counts": cfg.optim_wrapper.get("accumulative_counts", 1),
+            "optim_wrapper.optimizer": _recipe(cfg.optim_wrapper.optimizer),
+            "param_scheduler": [dict(scheduler) for scheduler in cfg.param_scheduler or ()],
+            "custom_hooks: GrowthHook": growth_hooks(cfg),
+        }
+    )
+
+
+def check_schedule_is_kept(runner, resumed: Mapping[str, Any]) -> None:
+    """Check that a resumed run keeps its schedule.
+
+    Args:
+        runner: The runner.
+        resumed: Content of the checkpoint under ``exact_resume``.
+
+    Raises:
+        InputError: If a setting of the schedule changed; the message names it.
+    """
+    for name, value in schedule_settings(runner).items():
+        before = resumed["schedule"].get(name, [])
+        if name == "optim_wrapper.optimizer":
+            before = _recipe(before)
+        if value != before:
+            raise InputError(
+                f"{name} was {before} in the checkpoint and is {value} now, but a resumed run must "
+                "keep its schedule: give the old value, or start a new run from the "
+                "weights with `--cfg-options load_from=CHECKPOINT` in another --work-dir"
+            )
+
+
+def growth_hooks(cfg: Any) -> list[dict[str, Any]]:
+    """Return the growth hooks of a config."""
+    return [dict(hook) for hook in cfg.get("custom_hooks") or () if hook["type"] == "GrowthHook"]
 
 
 def _parts(cfg: Config) -> Sequence[Any]:
@@ -83,3 +129,8 @@ def _shorter(parts: Mapping[int, Any], number: int) -> str:
         if parts[index][key] != value
     )
     return f"{said} by `--cfg-options {options}`"
+
+
+def _recipe(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of an optimiser, without the implementation that computes them."""
+    return {key: value for key, value in optimizer.items() if key not in ("foreach", "fused")}

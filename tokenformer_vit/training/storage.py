@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
+import numpy as np
 import torch
 import yaml
 from mmengine.fileio import (
@@ -144,6 +145,19 @@ class RefusedPickleHandler(PickleHandler):
     def load_from_path(self, filepath: str | Path, **kwargs: Any) -> NoReturn:
         """Refuse a file, as :meth:`load_from_fileobj` does."""
         raise InputError(f"{filepath} is not read, because a pickle can run code: save it as .json")
+
+
+def plain_values(value: Any) -> Any:
+    """Convert NumPy values to Python's, and all other objects to text."""
+    if isinstance(value, dict):
+        return {key: plain_values(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_values(item) for item in value]
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if value is None or isinstance(value, bool | int | float | str | torch.Tensor):
+        return value
+    return str(value)
 
 
 def secure_files() -> None:
