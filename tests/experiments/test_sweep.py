@@ -391,6 +391,24 @@ def test_a_sweep_gets_more_seeds_after_an_edit_of_its_config(tmp_path, config, w
 
 
 @pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ("optim_wrapper = dict(optimizer=dict(lr=2e-3))", r"lr: 0\.001 there and 0\.002 here"),
+        ("train_cfg = dict(max_epochs=4)", "epochs: 2 there and 4 here"),
+    ],
+)
+def test_a_record_of_another_rate_or_length_is_never_the_same_training(
+    config, words, trainer, edit, message
+):
+    words += ["--variants", "gelu_l2", "--same-training"]
+    sweep(SOFTMAX, words)
+    # Without this check the record would count as that of the new rate.
+    config.write_text(f"{config.read_text()}{edit}\n")
+    with pytest.raises(InputError, match=message):
+        sweep(SOFTMAX, words)
+
+
+@pytest.mark.parametrize(
     ("question", "name", "variants"),
     [
         (GROWTH, "cifar10_micro", ("large", "net2net")),

@@ -45,7 +45,7 @@ from .fields import Field
 from .plan import MOST_DIAGNOSES
 from .run import Run, plain, shown
 
-_IDENTITY = ("settings", "question", "variant", "start", "base")  # keys of what was trained
+_IDENTITY = ("settings", "question", "variant", "start", "base", "lr")  # keys of what was trained
 _MOST_LOSSES = 100  # points of a loss curve in a record
 _MOST_FIGURES = 4500  # numbers of diagnostics in a record
 
@@ -60,6 +60,8 @@ def find_record(run: Run) -> dict[str, Any] | None:
         return None
     record = json.loads(run.record.read_text(encoding="utf-8"))
     there, wanted = ({key: each.get(key) for key in _IDENTITY} for each in (record, run.about))
+    if run.field.length in record:  # the base may be another with --same-training
+        there[run.field.length], wanted[run.field.length] = record[run.field.length], run.length
     run.check_same(there, wanted, run.record, "--out and --work-dir")
     return record
 
