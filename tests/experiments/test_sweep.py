@@ -475,6 +475,7 @@ def test_the_table_of_own_records_is_beside_them(tmp_path, words, trainer, monke
     text = (folder / "softmax_small.md").read_text()
     assert "| exp + L1 | 0.001 |" in text
     assert "75.50 (n = 1)" in text
+    assert "A ± is the standard deviation" in text
     assert "(softmax_small.png)" in text
     with Image.open(folder / "softmax_small.png") as picture:
         assert picture.width > 600
