@@ -346,6 +346,25 @@ def test_later_seeds_train_at_the_best_rate_of_the_first(tmp_path, words, traine
     assert len(records(tmp_path)) == 10
 
 
+def test_later_seeds_wait_for_all_rates_of_the_first(words, trainer, monkeypatch, capfd):
+    monkeypatch.setenv("BEST", "2.1e-3")
+    words += ["--variants", "softmax", "--seeds", "2", "--lr", "1e-3", "2e-3", "--lr-seeds", "1"]
+    words += ["--print-commands"]
+
+    def printed():
+        sweep(SOFTMAX, words)
+        commands = capfd.readouterr().out.splitlines()
+        return {command.split()[2].removeprefix("work/"): command for command in commands}
+
+    first = printed()
+    assert list(first) == ["softmax_seed0.py", "softmax_seed0_lr0.002.py"]
+    for name, command in first.items():
+        subprocess.run([sys.executable, *shlex.split(command)[1:]], check=True)
+        first = {each: first[each] for each in first if each != name}
+        # The one rate that is finished is not the best of both yet.
+        assert list(printed()) == (list(first) or ["softmax_seed1_lr0.002.py"])
+
+
 def test_the_batch_size_is_that_of_training(words):
     (run, *_) = plan(SOFTMAX, parse(SOFTMAX, [*words, "--batch-size", "5"]))
     assert run.settings["train_dataloader"]["batch_size"] == 5
