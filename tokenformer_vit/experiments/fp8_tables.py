@@ -52,15 +52,20 @@ def trainings(root: Path, link: Callable[[str, str], str]) -> Table:
         runs: dict[str, dict[int, dict[str, Any]]] = {"bfloat16": {}, "fp8": {}}
         for path in sorted(folder.glob("*.json")):
             record = read_record(path)
-            runs[record["variant"]][record["seed"]] = record
+            if "failed" not in record:
+                runs[record["variant"]][record["seed"]] = record
         seeds = sorted(runs["bfloat16"].keys() & runs["fp8"].keys())
+        if not seeds:
+            continue
         cells = []
         for measure, digits in ((_loss, 4), (_top1, 2)):
             pairs = [[measure(runs[name][seed]) for name in runs] for seed in seeds]
             steps = [new - old for old, new in pairs]
-            error = stdev(steps) / len(steps) ** 0.5
             cells += [f"{mean(values):.{digits}f}" for values in zip(*pairs, strict=True)]
-            cells.append(f"{mean(steps):+.{digits}f} ± {error:.{digits}f}".replace("-", "−"))
+            change = f"{mean(steps):+.{digits}f}".replace("-", "−")
+            if len(steps) > 1:
+                change += f" ± {stdev(steps) / len(steps) ** 0.5:.{digits}f}"
+            cells.append(change)
         record = runs["fp8"][seeds[0]]
         name = link(f"`{Path(record['config']).stem}`", f"{TRAININGS}/{folder.name}")
         rows.append([f"{name}, {record['iterations']:,} steps, n = {len(seeds)}", *cells])
