@@ -139,8 +139,9 @@ class Row:
         return ", ".join(f"{lr:g}" for lr in sorted({run["lr"] for run in self.records}))
 
     def counts(self, key: str) -> str:
-        """Counts that all records have, such as the number of parameters."""
-        return ", ".join(f"{count:,}" for count in sorted({run[key] for run in self.records}))
+        """Counts such as the number of parameters; a failed run may not have them."""
+        counts = sorted({run[key] for run in self.records if key in run})
+        return ", ".join(f"{count:,}" for count in counts)
 
     def parameters(self) -> str:
         """Number of parameters at the start and, if the model grew, at the end."""
