@@ -31,11 +31,12 @@ difference to the row above, or to the row that its heading names, seed by seed.
 says *± standard error*, *better* and *worse* mean a difference of over two standard errors, with
 three seeds or more. With three seeds, chance alone gives such a difference in about one comparison
 of five. Where several learning rates were tried, each variant's best one was chosen on the same
-validation data. Where only the first seeds tried all of them, their results chose it and also count
-in the mean, which is therefore a little too good. Failed runs are named and count in no mean. Equal
-FLOPs are not equal time: minutes are also given, as means over runs that were not interrupted. A
-line below a table compares the order of the variants half-way with the order at the end; where it
-changes, longer runs may change it again.
+validation data; if it is the largest or the smallest of them, others may be better. Where only the
+first seeds tried all of them, their results chose it and also count in the mean, which is therefore
+a little too good. Failed runs are named and count in no mean. Equal FLOPs are not equal time:
+minutes are also given, as means over runs that were not interrupted. A line below a table compares
+the order of the variants half-way with the order at the end; where it changes, longer runs may
+change it again.
 """
 _IMAGES = """\
 Top-1 is measured on the validation images after the last epoch. Runs of one seed share the order of
