@@ -18,6 +18,7 @@ import torch
 
 import tokenformer_vit
 
+from .errors import InputError, one_line
 from .files import write_whole
 
 _distributions = cache(packages_distributions)  # it opens every installed package: a second
@@ -99,3 +100,22 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
         text,
     )
     write_whole(path, f"{text}\n".encode())
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Read a record that :func:`write_record` wrote.
+
+    Raises:
+        InputError: If the file is damaged.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(record, dict):
+            return record
+        reason = f"it holds a {type(record).__name__}"
+    except ValueError as error:
+        reason = one_line(error)
+    raise InputError(
+        f"{path} is not a record ({reason}): restore the file, or delete it and run its command "
+        "again"
+    )

@@ -235,6 +235,17 @@ def test_a_lower_perplexity_is_better(logarithmic, verdict):
     assert row.compared(row.other(other)) == f"−2.00 ± 0.00, {verdict}"
 
 
+def test_a_difference_of_fewer_seeds_than_a_row_has_says_so():
+    variant, other = BUDGET.variants[:2]
+    results = {variant: (1.0, 3.0, 2.0, 9.0), other: (0.0, 2.0, 1.0)}
+    group = {
+        each: [{"seed": seed, "final": {"top1": top1}} for seed, top1 in enumerate(values)]
+        for each, values in results.items()
+    }
+    row = Row(variant, group, BUDGET.field.measure)
+    assert row.compared(row.other(other)) == "+1.00 ± 0.00, better (n = 3)"
+
+
 def test_three_accounts_of_the_small_model(root):
     costs = dict(zip(NAMES, (3e12, 6e12, 0.6e12, 0.6e12, 3.6e12), strict=True))
     for seed in range(3):

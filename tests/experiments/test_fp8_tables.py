@@ -49,3 +49,18 @@ def test_trainings_are_compared_seed_by_seed(tmp_path):
             *("1.2000", "1.1000", "−0.1000 ± 0.1155", "50.00", "50.00", "+0.00 ± 0.00"),
         ]
     ]
+
+
+def test_one_seed_has_no_error_and_failed_runs_do_not_count(tmp_path):
+    for folder, fails in (("fp8_one", False), ("fp8_failed", True)):
+        path = tmp_path / fp8_tables.TRAININGS / folder
+        path.mkdir(parents=True)
+        for variant, loss in (("bfloat16", 1.0), ("fp8", 0.5)):
+            record = {"variant": variant, "seed": 0, "config": "configs/some.py"}
+            record |= {"iterations": 12, "loss_last_20_mean": loss, "final": {"top1": 50}}
+            if fails and variant == "fp8":
+                record = {"variant": variant, "seed": 0, "failed": "the loss is nan"}
+            (path / f"{variant}_seed0.json").write_text(json.dumps(record))
+    _, rows = fp8_tables.trainings(tmp_path, lambda text, path: text)
+    numbers = ["1.0000", "0.5000", "−0.5000", "50.00", "50.00", "+0.00"]
+    assert rows == [["`some`, 12 steps, n = 1", *numbers]]

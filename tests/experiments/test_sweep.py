@@ -346,6 +346,25 @@ def test_later_seeds_train_at_the_best_rate_of_the_first(tmp_path, words, traine
     assert len(records(tmp_path)) == 10
 
 
+def test_later_seeds_wait_for_all_rates_of_the_first(words, trainer, monkeypatch, capfd):
+    monkeypatch.setenv("BEST", "2.1e-3")
+    words += ["--variants", "softmax", "--seeds", "2", "--lr", "1e-3", "2e-3", "--lr-seeds", "1"]
+    words += ["--print-commands"]
+
+    def printed():
+        sweep(SOFTMAX, words)
+        commands = capfd.readouterr().out.splitlines()
+        return {command.split()[2].removeprefix("work/"): command for command in commands}
+
+    first = printed()
+    assert list(first) == ["softmax_seed0.py", "softmax_seed0_lr0.002.py"]
+    for name, command in first.items():
+        subprocess.run([sys.executable, *shlex.split(command)[1:]], check=True)
+        first = {each: first[each] for each in first if each != name}
+        # The one rate that is finished is not the best of both yet.
+        assert list(printed()) == (list(first) or ["softmax_seed1_lr0.002.py"])
+
+
 def test_the_batch_size_is_that_of_training(words):
     (run, *_) = plan(SOFTMAX, parse(SOFTMAX, [*words, "--batch-size", "5"]))
     assert run.settings["train_dataloader"]["batch_size"] == 5
@@ -388,6 +407,24 @@ def test_a_sweep_gets_more_seeds_after_an_edit_of_its_config(tmp_path, config, w
     write_record(path, found["vit_seed1"])
     with pytest.raises(InputError, match=r"mlp_ratio is 6\.0 in .* and 3\.0 in vit_seed1"):
         read_sweep(SOFTMAX, path.parent)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ("optim_wrapper = dict(optimizer=dict(lr=2e-3))", r"lr: 0\.001 there and 0\.002 here"),
+        ("train_cfg = dict(max_epochs=4)", "epochs: 2 there and 4 here"),
+    ],
+)
+def test_a_record_of_another_rate_or_length_is_never_the_same_training(
+    config, words, trainer, edit, message
+):
+    words += ["--variants", "gelu_l2", "--same-training"]
+    sweep(SOFTMAX, words)
+    # Without this check the record would count as that of the new rate.
+    config.write_text(f"{config.read_text()}{edit}\n")
+    with pytest.raises(InputError, match=message):
+        sweep(SOFTMAX, words)
 
 
 @pytest.mark.parametrize(
@@ -457,6 +494,7 @@ def test_the_table_of_own_records_is_beside_them(tmp_path, words, trainer, monke
     text = (folder / "softmax_small.md").read_text()
     assert "| exp + L1 | 0.001 |" in text
     assert "75.50 (n = 1)" in text
+    assert "A ± is the standard deviation" in text
     assert "(softmax_small.png)" in text
     with Image.open(folder / "softmax_small.png") as picture:
         assert picture.width > 600

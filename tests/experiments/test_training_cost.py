@@ -188,6 +188,14 @@ def test_the_paper_has_no_such_table(root):
     assert "in which it grew no model (`python ablations/growth.py --config" in section
 
 
+def test_seeds_may_be_validated_at_other_epochs(root):
+    write(root, "zero_key", 0, 50.0)
+    curve = {"epoch": [2, 4, 6], "top1": [40.0, 45.0, 50.0], "flops": [1e15, 1.5e15, 2e15]}
+    write(root, "zero_key", 1, 50.0, validation=curve)
+    tables.main(QUESTIONS, [], root)
+    assert (root / "ablations" / "results" / "growth_small.png").is_file()
+
+
 def test_charts_and_the_table_of_the_readme(root):
     readme, markers = root / "README.md", "before\n<!-- growth -->\n<!-- /growth -->\nafter\n"
     readme.write_text(markers)

@@ -1,7 +1,6 @@
 """What a sweep costs before it starts: runs, images or sequences, training FLOPs and hours."""
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from tokenformer_vit.ops.precision import SLOW, bfloat16_speed
-from tokenformer_vit.records import environment
+from tokenformer_vit.records import environment, read_record
 
 from .questions import Question
 from .record import find_record
@@ -119,7 +118,7 @@ def _recorded_rates(left: Sequence[Run], costs: Mapping[str, tuple[int, int]]) -
         seen, flops = costs[each.about["variant"]]
         own[each.about["parameters"]] = flops / seen
     for path in sorted(run.out.parent.glob(f"*_{run.base.stem}/*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_record(path)
         if record.get("hardware") != hardware or record.get("resumed_at_iteration") != 0:
             continue
         if record["dtype"].startswith("bfloat16") != _in_bfloat16(run):

@@ -1,10 +1,11 @@
 """Tables of 8-bit products: their errors, what they cost in trainings, what they could save."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
+
+from tokenformer_vit.records import read_record
 
 RECORD = "tokenformer_vit/benchmarking/results/fp8.json"
 TRAININGS = "ablations/results"
@@ -14,7 +15,7 @@ Table = tuple[str, list[list[str]]]  # headings, rows
 
 def read(root: Path) -> dict[str, Any]:
     """Read the record of ``tokenformer_vit.benchmarking.fp8``."""
-    return json.loads((root / RECORD).read_text(encoding="utf-8"))
+    return read_record(root / RECORD)
 
 
 def errors(root: Path) -> Table:
@@ -50,16 +51,21 @@ def trainings(root: Path, link: Callable[[str, str], str]) -> Table:
     for folder in sorted((root / TRAININGS).glob("fp8_*/")):
         runs: dict[str, dict[int, dict[str, Any]]] = {"bfloat16": {}, "fp8": {}}
         for path in sorted(folder.glob("*.json")):
-            record = json.loads(path.read_text(encoding="utf-8"))
-            runs[record["variant"]][record["seed"]] = record
+            record = read_record(path)
+            if "failed" not in record:
+                runs[record["variant"]][record["seed"]] = record
         seeds = sorted(runs["bfloat16"].keys() & runs["fp8"].keys())
+        if not seeds:
+            continue
         cells = []
         for measure, digits in ((_loss, 4), (_top1, 2)):
             pairs = [[measure(runs[name][seed]) for name in runs] for seed in seeds]
             steps = [new - old for old, new in pairs]
-            error = stdev(steps) / len(steps) ** 0.5
             cells += [f"{mean(values):.{digits}f}" for values in zip(*pairs, strict=True)]
-            cells.append(f"{mean(steps):+.{digits}f} ± {error:.{digits}f}".replace("-", "−"))
+            change = f"{mean(steps):+.{digits}f}".replace("-", "−")
+            if len(steps) > 1:
+                change += f" ± {stdev(steps) / len(steps) ** 0.5:.{digits}f}"
+            cells.append(change)
         record = runs["fp8"][seeds[0]]
         name = link(f"`{Path(record['config']).stem}`", f"{TRAININGS}/{folder.name}")
         rows.append([f"{name}, {record['iterations']:,} steps, n = {len(seeds)}", *cells])

@@ -3,7 +3,6 @@
 A README has a table between two markers, ``<!-- NAME -->`` and ``<!-- /NAME -->``.
 """
 
-import json
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from tokenformer_vit.benchmarking.cluster import STATE_BYTES, Needs
 from tokenformer_vit.benchmarking.costs import model_costs, total
 from tokenformer_vit.benchmarking.facts import render_facts
 from tokenformer_vit.models import TokenFormerLM, lm_config
+from tokenformer_vit.records import read_record
 
 from . import fp8_tables
 from .fields import Field
@@ -153,7 +153,7 @@ def _run(root: Path, link: Link, name: str, what: str, length: str, *results: st
     path = root / RUNS / f"{name}.json"
     if not path.is_file():
         return [what, "not run"]
-    run = json.loads(path.read_text(encoding="utf-8"))
+    run = read_record(path)
     return [
         link(what, f"{RUNS}/{name}.json"),
         f"{run['hardware']}, {run['dtype']}",
@@ -170,7 +170,7 @@ def _image_speed(root: Path, link: Link) -> str:
     rows: list[list[str]] = []
     gpus: dict[str, list[str]] = {}  # the groups that each of them has
     for path in sorted((root / SPEED).glob("speed_*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_record(path)
         if _BENCHMARK.items() <= record.items():
             name = link(record["hardware"], f"{SPEED}/{path.name}")
             own = _speed_rows(name, record, "image")
@@ -186,7 +186,7 @@ def _language_speed(root: Path, link: Link) -> str:
     """Render the benchmarks of language models."""
     rows = []
     for path in sorted((root / SPEED).glob("speed_lm_*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_record(path)
         what = f"`{record['model']}`, {record['num_tokens']} tokens, {record['hardware']}"
         if record["baseline"] != "transformer":
             what += f", to a {record['baseline']}"
@@ -199,7 +199,7 @@ def _loop_speed(root: Path, link: Link) -> str:
     """Render the parts of training steps; times are medians in milliseconds."""
     rows, on_gpu = [], False
     for path in sorted((root / SPEED).glob("loop_*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_record(path)
         on_gpu = on_gpu or record["device"] == "cuda"
         parts = [
             link(f"`{record['config']}`", f"{SPEED}/{path.name}"),
@@ -231,7 +231,7 @@ def _profiles(root: Path, link: Link) -> str:
     """Render the shares of the parts of a step."""
     rows, on_gpu = [], False
     for path in sorted((root / SPEED).glob("profile_*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_record(path)
         on_gpu = on_gpu or record["device"] == "cuda"
         name = link(f"`{record['model']}`", f"{SPEED}/{path.name}")
         name += f", {record['hardware']}, {record['mode']}, {record['dtype']}, "

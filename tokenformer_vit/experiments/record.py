@@ -27,7 +27,6 @@ A record, ``OUT/<run>.json``, has what the training's own ``record.json`` has, a
                           tau where it changes
 """
 
-import json
 import math
 import re
 import shlex
@@ -37,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.records import environment, write_record
+from tokenformer_vit.records import environment, read_record, write_record
 from tokenformer_vit.training import read_diagnostics
 from tokenformer_vit.training.reports import read_scalars
 
@@ -45,7 +44,7 @@ from .fields import Field
 from .plan import MOST_DIAGNOSES
 from .run import Run, plain, shown
 
-_IDENTITY = ("settings", "question", "variant", "start", "base")  # keys of what was trained
+_IDENTITY = ("settings", "question", "variant", "start", "base", "lr")  # keys of what was trained
 _MOST_LOSSES = 100  # points of a loss curve in a record
 _MOST_FIGURES = 4500  # numbers of diagnostics in a record
 
@@ -58,8 +57,10 @@ def find_record(run: Run) -> dict[str, Any] | None:
     """
     if not run.record.is_file():
         return None
-    record = json.loads(run.record.read_text(encoding="utf-8"))
+    record = read_record(run.record)
     there, wanted = ({key: each.get(key) for key in _IDENTITY} for each in (record, run.about))
+    if run.field.length in record:  # the base may be another with --same-training
+        there[run.field.length], wanted[run.field.length] = record[run.field.length], run.length
     run.check_same(there, wanted, run.record, "--out and --work-dir")
     return record
 
@@ -74,7 +75,7 @@ def adopt(run: Run, processes: int) -> str | None:
     # Other code, or another number of processes, would not give the same numbers.
     wanted = plain({**wanted, "commit": environment()["commit"], "processes": processes})
     for path in sorted(run.out.parent.glob(f"*_{run.base.stem}/*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_record(path)
         there = {key: record.get(key, "") for key in wanted}
         for each in (there, wanted):
             # The working tree may be dirty only because of a new record.
@@ -91,7 +92,7 @@ def collect(run: Run, failed: str | None = None) -> dict[str, Any]:
     measure = run.field.measure
     train, val = read_scalars(sorted(run.folder.glob("*/vis_data/scalars.json")))
     if failed is None:
-        training = json.loads((run.folder / "record.json").read_text(encoding="utf-8"))
+        training = read_record(run.folder / "record.json")
         training["training_command"] = training.pop("command")
     else:
         training = {**environment(), "failed": failed, "n": 1}

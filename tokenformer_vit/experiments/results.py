@@ -1,12 +1,12 @@
 """Read the records of sweeps, and check that the records of a table can be compared."""
 
 import copy
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.records import read_record
 
 from .questions import Question
 from .rows import Record
@@ -32,9 +32,7 @@ def read_sweep(question: Question, folder: Path) -> list[Record]:
         InputError: If a record has an unknown variant, or the records differ in more than the
             variant.
     """
-    records = {
-        path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))
-    }
+    records = {path: read_record(path) for path in sorted(folder.glob("*.json"))}
     records = {
         path: each for path, each in records.items() if each.get("question") == question.name
     }

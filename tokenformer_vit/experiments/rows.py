@@ -120,24 +120,28 @@ class Row:
     def compared(self, other: "Row") -> str:
         """Mean and standard error of the differences, over the seeds that both rows have.
 
-        *better* or *worse* follows a mean over two standard errors, of three seeds or more.
+        *better* or *worse* follows a mean over two standard errors, of three seeds or more. n is
+        given if it is below three, or below that of a row.
         """
-        steps = (self.results() - other.results()).dropna()
+        mine, theirs = self.results(), other.results()
+        steps = (mine - theirs).dropna()
         if steps.empty:
             return "–"
         mean, error = steps.mean(), steps.sem()
         text = f"{mean:+.2f}" if len(steps) == 1 else f"{mean:+.2f} ± {error:.2f}"
         if len(steps) >= _FEWEST_SEEDS and abs(mean) > 2 * error:
             text += ", better" if (mean > 0) != self.measure.logarithmic else ", worse"
-        return minus(text) if len(steps) >= _FEWEST_SEEDS else f"{minus(text)} (n = {len(steps)})"
+        most = max(len(mine), len(theirs), _FEWEST_SEEDS)
+        return minus(text) if len(steps) == most else f"{minus(text)} (n = {len(steps)})"
 
     def lr(self) -> str:
         """Learning rate."""
         return ", ".join(f"{lr:g}" for lr in sorted({run["lr"] for run in self.records}))
 
     def counts(self, key: str) -> str:
-        """Counts that all records have, such as the number of parameters."""
-        return ", ".join(f"{count:,}" for count in sorted({run[key] for run in self.records}))
+        """Counts such as the number of parameters; a failed run may not have them."""
+        counts = sorted({run[key] for run in self.records if key in run})
+        return ", ".join(f"{count:,}" for count in counts)
 
     def parameters(self) -> str:
         """Number of parameters at the start and, if the model grew, at the end."""

@@ -113,7 +113,7 @@ def _train(planned: Sequence[Run], needed: Sequence[Run | None], args: argparse.
 def _at_best_rates(question: Question, first: Sequence[Run], others: Sequence[Run]) -> list[Run]:
     """Keep the runs of later seeds at the learning rate that was the best of the first seeds.
 
-    A variant without a finished run among the first seeds keeps none.
+    A variant keeps none until all runs of its first seeds have ended, and without a finished one.
     """
     best = _best_rates(question, first)
     kept: list[Run] = []
@@ -125,12 +125,17 @@ def _at_best_rates(question: Question, first: Sequence[Run], others: Sequence[Ru
 
 
 def _best_rates(question: Question, runs: Sequence[Run]) -> dict[str, float | None]:
-    """Return the best learning rate of each variant, or None without a finished run."""
+    """Return the best learning rate of each variant.
+
+    It is None until all runs of the variant have ended, and without a finished run.
+    """
     from .record import find_record
 
-    records = [record for run in runs if (record := find_record(run))]
+    found = [(run.about["variant"], find_record(run)) for run in runs]
+    unknown = {name for name, record in found if record is None}
+    records = [record for _, record in found if record]
     return {
-        variant.name: best_lr(question.field.measure, own)
+        variant.name: None if variant.name in unknown else best_lr(question.field.measure, own)
         for variant, own in by_variant(question.variants, records).items()
     }
 

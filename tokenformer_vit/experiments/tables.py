@@ -24,31 +24,44 @@ _PAPERS_ARGUMENTS = (
     "--cfg-options optim_wrapper.accumulative_counts=4"
 )
 
-_TITLE = """# Ablations
+# How to read all tables, and those of each field.
+_READING = """\
+Results are means over n seeds. A ± is the standard deviation; a single seed has none. Δ is the
+difference to the row above, or to the row that its heading names, seed by seed. Where a heading
+says *± standard error*, *better* and *worse* mean a difference of over two standard errors, with
+three seeds or more. With three seeds, chance alone gives such a difference in about one comparison
+of five. Where several learning rates were tried, each variant's best one was chosen on the same
+validation data; if it is the largest or the smallest of them, others may be better. Where only the
+first seeds tried all of them, their results chose it and also count in the mean, which is therefore
+a little too good. Failed runs are named and count in no mean. Equal FLOPs are not equal time:
+minutes are also given, as means over runs that were not interrupted. A line below a table compares
+the order of the variants half-way with the order at the end; where it changes, longer runs may
+change it again.
+"""
+_IMAGES = """\
+Top-1 is measured on the validation images after the last epoch. Runs of one seed share the order of
+the data, the augmentation of each image and every weight outside the blocks. A ViT draws other
+random numbers in its blocks, so it pairs other images in mixup and drops other paths. The paper's
+figures are for its base model on ImageNet-1K; it does not say how many seeds. Training FLOPs are
+those of the backbone, over all forward and backward passes.
+"""
+_LANGUAGE = """\
+Perplexity is measured on held-out text after the last iteration. Runs of one seed share the order
+of the data. Models that begin with the same sizes also begin with the same weights. Parameters
+include the embedding. Training FLOPs are counted over all forward and backward passes, with the
+head.
+"""
+_READING_OF = {IMAGES: _IMAGES, LANGUAGE: _LANGUAGE}
+_TITLE = f"""# Ablations
 
 Rendered by `python ablations/tables.py` from the records in `ablations/results/`, one for each run.
+Most runs shared their machine with other work.
 
-Top-1 is measured on the validation images after the last epoch: mean ± standard deviation over n
-seeds; a single seed has no deviation. Δ is the step from the row above, seed by seed. Where a
-heading says *± standard error*, *better* and *worse* mean a difference of over two standard errors,
-with three seeds or more. Runs of one seed share the order of the data, the augmentation of each
-image and every weight outside the blocks. A ViT draws other random numbers in its blocks, so it
-pairs other images in mixup and drops other paths. Failed runs are named and count in no mean. Where
-several learning rates were tried, the best one has the highest mean on the same validation images.
-The paper's figures are for its base model on ImageNet-1K; it does not say how many seeds. Training
-FLOPs are those of the backbone, over all forward and backward passes. Equal FLOPs are not equal
-time: minutes are also given, as means over runs that were not interrupted. Most runs shared their
-machine with other work. A line below a table compares the order of the variants half-way with the
-order at the end; where it changes, longer runs may change it again.
-"""
-LANGUAGE_TITLE = """# Ablations of language models
+{_READING}
+{_IMAGES}"""
+LANGUAGE_TITLE = f"""# Ablations of language models
 
-Perplexity is measured on held-out text after the last iteration: mean ± standard deviation over n
-seeds. Runs of one seed share the order of the data. Models that begin with the same sizes also
-begin with the same weights. Parameters include the embedding. Training FLOPs are counted over all
-forward and backward passes, with the head. Failures, learning rates and minutes are reported as
-above.
-"""
+{_LANGUAGE}"""
 TITLES = {IMAGES: _TITLE, LANGUAGE: LANGUAGE_TITLE}
 
 
@@ -92,7 +105,8 @@ def write_own(question: Question, out: Path) -> Path:
     """
     records = read_sweep(question, out)
     path = out.parent / f"{out.name}.md"
-    parts = [f"# {_introduction(question)}", *_sweep(question, records, out.name)]
+    reading = f"{_READING}\n{_READING_OF[question.field]}"
+    parts = [f"# {_introduction(question)}", reading, *_sweep(question, records, out.name)]
     write_whole(path, "\n".join(parts).encode())
     _draw(question, records, out)
     return path

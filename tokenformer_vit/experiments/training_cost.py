@@ -178,7 +178,7 @@ class TrainingCost(Question):
             validation = curves_of(runs, "validation", "flops", measure.name)
             band(curves, validation, linestyle=linestyle, **style)
             if variant.grown:
-                self._mark_growths(curves, runs, validation, colour)
+                self._mark_growths(curves, runs, colour)
             results, flops = Row(variant, done, measure).results(), runs[0]["flops"]
             points(curves, flops, results, fmt=marker, zorder=5, each=False, **style)
             points(ends, flops * _aside(variant, done), results, fmt=marker, zorder=5, **style)
@@ -201,16 +201,14 @@ class TrainingCost(Question):
         figure.legend(handles=handles, loc="outside right upper", fontsize="small")
         return figure
 
-    def _mark_growths(
-        self, axes: Axes, runs: Sequence[Record], validation: pd.DataFrame, colour: str
-    ) -> None:
+    def _mark_growths(self, axes: Axes, runs: Sequence[Record], colour: str) -> None:
         """Draw a triangle where a model grew: the FLOPs by then, and the mean result."""
-        measured = runs[0]["validation"]
+        measured, unit = runs[0]["validation"], self.field.unit
         per_unit = runs[0]["iterations"] / runs[0][self.field.length]
         times = [growth["iteration"] / per_unit for growth in runs[0]["growth"]]
-        units, means = measured[self.field.unit], validation.mean(axis=1)
-        flops = np.interp(times, [0, *units], [0, *measured["flops"]])
-        results = np.interp(times, units, means)
+        flops = np.interp(times, [0, *measured[unit]], [0, *measured["flops"]])
+        means = curves_of(runs, "validation", unit, self.field.measure.name).mean(axis=1)
+        results = np.interp(times, means.index, means)  # at the points that all runs have
         axes.plot(flops, results, "^", color=colour, markeredgecolor="0.2", zorder=4)
 
 
