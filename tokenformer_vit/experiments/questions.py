@@ -170,12 +170,13 @@ class Question(ABC):
         """Draw the results with their deviation, training loss and validation.
 
         Curves are means over seeds, with a band of one standard deviation. The loss of a failed run
-        is dotted up to its end. Every variant is drawn at its best learning rate.
+        is dotted up to its end. Every variant that has run is drawn, at its best learning rate.
         """
         field, measure = self.field, self.field.measure
-        figure = Figure(figsize=(13, 3.8), layout="constrained")
+        figure = Figure(figsize=(15.5, 3.8), layout="constrained")
         result, loss, validation = figure.subplots(1, 3)
         group = at_best_lr(measure, self.variants, records)
+        group = {variant: runs for variant, runs in group.items() if runs}
         for index, (variant, runs) in enumerate(group.items()):
             style: dict[str, Any] = {"color": f"C{index}", "label": name_of(variant, runs, records)}
             if done := finished(runs):
@@ -185,18 +186,19 @@ class Question(ABC):
             for run in runs:
                 curve = curves_of([run], "loss", "iteration", "loss")
                 if "failed" in run and len(curve):
-                    loss.plot(curve, ":", color=f"C{index}")
+                    loss.plot(curve, ":", **style)
                     loss.plot(curve[-1:], "x", color=f"C{index}")
-        labels = [variant.label for variant in self.variants]
-        result.set_xticks(range(len(labels)), labels, rotation=20, ha="right")
         result.set(
-            title=f"{measure.axis}, mean ± standard deviation", xlim=(-0.5, len(labels) - 0.5)
+            title=f"{measure.axis}, mean ± standard deviation",
+            xlim=(-0.5, len(group) - 0.5),
+            xticks=[],
         )
         loss.set(title="training loss", xlabel="iteration")
         validation.set(title=f"validation {measure.axis}", xlabel=field.unit)
         scale(validation, measure)
-        if loss.get_legend_handles_labels()[0]:
-            loss.legend(fontsize="small")
+        handles, labels = loss.get_legend_handles_labels()
+        if named := dict(zip(labels, handles, strict=True)):
+            figure.legend(named.values(), named.keys(), loc="outside right upper", fontsize="small")
         return figure
 
 
