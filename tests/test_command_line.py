@@ -149,6 +149,61 @@ def test_ctrl_c_once_and_twice(second):
     assert (process.returncode, err) == (130, "interrupted; finished results are kept\n")
 
 
+@pytest.mark.parametrize("caught", [Exception, InputError])
+def test_ctrl_c_that_a_library_turns_into_its_own_error(caught, capsys):
+    def main():
+        try:
+            try:
+                raise KeyboardInterrupt
+            except BaseException:
+                raise SyntaxError("cannot format the config")  # noqa: B904  # as mmengine does
+        except SyntaxError as error:
+            raise caught("the config cannot be used") from error
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert ends(main, capsys) == (130, "interrupted; finished results are kept\n")
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_an_error_while_a_command_ends_after_ctrl_c_is_said(capsys):
+    def main():
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise InputError("cannot write a.pth") from OSError(errno.ENOSPC, "full")
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert ends(main, capsys) == (1, "error: cannot write a.pth\n")
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+IN_A_CALLBACK = """
+import os, signal, sys
+sys.modules["__main__"].__file__ = "/bin/tokenformer-vit"  # which does not import PyTorch
+from tokenformer_vit.command_line import run_tool
+class Forgotten:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        print("in the callback", flush=True)
+def main():
+    Forgotten()
+    print("went on", flush=True)
+run_tool(main)
+"""
+
+
+@posix
+def test_ctrl_c_in_a_callback_of_python_ends_the_command():
+    code = [sys.executable, "-c", IN_A_CALLBACK]
+    done = subprocess.run(code, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "interrupted; finished results are kept\n"
+
+
 @posix
 @pytest.mark.parametrize("tool", ["predict.py", "train.py"])
 def test_ctrl_c_while_a_command_imports(tool, tmp_path):

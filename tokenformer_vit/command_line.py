@@ -58,19 +58,27 @@ def run_tool(main: Callable[[], None], status: int = 1) -> None:
         # Python allows signal handlers only in the main thread.
         with suppress(ValueError):
             signal.signal(signal.SIGINT, _interrupt)
+            sys.unraisablehook = _end_if_interrupted
         main()
-    except KeyboardInterrupt:
-        with suppress(ValueError):
-            signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
-        _say(INTERRUPTED)
-        sys.exit(130)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
+        if _is_interrupt(error):
+            with suppress(ValueError):
+                signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
+            _say(INTERRUPTED)
+            sys.exit(130)
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
             sys.exit(1)  # such as `head`, which has seen enough
         if debug:
             raise
         _say(f"error: {_explain(error)}")
         sys.exit(status)
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Tell whether Ctrl-C caused an error: some libraries turn it into an error of their own."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return error is not None
 
 
 def _reader_is_gone() -> bool:
@@ -88,6 +96,13 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     if os.getpid() == _PROCESS:  # the parent ends a worker
         leave_on_interrupt()
     raise KeyboardInterrupt
+
+
+def _end_if_interrupted(lost: Any) -> None:
+    """Obey a Ctrl-C during a callback, such as one before a fork: Python drops the exception."""
+    if lost.exc_type is KeyboardInterrupt and os.getpid() == _PROCESS:
+        signal.raise_signal(signal.SIGINT)  # a second one ends the command at once
+    sys.__unraisablehook__(lost)
 
 
 _PROCESS = os.getpid()
