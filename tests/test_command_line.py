@@ -204,6 +204,36 @@ def test_ctrl_c_in_a_callback_of_python_ends_the_command():
     assert done.stderr == "interrupted; finished results are kept\n"
 
 
+PRINTING = """
+import sys
+sys.modules["__main__"].__file__ = "/bin/tokenformer-vit"  # which does not import PyTorch
+from tokenformer_vit.command_line import run_tool
+def main():
+    print("first", flush=True)
+    sys.stdin.readline()
+    print("second", flush=True)
+run_tool(main)
+"""
+
+
+@posix
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_seen_enough_is_no_error(unbuffered):
+    with subprocess.Popen(
+        [sys.executable, "-c", PRINTING],
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "first\n"
+        process.stdout.close()
+        _, err = process.communicate("\n", timeout=60)
+    assert (process.returncode, err) == (1, "")
+
+
 @posix
 @pytest.mark.parametrize("tool", ["predict.py", "train.py"])
 def test_ctrl_c_while_a_command_imports(tool, tmp_path):

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import re
+import select
 import shlex
 import signal
 import sys
@@ -83,13 +84,19 @@ def _is_interrupt(error: BaseException | None) -> bool:
 
 def _reader_is_gone() -> bool:
     """Tell whether the reader of standard output is gone; if so, silence Python's last flush."""
+    gone = False
     try:
         sys.stdout.flush()
-        return False
+        if hasattr(select, "poll"):  # Windows does not have it
+            look = select.poll()  # under PYTHONUNBUFFERED=1 there is nothing to flush
+            look.register(1, 0)
+            gone = bool(look.poll(0))
     except BrokenPipeError:
+        gone = True
+    if gone:
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
+    return gone
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
