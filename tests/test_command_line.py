@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tokenformer_vit.command_line import printable, run_tool, typed_command, whole_number
+from tokenformer_vit.command_line import (
+    error_line,
+    printable,
+    run_tool,
+    typed_command,
+    whole_number,
+)
 from tokenformer_vit.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,6 +52,24 @@ def test_a_full_disk_is_one_line_although_nobody_names_the_file(capsys):
 
     line = "error: No space left on device: free some space, then run the same command again\n"
     assert ends(main, capsys) == (1, line)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[/pytorch/third_party/gloo/gloo/pair.cc:5] Connection closed by peer"),
+        torch.distributed.DistBackendError("NCCL error in: NCCLUtils.hpp:5, remote process exited"),
+    ],
+)
+def test_a_process_whose_partner_ended_does_not_hide_the_cause(error, capsys):
+    def main():
+        raise error
+
+    status, line = ends(main, capsys)
+    assert status == 1
+    assert line.startswith("error: another process of this run ended or does not answer: its own")
+    assert error_line(f"error: cannot read image a.png\n{line}=====\n", 1).endswith("image a.png")
+    assert error_line(f"{line}=====\n", 1) in line
 
 
 def test_debug_prints_the_traceback(monkeypatch):

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from .errors import InputError, one_line
+from .errors import LOST, InputError, is_lost_connection, one_line
 from .interrupts import INTERRUPTED, leave_on_interrupt
 
 # Modules that the extras of setup.py install.
@@ -130,6 +130,8 @@ def _explain(error: Exception) -> str:
             if module in modules:
                 return f"{module} is not installed: pip install 'tokenformer-vit[{extra}]'"
     what, kind = one_line(error), type(error).__name__
+    if is_lost_connection(error):
+        return f"{LOST}: its own output says why ({one_line(error, 100)})"
     if isinstance(error, MemoryError) or kind == "OutOfMemoryError":  # PyTorch's
         return f"not enough memory: use a smaller --batch-size ({what})"
     line = kind if what == kind else f"{kind}: {what}"
@@ -187,7 +189,8 @@ def error_line(output: str, status: int) -> str:
         if re.match(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b", line)
         and "ChildFailedError" not in line
     ]
-    line = (ours or raised or lines or [f"exit status {status}, and no output"])[-1]
+    causes = [line for line in ours if not line.startswith(LOST)]
+    line = (causes or raised or ours or lines or [f"exit status {status}, and no output"])[-1]
     return line.replace(f"{Path.cwd()}{os.sep}", "")
 
 
