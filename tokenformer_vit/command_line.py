@@ -115,7 +115,7 @@ def _end_if_interrupted(lost: Any) -> None:
 _PROCESS = os.getpid()
 
 
-def _explain(error: Exception) -> str:
+def _explain(error: BaseException) -> str:
     """Say in one line what went wrong and what to do."""
     if isinstance(error, InputError):
         # A data loader's worker puts its traceback before the message.
@@ -141,7 +141,7 @@ def _explain(error: Exception) -> str:
         return f"{line} (unexpected; {_DEBUG} prints the traceback)"
 
 
-def _keep_traceback(error: Exception) -> Path:
+def _keep_traceback(error: BaseException) -> Path:
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     descriptor, name = tempfile.mkstemp(".txt", f"tokenformer-vit-{now}-")
     with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
