@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tokenformer_vit.command_line import printable, run_tool, typed_command, whole_number
+from tokenformer_vit.command_line import (
+    error_line,
+    printable,
+    run_tool,
+    typed_command,
+    whole_number,
+)
 from tokenformer_vit.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,6 +52,24 @@ def test_a_full_disk_is_one_line_although_nobody_names_the_file(capsys):
 
     line = "error: No space left on device: free some space, then run the same command again\n"
     assert ends(main, capsys) == (1, line)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[/pytorch/third_party/gloo/gloo/pair.cc:5] Connection closed by peer"),
+        torch.distributed.DistBackendError("NCCL error in: NCCLUtils.hpp:5, remote process exited"),
+    ],
+)
+def test_a_process_whose_partner_ended_does_not_hide_the_cause(error, capsys):
+    def main():
+        raise error
+
+    status, line = ends(main, capsys)
+    assert status == 1
+    assert line.startswith("error: another process of this run ended or does not answer: its own")
+    assert error_line(f"error: cannot read image a.png\n{line}=====\n", 1).endswith("image a.png")
+    assert error_line(f"{line}=====\n", 1) in line
 
 
 def test_debug_prints_the_traceback(monkeypatch):
@@ -147,6 +171,91 @@ def test_ctrl_c_once_and_twice(second):
             process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=20)
     assert (process.returncode, err) == (130, "interrupted; finished results are kept\n")
+
+
+@pytest.mark.parametrize("caught", [Exception, InputError])
+def test_ctrl_c_that_a_library_turns_into_its_own_error(caught, capsys):
+    def main():
+        try:
+            try:
+                raise KeyboardInterrupt
+            except BaseException:
+                raise SyntaxError("cannot format the config")  # noqa: B904  # as mmengine does
+        except SyntaxError as error:
+            raise caught("the config cannot be used") from error
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert ends(main, capsys) == (130, "interrupted; finished results are kept\n")
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_an_error_while_a_command_ends_after_ctrl_c_is_said(capsys):
+    def main():
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise InputError("cannot write a.pth") from OSError(errno.ENOSPC, "full")
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert ends(main, capsys) == (1, "error: cannot write a.pth\n")
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+IN_A_CALLBACK = """
+import os, signal, sys
+sys.modules["__main__"].__file__ = "/bin/tokenformer-vit"  # which does not import PyTorch
+from tokenformer_vit.command_line import run_tool
+class Forgotten:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        print("in the callback", flush=True)
+def main():
+    Forgotten()
+    print("went on", flush=True)
+run_tool(main)
+"""
+
+
+@posix
+def test_ctrl_c_in_a_callback_of_python_ends_the_command():
+    code = [sys.executable, "-c", IN_A_CALLBACK]
+    done = subprocess.run(code, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "interrupted; finished results are kept\n"
+
+
+PRINTING = """
+import sys
+sys.modules["__main__"].__file__ = "/bin/tokenformer-vit"  # which does not import PyTorch
+from tokenformer_vit.command_line import run_tool
+def main():
+    print("first", flush=True)
+    sys.stdin.readline()
+    print("second", flush=True)
+run_tool(main)
+"""
+
+
+@posix
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_seen_enough_is_no_error(unbuffered):
+    with subprocess.Popen(
+        [sys.executable, "-c", PRINTING],
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "first\n"
+        process.stdout.close()
+        _, err = process.communicate("\n", timeout=60)
+    assert (process.returncode, err) == (1, "")
 
 
 @posix

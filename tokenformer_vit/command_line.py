@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import re
+import select
 import shlex
 import signal
 import sys
@@ -18,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from .errors import InputError, one_line
+from .errors import LOST, InputError, is_lost_connection, one_line
 from .interrupts import INTERRUPTED, leave_on_interrupt
 
 # Modules that the extras of setup.py install.
@@ -58,13 +59,14 @@ def run_tool(main: Callable[[], None], status: int = 1) -> None:
         # Python allows signal handlers only in the main thread.
         with suppress(ValueError):
             signal.signal(signal.SIGINT, _interrupt)
+            sys.unraisablehook = _end_if_interrupted
         main()
-    except KeyboardInterrupt:
-        with suppress(ValueError):
-            signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
-        _say(INTERRUPTED)
-        sys.exit(130)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
+        if _is_interrupt(error):
+            with suppress(ValueError):
+                signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
+            _say(INTERRUPTED)
+            sys.exit(130)
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
             sys.exit(1)  # such as `head`, which has seen enough
         if debug:
@@ -73,15 +75,28 @@ def run_tool(main: Callable[[], None], status: int = 1) -> None:
         sys.exit(status)
 
 
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Tell whether Ctrl-C caused an error: some libraries turn it into an error of their own."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return error is not None
+
+
 def _reader_is_gone() -> bool:
     """Tell whether the reader of standard output is gone; if so, silence Python's last flush."""
+    gone = False
     try:
         sys.stdout.flush()
-        return False
+        if hasattr(select, "poll"):  # Windows does not have it
+            look = select.poll()  # under PYTHONUNBUFFERED=1 there is nothing to flush
+            look.register(1, 0)
+            gone = bool(look.poll(0))
     except BrokenPipeError:
+        gone = True
+    if gone:
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
+    return gone
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -90,10 +105,17 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
+def _end_if_interrupted(lost: Any) -> None:
+    """Obey a Ctrl-C during a callback, such as one before a fork: Python drops the exception."""
+    if lost.exc_type is KeyboardInterrupt and os.getpid() == _PROCESS:
+        signal.raise_signal(signal.SIGINT)  # a second one ends the command at once
+    sys.__unraisablehook__(lost)
+
+
 _PROCESS = os.getpid()
 
 
-def _explain(error: Exception) -> str:
+def _explain(error: BaseException) -> str:
     """Say in one line what went wrong and what to do."""
     if isinstance(error, InputError):
         # A data loader's worker puts its traceback before the message.
@@ -108,6 +130,8 @@ def _explain(error: Exception) -> str:
             if module in modules:
                 return f"{module} is not installed: pip install 'tokenformer-vit[{extra}]'"
     what, kind = one_line(error), type(error).__name__
+    if is_lost_connection(error):
+        return f"{LOST}: its own output says why ({one_line(error, 100)})"
     if isinstance(error, MemoryError) or kind == "OutOfMemoryError":  # PyTorch's
         return f"not enough memory: use a smaller --batch-size ({what})"
     line = kind if what == kind else f"{kind}: {what}"
@@ -117,7 +141,7 @@ def _explain(error: Exception) -> str:
         return f"{line} (unexpected; {_DEBUG} prints the traceback)"
 
 
-def _keep_traceback(error: Exception) -> Path:
+def _keep_traceback(error: BaseException) -> Path:
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     descriptor, name = tempfile.mkstemp(".txt", f"tokenformer-vit-{now}-")
     with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
@@ -165,7 +189,8 @@ def error_line(output: str, status: int) -> str:
         if re.match(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b", line)
         and "ChildFailedError" not in line
     ]
-    line = (ours or raised or lines or [f"exit status {status}, and no output"])[-1]
+    causes = [line for line in ours if not line.startswith(LOST)]
+    line = (causes or raised or ours or lines or [f"exit status {status}, and no output"])[-1]
     return line.replace(f"{Path.cwd()}{os.sep}", "")
 
 

@@ -28,6 +28,18 @@ _TYPES = {
 }
 
 
+# Begins the error of a process that waits for another one in vain.
+LOST = "another process of this run ended or does not answer"
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Tell whether an error is PyTorch's about another process, which ended or does not answer."""
+    if any(kind.__name__ == "DistError" for kind in type(error).__mro__):
+        return True  # of NCCL, or where the processes meet
+    text = str(error)
+    return isinstance(error, RuntimeError) and "/gloo/" in text and "enforce fail" not in text
+
+
 def one_line(error: BaseException, limit: int = 300) -> str:
     """Return the message of an error in one line, or the name of its type if it has none.
 

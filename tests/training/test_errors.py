@@ -410,6 +410,11 @@ def test_only_errors_of_building_are_blamed_on_the_config(config, failing):
     failing("an initialisation", early=True)
     with pytest.raises(InputError, match=r"small\.py .*RuntimeError: an initialisation"):
         run_training(cfg)
+    lost = "[/gloo/pair.cc:5] Connection closed by peer"  # of a process that failed
+    failing(lost, early=True)
+    with pytest.raises(RuntimeError, match="closed by peer") as raised:
+        run_training(cfg)
+    assert not isinstance(raised.value, InputError)
     failing("a resumed validation")
     with pytest.raises(RuntimeError, match="a resumed validation"):
         run_training(cfg)

@@ -337,6 +337,13 @@ def test_a_work_directory_is_no_class(among, data_root, tmp_path, monkeypatch):
     configure_folder(folder, tmp_path / "run", Start(), None)
 
 
+@pytest.mark.parametrize("below", ["", "run"])
+def test_a_work_directory_that_cannot_be_made(below, data_root, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"cannot make the folder .*file.*another --work-dir"):
+        configure_folder(data_root, tmp_path / "file" / below, Start(), None)
+
+
 @pytest.mark.parametrize(
     ("start", "said"),
     [

@@ -3,6 +3,7 @@
 import os
 import pickle
 import signal
+import sys
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -291,6 +292,28 @@ def test_mmengines_loop_by_iterations_resumes_where_it_was(train, tmp_path, conf
     whole, rest = (scalars(tmp_path / name)[0] for name in ("whole", "rest"))
     assert list(rest) == [5]
     assert rest[5]["loss"] == whole[5]["loss"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+def test_workers_of_a_run_by_iterations_survive_the_sigterm_of_a_job(
+    train, tmp_path, config, monkeypatch
+):
+    path = tmp_path / "by_iterations.py"
+    loop = "dict(_delete_=True, type='ResumableIterLoop', max_iters=3, val_interval=3)"
+    data = "dict(num_workers=1, sampler=dict(type='EndlessSampler'))"
+    path.write_text(
+        f"_base_ = {str(config)!r}\ntrain_cfg = {loop}\ntrain_dataloader = {data}\n"
+        "param_scheduler = []\ndefault_hooks = dict(checkpoint=dict(by_epoch=False))\n"
+    )
+    transform, main = LoadImage.transform, os.getpid()
+
+    def terminated(self, results):
+        if os.getpid() != main and "/train/" in results["img_path"]:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return transform(self, results)
+
+    monkeypatch.setattr(LoadImage, "transform", terminated)
+    train.of(path)(tmp_path / "run")
 
 
 @pytest.mark.parametrize("loader", ["train", pytest.param("val", marks=pytest.mark.slow)])

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from mmengine.config import Config
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import locked_folder, write_whole
+from tokenformer_vit.files import locked_folder, make_folder, write_whole
 from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.models.description import WEIGHT_FILES, data_config, describe_model
 from tokenformer_vit.vision.images import class_folders, read_image, say_left_out, scan_images
@@ -112,7 +112,7 @@ def configure_folder(
         cfg.pop(key)  # these are copies; editing them would change nothing
     model = _set_model(cfg, start, size, count, len(images.train))
     _set_pipelines(cfg)
-    work_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(work_dir, "--work-dir")
     # A run that has no checkpoint yet must keep its config.
     with locked_folder(work_dir) if say else nullcontext():
         _set_data(cfg, images, work_dir)

@@ -19,7 +19,7 @@ from mmengine.runner import Runner
 from mmengine.utils import get_git_hash
 from torch.utils.data import DataLoader
 
-from tokenformer_vit.errors import InputError, one_line
+from tokenformer_vit.errors import InputError, is_lost_connection, one_line
 
 from .background import BackgroundWriter
 from .checkpoint import ExactCheckpointHook
@@ -169,7 +169,7 @@ def config_explained(cfg: Config, built: _Built | None = None) -> Iterator[None]
     except (InputError, OSError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a config may name anything, so any error may follow
-        if built is not None and built.done:
+        if (built is not None and built.done) or is_lost_connection(error):
             raise
         raise InputError(
             f"{cfg.filename} cannot be used ({type(error).__name__}: {one_line(error)}); --debug "

@@ -240,7 +240,12 @@ class ResumableIterLoop(IterBasedTrainLoop):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        sampler = getattr(self.dataloader, "sampler", None)
+        # Its workers began without PatientWorker, and at the start of the data. A loader with
+        # persistent workers holds it, too.
+        loader: Any = self.dataloader
+        del self.dataloader_iterator
+        loader._iterator = None
+        sampler = getattr(loader, "sampler", None)
         if not isinstance(sampler, EndlessSampler):
             raise InputError(
                 f"train_dataloader.sampler is {type(sampler).__name__}, but ResumableIterLoop "
@@ -258,7 +263,6 @@ class ResumableIterLoop(IterBasedTrainLoop):
         # The wrapper counts batches, but the runner gave it iterations.
         optim.initialize_count_status(self.runner.model, self._iter * each, self._max_iters * each)
         loader.sampler.start = self._iter * each * loader.batch_size
-        del self.dataloader_iterator  # of the base class; its workers would keep running
         batches = copied_ahead(loader, torch.device(get_device()))
         while self._iter < self._max_iters and not self.stop_training:
             self.runner.model.train()
