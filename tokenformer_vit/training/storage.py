@@ -16,13 +16,14 @@ from mmengine.fileio import (
     register_backend,
     register_handler,
 )
+from mmengine.logging import HistoryBuffer
 from mmengine.runner import CheckpointLoader, save_checkpoint
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import whole_file
 from tokenformer_vit.models import classifier_state_dict
 from tokenformer_vit.models.description import find_description
-from tokenformer_vit.models.weights import read_checkpoint
+from tokenformer_vit.models.weights import LogHistory, read_checkpoint
 
 from .mmengine_internals import checkpoint_schemes
 from .processes import from_first
@@ -91,8 +92,8 @@ def load_plain_checkpoint(filename: str, map_location: Any = None) -> dict[str, 
         map_location: As in ``torch.load``.
 
     Returns:
-        The checkpoint. A safetensors file gives ``state_dict`` with mmpretrain's names, and
-        ``meta`` with the class names of its export.
+        The checkpoint, also one of mmengine's own ``CheckpointHook``. A safetensors file gives
+        ``state_dict`` with mmpretrain's names, and ``meta`` with the class names of its export.
 
     Raises:
         InputError: If the file is damaged or holds more than tensors and plain values, or
@@ -111,6 +112,11 @@ def load_plain_checkpoint(filename: str, map_location: Any = None) -> dict[str, 
     if isinstance(meta, dict):
         # mmengine's resume would run this text as Python. Its own checkpoints have it under `cfg`.
         meta.pop("config", None)
+    hub = checkpoint.get("message_hub")
+    logged = hub.get("log_scalars") if isinstance(hub, dict) else None
+    for name, series in logged.items() if isinstance(logged, dict) else ():
+        if isinstance(series, LogHistory):
+            logged[name] = HistoryBuffer(series.values, series.counts)  # type: ignore[index]
     return checkpoint
 
 
