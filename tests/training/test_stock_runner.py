@@ -120,3 +120,21 @@ def test_a_log_that_is_none_is_refused(values, counts, tmp_path):
     torch.save({"message_hub": {"log_scalars": {"loss": series}}}, tmp_path / "x.pth")
     with pytest.raises(InputError, match=r"x\.pth is (damaged|not a readable)"):
         load_plain_checkpoint(str(tmp_path / "x.pth"))
+
+
+def test_the_commands_take_a_config_of_stock_parts(data_root, tmp_path, command):
+    """It has no ``resume``, no ``visualizer`` and none of the hooks that write results."""
+    config = tmp_path / "own.py"
+    stock_config(
+        data_root,
+        tmp_path,
+        param_scheduler=[{"type": "CosineAnnealingLR", "by_epoch": True, "T_max": 2}],
+        auto_scale_lr={"base_batch_size": 16},
+        randomness={"seed": 0},
+    ).dump(config)
+    folder = tmp_path / "run"
+    done = command("train", str(config), "--work-dir", str(folder))
+    assert done.status == 0, done.output
+    assert f"Done. In {folder}: checkpoints (*.pth), and logs in " in done.output
+    words = (str(config), str(folder / "epoch_2.pth"), "--out", str(tmp_path / "tested"))
+    assert command("test", *words).status == 0
