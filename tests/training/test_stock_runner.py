@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import timm
 import torch
 from mmengine.config import Config
 from mmengine.logging import HistoryBuffer
@@ -9,6 +10,7 @@ from mmengine.runner import Runner
 from mmpretrain import ImageClassificationInferencer
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.models import timm_state_dict
 from tokenformer_vit.training.storage import load_plain_checkpoint
 
 PIPELINE = [
@@ -120,6 +122,29 @@ def test_a_log_that_is_none_is_refused(values, counts, tmp_path):
     torch.save({"message_hub": {"log_scalars": {"loss": series}}}, tmp_path / "x.pth")
     with pytest.raises(InputError, match=r"x\.pth is (damaged|not a readable)"):
         load_plain_checkpoint(str(tmp_path / "x.pth"))
+
+
+@pytest.mark.parametrize("saved", ["weights", "checkpoint"])
+def test_a_run_starts_from_a_checkpoint_of_timm(saved, data_root, tmp_path):
+    """mmengine would only warn that no name fits, and train from scratch."""
+    config = stock_config(data_root, tmp_path, load_from=str(tmp_path / "timm.pth"))
+    arguments = {key: value for key, value in config.model.backbone.items() if key != "type"}
+    model = timm.create_model(**arguments, num_classes=3)
+    weights = model.state_dict()
+    content = {"state_dict": weights, "arch": "tokenformer_tiny", "epoch": 3, "optimizer": {}}
+    torch.save(weights if saved == "weights" else content, tmp_path / "timm.pth")
+    runner = Runner.from_cfg(config)
+    runner.load_or_resume()
+    loaded = timm_state_dict(runner.model.state_dict())
+    assert loaded.keys() == weights.keys()
+    assert all(torch.equal(loaded[name], each) for name, each in weights.items())
+
+
+def test_weights_to_start_from_have_one_argument(data_root, tmp_path):
+    config = stock_config(data_root, tmp_path)
+    config.model.backbone.init_cfg = {"type": "Pretrained", "checkpoint": "x.pth"}
+    with pytest.raises(InputError, match=r"no init_cfg.*checkpoint_path"):
+        Runner.from_cfg(config)
 
 
 def test_the_commands_take_a_config_of_stock_parts(data_root, tmp_path, command):
