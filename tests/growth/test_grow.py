@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import prune as torch_prune
 
 import tokenformer_vit  # noqa: F401
 from tokenformer_vit.errors import InputError
@@ -327,6 +329,25 @@ def test_a_model_on_the_meta_device_is_refused(build_meta):
     assert model.blocks[0].mlp.num_param_tokens == 128
     with pytest.raises(InputError, match="on the meta device"):
         grow_state_dict(model.state_dict(), num_ffn_param_tokens=512)
+
+
+@pytest.mark.parametrize(
+    ("compute", "undo"),
+    [
+        (lambda *where: torch_prune.random_unstructured(*where, amount=0.5), torch_prune.remove),
+        (parametrizations.weight_norm, parametrize.remove_parametrizations),
+    ],
+)
+def test_tokens_that_are_computed_are_refused_before_any_layer_changes(compute, undo):
+    model, x = build(), torch.randn(2, 3, 32, 32)
+    where = (model.blocks[1].mlp, "key_param_tokens")
+    compute(*where)
+    before = logits(model, x)
+    with pytest.raises(InputError, match=r"blocks\.1\.mlp\.key_param_tokens is computed .*remove"):
+        grow(model, **SIZES)
+    assert torch.equal(logits(model, x), before)
+    undo(*where)
+    assert_same(logits(grow(model, **SIZES), x), before, 1e-5)
 
 
 @pytest.mark.parametrize("part", ["blocks", "blocks.0", "blocks.1.attn"])

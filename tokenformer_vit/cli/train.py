@@ -102,8 +102,9 @@ def main(argv: list[str] | None = None) -> None:
         if args.deterministic:
             cfg.randomness.deterministic = True
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
-        tensorboard, backends = {"type": "TensorboardVisBackend"}, cfg.visualizer.vis_backends
-        if find_spec("tensorboard") and tensorboard not in backends:
+        tensorboard = {"type": "TensorboardVisBackend"}
+        backends = cfg.get("visualizer", {}).get("vis_backends", [])
+        if backends and find_spec("tensorboard") and tensorboard not in backends:
             backends.append(tensorboard)
     work_dir = config.make_work_dir(cfg)
     start_processes(cfg)
@@ -130,7 +131,8 @@ def main(argv: list[str] | None = None) -> None:
     if runner.rank == 0:
         export = next((hook for hook in runner.hooks if isinstance(hook, ExportHook)), None)
         model = f"model.safetensors and config.json ({export.purpose}), " if export else ""
+        others = [name for name in ("curves.png", "record.json") if (work_dir / name).is_file()]
         print(
-            f"\nDone. In {runner.work_dir}: {model}curves.png, record.json, checkpoints "
+            f"\nDone. In {runner.work_dir}: {model}{', '.join([*others, 'checkpoints'])} "
             f"(*.pth), and logs in {Path(runner.log_dir).name}/"
         )

@@ -127,7 +127,8 @@ def check_rebuildable(model: nn.Module, layers: Mapping[str, Pattention]) -> Non
 
     Raises:
         InputError: If a layer belongs to such a model, and ``model`` does not contain that model;
-            or if ``model`` is or contains a DistributedDataParallel.
+            ``model`` is or contains a DistributedDataParallel; or tokens of a layer are computed
+            from other tensors.
     """
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise InputError(
@@ -141,6 +142,14 @@ def check_rebuildable(model: nn.Module, layers: Mapping[str, Pattention]) -> Non
                 f"{name or 'the layer'} is only a part of a model, which cannot be rebuilt if its "
                 "other blocks keep their number of pairs: give the whole model, not its "
                 f"{type(model).__name__}"
+            )
+        own = dict(layer.named_parameters(recurse=False))
+        computed = [token for token in TOKENS if token not in own and not is_split(layer)]
+        if computed:
+            raise InputError(
+                f"{name}.{computed[0]} is computed from other tensors, as torch.nn.utils.prune and "
+                "parametrizations do: make it a parameter first, by prune.remove or "
+                "remove_parametrizations"
             )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
@@ -33,6 +34,45 @@ _MASK = re.compile(r"(.*\.)?(attn|attention)\.bias")
 _SHA256 = "sha256"
 
 
+class LogHistory:
+    """One series of a log in a checkpoint of mmengine, read in place of its ``HistoryBuffer``.
+
+    mmengine's class would also take its methods from the file.
+
+    Attributes:
+        values: (N,) logged numbers.
+        counts: (N,) number of samples of each.
+    """
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the numbers of a pickled ``HistoryBuffer``."""
+        self.values, self.counts = (
+            np.asarray(state[name], dtype=np.float64) for name in ("_log_history", "_count_history")
+        )
+        if self.values.shape != self.counts.shape or self.values.ndim != 1:
+            raise ValueError("a series of the log has not as many counts as values")
+
+
+def _no_method(*names: Any) -> None:
+    """Stand for a method that a file names."""
+
+
+# What mmengine's own CheckpointHook writes beside tensors and plain values: its log, and arrays and
+# numbers of NumPy. Pickles of NumPy 1 and 2 name its modules differently.
+_OF_MMENGINE = [
+    (LogHistory, "mmengine.logging.history_buffer.HistoryBuffer"),
+    (_no_method, "builtins.getattr"),
+    (np.ndarray, "numpy.ndarray"),
+    (np.dtype, "numpy.dtype"),
+    *((type(np.dtype(kind)), f"numpy.dtypes.{kind}") for kind in ("f8", "f4", "i8", "i4", "?")),
+    *(
+        (example.__reduce__()[0], f"numpy.{core}.multiarray.{name}")
+        for example, name in ((np.empty(0), "_reconstruct"), (np.float64(), "scalar"))
+        for core in ("_core", "core")
+    ),
+]
+
+
 def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
     """Read a weight file or a training checkpoint without running code from it.
 
@@ -41,7 +81,8 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
         map_location: Device of the tensors, as in ``torch.load``.
 
     Returns:
-        The content of the file; ``{"state_dict": tensors}`` for a ``.safetensors`` file.
+        The content of the file; ``{"state_dict": tensors}`` for a ``.safetensors`` file. The log in
+        a checkpoint of mmengine's own hook has a :class:`LogHistory` for each series.
 
     Raises:
         InputError: If the file does not exist, is damaged, holds more than tensors and plain
@@ -55,7 +96,8 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
             checkpoint: Any = {"state_dict": _read_safetensors(path, map_location)}
         else:
             _check_archive(path)
-            checkpoint = torch.load(path, map_location=map_location, weights_only=True)
+            with torch.serialization.safe_globals(_OF_MMENGINE):
+                checkpoint = torch.load(path, map_location=map_location, weights_only=True)
     except InputError:
         raise
     except pickle.UnpicklingError as error:

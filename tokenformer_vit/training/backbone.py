@@ -53,9 +53,9 @@ class TimmClassificationBackbone(BaseModule):
 
     Raises:
         InputError: If the model has no linear head, the checkpoint cannot be read or does not fit,
-            ``stem_seed`` is given together with loaded weights or for a model that is no ViT,
-            ``frozen`` together with ``growth``, ``frozen_norms`` for a model without such norms, or
-            ``backend`` is unknown or given for a ViT.
+            ``init_cfg`` is given, ``stem_seed`` is given together with loaded weights or for a
+            model that is no ViT, ``frozen`` together with ``growth``, ``frozen_norms`` for a model
+            without such norms, or ``backend`` is unknown or given for a ViT.
 
     Shape:
         (B, in_chans, H, W) -> a tuple of one (B, C), the pooled and normalised features; of a model
@@ -79,6 +79,11 @@ class TimmClassificationBackbone(BaseModule):
         super().__init__()
         secure_files()
         self.model: Any
+        if "init_cfg" in kwargs:
+            raise InputError(
+                f"{type(self).__name__} has no init_cfg: give the file of the weights as "
+                "checkpoint_path"
+            )
         if stem_seed is not None and (checkpoint_path or pretrained):
             raise InputError(
                 f"stem_seed is {stem_seed}, but the weights are loaded "

@@ -114,6 +114,8 @@ def load_config(
             f"{path} is not a training config: it has no {', '.join(missing)}; start from a copy "
             "of one in configs/"
         )
+    for key, value in {"resume": False, "load_from": None}.items():  # as in mmengine's Runner
+        cfg.setdefault(key, value)
     for key in options or {}:
         _check_option(cfg, key)
     try:

@@ -17,16 +17,20 @@ from mmengine.fileio import (
     register_backend,
     register_handler,
 )
+from mmengine.logging import HistoryBuffer
 from mmengine.runner import CheckpointLoader, save_checkpoint
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import whole_file
 from tokenformer_vit.models import classifier_state_dict
 from tokenformer_vit.models.description import find_description
-from tokenformer_vit.models.weights import read_checkpoint
+from tokenformer_vit.models.weights import LogHistory, read_checkpoint, state_dict_in
 
 from .mmengine_internals import checkpoint_schemes
 from .processes import from_first
+
+# A tensor of each of timm's ViTs. In a classifier of mmpretrain its name begins with `backbone.`.
+_TIMM_STEM = "patch_embed.proj.weight"
 
 
 class AtomicLocalBackend(LocalBackend):
@@ -92,8 +96,9 @@ def load_plain_checkpoint(filename: str, map_location: Any = None) -> dict[str, 
         map_location: As in ``torch.load``.
 
     Returns:
-        The checkpoint. A safetensors file gives ``state_dict`` with mmpretrain's names, and
-        ``meta`` with the class names of its export.
+        The checkpoint, also one of mmengine's own ``CheckpointHook``. A safetensors file, and a
+        checkpoint of timm, gives ``state_dict`` with mmpretrain's names, and ``meta`` with the
+        class names of its export.
 
     Raises:
         InputError: If the file is damaged or holds more than tensors and plain values, or
@@ -102,16 +107,22 @@ def load_plain_checkpoint(filename: str, map_location: Any = None) -> dict[str, 
     path = Path(filename).expanduser()
     if not path.exists() and re.match(r"[A-Za-z][\w+.-]+:", filename):
         raise InputError(f"{filename} is not a local file: download it first, and give its path")
-    checkpoint = read_checkpoint(path, map_location or "cpu")
-    if path.suffix == ".safetensors":
+    checkpoint: dict[str, Any] = read_checkpoint(path, map_location or "cpu")
+    weights = checkpoint.get("state_dict", checkpoint)
+    if path.suffix == ".safetensors" or (isinstance(weights, dict) and _TIMM_STEM in weights):
         description = find_description(path, checkpoint) or {}
-        checkpoint["state_dict"] = classifier_state_dict(checkpoint["state_dict"])
+        checkpoint = {"state_dict": classifier_state_dict(state_dict_in(checkpoint, path))}
         if names := description.get("label_names"):
             checkpoint["meta"] = {"dataset_meta": {"classes": names}}
     meta = checkpoint.get("meta")
     if isinstance(meta, dict):
         # mmengine's resume would run this text as Python. Its own checkpoints have it under `cfg`.
         meta.pop("config", None)
+    hub = checkpoint.get("message_hub")
+    logged = hub.get("log_scalars") if isinstance(hub, dict) else None
+    for name, series in logged.items() if isinstance(logged, dict) else ():
+        if isinstance(series, LogHistory):
+            logged[name] = HistoryBuffer(series.values, series.counts)  # type: ignore[index]
     return checkpoint
 
 

@@ -1,0 +1,165 @@
+"""A config of mmpretrain's own parts, which takes only the backbone from this package."""
+
+import numpy as np
+import pytest
+import timm
+import torch
+from mmengine.config import Config
+from mmengine.logging import HistoryBuffer
+from mmengine.runner import Runner
+from mmpretrain import ImageClassificationInferencer
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.models import timm_state_dict
+from tokenformer_vit.training.storage import load_plain_checkpoint
+
+PIPELINE = [
+    {"type": "LoadImageFromFile"},
+    {"type": "Resize", "scale": 8},
+    {"type": "PackInputs"},
+]
+
+
+def stock_config(data_root, work_dir, **changes):
+    def loader(split):
+        return {
+            "batch_size": 16,
+            "num_workers": 0,
+            "sampler": {"type": "DefaultSampler", "shuffle": False},
+            "dataset": {
+                "type": "CustomDataset",
+                "data_root": str(data_root),
+                "data_prefix": split,
+                "pipeline": PIPELINE,
+            },
+        }
+
+    model = {
+        "type": "ImageClassifier",
+        "backbone": {
+            "type": "TimmClassificationBackbone",
+            "model_name": "tokenformer_tiny",
+            "img_size": 8,
+            "patch_size": 4,
+            "embed_dim": 24,
+            "depth": 1,
+            "num_heads": 2,
+        },
+        "head": {"type": "LinearClsHead", "num_classes": 3, "in_channels": 24},
+        "data_preprocessor": {"mean": [127.5] * 3, "std": [127.5] * 3, "to_rgb": True},
+    }
+    settings = {
+        "custom_imports": {"imports": ["tokenformer_vit.training"]},
+        "default_scope": "mmpretrain",
+        "model": model,
+        "train_dataloader": loader("train"),
+        "val_dataloader": loader("val"),
+        "test_dataloader": loader("val"),
+        "val_evaluator": {"type": "Accuracy", "topk": (1,)},
+        "test_evaluator": {"type": "Accuracy", "topk": (1,)},
+        "optim_wrapper": {"optimizer": {"type": "AdamW", "lr": 1e-3}},
+        "train_cfg": {"by_epoch": True, "max_epochs": 2, "val_interval": 1},
+        "val_cfg": {},
+        "test_cfg": {},
+        "default_hooks": {"checkpoint": {"type": "CheckpointHook", "save_best": "auto"}},
+        "log_level": "ERROR",
+        "work_dir": str(work_dir),
+        "experiment_name": str(work_dir),  # runs of one second would share a log
+    }
+    return Config({**settings, **changes})
+
+
+@pytest.fixture(scope="module")
+def finished(data_root, tmp_path_factory):
+    work_dir = tmp_path_factory.mktemp("stock")
+    runner = Runner.from_cfg(stock_config(data_root, work_dir))
+    runner.train()
+    return runner
+
+
+def test_a_checkpoint_of_the_stock_hook_is_resumed(finished, data_root, tmp_path):
+    last = f"{finished.work_dir}/epoch_2.pth"
+    longer = {"by_epoch": True, "max_epochs": 3, "val_interval": 1}
+    resumed = Runner.from_cfg(
+        stock_config(data_root, tmp_path, train_cfg=longer, load_from=last, resume=True)
+    )
+    resumed.load_or_resume()
+    assert (resumed.epoch, resumed.iter) == (2, finished.iter)
+    state = finished.model.state_dict()
+    assert all(torch.equal(state[name], each) for name, each in resumed.model.state_dict().items())
+    read, written = (run.message_hub.get_scalar("train/loss") for run in (resumed, finished))
+    assert isinstance(read, HistoryBuffer)
+    np.testing.assert_array_equal(read.data, written.data)
+    resumed.train()
+    assert resumed.epoch == 3
+
+
+def test_a_checkpoint_of_the_stock_hook_is_used(finished, data_root, tmp_path):
+    last = f"{finished.work_dir}/epoch_2.pth"
+    config = stock_config(data_root, tmp_path, load_from=last)
+    top1 = finished.message_hub.get_scalar("val/accuracy/top1").current()
+    assert Runner.from_cfg(config).test() == {"accuracy/top1": pytest.approx(top1)}
+    inferencer = ImageClassificationInferencer(config, pretrained=last, device="cpu")
+    (result,) = inferencer(np.zeros((8, 8, 3), dtype=np.uint8))
+    assert result["pred_class"] in ("bright", "dark", "split")
+
+
+def test_methods_that_a_log_names_are_not_taken(tmp_path):
+    """mmengine's class would call what the file gives as its method ``mean``."""
+    series = HistoryBuffer([1.0, 2.0], [1, 1])
+    series._statistics_methods = {"mean": HistoryBuffer.max}
+    torch.save({"message_hub": {"log_scalars": {"loss": series}}}, tmp_path / "x.pth")
+    hub = load_plain_checkpoint(str(tmp_path / "x.pth"))["message_hub"]
+    assert hub["log_scalars"]["loss"].statistics("mean") == 1.5
+
+
+@pytest.mark.parametrize(
+    ("values", "counts"), [([1.0], [1, 2]), ([[1.0]], [[1]]), ([{}], [1]), ([1.0], None)]
+)
+def test_a_log_that_is_none_is_refused(values, counts, tmp_path):
+    series = HistoryBuffer()
+    series._log_history, series._count_history = np.array(values), np.array(counts)
+    torch.save({"message_hub": {"log_scalars": {"loss": series}}}, tmp_path / "x.pth")
+    with pytest.raises(InputError, match=r"x\.pth is (damaged|not a readable)"):
+        load_plain_checkpoint(str(tmp_path / "x.pth"))
+
+
+@pytest.mark.parametrize("saved", ["weights", "checkpoint"])
+def test_a_run_starts_from_a_checkpoint_of_timm(saved, data_root, tmp_path):
+    """mmengine would only warn that no name fits, and train from scratch."""
+    config = stock_config(data_root, tmp_path, load_from=str(tmp_path / "timm.pth"))
+    arguments = {key: value for key, value in config.model.backbone.items() if key != "type"}
+    model = timm.create_model(**arguments, num_classes=3)
+    weights = model.state_dict()
+    content = {"state_dict": weights, "arch": "tokenformer_tiny", "epoch": 3, "optimizer": {}}
+    torch.save(weights if saved == "weights" else content, tmp_path / "timm.pth")
+    runner = Runner.from_cfg(config)
+    runner.load_or_resume()
+    loaded = timm_state_dict(runner.model.state_dict())
+    assert loaded.keys() == weights.keys()
+    assert all(torch.equal(loaded[name], each) for name, each in weights.items())
+
+
+def test_weights_to_start_from_have_one_argument(data_root, tmp_path):
+    config = stock_config(data_root, tmp_path)
+    config.model.backbone.init_cfg = {"type": "Pretrained", "checkpoint": "x.pth"}
+    with pytest.raises(InputError, match=r"no init_cfg.*checkpoint_path"):
+        Runner.from_cfg(config)
+
+
+def test_the_commands_take_a_config_of_stock_parts(data_root, tmp_path, command):
+    """It has no ``resume``, no ``visualizer`` and none of the hooks that write results."""
+    config = tmp_path / "own.py"
+    stock_config(
+        data_root,
+        tmp_path,
+        param_scheduler=[{"type": "CosineAnnealingLR", "by_epoch": True, "T_max": 2}],
+        auto_scale_lr={"base_batch_size": 16},
+        randomness={"seed": 0},
+    ).dump(config)
+    folder = tmp_path / "run"
+    done = command("train", str(config), "--work-dir", str(folder))
+    assert done.status == 0, done.output
+    assert f"Done. In {folder}: checkpoints (*.pth), and logs in " in done.output
+    words = (str(config), str(folder / "epoch_2.pth"), "--out", str(tmp_path / "tested"))
+    assert command("test", *words).status == 0
