@@ -130,6 +130,33 @@ def test_a_lack_of_memory_names_the_batch_size(error, capsys):
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
+def test_compiled_code_that_an_interruption_left_incomplete_is_named(tmp_path):
+    """PyTorch takes what an interrupted compiler left, and every later run would end there."""
+    code = """
+import torch
+from tokenformer_vit.command_line import run_tool
+def main():
+    torch.compile(torch.sin)(torch.ones(3))
+run_tool(main)
+"""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+
+    def run():
+        words = [sys.executable, "-c", code]
+        return subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+
+    assert run().returncode == 0
+    compiled = list(tmp_path.rglob("*.so"))
+    for path in compiled:
+        path.write_bytes(b"")
+    failed = run()
+    assert failed.returncode == 1
+    named = re.search(r"error: (\S+) is an incomplete part .* delete it", failed.stderr)
+    assert named is not None
+    assert Path(named[1]) in compiled
+
+
 @pytest.mark.parametrize(
     ("argv", "typed"),
     [

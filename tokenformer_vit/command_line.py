@@ -130,6 +130,11 @@ def _explain(error: BaseException) -> str:
             if module in modules:
                 return f"{module} is not installed: pip install 'tokenformer-vit[{extra}]'"
     what, kind = one_line(error), type(error).__name__
+    if part := re.search(r"(/\S+\.so): file too short", what):
+        return (
+            f"{part[1]} is an incomplete part of PyTorch's cache of compiled code, left by an "
+            "interrupted compilation: delete it, then run the same command again"
+        )
     if is_lost_connection(error):
         return f"{LOST}: its own output says why ({one_line(error, 100)})"
     if isinstance(error, MemoryError) or kind == "OutOfMemoryError":  # PyTorch's

@@ -154,12 +154,29 @@ def test_the_commands_take_a_config_of_stock_parts(data_root, tmp_path, command)
         data_root,
         tmp_path,
         param_scheduler=[{"type": "CosineAnnealingLR", "by_epoch": True, "T_max": 2}],
-        auto_scale_lr={"base_batch_size": 16},
         randomness={"seed": 0},
     ).dump(config)
     folder = tmp_path / "run"
+    refused = command("train", str(config), "--auto-scale-lr")
+    assert "auto_scale_lr = dict(base_batch_size=...)" in refused.err
     done = command("train", str(config), "--work-dir", str(folder))
     assert done.status == 0, done.output
     assert f"Done. In {folder}: checkpoints (*.pth), and logs in " in done.output
     words = (str(config), str(folder / "epoch_2.pth"), "--out", str(tmp_path / "tested"))
     assert command("test", *words).status == 0
+
+
+def test_weights_with_another_head_do_not_let_a_model_grow(data_root, tmp_path):
+    schedule = [{"epoch": 1, "num_ffn_param_tokens": 128}]
+    config = stock_config(
+        data_root,
+        tmp_path,
+        load_from=str(tmp_path / "timm.pth"),
+        custom_hooks=[{"type": "GrowthHook", "schedule": schedule}],
+    )
+    arguments = {key: value for key, value in config.model.backbone.items() if key != "type"}
+    torch.save(timm.create_model(**arguments, num_classes=7).state_dict(), tmp_path / "timm.pth")
+    runner = Runner.from_cfg(config)
+    before = {name: each.shape for name, each in runner.model.state_dict().items()}
+    runner.load_or_resume()
+    assert {name: each.shape for name, each in runner.model.state_dict().items()} == before

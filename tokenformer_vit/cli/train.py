@@ -25,6 +25,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     from tokenformer_vit.training import config  # isort: skip  # says why, if mmengine fails
 
+    from tokenformer_vit.errors import InputError
     from tokenformer_vit.files import locked_folder, remove_leftovers
     from tokenformer_vit.training.folder import Start, configure_folder
     from tokenformer_vit.training.identity import keep_samples
@@ -98,6 +99,11 @@ def main(argv: list[str] | None = None) -> None:
         if args.amp:
             cfg.optim_wrapper.type = "AutocastOptimWrapper"
         if args.auto_scale_lr:
+            if not cfg.get("auto_scale_lr"):
+                raise InputError(
+                    f"--auto-scale-lr: {args.config} does not say for how many images its learning "
+                    "rate is; add auto_scale_lr = dict(base_batch_size=...)"
+                )
             cfg.auto_scale_lr.enable = True
         if args.deterministic:
             cfg.randomness.deterministic = True

@@ -34,7 +34,7 @@ _MOST_WORKERS = 16
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
 _KEYS = (
     *("model", *LOADERS, "val_evaluator", "test_evaluator", "optim_wrapper", "param_scheduler"),
-    *("train_cfg", "auto_scale_lr", "randomness"),
+    *("train_cfg", "randomness"),
 )
 
 

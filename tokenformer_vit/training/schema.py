@@ -374,7 +374,7 @@ class _Run(_Section):
     test_cfg: dict[str, Any] | None = None
     default_hooks: dict[str, _Hook | None] = {}
     custom_hooks: Annotated[list[_Hook], BeforeValidator(_listed)] | None = None
-    auto_scale_lr: _ScaleLR
+    auto_scale_lr: _ScaleLR | None = None
     randomness: _Randomness
     env_cfg: _Environment = _Environment()
     model_wrapper_cfg: _DataParallel | None = None
