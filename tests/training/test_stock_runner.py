@@ -124,6 +124,34 @@ def test_a_log_that_is_none_is_refused(values, counts, tmp_path):
         load_plain_checkpoint(str(tmp_path / "x.pth"))
 
 
+class _Flagged:
+    """Pickle an array of pointers as if its bytes were the pointers: NumPy itself would obey."""
+
+    def __reduce__(self):
+        kind = _Kind()
+        rebuild = np.empty(0).__reduce__()[0]
+        return rebuild, (np.ndarray, (0,), b"b"), (1, (1,), kind, False, b"\x01" * 8)
+
+
+class _Kind:
+    def __reduce__(self):
+        return np.dtype, ("O8", False, True), (3, "|", None, None, None, -1, -1, 8)
+
+
+def test_an_array_of_pointers_is_refused(tmp_path):
+    torch.save({"meta": {"x": _Flagged()}}, tmp_path / "x.pth")
+    with pytest.raises(InputError, match=r"x\.pth .*not of plain numbers"):
+        load_plain_checkpoint(str(tmp_path / "x.pth"))
+
+
+def test_numbers_of_numpy_become_plain(tmp_path):
+    kept = {"best": np.float64(0.5), "big": np.array(7, ">i4")[()], "flag": np.bool_(True)}
+    torch.save({"message_hub": {"runtime_info": kept}}, tmp_path / "x.pth")
+    read = load_plain_checkpoint(str(tmp_path / "x.pth"))["message_hub"]["runtime_info"]
+    assert read == {"best": 0.5, "big": 7, "flag": True}
+    assert all(type(each) in (float, int, bool) for each in read.values())
+
+
 @pytest.mark.parametrize("saved", ["weights", "checkpoint"])
 def test_a_run_starts_from_a_checkpoint_of_timm(saved, data_root, tmp_path):
     """mmengine would only warn that no name fits, and train from scratch."""

@@ -53,21 +53,61 @@ class LogHistory:
             raise ValueError("a series of the log has not as many counts as values")
 
 
-def _no_method(*names: Any) -> None:
-    """Stand for a method that a file names."""
+class _NumberType:
+    """The type of an array's numbers, in place of ``numpy.dtype``.
+
+    NumPy's own takes flags from the file, and would follow them into any memory.
+    """
+
+    _order = "="
+
+    def __init__(self, name: str, *_: Any) -> None:
+        self._name = name
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._order = state[1]
+
+    def read(self, raw: bytes) -> np.ndarray:
+        """Return a copy of raw numbers."""
+        if self._name not in ("f8", "f4", "i8", "i4", "b1"):
+            raise ValueError(f"an array of {self._name!r} is not of plain numbers")
+        order = self._order if self._order in ("<", ">") else "="
+        return np.frombuffer(raw, np.dtype(self._name).newbyteorder(order)).copy()
+
+
+class _Array:
+    """An array of plain numbers, in place of ``numpy.ndarray``."""
+
+    def __init__(self, *_: Any) -> None:
+        self._numbers = np.empty(0)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, shape, kind, in_columns, raw = state
+        self._numbers = kind.read(raw).reshape(shape, order="F" if in_columns else "C")
+
+    def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
+        return np.array(self._numbers, *args, **kwargs)
+
+
+def _number(kind: _NumberType, raw: bytes) -> float:
+    """Read a single number of NumPy."""
+    return kind.read(raw).item()
+
+
+def _nothing(*names: Any) -> None:
+    """Stand for a class or a method that a file names and nobody needs."""
 
 
 # What mmengine's own CheckpointHook writes beside tensors and plain values: its log, and arrays and
 # numbers of NumPy. Pickles of NumPy 1 and 2 name its modules differently.
 _OF_MMENGINE = [
     (LogHistory, "mmengine.logging.history_buffer.HistoryBuffer"),
-    (_no_method, "builtins.getattr"),
-    (np.ndarray, "numpy.ndarray"),
-    (np.dtype, "numpy.dtype"),
-    *((type(np.dtype(kind)), f"numpy.dtypes.{kind}") for kind in ("f8", "f4", "i8", "i4", "?")),
+    (_nothing, "builtins.getattr"),
+    (_nothing, "numpy.ndarray"),
+    (_NumberType, "numpy.dtype"),
     *(
-        (example.__reduce__()[0], f"numpy.{core}.multiarray.{name}")
-        for example, name in ((np.empty(0), "_reconstruct"), (np.float64(), "scalar"))
+        (own, f"numpy.{core}.multiarray.{name}")
+        for own, name in ((_Array, "_reconstruct"), (_number, "scalar"))
         for core in ("_core", "core")
     ),
 ]
