@@ -58,7 +58,8 @@ def test_the_released_initialization_grows_and_is_rebuilt():
     again.load_state_dict(model.state_dict())
     # As a model of that many pairs starts in the released code.
     assert torch.equal(model.blocks[1].mlp.tau, again.blocks[1].mlp.tau)
-    assert model.blocks[1].mlp.tau == torch.tensor(300.0).sqrt()
+    # PyTorch's own square root of float32 is not rounded correctly on every CPU.
+    assert torch.equal(model.blocks[1].mlp.tau, torch.tensor(math.sqrt(300)))
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
