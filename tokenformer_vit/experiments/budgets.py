@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from matplotlib import colormaps
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import LogFormatterSciNotation, LogLocator, NullFormatter
 
 from .plots import points, scale
 from .questions import Question
@@ -114,6 +114,8 @@ class Budgets(Question):
                     points(axes, cost, results, each=False, fmt="none", ecolor=style["color"])
             axes.set(xscale="log", xlabel=f"training FLOPs{f', {name}' if name else ''}")
             axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            every = (math.inf, math.inf)  # otherwise only powers of ten are labelled
+            axes.xaxis.set_major_formatter(LogFormatterSciNotation(minor_thresholds=every))
             axes.xaxis.set_minor_formatter(NullFormatter())
             axes.grid(alpha=0.3)
             scale(axes, measure)
