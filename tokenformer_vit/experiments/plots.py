@@ -138,4 +138,5 @@ def scale(axes: Axes, measure: Measure) -> None:
 def name_of(variant: Variant, runs: Sequence[Record], records: Sequence[Record]) -> str:
     """Name a variant in a chart, with its learning rate if the table has several."""
     swept = len({record["lr"] for record in records}) > 1
-    return f"{variant.label}, lr {runs[0]['lr']:g}" if swept and runs else variant.label
+    shown = (finished(runs) or runs)[:1]  # failed runs may have other rates
+    return f"{variant.label}, lr {shown[0]['lr']:g}" if swept and shown else variant.label

@@ -170,7 +170,8 @@ class Question(ABC):
         """Draw the results with their deviation, training loss and validation.
 
         Curves are means over seeds, with a band of one standard deviation. The loss of a failed run
-        is dotted up to its end. Every variant that has run is drawn, at its best learning rate.
+        is dotted up to its end. Every variant that has run is drawn, at its best learning rate, or
+        at all of them if every run failed.
         """
         field, measure = self.field, self.field.measure
         figure = Figure(figsize=(15.5, 3.8), layout="constrained")
@@ -183,9 +184,10 @@ class Question(ABC):
                 points(result, index, Row(variant, group, measure).results(), fmt="o", **style)
                 band(loss, curves_of(done, "loss", "iteration", "loss"), **style)
                 band(validation, curves_of(done, "validation", field.unit, measure.name), **style)
+            rates = {run["lr"] for run in done or runs}
             for run in runs:
                 curve = curves_of([run], "loss", "iteration", "loss")
-                if "failed" in run and len(curve):
+                if "failed" in run and run["lr"] in rates and len(curve):
                     loss.plot(curve, ":", **style)
                     loss.plot(curve[-1:], "x", color=f"C{index}")
         result.set(

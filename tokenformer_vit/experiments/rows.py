@@ -50,9 +50,9 @@ def best_lr(measure: Measure, records: Iterable[Record]) -> float | None:
 def at_best_lr(
     measure: Measure, variants: Sequence[Variant], records: Iterable[Record]
 ) -> dict[Variant, list[Record]]:
-    """Keep each variant's runs at its best learning rate, or all of them if all failed."""
+    """Keep each variant's runs at its best learning rate, and those that failed at any rate."""
     return {
-        variant: [run for run in runs if best_lr(measure, runs) in (None, run["lr"])]
+        variant: [run for run in runs if run["lr"] == best_lr(measure, runs) or "failed" in run]
         for variant, runs in by_variant(variants, records).items()
     }
 
@@ -135,8 +135,9 @@ class Row:
         return minus(text) if len(steps) == most else f"{minus(text)} (n = {len(steps)})"
 
     def lr(self) -> str:
-        """Learning rate."""
-        return ", ".join(f"{lr:g}" for lr in sorted({run["lr"] for run in self.records}))
+        """Learning rate of the finished runs, or all rates if every run failed."""
+        runs = finished(self.records) or self.records
+        return ", ".join(f"{lr:g}" for lr in sorted({run["lr"] for run in runs}))
 
     def counts(self, key: str) -> str:
         """Counts such as the number of parameters; a failed run may not have them."""
@@ -177,13 +178,15 @@ class Row:
         return f"{seconds.mean() / 60:.1f}" if len(seconds) else "–"
 
     def failures(self) -> str:
-        """The seeds that failed, and why."""
+        """The runs that failed, and why; of several learning rates, each run's is named."""
+        swept = len({record["lr"] for record in self.records}) > 1
         texts = []
-        for record in sorted(self.records, key=lambda record: record["seed"]):
+        for record in sorted(self.records, key=lambda record: (record["lr"], record["seed"])):
             if error := record.get("failed", "").replace("|", "\\|"):
                 if len(error) > _LONGEST_ERROR:
                     error = f"{error[:_LONGEST_ERROR].rstrip()} …"
-                texts.append(f"seed {record['seed']}: {error}")
+                lr = f"lr {record['lr']:g}, " if swept else ""
+                texts.append(f"{lr}seed {record['seed']}: {error}")
         return "; ".join(texts)
 
 
