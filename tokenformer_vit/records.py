@@ -37,7 +37,8 @@ def environment(
         device: Device to describe, ``cuda`` or ``cpu``; default: the GPU if there is one.
 
     Returns:
-        ``commit``, ``date``, ``hardware`` and ``versions``, ready for JSON.
+        ``commit``, ``date``, ``hardware`` and ``versions``, ready for JSON; of a CPU also ``cpu``,
+        its name and the instructions that PyTorch uses: speeds and last digits depend on them.
     """
     root, commit = Path(__file__).parents[1], os.environ.get(COMMIT_VARIABLE, "")
     commit = commit or f"tokenformer_vit {tokenformer_vit.__version__}"
@@ -47,14 +48,26 @@ def environment(
             commit = subprocess.check_output(describe, cwd=root, text=True, stderr=DEVNULL).strip()
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        machine = {"hardware": torch.cuda.get_device_name()}
+    else:
+        cores = f"{os.cpu_count()} CPU cores ({platform.machine()})"
+        capability = torch.backends.cpu.get_cpu_capability()
+        machine = {"hardware": cores, "cpu": f"{_cpu_name()}, {capability}"}
     return {
         "commit": commit,
         "date": datetime.date.today().isoformat(),
-        "hardware": torch.cuda.get_device_name()
-        if device == "cuda"
-        else f"{os.cpu_count()} CPU cores ({platform.machine()})",
+        **machine,
         "versions": {"python": platform.python_version(), **_versions(packages)},
     }
+
+
+def _cpu_name() -> str:
+    with suppress(OSError):  # only Linux has this file
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        if name := re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE):
+            return name[1]
+    return platform.processor() or platform.machine()
 
 
 def device_in_name(device: str) -> str:

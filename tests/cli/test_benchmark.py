@@ -91,6 +91,7 @@ def test_where_only_torch_and_timm_are_installed(tmp_path):
     record = json.loads(text)
     assert "--precisions autocast" in record["command"]
     assert record["hardware"].startswith(f"{os.cpu_count()} CPU cores")
+    assert record["cpu"].endswith(f", {torch.backends.cpu.get_cpu_capability()}")
     assert record["versions"].keys() >= {"python", "torch", "timm"}
     assert not record["versions"].keys() & {"mmengine", "mmpretrain"}
     assert (record["device"], record["threads"], record["n"]) == ("cpu", 1, 3)

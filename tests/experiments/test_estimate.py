@@ -65,6 +65,7 @@ def test_seconds_come_from_records_of_the_config(words, tmp_path, capsys):
     write(tmp_path, "a", "other_size", parameters=2 * size, **epochs)
     write(tmp_path, "b", "resumed", parameters=size, **epochs, resumed_at_iteration=5)
     write(tmp_path, "b", "elsewhere", parameters=size, **epochs, hardware="a faster one")
+    write(tmp_path, "b", "other_cpu", parameters=size, **epochs, cpu="a faster one")
     write(tmp_path, "b", "bfloat16", parameters=size, **epochs, dtype="bfloat16 autocast")
     write(tmp_path, "b", "failed", parameters=size, resumed_at_iteration=None)
     text = dry(SOFTMAX, words, capsys, "--variants", "gelu_l1", "--jobs", "2")

@@ -65,7 +65,7 @@ from .variants import PRECISIONS, Group, Setting, short
 # Entries that must be equal in a resumed run and in the interrupted one.
 _SAME = (
     *("model", "baseline", "img_size", "num_tokens", "depth", "n", "seed"),
-    *("device", "threads", "hardware", "versions", "commit"),
+    *("device", "threads", "hardware", "cpu", "versions", "commit"),
 )
 
 

@@ -112,14 +112,16 @@ def _above(cfg: Mapping[str, Any], path: Sequence[str], part: Any) -> dict[str, 
 
 def _recorded_rates(left: Sequence[Run], costs: Mapping[str, tuple[int, int]]) -> list[float]:
     """Return the FLOPs a second of uninterrupted runs: same config, dtype and hardware."""
-    run, hardware, rates = left[0], environment()["hardware"], []
+    run, here, rates = left[0], environment(), []
     own = {}  # FLOPs of an example, by the number of parameters
     for each in left:
         seen, flops = costs[each.about["variant"]]
         own[each.about["parameters"]] = flops / seen
     for path in sorted(run.out.parent.glob(f"*_{run.base.stem}/*.json")):
         record = read_record(path)
-        if record.get("hardware") != hardware or record.get("resumed_at_iteration") != 0:
+        if record.get("hardware") != here["hardware"] or record.get("resumed_at_iteration") != 0:
+            continue
+        if record.get("cpu", here.get("cpu")) != here.get("cpu"):  # older records do not name it
             continue
         if record["dtype"].startswith("bfloat16") != _in_bfloat16(run):
             continue
