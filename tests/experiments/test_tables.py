@@ -177,6 +177,11 @@ def test_learning_rates_are_groups_and_the_best_is_marked(root):
     ]
     assert [row[3].startswith("**") for row in (low, high, best)] == [False, True, False]
 
+    ends = "variants are best at the largest or the smallest learning rate that they tried"
+    assert f"\n2 of 2 {ends}: exp + L1 at 0.0003; GELU + L1 at 0.001.\n" in text
+    write(root, "softmax", 0, "the loss is nan", 1e-4)  # a smaller rate was tried
+    assert f"\n1 of 2 {ends}: GELU + L1 at 0.001.\n" in rendered(root)
+
 
 def test_what_was_never_run_is_said(root):
     text = rendered(root)

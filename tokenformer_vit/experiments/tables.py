@@ -13,12 +13,13 @@ from .language_models import LANGUAGE
 from .plots import draw_diagnostics
 from .questions import Question
 from .results import Groups, read_groups, read_sweep
-from .rows import Record
+from .rows import Record, best_lr, by_variant
 from .run import ROOT
 
 PAPERS_CONFIG = "configs/imagenet_base.py"
 # A run of the paper has its schedule and batch size, not only its config.
 _PAPERS = {"config": PAPERS_CONFIG, "epochs": 300, "images_per_step": 4096}
+_MOST_NAMED = 6  # variants in a line
 _PAPERS_ARGUMENTS = (
     f"--config {PAPERS_CONFIG} --seeds 3 --nproc-per-node 8 --amp --batch-size 128 "
     "--cfg-options optim_wrapper.accumulative_counts=4"
@@ -31,12 +32,12 @@ difference to the row above, or to the row that its heading names, seed by seed.
 says *± standard error*, *better* and *worse* mean a difference of over two standard errors, with
 three seeds or more. With three seeds, chance alone gives such a difference in about one comparison
 of five. Where several learning rates were tried, each variant's best one was chosen on the same
-validation data; if it is the largest or the smallest of them, others may be better. Where only the
-first seeds tried all of them, their results chose it and also count in the mean, which is therefore
-a little too good. Failed runs are named and count in no mean. Equal FLOPs are not equal time:
-minutes are also given, as means over runs that were not interrupted. A line below a table compares
-the order of the variants half-way with the order at the end; where it changes, longer runs may
-change it again.
+validation data; a line below the table tells where it is the largest or the smallest of them, so
+that others may be better. Where only the first seeds tried all of them, their results chose it and
+also count in the mean, which is therefore a little too good. Failed runs are named and count in no
+mean. Equal FLOPs are not equal time: minutes are also given, as means over runs that were not
+interrupted. Another line compares the order of the variants half-way with the order at the end;
+where it changes, longer runs may change it again.
 """
 _IMAGES = """\
 Top-1 is measured on the validation images after the last epoch. Runs of one seed share the order of
@@ -172,7 +173,27 @@ def _sweep(question: Question, records: Sequence[Record], link: str) -> list[str
     charts = f"![{chart}, {name}]({link}.png)\n"
     if _has_layers(records):
         charts += f"![Diagnostics, {name}]({link}_diagnostics.png)\n"
-    return [f"{about}:\n", question.table(records), charts]
+    return [f"{about}:\n", question.table(records), *_at_ends(question, records), charts]
+
+
+def _at_ends(question: Question, records: Sequence[Record]) -> list[str]:
+    """Tell which variants are best at the largest or the smallest learning rate that they tried."""
+    swept, at_ends = 0, []
+    for variant, runs in by_variant(question.variants, records).items():
+        rates = sorted({run["lr"] for run in runs})
+        best = best_lr(question.field.measure, runs)
+        if len(rates) > 1 and best is not None:
+            swept += 1
+            if best in (rates[0], rates[-1]):
+                at_ends.append(f"{variant.label} at {best:g}")
+    if not swept:
+        return []
+    text = (
+        f"{len(at_ends)} of {swept} variants are best at the largest or the smallest learning rate "
+        "that they tried"
+    )
+    named = f": {'; '.join(at_ends)}" if 0 < len(at_ends) <= _MOST_NAMED else ""
+    return [f"{text}{named}.\n"]
 
 
 def _draw(question: Question, records: Sequence[Record], folder: Path) -> None:
