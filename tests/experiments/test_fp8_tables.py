@@ -38,9 +38,12 @@ def test_trainings_are_compared_seed_by_seed(tmp_path):
     losses = {"bfloat16": (1.0, 1.2, 1.4, 9.9), "fp8": (0.9, 1.3, 1.1)}
     for variant, values in losses.items():
         for seed, loss in enumerate(values):
-            record = {"variant": variant, "seed": seed, "loss_last_20_mean": loss}
+            record = {"variant": variant, "seed": seed, "lr": 1e-3, "loss_last_20_mean": loss}
             record |= {"config": "configs/some.py", "iterations": 1200, "final": {"top1": 50}}
             (folder / f"{variant}_seed{seed}.json").write_text(json.dumps(record))
+    worse = {**record, "lr": 1e-2, "loss_last_20_mean": 7.0, "final": {"top1": 40}}
+    for seed in (0, 1, 2):  # another learning rate
+        (folder / f"fp8_seed{seed}_lr0.01.json").write_text(json.dumps({**worse, "seed": seed}))
     _, rows = fp8_tables.trainings(tmp_path, lambda text, path: f"[{text}]({path})")
     # Differences of -0.1, 0.1 and -0.3: a mean of -0.1, and a standard error of 0.2 / √3.
     assert rows == [
@@ -56,10 +59,10 @@ def test_one_seed_has_no_error_and_failed_runs_do_not_count(tmp_path):
         path = tmp_path / fp8_tables.TRAININGS / folder
         path.mkdir(parents=True)
         for variant, loss in (("bfloat16", 1.0), ("fp8", 0.5)):
-            record = {"variant": variant, "seed": 0, "config": "configs/some.py"}
+            record = {"variant": variant, "seed": 0, "lr": 1e-3, "config": "configs/some.py"}
             record |= {"iterations": 12, "loss_last_20_mean": loss, "final": {"top1": 50}}
             if fails and variant == "fp8":
-                record = {"variant": variant, "seed": 0, "failed": "the loss is nan"}
+                record = {"variant": variant, "seed": 0, "lr": 1e-3, "failed": "the loss is nan"}
             (path / f"{variant}_seed0.json").write_text(json.dumps(record))
     _, rows = fp8_tables.trainings(tmp_path, lambda text, path: text)
     numbers = ["1.0000", "0.5000", "−0.5000", "50.00", "50.00", "+0.00"]

@@ -7,8 +7,12 @@ from typing import Any
 
 from tokenformer_vit.records import read_record
 
+from .image_models import IMAGES
+from .rows import Record, best_lr, finished
+
 RECORD = "tokenformer_vit/benchmarking/results/fp8.json"
 TRAININGS = "ablations/results"
+_NAMES = "bfloat16", "fp8"
 
 Table = tuple[str, list[list[str]]]  # headings, rows
 
@@ -46,14 +50,11 @@ def savings(root: Path) -> Table:
 
 
 def trainings(root: Path, link: Callable[[str, str], str]) -> Table:
-    """Lay out the loss and the accuracy of trainings, seed by seed."""
+    """Lay out the loss and the accuracy of trainings, seed by seed, each at its best rate."""
     rows = []
     for folder in sorted((root / TRAININGS).glob("fp8_*/")):
-        runs: dict[str, dict[int, dict[str, Any]]] = {"bfloat16": {}, "fp8": {}}
-        for path in sorted(folder.glob("*.json")):
-            record = read_record(path)
-            if "failed" not in record:
-                runs[record["variant"]][record["seed"]] = record
+        done = finished(map(read_record, sorted(folder.glob("*.json"))))
+        runs = {name: _by_seed([run for run in done if run["variant"] == name]) for name in _NAMES}
         seeds = sorted(runs["bfloat16"].keys() & runs["fp8"].keys())
         if not seeds:
             continue
@@ -73,9 +74,14 @@ def trainings(root: Path, link: Callable[[str, str], str]) -> Table:
     return f"training | {headings} | Δ ± standard error", rows
 
 
-def _loss(record: dict[str, Any]) -> float:
+def _by_seed(records: list[Record]) -> dict[int, Record]:
+    best = best_lr(IMAGES.measure, records)
+    return {record["seed"]: record for record in records if record["lr"] == best}
+
+
+def _loss(record: Record) -> float:
     return record["loss_last_20_mean"]
 
 
-def _top1(record: dict[str, Any]) -> float:
+def _top1(record: Record) -> float:
     return record["final"]["top1"]
