@@ -376,6 +376,19 @@ def test_an_error_of_one_variant_does_not_cost_the_others(monkeypatch, tmp_path,
     assert not [row for row in group["variants"] if "failed" in row]
 
 
+def test_a_profile_is_kept_if_a_later_one_fails(monkeypatch, tmp_path):
+    def profile_variant(setting, group, variant):
+        if variant.implementation == "fused":
+            raise RuntimeError("ptxas failed")
+        return {"variant": variant.name}
+
+    monkeypatch.setattr(benchmark, "profile_variant", profile_variant)
+    with pytest.raises(RuntimeError, match="ptxas"):
+        run(tmp_path / "profile.json", "--profile", "--backends", "reference", "fused")
+    profiles = json.loads((tmp_path / "profile.json").read_text())["profiles"]
+    assert [each["variant"] for each in profiles] == ["baseline compiled", "reference compiled"]
+
+
 def test_products_of_query_key_and_value_are_as_asked():
     asked = {"fused": None, "triton": None, "fused-joint": True, "fused-separate": False}
     for name, joint in asked.items():

@@ -183,9 +183,11 @@ def _profile(args: argparse.Namespace, setting: Setting, record: dict[str, Any])
         each for each in _variants_of(group.mode, args) if each.implementation != "released"
     ]
     variants = [each for each in variants if each.compiled] or variants
-    record["profiles"] = [profile_variant(setting, group, variant) for variant in variants]
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    write_record(args.out, record)
+    record["profiles"] = []
+    for variant in variants:
+        record["profiles"].append(profile_variant(setting, group, variant))
+        write_record(args.out, record)  # it is kept if a later one fails
     print(f"{profile_table(record)}\n\nDone. Record: {args.out}")
 
 
