@@ -166,11 +166,15 @@ def test_an_interrupted_run_goes_on(measured, tmp_path, capsys):
     assert measured == [Group("train", "float32", 2)]
     assert both["groups"][0] == first["groups"][0]
     check_arithmetic(both)
-    # A group that lacks a variant is measured again, and none is there twice.
-    measured.clear()
-    more = run(path, *words, "--batch-sizes", 1, "--resume")
-    assert measured == [Group("train", "float32", 1)]
-    assert [group["batch_size"] for group in more["groups"]] == [2, 1]
+    # A group that lacks a variant is measured again with those it has, and none is there twice.
+    for backends in (["reference"], ["reference", "fused-joint"]):
+        measured.clear()
+        more = run(path, *words, "--batch-sizes", 1, "--resume", "--backends", *backends)
+        assert measured == [Group("train", "float32", 1)]
+        assert [group["batch_size"] for group in more["groups"]] == [2, 1]
+    names = [row["variant"] for row in more["groups"][1]["variants"] if not row["compiled"]]
+    assert names[:2] == ["baseline eager", "released eager"]
+    assert sorted(names[2:]) == ["fused eager", "fused-joint eager", "reference eager"]
     # Without --resume the record is a new one.
     again = run(path, *words, "--batch-sizes", 3)
     assert [group["batch_size"] for group in again["groups"]] == [3]
@@ -345,6 +349,45 @@ def test_what_does_not_fit_drops_out(monkeypatch, tmp_path):
     }
     assert rows["fused eager"]["images_per_s"] > 0
     assert (tmp_path / "speed.png").exists()
+
+
+def test_an_error_of_one_variant_does_not_cost_the_others(monkeypatch, tmp_path, capsys):
+    create, broken = Images.create, ["fused"]
+
+    def failing(images, implementation, seed):
+        if implementation in broken:
+            raise RuntimeError("ptxas failed\nwith error code 255")
+        return create(images, implementation, seed)
+
+    monkeypatch.setattr(Images, "create", failing)
+    monkeypatch.setattr(measures, "matmul_rate", lambda device, dtype: 2e11)
+    monkeypatch.setattr(measures, "copy_rate", lambda device: 3e10)
+    path, words = tmp_path / "speed.json", ["--eager", "--modes", "infer", "--rounds", 1]
+    words += ["--precisions", "float32", "--batch-sizes", 1, "--resume", "--out", path]
+    with pytest.raises(InputError, match=r"fused eager \(infer .* 1: ptxas failed with .* leave"):
+        benchmark.main([*TINY, *map(str, words)])
+    (group,) = json.loads(path.read_text())["groups"]
+    rows = {row["variant"]: row for row in group["variants"]}
+    assert rows["fused eager"]["failed"] == "ptxas failed with error code 255"
+    assert rows["reference eager"]["images_per_s"] > 0
+    assert "in failing" in capsys.readouterr().err
+    broken.clear()
+    benchmark.main([*TINY, *map(str, words)])
+    (group,) = json.loads(path.read_text())["groups"]
+    assert not [row for row in group["variants"] if "failed" in row]
+
+
+def test_a_profile_is_kept_if_a_later_one_fails(monkeypatch, tmp_path):
+    def profile_variant(setting, group, variant):
+        if variant.implementation == "fused":
+            raise RuntimeError("ptxas failed")
+        return {"variant": variant.name}
+
+    monkeypatch.setattr(benchmark, "profile_variant", profile_variant)
+    with pytest.raises(RuntimeError, match="ptxas"):
+        run(tmp_path / "profile.json", "--profile", "--backends", "reference", "fused")
+    profiles = json.loads((tmp_path / "profile.json").read_text())["profiles"]
+    assert [each["variant"] for each in profiles] == ["baseline compiled", "reference compiled"]
 
 
 def test_products_of_query_key_and_value_are_as_asked():

@@ -2,6 +2,7 @@
 
 import gc
 import math
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tokenformer_vit.errors import one_line
 from tokenformer_vit.layers import Attention, BlockLayerNorm, BlockNorm, Pattention
 from tokenformer_vit.models import compile_blocks
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from .language import Language
 
 BACKENDS = ("reference", "fused", "triton", "fp8")
+OUT_OF_MEMORY = "out of memory"
 _JOINT = {"joint": True, "separate": False}
 IMPLEMENTATIONS = (*BACKENDS, *(f"{name}-{how}" for name in ("fused", "triton") for how in _JOINT))
 """Backends; with a suffix, query, key and value are forced to have joint or separate products."""
@@ -176,10 +179,8 @@ def measure_group(
 
     Returns:
         Entry of the group in the record, with the seconds and the memory of its variants. A variant
-        that needs more memory than the GPU has gets ``failed`` instead.
-
-    Raises:
-        RuntimeError: If torch.compile does not compile a variant, or only parts of it.
+        that needs more memory than the GPU has gets ``failed`` instead; so does one with another
+        error, such as a kernel that does not compile, whose traceback is printed.
     """
     precision = PRECISIONS[group.precision]
     subject, device = setting.subject, setting.device
@@ -222,11 +223,14 @@ def measure_group(
             try:
                 do(variant)
             except torch.OutOfMemoryError:
-                row["failed"] = "out of memory"
+                row["failed"] = OUT_OF_MEMORY
+            except Exception as error:  # it must not cost the measurements of the others
+                traceback.print_exc()
+                row["failed"] = one_line(error, 100)
             if "failed" in row:  # after the error has released its tensors
                 runs.pop(variant.name, None)
                 gc.collect()
-                torch.cuda.empty_cache()
+                torch.cuda.empty_cache()  # raises again if no other kernel can run either
 
     with measures.many_compilations():
         for_each(build)

@@ -62,6 +62,7 @@ from tokenformer_vit.benchmarking.reports import draw, draw_summary, figures, ta
 from tokenformer_vit.benchmarking.variants import (
     BACKENDS,
     IMPLEMENTATIONS,
+    OUT_OF_MEMORY,
     PRECISIONS,
     BenchmarkVariant,
     Group,
@@ -93,7 +94,12 @@ _COMPILE_OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
+    """Run the command.
+
+    Raises:
+        InputError: If options cannot be used, or, after all is measured, if something other than
+            memory kept a variant from being measured.
+    """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     forms = first.add_mutually_exclusive_group()
     forms.add_argument("--loop")
@@ -122,15 +128,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
 
     asked = map(Group._make, itertools.product(args.modes, args.precisions, args.batch_sizes))
-    there = {
-        group_of(entry): {row["variant"] for row in entry["variants"]} for entry in record["groups"]
-    }
+    there = {group_of(entry): _measured(entry) for entry in record["groups"]}
     plan = {group: _variants_of(group.mode, args) for group in asked}
+    # A group is measured as a whole: again with what it has, if it lacks a variant.
     plan = {
-        group: variants
+        group: list(dict.fromkeys([*variants, *there.get(group, ())]))
         for group, variants in plan.items()
-        if not {variant.name for variant in variants} <= there.get(group, set())
+        if not {*variants} <= {*there.get(group, ())}
     }
+    broken: list[str] = []
     steps = sum(map(len, plan.values())) * (1 + args.rounds)
     with tqdm(total=steps, disable=None) as bar:
         for group, variants in plan.items():
@@ -146,7 +152,26 @@ def main(argv: Sequence[str] | None = None) -> None:
             record["groups"] = [figures(each, record) for each in (*others, entry)]
             write_record(args.out, record)
             bar.write(f"{table(record['groups'][-1], subject.unit)}\n")
+            broken += [
+                f"{row['variant']} ({' '.join(map(str, group))}: {row['failed']})"
+                for row in entry["variants"]
+                if row.get("failed", OUT_OF_MEMORY) != OUT_OF_MEMORY
+            ]
     print(f"Done. Record: {args.out}; {chart(args.out, record)}")
+    if broken:
+        raise InputError(
+            f"not measured: {', '.join(broken)}; the record has the others: correct the cause, or "
+            "leave the backend out of --backends"
+        )
+
+
+def _measured(entry: dict[str, Any]) -> list[BenchmarkVariant]:
+    """Return the variants that a group of a record has; one with an error is tried again."""
+    return [
+        BenchmarkVariant(row["implementation"], row["compiled"])
+        for row in entry["variants"]
+        if row.get("failed", OUT_OF_MEMORY) == OUT_OF_MEMORY
+    ]
 
 
 def _profile(args: argparse.Namespace, setting: Setting, record: dict[str, Any]) -> None:
@@ -158,9 +183,11 @@ def _profile(args: argparse.Namespace, setting: Setting, record: dict[str, Any])
         each for each in _variants_of(group.mode, args) if each.implementation != "released"
     ]
     variants = [each for each in variants if each.compiled] or variants
-    record["profiles"] = [profile_variant(setting, group, variant) for variant in variants]
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    write_record(args.out, record)
+    record["profiles"] = []
+    for variant in variants:
+        record["profiles"].append(profile_variant(setting, group, variant))
+        write_record(args.out, record)  # it is kept if a later one fails
     print(f"{profile_table(record)}\n\nDone. Record: {args.out}")
 
 

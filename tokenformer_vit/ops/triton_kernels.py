@@ -196,6 +196,7 @@ def _norm_term(x, THETA: constexpr):
 
 @_kernel
 def _factor(total, tau, eps, THETA: constexpr):
+    eps = tl.cast(eps, tl.float32)  # before 2.15, PyTorch's compiled code passes numbers in 64 bits
     if THETA == "softmax":
         return 1.0 / total
     elif THETA == "gelu_l1":
