@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tokenformer_vit.benchmarking import run_stages
 from tokenformer_vit.benchmarking.run_stages import Stages
 from tokenformer_vit.benchmarking.stages import STAGES, Stage
 from tokenformer_vit.cli import benchmark, prepare_data
@@ -212,6 +213,12 @@ def test_commands_of_stages_are_commands_of_ours(kind, monkeypatch):
             assert program in ("benchmark", "train", "pytest")
         if program == "train":  # a stage that was stopped goes on
             assert "--resume" in arguments
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_tests_run_in_parallel_where_pytest_can(there, monkeypatch):
+    monkeypatch.setattr(run_stages, "find_spec", lambda name: object() if there else None)
+    assert run_stages._program("pytest") == ["-m", "pytest", *(["-n", "4"] if there else [])]
 
 
 def test_the_page_lists_the_stages_of_a_gpu():
