@@ -14,6 +14,7 @@ pytest.importorskip("transformers", reason="pip install tokenformer-vit[language
 from transformers import AutoModelForCausalLM, TorchAoConfig, Trainer, TrainingArguments
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.growth import grow
 from tokenformer_vit.language import (
     TokenFormerConfig,
     TokenFormerForCausalLM,
@@ -189,6 +190,10 @@ def test_lora_by_peft_is_saved_loaded_and_merged(tmp_path):
         torch.testing.assert_close(loaded(tokens).logits, plain)
     merged = loaded.merge_and_unload()
     assert type(merged) is TokenFormerForCausalLM
+    torch.testing.assert_close(merged(tokens).logits, expected, atol=1e-4, rtol=1e-4)
+    with pytest.raises(InputError, match="merge_and_unload"):
+        grow(adapted, num_ffn_param_tokens=160)
+    grow(merged, num_ffn_param_tokens=160)
     torch.testing.assert_close(merged(tokens).logits, expected, atol=1e-4, rtol=1e-4)
     merged.save_pretrained(tmp_path / "merged")
     torch.testing.assert_close(

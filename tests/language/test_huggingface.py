@@ -28,17 +28,20 @@ from transformers import (
 )
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import extract, grow
+from tokenformer_vit.growth import extract, grow, reorder
 from tokenformer_vit.language import (
     TokenFormerConfig,
     TokenFormerForCausalLM,
+    TokenFormerForSequenceClassification,
+    TokenFormerModel,
     byte_tokenizer,
     load_language_model,
     load_tokenizer,
     save_language_model,
     transformer_lm,
 )
-from tokenformer_vit.models import LMConfig, TokenFormerLM
+from tokenformer_vit.models import LMConfig, TokenFormerLM, quantize
+from tokenformer_vit.models.card import describe_pairs
 from tokenformer_vit.models.sizes import find_layers
 
 SHAPE = {"vocab_size": 61, "context_length": 40, "embed_dim": 32, "depth": 2, "num_heads": 2}
@@ -356,6 +359,16 @@ def test_a_model_without_a_limit_is_saved_with_its_tokenizer(tmp_path):
     assert longest == tokenizer.model_max_length
 
 
+@pytest.mark.parametrize("kind", [TokenFormerForSequenceClassification, TokenFormerModel])
+def test_a_new_model_that_writes_no_text_is_saved_with_its_tokenizer(kind, tmp_path):
+    model, tokens = kind(build(vocab_size=257).config).eval(), torch.randint(257, (1, 9))
+    save_language_model(model, tmp_path, byte_tokenizer())
+    loaded = kind.from_pretrained(tmp_path)
+    assert torch.equal(loaded(tokens)[0], model(tokens)[0])
+    assert loaded.config.pad_token_id == byte_tokenizer().pad_token_id
+    assert not (tmp_path / "README.md").exists()  # the card is for models that write text
+
+
 def test_a_full_disk_is_said_of_the_folder_and_leaves_what_was_there(tmp_path, in_another_process):
     model, folder = build(), tmp_path / "run"
     save_language_model(model, folder)
@@ -378,6 +391,39 @@ def test_new_pairs_in_parameters_of_their_own_are_joined_when_saved(tmp_path):
     grow(model, num_ffn_param_tokens=160, freeze="old")
     loaded = reload(model, tmp_path)
     torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=0, atol=0)
+
+
+class Wrapper(torch.nn.Module):
+    """What an adapter of peft puts around a layer."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.base_layer = layer
+
+    def forward(self, x):
+        return self.base_layer(x)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, _: grow(model, num_ffn_param_tokens=200),
+        lambda model, _: model.set_size(0.5),
+        lambda model, _: reorder(model, {}),
+        lambda model, _: quantize(model),
+        lambda model, folder: model.save_pretrained(folder),
+    ],
+    ids=["grow", "set_size", "reorder", "quantize", "save"],
+)
+def test_pairs_in_an_adapter_of_peft_are_not_changed(change, tmp_path):
+    model, tokens = build(), torch.randint(61, (2, 9))
+    expected = model(tokens).logits
+    for block in model.model.blocks:
+        block.mlp = Wrapper(Wrapper(block.mlp))  # one for the keys, one for the values
+    with pytest.raises(InputError, match=r"adapter of peft .*\(merge_and_unload\)"):
+        change(model, tmp_path)
+    assert torch.equal(model(tokens).logits, expected)
+    assert "FFN 128" in describe_pairs(model)
 
 
 @pytest.mark.parametrize("tie", [True, False])

@@ -253,6 +253,36 @@ def test_a_mask_of_another_length_than_the_cache_is_left_to_transformers(tokens,
         assert model.model._mask(elsewhere, mask[:, :length], cache, None) == "theirs"
 
 
+@pytest.mark.parametrize("cache", [None, DynamicCache, StaticCache])
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_a_mask_may_be_longer_than_the_tokens(cache, positions, tokens):
+    """As for the whole length of a static cache; transformers allows padding only with this one."""
+    model, mask = build(positions=positions), torch.zeros(3, 40, dtype=torch.long)
+    mask[:, :9] = 1
+    mask[1, :3] = int(cache is not StaticCache)
+    expected = model(tokens, attention_mask=mask[:, :9]).logits
+    if cache is None:
+        found = model(tokens, attention_mask=mask).logits
+    else:
+        sizes = {"max_cache_len": 40} if cache is StaticCache else {}
+        kept = cache(config=model.config, **sizes)
+        halves = (
+            model(part, attention_mask=mask, past_key_values=kept).logits
+            for part in (tokens[:, :6], tokens[:, 6:])
+        )
+        found = torch.cat(tuple(halves), dim=1)
+    torch.testing.assert_close(found[mask[:, :9] == 1], expected[mask[:, :9] == 1])
+
+
+def test_a_mask_shorter_than_the_tokens_is_refused(tokens):
+    model, cache = build(), DynamicCache()
+    with pytest.raises(InputError, match=r"attention_mask is \(3, 5\), but there are 9 tokens"):
+        model(tokens, attention_mask=torch.ones(3, 5))
+    model(tokens[:, :8], past_key_values=cache)
+    with pytest.raises(InputError, match="8 of them in the cache: give a column for each"):
+        model(tokens[:, 8:], attention_mask=torch.ones(3, 1), past_key_values=cache)
+
+
 def test_use_cache_is_a_setting(tokens):
     model = build(use_cache=False)
     assert model(tokens).past_key_values is None

@@ -175,10 +175,11 @@ def save_language_model(
         tokenizer: Tokenizer of the model. Its tokens for the end of a text and for padding are
             written for the model too if the model names none; the model's context is written as
             the tokenizer's ``model_max_length``. Neither object is changed.
-        facts: Data, training and results for the model card.
+        facts: Data, training and results for the model card. Only a model that writes text gets
+            one.
 
     Raises:
-        InputError: If the model is quantised.
+        InputError: If the model is quantised, or a model of peft wraps its layers.
         OSError: If it cannot be written; ``filename`` is ``folder``. Existing files stay.
     """
     try:
@@ -211,8 +212,9 @@ def _save(
                 logging.enable_progress_bar()
         for file in partial.glob("*.safetensors"):
             seal_tensors(file)
-        card = language_card(model, facts)
-        write_card(partial, card, folder / CARD)
+        if model.can_generate():
+            card = language_card(model, facts)
+            write_card(partial, card, folder / CARD)
 
 
 @contextmanager
@@ -223,7 +225,7 @@ def _agreed(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Itera
     """
     values: list[tuple[Any, str, Any]] = [
         (config, name, getattr(tokenizer, name))
-        for config in (model.config, model.generation_config)
+        for config in (model.config, getattr(model, "generation_config", None))
         for name in ("eos_token_id", "pad_token_id")
         if config is not None and getattr(config, name, 0) is None  # a classifier has one config
     ]

@@ -26,7 +26,7 @@ from tokenformer_vit.layers.quantized import check_plain
 from tokenformer_vit.models import LMConfig, TokenFormerDecoder
 from tokenformer_vit.models.causal_block import CausalAttention, CausalBlock
 from tokenformer_vit.models.causal_lm import EMBEDDING_STD, find_positions
-from tokenformer_vit.models.sizes import Size, find_layers
+from tokenformer_vit.models.sizes import Size
 
 from .schemas import LMShape, check
 
@@ -163,15 +163,16 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
         _check_unquantised(getattr(kwargs.get("config"), "quantization_config", None))
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        for name, layer in find_layers(model).items():  # transformers replaces tensors unchecked
-            layer.check_nested(layer.state_dict(prefix=f"{name}."), f"{name}.")
+        for name, layer in model.named_modules():  # transformers replaces tensors unchecked
+            if isinstance(layer, Pattention):  # perhaps in an adapter of peft, which it loads too
+                layer.check_nested(layer.state_dict(prefix=f"{name}."), f"{name}.")
         return loaded
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Save the model as every model of transformers; after ``add_adapter`` only the adapter.
 
         Raises:
-            InputError: If it is quantised.
+            InputError: If it is quantised, or a model of peft wraps its layers.
         """
         if not self._hf_peft_config_loaded:  # else peft has wrapped the layers
             check_plain(self)

@@ -77,13 +77,21 @@ def check_plain(model: nn.Module) -> None:
         model: Any module.
 
     Raises:
-        InputError: If they are quantised.
+        InputError: If they are quantised, or an adapter of peft wraps them.
     """
-    if any(isinstance(each, QuantizedPattention) for each in model.modules()):
-        raise InputError(
-            "the model is quantised, so its pairs cannot be changed or saved by this package: load "
-            "the original model, change it, and quantise it last"
-        )
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedPattention):
+            raise InputError(
+                "the model is quantised, so its pairs cannot be changed or saved by this package: "
+                "load the original model, change it, and quantise it last"
+            )
+        # peft's wrapper keeps the layer under this name.
+        if isinstance(module, Pattention) and name.rpartition(".")[2] == "base_layer":
+            raise InputError(
+                "an adapter of peft wraps the pairs of the model, so they cannot be changed or "
+                "saved by this package: merge the adapter first (merge_and_unload), or load the "
+                "original model"
+            )
 
 
 def _linear(weight: Tensor) -> nn.Linear:

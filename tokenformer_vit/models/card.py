@@ -165,7 +165,7 @@ def describe_pairs(model: nn.Module) -> str:
     counts: dict[str, list[int]] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, Pattention):
-            kind = _LAYERS.get(name.rpartition(".")[2], "FFN")
+            kind = _LAYERS.get(name.replace(".base_layer", "").rpartition(".")[2], "FFN")  # peft's
             counts.setdefault(kind, []).append(layer.num_param_tokens)
     return ", ".join(f"{kind} {span(found)}" for kind, found in counts.items())
 

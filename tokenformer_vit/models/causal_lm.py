@@ -305,14 +305,26 @@ def find_positions(tokens: Tensor, past: int | Tensor, attention_mask: Tensor | 
     Args:
         tokens: (B, N) tokens, or (B, N, C) embeddings of tokens.
         past: Number of tokens before them.
-        attention_mask: (B, all tokens) 0 for padding, which has no position; None if there is none.
+        attention_mask: (B, all tokens or more) 0 for padding, which has no position; None if there
+            is none.
+
+    Raises:
+        InputError: If the mask has fewer columns than there are tokens.
     """
+    N = tokens.shape[1]
     if attention_mask is None:
-        N = tokens.shape[1]
         if isinstance(past, int):
             return torch.arange(past, past + N, device=tokens.device)[None]
         return (torch.arange(N, device=tokens.device) + past)[None]
-    return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+    positions = (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+    if not isinstance(past, int):  # reading it would wait for the device
+        return positions.index_select(1, torch.arange(N, device=tokens.device) + past)
+    if attention_mask.shape[1] < past + N:
+        raise InputError(
+            f"attention_mask is {tuple(attention_mask.shape)}, but there are {past + N} tokens, "
+            f"{past} of them in the cache: give a column for each"
+        )
+    return positions[:, past : past + N]
 
 
 def _causal_mask(tokens: Tensor, past: int, attention_mask: Tensor | None) -> Tensor | None:

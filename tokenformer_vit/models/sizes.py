@@ -43,7 +43,7 @@ def find_layers(model: nn.Module) -> dict[str, Pattention]:
     """Return the Pattention layers of a model by name, in its order.
 
     Raises:
-        InputError: If they are quantised.
+        InputError: If they are quantised, or an adapter of peft wraps them.
     """
     check_plain(model)
     return {name: each for name, each in model.named_modules() if isinstance(each, Pattention)}
