@@ -41,9 +41,9 @@ def test_trainings_are_compared_seed_by_seed(tmp_path):
             record = {"variant": variant, "seed": seed, "lr": 1e-3, "loss_last_20_mean": loss}
             record |= {"config": "configs/some.py", "iterations": 1200, "final": {"top1": 50}}
             (folder / f"{variant}_seed{seed}.json").write_text(json.dumps(record))
-    worse = {**record, "lr": 1e-2, "loss_last_20_mean": 7.0, "final": {"top1": 40}}
-    for seed in (0, 1, 2):  # another learning rate
-        (folder / f"fp8_seed{seed}_lr0.01.json").write_text(json.dumps({**worse, "seed": seed}))
+            if variant == "fp8":  # at another learning rate it is worse
+                record |= {"lr": 1e-2, "loss_last_20_mean": 7.0, "final": {"top1": 40}}
+                (folder / f"fp8_seed{seed}_lr0.01.json").write_text(json.dumps(record))
     _, rows = fp8_tables.trainings(tmp_path, lambda text, path: f"[{text}]({path})")
     # Differences of -0.1, 0.1 and -0.3: a mean of -0.1, and a standard error of 0.2 / √3.
     assert rows == [

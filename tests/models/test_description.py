@@ -71,6 +71,12 @@ def test_a_config_that_is_no_description(exported, text):
         load_model(f"local-dir:{exported}", None)
 
 
+def test_a_language_model_is_no_image_model(exported):
+    (exported / "config.json").write_text(json.dumps({"model_type": "tokenformer", "depth": 2}))
+    with pytest.raises(InputError, match=r"transformers \('tokenformer'\).* give the folder of an"):
+        load_model(f"local-dir:{exported}", None)
+
+
 def test_a_card_key_of_another_tool_is_ignored(model, exported):
     file = exported / "config.json"
     content = json.loads(file.read_text(encoding="utf-8"))

@@ -201,7 +201,8 @@ def read_description(path: Path) -> dict[str, Any]:
     """Read and check a ``config.json``.
 
     Raises:
-        InputError: If the file is not JSON, or the description is invalid.
+        InputError: If the file is not JSON, is for a model of transformers, or the description is
+            invalid.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -210,6 +211,12 @@ def read_description(path: Path) -> dict[str, Any]:
             f"{path} is not readable JSON ({one_line(error)}); export again"
         ) from error
     if isinstance(content, dict):
+        if "architecture" not in content and "model_type" in content:
+            raise InputError(
+                f"{path} is for a model of transformers ({content['model_type']!r}), not for an "
+                "image model: give the folder of an image model; for a language model see "
+                "tokenformer_vit/language/README.md"
+            )
         content.pop("card", None)  # only a training checkpoint has our card; this key is foreign
     return _check_description(content, path)
 
