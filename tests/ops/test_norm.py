@@ -77,6 +77,45 @@ def test_keeps_only_the_input_of_the_product_behind_it(norm):
     assert sum(t.nbytes for t in kept if t.data_ptr() != out.data_ptr()) == weight + rstd
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_compiled_code_for_a_cpu_stores_one_number_a_row(norm, trained):
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    class Norm(torch.nn.Module):
+        def forward(self, x):
+            return norm(x, 48)
+
+    def stored(graph):
+        modules = [each for each in graph.modules() if isinstance(each, torch.fx.GraphModule)]
+        nodes = [node for each in modules for node in each.graph.nodes]
+        return [node for node in nodes if "as_strided" in str(node.target)]
+
+    module = Norm()
+    x = torch.randn(2, 5, 48, requires_grad=trained)
+    out = torch.compile(module, fullgraph=True, backend=keep)(x)
+    torch.testing.assert_close(out, module(x), rtol=1e-6, atol=1e-6)
+    # Without a gradient, the RMSNorm is PyTorch's.
+    assert len(stored(graphs[0])) == (trained or norm is layer_norm)
+    assert not stored(torch.export.export(module, (x,)).graph_module)
+
+
+def test_compiled_layer_norm_has_the_digits_of_pytorch():
+    x, _ = inputs(shape=(3, 48))
+
+    def ours(x):
+        return layer_norm(x, 48), layer_norm(x.detach(), 48)
+
+    def plain(x):
+        return F.layer_norm(x, (48,), eps=1e-6)
+
+    for out in torch.compile(ours, fullgraph=True)(x):
+        assert torch.equal(out, torch.compile(plain, fullgraph=True)(x))
+
+
 @pytest.mark.parametrize("value", [0.0, 3.0])
 def test_constant_rows_are_finite(norm, value):
     x = torch.full((2, 8), value, requires_grad=True)

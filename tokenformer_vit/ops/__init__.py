@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 
+from .compilation import compiled_for_cpu
 from .fp8 import pattention_fp8
 from .fused import is_few, pattention_fused, pattention_fused_joint
 from .kernels import Kernels
@@ -235,6 +236,7 @@ def layer_norm(x: Tensor, num_channels: int, eps: float = 1e-6, backend: str = "
             x.dtype == torch.float32
             and not (x.requires_grad and torch.is_grad_enabled())
             and not torch._C._is_any_autocast_enabled()
+            and not compiled_for_cpu(x)
         ):
             return layer_norm_reference(x, num_channels, eps)
         return norm_fused(x, num_channels, eps, centred=True)

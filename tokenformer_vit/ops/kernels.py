@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .compilation import compiled_for_cpu, once_a_row
 from .precision import accumulation_dtype
 
 
@@ -39,18 +40,6 @@ class Kernels(NamedTuple):
     forward: Callable[[Tensor, Tensor, float], tuple[Tensor, tuple[Tensor, ...]]]
     backward: Callable[[tuple[Tensor, ...], Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     elasticity: Callable[[tuple[Tensor, ...], float], Tensor | float] = _one
-
-
-def _once_a_row(numbers: Tensor) -> Tensor:
-    """Let code compiled for a CPU compute (..., 1) numbers once for each row.
-
-    Otherwise the compiler repeats their square roots and divisions for every 16 or 32 scores.
-    It stores what ``as_strided`` reads. An export has no use for that, and a GPU's kernel computes
-    them once in any case.
-    """
-    if numbers.device.type == "cpu" and not torch.compiler.is_exporting():
-        return numbers.as_strided(numbers.shape, numbers.stride())
-    return numbers
 
 
 def _gelu_backward(grad: Tensor, z: Tensor, approximate: str = "none") -> Tensor:
@@ -114,8 +103,8 @@ def _gelu_l2_forward(
     norm = torch.linalg.vector_norm(scores, dim=-1, keepdim=True, dtype=dtype)
     root = norm / tau
     factor = torch.rsqrt(root * root + eps)
-    if torch.compiler.is_compiling():
-        factor = _once_a_row(factor)
+    if compiled_for_cpu(factor):
+        factor = once_a_row(factor)
     weights = F.gelu(scores * factor, approximate=approximate)
     return (weights if weights.dtype == scores.dtype else weights.to(scores.dtype)), (
         scores,

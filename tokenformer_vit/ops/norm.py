@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .compilation import compiled_for_cpu, once_a_row
 from .differentiation import is_transformed
 from .precision import accumulation_dtype, product_dtype
 
@@ -24,14 +25,16 @@ def rms_norm_reference(x: Tensor, num_channels: int, eps: float) -> Tensor:
 def _normalize(x: Tensor, num_channels: int, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
     """Return LayerNorm or RMSNorm of (..., C) tokens, and 1/σ of each token, (..., 1)."""
     if centred:
-        y, _, rstd = torch.native_layer_norm(x, [num_channels], None, None, eps)
+        y, mean, rstd = torch.native_layer_norm(x, [num_channels], None, None, eps)
+        if compiled_for_cpu(x):  # the same numbers, in less than half of the time
+            y = (x - mean) * once_a_row(rstd)
         return y, rstd
     if x.shape[-1] != num_channels:
         raise RuntimeError(f"normalized_shape is {num_channels}, but tokens are {x.shape[-1]} wide")
     # One pass over x. On a CPU the mean of x.square() takes 1.7 times as long.
     square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
     rstd = (square / num_channels + eps).rsqrt()
-    return x * rstd, rstd
+    return x * (once_a_row(rstd) if compiled_for_cpu(x) else rstd), rstd
 
 
 class _Norm(torch.autograd.Function):
@@ -94,6 +97,8 @@ def norm_fused(x: Tensor, num_channels: int, eps: float, centred: bool) -> Tenso
     dtype = product_dtype(x)
     if torch.is_grad_enabled() and x.requires_grad and not is_transformed():
         return _Norm.apply(x, num_channels, eps, dtype, centred)[0]
+    if centred and compiled_for_cpu(x):
+        return _normalize(x.to(accumulation_dtype(x)), num_channels, eps, centred)[0].to(dtype)
     reference = layer_norm_reference if centred else rms_norm_reference
     if x.dtype == dtype == torch.float32:
         return reference(x, num_channels, eps)
