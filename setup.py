@@ -61,7 +61,7 @@ setup(
     description="TokenFormer vision transformers for timm, mmengine and mmpretrain",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    license_expression="Apache-2.0",
     license_files=["LICENSE"],
     cmdclass={"build_py": BuildWithConfigs},
     packages=find_packages(include=["tokenformer_vit", "tokenformer_vit.*"]),
@@ -110,8 +110,8 @@ setup(
         ],
     },
     classifiers=[
-        "License :: OSI Approved :: Apache Software License",
         "Programming Language :: Python :: 3",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)),
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
 )

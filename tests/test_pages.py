@@ -266,6 +266,15 @@ def test_the_figures_of_the_claims_are_in_their_tables():
     assert checked > 20
 
 
+def test_the_figures_of_the_front_page_are_in_their_tables():
+    rows = re.findall(r"^\|.+TABLES\.md#(\S+)\)\) (\|.+)$", prose(ROOT / "README.md"), re.MULTILINE)
+    tables = sections(ROOT / "ablations" / "TABLES.md")
+    for anchor, results in rows:
+        figures = re.findall(r"\d+\.\d+", results)
+        assert [figure for figure in figures if figure not in tables[anchor]] == [], anchor
+    assert len(rows) == 4
+
+
 def test_the_citation_names_this_version():
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\nversion: {tokenformer_vit.__version__}\n" in citation
