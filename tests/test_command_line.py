@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tqdm import tqdm
 
 from tokenformer_vit.command_line import (
     error_line,
@@ -81,6 +82,12 @@ def test_debug_prints_the_traceback(monkeypatch):
 
     with pytest.raises(RuntimeError, match="what"):
         run_tool(main)
+
+
+def test_a_closed_standard_error_is_no_obstacle(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)  # as Python has it after 2>&-
+    run_tool(lambda: print(*tqdm(range(3), disable=None)))
+    sys.stderr.close()
 
 
 def test_names_from_files_do_nothing_to_a_terminal(capsys):

@@ -53,6 +53,8 @@ def run_tool(main: Callable[[], None], status: int = 1) -> None:
         SystemExit: With ``status`` after an error, 130 after Ctrl-C, otherwise as ``main`` does.
     """
     logging.raiseExceptions = False  # on a full disk, each log line would print a traceback
+    if sys.stderr is None:  # closed, as by 2>&-, where progress bars and errors are written
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # until the process ends
     debug = _DEBUG in sys.argv
     sys.argv = [word for word in sys.argv if word != _DEBUG]
     try:

@@ -98,6 +98,16 @@ def test_the_hook_validates_and_saves_the_average_or_the_model(validated, later)
     )
 
 
+def test_two_averages_are_refused_because_one_would_be_trained(train, config, tmp_path):
+    path = tmp_path / "own.py"  # as the configs of mmpretrain have it
+    hooks = [{"type": "EMAHook", "momentum": 4e-5}]
+    path.write_text(f"_base_ = {str(config)!r}\ncustom_hooks = {hooks!r}\n")
+    line = train.of(path).fails(tmp_path / "run")
+    assert "2 hooks that average its weights" in line
+    assert "AccumulationEMAHook, EMAHook" in line
+    assert "default_hooks.ema=None" in line
+
+
 def test_the_hook_of_the_configs_uses_it():
     assert AccumulationEMAHook(momentum=0.1).ema_cfg["type"] == "ForeachMovingAverage"
     other = AccumulationEMAHook("ExponentialMovingAverage", momentum=0.1)

@@ -2,9 +2,11 @@
 
 import argparse
 import errno
+import json
 import logging
 import os
 import pickle
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +22,7 @@ from PIL import Image
 
 from tokenformer_vit.command_line import run_tool, whole_number
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.models.description import DESCRIPTION
 from tokenformer_vit.training import (
     AtomicLocalBackend,
     ExactCheckpointHook,
@@ -157,6 +160,83 @@ def test_a_resumed_run_does_not_train_the_average(train, trained, tmp_path):
     line = train.fails(tmp_path, *words)
     assert "has no EMAHook" in line
     assert "default_hooks.ema again" in line
+
+
+def test_a_resumed_run_keeps_its_precision_and_its_steps(train, trained, tmp_path):
+    """The run was trained with --amp; these settings changed its numbers without a word."""
+    words = (
+        *("--seed", "5", "--resume", trained.work_dir / "epoch_1.pth", "--cfg-options"),
+        *("train_cfg.max_epochs=2", "optim_wrapper.accumulative_counts=2"),
+        "optim_wrapper.optimizer.lr=5e-3",
+    )
+    line = train.fails(tmp_path, *words)
+    assert "optim_wrapper.type (--amp) was AutocastOptimWrapper in the checkpoint" in line
+    line = train.fails(tmp_path, "--amp", *words, "optim_wrapper.paramwise_cfg.norm_decay_mult=1")
+    assert "optim_wrapper.paramwise_cfg was {'norm_decay_mult': 0.0" in line
+    path = tmp_path / "clipped.py"
+    path.write_text(
+        f"_base_ = {str(trained.config)!r}\noptim_wrapper = dict(clip_grad=dict(max_norm=0.1))\n"
+    )
+    line = train.of(path).fails(tmp_path, "--amp", *words)
+    assert "optim_wrapper.clip_grad was {} in the checkpoint and is {'max_norm': 0.1} now" in line
+
+
+ARC = {"type": "ArcFaceClsHead", "num_classes": 3, "in_channels": 24, "_delete_": True}
+PACKED = [{"type": "LoadImage"}, {"type": "PackInputs"}]
+
+
+def own_head(config, path, head, more=""):
+    path.write_text(
+        f"_base_ = {str(config)!r}\nmodel = dict(head={head!r}, train_cfg=None)\n"
+        f"train_dataloader = dict(num_workers=0, dataset=dict(pipeline={PACKED!r}))\n"
+        f"train_cfg = dict(max_epochs=1)\nparam_scheduler = []\n{more}\n"
+    )
+    return path
+
+
+def test_a_head_that_cannot_be_exported_is_refused_before_training(train, config, tmp_path):
+    own = own_head(config, tmp_path / "own.py", ARC)
+    line = train.of(own).fails(tmp_path / "run")
+    assert "model.head.type is ArcFaceClsHead" in line
+    assert "default_hooks.export=None" in line
+    assert not list((tmp_path / "run").glob("*.pth"))
+
+
+def test_a_head_that_cannot_be_exported_trains_without_an_export(train, config, tmp_path):
+    own = own_head(config, tmp_path / "own.py", ARC, "default_hooks = dict(export=None)")
+    train.of(own)(tmp_path / "run")
+    content = torch.load(tmp_path / "run" / "epoch_1.pth", weights_only=True)
+    assert DESCRIPTION not in content  # timm's model would not compute these scores
+
+
+def test_a_model_for_several_labels_an_image_trains(train, config, data_root, tmp_path, command):
+    files = sorted(data_root.glob("train/*/*.png"))
+    labelled = [
+        {"img_path": str(file), "gt_label": [0, 2] if index % 2 else [1]}
+        for index, file in enumerate(files)
+    ]
+    listed = tmp_path / "labels.json"
+    listed.write_text(json.dumps({"metainfo": {"classes": "abc"}, "data_list": labelled}))
+    of_several = {"type": "MultiLabelDataset", "ann_file": str(listed), "_delete_": True}
+    head = {**ARC, "type": "MultiLabelLinearClsHead"}
+    own = own_head(
+        config,
+        tmp_path / "own.py",
+        head,
+        f"train_dataloader['dataset'] = dict({of_several!r}, pipeline={PACKED!r})\n"
+        f"val_dataloader = dict(dataset=dict({of_several!r}, pipeline={PACKED!r}))\n"
+        "test_dataloader = val_dataloader\n"
+        "val_evaluator = dict(_delete_=True, type='AveragePrecision')\n"
+        "test_evaluator = val_evaluator\ndefault_hooks = dict(export=None)",
+    )
+    run = tmp_path / "run"
+    words = [str(own), "--work-dir", str(run)]
+    done = command("train", *words)
+    assert done.status == 0, done.output
+    assert "multi-label/mAP" in done.output
+    done = command("test", str(own), str(run / "epoch_1.pth"), "--out", str(tmp_path / "tested"))
+    assert done.status == 1
+    assert re.search(r"an image has \d labels, but AccuracyAndLoss", done.output)
 
 
 @pytest.mark.parametrize("resume", [None, "auto"])

@@ -289,6 +289,11 @@ def broken(folder):
         path.write_bytes(b"no image")
 
 
+def other_names(folder):
+    (folder / "train").rename(folder / "Training")
+    (folder / "val").rename(folder / "validation")
+
+
 def rename(folder, name):
     shutil.rmtree(folder / "val")
     (folder / "train" / "dark" / "0.png").rename(folder / "train" / "dark" / name)
@@ -310,6 +315,7 @@ def no_text(folder):
         (one_class, r"has 1 class folders.*cat/1\.jpg"),
         (no_classes, r"has 0 class folders"),
         (one_image, r"train/dark has one image.*val/"),
+        (other_names, r"has the folders Training, validation,.*name them train and val"),
         (broken, r"\.png: it is not a readable image"),
         (line_break, r"a\\nb\.png.*rename"),
         (no_text, r"udcff\.png.*rename"),
@@ -323,6 +329,16 @@ def test_folders_that_cannot_be_trained_on(damage, said, data_root, tmp_path):
         configure_folder(folder, tmp_path / "run", Start(), None)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_folders_beside_train_and_val_are_said(data_root, tmp_path, capsys):
+    folder = tmp_path / "photos"
+    shutil.copytree(data_root, folder)
+    configure_folder(folder, tmp_path / "first", Start(), None)
+    assert "only train/" not in capsys.readouterr().out
+    (folder / "val").rename(folder / "valid")
+    configure_folder(folder, tmp_path / "second", Start(), None)
+    assert f"{folder}: only train/ and val/ are read, not valid\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("among", [".", "train", "val"])

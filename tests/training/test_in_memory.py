@@ -217,6 +217,14 @@ def test_images_and_labels_are_those_of_the_files(data_root):
     assert labels["data_samples"].tolist() == [0, 2, 0]
 
 
+def test_a_pipeline_that_is_switched_is_refused(data_root):
+    dataset = make(data_root, CROP)
+    dataset.__getitems__([0])
+    dataset.pipeline = make(data_root, FLIP).pipeline  # as mmpretrain's SwitchRecipeHook does
+    with pytest.raises(InputError, match=r"pipeline of ImagesInMemory was replaced.*without InMem"):
+        dataset.__getitems__([0])
+
+
 def test_a_share_of_the_images_has_as_many_of_each_class(data_root, seed):
     chosen = {}
     for share in (0.25, 0.5, 0.01):

@@ -49,6 +49,24 @@ def test_mixing_draws_what_mmpretrain_draws(augments, device, seed):
         assert torch.equal(third, other)
 
 
+def test_a_run_may_switch_what_mixes_its_images(seed):
+    ours, images = LabelPreprocessor(num_classes=CLASSES, batch_augments={"augments": MIXUP}), []
+    batch = {"inputs": torch.randn(6, 3, 9, 8), "data_samples": torch.randint(0, CLASSES, (6,))}
+    other = RandomBatchAugment(CUTMIX)
+    for augments in (ours.batch_augments, None, other):
+        ours.batch_augments = augments  # as mmpretrain's SwitchRecipeHook does
+        np.random.seed(seed % 2**32)  # noqa: NPY002
+        torch.manual_seed(seed)
+        given = {name: tensor.clone() for name, tensor in batch.items()}
+        images.append(ours(given, training=True)["inputs"])
+    assert not torch.equal(images[0], batch["inputs"])
+    assert torch.equal(images[1], batch["inputs"])
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    torch.manual_seed(seed)
+    cut, _ = other(batch["inputs"].clone(), one_hot(batch["data_samples"], CLASSES))
+    assert torch.equal(images[2], cut)
+
+
 def _in_samples(preprocessor, images, labels):
     samples = [DataSample().set_gt_label(label) for label in labels]
     batch = preprocessor({"inputs": images, "data_samples": samples}, training=True)
@@ -93,3 +111,14 @@ def test_smoothed_labels_give_the_loss_of_mmpretrain():
     stock = LabelSmoothLoss(0.1, CLASSES)
     expected = stock(head(features), labels, avg_factor=7)
     assert torch.equal(head.loss(features, labels)["loss"], expected)
+
+
+def test_the_accuracy_of_a_batch_is_that_of_mmpretrain():
+    head = LabelHead(CLASSES, 4, cal_acc=True, topk=(1, 3))
+    features, labels = (torch.randn(7, 4),), torch.randint(0, CLASSES, (7,))
+    got = head.loss(features, labels)
+    expected = head.loss(features, [DataSample().set_gt_label(label) for label in labels])
+    assert got.keys() == expected.keys() == {"loss", "accuracy_top-1", "accuracy_top-3"}
+    assert got == expected
+    with pytest.raises(InputError, match=r"cal_acc is True, but mixed images.*cal_acc=False"):
+        head.loss(features, one_hot(labels, CLASSES).float())

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import timm.optim
 import torch
-from mmengine.optim import LinearLR, OptimWrapper, build_optim_wrapper
+from mmengine.optim import LinearLR, OptimWrapper, ReduceOnPlateauLR, build_optim_wrapper
 from mmengine.registry import DefaultScope
 from mmpretrain.registry import MODELS
 
@@ -15,7 +15,12 @@ from tokenformer_vit.growth import optimizer as carrying
 from tokenformer_vit.models import timm_state_dict
 from tokenformer_vit.training.backbone import as_timm_model
 from tokenformer_vit.training.config import load_config
-from tokenformer_vit.training.parameter_groups import check_start, fit_groups, merge_separate_groups
+from tokenformer_vit.training.parameter_groups import (
+    align_schedulers,
+    check_start,
+    fit_groups,
+    merge_separate_groups,
+)
 
 LAYER_DECAY = {"layer_decay_rate": 0.5, "norm_decay_mult": 0.0, "bias_decay_mult": 0.0}
 CONSTRUCTORS = [
@@ -221,6 +226,18 @@ def test_the_state_of_a_group_for_each_parameter_is_taken_over(config):
 
 def last(work_dir):
     return torch.load((work_dir / "last_checkpoint").read_text(), weights_only=True)
+
+
+def test_a_plateau_also_lowers_the_rates_of_new_pairs():
+    layers = [torch.nn.Linear(2, 2) for _ in range(3)]
+    optimizer = torch.optim.SGD([{"params": each.parameters()} for each in layers[:2]], lr=1.0)
+    wrapper = OptimWrapper(optimizer)
+    plateau = ReduceOnPlateauLR(wrapper, monitor="loss", rule="less", patience=0, factor=0.5)
+    optimizer.add_param_group({"params": layers[2].parameters(), "lr": 0.1})
+    align_schedulers(SimpleNamespace(optim_wrapper=wrapper, param_schedulers=[plateau]))
+    for _ in range(2):  # the second is no better
+        plateau.step({"loss": 1.0})
+    assert wrapper.get_lr() == {"base_lr": [0.5], "lr": [0.5, 0.5, 0.05]}
 
 
 GROWTH = [

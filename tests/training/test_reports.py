@@ -53,6 +53,8 @@ def test_logs_of_resumed_runs_are_merged(tmp_path):
         {"loss": 1.5, "lr": 0.0, "step": 3},
         {"accuracy/top1": 20.0, "step": 2},
     )
+    with second.open("ab") as file:
+        file.write(b'\n{"loss": \xff')  # of a crash of the machine
     train, val = read_scalars([first, second])
     assert [record["loss"] for record in train.values()] == [3.0, 2.5, 1.5]
     assert {step: record["accuracy/top1"] for step, record in val.items()} == {1: 10.0, 2: 20.0}

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import timm
 import torch
 from mmengine.model import BaseModule
+from mmpretrain.models import LinearClsHead, MAEPretrainHead
 from mmpretrain.registry import MODELS
 from timm.models import VisionTransformer, get_model_args, group_parameters
 from timm.models.deit import VisionTransformerDistilled
@@ -197,12 +198,20 @@ def num_classes(classifier: Any) -> int:
     return getattr(classifier.head, "num_classes", 0)
 
 
-def check_neck(classifier: Any) -> None:
-    """Check that the norm of a linear probe can become a part of the exported head.
+def check_exportable(classifier: Any) -> None:
+    """Check that neck and head of a classifier can become the head of a timm model.
 
     Raises:
-        InputError: If the norm has weights of its own, or an ``eps`` that a state dict would lose.
+        InputError: If the head is not linear, or the norm of a linear probe has weights of its own,
+            or an ``eps`` that a state dict would lose.
     """
+    if not isinstance(classifier.head, LinearClsHead | MAEPretrainHead):
+        raise InputError(
+            f"model.head.type is {type(classifier.head).__name__}, which cannot be exported, "
+            "because the head of a timm model is linear and for one label an image: give "
+            "LabelHead or LinearClsHead, or set `default_hooks.export=None` to train without an "
+            "export"
+        )
     norm = getattr(getattr(classifier, "neck", None), "bn", None)
     if norm is not None and (norm.affine or norm.eps != 1e-6):
         raise InputError(
@@ -222,9 +231,9 @@ def as_timm_model(classifier: Any) -> nn.Module:
         A copy on the CPU.
 
     Raises:
-        InputError: If the neck cannot be exported.
+        InputError: If neck or head cannot be exported.
     """
-    check_neck(classifier)
+    check_exportable(classifier)
     model = classifier.backbone.model
     # Built from the recorded arguments, which timm then writes into config.json.
     args = {name: value for name, value in get_model_args(model).items() if name != "num_classes"}

@@ -146,7 +146,6 @@ class ExactCheckpointHook(CheckpointHook):
                 "`--cfg-options load_from=CHECKPOINT`"
             )
         _check_resumable_here(runner)
-        check_schedule_is_kept(runner, self._resumed)
         check_identity(self._resumed.get("run"), self._identity, runner.logger)
         loader.sampler.seed = self._resumed["sampler_seed"]
         parameters = dict(unwrap(runner.model).named_parameters())
@@ -273,6 +272,8 @@ class ExactCheckpointHook(CheckpointHook):
                 f"({type(error).__name__}: {error}): resume from another checkpoint, or start a "
                 "new run from its weights with `--cfg-options load_from=CHECKPOINT`"
             ) from error
+        assert self._resumed is not None
+        check_schedule_is_kept(runner, self._resumed)  # PyTorch refuses other groups without a name
 
     def _take(self, runner, checkpoint: dict) -> None:
         resumed: dict[str, Any] = checkpoint.pop("exact_resume")

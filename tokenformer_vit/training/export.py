@@ -16,7 +16,7 @@ from tokenformer_vit.models.description import describe_model
 from tokenformer_vit.models.weights import read_checkpoint
 from tokenformer_vit.vision.image_rows import hub_name
 
-from .backbone import TimmClassificationBackbone, as_timm_model, num_classes
+from .backbone import TimmClassificationBackbone, as_timm_model, check_exportable, num_classes
 from .guard import check_weights, classes_of
 from .loop import validation_is_due
 from .metrics import RECONSTRUCTION, VAL_LOSS
@@ -104,12 +104,13 @@ def describe_classifier(
 
     Returns:
         The description in plain values. None for a language model and LoRA, and if timm cannot
-        express the preprocessing.
+        express preprocessing, neck or head.
     """
     backbone = getattr(classifier, "backbone", None)
     if not isinstance(backbone, TimmClassificationBackbone):
         return None
     try:
+        check_exportable(classifier)
         images = preprocessing(cfg)
     except InputError:
         return None

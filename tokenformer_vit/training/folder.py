@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from mmengine.config import Config
 
+from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import locked_folder, make_folder, write_whole
 from tokenformer_vit.models.checkpoints import load_model
@@ -27,6 +28,8 @@ _SMALL = {"embed_dim": 96, "depth": 4, "num_heads": 3}
 _AVERAGES = 16
 _FINE_TUNING_LR = 1e-4
 _PROBE_LR = 1e-2  # as in tuning_imagenette, which trains a head and a few pairs
+# Names of the parts of a data set, in lower case: folders with such names are no classes.
+_PARTS = {"train", "training", "val", "valid", "validation", "dev", "test", "testing"}
 # What the text of a config without code consists of; the only call is dict().
 _PLAIN = (
     *(ast.Module, ast.Assign, ast.Call, ast.keyword, ast.Name, ast.expr_context),
@@ -119,6 +122,10 @@ def configure_folder(
         _set_schedule(cfg, start, count)
         write_whole(path, _text_without_code(cfg).encode())
     if say:
+        unused = [each.name for each in class_folders(folder, Counter()) if divided]
+        unused = [printable(name) for name in unused if name not in ("train", "val")]
+        if unused:
+            print(f"{folder}: only train/ and val/ are read, not {', '.join(unused)}")
         print(
             f"{path}: the recipe of {recipe} for {model}. "
             "Edit a copy for the next run: tokenformer-vit train COPY"
@@ -212,6 +219,11 @@ def _scan(root: Path) -> dict[str, list[str]]:
         for each in class_folders(root, left_out)
     }
     say_left_out(left_out, root)
+    if {name.lower() for name in found} <= _PARTS and found:
+        raise InputError(
+            f"{root} has the folders {', '.join(found)}, which look like parts of a data set and "
+            "not like classes: name them train and val"
+        )
     if len(found) < 2:
         raise InputError(
             f"{root} has {len(found)} class folders, but a classifier needs at least 2: put the "

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from mmengine.dist import all_reduce
-from mmengine.hooks import Hook, LoggerHook, RuntimeInfoHook
+from mmengine.hooks import EMAHook, Hook, LoggerHook, RuntimeInfoHook
 from mmengine.logging import HistoryBuffer, MessageHub
 from mmengine.model import is_model_wrapper
 from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop
+from mmpretrain.datasets import MultiLabelDataset
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
@@ -51,7 +52,15 @@ class GuardHook(Hook):
         self._norms: dict[str, Tensor] = {}  # of this iteration's gradients, where they are clipped
 
     def before_train(self, runner) -> None:
-        """Check the size of a batch, and the data."""
+        """Check the hooks, the size of a batch, and the data."""
+        averages = [hook for hook in runner.hooks if isinstance(hook, EMAHook)]
+        if len(averages) > 1:  # each exchanges the model in training for its own average, and back
+            raise InputError(
+                f"the run has {len(averages)} hooks that average its weights "
+                f"({', '.join(type(hook).__name__ for hook in averages)}), and after a validation "
+                "one of the averages would be trained: keep one, in default_hooks.ema, or set "
+                "default_hooks.ema=None"
+            )
         self._first = runner.iter
         self._leave_on_device(runner)
         if isinstance(model := unwrap(runner.model), NestedTraining):
@@ -270,6 +279,8 @@ def check_dataset(dataset: Any, split: str, model: Any) -> None:
             )
     if not classes or not hasattr(dataset, "get_gt_labels"):
         return  # no labels, or a wrapper: mmpretrain has scanned its data set
+    if isinstance(dataset, MultiLabelDataset):
+        return  # its list of images may have all classes and still use few of them
     counts = Counter(dataset.get_gt_labels().tolist())
     empty = [name for index, name in enumerate(classes) if not counts[index]]
     if empty:

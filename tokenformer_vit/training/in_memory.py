@@ -45,8 +45,8 @@ class _InMemory(BaseDataset):
     ``pin_memory=False`` and :func:`collate_fetched`; ``load_config`` sets all three.
 
     Raises:
-        InputError: If the pipeline cannot be applied to batches, an image cannot be read, or two
-            images have different sizes.
+        InputError: If the pipeline cannot be applied to batches, or is replaced during a run, an
+            image cannot be read, or two images have different sizes.
     """
 
     _images: Tensor | None = None  # (number of images, 3, H, W) uint8, BGR
@@ -58,6 +58,7 @@ class _InMemory(BaseDataset):
         if self._images is not None:
             return
         self._draws = {}
+        self._read_by = self.pipeline
         once, self._seeded = _split(self.pipeline.transforms)
         self._augment = BatchTransforms(self._seeded.transforms if self._seeded else [])
         self._labels = torch.from_numpy(self.get_gt_labels())
@@ -95,6 +96,11 @@ class _InMemory(BaseDataset):
         if get_worker_info() is not None:
             raise InputError(
                 "images in memory are fetched without workers: set num_workers=0 in the data loader"
+            )
+        if self.pipeline is not self._read_by:  # mmpretrain's SwitchRecipeHook replaces it
+            raise InputError(
+                f"the pipeline of {type(self).__name__} was replaced during the run, but its "
+                "images are in memory: use a data set without InMemory in its name"
             )
         assert self._images is not None
         rows = torch.tensor(indices)

@@ -13,6 +13,7 @@ import numpy as np
 import timm.loss
 import torch
 from mmpretrain.datasets import PackInputs
+from mmpretrain.evaluation import Accuracy
 from mmpretrain.models import ClsDataPreprocessor, LabelSmoothLoss, LinearClsHead
 from mmpretrain.models.utils.batch_augments import CutMix, Mixup
 from mmpretrain.registry import MODELS, TRANSFORMS
@@ -138,12 +139,22 @@ class LabelPreprocessor(ClsDataPreprocessor):
     With these, nothing waits for the GPU. Mixup and CutMix draw the same numbers as mmpretrain's.
     """
 
+    _mixing: tuple[Any, Any] = (None, None)  # the augmentations, and our form of them
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._non_blocking = torch.cuda.is_available()
-        self._mix: Any = copy(self.batch_augments)
-        if self._mix is not None:
-            self._mix.augments = list(map(_on_device, self._mix.augments))
+
+    @property
+    def _mix(self) -> Any:
+        """What mixes images; mmpretrain's ``SwitchRecipeHook`` replaces it during a run."""
+        stock = self.batch_augments
+        if self._mixing[0] is not stock:
+            mix: Any = copy(stock)
+            if mix is not None:
+                mix.augments = list(map(_on_device, mix.augments))
+            self._mixing = stock, mix
+        return self._mixing[1]
 
     def forward(self, data: dict, training: bool = False) -> dict:
         """Normalise the images of a batch, and mix them in training.
@@ -228,16 +239,27 @@ class LabelHead(LinearClsHead):
             **kwargs: Passed to the loss.
 
         Returns:
-            The mean ``loss`` of the batch; for a list of ``DataSample``, the result of mmpretrain's
-            head.
+            The mean ``loss`` of the batch and, with ``cal_acc``, its accuracy; for a list of
+            ``DataSample``, the result of mmpretrain's head.
+
+        Raises:
+            InputError: If ``cal_acc`` is given, and images are mixed.
         """
         if not isinstance(data_samples, Tensor):
             return super()._get_loss(cls_score, data_samples, **kwargs)
-        loss = cast(nn.Module, self.loss_module)
+        loss, found = cast(nn.Module, self.loss_module), {}
+        if self.cal_acc:
+            if data_samples.ndim > 1:
+                raise InputError(
+                    "model.head.cal_acc is True, but mixed images have no single label: set "
+                    "cal_acc=False, or model.train_cfg.augments=None"
+                )
+            right: Any = Accuracy.calculate(cls_score, data_samples, topk=self.topk)
+            found = {f"accuracy_top-{k}": own for k, own in zip(self.topk, right, strict=True)}
         if isinstance(loss, LabelSmoothLoss) and data_samples.ndim == 1:
             # The loss would make the same, but read the labels from the GPU to check them.
             data_samples = one_hot(data_samples, cls_score.shape[1])
-        return {"loss": loss(cls_score, data_samples, avg_factor=len(cls_score), **kwargs)}
+        return {"loss": loss(cls_score, data_samples, avg_factor=len(cls_score), **kwargs), **found}
 
 
 @MODELS.register_module()

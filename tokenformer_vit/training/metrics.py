@@ -12,6 +12,8 @@ from mmpretrain.evaluation import Accuracy
 from mmpretrain.registry import METRICS
 from torch import Tensor
 
+from tokenformer_vit.errors import InputError
+
 # Not "loss" or "val_loss": mmengine logs the mean of the last ten of such a name.
 VAL_LOSS = "cross_entropy"
 RECONSTRUCTION = "reconstruction/error"  # the loss of a masked autoencoder
@@ -84,7 +86,17 @@ class AccuracyAndLoss(RowMetric, Accuracy):
         return (1 + max(self.topk)) * len(self._sizes)
 
     def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
-        """Note the score of each true label, and its place among the best."""
+        """Note the score of each true label, and its place among the best.
+
+        Raises:
+            InputError: If an image has no label, or several.
+        """
+        if odd := [n for sample in data_samples if (n := len(sample["gt_label"])) != 1]:
+            raise InputError(
+                f"an image has {odd[0]} labels, but AccuracyAndLoss and `tokenformer-vit test` "
+                "measure models for one label an image: give val_evaluator=dict(_delete_=True, "
+                "type='AveragePrecision')"
+            )
         labels = torch.cat([sample["gt_label"] for sample in data_samples])[:, None]  # (B, 1)
         self._sizes, columns = endings(data_samples[0], "pred_score"), []
         for size in self._sizes:

@@ -203,10 +203,12 @@ def merge_separate_groups(runner: Any) -> None:
 
 def align_schedulers(runner: Any) -> None:
     """Give the schedules of a run the parameter groups that its optimiser has now."""
-    groups = runner.optim_wrapper.optimizer.param_groups
     for scheduler in runner.param_schedulers or ():
         name = scheduler.param_name
+        groups = scheduler.optimizer.param_groups  # and mmengine's base_lr, for the log
         for group in groups:
             group.setdefault(f"initial_{name}", group[name])
         scheduler.base_values = [group[f"initial_{name}"] for group in groups]
         set_last_values(scheduler, [group[name] for group in groups])
+        if least := getattr(scheduler, "min_values", None):  # a plateau would skip new groups
+            least += least[-1:] * (len(groups) - len(least))

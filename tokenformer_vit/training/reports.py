@@ -19,7 +19,7 @@ from tokenformer_vit.command_line import typed_command
 from tokenformer_vit.files import write_figure
 from tokenformer_vit.records import TRAINING_PACKAGES, environment, write_record
 
-from .backbone import check_neck, num_classes
+from .backbone import check_exportable, num_classes
 from .export import export_classifier, preprocessing, resizes_with_opencv, run_facts
 from .guard import unwrap
 from .metrics import RECONSTRUCTION, VAL_LOSS
@@ -149,7 +149,7 @@ def read_scalars(logs: Iterable[Path]) -> tuple[dict[int, dict], dict[int, dict]
     train: dict[int, dict] = {}
     val: dict[int, dict] = {}
     for log in logs:
-        for line in log.read_text(encoding="utf-8").splitlines():
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 record = json.loads(line)
             except json.JSONDecodeError:
@@ -242,7 +242,7 @@ class ExportHook(Hook):
     purpose = "for timm and `tokenformer-vit predict`"
 
     def before_train(self, runner) -> None:
-        """Check that timm can express the preprocessing and the neck; warn of another resizing."""
+        """Check that timm can express preprocessing, neck and head; warn of another resizing."""
         preprocessing(runner.cfg)
         if resizes_with_opencv(runner.cfg):
             runner.logger.warning(
@@ -251,7 +251,7 @@ class ExportHook(Hook):
                 'set backend="pillow" in ResizeEdge.'
             )
         model = unwrap(runner.model)
-        check_neck(model)
+        check_exportable(model)
         if not num_classes(model):  # of a masked autoencoder
             self.purpose = "for timm and fine-tuning by model.backbone.checkpoint_path"
 

@@ -47,16 +47,19 @@ def check_schedule(cfg: Config) -> None:
 
 
 def schedule_settings(runner) -> dict[str, Any]:
-    """Return all settings that decide learning rate and weight decay, in plain values."""
-    cfg = runner.cfg
+    """Return all settings that decide the steps of the optimiser, in plain values."""
+    cfg, steps = runner.cfg, runner.cfg.optim_wrapper
     length = "max_iters" if isinstance(runner.train_loop, IterBasedTrainLoop) else "max_epochs"
     return plain_values(
         {
             f"train_cfg.{length}": getattr(runner, length),
             "auto_scale_lr": dict(cfg.get("auto_scale_lr") or {}),
-            "optim_wrapper.accumulative_counts": cfg.optim_wrapper.get("accumulative_counts", 1),
-            "optim_wrapper.optimizer": _recipe(cfg.optim_wrapper.optimizer),
-            "param_scheduler": [dict(scheduler) for scheduler in cfg.param_scheduler or ()],
+            "optim_wrapper.accumulative_counts": steps.get("accumulative_counts", 1),
+            "optim_wrapper.optimizer": _recipe(steps.optimizer),
+            "optim_wrapper.type (--amp)": steps.get("type", "OptimWrapper"),
+            "optim_wrapper.clip_grad": dict(steps.get("clip_grad") or {}),
+            "optim_wrapper.paramwise_cfg": dict(steps.get("paramwise_cfg") or {}),
+            "param_scheduler": [dict(scheduler) for scheduler in _parts(cfg)],
             "custom_hooks: GrowthHook": growth_hooks(cfg),
         }
     )
@@ -73,13 +76,15 @@ def check_schedule_is_kept(runner, resumed: Mapping[str, Any]) -> None:
         InputError: If a setting of the schedule changed; the message names it.
     """
     for name, value in schedule_settings(runner).items():
-        before = resumed["schedule"].get(name, [])
+        # An older checkpoint has no precision, clipping and settings of parameters.
+        unknown = value if name.startswith("optim_wrapper") else []
+        before = resumed["schedule"].get(name, unknown)
         if name == "optim_wrapper.optimizer":
             before = _recipe(before)
         if value != before:
             raise InputError(
                 f"{name} was {before} in the checkpoint and is {value} now, but a resumed run must "
-                "keep its schedule: give the old value, or start a new run from the "
+                "keep its schedule and its steps: give the old value, or start a new run from the "
                 "weights with `--cfg-options load_from=CHECKPOINT` in another --work-dir"
             )
 
