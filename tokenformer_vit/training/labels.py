@@ -254,8 +254,9 @@ class LabelHead(LinearClsHead):
                     "model.head.cal_acc is True, but mixed images have no single label: set "
                     "cal_acc=False, or model.train_cfg.augments=None"
                 )
-            right: Any = Accuracy.calculate(cls_score, data_samples, topk=self.topk)
-            found = {f"accuracy_top-{k}": own for k, own in zip(self.topk, right, strict=True)}
+            topk: Any = self.topk  # a tuple; mmpretrain also declares a number
+            right: Any = Accuracy.calculate(cls_score, data_samples, topk=topk)
+            found = {f"accuracy_top-{k}": own for k, own in zip(topk, right, strict=True)}
         if isinstance(loss, LabelSmoothLoss) and data_samples.ndim == 1:
             # The loss would make the same, but read the labels from the GPU to check them.
             data_samples = one_hot(data_samples, cls_score.shape[1])
