@@ -200,6 +200,19 @@ def test_a_folder_that_is_a_link_gets_its_files_where_it_points(tmp_path, monkey
     assert [path.name for path in (elsewhere / "run").iterdir()] == ["a"]
 
 
+@pytest.mark.parametrize("there", ["a file", "a broken link"])
+def test_what_is_no_folder_is_named(there, tmp_path):
+    target = tmp_path / "out"
+    if there == "a file":
+        target.write_text("mine")
+    else:
+        target.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(OSError, match="Not a directory") as raised, new_folder(target):
+        pytest.fail("there is nothing to write into")
+    assert raised.value.filename == str(target)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_the_current_folder_can_be_written_into(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with new_folder(Path(".")) as partial:

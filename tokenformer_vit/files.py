@@ -135,6 +135,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """
     there = folder.is_dir()
     try:
+        if not there and os.path.lexists(folder):  # the rename would name the partial folder
+            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
         if not there:
             folder.parent.mkdir(parents=True, exist_ok=True)
         # Inside an existing folder: it may be a link to another disk, or the root of a disk.

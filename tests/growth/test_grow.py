@@ -17,6 +17,7 @@ from tokenformer_vit.growth import (
     INITS,
     grow,
     grow_state_dict,
+    measure_usage,
     open_gates,
     pattention_layers,
     prune,
@@ -348,6 +349,22 @@ def test_tokens_that_are_computed_are_refused_before_any_layer_changes(compute, 
     assert torch.equal(logits(model, x), before)
     undo(*where)
     assert_same(logits(grow(model, **SIZES), x), before, 1e-5)
+
+
+def test_tokens_that_two_layers_share_are_refused_and_a_shared_layer_grows():
+    model, x = build(), torch.randn(2, 3, 32, 32)
+    first, second = (block.mlp for block in model.blocks)
+    second.value_param_tokens = first.value_param_tokens
+    usage = measure_usage(model, [x])
+    said = r"blocks\.1\.mlp\.value_param_tokens is also a parameter of blocks\.0\.mlp"
+    for change in (lambda: grow(model, **SIZES), lambda: prune(model, usage, 16)):
+        with pytest.raises(InputError, match=f"{said}.* use one layer in both places"):
+            change()
+    assert second.value_param_tokens is first.value_param_tokens
+    model.blocks[1].mlp = first
+    before = logits(model, x)
+    assert_same(logits(grow(model, **SIZES), x), before, 1e-5)
+    assert model.blocks[1].mlp is first
 
 
 @pytest.mark.parametrize("part", ["blocks", "blocks.0", "blocks.1.attn"])

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import timm
 import timm.optim
+import timm.scheduler
 import torch
 from timm.layers import GluMlp
 
@@ -178,6 +179,79 @@ def test_a_new_gate_joins_without_decay():
     assert group["weight_decay"] == 0
     step(model, optimizer, 2)
     grow(model, num_ffn_param_tokens=128, optimizer=optimizer)
+    step(model, optimizer)
+
+
+def test_a_new_gate_has_the_rate_of_the_old_pairs():
+    model = build(theta="softmax")
+    optimizer = OPTIMIZERS["adamw"](groups(model))
+    grow(model, num_ffn_param_tokens=96, optimizer=optimizer, new_lr_scale=10.0)
+    layer = model.blocks[1].mlp
+    rates = {p: g["lr"] for g in optimizer.param_groups for p in g["params"]}
+    old, new = token_segments(layer, "key_param_tokens")
+    assert (rates[layer.gate], rates[old], rates[new]) == (1e-3, 1e-3, 1e-2)
+
+
+SCHEDULERS = {
+    "timm": lambda optimizer: timm.scheduler.CosineLRScheduler(optimizer, t_initial=9),
+    "torch": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+        optimizer, [lambda t: 0.9**t, lambda t: 0.9**t, lambda t: 1][: len(optimizer.param_groups)]
+    ),
+}
+
+
+def test_a_scheduler_from_before_growth_is_refused_and_a_new_one_is_not():
+    model = build()
+    optimizer = OPTIMIZERS["adamw"](groups(model))
+    old = SCHEDULERS["timm"](optimizer)
+    step(model, optimizer)
+    old.step(1)
+    grow(model, num_ffn_param_tokens=96, optimizer=optimizer, new_lr_scale=10.0)
+    step(model, optimizer)  # the same rates as before
+    old.step(2)
+    with pytest.raises(InputError, match=r"is still 0\.00969.* build a new scheduler"):
+        step(model, optimizer)
+    new = SCHEDULERS["timm"](optimizer)
+    for epoch in (1, 2):
+        new.step(epoch)
+        step(model, optimizer)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        assert rates == pytest.approx([rates[0], rates[0], 10 * rates[0]])
+        assert rates[0] < 1e-3
+
+
+def test_a_scheduler_may_leave_the_rate_of_new_pairs_as_it_is():
+    model = build()
+    optimizer = OPTIMIZERS["adamw"](groups(model))
+    grow(model, num_ffn_param_tokens=96, optimizer=optimizer, new_lr_scale=10.0)
+    scheduler = SCHEDULERS["torch"](optimizer)
+    for _ in range(2):
+        step(model, optimizer)
+        scheduler.step()
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert rates == pytest.approx([8.1e-4, 8.1e-4, 1e-2])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: torch.optim.AdamW(params, fused=True),
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
+    ],
+)
+def test_a_fused_step_with_the_state_from_before_growth_is_refused(make):
+    """It would read and write outside the tensors."""
+    model = build()
+    optimizer = make(model.parameters())
+    step(model, optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    grown = grow(copy.deepcopy(model), num_ffn_param_tokens=96)
+    fresh = make(grown.parameters())
+    step(grown, fresh)
+    fresh.load_state_dict(state)
+    with pytest.raises(InputError, match=r"as if it was saved before growth: .* optimizer=optim"):
+        step(grown, fresh)
+    grow(model, num_ffn_param_tokens=96, optimizer=optimizer)
     step(model, optimizer)
 
 

@@ -13,7 +13,13 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.training.config import check_data_folders
 from tokenformer_vit.vision.compression import labelled_images, sample_images
 from tokenformer_vit.vision.folders import check_images
-from tokenformer_vit.vision.images import IMAGE_SUFFIXES, find_images, scan_images
+from tokenformer_vit.vision.images import (
+    IMAGE_SUFFIXES,
+    class_folders,
+    find_images,
+    read_image,
+    scan_images,
+)
 
 NAMES = [f"{index:02}{suffix}" for index, suffix in enumerate(IMAGE_SUFFIXES)]
 
@@ -154,6 +160,20 @@ def test_a_folder_that_contains_itself_ends(root):
     with pytest.raises(OSError, match="symbolic links") as raised:
         list(scan_images(root / "train", Counter()))
     assert raised.value.filename.startswith(str(root / "train/ant/again"))
+
+
+def test_a_link_to_itself_is_a_broken_link(root, capsys):
+    before = find_images([root / "train"])
+    for place in ("train", "train/ant"):
+        for name in ("loop", "loop.png"):
+            (root / place / name).symlink_to(name)
+    capsys.readouterr()
+    found = find_images([root / "train"])
+    assert set(found) - set(before) == {root / "train/loop.png", root / "train/ant/loop.png"}
+    assert "3 broken link" in capsys.readouterr().err
+    assert [path.name for path in class_folders(root / "train", Counter())] == ["ant", "bee"]
+    with pytest.raises(InputError, match=r"ant/loop\.png: it is a broken link"):
+        read_image(root / "train/ant/loop.png")
 
 
 def test_a_folder_without_images_says_what_it_has(tmp_path):

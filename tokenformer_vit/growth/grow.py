@@ -99,8 +99,9 @@ def grow(
         optimizer: Optimizer of the model's parameters, which continues with the new parameters. Any
             other optimizer of these parameters raises InputError at its next step: build a new one.
             Also build a new learning-rate scheduler (PyTorch's or timm's), because the old one does
-            not know the groups for gates and for ``new_lr_scale``. Also build a new average of the
-            weights (timm's ``ModelEmaV3``), because its tensors have the old shapes.
+            not know the groups for gates and for ``new_lr_scale``; a step after it has left one of
+            them out raises InputError. Also build a new average of the weights (timm's
+            ``ModelEmaV3``), because its tensors have the old shapes.
         moments: What to do with the optimizer's state; see :func:`carry_over`.
         new_lr_scale: Factor on the learning rate of new pairs in ``optimizer``. A factor other than
             1 implies ``split``.
@@ -115,8 +116,8 @@ def grow(
         InputError: If a count is smaller than the present one, a list of counts does not have one
             for each block, an argument has an unknown value, ``init`` does not fit the model's Θ,
             counts or nested sizes, the parameters are on the meta device, ``model`` is in a
-            DistributedDataParallel, or it is only a part of a model, whose other blocks would keep
-            their counts.
+            DistributedDataParallel, two layers share a parameter, or ``model`` is only a part of a
+            model, whose other blocks would keep their counts.
 
     Note:
         In float32, outputs stay equal to about 1e-6, because sums of another length round

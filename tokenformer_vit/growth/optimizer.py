@@ -60,7 +60,7 @@ def carry_over(
     number = len(optimizer.param_groups)
     for change in changes:
         old = change.sources
-        known = [p for p in (*old, change.like) if p in groups]
+        known = [p for p in (*old, *change.like) if p in groups]
         template = groups[known[0]] if known else optimizer.param_groups[0]
         states = [optimizer.state.pop(parameter, None) for parameter in old]
         if moments == "keep" and any(states) and change.targets:
@@ -160,7 +160,28 @@ def _join(
             return group
     group = {**settings, "params": [parameter]}
     optimizer.add_param_group(group)
+    _watch_rate(optimizer, template, group)
     return group
+
+
+def _watch_rate(optimizer: Optimizer, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Refuse a step after a scheduler from before growth has passed over a new group.
+
+    timm's schedulers do so silently; PyTorch's raise an error or serve all groups.
+    """
+    before, rate = old["lr"], new["lr"]
+    if isinstance(rate, Tensor):  # a comparison would wait for the GPU
+        return
+
+    def check(*_: Any) -> None:
+        # A scheduler that knows the new group would have put another object there.
+        if new["lr"] is rate and old["lr"] != before:
+            raise InputError(
+                f"the learning rate of a group that growth added is still {rate:g}, but that of "
+                "older groups has changed: build a new scheduler after growth"
+            )
+
+    optimizer.register_step_pre_hook(check)
 
 
 def _carry_state(optimizer: Optimizer, change: Change, states: list[dict[str, Any] | None]) -> None:

@@ -66,13 +66,14 @@ class Change:
         targets: New parameters. Along ``dim``, the entries of all sources come first; later entries
             are new.
         dim: Dimension that grew.
-        like: If there are no sources, a parameter with the optimizer settings for the targets.
+        like: If there are no sources, parameters whose optimizer settings the targets get; the
+            first one that the optimizer has.
     """
 
     sources: tuple[nn.Parameter, ...]
     targets: tuple[nn.Parameter, ...]
     dim: int = 0
-    like: nn.Parameter | None = None
+    like: tuple[nn.Parameter, ...] = ()
 
 
 def counts_by_layer(names: Iterable[str], **counts: Counts) -> dict[str, int | None]:
@@ -127,8 +128,8 @@ def check_rebuildable(model: nn.Module, layers: Mapping[str, Pattention]) -> Non
 
     Raises:
         InputError: If a layer belongs to such a model, and ``model`` does not contain that model;
-            ``model`` is or contains a DistributedDataParallel; or tokens of a layer are computed
-            from other tensors.
+            ``model`` is or contains a DistributedDataParallel; tokens of a layer are computed from
+            other tensors; or two layers share a parameter.
     """
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise InputError(
@@ -136,6 +137,7 @@ def check_rebuildable(model: nn.Module, layers: Mapping[str, Pattention]) -> Non
             "give its `module`, and wrap that again"
         )
     whole = {layer for module in find_models(model) for layer in module.modules()}
+    owners: dict[nn.Parameter, str] = {}
     for name, layer in layers.items():
         if layer.of_model and layer not in whole:
             raise InputError(
@@ -151,6 +153,13 @@ def check_rebuildable(model: nn.Module, layers: Mapping[str, Pattention]) -> Non
                 "parametrizations do: make it a parameter first, by prune.remove or "
                 "remove_parametrizations"
             )
+        for part, parameter in own.items():
+            other = owners.setdefault(parameter, name)
+            if other != name and part.endswith(TOKENS):  # each would get a new one of its own
+                raise InputError(
+                    f"{name}.{part} is also a parameter of {other}, and would not be afterwards: "
+                    "give each its own copy first, or use one layer in both places"
+                )
 
 
 def check_unmasked(layers: Mapping[str, Pattention]) -> None:
@@ -236,7 +245,7 @@ def write_tokens(
             (each,) if isinstance(each, nn.Parameter) else () for each in (old, new)
         )
         if old is not new and (sources or targets):
-            like = None if sources else changes[0].targets[-1]
+            like = () if sources else changes[0].targets
             changes.append(Change(sources, targets, like=like))
     mark_replaced(changes)
     return changes
@@ -282,14 +291,28 @@ def _watch_optimizers() -> None:
 
 
 def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    kind = type(optimizer).__name__
     if _replaced and any(
         id(parameter) in _replaced
         for group in optimizer.param_groups
         for parameter in group["params"]
     ):
         raise InputError(
-            f"this {type(optimizer).__name__} holds parameters that growth, pruning or joining has "
-            "replaced, and would not train the new ones: build a new optimizer, or call "
+            f"this {kind} holds parameters that growth, pruning or joining has replaced, and would "
+            "not train the new ones: build a new optimizer, or call grow(..., optimizer=optimizer)"
+        )
+    # PyTorch's fused steps do not compare shapes: they read and write other memory.
+    if any(
+        value.dim() and value.shape != parameter.shape
+        for group in optimizer.param_groups
+        if group.get("fused")
+        for parameter in group["params"]
+        for value in optimizer.state.get(parameter, {}).values()
+        if isinstance(value, Tensor)
+    ):
+        raise InputError(
+            f"the state of this {kind} has other shapes than its parameters, as if it was saved "
+            "before growth: load it into an optimizer of the smaller model, and call "
             "grow(..., optimizer=optimizer)"
         )
 

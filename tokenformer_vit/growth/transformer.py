@@ -176,7 +176,7 @@ def stack_blocks(
         block = copy.deepcopy(blocks[index % old])
         blocks.append(block)
         changes += [
-            Change((), (parameter,), like=like)
+            Change((), (parameter,), like=(like,))
             for parameter, like in zip(
                 block.parameters(), blocks[index % old].parameters(), strict=True
             )

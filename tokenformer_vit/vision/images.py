@@ -1,5 +1,6 @@
 """Find and read image files. All commands and the training use this reader."""
 
+import errno
 import io
 import os
 import stat
@@ -160,7 +161,8 @@ def _reason(error: Exception, path: str | Path) -> str:
         return f"it has more than {limit:.0f} megapixels, the limit; make it smaller"
     if isinstance(error, UnidentifiedImageError):
         return f"it is not a readable image ({', '.join(FORMATS)})"
-    if isinstance(error, FileNotFoundError) and os.path.islink(path):
+    nowhere = isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ELOOP)
+    if nowhere and os.path.islink(path):
         return "it is a broken link"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
@@ -188,7 +190,7 @@ def scan_images(
     with os.scandir(folder) as entries:
         inside = sorted(entries, key=lambda entry: entry.name)
     for entry in inside:
-        if entry.is_dir():
+        if _is_folder(entry):
             yield from scan_images(entry.path, left_out, suffixes)
         elif entry.name.startswith("."):
             continue
@@ -215,7 +217,7 @@ def class_folders(folder: str | Path, left_out: Counter[str]) -> list[Path]:
     folders = []
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
-            if entry.is_dir():
+            if _is_folder(entry):
                 folders.append(Path(entry.path))
             elif entry.name.lower().endswith(IMAGE_SUFFIXES):
                 left_out["in no class folder"] += 1
@@ -224,8 +226,19 @@ def class_folders(folder: str | Path, left_out: Counter[str]) -> list[Path]:
     return folders
 
 
+def _is_folder(entry: os.DirEntry) -> bool:
+    """Return whether an entry is a folder or a link to one."""
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        # A link to itself is a broken link. One in a folder that contains itself leads somewhere.
+        if error.errno != errno.ELOOP or os.path.exists(os.path.realpath(entry.path)):
+            raise
+        return False
+
+
 def _kind(entry: os.DirEntry) -> str:
-    if not entry.is_file():
+    if not os.path.isfile(entry.path):  # entry.is_file() fails for a link to itself
         return "broken link" if entry.is_symlink() else "not a regular file"
     return os.path.splitext(entry.name)[1].lower() or "without a suffix"
 
