@@ -12,7 +12,17 @@ from matplotlib.ticker import LogFormatterSciNotation, LogLocator, NullFormatter
 
 from .plots import points, scale
 from .questions import Question
-from .rows import FAILED, MINUTES, Column, Record, Row, at_best_lr, finished, result_column
+from .rows import (
+    FAILED,
+    MINUTES,
+    Column,
+    Record,
+    Row,
+    at_best_lr,
+    by_variant,
+    finished,
+    result_column,
+)
 
 _MARKERS = "os^vD*PX"
 
@@ -84,9 +94,17 @@ class Budgets(Question):
         return row.mean_flops(row.other(self.named(start)) if start else None, share)
 
     def rows(self, records: Sequence[Record]) -> Iterator[Row | str]:
-        """Make a row for each variant, at its best learning rate."""
+        """Make a row for each variant that has run, at its best learning rate."""
         group = at_best_lr(self.field.measure, self.variants, records)
-        yield from (Row(variant, group, self.field.measure) for variant in self.variants)
+        rows = (Row(variant, group, self.field.measure) for variant in self.variants)
+        yield from (row for row in rows if row.records or not records)
+
+    def table(self, records: Sequence[Record]) -> str:
+        """Render the table of some runs, and name the variants without runs below it."""
+        runs = by_variant(self.variants, records) if records else {}
+        missing = [variant.label for variant, own in runs.items() if not own]
+        named = f"\nNot run: {'; '.join(missing)}.\n" if missing else ""
+        return super().table(records) + named
 
     def draw(self, records: Sequence[Record]) -> Figure:
         """Draw final results over training FLOPs, with a panel for each account."""
