@@ -70,19 +70,27 @@ class Family:
         return tuple(self._variants())
 
     def _variants(self) -> Iterator[Variant]:
-        yield Variant("small", "small", self._ours(1), line="small")
+        yield Variant("small", "small", self._ours(1), against=self._theirs_of(""), line="small")
         for other in self.references:
             name, label = f"{other.prefix}reference", f"{other.label}, small"
             yield Variant(name, label, self._theirs(other, 1), line=label, reference=True)
         for times in self.times:
             label = f"× {times}, from scratch"
-            yield Variant(f"x{times}", label, self._ours(times), line=label)
+            against = self._theirs_of(f"x{times}_")
+            yield Variant(f"x{times}", label, self._ours(times), against=against, line=label)
             for other in self.references:
                 name, line = f"x{times}_{other.prefix}reference", f"{other.label}, {label}"
                 yield Variant(name, line, self._theirs(other, times), line=line, reference=True)
             for stage in STAGES:
                 yield from self._equal_budgets(times, stage)
                 yield from self._grown(times, stage)
+
+    def _theirs_of(self, size: str) -> tuple[tuple[str, str], ...]:
+        """Return the Transformers of a size, which a TokenFormer from scratch is compared with."""
+        return tuple(
+            (f"{each.label}, from scratch", f"{size}{each.prefix}reference")
+            for each in self.references
+        )
 
     def _equal_budgets(self, times: int, stage: int) -> Iterator[Variant]:
         """Yield what the FLOPs of a stage could also train.
