@@ -353,7 +353,7 @@ def test_tokens_that_are_computed_are_refused_before_any_layer_changes(compute, 
 
 def test_tokens_that_two_layers_share_are_refused_and_a_shared_layer_grows():
     model, x = build(), torch.randn(2, 3, 32, 32)
-    first, second = (block.mlp for block in model.blocks)
+    first, second = (model.get_submodule(f"blocks.{index}.mlp") for index in (0, 1))
     second.value_param_tokens = first.value_param_tokens
     usage = measure_usage(model, [x])
     said = r"blocks\.1\.mlp\.value_param_tokens is also a parameter of blocks\.0\.mlp"
