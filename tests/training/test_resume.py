@@ -108,7 +108,7 @@ def same_results(whole, killed):
 @pytest.mark.parametrize("checkpoints", [BY_ITERATION, BY_TIME])
 def test_a_run_that_is_killed_ten_times_at_random_goes_on_exactly(train, tmp_path, checkpoints):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    options = (*OPTIONS, *checkpoints, "train_cfg.max_epochs=30")
+    options = (*OPTIONS, *checkpoints, "train_cfg.max_epochs=60")
     train(whole, *options)
     moments, writing, before = random.Random(torch.initial_seed()), 0, 0
     for number in range(10):
@@ -121,7 +121,7 @@ def test_a_run_that_is_killed_ten_times_at_random_goes_on_exactly(train, tmp_pat
         process.send_signal(signal.SIGKILL)
         process.communicate()
         writing += any(killed.glob(".*.partial"))
-    assert before < 180  # the last one was in fact cut off
+    assert before < 360  # the last one was in fact cut off
     train(killed, "--resume", *options)
     same_results(whole, killed)
     print(f"killed during a write: {writing} of 10 times")
