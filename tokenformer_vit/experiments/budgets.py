@@ -12,17 +12,7 @@ from matplotlib.ticker import LogFormatterSciNotation, LogLocator, NullFormatter
 
 from .plots import points, scale
 from .questions import Question
-from .rows import (
-    FAILED,
-    MINUTES,
-    Column,
-    Record,
-    Row,
-    at_best_lr,
-    by_variant,
-    finished,
-    result_column,
-)
+from .rows import FAILED, MINUTES, Column, Record, Row, at_best_lr, finished, result_column
 
 _MARKERS = "os^vD*PX"
 
@@ -101,9 +91,9 @@ class Budgets(Question):
 
     def table(self, records: Sequence[Record]) -> str:
         """Render the table of some runs, and name the variants without runs below it."""
-        runs = by_variant(self.variants, records) if records else {}
-        missing = [variant.label for variant, own in runs.items() if not own]
-        named = f"\nNot run: {'; '.join(missing)}.\n" if missing else ""
+        run = {record["variant"] for record in records}
+        missing = [variant.label for variant in self.variants if variant.name not in run]
+        named = f"\nNot run: {'; '.join(missing)}.\n" if run and missing else ""
         return super().table(records) + named
 
     def draw(self, records: Sequence[Record]) -> Figure:

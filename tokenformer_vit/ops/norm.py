@@ -26,7 +26,7 @@ def _normalize(x: Tensor, num_channels: int, eps: float, centred: bool) -> tuple
     """Return LayerNorm or RMSNorm of (..., C) tokens, and 1/σ of each token, (..., 1)."""
     if centred:
         y, mean, rstd = torch.native_layer_norm(x, [num_channels], None, None, eps)
-        if compiled_for_cpu(x):  # the same numbers, in less than half of the time
+        if compiled_for_cpu(x):  # the same numbers, for fewer operations
             y = (x - mean) * once_a_row(rstd)
         return y, rstd
     if x.shape[-1] != num_channels:
