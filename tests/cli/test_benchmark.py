@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -486,6 +487,29 @@ def test_rounds_rotate_and_every_timed_call_follows_its_own():
     assert "".join(told) == "abcbcacababc"
     assert "".join(called) == "aabbccbbccaaccaabbaabbcc"
     assert {name: len(values) for name, values in seconds.items()} == {"a": 4, "b": 4, "c": 4}
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_timed_calls_use_the_same_memory_again():
+    code = """
+import resource, torch
+from tokenformer_vit.benchmarking.measures import kept_heap
+
+def page_faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5):
+        torch.ones(2**24)  # 64 MiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+returned = page_faults()
+with kept_heap():
+    page_faults()  # takes the memory
+    kept = page_faults()
+print(returned, kept)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    returned, kept = map(int, run.stdout.split())
+    assert returned > 10 * kept  # with pages of 2 MiB, 160 are returned
 
 
 @pytest.mark.parametrize("n", [1, 2, 11])

@@ -42,6 +42,29 @@ def _seconds_of(call: Call, device: torch.device) -> float:
     return time.perf_counter() - start_time
 
 
+@contextmanager
+def kept_heap() -> Iterator[None]:
+    """Let GNU's C library keep freed memory instead of returning it to the system; see mallopt(3).
+
+    Otherwise a call on a CPU gets part of its memory from the system again, page by page. How much
+    depends on what the process did before: the same call may take 10 % longer in another process.
+    Other C libraries stay as they are.
+    """
+    try:
+        set_option = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # TypeError: Windows
+        yield
+        return
+    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
+    set_option(trim_threshold, -1)
+    set_option(mmap_max, 0)
+    try:
+        yield
+    finally:  # the library's own values
+        set_option(trim_threshold, 128 * 1024)
+        set_option(mmap_max, 65536)
+
+
 def measure_rounds(
     calls: Mapping[str, Call],
     rounds: int,
@@ -50,8 +73,9 @@ def measure_rounds(
 ) -> dict[str, list[float]]:
     """Time calls in turns, each once per round.
 
-    Every round starts with another call, and an untimed run precedes each timed one. Therefore no
-    call has an advantage from its place in a round or from the caches of another call.
+    Every round starts with another call, an untimed run precedes each timed one, and freed memory
+    is kept. Therefore no call has an advantage from its place in a round, or from the caches or the
+    memory of another call.
 
     Args:
         calls: Calls by name, already warmed up.
@@ -64,12 +88,13 @@ def measure_rounds(
     """
     names = list(calls)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for index in range(rounds):
-        first = index % len(names)
-        for name in names[first:] + names[:first]:
-            calls[name]()
-            seconds[name].append(_seconds_of(calls[name], device))
-            tick(name)
+    with kept_heap():
+        for index in range(rounds):
+            first = index % len(names)
+            for name in names[first:] + names[:first]:
+                calls[name]()
+                seconds[name].append(_seconds_of(calls[name], device))
+                tick(name)
     return seconds
 
 
