@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,7 +20,7 @@ from tokenformer_vit.layers.arguments import (
     model_pattention_args,
 )
 from tokenformer_vit.layers.block import token_arguments
-from tokenformer_vit.ops import is_few
+from tokenformer_vit.ops import is_few, linear
 
 from .causal_block import CausalBlock, KVCache
 from .lm_config import LMConfig
@@ -296,7 +295,8 @@ class TokenFormerLM(TokenFormerDecoder):
     ) -> Tensor:
         """Predict the next token at each position; arguments as for :class:`TokenFormerDecoder`."""
         features = super().forward(tokens, attention_mask, cache, positions)
-        return F.linear(features, (self.embedding if self.head is None else self.head).weight)
+        weight = (self.embedding if self.head is None else self.head).weight
+        return linear(features, weight)
 
 
 def find_positions(tokens: Tensor, past: int | Tensor, attention_mask: Tensor | None) -> Tensor:

@@ -22,8 +22,9 @@ from torch import Tensor
 from tokenformer_vit.errors import InputError
 
 from .compilation import compiled_for_cpu
+from .few import is_few, linear
 from .fp8 import pattention_fp8
-from .fused import is_few, pattention_fused, pattention_fused_joint
+from .fused import pattention_fused, pattention_fused_joint
 from .kernels import Kernels
 from .measured import fastest_backend
 from .norm import layer_norm_reference, norm_fused, rms_norm_reference
@@ -39,6 +40,7 @@ __all__ = [
     "find_theta",
     "is_few",
     "layer_norm",
+    "linear",
     "norm_shares",
     "pattention",
     "pattention_joint",

@@ -8,7 +8,6 @@ and each has a segment of the scores (..., S, P). A single layer has scores (...
 take a good part of the time of a small layer.
 """
 
-import platform
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,65 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .differentiation import is_batched, is_transformed, needs_gradient
+from .few import linear, matmul
 from .kernels import Kernels
-from .precision import product_dtype, to_product_dtype
+from .precision import to_product_dtype
 from .reference import pattention_reference
 from .theta import find_theta
-
-# Up to so many tokens, calls take longer than what they compute.
-_FEW = 8
-# From this width on, a layer's matrices take longer to read than a call of oneDNN takes.
-_WIDE = 512
 
 
 def flat(tensor: Tensor) -> Tensor:
     """View (..., C) as (R, C), or copy it where no view exists."""
     return tensor.reshape(-1, tensor.shape[-1])
-
-
-def is_few(x: Tensor) -> bool:
-    """Return whether (..., C) tokens are so few that calls take longer than what they compute.
-
-    A decoding step is an example. False in traces, exports and compiled code, which must fit any
-    number, and in float64, where the digits count.
-    """
-    return (
-        isinstance(x, Tensor)  # fx traces with other objects
-        and not torch.compiler.is_compiling()
-        and not torch._C._get_tracing_state()
-        and x.dtype != torch.float64
-        and x.numel() <= _FEW * x.shape[-1]
-    )
-
-
-def _linear(x: Tensor, weight: Tensor, width: int) -> Tensor:
-    """Compute F.linear without a gradient; for one token of a wide layer, on x86, by oneDNN.
-
-    PyTorch calls MKL there, which reads the matrix with one thread, and slower than oneDNN does.
-    The rounding errors are of the same size.
-
-    Args:
-        x: (..., K) tokens.
-        weight: (N, K) matrix.
-        width: Channels of the layer, N or K. The choice must not depend on the number of pairs:
-            a grown layer has to compute the same digits.
-
-    Returns:
-        (..., N) products.
-    """
-    if (
-        width >= _WIDE
-        and is_few(x)
-        and x.numel() == x.shape[-1]
-        and type(weight) in (Tensor, torch.nn.Parameter)  # not quantised or sharded
-        and x.device.type == "cpu"
-        and product_dtype(x) == x.dtype == weight.dtype == torch.float32
-        and not torch._C._len_torch_dispatch_stack()  # a mode, as that which counts FLOPs
-        and torch.backends.mkldnn.is_available()
-        and platform.machine() in ("x86_64", "AMD64")
-    ):
-        return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-    return F.linear(x, weight)
 
 
 def _scores(x: Tensor, keys: Sequence[Tensor]) -> Tensor:
@@ -103,7 +53,7 @@ def _joined_again(keys: Sequence[Tensor]) -> Tensor:
 def _outputs(weights: Tensor, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Multiply the weights of each layer by its values, without a copy."""
     segments = _segments(weights, len(values))
-    return tuple([own @ value for own, value in zip(segments, values, strict=True)])
+    return tuple([matmul(own, value) for own, value in zip(segments, values, strict=True)])
 
 
 def _grad_weights(grads: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
@@ -233,9 +183,8 @@ def pattention_fused(
         x, *tokens = to_product_dtype(x, key_param_tokens, value_param_tokens)
         return _Pattention.apply(x, tau, eps, plain, kernels, *tokens)[0]
     # Without a gradient autocast casts the tokens itself, and only once for many calls.
-    scores = _linear(x, key_param_tokens, key_param_tokens.shape[-1])  # (..., P)
-    weights, _ = kernels.forward(scores, tau, eps)
-    return _linear(weights, value_param_tokens.t(), value_param_tokens.shape[-1])
+    weights, _ = kernels.forward(linear(x, key_param_tokens), tau, eps)  # (..., P)
+    return matmul(weights, value_param_tokens)
 
 
 def pattention_fused_joint(
@@ -285,11 +234,8 @@ def pattention_fused_joint(
         x, *tokens = to_product_dtype(x, *key_param_tokens, *value_param_tokens)
         return _Pattention.apply(x, taus, eps, plain, kernels, *tokens)
     if few:  # the scores are smaller than the keys, which one product would have to copy
-        scores = torch.stack(
-            [_linear(x, keys, keys.shape[-1]) for keys in key_param_tokens], dim=-2
-        )
-        weights, _ = kernels.forward(scores, taus, eps)
-        segments = zip(weights.unbind(-2), value_param_tokens, strict=True)
-        return tuple([_linear(own, values.t(), values.shape[-1]) for own, values in segments])
-    weights, _ = kernels.forward(_scores(x, key_param_tokens), taus, eps)
+        scores = torch.stack([linear(x, keys) for keys in key_param_tokens], dim=-2)
+    else:
+        scores = _scores(x, key_param_tokens)
+    weights, _ = kernels.forward(scores, taus, eps)
     return _outputs(weights, value_param_tokens)
