@@ -232,7 +232,7 @@ def test_it_learns_to_repeat():
     config = LMConfig(vocab_size=12, context_length=16, embed_dim=32, depth=2, num_heads=2)
     model = TokenFormerLM(config)
     optimizer, loss = torch.optim.AdamW(model.parameters(), lr=6e-3), torch.tensor(torch.inf)
-    for _ in range(80):
+    for _ in range(240):
         half = torch.randint(12, (32, 4))
         tokens = torch.cat((half, half), dim=1)
         logits = model(tokens[:, :-1])[:, 3:]
