@@ -567,6 +567,11 @@ def test_a_wide_layer_of_other_tensors_computes_one_token_as_well():
     torch.testing.assert_close(compiled(x, keys, values, "gelu_l2", tau), out)
     with torch.autocast("cpu"):
         assert pattention(x, keys, values, "gelu_l2", tau).dtype == torch.bfloat16
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.cat((x, x)), torch.ones(2, 1, WIDE))
+        both = forward_ad.unpack_dual(pattention(dual, keys, values, "gelu_l2", tau)).tangent
+        own = forward_ad.unpack_dual(pattention(dual[:1], keys, values, "gelu_l2", tau)).tangent
+    torch.testing.assert_close(own, both[:1])
     half = [each.bfloat16() for each in (x, keys, values)]
     assert pattention(*half, "gelu_l2", tau).dtype == torch.bfloat16
     assert pattention(*(each.to("meta") for each in (x, keys, values)), "gelu_l2", tau).is_meta

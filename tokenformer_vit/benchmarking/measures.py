@@ -47,7 +47,7 @@ def kept_heap() -> Iterator[None]:
     """Let GNU's C library keep freed memory instead of returning it to the system; see mallopt(3).
 
     Otherwise a call on a CPU gets part of its memory from the system again, page by page. How much
-    depends on what the process did before: the same call may take 10 % longer in another process.
+    depends on what the process did before, so the same call may take longer in another process.
     Other C libraries stay as they are.
     """
     try:

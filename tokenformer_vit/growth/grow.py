@@ -121,7 +121,7 @@ def grow(
 
     Note:
         In float32, outputs stay equal to about 1e-6, because sums of another length round
-        differently. On a CPU they stay equal bit for bit if the counts are multiples of 16. New
+        differently. On a CPU most stay equal bit for bit if the counts are multiples of 16. New
         zero keys with zero values would also be exact, but under a GELU the gradients of both are
         exactly zero forever; therefore there is no such ``init``.
 

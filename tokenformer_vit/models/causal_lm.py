@@ -295,8 +295,7 @@ class TokenFormerLM(TokenFormerDecoder):
     ) -> Tensor:
         """Predict the next token at each position; arguments as for :class:`TokenFormerDecoder`."""
         features = super().forward(tokens, attention_mask, cache, positions)
-        weight = (self.embedding if self.head is None else self.head).weight
-        return linear(features, weight)
+        return linear(features, (self.embedding if self.head is None else self.head).weight)
 
 
 def find_positions(tokens: Tensor, past: int | Tensor, attention_mask: Tensor | None) -> Tensor:

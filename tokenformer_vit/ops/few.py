@@ -1,10 +1,11 @@
-"""Calls with a few tokens, as in decoding, take longer than what they compute."""
+"""What is computed in another way for a few tokens, as in decoding."""
 
 import platform
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .differentiation import is_transformed, needs_gradient
 from .precision import product_dtype
@@ -13,6 +14,7 @@ from .precision import product_dtype
 _FEW = 8
 # From this width on, a layer's matrices take longer to read than a call of oneDNN takes.
 _WIDE = 512
+_IS_X86 = platform.machine() in ("x86_64", "AMD64")
 
 
 def is_few(x: Tensor) -> bool:
@@ -38,17 +40,19 @@ def _is_for_onednn(x: Tensor, matrix: Tensor, width: int) -> bool:
     because a grown layer has to compute the same digits.
     """
     return (
-        width >= _WIDE
+        _IS_X86
+        and width >= _WIDE
         and is_few(x)
         and x.numel() == x.shape[-1]
         and not needs_gradient(x, matrix)
         and not is_transformed()
+        and forward_ad._current_level < 0  # the operator would drop a tangent without a word
+        and type(x) is Tensor
         and type(matrix) in (Tensor, torch.nn.Parameter)  # not quantised or sharded
         and x.device.type == "cpu"
         and product_dtype(x) == x.dtype == matrix.dtype == torch.float32
-        and not torch._C._len_torch_dispatch_stack()  # a mode, as that which counts FLOPs
+        and not torch._C._len_torch_dispatch_stack()  # the mode that counts FLOPs does not know it
         and torch.backends.mkldnn.is_available()
-        and platform.machine() in ("x86_64", "AMD64")
     )
 
 

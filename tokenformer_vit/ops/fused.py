@@ -53,7 +53,7 @@ def _joined_again(keys: Sequence[Tensor]) -> Tensor:
 def _outputs(weights: Tensor, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Multiply the weights of each layer by its values, without a copy."""
     segments = _segments(weights, len(values))
-    return tuple([matmul(own, value) for own, value in zip(segments, values, strict=True)])
+    return tuple([own @ value for own, value in zip(segments, values, strict=True)])
 
 
 def _grad_weights(grads: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
@@ -235,7 +235,8 @@ def pattention_fused_joint(
         return _Pattention.apply(x, taus, eps, plain, kernels, *tokens)
     if few:  # the scores are smaller than the keys, which one product would have to copy
         scores = torch.stack([linear(x, keys) for keys in key_param_tokens], dim=-2)
-    else:
-        scores = _scores(x, key_param_tokens)
-    weights, _ = kernels.forward(scores, taus, eps)
+        weights, _ = kernels.forward(scores, taus, eps)
+        pairs = zip(weights.unbind(-2), value_param_tokens, strict=True)
+        return tuple([matmul(own, values) for own, values in pairs])
+    weights, _ = kernels.forward(_scores(x, key_param_tokens), taus, eps)
     return _outputs(weights, value_param_tokens)
