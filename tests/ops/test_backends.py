@@ -1,7 +1,6 @@
 import gc
 import importlib.util
 import math
-import platform
 import weakref
 from contextlib import nullcontext
 
@@ -506,72 +505,3 @@ def test_unknown_backend_lists_the_known(op):
     rest = (*operands(1, 4)[1:], "gelu_l2", TAU) if op is pattention else (WIDTH,)
     with pytest.raises(ValueError, match=r"backend .*reference, fused, triton, fp8.*'cuda'"):
         op(torch.randn(1, WIDTH), *rest, backend="cuda")
-
-
-WIDE = 512  # from this width on, one token is multiplied by oneDNN where that is faster
-
-
-def wide_layer(pairs):
-    keys = torch.randn(pairs, WIDE, dtype=torch.float64) / math.sqrt(WIDE)
-    values = torch.randn(pairs, WIDE, dtype=torch.float64) / math.sqrt(pairs)
-    return keys, values, torch.tensor(default_tau("gelu_l2", pairs))
-
-
-@pytest.mark.parametrize("pairs", [2, 37, 512])
-def test_one_token_of_a_wide_layer_agrees_with_float64(pairs):
-    keys, values, tau = wide_layer(pairs)
-    x = torch.randn(1, 1, WIDE, dtype=torch.float64)
-    expected = pattention_reference(x, keys, values, "gelu_l2", tau.double(), 1e-6)
-    for token in (x.float(), x.float()[0, 0], x.float().expand(4, 1, WIDE)):
-        out = pattention(token, keys.float(), values.float(), "gelu_l2", tau)
-        torch.testing.assert_close(out, expected.float().view(-1).expand_as(out), atol=1e-5, rtol=0)
-    together = ops.pattention_joint(
-        x.float(), [keys.float()] * 3, [values.float()] * 3, "gelu_l2", [tau] * 3, few=True
-    )
-    for out in together:
-        assert torch.equal(out, pattention(x.float(), keys.float(), values.float(), "gelu_l2", tau))
-
-
-@pytest.mark.parametrize("pairs", [16, 256, 512])
-def test_one_token_of_a_wide_layer_keeps_its_digits_when_pairs_are_added(pairs):
-    keys, values, tau = wide_layer(pairs)
-    keys, values, x = keys.float(), values.float(), torch.randn(1, 1, WIDE)
-    grown = torch.cat((keys, torch.zeros(pairs, WIDE))), torch.cat((values, torch.randn_like(keys)))
-    out = pattention(x, keys, values, "gelu_l2", tau)
-    assert torch.equal(pattention(x, *grown, "gelu_l2", tau), out)
-
-
-@pytest.mark.skipif(
-    platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available(),
-    reason="oneDNN is used on x86",
-)
-def test_one_token_of_a_wide_layer_is_multiplied_by_onednn():
-    keys, values, tau = (each.float() for each in wide_layer(64))
-    calls = {}
-    for tokens in (1, 2):
-        with torch.profiler.profile() as profiler:
-            pattention(torch.randn(1, tokens, WIDE), keys, values, "gelu_l2", tau)
-        names = [event.key for event in profiler.key_averages() for _ in range(event.count)]
-        calls[tokens] = names.count("mkldnn::_linear_pointwise")
-    assert calls == {1: 2, 2: 0}
-
-
-def test_a_wide_layer_of_other_tensors_computes_one_token_as_well():
-    keys, values, tau = (each.float() for each in wide_layer(64))
-    x = torch.randn(1, 1, WIDE)
-    out = pattention(x, keys, values, "gelu_l2", tau)
-    with FlopCounterMode(display=False) as counter:
-        pattention(x, keys, values, "gelu_l2", tau)
-    assert counter.get_total_flops() == 2 * 2 * 64 * WIDE
-    compiled = torch.compile(pattention, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x, keys, values, "gelu_l2", tau), out)
-    with torch.autocast("cpu"):
-        assert pattention(x, keys, values, "gelu_l2", tau).dtype == torch.bfloat16
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(torch.cat((x, x)), torch.ones(2, 1, WIDE))
-        both = forward_ad.unpack_dual(pattention(dual, keys, values, "gelu_l2", tau)).tangent
-        own = forward_ad.unpack_dual(pattention(dual[:1], keys, values, "gelu_l2", tau)).tangent
-    torch.testing.assert_close(own, both[:1])
-    half = [each.bfloat16() for each in (x, keys, values)]
-    assert pattention(*half, "gelu_l2", tau).dtype == torch.bfloat16
-    assert pattention(*(each.to("meta") for each in (x, keys, values)), "gelu_l2", tau).is_meta

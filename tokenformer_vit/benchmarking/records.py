@@ -3,6 +3,7 @@
 Like every record it has the command, commit, date, hardware and versions. Its own keys are::
 
     device, threads            cpu or cuda; threads of a CPU operation
+    products                   MKL if all products are by MKL; otherwise absent
     unit                       image or token, written as UNIT below
     model, baseline            timm names; for language the preset, and "transformer" or
                                "transformer, rotary"
@@ -65,7 +66,7 @@ from .variants import PRECISIONS, Group, Setting, short
 # Entries that must be equal in a resumed run and in the interrupted one.
 _SAME = (
     *("model", "baseline", "img_size", "num_tokens", "depth", "n", "seed"),
-    *("device", "threads", "hardware", "cpu", "versions", "commit"),
+    *("device", "threads", "products", "hardware", "cpu", "versions", "commit"),
 )
 
 

@@ -117,9 +117,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if args.threads:
         torch.set_num_threads(args.threads)
+    if args.mkl:
+        torch.backends.mkldnn.set_flags(False)
     subject, models = _language_subject(args) if args.lm else _image_subject(args)
     setting = Setting(subject, torch.device(args.device), args.seed, args.rounds)
-    record = new_record(setting, models)
+    record = new_record(setting, models | ({"products": "MKL"} if args.mkl else {}))
     if args.profile:
         _profile(args, setting, record)
         return
@@ -236,6 +238,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--depth", type=positive, metavar="N", help="blocks; default: the depth of each model")
     add("--device", choices=["cpu", "cuda"], help="default: cuda if available")
     add("--threads", type=positive, metavar="N", help="threads of a CPU operation")
+    add("--mkl", action="store_true", help="float32 on a CPU: our products by MKL, as a ViT's")
     add("--seed", type=whole_number(0), default=0, metavar="N", help="default: %(default)s")
     add("--out", type=Path, metavar="FILE", help="default: work_dirs/speed_MODEL_DEVICE.json")
     add("--resume", action="store_true", help="skip the groups that FILE has")
@@ -250,6 +253,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--profile measures everything again: leave out --resume")
     if args.profile and args.rounds:
         parser.error("--profile has its own number of steps: leave out --rounds")
+    if args.mkl and args.precisions != ["float32"]:
+        parser.error("--mkl is for float32 products: give --precisions float32")
     if args.quick:
         parser.set_defaults(**_QUICK)
         args = parser.parse_args(argv)

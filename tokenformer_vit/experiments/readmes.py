@@ -173,6 +173,7 @@ def _image_speed(root: Path, link: Link) -> str:
         record = read_record(path)
         if _BENCHMARK.items() <= record.items():
             name = link(record["hardware"], f"{SPEED}/{path.name}")
+            name += f", products by {record['products']}" if "products" in record else ""
             own = _speed_rows(name, record, "image")
             if record["device"] == "cuda":
                 gpus[name] = [row[0].removeprefix(f"{name}, ") for row in own]

@@ -22,12 +22,12 @@ from torch import Tensor
 from tokenformer_vit.errors import InputError
 
 from .compilation import compiled_for_cpu
-from .few import is_few, linear
 from .fp8 import pattention_fp8
 from .fused import pattention_fused, pattention_fused_joint
 from .kernels import Kernels
 from .measured import fastest_backend
 from .norm import layer_norm_reference, norm_fused, rms_norm_reference
+from .products import is_few, linear
 from .reference import pattention_reference
 from .theta import THETAS, default_tau, find_theta, norm_shares, theta_weights
 from .top_k import pattention_top_k, strongest_values

@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .differentiation import is_batched, is_transformed, needs_gradient
-from .few import linear, matmul
 from .kernels import Kernels
 from .precision import to_product_dtype
+from .products import linear, matmul, transposed_matmul
 from .reference import pattention_reference
 from .theta import find_theta
 
@@ -30,9 +29,9 @@ def flat(tensor: Tensor) -> Tensor:
 
 def _scores(x: Tensor, keys: Sequence[Tensor]) -> Tensor:
     if len(keys) == 1:
-        return F.linear(x, keys[0])  # (..., P)
+        return linear(x, keys[0])  # (..., P)
     whole = torch.cat(to_product_dtype(*keys))  # (S · P, C_in)
-    return F.linear(x, whole).view(*x.shape[:-1], len(keys), len(keys[0]))  # (..., S, P)
+    return linear(x, whole).view(*x.shape[:-1], len(keys), len(keys[0]))  # (..., S, P)
 
 
 def _segments(weights: Tensor, count: int) -> tuple[Tensor, ...]:
@@ -53,13 +52,13 @@ def _joined_again(keys: Sequence[Tensor]) -> Tensor:
 def _outputs(weights: Tensor, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Multiply the weights of each layer by its values, without a copy."""
     segments = _segments(weights, len(values))
-    return tuple([own @ value for own, value in zip(segments, values, strict=True)])
+    return tuple([matmul(own, value) for own, value in zip(segments, values, strict=True)])
 
 
 def _grad_weights(grads: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
     """Return the gradients of the weights, given those of the outputs."""
     if len(grads) == 1:
-        return F.linear(grads[0], values[0])  # (..., P)
+        return linear(grads[0], values[0])  # (..., P)
     pairs = [(flat(grad), value.t()) for grad, value in zip(grads, values, strict=True)]
     shape = (*grads[0].shape[:-1], len(values), len(values[0]))
     if (
@@ -123,14 +122,15 @@ class _Pattention(torch.autograd.Function):
             if S > 1:
                 grad_scores = grad_scores.reshape(*x.shape[:-1], S * len(keys[0]))  # (..., S · P)
             if x_needed:
-                grad_x = grad_scores @ _joined_again(keys)  # (..., C_in)
+                grad_x = matmul(grad_scores, _joined_again(keys))  # (..., C_in)
             if keys_needed:
-                grad_keys = (flat(grad_scores).t() @ flat(x)).split(len(keys[0]))  # S of (P, C_in)
+                together = transposed_matmul(flat(grad_scores), flat(x))  # (S · P, C_in)
+                grad_keys = together.split(len(keys[0]))
             if tau_needed:
                 change = dot * kernels.elasticity(kept, ctx.eps)  # (..., S, 1)
                 grad_tau = (change.sum_to_size(tau.shape) / tau).to(tau.dtype)
         grad_values = [
-            flat(own).t() @ flat(grad) if needed else None  # (P, C_out)
+            transposed_matmul(flat(own), flat(grad)) if needed else None  # (P, C_out)
             for own, grad, needed in zip(_segments(weights, S), grads, values_needed, strict=True)
         ]
         return grad_x, grad_tau, None, None, None, *grad_keys, *grad_values
