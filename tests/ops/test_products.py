@@ -1,5 +1,4 @@
 import math
-import platform
 
 import pytest
 import torch
@@ -10,10 +9,7 @@ from tokenformer_vit import ops
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.ops import default_tau, pattention, pattention_reference, products
 
-on_x86 = pytest.mark.skipif(
-    platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available(),
-    reason="oneDNN is used on x86",
-)
+on_x86 = pytest.mark.skipif(not products._HAS_BOTH, reason="oneDNN is used on x86, in place of MKL")
 
 
 def onednn_products(function, name="mkldnn::_linear_pointwise"):

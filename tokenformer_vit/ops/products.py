@@ -27,7 +27,11 @@ _MANY = 2**22
 # The same for compiled code, which must fit any number of rows.
 _WIDE_IF_COMPILED = 128
 
-_HAS_BOTH = platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available()
+_HAS_BOTH = (
+    platform.machine() in ("x86_64", "AMD64")
+    and torch.backends.mkl.is_available()
+    and torch.backends.mkldnn.is_available()
+)
 
 
 def _mkl_is_slow() -> bool:
