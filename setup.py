@@ -31,9 +31,7 @@ ARROW = [
     "huggingface_hub>=0.34",  # its command is `hf` since then
 ]
 LANGUAGE = [
-    # Before 5.15, GPT-2 starts without its smaller residual weights. 5.24 renames the argument
-    # past_key_values, and would generate without the cache.
-    "transformers>=5.15,<5.24",
+    "transformers>=5.15",  # before, GPT-2 starts without its smaller residual weights
     "tokenizers>=0.22",
     "zstandard>=0.23",  # reads the Pile
     "typing_extensions>=4.12",

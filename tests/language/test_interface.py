@@ -204,9 +204,20 @@ def test_a_static_cache_writes_the_same(padded, tokens):
     ]
     assert torch.equal(*written)
     cache = StaticCache(config=model.config, max_cache_len=20)
-    parts = [model(tokens[:, :6], past_key_values=cache).logits]
-    parts += [model(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(6, 9)]
+    parts = [model(tokens[:, :6], cache=cache).logits]
+    parts += [model(tokens[:, i : i + 1], cache=cache).logits for i in range(6, 9)]
     torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens).logits)
+
+
+def test_a_cache_has_two_names(tokens):
+    model = build()
+    logits = []
+    for name in ("past_key_values", "cache"):
+        cache = DynamicCache()
+        model(tokens[:, :6], **{name: cache})
+        assert cache.get_seq_length() == 6
+        logits.append(model(tokens[:, 6:], **{name: cache}).logits)
+    assert torch.equal(*logits)
 
 
 @pytest.mark.slow
@@ -221,13 +232,13 @@ def test_a_decoding_step_never_waits_for_the_device():
     with torch.device("meta"):  # which cannot answer
         model = TokenFormerForCausalLM(TokenFormerConfig(**SHAPE)).eval()
         row, cache = torch.zeros(2, 9, dtype=torch.long), DynamicCache()
-        model(row, past_key_values=cache)
+        model(row, cache=cache)
         for length in (10, 11):
             step = model(
                 row[:, :1],
                 attention_mask=torch.ones(2, length),
                 position_ids=row[:, :1],
-                past_key_values=cache,
+                cache=cache,
             )
             assert step.logits.shape == (2, 1, 61)
 
@@ -236,18 +247,18 @@ def test_the_mask_of_a_decoding_step_on_a_gpu_hides_padding(tokens):
     model, mask = build(), torch.ones_like(tokens)
     mask[1, :3] = 0
     expected, cache = model(tokens, attention_mask=mask).logits[:, -1], DynamicCache()
-    model(tokens[:, :8], attention_mask=mask[:, :8], past_key_values=cache)
+    model(tokens[:, :8], attention_mask=mask[:, :8], cache=cache)
     elsewhere = torch.empty(3, 1, 32, device="meta")  # no CPU, as a GPU
     short = model.model._mask(elsewhere, mask, cache, None)
     places = mask.cumsum(dim=1)[:, -1:] - 1
-    step = model(tokens[:, 8:], attention_mask=short, position_ids=places, past_key_values=cache)
+    step = model(tokens[:, 8:], attention_mask=short, position_ids=places, cache=cache)
     torch.testing.assert_close(step.logits[:, 0], expected)
 
 
 def test_a_mask_of_another_length_than_the_cache_is_left_to_transformers(tokens, monkeypatch):
     model, cache = build(), DynamicCache()
     mask, elsewhere = torch.ones_like(tokens), torch.empty(3, 1, 32, device="meta")
-    model(tokens[:, :8], past_key_values=cache)
+    model(tokens[:, :8], cache=cache)
     assert model.model._mask(elsewhere, mask, cache, None).shape == (3, 1, 1, 9)
     monkeypatch.setattr(modeling, "create_causal_mask", lambda **_: "theirs")
     for length in (1, 8):
@@ -268,7 +279,7 @@ def test_a_mask_may_be_longer_than_the_tokens(cache, positions, tokens):
         sizes = {"max_cache_len": 40} if cache is StaticCache else {}
         kept = cache(config=model.config, **sizes)
         halves = (
-            model(part, attention_mask=mask, past_key_values=kept).logits
+            model(part, attention_mask=mask, cache=kept).logits
             for part in (tokens[:, :6], tokens[:, 6:])
         )
         found = torch.cat(tuple(halves), dim=1)
@@ -279,18 +290,18 @@ def test_a_mask_shorter_than_the_tokens_is_refused(tokens):
     model, cache = build(), DynamicCache()
     with pytest.raises(InputError, match=r"attention_mask is \(3, 5\), but there are 9 tokens"):
         model(tokens, attention_mask=torch.ones(3, 5))
-    model(tokens[:, :8], past_key_values=cache)
+    model(tokens[:, :8], cache=cache)
     with pytest.raises(InputError, match="8 of them in the cache: give a column for each"):
-        model(tokens[:, 8:], attention_mask=torch.ones(3, 1), past_key_values=cache)
+        model(tokens[:, 8:], attention_mask=torch.ones(3, 1), cache=cache)
 
 
 def test_use_cache_is_a_setting(tokens):
     model = build(use_cache=False)
-    assert model(tokens).past_key_values is None
-    assert model(tokens, use_cache=True).past_key_values.get_seq_length() == 9
+    assert getattr(model(tokens), modeling.CACHE) is None
+    assert getattr(model(tokens, use_cache=True), modeling.CACHE).get_seq_length() == 9
     model = build()
-    assert model(tokens).past_key_values.get_seq_length() == 9
-    assert model(tokens, use_cache=False).past_key_values is None
+    assert getattr(model(tokens), modeling.CACHE).get_seq_length() == 9
+    assert getattr(model(tokens, use_cache=False), modeling.CACHE) is None
 
 
 @pytest.mark.parametrize("tie", [True, False])

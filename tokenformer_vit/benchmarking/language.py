@@ -121,15 +121,17 @@ class Language(NamedTuple):
         """Return a function that continues the sequences greedily."""
         known = self.num_tokens - self.decoded
         cache: Any = None
+        name = ""
 
         def decode() -> Tensor:
-            nonlocal cache
+            nonlocal cache, name
             if cache is None:  # in the warm-up, which runs in the same precision
                 start = model(tokens[:, :known], use_cache=True, logits_to_keep=1)
-                cache = start.past_key_values
+                name = "cache" if "cache" in start else "past_key_values"  # of transformers
+                cache = start[name]
             token = tokens[:, known : known + 1]
             for _ in range(self.decoded):
-                logits = model(token, past_key_values=cache, use_cache=True).logits
+                logits = model(token, use_cache=True, **{name: cache}).logits
                 token = logits[:, -1].argmax(dim=-1, keepdim=True)
             cache.crop(-self.decoded)
             return logits  # type: ignore[possibly-unbound]

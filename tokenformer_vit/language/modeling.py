@@ -1,8 +1,10 @@
 """Language models of TokenFormer blocks as models of Hugging Face's transformers."""
 
 import shutil
+import warnings
 from dataclasses import fields
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,9 @@ from tokenformer_vit.ops import linear
 
 from .schemas import LMShape, check
 
+# Name of the cache in outputs and for masks: from transformers 5.24 on, cache.
+CACHE = "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
+
 # File that finds the classes below in a process that has not imported this package.
 _FINDER = Path(__file__).with_name("modeling_tokenformer.py")
 
@@ -50,7 +55,7 @@ class TokenFormerConfig(PretrainedConfig):
     """
 
     model_type = "tokenformer"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  # of transformers' own type
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012  # of transformers' own type
     attribute_map = {  # noqa: RUF012
         "hidden_size": "embed_dim",
         "num_hidden_layers": "depth",
@@ -142,7 +147,7 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _input_embed_layer = "embedding"
     _no_split_modules = ["TokenFormerLayer"]  # noqa: RUF012  # of transformers' own type
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -250,6 +255,7 @@ class TokenFormerModel(TokenFormerDecoder, TokenFormerPreTrainedModel):
         past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Compute the features that a head reads.
@@ -265,6 +271,7 @@ class TokenFormerModel(TokenFormerDecoder, TokenFormerPreTrainedModel):
             past_key_values: Any cache of transformers.
             inputs_embeds: (B, N, C) embedded tokens, instead of ``input_ids``.
             use_cache: Whether to make a cache if none is given; default: ``config.use_cache``.
+            cache: The name of ``past_key_values`` from transformers 5.24 on.
             **kwargs: ``output_hidden_states``, ``output_attentions`` (with
                 ``attn_implementation="eager"``), and arguments of the attention function.
 
@@ -278,6 +285,7 @@ class TokenFormerModel(TokenFormerDecoder, TokenFormerPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise InputError("give either input_ids or inputs_embeds")
         x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        past_key_values = _given(past_key_values, cache)
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         packed = position_ids is not None and attention_mask is None and past_key_values is None
         # Reading the length of a static cache would wait for the device.
@@ -299,7 +307,7 @@ class TokenFormerModel(TokenFormerDecoder, TokenFormerPreTrainedModel):
             past_key_values,
             attend=partial(attend, position_ids=position_ids, **kwargs),
         )
-        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=past_key_values)
+        return BaseModelOutputWithPast(last_hidden_state=x, **{CACHE: past_key_values})
 
     def _mask(self, x: Tensor, attention_mask: Any, cache: Any, position_ids: Tensor | None) -> Any:
         """Return the mask that the attention function takes."""
@@ -315,12 +323,13 @@ class TokenFormerModel(TokenFormerDecoder, TokenFormerPreTrainedModel):
                 if attention_mask.shape[1] == length:
                     # To find out whether there is padding, transformers would wait for the device.
                     return attention_mask.bool()[:, None, None]
+        earlier: dict[str, Any] = {CACHE: cache}
         return create_causal_mask(
             config=self.config,
             inputs_embeds=x,
             attention_mask=attention_mask,
-            past_key_values=cache,
             position_ids=position_ids,
+            **earlier,
         )
 
 
@@ -391,6 +400,7 @@ class TokenFormerForCausalLM(TokenFormerPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: Any = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Predict the next token at each position.
@@ -407,6 +417,7 @@ class TokenFormerForCausalLM(TokenFormerPreTrainedModel, GenerationMixin):
             use_cache: See there.
             logits_to_keep: Number of last tokens that get logits, or the indices of tokens along
                 N; 0 for all.
+            cache: See there.
             **kwargs: Arguments of TokenFormerModel and of ``loss_function``.
 
         Returns:
@@ -419,9 +430,9 @@ class TokenFormerForCausalLM(TokenFormerPreTrainedModel, GenerationMixin):
             input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            cache=_given(past_key_values, cache),
             **kwargs,
         )
         kept: Any = logits_to_keep
@@ -436,9 +447,9 @@ class TokenFormerForCausalLM(TokenFormerPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            **{CACHE: getattr(outputs, CACHE)},
         )
 
 
@@ -446,6 +457,16 @@ class TokenFormerForSequenceClassification(
     GenericForSequenceClassification, TokenFormerPreTrainedModel
 ):
     """A :class:`TokenFormerModel` with a head that classifies texts by their last token."""
+
+
+def _given(past_key_values: Any, cache: Any) -> Any:
+    """Return the cache, which has two names; transformers warns of the old one from 5.24 on."""
+    if past_key_values is None:
+        return cache
+    if CACHE == "cache":
+        text = "`past_key_values` is deprecated: transformers 5.24 calls it `cache`"
+        warnings.warn(text, FutureWarning, stacklevel=3)
+    return past_key_values
 
 
 def eager_attention(
