@@ -321,6 +321,19 @@ def test_options_that_a_profile_does_not_have(option, capsys):
     assert f"leave out {option[0]}" in capsys.readouterr().err
 
 
+def test_one_library_for_all_products(measured, tmp_path, capsys):
+    path, words = tmp_path / "speed.json", ("--precisions", "float32", "--batch-sizes", 1)
+    with torch.backends.mkldnn.flags(enabled=True):
+        record = run(path, *words, "--modes", "infer", "--mkl")
+        assert not torch.backends.mkldnn.enabled
+    assert record["products"] == "MKL"
+    with pytest.raises(InputError, match=r"products is MKL in .*speed.json, but now it is None"):
+        run(path, *words, "--modes", "infer", "--resume")
+    with pytest.raises(SystemExit):
+        benchmark.main(["--mkl"])
+    assert "give --precisions float32" in capsys.readouterr().err
+
+
 def test_numbers_that_are_none(capsys):
     with pytest.raises(SystemExit):
         benchmark.main(["--batch-sizes", "0"])

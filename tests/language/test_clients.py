@@ -203,7 +203,9 @@ def test_lora_by_peft_is_saved_loaded_and_merged(tmp_path):
 
 
 def test_an_adapter_of_transformers_is_trained_saved_and_loaded(tmp_path):
-    peft = pytest.importorskip("peft", reason="pip install peft")
+    from transformers.integrations.peft import MIN_PEFT_VERSION as NEEDED
+
+    peft = pytest.importorskip("peft", NEEDED, reason=f"pip install 'peft>={NEEDED}'")
     model, tokens = build(), torch.randint(257, (20, 20))
     model.save_pretrained(tmp_path / "model")
     model.add_adapter(

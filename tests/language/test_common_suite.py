@@ -144,7 +144,7 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("always::FutureWarning")  # one of the tests looks for it
+@pytest.mark.filterwarnings("always::FutureWarning")  # one test looks for one
 def test_of_transformers(case, monkeypatch):
     if "can_init_all_missing_weights" in case.id():
         # The test seeds each layer in post_init(). There our layers keep what they have drawn,

@@ -292,6 +292,8 @@ def _complete(args: argparse.Namespace) -> None:
 
     args.rounds = args.rounds or _ROUNDS
     args.device = choose_device(args.device or "auto").type
+    if args.mkl and args.device != "cpu":
+        raise InputError(f"--mkl is for a CPU, not for {args.device}: give --device cpu")
     off = [name for name in _COMPILE_OFF if os.environ.get(name) == "1"]
     if off and not args.eager:
         raise InputError(f"{off[0]}=1 disables torch.compile; unset it, or give --eager")

@@ -1,9 +1,9 @@
 """Matrix products of Pattention, by the library that is faster on this CPU.
 
 PyTorch multiplies float32 on x86 by MKL. oneDNN, which PyTorch has too, is faster for one token of
-a wide layer. On CPUs of AMD with AVX-512, where MKL uses AVX2 only, it is twice as fast for all but
-small products. The rounding errors are of the same size. ``torch.backends.mkldnn.set_flags(False)``
-leaves all to MKL, and so does the ``reference`` backend.
+a wide layer, and on CPUs of AMD with AVX-512 for all but small products. The rounding errors are of
+the same size. ``torch.backends.mkldnn.set_flags(False)`` leaves all to MKL, and so does the
+``reference`` backend.
 """
 
 import platform
@@ -103,7 +103,7 @@ def _is_for_onednn(x: Tensor, matrix: Tensor, width: int) -> bool:
 def _by_onednn(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply (..., C) tokens by a (N, C) weight, each of any strides."""
     if not torch._C._get_mkldnn_enabled():
-        return F.linear(x, weight)  # compiled before it was switched off
+        return F.linear(x, weight)  # compiled code does not look whether it is switched off
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
@@ -121,7 +121,7 @@ def _shape_of_linear(x: Tensor, weight: Tensor) -> Tensor:
 def _multiply(x: Tensor, weight: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return torch.ops.tokenformer_vit.linear(x, weight)
-    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return _by_onednn(x, weight)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
