@@ -52,6 +52,31 @@ def test_every_theta_survives_a_folder(small, tmp_path, theta):
     assert torch.equal(local_dir(tmp_path)(x), model(x))
 
 
+def test_weights_of_another_theta_are_refused(small, saved):
+    """The tensors fit: only the description tells the Θ."""
+    _, path = saved
+    file = path / "model.safetensors"
+    shape = {
+        **{"norm": "bias", "embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": 64},
+        **{"num_qkv_param_tokens": 24, "num_proj_param_tokens": 40, "num_ffn_param_tokens": 56},
+    }
+    own = {"pretrained": True, **shape, "pretrained_cfg_overlay": {"file": str(file)}}
+    for refused in (
+        lambda: local_dir(path, theta="softmax"),
+        lambda: small(theta="softmax", **own),
+        lambda: load_model(None, path, theta="softmax"),
+        lambda: load_model("tokenformer_tiny", file, theta="softmax", **shape),
+    ):
+        with pytest.raises(InputError, match=r"theta is 'softmax', but .*set theta='gelu_l1'"):
+            refused()
+    small(theta="gelu_l1", **own)
+
+
+def test_weights_in_the_package_are_used_with_their_theta():
+    with pytest.raises(InputError, match=r"theta is 'gelu_l1', but .*set theta='gelu_l2'"):
+        timm.create_model("tokenformer_cifar10_micro", pretrained=True, theta="gelu_l1")
+
+
 def test_shared_arguments_and_a_learned_tau_survive_a_folder(small, tmp_path):
     arguments = {"learn_tau": True, "eps": 1e-3, "key_init_scale": 0.5}
     model = small(pattention_args=arguments)

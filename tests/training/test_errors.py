@@ -18,6 +18,7 @@ import torch
 from mmengine.logging import MessageHub
 from mmengine.optim import OptimWrapper
 from mmpretrain.datasets import CustomDataset
+from mmpretrain.registry import MODELS
 from PIL import Image
 
 from tokenformer_vit.command_line import run_tool, whole_number
@@ -114,6 +115,17 @@ def test_accuracy_is_taken_among_as_many_classes_as_there_are(config):
 def test_a_file_without_a_state_dict_is_refused(content):
     with pytest.raises(InputError, match="holds no state dict"):
         check_weights(torch.nn.Linear(2, 2), content)
+
+
+@pytest.mark.parametrize("name", ["epoch_1.pth", "model.safetensors"])
+def test_a_run_does_not_take_weights_of_another_theta(trained, name):
+    checkpoint = load_plain_checkpoint(str(trained.work_dir / name))
+    cfg = load_config(trained.config)
+    cfg.model.backbone.theta = "gelu_l1"
+    with pytest.raises(InputError, match=r"theta is 'gelu_l1', but .* trained with 'gelu_l2'"):
+        check_weights(MODELS.build(cfg.model), checkpoint)
+    cfg.model.backbone.theta = "gelu_l2"
+    check_weights(MODELS.build(cfg.model), checkpoint)
 
 
 def test_missing_config_and_data_root(config, tmp_path):

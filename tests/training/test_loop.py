@@ -277,6 +277,14 @@ def test_another_sampler_resumes_only_between_epochs(train, tmp_path, config):
     train(tmp_path / "b", "--resume", str(tmp_path / "whole" / "iter_6.pth"), *options)
 
 
+def test_copies_that_would_be_augmented_alike_are_refused(train, tmp_path, config):
+    path = tmp_path / "own.py"
+    path.write_text(f"_base_ = {str(config)!r}\n{SAMPLER.format('RepeatAugSampler', '')}")
+    line = train.of(path).fails(tmp_path / "run")
+    assert "RepeatAugSampler with SeededTransforms would augment the 3 copies" in line
+    assert "dict(type='ResumableSampler', repeats=3)" in line
+
+
 def test_mmengines_loop_by_iterations_resumes_where_it_was(train, tmp_path, config):
     path = tmp_path / "own.py"
     loop = "train_cfg = dict(_delete_=True, by_epoch=False, max_iters=5, val_interval=5)"

@@ -58,6 +58,7 @@ class TokenMasks:
     Note:
         Inactive pairs get zero gradients, but an optimizer's momentum and weight decay still change
         them. Freeze pairs that must not change.
+        ``prune`` and ``reorder`` give pairs other numbers: make the masks again afterwards.
 
     Source:
         This project. One mask for each task is the idea of PackNet, arXiv:1711.05769.

@@ -31,7 +31,13 @@ from .description import (
     find_description,
     read_description,
 )
-from .vit import TokenFormerViT, classifier_state_dict, fit_state_dict, timm_state_dict
+from .vit import (
+    TokenFormerViT,
+    check_theta,
+    classifier_state_dict,
+    fit_state_dict,
+    timm_state_dict,
+)
 from .weights import read_checkpoint, seal_tensors, state_dict_in
 
 _LOCAL = "local-dir:"
@@ -118,6 +124,8 @@ def load_model(
             "an image; choose another global_pool, such as 'avg'"
         )
     if state_dict is not None:
+        if description is not None:
+            check_theta(model, description.get("model_args") or {}, checkpoint)
         _load(
             model,
             state_dict,

@@ -29,12 +29,14 @@ from tokenformer_vit.layers.block import TIMM_ONLY, token_arguments
 from tokenformer_vit.layers.segments import fuse_state_dict
 from tokenformer_vit.ops import check_backend
 
-from .sizes import Size, nest_layers, nested_sizes, set_size
+from .description import WEIGHT_FILES, find_description
+from .sizes import Size, find_layers, nest_layers, nested_sizes, set_size
 from .weights import check_digest, check_tensors
 
 __all__ = [
     "TokenFormerViT",
     "TokenFormerViTDistilled",
+    "check_theta",
     "checkpoint_filter_fn",
     "classifier_state_dict",
     "draw_prefix_tokens",
@@ -157,6 +159,7 @@ class TokenFormerViT(VisionTransformer):
             norm_layer=partial(RmsNorm if norm == "rms" else LayerNorm, eps=1e-6),  # type: ignore[arg-type]
             **kwargs,
         )
+        self._model_args = {"theta": theta}  # timm adds the arguments that it is given
         self.rope: RotaryEmbeddingCat | None = None
         if use_rot_pos_emb:
             self.rope = RotaryEmbeddingCat(
@@ -229,12 +232,12 @@ class TokenFormerViT(VisionTransformer):
         """Update the pairs and the sizes in the arguments from which timm rebuilds this model.
 
         Call it after pairs were added or removed; then the model is saved and exported with its
-        new size. It does nothing for a model that timm did not build.
+        new size.
         """
         self.sizes = nested_sizes(self, self.sizes)
-        args = getattr(self, "_model_args", None)  # what timm's get_model_args() returns
-        if args is None or not len(self.blocks):
+        if not len(self.blocks):
             return
+        args: dict[str, Any] = self._model_args  # what timm's get_model_args() returns
         args |= token_arguments(self.blocks, args.get("pattention_args"))  # type: ignore[arg-type]
         args.pop("nested", None)
         if nested := self.sizes[:-1]:
@@ -412,19 +415,51 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TokenFormerViT) -
         The result of :func:`fit_state_dict`.
 
     Raises:
-        InputError: If a model cannot use one of the tensors, or a local file is damaged.
+        InputError: If a model cannot use one of the tensors, a local file is damaged, or the
+            weights were trained with another Θ.
     """
-    state_dict = state_dict.get("state_dict", state_dict)  # type: ignore[assignment]
+    content = state_dict
+    state_dict = content.get("state_dict", content)  # type: ignore[assignment]
     source: Any = model.pretrained_cfg
     where: Any = source.get("file") or source.get("hf_hub_id") or "the checkpoint"
     check_tensors(state_dict, where)
     file = Path(where)
     if source.get("source") == "local-dir":
-        file /= "model.safetensors"
+        file /= WEIGHT_FILES[0]
     given = source.get("state_dict") is not None  # timm prefers it to a file
     if not given and file.suffix == ".safetensors" and file.is_file():
         check_digest(state_dict, file)
+    # timm knows the arguments of a folder or a model on the hub, but not of one in this package.
+    trained: Any = model.pretrained_model_args
+    if not trained and not given:
+        trained = (find_description(file, content) or {}).get("model_args")
+    check_theta(model, trained or {}, where)
     return fit_state_dict(state_dict, model)
+
+
+def check_theta(model: nn.Module, model_args: Mapping[str, Any], source: Any) -> None:
+    """Check that a model has the Θ that its weights were trained with.
+
+    The tensors of all Θ have the same names and shapes: nothing else would tell.
+
+    Args:
+        model: Model that will load the weights; one without Pattention passes.
+        model_args: ``model_args`` in the description of the weights, with or without a Θ.
+        source: File, folder or hub name of the weights, for the message.
+
+    Raises:
+        InputError: If the two differ.
+    """
+    layers = find_layers(model)
+    if not layers:
+        return
+    used = next(iter(layers.values())).theta
+    trained = model_args.get("theta", used)
+    if used != trained:
+        raise InputError(
+            f"theta is {used!r}, but the weights in {source} were trained with {trained!r}: set "
+            f"theta={trained!r}"
+        )
 
 
 def fit_state_dict(state_dict: Mapping[str, Tensor], model: TokenFormerViT) -> dict[str, Tensor]:

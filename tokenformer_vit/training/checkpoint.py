@@ -128,6 +128,13 @@ class ExactCheckpointHook(CheckpointHook):
                 "train_cfg.type='ResumableIterLoop' and "
                 "train_dataloader.sampler.type='EndlessSampler'"
             )
+        copies = getattr(loader.sampler, "num_repeats", 1)  # of mmpretrain's RepeatAugSampler
+        if seeded and copies > 1:
+            raise InputError(
+                f"{type(loader.sampler).__name__} with SeededTransforms would augment the {copies} "
+                "copies of an image alike: set train_dataloader.sampler to "
+                f"dict(type='ResumableSampler', repeats={copies})"
+            )
         if images and not seeded:
             runner.logger.warning(
                 "The training pipeline has no SeededTransforms: after a resume, the augmentation "

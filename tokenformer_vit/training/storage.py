@@ -23,7 +23,7 @@ from mmengine.runner import CheckpointLoader, save_checkpoint
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import whole_file
 from tokenformer_vit.models import classifier_state_dict
-from tokenformer_vit.models.description import find_description
+from tokenformer_vit.models.description import DESCRIPTION, find_description
 from tokenformer_vit.models.weights import LogHistory, read_checkpoint, state_dict_in
 
 from .mmengine_internals import checkpoint_schemes
@@ -97,8 +97,8 @@ def load_plain_checkpoint(filename: str, map_location: Any = None) -> dict[str, 
 
     Returns:
         The checkpoint, also one of mmengine's own ``CheckpointHook``. A safetensors file, and a
-        checkpoint of timm, gives ``state_dict`` with mmpretrain's names, and ``meta`` with the
-        class names of its export.
+        checkpoint of timm, gives ``state_dict`` with mmpretrain's names, ``meta`` with the class
+        names of its export, and its description under ``DESCRIPTION``.
 
     Raises:
         InputError: If the file is damaged or holds more than tensors and plain values, or
@@ -114,6 +114,8 @@ def load_plain_checkpoint(filename: str, map_location: Any = None) -> dict[str, 
         checkpoint = {"state_dict": classifier_state_dict(state_dict_in(checkpoint, path))}
         if names := description.get("label_names"):
             checkpoint["meta"] = {"dataset_meta": {"classes": names}}
+        if description:
+            checkpoint[DESCRIPTION] = description
     meta = checkpoint.get("meta")
     if isinstance(meta, dict):
         # mmengine's resume would run this text as Python. Its own checkpoints have it under `cfg`.
