@@ -16,6 +16,7 @@ from timm.layers import (
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.ops import attention
 
 from .arguments import check_pattention_args
 from .joint import call_together
@@ -143,14 +144,11 @@ class Attention(nn.Module):
         q, k, v = self.project(x)
 
         if self.fused_attn:
-            x = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=attn_mask,
-                dropout_p=self.attn_drop.p if self.training else 0.0,
-                is_causal=is_causal,
-            )
+            dropout = self.attn_drop.p if self.training else 0.0
+            if torch.jit.is_scripting():
+                x = F.scaled_dot_product_attention(q, k, v, attn_mask, dropout, is_causal)
+            else:  # TorchScript must not compile this branch
+                x = attention(q, k, v, attn_mask, dropout, is_causal)
         else:
             attn = (q * self.scale) @ k.transpose(-2, -1)  # (B, heads, N, N)
             attn = maybe_add_mask(attn, resolve_self_attn_mask(N, attn, attn_mask, is_causal))

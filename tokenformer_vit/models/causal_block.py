@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokenformer_vit.layers import Attention, TokenFormerBlock
+from tokenformer_vit.ops import attention
 
 
 class KVCache:
@@ -97,9 +97,7 @@ def attend(
         (B, N, heads, D) outputs, and None: this function returns no attention weights.
     """
     is_causal = attention_mask is None and query.shape[2] > 1
-    x = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, is_causal=is_causal, scale=scaling
-    )
+    x = attention(query, key, value, attention_mask, is_causal=is_causal, scale=scaling)
     return x.transpose(1, 2), None
 
 

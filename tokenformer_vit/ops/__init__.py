@@ -1,7 +1,7 @@
-"""Pattention and the norm before it, as functions on tensors; needs only torch.
+"""Pattention, the norm before it, and attention, as functions on tensors; needs only torch.
 
-Both have several implementations that compute the same. ``backend`` chooses one. If it is
-``auto``, the environment variable ``PATTENTION_BACKEND`` chooses; it is read at import.
+Pattention and norm have several implementations that compute the same. ``backend`` chooses one. If
+it is ``auto``, the environment variable ``PATTENTION_BACKEND`` chooses; it is read at import.
 
 ========= ==============================================================================
 reference plain PyTorch, the ground truth; ``torch.jit.trace`` and TorchScript always use it
@@ -30,11 +30,13 @@ from .norm import layer_norm_reference, norm_fused, rms_norm_reference
 from .products import is_few, linear
 from .reference import pattention_reference
 from .theta import THETAS, default_tau, find_theta, norm_shares, theta_weights
+from .token_attention import attention
 from .top_k import pattention_top_k, strongest_values
 
 __all__ = [
     "BACKENDS",
     "THETAS",
+    "attention",
     "check_backend",
     "default_tau",
     "find_theta",

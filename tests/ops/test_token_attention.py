@@ -1,0 +1,95 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tokenformer_vit.ops import attention
+
+HEADS, WIDTH = 3, 32
+
+
+def heads(tokens: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Return (2, heads, tokens, width), with the strides that a model's heads have."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(2, tokens, HEADS * WIDTH, generator=generator).to(dtype)
+    return x.reshape(2, tokens, HEADS, WIDTH).transpose(1, 2).requires_grad_()
+
+
+def parts(queries: int, keys: int | None = None) -> list[torch.Tensor]:
+    sizes = (queries, keys or queries, keys or queries)
+    return [heads(size, seed) for seed, size in enumerate(sizes)]
+
+
+def is_precise(out: torch.Tensor) -> bool:
+    return "PreciseBackward" in type(out.grad_fn).__name__
+
+
+def errors(function, queries, keys, **how) -> list[float]:
+    """Return the relative errors of output and gradients, compared with float64."""
+    own = parts(queries, keys)
+    exact = [part.detach().double().requires_grad_() for part in own]
+    out, true = function(*own, **how), F.scaled_dot_product_attention(*exact, **how)
+    grad = heads(queries, 9).detach()
+    found = (out, *torch.autograd.grad(out, own, grad))
+    wanted = (true, *torch.autograd.grad(true, exact, grad.double()))
+    with torch.no_grad():
+        pairs = zip(found, wanted, strict=True)
+        return [float((a.double() - b).norm() / b.norm()) for a, b in pairs]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("queries", "keys", "how"),
+    [(17, 17, {}), (65, 65, {"is_causal": True}), (256, 256, {"scale": 0.3}), (7, 40, {})],
+)
+def test_gradients_are_at_least_as_exact_as_pytorchs(queries, keys, how, compiled):
+    torch._dynamo.reset()
+    assert is_precise(attention(*parts(queries, keys), **how))
+    function = (
+        torch.compile(attention, fullgraph=True, backend="aot_eager") if compiled else attention
+    )
+    ours = errors(function, queries, keys, **how)
+    theirs = errors(F.scaled_dot_product_attention, queries, keys, **how)
+    assert ours[0] == theirs[0]
+    assert max(ours) < 2**-8
+    assert all(own <= other for own, other in zip(ours, theirs, strict=True))
+
+
+def test_no_more_is_kept_than_by_pytorchs():
+    def kept(function) -> list[tuple]:
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x: saved.append((x.shape, x.dtype)) or x, lambda x: x
+        ):
+            function(*parts(65))
+        return sorted(saved, key=str)
+
+    assert kept(attention) == kept(F.scaled_dot_product_attention)
+
+
+def test_autocast_decides_the_precision():
+    own = [part.detach().float().requires_grad_() for part in parts(17)]
+    assert not is_precise(attention(*own))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(*own)
+        assert is_precise(out)
+        assert torch.equal(out, F.scaled_dot_product_attention(*own))
+    out.sum().backward()
+    assert all(part.grad.dtype == torch.float32 for part in own)
+
+
+def test_pytorchs_own_backward_where_it_is_needed():
+    own = parts(17)
+    mask = torch.ones(17, 17, dtype=torch.bool)
+    assert not is_precise(attention(*own, attn_mask=mask))
+    assert not is_precise(attention(*own, dropout_p=0.1))
+    assert not is_precise(attention(*parts(257)))
+    with torch.no_grad():
+        assert attention(*own).grad_fn is None
+    with sdpa_kernel(SDPBackend.MATH):  # also for gradients of gradients
+        out = attention(*own)
+        assert not is_precise(out)
+        (grad,) = torch.autograd.grad(out.square().sum(), own[0], create_graph=True)
+        grad.square().sum().backward()
+    gradient = torch.func.grad(lambda x: attention(x, *own[1:]).square().sum())(own[0])
+    assert torch.isfinite(gradient).all()
