@@ -17,7 +17,7 @@ from PIL import Image
 from torch import nn
 
 from tokenformer_vit.benchmarking import measures, variants
-from tokenformer_vit.benchmarking.images import Images
+from tokenformer_vit.benchmarking.images import MATCHED, Images
 from tokenformer_vit.benchmarking.variants import BenchmarkVariant, Group, Setting
 from tokenformer_vit.cli import benchmark
 from tokenformer_vit.errors import InputError
@@ -402,6 +402,19 @@ def test_a_profile_is_kept_if_a_later_one_fails(monkeypatch, tmp_path):
         run(tmp_path / "profile.json", "--profile", "--backends", "reference", "fused")
     profiles = json.loads((tmp_path / "profile.json").read_text())["profiles"]
     assert [each["variant"] for each in profiles] == ["baseline compiled", "reference compiled"]
+
+
+def test_the_matched_vit_costs_as_much_and_has_random_weights():
+    subject = Images("tokenformer_cifar10_micro", MATCHED, 32, 2)
+    for ours, theirs in zip(subject.costs("reference"), subject.costs("baseline"), strict=True):
+        if isinstance(ours, dict):
+            ours, theirs = ours["train"], theirs["train"]
+        assert theirs == pytest.approx(ours, rel=0.01)
+    vit = subject.create("baseline", 0)
+    assert type(vit).__name__ == "VisionTransformer"
+    assert vit(torch.randn(1, 3, 32, 32)).std() > 0
+    assert torch.equal(vit.head.weight, subject.create("baseline", 0).head.weight)
+    assert not torch.equal(vit.cls_token, subject.create("baseline", 1).cls_token)
 
 
 def test_products_of_query_key_and_value_are_as_asked():

@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import measures
+from .matched import matched_vit
 from .variants import Group, as_released, set_implementation
 
 CLASSES = 1000
+MATCHED = "matched-vit"  # a baseline
 
 
 class Images(NamedTuple):
@@ -20,7 +22,8 @@ class Images(NamedTuple):
 
     Args:
         model: timm name of the TokenFormer.
-        baseline: timm name of the baseline.
+        baseline: timm name of the baseline, or ``MATCHED`` for the ViT of the same width and depth
+            with as many weights.
         img_size: Height and width of the images.
         depth: Number of blocks of both models; None for the depth of each model.
     """
@@ -35,13 +38,19 @@ class Images(NamedTuple):
 
     def create(self, implementation: str, seed: int) -> Any:
         """Build the baseline, or our model in one of ``IMPLEMENTATIONS``, with random weights."""
+        model: Any
         sizes: dict[str, Any] = {"img_size": self.img_size, "num_classes": CLASSES}
         if self.depth is not None:
             sizes["depth"] = self.depth
+        if implementation == "baseline" and self.baseline == MATCHED:
+            with torch.device("meta"):
+                model = timm.create_model(self.model, **sizes)
+            torch.manual_seed(seed)
+            return matched_vit(model)[0]
         torch.manual_seed(seed)
         if implementation == "baseline":
             return timm.create_model(self.baseline, **sizes)
-        model: Any = timm.create_model(self.model, **sizes)
+        model = timm.create_model(self.model, **sizes)
         if implementation == "released":
             return as_released(model)
         return set_implementation(model, implementation)

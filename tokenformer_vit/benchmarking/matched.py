@@ -4,7 +4,6 @@ import inspect
 from typing import Any
 
 import timm
-import torch
 from timm.models import get_model_args
 from timm.models.vision_transformer import VisionTransformer
 
@@ -50,7 +49,7 @@ def matched_vit(model: TokenFormerViT) -> tuple[VisionTransformer, int]:
             match their mean.
 
     Returns:
-        The ViT, on the device ``meta``, and the number of its hidden neurons.
+        The ViT, on the default device, and the number of its hidden neurons.
 
     Raises:
         InputError: If the model has no blocks, or no ViT matches; see :func:`matched_hidden`.
@@ -71,6 +70,5 @@ def matched_vit(model: TokenFormerViT) -> tuple[VisionTransformer, int]:
         "num_heads": block.attn.num_heads,
         "mlp_ratio": mlp_ratio(hidden, model.embed_dim),
     }
-    with torch.device("meta"):
-        vit: Any = timm.create_model("vit_base_patch16_224", **{**arguments, **sizes})
+    vit: Any = timm.create_model("vit_base_patch16_224", **{**arguments, **sizes})
     return vit, hidden

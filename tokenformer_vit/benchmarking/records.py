@@ -5,8 +5,8 @@ Like every record it has the command, commit, date, hardware and versions. Its o
     device, threads            cpu or cuda; threads of a CPU operation
     products                   MKL if all products are by MKL; otherwise absent
     unit                       image or token, written as UNIT below
-    model, baseline            timm names; for language the preset, and "transformer" or
-                               "transformer, rotary"
+    model, baseline            timm names, or "matched-vit"; for language the preset, and
+                               "transformer" or "transformer, rotary"
     img_size                   images only
     num_tokens                 language only: length of a sequence
     config, hidden_features    language only: fields of LMConfig; hidden width of the Transformer

@@ -46,7 +46,7 @@ import timm
 import torch
 from tqdm import tqdm
 
-from tokenformer_vit.benchmarking.images import Images
+from tokenformer_vit.benchmarking.images import MATCHED, Images
 from tokenformer_vit.benchmarking.language import Language
 from tokenformer_vit.benchmarking.profiles import profile_variant
 from tokenformer_vit.benchmarking.profiles import table as profile_table
@@ -204,7 +204,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     positive = whole_number(1)
     add = parser.add_argument
     add("--model", metavar="NAME", help=f"default: {IMAGES['model']}")
-    add("--baseline", metavar="NAME", help=f"default: {IMAGES['baseline']}")
+    add(
+        "--baseline",
+        metavar="NAME",
+        help=f"or {MATCHED}: the ViT of the model's width and depth with as many weights; default: "
+        f"{IMAGES['baseline']}",
+    )
     add("--img-size", type=positive, metavar="S", help=f"default: {IMAGES['img_size']}")
     add("--lm", choices=LM_PRESETS, metavar="PRESET", help=f"one of {', '.join(LM_PRESETS)}")
     add(
@@ -341,7 +346,7 @@ def _image_subject(args: argparse.Namespace) -> tuple[Images, dict[str, Any]]:
     counts = {}
     for key, implementation in (("model", "reference"), ("baseline", "baseline")):
         name, option = getattr(args, key), f"--{key}"
-        if not timm.is_model(name):
+        if not timm.is_model(name) and not (key == "baseline" and name == MATCHED):
             close = ", ".join(get_close_matches(name, timm.list_models(), n=3) or ours)
             raise InputError(f"{option}: there is no model {name!r}; did you mean {close}?")
         if key == "model" and name.partition(".")[0] not in ours:

@@ -154,7 +154,8 @@ def _build_vision(args: argparse.Namespace) -> tuple[list[str], list[nn.Module]]
         return [name, args.against], [model, _build(args.against, args.against_kwargs)]
     if not isinstance(model, TokenFormerViT):
         raise InputError(f"{name} is not a TokenFormer: give the other model with --against")
-    vit, hidden = matched_vit(model)
+    with torch.device("meta"):
+        vit, hidden = matched_vit(model)
     return [name, f"ViT, {hidden} hidden"], [model, vit]
 
 

@@ -16,6 +16,7 @@ import torch
 from tokenformer_vit.benchmarking.cluster import STATE_BYTES, Needs
 from tokenformer_vit.benchmarking.costs import model_costs, total
 from tokenformer_vit.benchmarking.facts import render_facts
+from tokenformer_vit.benchmarking.images import MATCHED
 from tokenformer_vit.models import TokenFormerLM, lm_config
 from tokenformer_vit.records import read_record
 
@@ -56,12 +57,13 @@ _LANGUAGE_RUNS = {
 }
 
 # The image benchmarks that are rendered, and their variants.
-_BENCHMARK = {
-    "model": "tokenformer_base_matched",
-    "baseline": "vit_base_patch16_224",
-    "img_size": 224,
-    "depth": None,
-}
+_BASE, _SMALL = (
+    {"model": model, "baseline": baseline, "img_size": size, "depth": None}
+    for model, baseline, size in (
+        ("tokenformer_base_matched", "vit_base_patch16_224", 224),
+        ("tokenformer_cifar10_micro", MATCHED, 32),
+    )
+)
 _VARIANTS = ("fused compiled", "baseline compiled", "released eager")
 _DECODING_VARIANTS = ("fused eager", "baseline eager", "released eager")  # decoding is not compiled
 # Groups that every GPU should have.
@@ -166,21 +168,24 @@ def _run(root: Path, link: Link, name: str, what: str, length: str, *results: st
 
 
 def _image_speed(root: Path, link: Link) -> str:
-    """Render the benchmarks of the base model against ViT-B/16, both compiled."""
+    """Render the benchmarks of the base model and of a small one, each compiled as its ViT is."""
     rows: list[list[str]] = []
     gpus: dict[str, list[str]] = {}  # the groups that each of them has
+    small = []
     for path in sorted((root / SPEED).glob("speed_*.json")):
         record = read_record(path)
-        if _BENCHMARK.items() <= record.items():
-            name = link(record["hardware"], f"{SPEED}/{path.name}")
+        name = link(record["hardware"], f"{SPEED}/{path.name}")
+        if _BASE.items() <= record.items():
             name += f", products by {record['products']}" if "products" in record else ""
             own = _speed_rows(name, record, "image")
             if record["device"] == "cuda":
                 gpus[name] = [row[0].removeprefix(f"{name}, ") for row in own]
             rows += own
+        elif _SMALL.items() <= record.items():
+            small += _speed_rows(f"`{record['model']}`, {name}", record, "image")
     for name, groups in (gpus or {ANY_GPU: []}).items():
         rows += [[f"{name}, {each}", "not run"] for each in _GPU_GROUPS if each not in groups]
-    return _table(_speed_headings("ViT-B/16", "ViT", "images", "MB an image"), rows)
+    return _table(_speed_headings("ViT", "ViT", "images", "MB an image"), rows + small)
 
 
 def _language_speed(root: Path, link: Link) -> str:
@@ -304,7 +309,7 @@ def _growth(field: Field, groups: Groups, link: Link) -> str:
 def _gpus() -> str:
     """Render what training on many GPUs needs."""
     with torch.device("meta"):
-        count = total(model_costs(timm.create_model(_BENCHMARK["model"]))).parameters
+        count = total(model_costs(timm.create_model(_BASE["model"]))).parameters
     rows = [Needs(number, count) for number in (8, 64, 512)]
     rows.append(Needs(512, count, batch_size=512 * 64))
     return _table(" | ".join(Needs.HEADINGS), [row.cells() for row in rows])
