@@ -24,7 +24,7 @@ _FEW = 8
 _WIDE = 512
 # From so many rows · width² on, a product takes longer than a call of oneDNN.
 _MANY = 2**22
-# The same for compiled code, which must fit any number of rows.
+# From this width on, compiled code does so for any number of rows.
 _WIDE_IF_COMPILED = 128
 
 _HAS_BOTH = (
@@ -81,12 +81,17 @@ def _is_for_onednn(x: Tensor, matrix: Tensor, width: int) -> bool:
     """
     if not _HAS_BOTH or not isinstance(x, Tensor):  # fx traces with other objects
         return False
-    if torch.compiler.is_compiling():
-        is_faster = MKL_IS_SLOW and width >= _WIDE_IF_COMPILED and compiled_for_cpu(x)
-        return is_faster and _is_float32(x, matrix)
     if width < _WIDE and not MKL_IS_SLOW:
         return False
     rows = x.numel() // max(x.shape[-1], 1)
+    if torch.compiler.is_compiling():
+        return (
+            MKL_IS_SLOW
+            and compiled_for_cpu(x)
+            and _is_float32(x, matrix)
+            # The second question fits compiled code to many rows, or to few.
+            and (width >= _WIDE_IF_COMPILED or rows * width * width >= _MANY)
+        )
     return (
         ((MKL_IS_SLOW and rows * width * width >= _MANY) or (rows == 1 and width >= _WIDE))
         and not torch._C._get_tracing_state()
