@@ -1,6 +1,7 @@
 """The tables of READMEs are what the records say."""
 
 import json
+import re
 
 import pytest
 
@@ -118,10 +119,14 @@ def test_rows_of_images_name_the_gpu_that_was_measured(tmp_path):
         for row in one["variants"]:
             for key in ("tokens_per_s", "saved_mb_per_token"):
                 row[key.replace("token", "image")] = row[key]
-        record = {**readmes._BENCHMARK, "hardware": name, "device": device, "groups": [one]}
+        record = {**readmes._BASE, "hardware": name, "device": device, "groups": [one]}
         (folder / f"speed_{device}.json").write_text(json.dumps(record))
         names[device] = f"[{name}]({readmes.SPEED}/speed_{device}.json)"
-    measured = rows()
+    small = {**record, **readmes._SMALL}
+    (folder / "speed_a_small_one.json").write_text(json.dumps(small))
+    (folder / "speed_of_another.json").write_text(json.dumps({**small, "img_size": 48}))
+    *measured, last = rows()
+    assert re.match(r"\| `tokenformer_cifar10_micro`, \[2 CPU cores\]\(.*, train, ", last)
     assert measured[0].startswith(f"| {names['cpu']}, train, bfloat16 autocast, batch 3 | 1,234 ")
     assert measured[1].startswith(f"| {names['cuda']}, train, bfloat16 autocast, batch 128 | 1,234")
     assert measured[2:] == [f"| {names['cuda']}, {row}" for row in not_run[1:]]
