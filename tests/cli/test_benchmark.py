@@ -417,6 +417,11 @@ def test_the_matched_vit_costs_as_much_and_has_random_weights():
     assert not torch.equal(vit.cls_token, subject.create("baseline", 1).cls_token)
 
 
+def test_no_vit_matches_a_model_with_registers():
+    with pytest.raises(ValueError, match=r"1 tokens before those of the patches, and .* has 5"):
+        Images("tokenformer_small_rope_reg4", MATCHED, 32, 1).costs("baseline")
+
+
 def test_products_of_query_key_and_value_are_as_asked():
     asked = {"fused": None, "triton": None, "fused-joint": True, "fused-separate": False}
     for name, joint in asked.items():

@@ -9,6 +9,8 @@ from tokenformer_vit.models import checkpoint_filter_fn
 from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.ops import THETAS
 
+PAIRS = {"num_qkv_param_tokens": 24, "num_proj_param_tokens": 40, "num_ffn_param_tokens": 56}
+
 
 def local_dir(path, **kwargs):
     return timm.create_model(f"local-dir:{path}", pretrained=True, **kwargs).eval()
@@ -58,7 +60,7 @@ def test_weights_of_another_theta_are_refused(small, saved):
     file = path / "model.safetensors"
     shape = {
         **{"norm": "bias", "embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": 64},
-        **{"num_qkv_param_tokens": 24, "num_proj_param_tokens": 40, "num_ffn_param_tokens": 56},
+        **PAIRS,
     }
     own = {"pretrained": True, **shape, "pretrained_cfg_overlay": {"file": str(file)}}
     for refused in (
@@ -70,6 +72,21 @@ def test_weights_of_another_theta_are_refused(small, saved):
         with pytest.raises(InputError, match=r"theta is 'softmax', but .*set theta='gelu_l1'"):
             refused()
     small(theta="gelu_l1", **own)
+
+
+def test_only_the_description_of_the_loaded_weights_counts(small, saved, tmp_path):
+    """Not that of the folder that names the model, nor what else is in a folder."""
+    model, path = saved
+    other = tmp_path / "other"
+    save_for_hf(small(theta="softmax", norm="bias", **PAIRS), other, safe_serialization=True)
+    with pytest.raises(InputError, match=r"theta is 'gelu_l1', but .* with 'softmax'"):
+        load_model(f"local-dir:{path}", other / "model.safetensors")
+    load_model(f"local-dir:{path}", other / "model.safetensors", theta="softmax")
+    own = {"pretrained_cfg_overlay": {"state_dict": model.state_dict()}}
+    local_dir(other, theta="gelu_l1", **own)
+    (other / "config.json").write_text('{"model_type": "vit"}')
+    own = {"pretrained_cfg_overlay": {"file": str(other / "model.safetensors")}}
+    small(theta="gelu_l1", norm="bias", **PAIRS, **own, pretrained=True)
 
 
 def test_weights_in_the_package_are_used_with_their_theta():

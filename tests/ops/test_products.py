@@ -106,20 +106,37 @@ def test_many_tokens_agree_with_float64_if_mkl_is_slow(pairs, compiler, slow_mkl
 @on_x86
 @pytest.mark.parametrize("compiler", [None, "aot_eager"])
 def test_a_narrow_layer_uses_onednn_for_many_tokens(compiler, slow_mkl):
-    torch._dynamo.reset()
     op, name = pattention, "mkldnn::_linear_pointwise"
     if compiler is not None:
-        op, name = torch.compile(op, backend=compiler, fullgraph=True), "tokenformer_vit::linear"
+        name = "tokenformer_vit::linear"
     keys, values = torch.randn(2, 48, 64).unbind()
     tau = torch.tensor(default_tau("gelu_l2", 48))
     for tokens, products_of_onednn in ((1023, 0), (1024, 2), (2000, 2), (9, 0)):
+        if compiler is not None:
+            torch._dynamo.reset()  # otherwise the second number makes code for any number
+            op = torch.compile(pattention, backend=compiler, fullgraph=True)
         x = torch.randn(tokens, 64)
         with torch.no_grad():
             out = op(x, keys, values, "gelu_l2", tau)
-            count = onednn_products(lambda x=x: op(x, keys, values, "gelu_l2", tau), name)
+            count = onednn_products(lambda x=x, op=op: op(x, keys, values, "gelu_l2", tau), name)
         assert count == products_of_onednn
         expected = reference(x.double(), keys.double(), values.double(), "gelu_l2", tau.double())
         torch.testing.assert_close(out, expected.float(), rtol=1e-4, atol=1e-5)
+
+
+@on_x86
+def test_code_for_any_number_of_tokens_does_not_depend_on_it(slow_mkl):
+    torch._dynamo.reset()
+    op = torch.compile(pattention, backend="aot_eager", fullgraph=True)
+    keys, values = torch.randn(2, 48, 64).unbind()
+    tau = torch.tensor(default_tau("gelu_l2", 48))
+    with torch.no_grad():
+        for tokens in (9, 4000):
+            x = torch.randn(tokens, 64)
+            torch._dynamo.mark_dynamic(x, 0, min=2, max=5000)
+            torch.testing.assert_close(
+                op(x, keys, values, "gelu_l2", tau), pattention(x, keys, values, "gelu_l2", tau)
+            )
 
 
 @on_x86

@@ -40,9 +40,9 @@ def errors(function, queries, keys, **how) -> list[float]:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
     ("queries", "keys", "how"),
-    [(17, 17, {}), (65, 65, {"is_causal": True}), (256, 256, {"scale": 0.3}), (7, 40, {})],
+    [(17, 17, {}), (65, 65, {"is_causal": True}), (200, 200, {"scale": 0.3}), (7, 40, {})],
 )
-def test_gradients_are_at_least_as_exact_as_pytorchs(queries, keys, how, compiled):
+def test_gradients_are_more_exact_than_pytorchs(queries, keys, how, compiled):
     torch._dynamo.reset()
     assert is_precise(attention(*parts(queries, keys), **how))
     function = (
@@ -51,8 +51,7 @@ def test_gradients_are_at_least_as_exact_as_pytorchs(queries, keys, how, compile
     ours = errors(function, queries, keys, **how)
     theirs = errors(F.scaled_dot_product_attention, queries, keys, **how)
     assert ours[0] == theirs[0]
-    assert max(ours) < 2**-8
-    assert all(own <= other for own, other in zip(ours, theirs, strict=True))
+    assert all(own < other for own, other in zip(ours[1:], theirs[1:], strict=True))
 
 
 def test_no_more_is_kept_than_by_pytorchs():
@@ -83,9 +82,8 @@ def test_pytorchs_own_backward_where_it_is_needed():
     mask = torch.ones(17, 17, dtype=torch.bool)
     assert not is_precise(attention(*own, attn_mask=mask))
     assert not is_precise(attention(*own, dropout_p=0.1))
-    assert not is_precise(attention(*parts(257)))
-    with torch.no_grad():
-        assert attention(*own).grad_fn is None
+    assert not is_precise(attention(*parts(201)))
+    assert not is_precise(attention(*parts(17, 201)))
     with sdpa_kernel(SDPBackend.MATH):  # also for gradients of gradients
         out = attention(*own)
         assert not is_precise(out)
@@ -93,3 +91,52 @@ def test_pytorchs_own_backward_where_it_is_needed():
         grad.square().sum().backward()
     gradient = torch.func.grad(lambda x: attention(x, *own[1:]).square().sum())(own[0])
     assert torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("case", ["no tokens", "strides", "broadcast", "a wider value"])
+def test_what_pytorchs_fused_attention_does_not_take(case, compiled):
+    """Its operator would crash, or compute nonsense."""
+    torch._dynamo.reset()
+    function = torch.compile(attention, fullgraph=True, backend="aot_eager", disable=not compiled)
+    query, key, value = parts(8)
+    if case == "no tokens":
+        query, key, value = parts(0)
+    elif case == "strides":
+        query, key, value = (part.transpose(2, 3).contiguous().transpose(2, 3) for part in parts(8))
+    elif case == "broadcast":
+        value = value[:1]
+    else:
+        value = torch.cat((value, value), dim=3)
+    out = function(query, key, value)
+    assert not is_precise(out)
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(query, key, value))
+
+
+def test_compiled_code_and_exports_for_any_number_of_tokens():
+    torch._dynamo.reset()
+    own = [part.detach().contiguous().requires_grad_() for part in parts(17)]
+    for part in own:
+        torch._dynamo.mark_dynamic(part, 2, min=2, max=1024)
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*own), F.scaled_dot_product_attention(*own))
+    own = [part.detach().contiguous().requires_grad_() for part in parts(300)]
+    assert torch.equal(compiled(*own), F.scaled_dot_product_attention(*own))
+
+    class Attend(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones((), dtype=torch.bfloat16))
+
+        def forward(self, x):
+            x = x * self.weight
+            return attention(x, x, x)
+
+    tokens = torch.export.Dim("tokens", min=2, max=1024)
+    example = parts(17)[0].detach().contiguous()
+    for strict in (False, True):
+        exported = torch.export.export(
+            Attend(), (example,), dynamic_shapes=({2: tokens},), strict=strict
+        )
+        x = own[0].detach()
+        assert torch.equal(exported.module()(x), Attend()(x))

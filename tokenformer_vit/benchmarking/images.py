@@ -46,7 +46,13 @@ class Images(NamedTuple):
             with torch.device("meta"):
                 model = timm.create_model(self.model, **sizes)
             torch.manual_seed(seed)
-            return matched_vit(model)[0]
+            vit = matched_vit(model)[0]
+            if vit.num_prefix_tokens != model.num_prefix_tokens:
+                raise ValueError(
+                    f"it has {vit.num_prefix_tokens} tokens before those of the patches, and "
+                    f"{self.model} has {model.num_prefix_tokens}"
+                )
+            return vit
         torch.manual_seed(seed)
         if implementation == "baseline":
             return timm.create_model(self.baseline, **sizes)

@@ -207,8 +207,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--baseline",
         metavar="NAME",
-        help=f"or {MATCHED}: the ViT of the model's width and depth with as many weights; default: "
-        f"{IMAGES['baseline']}",
+        help=f"timm name, or {MATCHED}: the ViT of the model's width and depth with as many "
+        f"weights; default: {IMAGES['baseline']}",
     )
     add("--img-size", type=positive, metavar="S", help=f"default: {IMAGES['img_size']}")
     add("--lm", choices=LM_PRESETS, metavar="PRESET", help=f"one of {', '.join(LM_PRESETS)}")
@@ -347,7 +347,7 @@ def _image_subject(args: argparse.Namespace) -> tuple[Images, dict[str, Any]]:
     for key, implementation in (("model", "reference"), ("baseline", "baseline")):
         name, option = getattr(args, key), f"--{key}"
         if not timm.is_model(name) and not (key == "baseline" and name == MATCHED):
-            close = ", ".join(get_close_matches(name, timm.list_models(), n=3) or ours)
+            close = ", ".join(get_close_matches(name, [*timm.list_models(), MATCHED], n=3) or ours)
             raise InputError(f"{option}: there is no model {name!r}; did you mean {close}?")
         if key == "model" and name.partition(".")[0] not in ours:
             raise InputError(

@@ -29,7 +29,8 @@ from tokenformer_vit.growth import INITS, grow, grow_state_dict
 from tokenformer_vit.models import TokenFormerViT
 from tokenformer_vit.models.card import CardFacts, describe_pairs
 from tokenformer_vit.models.checkpoints import load_model, save_model
-from tokenformer_vit.models.weights import read_state_dict, write_tensors
+from tokenformer_vit.models.description import trained_arguments
+from tokenformer_vit.models.weights import read_checkpoint, state_dict_in, write_tensors
 from tokenformer_vit.ops import THETAS
 
 from .arguments import MODEL_KWARGS
@@ -67,7 +68,14 @@ def _grow_file(args: argparse.Namespace, how: dict) -> None:
         )
     if not args.source.is_file():
         raise InputError(f"there is no checkpoint file {args.source}")
-    before = read_state_dict(args.source)
+    content = read_checkpoint(args.source)
+    before = state_dict_in(content, args.source)
+    trained = trained_arguments(args.source, content).get("theta", args.theta)
+    if args.theta != trained:
+        raise InputError(
+            f"--theta is {args.theta}, but {args.source} was trained with {trained}: give "
+            f"--theta {trained}"
+        )
     after = grow_state_dict(before, **how, theta=args.theta, missing_tau=args.missing_tau)
     args.target.parent.mkdir(parents=True, exist_ok=True)
     write_tensors(args.target, after)

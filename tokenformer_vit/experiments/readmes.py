@@ -175,8 +175,8 @@ def _image_speed(root: Path, link: Link) -> str:
     for path in sorted((root / SPEED).glob("speed_*.json")):
         record = read_record(path)
         name = link(record["hardware"], f"{SPEED}/{path.name}")
+        name += f", products by {record['products']}" if "products" in record else ""
         if _BASE.items() <= record.items():
-            name += f", products by {record['products']}" if "products" in record else ""
             own = _speed_rows(name, record, "image")
             if record["device"] == "cuda":
                 gpus[name] = [row[0].removeprefix(f"{name}, ") for row in own]

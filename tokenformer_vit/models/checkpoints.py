@@ -30,6 +30,7 @@ from .description import (
     describe_model,
     find_description,
     read_description,
+    trained_arguments,
 )
 from .vit import (
     TokenFormerViT,
@@ -124,8 +125,8 @@ def load_model(
             "an image; choose another global_pool, such as 'avg'"
         )
     if state_dict is not None:
-        if description is not None:
-            check_theta(model, description.get("model_args") or {}, checkpoint)
+        assert checkpoint is not None
+        check_theta(model, trained_arguments(checkpoint, content), checkpoint)
         _load(
             model,
             state_dict,

@@ -197,6 +197,18 @@ def find_description(checkpoint: Path, content: Mapping[str, Any]) -> dict[str, 
     return None
 
 
+def trained_arguments(checkpoint: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the model arguments in the description of a checkpoint; see :func:`find_description`.
+
+    Empty if there is no description, or what is beside the checkpoint is not one.
+    """
+    try:
+        description = find_description(checkpoint, content)
+    except InputError:
+        return {}
+    return (description or {}).get("model_args") or {}
+
+
 def read_description(path: Path) -> dict[str, Any]:
     """Read and check a ``config.json``.
 

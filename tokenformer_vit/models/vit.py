@@ -29,7 +29,7 @@ from tokenformer_vit.layers.block import TIMM_ONLY, token_arguments
 from tokenformer_vit.layers.segments import fuse_state_dict
 from tokenformer_vit.ops import check_backend
 
-from .description import WEIGHT_FILES, find_description
+from .description import WEIGHT_FILES, trained_arguments
 from .sizes import Size, find_layers, nest_layers, nested_sizes, set_size
 from .weights import check_digest, check_tensors
 
@@ -429,18 +429,17 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TokenFormerViT) -
     given = source.get("state_dict") is not None  # timm prefers it to a file
     if not given and file.suffix == ".safetensors" and file.is_file():
         check_digest(state_dict, file)
-    # timm knows the arguments of a folder or a model on the hub, but not of one in this package.
-    trained: Any = model.pretrained_model_args
-    if not trained and not given:
-        trained = (find_description(file, content) or {}).get("model_args")
-    check_theta(model, trained or {}, where)
+    if not given:
+        # timm knows the arguments of a folder or a model on the hub, but not those of a file.
+        trained: Any = model.pretrained_model_args or trained_arguments(file, content)
+        check_theta(model, trained, where)
     return fit_state_dict(state_dict, model)
 
 
 def check_theta(model: nn.Module, model_args: Mapping[str, Any], source: Any) -> None:
     """Check that a model has the Θ that its weights were trained with.
 
-    The tensors of all Θ have the same names and shapes: nothing else would tell.
+    The tensors of all Θ have the same names and shapes: only the description tells them apart.
 
     Args:
         model: Model that will load the weights; one without Pattention passes.

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .compilation import compiled_for_cpu
 from .differentiation import is_batched, is_transformed, needs_gradient
@@ -24,7 +25,7 @@ _FEW = 8
 _WIDE = 512
 # From so many rows · width² on, a product takes longer than a call of oneDNN.
 _MANY = 2**22
-# From this width on, compiled code does so for any number of rows.
+# From this width on, compiled code calls oneDNN for any number of rows.
 _WIDE_IF_COMPILED = 128
 
 _HAS_BOTH = (
@@ -89,8 +90,8 @@ def _is_for_onednn(x: Tensor, matrix: Tensor, width: int) -> bool:
             MKL_IS_SLOW
             and compiled_for_cpu(x)
             and _is_float32(x, matrix)
-            # The second question fits compiled code to many rows, or to few.
-            and (width >= _WIDE_IF_COMPILED or rows * width * width >= _MANY)
+            # Code for any number of rows must not depend on their number.
+            and (width >= _WIDE_IF_COMPILED or statically_known_true(rows * width * width >= _MANY))
         )
     return (
         ((MKL_IS_SLOW and rows * width * width >= _MANY) or (rows == 1 and width >= _WIDE))

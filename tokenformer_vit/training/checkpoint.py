@@ -133,7 +133,7 @@ class ExactCheckpointHook(CheckpointHook):
             raise InputError(
                 f"{type(loader.sampler).__name__} with SeededTransforms would augment the {copies} "
                 "copies of an image alike: set train_dataloader.sampler to "
-                f"dict(type='ResumableSampler', repeats={copies})"
+                f"dict(type='ResumableSampler', repeats={copies}), or num_repeats to 1"
             )
         if images and not seeded:
             runner.logger.warning(

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers.segments import fuse_state_dict
 from tokenformer_vit.models.checkpoints import model_faults
-from tokenformer_vit.models.description import DESCRIPTION
+from tokenformer_vit.models.description import trained_arguments
 from tokenformer_vit.models.vit import check_theta
 
 from .backbone import num_classes
@@ -320,8 +321,8 @@ def check_weights(model: nn.Module, checkpoint: dict) -> None:
     """Check that a checkpoint holds exactly the tensors of ``model``, trained with its Θ.
 
     Raises:
-        InputError: If a tensor is missing, unknown or of another shape, and the message gives the
-            first three; or if the checkpoint's description has another Θ.
+        InputError: If a tensor is missing, unknown or of another shape; the message gives the
+            first three. Also if the checkpoint's description has another Θ.
     """
     state_dict = checkpoint.get("state_dict", checkpoint) if isinstance(checkpoint, dict) else {}
     if not state_dict or not all(isinstance(value, torch.Tensor) for value in state_dict.values()):
@@ -335,5 +336,5 @@ def check_weights(model: nn.Module, checkpoint: dict) -> None:
             f"the checkpoint is of another model: {'; '.join(faults[:3])}{more}. Use the config of "
             "its training"
         )
-    if description := checkpoint.get(DESCRIPTION):
-        check_theta(model, description.get("model_args") or {}, "the checkpoint")
+    source = Path("the checkpoint")
+    check_theta(model, trained_arguments(source, checkpoint), source)
