@@ -430,9 +430,9 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TokenFormerViT) -
     if not given and file.suffix == ".safetensors" and file.is_file():
         check_digest(state_dict, file)
     if not given:
-        # timm knows the arguments of a folder or a model on the hub, but not those of a file.
-        trained: Any = model.pretrained_model_args or trained_arguments(file, content)
-        check_theta(model, trained, where)
+        # timm knows the arguments of a model on the hub, but not those of a file.
+        own: Any = model
+        check_theta(model, trained_arguments(file, content) or own.pretrained_model_args, where)
     return fit_state_dict(state_dict, model)
 
 
