@@ -27,6 +27,15 @@ def folder(request, tmp_path):
     return tmp_path / "run"
 
 
+def test_a_file_is_not_grown_with_another_theta(folder, tmp_path):
+    source, target = folder / "model.safetensors", tmp_path / "grown.safetensors"
+    trained = json.loads((folder / "config.json").read_text())["model_args"]["theta"]
+    with pytest.raises(InputError, match=f"--theta is gelu_l1, but .*: give --theta {trained}"):
+        run(source, target, "--ffn", 96, "--theta", "gelu_l1")
+    assert not target.exists()
+    run(source, target, "--ffn", 96, "--theta", trained)
+
+
 def test_a_grown_folder_is_the_same_model_with_more_pairs(folder, tmp_path, capsys):
     target = tmp_path / "deep" / "grown"
     run(folder, target, "--qkv", 32, "--ffn", 96)

@@ -109,7 +109,7 @@ def test_what_pytorchs_fused_attention_does_not_take(case, compiled):
     else:
         value = torch.cat((value, value), dim=3)
     out = function(query, key, value)
-    assert not is_precise(out)
+    assert compiled or not is_precise(out)  # compiled code hides which backward it has
     torch.testing.assert_close(out, F.scaled_dot_product_attention(query, key, value))
 
 

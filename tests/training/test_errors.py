@@ -126,6 +126,8 @@ def test_a_run_does_not_take_weights_of_another_theta(trained, name):
         check_weights(MODELS.build(cfg.model), checkpoint)
     cfg.model.backbone.theta = "gelu_l2"
     check_weights(MODELS.build(cfg.model), checkpoint)
+    checkpoint[DESCRIPTION] = {"model_args": "not a dict"}
+    check_weights(MODELS.build(cfg.model), checkpoint)
 
 
 def test_missing_config_and_data_root(config, tmp_path):

@@ -57,13 +57,18 @@ _LANGUAGE_RUNS = {
 }
 
 # The image benchmarks that are rendered, and their variants.
-_BASE, _SMALL = (
-    {"model": model, "baseline": baseline, "img_size": size, "depth": None}
-    for model, baseline, size in (
-        ("tokenformer_base_matched", "vit_base_patch16_224", 224),
-        ("tokenformer_cifar10_micro", MATCHED, 32),
-    )
-)
+_BASE = {
+    "model": "tokenformer_base_matched",
+    "baseline": "vit_base_patch16_224",
+    "img_size": 224,
+    "depth": None,
+}
+_SMALL = {
+    "model": "tokenformer_cifar10_micro",
+    "baseline": MATCHED,
+    "img_size": 32,
+    "depth": None,
+}
 _VARIANTS = ("fused compiled", "baseline compiled", "released eager")
 _DECODING_VARIANTS = ("fused eager", "baseline eager", "released eager")  # decoding is not compiled
 # Groups that every GPU should have.

@@ -82,7 +82,7 @@ def attend(
     attention_mask: Tensor | None,
     scaling: float,
 ) -> tuple[Tensor, None]:
-    """Attend with PyTorch's own function; an attention function of transformers has this form.
+    """Attend as PyTorch's own function does; an attention function of transformers has this form.
 
     Args:
         module: The attention layer.

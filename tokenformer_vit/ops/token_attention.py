@@ -69,11 +69,11 @@ def _may_be_precise(*parts: Tensor) -> bool:
         and not is_transformed()
         and not torch.compiler.is_exporting()
         and (torch.compiler.is_compiling() or not torch._C._get_tracing_state())
-        and all(part.dim() == 4 and _is_few(part.shape[2]) for part in parts)
+        and all(part.dim() == 4 and _is_short(part.shape[2]) for part in parts)
     )
 
 
-def _is_few(tokens: int) -> bool:
+def _is_short(tokens: int) -> bool:
     if torch.compiler.is_compiling():
         return statically_known_true(tokens <= _MOST_TOKENS)
     return tokens <= _MOST_TOKENS
