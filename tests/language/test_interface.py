@@ -13,7 +13,9 @@ import torch
 pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
 
 from transformers import (
+    AutoConfig,
     AutoModel,
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     DynamicCache,
     StaticCache,
@@ -178,6 +180,21 @@ def test_a_configuration_of_quantisation_is_refused_by_every_way(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(written))
     with pytest.raises(InputError, match="quantization_config quantises linear layers"):
         TokenFormerForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_weights_of_another_theta_are_refused(auto, tmp_path):
+    build().save_pretrained(tmp_path)
+    load = (AutoModelForCausalLM if auto else TokenFormerForCausalLM).from_pretrained
+    assert load(tmp_path, theta="gelu_l2").config.theta == "gelu_l2"
+    fault = r"theta is 'gelu_l1', but the weights in .* were trained with 'gelu_l2': set theta="
+    with pytest.raises(InputError, match=fault):
+        load(tmp_path, theta="gelu_l1")
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert load(tmp_path, config=config).config.theta == "gelu_l2"
+    config.theta = "gelu_l1"
+    with pytest.raises(InputError, match=fault):
+        load(tmp_path, config=config)
 
 
 def test_two_names_of_a_size_must_agree():

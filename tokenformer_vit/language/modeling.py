@@ -29,12 +29,16 @@ from tokenformer_vit.models import LMConfig, TokenFormerDecoder
 from tokenformer_vit.models.causal_block import CausalAttention, CausalBlock
 from tokenformer_vit.models.causal_lm import EMBEDDING_STD, find_positions
 from tokenformer_vit.models.sizes import Size
+from tokenformer_vit.models.vit import check_theta
 from tokenformer_vit.ops import linear
 
 from .schemas import LMShape, check
 
 # Name of the cache in outputs and for masks: from transformers 5.24 on, cache.
 CACHE = "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
+
+# Arguments of from_pretrained that say where the files of a model are.
+_PLACES = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 # File that finds the classes below in a process that has not imported this package.
 _FINDER = Path(__file__).with_name("modeling_tokenformer.py")
@@ -160,19 +164,33 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load a model as every model of transformers; refuse other nested sizes than its own.
+        """Load a model as every model of transformers; refuse another Θ or other nested sizes.
 
         Raises:
-            InputError: If the sizes differ, or ``quantization_config`` is given.
+            InputError: If Θ or the sizes differ, or ``quantization_config`` is given.
         """
         _check_unquantised(kwargs.get("quantization_config"))
         _check_unquantised(getattr(kwargs.get("config"), "quantization_config", None))
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if "theta" in kwargs or "config" in kwargs:
+            cls._check_theta(model, *args, **kwargs)
         for name, layer in model.named_modules():  # transformers replaces tensors unchecked
             if isinstance(layer, Pattention):  # perhaps in an adapter of peft, which it loads too
                 layer.check_nested(layer.state_dict(prefix=f"{name}."), f"{name}.")
         return loaded
+
+    @classmethod
+    def _check_theta(cls, model: nn.Module, source: Any = None, **kwargs: Any) -> None:
+        """Compare the Θ of a loaded model with the one in the ``config.json`` of its weights."""
+        if source is None:  # a state dict, which has no configuration of its own
+            return
+        where = {key: value for key, value in kwargs.items() if key in _PLACES}
+        try:
+            saved, _ = cls.config_class.get_config_dict(source, **where)
+        except OSError:  # the folder of an adapter of peft, or weights alone
+            return
+        check_theta(model, saved, source)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Save the model as every model of transformers; after ``add_adapter`` only the adapter.
