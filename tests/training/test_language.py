@@ -513,6 +513,17 @@ def test_what_does_not_fit_is_said(run, tmp_path, options, message):
         run(tmp_path / "run", **options)
 
 
+def test_weights_of_another_theta_are_refused(run, tmp_path):
+    run(tmp_path / "run")
+    theta = {"model.config.theta": "gelu_l1"}
+    checkpoint = str(tmp_path / "run" / "iter_12.pth")
+    with pytest.raises(InputError, match=r"theta is 'gelu_l1', .* trained with 'gelu_l2': set"):
+        run(tmp_path / "other", load_from=checkpoint, **theta)
+    with pytest.raises(InputError, match=r"theta is 'gelu_l1', .* trained with 'gelu_l2': set"):
+        run(tmp_path / "run", resume=checkpoint, **theta)
+    run(tmp_path / "other", load_from=checkpoint, **{"model.config.theta": "gelu_l2"})
+
+
 @pytest.mark.parametrize(
     ("event", "message"),
     [

@@ -449,16 +449,19 @@ def check_theta(model: nn.Module, model_args: Mapping[str, Any], source: Any) ->
     Raises:
         InputError: If the two differ.
     """
-    layers = find_layers(model)
-    if not layers:
-        return
-    used = next(iter(layers.values())).theta
+    used = theta_of(model)
     trained = model_args.get("theta", used)
-    if used != trained:
+    if used is not None and used != trained:
         raise InputError(
             f"theta is {used!r}, but the weights in {source} were trained with {trained!r}: set "
             f"theta={trained!r}"
         )
+
+
+def theta_of(model: nn.Module) -> str | None:
+    """Return the Θ of a model; None for one without Pattention."""
+    layers = find_layers(model)
+    return next(iter(layers.values())).theta if layers else None
 
 
 def fit_state_dict(state_dict: Mapping[str, Tensor], model: TokenFormerViT) -> dict[str, Tensor]:

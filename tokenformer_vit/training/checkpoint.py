@@ -23,6 +23,7 @@ from mmengine.runner import IterBasedTrainLoop, set_random_seed
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.description import DESCRIPTION
+from tokenformer_vit.models.vit import theta_of
 
 from .background import BackgroundWriter
 from .export import describe_classifier, run_facts
@@ -315,6 +316,8 @@ class ExactCheckpointHook(CheckpointHook):
             for name, buffer in hub["log_scalars"].items()
         }
         checkpoint["message_hub"] = {**plain_values(hub), "log_scalars": scalars}
+        # A language model has no description, and its config is no part of a checkpoint.
+        checkpoint["meta"]["theta"] = theta_of(unwrap(runner.model))
         checkpoint["meta"] = plain_values(checkpoint["meta"])
         if self._progress is not None:
             checkpoint["exact_resume"] = self._progress

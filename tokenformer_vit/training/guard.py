@@ -336,5 +336,6 @@ def check_weights(model: nn.Module, checkpoint: dict) -> None:
             f"the checkpoint is of another model: {'; '.join(faults[:3])}{more}. Use the config of "
             "its training"
         )
-    source = Path("the checkpoint")
-    check_theta(model, trained_arguments(source, checkpoint), source)
+    source, meta = Path("the checkpoint"), checkpoint.get("meta")
+    named = meta if isinstance(meta, dict) else {}
+    check_theta(model, trained_arguments(source, checkpoint) or named, source)
