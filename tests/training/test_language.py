@@ -237,6 +237,19 @@ def test_a_run_that_was_stopped_goes_on_exactly(run, tmp_path):
     assert [growth["iteration"] for growth in record["growth"]] == [4, 9]
 
 
+def test_a_resumed_run_stops_early_as_the_whole_one_does(run, tmp_path):
+    """Nothing is an improvement here: validations 2, 3 and 4 of 6 use up the patience."""
+    hook = {"type": "EarlyStoppingHook", "monitor": "perplexity", "rule": "less"}
+    options = {
+        "train_cfg.val_interval": 2,
+        "default_hooks.checkpoint.interval": 2,
+        "custom_hooks": [{**hook, "min_delta": 1e6, "patience": 3}],
+    }
+    run(tmp_path, stop=7, **options)  # after the checkpoint of iteration 6
+    run(tmp_path, resume="auto", **options)
+    assert list(scalars(tmp_path)[1]) == [2, 4, 6, 8]
+
+
 @pytest.mark.slow
 def test_accumulation_makes_the_step_of_the_whole_batch(run, tmp_path):
     one = run(tmp_path / "one")

@@ -16,7 +16,7 @@ from mmengine.dist import (
     get_world_size,
     is_main_process,
 )
-from mmengine.hooks import CheckpointHook, EMAHook
+from mmengine.hooks import CheckpointHook, EarlyStoppingHook, EMAHook
 from mmengine.logging import HistoryBuffer
 from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop, set_random_seed
@@ -159,6 +159,9 @@ class ExactCheckpointHook(CheckpointHook):
         parameters = dict(unwrap(runner.model).named_parameters())
         for name, gradient in self._resumed["gradients"].items():
             parameters[name].grad = gradient.to(parameters[name])
+        counts = self._resumed.get("early_stopping", ())  # an older version has none
+        for hook, count in zip(_early_stopping_hooks(runner), counts, strict=False):
+            hook.wait_count, hook.best_score = count
         if runner.val_loop is not None and validation_is_due(runner.train_loop):
             runner.val_loop.run()
 
@@ -394,7 +397,14 @@ class ExactCheckpointHook(CheckpointHook):
             "schedule": schedule_settings(runner),
             "run": self._identity,
             "gradients": gradients,
+            "early_stopping": [
+                (hook.wait_count, float(hook.best_score)) for hook in _early_stopping_hooks(runner)
+            ],
         }
+
+
+def _early_stopping_hooks(runner) -> list[EarlyStoppingHook]:
+    return [hook for hook in runner.hooks if isinstance(hook, EarlyStoppingHook)]
 
 
 def _check_resumable_here(runner) -> None:
