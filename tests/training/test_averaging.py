@@ -108,6 +108,17 @@ def test_two_averages_are_refused_because_one_would_be_trained(train, config, tm
     assert "default_hooks.ema=None" in line
 
 
+def test_a_validation_of_other_weights_than_those_exported_is_refused(train, config, tmp_path):
+    path = tmp_path / "own.py"
+    hook = {"type": "EMAHook", "momentum": 4e-5, "evaluate_on_ema": False}
+    path.write_text(
+        f"_base_ = {str(config)!r}\ndefault_hooks = dict(ema=None)\ncustom_hooks = {[hook]!r}\n"
+    )
+    line = train.of(path).fails(tmp_path / "run")
+    assert "evaluate_on_ema=False validates the model itself" in line
+    assert "AccumulationEMAHook" in line
+
+
 def test_the_hook_of_the_configs_uses_it():
     assert AccumulationEMAHook(momentum=0.1).ema_cfg["type"] == "ForeachMovingAverage"
     other = AccumulationEMAHook("ExponentialMovingAverage", momentum=0.1)

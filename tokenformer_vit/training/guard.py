@@ -64,6 +64,13 @@ class GuardHook(Hook):
                 "one of the averages would be trained: keep one, in default_hooks.ema, or set "
                 "default_hooks.ema=None"
             )
+        # mmpretrain's hook; what the run would measure is not what its checkpoints would hold.
+        if not all(getattr(hook, "evaluate_on_ema", True) for hook in averages):
+            raise InputError(
+                "EMAHook with evaluate_on_ema=False validates the model itself, but its "
+                "checkpoints and the exported model are the average: set "
+                "default_hooks.ema=dict(type='AccumulationEMAHook', validated=False)"
+            )
         self._first = runner.iter
         self._leave_on_device(runner)
         if isinstance(model := unwrap(runner.model), NestedTraining):
