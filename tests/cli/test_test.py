@@ -146,6 +146,7 @@ def test_the_weights_tested_are_the_averaged_ones(run, tmp_path):
         averaged = checkpoint.pop("ema_state_dict")
         for name in checkpoint["state_dict"]:
             checkpoint["state_dict"][name] = averaged[f"module.{name}"]
+        checkpoint["meta"]["averaged"] = False
 
     record = metrics(run, changed_checkpoint(run, tmp_path / "x.pth", online), tmp_path)
     assert record["averaged_weights"] is False
