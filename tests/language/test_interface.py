@@ -183,7 +183,7 @@ def test_a_configuration_of_quantisation_is_refused_by_every_way(tmp_path):
 
 
 @pytest.mark.parametrize("auto", [False, True])
-def test_weights_of_another_theta_are_refused(auto, tmp_path):
+def test_weights_for_another_computation_are_refused(auto, tmp_path):
     build().save_pretrained(tmp_path)
     load = (AutoModelForCausalLM if auto else TokenFormerForCausalLM).from_pretrained
     assert load(tmp_path, theta="gelu_l2").config.theta == "gelu_l2"
@@ -195,6 +195,9 @@ def test_weights_of_another_theta_are_refused(auto, tmp_path):
     config.theta = "gelu_l1"
     with pytest.raises(InputError, match=fault):
         load(tmp_path, config=config)
+    with pytest.raises(InputError, match=r"num_heads is 4, .* trained with 2: set num_heads=2"):
+        load(tmp_path, num_attention_heads=4)
+    assert load(tmp_path, rotary_base=2e4).config.rotary_base == 2e4  # for longer sequences
 
 
 def test_two_names_of_a_size_must_agree():

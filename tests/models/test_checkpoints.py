@@ -54,24 +54,36 @@ def test_every_theta_survives_a_folder(small, tmp_path, theta):
     assert torch.equal(local_dir(tmp_path)(x), model(x))
 
 
-def test_weights_of_another_theta_are_refused(small, saved):
-    """The tensors fit: only the description tells the Θ."""
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"theta": "softmax"}, r"theta is 'softmax', but .*set theta='gelu_l1'"),
+        ({"num_heads": 6}, r"num_heads is 6, but .*set num_heads=3"),
+        ({"use_rot_pos_emb": True}, r"use_rot_pos_emb is True, but .*set use_rot_pos_emb=False"),
+        (
+            {"pattention_args": {"eps": 0.1}},
+            r"eps is 0\.1, but .*set pattention_args=dict\(eps=1e-06",
+        ),
+    ],
+)
+def test_weights_for_another_computation_are_refused(small, saved, change, line):
+    """The tensors fit: only the description tells the difference."""
     _, path = saved
     file = path / "model.safetensors"
     shape = {
         **{"norm": "bias", "embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": 64},
-        **PAIRS,
+        **{"theta": "gelu_l1", **PAIRS},
     }
-    own = {"pretrained": True, **shape, "pretrained_cfg_overlay": {"file": str(file)}}
+    own = {"pretrained": True, "pretrained_cfg_overlay": {"file": str(file)}}
     for refused in (
-        lambda: local_dir(path, theta="softmax"),
-        lambda: small(theta="softmax", **own),
-        lambda: load_model(None, path, theta="softmax"),
-        lambda: load_model("tokenformer_tiny", file, theta="softmax", **shape),
+        lambda: local_dir(path, **change),
+        lambda: small(**{**own, **shape, **change}),
+        lambda: load_model(None, path, **change),
+        lambda: load_model("tokenformer_tiny", file, **{**shape, **change}),
     ):
-        with pytest.raises(InputError, match=r"theta is 'softmax', but .*set theta='gelu_l1'"):
+        with pytest.raises(InputError, match=line):
             refused()
-    small(theta="gelu_l1", **own)
+    small(**own, **shape)
 
 
 def test_only_the_description_of_the_loaded_weights_counts(small, saved, tmp_path):

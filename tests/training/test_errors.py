@@ -126,6 +126,10 @@ def test_a_run_does_not_take_weights_of_another_theta(trained, name):
         check_weights(MODELS.build(cfg.model), checkpoint)
     cfg.model.backbone.theta = "gelu_l2"
     check_weights(MODELS.build(cfg.model), checkpoint)
+    cfg.model.backbone.num_heads = 6
+    with pytest.raises(InputError, match=r"num_heads is 6, but .* trained with 2"):
+        check_weights(MODELS.build(cfg.model), checkpoint)
+    cfg.model.backbone.num_heads = 2
     checkpoint[DESCRIPTION] = {"model_args": "not a dict"}
     check_weights(MODELS.build(cfg.model), checkpoint)
 

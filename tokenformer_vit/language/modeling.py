@@ -28,8 +28,8 @@ from tokenformer_vit.layers.quantized import check_plain
 from tokenformer_vit.models import LMConfig, TokenFormerDecoder
 from tokenformer_vit.models.causal_block import CausalAttention, CausalBlock
 from tokenformer_vit.models.causal_lm import EMBEDDING_STD, find_positions
+from tokenformer_vit.models.computation import check_computation
 from tokenformer_vit.models.sizes import Size
-from tokenformer_vit.models.vit import check_theta
 from tokenformer_vit.ops import linear
 
 from .schemas import LMShape, check
@@ -164,25 +164,25 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load a model as every model of transformers; refuse another Θ or other nested sizes.
+        """Load a model as every model of transformers, if it computes what its weights are for.
 
         Raises:
-            InputError: If Θ or the sizes differ, or ``quantization_config`` is given.
+            InputError: If Θ, the heads, their rotated share, an epsilon or the nested sizes differ
+                from the saved ones, or ``quantization_config`` is given.
         """
         _check_unquantised(kwargs.get("quantization_config"))
         _check_unquantised(getattr(kwargs.get("config"), "quantization_config", None))
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        if "theta" in kwargs or "config" in kwargs:
-            cls._check_theta(model, *args, **kwargs)
+        cls._check_computation(model, *args, **kwargs)
         for name, layer in model.named_modules():  # transformers replaces tensors unchecked
             if isinstance(layer, Pattention):  # perhaps in an adapter of peft, which it loads too
                 layer.check_nested(layer.state_dict(prefix=f"{name}."), f"{name}.")
         return loaded
 
     @classmethod
-    def _check_theta(cls, model: nn.Module, source: Any = None, **kwargs: Any) -> None:
-        """Compare the Θ of a loaded model with the one in the ``config.json`` of its weights."""
+    def _check_computation(cls, model: nn.Module, source: Any = None, **kwargs: Any) -> None:
+        """Compare a loaded model with the ``config.json`` of its weights."""
         if source is None:  # a state dict, which has no configuration of its own
             return
         where = {key: value for key, value in kwargs.items() if key in _PLACES}
@@ -190,7 +190,7 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
             saved, _ = cls.config_class.get_config_dict(source, **where)
         except OSError:  # the folder of an adapter of peft, or weights alone
             return
-        check_theta(model, saved, source)
+        check_computation(model, saved, source)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Save the model as every model of transformers; after ``add_adapter`` only the adapter.

@@ -23,6 +23,7 @@ from tokenformer_vit.layers.block import token_arguments
 from tokenformer_vit.ops import is_few, linear
 
 from .causal_block import CausalBlock, KVCache
+from .computation import computation_of
 from .lm_config import LMConfig
 from .sizes import Size, nest_layers, nested_sizes, set_size
 
@@ -121,6 +122,10 @@ class TokenFormerDecoder(nn.Module):
     def shape(self) -> LMConfig:
         """The shape of the model now, after growth or pruning."""
         return self.config
+
+    def computation(self) -> dict[str, Any]:
+        """Return the fields of the shape that the tensors do not show."""
+        return computation_of(vars(self.shape))
 
     def forward(
         self,

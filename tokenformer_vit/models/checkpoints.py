@@ -21,6 +21,7 @@ from tokenformer_vit.files import new_folder, write_whole
 from tokenformer_vit.layers.quantized import check_plain
 
 from .card import CardFacts, vision_card, write_card
+from .computation import check_computation
 from .description import (
     CARD,
     CONFIG,
@@ -34,7 +35,6 @@ from .description import (
 )
 from .vit import (
     TokenFormerViT,
-    check_theta,
     classifier_state_dict,
     fit_state_dict,
     timm_state_dict,
@@ -126,7 +126,7 @@ def load_model(
         )
     if state_dict is not None:
         assert checkpoint is not None
-        check_theta(model, trained_arguments(checkpoint, content), checkpoint)
+        check_computation(model, trained_arguments(checkpoint, content), checkpoint)
         _load(
             model,
             state_dict,

@@ -29,14 +29,14 @@ from tokenformer_vit.layers.block import TIMM_ONLY, token_arguments
 from tokenformer_vit.layers.segments import fuse_state_dict
 from tokenformer_vit.ops import check_backend
 
+from .computation import check_computation, computation_of
 from .description import WEIGHT_FILES, trained_arguments
-from .sizes import Size, find_layers, nest_layers, nested_sizes, set_size
+from .sizes import Size, nest_layers, nested_sizes, set_size
 from .weights import check_digest, check_tensors
 
 __all__ = [
     "TokenFormerViT",
     "TokenFormerViTDistilled",
-    "check_theta",
     "checkpoint_filter_fn",
     "classifier_state_dict",
     "draw_prefix_tokens",
@@ -159,7 +159,13 @@ class TokenFormerViT(VisionTransformer):
             norm_layer=partial(RmsNorm if norm == "rms" else LayerNorm, eps=1e-6),  # type: ignore[arg-type]
             **kwargs,
         )
-        self._model_args = {"theta": theta}  # timm adds the arguments that it is given
+        # timm adds the arguments that it is given, once it has loaded the weights.
+        self._model_args: dict[str, Any] = {
+            "theta": theta,
+            "num_heads": num_heads,
+            "use_rot_pos_emb": use_rot_pos_emb,
+            "pattention_args": dict(pattention_args) if pattention_args else None,
+        }
         self.rope: RotaryEmbeddingCat | None = None
         if use_rot_pos_emb:
             self.rope = RotaryEmbeddingCat(
@@ -226,6 +232,11 @@ class TokenFormerViT(VisionTransformer):
                 the size. Then nothing is changed.
         """
         set_size(self, size)
+
+    @torch.jit.ignore()
+    def computation(self) -> dict[str, Any]:
+        """Return the arguments that the tensors do not show; see :func:`computation_of`."""
+        return computation_of(self._model_args)
 
     @torch.jit.ignore()
     def record_param_tokens(self) -> None:
@@ -416,7 +427,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TokenFormerViT) -
 
     Raises:
         InputError: If a model cannot use one of the tensors, a local file is damaged, or the
-            weights were trained with another Θ.
+            weights were trained with another Θ or number of heads.
     """
     content = state_dict
     state_dict = content.get("state_dict", content)  # type: ignore[assignment]
@@ -432,36 +443,9 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TokenFormerViT) -
     if not given:
         # timm knows the arguments of a model on the hub, but not those of a file.
         own: Any = model
-        check_theta(model, trained_arguments(file, content) or own.pretrained_model_args, where)
+        arguments = trained_arguments(file, content) or own.pretrained_model_args
+        check_computation(model, arguments, where)
     return fit_state_dict(state_dict, model)
-
-
-def check_theta(model: nn.Module, model_args: Mapping[str, Any], source: Any) -> None:
-    """Check that a model has the Θ that its weights were trained with.
-
-    The tensors of all Θ have the same names and shapes: only the description tells them apart.
-
-    Args:
-        model: Model that will load the weights; one without Pattention passes.
-        model_args: ``model_args`` in the description of the weights, with or without a Θ.
-        source: File, folder or hub name of the weights, for the message.
-
-    Raises:
-        InputError: If the two differ.
-    """
-    used = theta_of(model)
-    trained = model_args.get("theta", used)
-    if used is not None and used != trained:
-        raise InputError(
-            f"theta is {used!r}, but the weights in {source} were trained with {trained!r}: set "
-            f"theta={trained!r}"
-        )
-
-
-def theta_of(model: nn.Module) -> str | None:
-    """Return the Θ of a model; None for one without Pattention."""
-    layers = find_layers(model)
-    return next(iter(layers.values())).theta if layers else None
 
 
 def fit_state_dict(state_dict: Mapping[str, Tensor], model: TokenFormerViT) -> dict[str, Tensor]:

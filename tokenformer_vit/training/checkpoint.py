@@ -22,8 +22,8 @@ from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop, set_random_seed
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.models.computation import model_computation
 from tokenformer_vit.models.description import DESCRIPTION
-from tokenformer_vit.models.vit import theta_of
 
 from .background import BackgroundWriter
 from .export import describe_classifier, run_facts
@@ -320,7 +320,7 @@ class ExactCheckpointHook(CheckpointHook):
         }
         checkpoint["message_hub"] = {**plain_values(hub), "log_scalars": scalars}
         # A language model has no description, and its config is no part of a checkpoint.
-        checkpoint["meta"]["theta"] = theta_of(unwrap(runner.model))
+        checkpoint["meta"]["computation"] = model_computation(unwrap(runner.model))
         checkpoint["meta"] = plain_values(checkpoint["meta"])
         if self._progress is not None:
             checkpoint["exact_resume"] = self._progress

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers.segments import fuse_state_dict
 from tokenformer_vit.models.checkpoints import model_faults
+from tokenformer_vit.models.computation import check_computation
 from tokenformer_vit.models.description import trained_arguments
-from tokenformer_vit.models.vit import check_theta
 
 from .backbone import num_classes
 from .distillation import DistilledClassifier
@@ -325,11 +325,11 @@ def check_same_classes(owner: str, classes: Sequence[str] | None, dataset: Any) 
 
 
 def check_weights(model: nn.Module, checkpoint: dict) -> None:
-    """Check that a checkpoint holds exactly the tensors of ``model``, trained with its Θ.
+    """Check that a checkpoint holds exactly the tensors of ``model``, trained for its arguments.
 
     Raises:
         InputError: If a tensor is missing, unknown or of another shape; the message gives the
-            first three. Also if the checkpoint's description has another Θ.
+            first three. Also if the checkpoint names another Θ or number of heads.
     """
     state_dict = checkpoint.get("state_dict", checkpoint) if isinstance(checkpoint, dict) else {}
     if not state_dict or not all(isinstance(value, torch.Tensor) for value in state_dict.values()):
@@ -344,5 +344,5 @@ def check_weights(model: nn.Module, checkpoint: dict) -> None:
             "its training"
         )
     source, meta = Path("the checkpoint"), checkpoint.get("meta")
-    named = meta if isinstance(meta, dict) else {}
-    check_theta(model, trained_arguments(source, checkpoint) or named, source)
+    named = meta.get("computation") if isinstance(meta, dict) else None
+    check_computation(model, trained_arguments(source, checkpoint) or named or {}, source)
