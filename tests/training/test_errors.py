@@ -199,6 +199,30 @@ def test_a_resumed_run_keeps_its_precision_and_its_steps(train, trained, tmp_pat
     assert "optim_wrapper.clip_grad was {} in the checkpoint and is {'max_norm': 0.1} now" in line
 
 
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (
+            "model.backbone.drop_path_rate=0.9",
+            "drop_path_rate was 0.2 in the checkpoint and is 0.9",
+        ),
+        ("data_preprocessor.mean=[0,0,0]", "data_preprocessor.mean was ["),
+        ("default_hooks.ema.momentum=0.4", "default_hooks.ema.momentum was "),
+        ("randomness.seed=6", "randomness.seed was 5 in the checkpoint and is 6 now"),
+        ("train_dataloader.dataset.pipeline.0.type=LoadImageFromFile", "pipeline.0.type was "),
+    ],
+)
+def test_a_resumed_run_keeps_what_it_trains(train, trained, tmp_path, option, words):
+    """These settings changed its numbers without a word, or had no effect."""
+    line = train.fails(
+        tmp_path,
+        *("--amp", "--resume", trained.work_dir / "epoch_1.pth", "--cfg-options"),
+        *("randomness.seed=5", "train_cfg.max_epochs=2", "optim_wrapper.optimizer.lr=5e-3"),
+        *("default_hooks.ema.momentum=0.5", "optim_wrapper.accumulative_counts=2", option),
+    )
+    assert words in line
+
+
 ARC = {"type": "ArcFaceClsHead", "num_classes": 3, "in_channels": 24, "_delete_": True}
 PACKED = [{"type": "LoadImage"}, {"type": "PackInputs"}]
 

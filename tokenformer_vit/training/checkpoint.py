@@ -35,7 +35,12 @@ from .nested import NestedTraining
 from .parameter_groups import fit_groups, merge_separate_groups
 from .processes import check_alike
 from .random_state import rng_state, set_rng_state
-from .schedule import check_schedule_is_kept, schedule_settings
+from .schedule import (
+    check_schedule_is_kept,
+    check_training_is_kept,
+    schedule_settings,
+    training_settings,
+)
 from .storage import plain_values, secure_files
 from .termination import STATUS, Agreement, PatientWorker, Termination
 from .transforms import check_copies, seeded_transforms
@@ -285,6 +290,7 @@ class ExactCheckpointHook(CheckpointHook):
             ) from error
         assert self._resumed is not None
         check_schedule_is_kept(runner, self._resumed)  # PyTorch refuses other groups without a name
+        check_training_is_kept(runner.cfg, self._resumed.get("training"))
 
     def _take(self, runner, checkpoint: dict) -> None:
         resumed: dict[str, Any] = checkpoint.pop("exact_resume")
@@ -395,6 +401,7 @@ class ExactCheckpointHook(CheckpointHook):
             "sampler_seed": runner.train_dataloader.sampler.seed,
             "iters_per_epoch": len(runner.train_dataloader),
             "schedule": schedule_settings(runner),
+            "training": training_settings(runner.cfg),
             "run": self._identity,
             "gradients": gradients,
             "early_stopping": [

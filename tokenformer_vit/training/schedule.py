@@ -1,6 +1,9 @@
-"""The schedule of a run: whether it fits into the run, and whether a resumed run keeps it."""
+"""The schedule of a run: whether it fits into the run, and whether a resumed run keeps it.
 
-from collections.abc import Mapping, Sequence
+A resumed run also keeps what it trains: model, augmentation and averaging.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mmengine.config import Config
@@ -9,6 +12,14 @@ from mmengine.runner import IterBasedTrainLoop
 from tokenformer_vit.errors import InputError
 
 from .storage import plain_values
+
+# What a resumed run may change of model and data: places of files, and how the same is computed.
+_FREE = {
+    *("backend", "checkpoint", "compile", "data_prefix", "data_root", "grad_checkpointing"),
+    *("init_cfg", "pretrained", "teacher", "validated", "with_cp"),
+}
+_EMA = "default_hooks.ema"
+_SEED = "randomness.seed"
 
 
 def check_schedule(cfg: Config) -> None:
@@ -82,11 +93,63 @@ def check_schedule_is_kept(runner, resumed: Mapping[str, Any]) -> None:
         if name == "optim_wrapper.optimizer":
             before = _recipe(before)
         if value != before:
-            raise InputError(
-                f"{name} was {before} in the checkpoint and is {value} now, but a resumed run must "
-                "keep its schedule and its steps: give the old value, or start a new run from the "
-                "weights with `--cfg-options load_from=CHECKPOINT` in another --work-dir"
-            )
+            raise InputError(_not_kept(name, before, value))
+
+
+def training_settings(cfg: Any) -> dict[str, Any]:
+    """Return the settings that decide what a run trains, by their names in ``--cfg-options``."""
+    parts = {
+        "model": cfg.get("model"),
+        "data_preprocessor": cfg.get("data_preprocessor"),
+        "train_dataloader.dataset": (cfg.get("train_dataloader") or {}).get("dataset"),
+        _EMA: (cfg.get("default_hooks") or {}).get("ema"),
+        _SEED: (cfg.get("randomness") or {}).get("seed"),
+    }
+    return plain_values({name: value for part in parts.items() for name, value in _flat(*part)})
+
+
+def check_training_is_kept(cfg: Any, before: Mapping[str, Any] | None) -> None:
+    """Check that a resumed run trains what it trained before.
+
+    Args:
+        cfg: Config of the run.
+        before: :func:`training_settings` in the checkpoint; None in one of an older version.
+
+    Raises:
+        InputError: If a setting changed; the message names it.
+    """
+    if before is None:
+        return
+    now = training_settings(cfg)
+    averages = [any(name.startswith(_EMA) for name in each) for each in (before, now)]
+    for name in sorted({*before, *now}):
+        old, new = before.get(name), now.get(name)
+        # A run without a seed takes that of its checkpoint, and another check is about averages.
+        free = None in (old, new) if name == _SEED else name.startswith(_EMA) and not all(averages)
+        if old != new and not free:
+            raise InputError(_not_kept(name, old, new))
+
+
+def _not_kept(name: str, before: Any, now: Any) -> str:
+    before, now = ("not set" if each is None else each for each in (before, now))
+    return (
+        f"{name} was {before} in the checkpoint and is {now} now, but a resumed run must "
+        "keep its schedule and its steps: give the old value, or start a new run from the "
+        "weights with `--cfg-options load_from=CHECKPOINT` in another --work-dir"
+    )
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if key not in _FREE:
+                yield from _flat(f"{name}.{key}", item)
+    elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+        for index, item in enumerate(value):
+            yield from _flat(f"{name}.{index}", item)
+    elif value is not None:
+        # The text of a function has an address, which differs between processes.
+        yield name, getattr(value, "__qualname__", value)
 
 
 def growth_hooks(cfg: Any) -> list[dict[str, Any]]:
