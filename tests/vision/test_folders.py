@@ -138,6 +138,19 @@ def test_images_beside_the_class_folders_are_counted(root, capsys):
     assert "1 in no class folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("place", ["train", "train/ant"])
+def test_copies_in_hidden_folders_are_no_images(place, root, capsys):
+    before = find_images([root / "train"])
+    hidden = root / place / ".ipynb_checkpoints"
+    hidden.mkdir()
+    shutil.copy(root / "train/ant/upper.PNG", hidden / "copy.png")
+    assert find_images([root / "train"]) == before
+    assert "1 hidden folder, " in capsys.readouterr().err
+    assert len(labelled_images(root / "train", num_classes=2)) == len(before)
+    with pytest.raises(InputError, match=r"train holds hidden folders, .* mmpretrain would read"):
+        check_data_folders(config(root), ("train_dataloader",))
+
+
 def test_of_many_kinds_of_files_the_commonest_are_named(root, capsys):
     for index in range(20):
         (root / "train/bee" / f"shard.{index:04}").touch()

@@ -18,7 +18,13 @@ from mmengine.utils import import_modules_from_strings
 from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.files import make_folder, write_whole
-from tokenformer_vit.vision.images import IMAGE_SUFFIXES, class_folders, say_left_out, scan_images
+from tokenformer_vit.vision.images import (
+    HIDDEN,
+    IMAGE_SUFFIXES,
+    class_folders,
+    say_left_out,
+    scan_images,
+)
 
 from .in_memory import IN_MEMORY
 from .mmengine_internals import base_files
@@ -290,8 +296,8 @@ def check_data_folders(cfg: Config, loaders: tuple[str, ...] = LOADERS) -> None:
 
     Raises:
         InputError: If a folder is missing, its number of class folders is not the head's number of
-            classes, or an image, in a folder or in an ``ann_file``, is a broken link or not a
-            regular file.
+            classes, there is a hidden folder, or an image, in a folder or in an ``ann_file``, is a
+            broken link or not a regular file.
         OSError: If a folder cannot be read; ``filename`` names it.
     """
     said = set()
@@ -333,6 +339,11 @@ def check_data_folders(cfg: Config, loaders: tuple[str, ...] = LOADERS) -> None:
                     raise InputError(
                         f"{entry.path} is a broken link or not a regular file; replace or delete it"
                     )
+        if left_out[HIDDEN]:
+            raise InputError(
+                f"{folder} holds hidden folders, such as Jupyter's .ipynb_checkpoints, and "
+                "mmpretrain would read their images: move them elsewhere, or delete them"
+            )
         if folder not in said:
             say_left_out(left_out, folder)
         said.add(folder)

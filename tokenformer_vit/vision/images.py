@@ -26,6 +26,7 @@ from tokenformer_vit.errors import InputError, one_line
 # The formats that are decoded, by Pillow's names, whatever the suffix. Other formats are rare, and
 # one of them, EPS, starts an interpreter.
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP", "JPEG2000")
+HIDDEN = "hidden folder"  # kind of what a reader of folders leaves out
 # Suffixes of images in folders, in lower or upper case.
 IMAGE_SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".pbm", ".pnm"),
@@ -174,10 +175,12 @@ def scan_images(
 ) -> Iterator[os.DirEntry]:
     """Find the images in a folder, at any depth, by their suffix, as mmpretrain does.
 
+    Unlike mmpretrain, it leaves out hidden folders: Jupyter and file managers keep copies there.
+
     Args:
         folder: Folder to search; links to folders are followed.
-        left_out: Counter of other files, by kind; the function adds to it. Hidden files are not
-            counted.
+        left_out: Counter of other files and of hidden folders, by kind; the function adds to it.
+            Hidden files are not counted.
         suffixes: Suffixes of images, in lower case, with the dot.
 
     Yields:
@@ -191,7 +194,10 @@ def scan_images(
         inside = sorted(entries, key=lambda entry: entry.name)
     for entry in inside:
         if _is_folder(entry):
-            yield from scan_images(entry.path, left_out, suffixes)
+            if entry.name.startswith("."):
+                left_out[HIDDEN] += 1
+            else:
+                yield from scan_images(entry.path, left_out, suffixes)
         elif entry.name.startswith("."):
             continue
         elif entry.name.lower().endswith(tuple(suffixes)):
@@ -205,8 +211,8 @@ def class_folders(folder: str | Path, left_out: Counter[str]) -> list[Path]:
 
     Args:
         folder: Folder to search; links to folders are followed.
-        left_out: Counter of other files, by kind; the function adds to it. Hidden files are not
-            counted.
+        left_out: Counter of other files and of hidden folders, by kind; the function adds to it.
+            Hidden files are not counted.
 
     Returns:
         The class folders in the order of their names, which is also the order of the labels.
@@ -218,7 +224,10 @@ def class_folders(folder: str | Path, left_out: Counter[str]) -> list[Path]:
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             if _is_folder(entry):
-                folders.append(Path(entry.path))
+                if entry.name.startswith("."):
+                    left_out[HIDDEN] += 1
+                else:
+                    folders.append(Path(entry.path))
             elif entry.name.lower().endswith(IMAGE_SUFFIXES):
                 left_out["in no class folder"] += 1
             elif not entry.name.startswith("."):
