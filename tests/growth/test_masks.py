@@ -187,6 +187,19 @@ def test_a_mask_follows_its_model_and_is_no_part_of_it(tasks):
         assert torch.equal(logits(copy.deepcopy(model), x), expected)
 
 
+def test_a_mask_is_not_changed_before_blocks_are_computed_again(tasks):
+    model, masks = tasks
+    model.train().set_grad_checkpointing()
+    x = torch.randn(1, 3, 32, 32)
+    with pytest.raises(InputError, match="gradient checkpointing is on"), masks.use("base"):
+        model(x)
+    with torch.no_grad(), masks.use("base"):
+        model(x)
+    model.eval()
+    with masks.use("base"):
+        model(x)
+
+
 def test_masks_that_cannot_be_used(tasks):
     model, masks = tasks
     with pytest.raises(InputError, match="no mask 'german'; choose from base, french, spanish"):

@@ -588,5 +588,5 @@ def test_gradient_checkpointing_of_a_nested_model_is_refused():
     config = {**SIZES, **PAIRS, "nested": (0.5,)}
     model = CausalLM("tokenformer", config, size_rule={})
     model.model.gradient_checkpointing_enable()
-    with pytest.raises(InputError, match="remove size_rule"):
+    with pytest.raises(InputError, match="gradient checkpointing is on"):
         model(torch.randint(0, 264, (2, LENGTH + 1)), mode="loss")

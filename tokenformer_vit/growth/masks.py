@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.models.sizes import kind_of
+from tokenformer_vit.models.sizes import check_not_recomputed, kind_of
 from tokenformer_vit.models.weights import read_checkpoint, write_tensors
 
 from .tokens import pattention_layers
@@ -65,7 +65,7 @@ class TokenMasks:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._layers = pattention_layers(model)
+        self._model, self._layers = model, pattention_layers(model)
         self._masks: dict[str, dict[str, Tensor]] = {}
 
     @property
@@ -137,6 +137,9 @@ class TokenMasks:
     def activate(self, *names: str) -> None:
         """Use only the pairs of some masks from now on; without names, use all pairs.
 
+        With gradient checkpointing, do not call it between a forward pass and its backward pass,
+        which computes the blocks again with the pairs that are active then.
+
         Args:
             names: Names of masks; a pair is active if it is in any of them.
 
@@ -179,8 +182,11 @@ class TokenMasks:
             names: Names of masks, as in :meth:`activate`.
 
         Raises:
-            InputError: In the cases of :meth:`activate`.
+            InputError: In the cases of :meth:`activate`, or if the model trains with gradient
+                checkpointing: the backward pass may come after the ``with`` block, and would
+                compute the blocks again with other pairs.
         """
+        check_not_recomputed(self._model)
         before = {name: layer.active for name, layer in self._layers.items()}
         self.activate(*names)
         try:

@@ -106,6 +106,24 @@ def set_size(model: nn.Module, size: Size | None) -> None:
         layer.size = counts[name]
 
 
+def check_not_recomputed(model: nn.Module) -> None:
+    """Check that no backward pass will compute the blocks again, perhaps with other pairs.
+
+    Raises:
+        InputError: If the model trains with gradient checkpointing.
+    """
+    if not (model.training and torch.is_grad_enabled()):
+        return
+    flags = ("grad_checkpointing", "gradient_checkpointing", "checkpoint_blocks")
+    # timm's, transformers' and our own.
+    if any(getattr(each, flag, False) for each in model.modules() for flag in flags):
+        raise InputError(
+            "gradient checkpointing is on, and the backward pass would compute the blocks again "
+            "with the size or mask of that moment: switch it off, or call set_size or activate "
+            "before the forward pass and change nothing until the backward pass has ended"
+        )
+
+
 @contextmanager
 def at_size(model: nn.Module, size: Size | None) -> Iterator[None]:
     """Use a model at a size within a ``with`` block, and with all pairs after it.
@@ -115,8 +133,9 @@ def at_size(model: nn.Module, size: Size | None) -> Iterator[None]:
         size: Size, as for :func:`set_size`.
 
     Raises:
-        InputError: In the cases of :func:`set_size`.
+        InputError: In the cases of :func:`set_size`, and of :func:`check_not_recomputed`.
     """
+    check_not_recomputed(model)
     set_size(model, size)
     try:
         yield

@@ -190,13 +190,6 @@ class NestedTraining:
             InputError: If the model uses gradient checkpointing.
         """
         sized, parts = self.sized, self.parts(count)
-        # timm's, transformers' and our own.
-        flags = ("grad_checkpointing", "gradient_checkpointing", "checkpoint_blocks")
-        if any(getattr(each, flag, False) for each in sized.modules() for flag in flags):
-            raise InputError(
-                "gradient checkpointing is on, but with a size_rule the backward pass would "
-                "compute the blocks again at another size: switch it off, or remove size_rule"
-            )
         losses, teacher = [], None
         distill = self.size_rule is not None and self.size_rule.distill
         for size, part in parts:
