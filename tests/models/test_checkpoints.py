@@ -54,6 +54,14 @@ def test_every_theta_survives_a_folder(small, tmp_path, theta):
     assert torch.equal(local_dir(tmp_path)(x), model(x))
 
 
+def test_a_model_without_its_last_blocks_survives_a_folder(small, tmp_path):
+    model = small(num_ffn_param_tokens=[40, 50])
+    model.prune_intermediate_layers([0], prune_norm=False, prune_head=False)
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    x = torch.randn(2, 3, 64, 64)
+    assert torch.equal(local_dir(tmp_path)(x), model(x))
+
+
 @pytest.mark.parametrize(
     ("change", "line"),
     [

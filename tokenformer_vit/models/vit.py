@@ -254,6 +254,13 @@ class TokenFormerViT(VisionTransformer):
         if nested := self.sizes[:-1]:
             args["nested"] = nested
 
+    def prune_intermediate_layers(self, *args: Any, **kwargs: Any) -> list[int]:
+        """Remove the last blocks as timm does; the model is then saved with those that are left."""
+        taken = super().prune_intermediate_layers(*args, **kwargs)
+        self._model_args["depth"] = len(self.blocks)
+        self.record_param_tokens()
+        return taken
+
     def set_input_size(
         self,
         img_size: tuple[int, int] | None = None,
