@@ -232,6 +232,20 @@ def test_a_scheduler_may_leave_the_rate_of_new_pairs_as_it_is():
     assert rates == pytest.approx([8.1e-4, 8.1e-4, 1e-2])
 
 
+def test_a_one_cycle_from_before_growth_keeps_the_ratio_of_the_rates():
+    model = build()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=8)
+    step(model, optimizer)
+    scheduler.step()
+    grow(model, num_ffn_param_tokens=96, optimizer=optimizer, new_lr_scale=0.1)
+    for _ in range(6):  # up and down
+        step(model, optimizer)
+        scheduler.step()
+        old, new = [group["lr"] for group in optimizer.param_groups]
+        assert new == pytest.approx(0.1 * old)
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -147,7 +147,7 @@ def _join(
         for key, value in template.items()
         if key != "params"
     }
-    for key in ("lr", "initial_lr"):
+    for key in ("lr", "initial_lr", "max_lr", "min_lr"):  # OneCycleLR reads the last three
         if key in settings:
             settings[key] = settings[key] * lr_scale
     if parameter.dim() < 2:
