@@ -307,6 +307,20 @@ def test_state_that_cannot_be_carried_over_is_refused():
         step(model, optimizer)
 
 
+@pytest.mark.parametrize("matrices", [[torch.eye(2)], (torch.eye(2),), {"left": torch.eye(2)}])
+def test_several_tensors_in_one_entry_of_a_state_are_refused(matrices):
+    """As timm's Kron keeps them, which the new parameters would share."""
+    model = build()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    step(model, optimizer)
+    optimizer.state[model.blocks[0].mlp.key_param_tokens]["Q"] = matrices
+    with pytest.raises(InputError, match=r"SGD has a state \(Q\) .*give moments='reset'"):
+        grow(model, num_ffn_param_tokens=96, optimizer=optimizer)
+    assert model.blocks[0].mlp.num_param_tokens == 64  # nothing was changed
+    grow(model, num_ffn_param_tokens=96, optimizer=optimizer, moments="reset")
+    step(model, optimizer)
+
+
 def test_state_that_does_not_start_at_zero_is_refused():
     model = build()
     optimizer = torch.optim.Rprop(model.parameters())

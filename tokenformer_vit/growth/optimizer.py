@@ -117,15 +117,20 @@ def check_optimizer(
         odd = [
             name
             for name, value in optimizer.state.get(parameter, {}).items()
-            if isinstance(value, Tensor)
-            and value.dim()
-            and (value.shape != parameter.shape or name == _SLOW_WEIGHTS)
+            if not _can_be_carried(name, value, parameter)
         ]
         if moments == "keep" and (odd or kind in _START_ELSEWHERE):
             raise InputError(
                 f"{kind} has a state ({', '.join(odd) or 'not zero at the start'}) that cannot be "
                 "carried over to a larger parameter: give moments='reset'"
             )
+
+
+def _can_be_carried(name: str, value: Any, parameter: Tensor) -> bool:
+    """Return whether an entry of a state fits a larger parameter with zeros or a copy."""
+    if isinstance(value, Tensor):
+        return not value.dim() or (value.shape == parameter.shape and name != _SLOW_WEIGHTS)
+    return not isinstance(value, (list, tuple, dict))  # as timm's Kron keeps its matrices
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:
