@@ -329,6 +329,15 @@ def test_state_that_does_not_start_at_zero_is_refused():
         grow(model, num_ffn_param_tokens=96, optimizer=optimizer)
 
 
+@pytest.mark.parametrize("moments", ["keep", "reset"])
+def test_one_state_for_all_parameters_is_refused(moments):
+    model = build()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(InputError, match=r"LBFGS keeps one state .* build a new one after growth"):
+        grow(model, num_ffn_param_tokens=96, optimizer=optimizer, moments=moments)
+    assert model.blocks[0].mlp.num_param_tokens == 64  # nothing was changed
+
+
 def test_lookahead_goes_on_until_it_has_slow_weights():
     model = build()
     optimizer = timm.optim.Lookahead(torch.optim.AdamW(groups(model), lr=1e-3), k=3)

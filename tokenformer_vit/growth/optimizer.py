@@ -42,8 +42,8 @@ def carry_over(
         new_lr_scale: Factor on the learning rate of new pairs in separate parameters.
 
     Raises:
-        InputError: If ``moments`` is unknown, the optimizer does not have the replaced parameters,
-            or its state cannot be carried over.
+        InputError: If ``moments`` is unknown, the optimizer is LBFGS or does not have the replaced
+            parameters, or its state cannot be carried over.
 
     Note:
         Accumulated gradients are carried over. With ``keep`` the step count continues, and Adam
@@ -109,6 +109,11 @@ def check_optimizer(
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     kind = type(optimizer).__name__
     for parameter in parameters:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise InputError(
+                f"{kind} keeps one state for all parameters together, which cannot grow: grow "
+                "without optimizer=, and build a new one after growth"
+            )
         if id(parameter) not in known and parameter.requires_grad:
             raise InputError(
                 "the optimizer does not have all parameters that grow: build it from "
