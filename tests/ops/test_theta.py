@@ -208,6 +208,20 @@ def test_the_range_of_float16(theta):
         torch.testing.assert_close(weights.double(), expected, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("theta", [theta for theta in THETAS if theta != "softmax"])
+def test_the_range_of_float16_gradients_in_a_row_of_zeros(theta):
+    limit = 1.3e5 * (1e-6 if theta == "gelu_l1" else 1e-3)
+    scores = torch.zeros(1, 64, dtype=torch.float16, requires_grad=True)
+    tau = torch.tensor(default_tau(theta, 64))
+    weights = theta_weights(scores, theta, tau, 1e-6)
+    _, kept = THETAS[theta].kernels.forward(scores.detach(), tau, 1e-6)
+    for factor, fits in ((0.99, True), (1.02, False)):
+        grad = torch.full_like(weights, factor * limit)
+        (slope,) = torch.autograd.grad(weights, scores, grad, retain_graph=True)
+        assert slope.isfinite().all() == fits
+        assert THETAS[theta].kernels.backward(kept, tau, grad)[1].isfinite().all() == fits
+
+
 @pytest.mark.parametrize(
     "call",
     [

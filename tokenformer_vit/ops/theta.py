@@ -21,7 +21,9 @@ Note:
     Everything between reading the scores and rounding the result once is float32 (float64 for
     float64 scores), also under autocast: summed in bfloat16, a row of squares is off by 5 to 20 %.
     Under the L2 variants the norm of a row must be below 1.8e19, and below 1e12 τ for autograd's
-    gradient; README.md in this folder lists the ranges.
+    gradient. In float16 the gradient of a row of zeros is infinite if that of a weight is above
+    1.3e5 eps under ``gelu_l1`` (0.13 by default) or 1.3e5 √eps under the L2 variants (130).
+    README.md in this folder lists the ranges.
 
 Source:
     TokenFormer, arXiv:2410.23168: Eq. 5 and 6 for the definition, Table 4 for the variants. The
