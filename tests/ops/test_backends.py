@@ -391,6 +391,18 @@ def test_a_learned_tau_gets_its_gradient(theta, dtype):
         assert (ours - exact).abs() < 0.3
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("theta", THETAS)
+def test_a_float32_tau_costs_no_digit_of_float64(theta, backend):
+    inputs, upstream = operands(7, 20, torch.float64), torch.randn(1, 7, OUT)
+    tau = torch.tensor(default_tau(theta, 20), requires_grad=True)  # √20 is not exact
+    expected = exact(inputs, theta, tau.detach(), upstream)
+    actual = run(lambda *i: pattention(*i, theta, tau, 1e-6, backend), inputs, upstream)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13)
+    pattention(*inputs, theta, tau, 1e-6, backend).sum().backward()
+    assert tau.grad.dtype == torch.float32
+
+
 def test_a_learned_tau_is_fused_as_well_and_costs_no_product():
     x, keys, values = operands(197, 72)
     flops = {}

@@ -122,7 +122,7 @@ def _gelu_l2_backward(
     weights = F.gelu(z, approximate=approximate).to(scores.dtype)
     g = _gelu_backward(grad_weights, z, approximate)
     dot = (g * z).sum(dim=-1, keepdim=True)
-    grad_scores = factor * torch.addcmul(g, z, dot / tau.square(), value=-1)
+    grad_scores = factor * torch.addcmul(g, z, dot / tau.to(dot.dtype).square(), value=-1)
     return weights, grad_scores.to(scores.dtype), dot
 
 
@@ -135,7 +135,7 @@ def _gelu_l2_post_forward(
     scores: Tensor, tau: Tensor, eps: float
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     activation = F.gelu(scores.to(accumulation_dtype(scores)))
-    mean_square = activation.square().sum(dim=-1, keepdim=True) / tau.square()
+    mean_square = activation.square().sum(dim=-1, keepdim=True) / tau.to(activation.dtype).square()
     factor = torch.rsqrt(mean_square + eps)
     return (activation * factor).to(scores.dtype), (scores, factor)
 
@@ -147,7 +147,7 @@ def _gelu_l2_post_backward(
     a = scores.to(factor.dtype)
     weights = factor * F.gelu(a)
     dot = (grad_weights * weights).sum(dim=-1, keepdim=True)
-    grad_activation = factor * (grad_weights - weights * (dot / tau.square()))
+    grad_activation = factor * (grad_weights - weights * (dot / tau.to(dot.dtype).square()))
     return weights.to(scores.dtype), _gelu_backward(grad_activation, a).to(scores.dtype), dot
 
 

@@ -95,7 +95,7 @@ def gelu_l1(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
 
 def _gelu_l2(scores: Tensor, tau: Tensor, eps: float, approximate: str) -> Tensor:
     scores32 = scores.to(accumulation_dtype(scores))
-    mean_square = scores32.square().sum(dim=-1, keepdim=True) / tau.square()
+    mean_square = scores32.square().sum(dim=-1, keepdim=True) / tau.to(scores32.dtype).square()
     z = scores32 * torch.rsqrt(mean_square + eps)
     return F.gelu(z, approximate=approximate).to(scores.dtype)
 
@@ -113,7 +113,7 @@ def gelu_tanh_l2(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
 def gelu_l2_post(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
     """τ · gelu(A) / ‖gelu(A)‖₂."""
     activation = F.gelu(scores.to(accumulation_dtype(scores)))
-    mean_square = activation.square().sum(dim=-1, keepdim=True) / tau.square()
+    mean_square = activation.square().sum(dim=-1, keepdim=True) / tau.to(activation.dtype).square()
     return (activation * torch.rsqrt(mean_square + eps)).to(scores.dtype)
 
 
