@@ -11,7 +11,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -85,6 +85,20 @@ def whole_file(path: Path, sync: bool = True) -> Iterator[BinaryIO]:
         if isinstance(error, OSError):  # for a full disk, Python does not name the file
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
+
+
+def content_digest(files: Iterable[Path]) -> str:
+    """Return the SHA-256 of the content of files, one after another, in hexadecimal.
+
+    Raises:
+        OSError: If a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
 
 
 def make_folder(folder: Path, option: str) -> None:

@@ -120,6 +120,46 @@ def test_an_interruption_changes_nothing(texts, tmp_path, monkeypatch):
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("unfinished", [False, True])
+@pytest.mark.parametrize("edited", ["texts/a.txt", "tokenizer/tokenizer.json"])
+@pytest.mark.parametrize("named", ["tokenizer", "tokenizer/tokenizer.json"])
+def test_an_edited_file_of_the_same_size_is_noticed(
+    texts, tmp_path, monkeypatch, named, edited, unfinished
+):
+    monkeypatch.chdir(tmp_path)
+    language.byte_tokenizer().save_pretrained("tokenizer")
+    how = ("texts/a.txt", "out", "--tokenizer", named, "--context-length", 16, "--val-share", 0.1)
+    if unfinished:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                run(*how)
+    else:
+        run(*how)
+    made = tmp_path / ("out.partial" if unfinished else "out")
+    before, whole = contents(made), Path(edited).read_text()
+    Path(edited).write_text(whole.replace("a", "b", 1))
+    with pytest.raises(InputError, match=rf"{made.name} was made with other settings \(\w*files: "):
+        run(*how)
+    assert before.items() <= contents(made).items()
+    Path(edited).write_text(whole)
+    run(*how)  # edited back
+    assert Path("out").is_dir()
+
+
+def test_tokens_of_an_earlier_version_are_refused_and_kept(texts, tmp_path):
+    how = (texts, tmp_path / "out", "--context-length", 16, "--val-share", 0.1)
+    run(*how)
+    file = tmp_path / "out" / "meta.json"
+    meta = json.loads(file.read_text())
+    meta["settings"]["files"] = "0123456789abcdef"  # of names and sizes
+    file.write_text(json.dumps(meta))
+    before = contents(tmp_path / "out")
+    with pytest.raises(InputError, match=r"files: 0123456789abcdef, now .* choose another place"):
+        run(*how)
+    assert contents(tmp_path / "out") == before
+
+
 def test_tokens_among_the_texts_are_not_read(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(preparation, "_BATCH", 3000)
     how = (texts, "--val-share", 0.1, "--context-length", 16, "--shard-tokens", 5000)

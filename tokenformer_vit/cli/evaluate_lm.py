@@ -50,7 +50,7 @@ import numpy as np
 
 from tokenformer_vit.command_line import command_parser, printable, typed_command, whole_number
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import make_folder, write_whole
+from tokenformer_vit.files import content_digest, make_folder, write_whole
 from tokenformer_vit.models.quantization import CONFIGS, model_bytes, quantize
 from tokenformer_vit.records import environment, write_record
 
@@ -313,12 +313,7 @@ def _fingerprint(files: Iterable[Path]) -> str:
     Raises:
         OSError: If a file cannot be read.
     """
-    digest = hashlib.sha256()
-    for file in sorted(files):
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()[:16]
+    return content_digest(sorted(files))[:16]
 
 
 def _fingerprint_of(tokenizer: Any) -> str:

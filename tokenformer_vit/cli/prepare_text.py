@@ -28,6 +28,10 @@ from typing import Any
 
 from tokenformer_vit.command_line import command_parser, number, printable, whole_number
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.files import content_digest
+
+# Names of the files of a tokenizer, in a folder that may also hold a model.
+_OF_TOKENIZER = re.compile(r"token|vocab|merges|\.model$")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -100,9 +104,18 @@ def _settings(args: argparse.Namespace, files: Sequence[Path]) -> dict[str, Any]
     settings = {name: value for name, value in vars(args).items() if name != "target"}
     settings["sources"] = [str(path) for path in args.sources] or [args.hub or "reversal"]
     settings["val"] = [str(path) for path in args.val]
-    sizes = "\n".join(f"{file} {file.stat().st_size}" for file in files)
-    settings["files"] = hashlib.blake2b(os.fsencode(sizes), digest_size=8).hexdigest()
+    settings["files"] = _digest(files)
+    path = Path(args.tokenizer)
+    inside = [file for file in sorted(path.glob("*")) if _OF_TOKENIZER.search(file.name)]
+    if known := [file for file in (path, *inside) if file.is_file()]:
+        settings["tokenizer_files"] = _digest(known)
     return {name: _plain(value) for name, value in settings.items()}
+
+
+def _digest(files: Sequence[Path]) -> str:
+    """Return a hash of the names and the content of files."""
+    contents = "\n".join(f"{file} {content_digest([file])}" for file in files)
+    return hashlib.blake2b(os.fsencode(contents), digest_size=8).hexdigest()
 
 
 def _plain(value: Any) -> Any:
