@@ -219,6 +219,29 @@ def test_charts_and_check(root):
 
 
 @pytest.mark.parametrize(
+    "short", [("softmax", "vit", "gelu_l1"), ("softmax",)], ids=["all runs", "one variant"]
+)
+def test_runs_without_a_curve_are_drawn_by_their_results(short):
+    curve = {"epoch": [1, 2], "top1": [70.0, 80.0]}
+    shared = {"lr": 1e-3, "final": {"top1": 80.0}, "epochs": 2, "validation": curve}
+    records = [
+        {
+            **shared,
+            "variant": variant,
+            "seed": seed,
+            "loss": dict.fromkeys(("iteration", "loss"), [] if variant in short else [1, 2]),
+        }
+        for variant in ("softmax", "vit", "gelu_l1")
+        for seed in (0, 1)
+    ]
+    records[-1]["failed"] = "the loss is nan"
+    question = next(each for each in QUESTIONS if each.name == "softmax")
+    figure = question.draw(records)
+    figure.draw_without_rendering()
+    assert len(figure.legends[0].get_texts()) == 3
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"epochs": 3}, r"epochs is .* in .*softmax_seed0.* cannot be compared; give"),

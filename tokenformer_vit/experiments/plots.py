@@ -104,7 +104,12 @@ def _colour(block: int, depth: int) -> Any:
 
 def curves_of(records: Sequence[Record], curve: str, along: str, what: str) -> pd.DataFrame:
     """Return a curve with a column for each run, at the points that all runs have."""
-    columns = [pd.Series(run[curve][what], run[curve][along], dtype=float) for run in records]
+    columns = [
+        # A run shorter than the interval of logging has no points, and no axis draws an empty index
+        # of objects.
+        pd.Series(run[curve][what], pd.Index(run[curve][along], dtype=float), dtype=float)
+        for run in records
+    ]
     return pd.concat(columns, axis=1, join="inner")
 
 
