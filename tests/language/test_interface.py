@@ -379,17 +379,31 @@ def test_base_models_and_classifiers_open_a_language_model(tokens, tmp_path):
     torch.testing.assert_close(classifier(tokens).logits, output.logits)
 
 
-def test_the_rotation_table_is_made_once_and_outlives_casts(tokens):
+def test_the_angles_of_rotation_are_made_once_and_outlive_casts(tokens):
     model = build()
     with torch.inference_mode():
         model(tokens)
-    table = model.model._table
+    turns = model.model._turns
     model(tokens, labels=tokens).loss.backward()
-    assert model.model._table is table
+    assert model.model._turns is turns
     model.bfloat16()(tokens)
-    assert model.model._table is table
-    assert table[0].dtype == torch.float32
-    assert "table" not in "".join(model.state_dict())
+    assert model.model._turns is turns
+    assert turns[0].dtype == torch.float32
+    assert "turns" not in "".join(model.state_dict())
+
+
+@pytest.mark.parametrize("first", [-3, 38, 5000])
+@pytest.mark.parametrize("grad", [False, True])
+def test_only_distances_count_also_outside_of_the_context(tokens, first, grad):
+    model, positions = build(), torch.arange(9)[None]
+    with torch.set_grad_enabled(grad):
+        expected = model(tokens, position_ids=positions).logits
+        moved = model(tokens, position_ids=positions + first).logits
+        one = [model(tokens[:, :1], position_ids=positions[:, :1] + at).logits for at in (0, first)]
+    torch.testing.assert_close(moved, expected, rtol=1e-3, atol=1e-3)  # angles are float32
+    torch.testing.assert_close(*one)
+    model.config.rotary_base = 100.0  # it sees the rotation
+    assert not torch.allclose(model(tokens).logits, expected, rtol=1e-2, atol=1e-2)
 
 
 def test_models_of_other_rotations_are_not_merged():

@@ -283,9 +283,10 @@ class TokenFormerModel(TokenFormerDecoder, TokenFormerPreTrainedModel):
                 in ``past_key_values``.
             attention_mask: (B, all tokens) 1 for tokens, 0 for padding on the left or right; or
                 the mask that the attention function takes, such as (B or 1, 1, N, all tokens).
-            position_ids: (B, N) position of each token in its sequence, below the context length;
-                default: counted from the first token that is not padding. Without mask and earlier
-                tokens, a position that does not follow the one before begins another sequence.
+            position_ids: (B, N) position of each token in its sequence, below the context length
+                if positions are learned; default: counted from the first token that is not padding.
+                Without mask and earlier tokens, a position that does not follow the one before
+                begins another sequence.
             past_key_values: Any cache of transformers.
             inputs_embeds: (B, N, C) embedded tokens, instead of ``input_ids``.
             use_cache: Whether to make a cache if none is given; default: ``config.use_cache``.

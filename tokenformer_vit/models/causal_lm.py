@@ -29,8 +29,6 @@ from .sizes import Size, nest_layers, nested_sizes, set_size
 
 # Standard deviation of the initial embeddings and head.
 EMBEDDING_STD = 0.02
-# A table of rotations for so many positions takes 8 MB, if heads are 64 wide.
-_MOST_POSITIONS = 2**14
 
 
 class TokenFormerDecoder(nn.Module):
@@ -61,9 +59,9 @@ class TokenFormerDecoder(nn.Module):
 
     block: type[CausalBlock] = CausalBlock
     checkpoint_blocks = False
-    # Not a buffer: a cast must not round it, and to_empty() must not empty it.
-    _table: tuple[Tensor, Tensor] | None = None
-    _table_of: tuple[int, float, int] | None = None  # its length, base and rotated dimensions
+    # Not buffers: a cast must not round them, and to_empty() must not empty them.
+    _turns: tuple[Tensor, Tensor] | None = None
+    _turns_of: tuple[float, int] | None = None  # their base and rotated dimensions
 
     def __init__(
         self,
@@ -142,8 +140,8 @@ class TokenFormerDecoder(nn.Module):
             attention_mask: (B, all tokens) true or 1 for tokens, false or 0 for padding; tokens of
                 the cache come first. None if there is no padding.
             cache: Keys and values of earlier tokens; the keys and values of ``tokens`` are added.
-            positions: (B, N) position of each token in its sequence, below the context length;
-                default: counted from the first token that is not padding.
+            positions: (B, N) position of each token in its sequence, below the context length if
+                positions are learned; default: counted from the first token that is not padding.
 
         Returns:
             (B, N, C) normalised features.
@@ -177,7 +175,7 @@ class TokenFormerDecoder(nn.Module):
 
         Args:
             x: (B, N, C) embeddings of tokens.
-            positions: (B or 1, N) position of each token, below the context length.
+            positions: (B or 1, N) position of each token, as for :meth:`forward`.
             mask: Mask that the attention function takes.
             past_key_values: Cache, or None.
             **kwargs: ``attend``, the attention function.
@@ -222,43 +220,41 @@ class TokenFormerDecoder(nn.Module):
         """Return what :func:`rotate` takes besides queries and keys, in float32.
 
         Args:
-            positions: (B or 1, N) positions of tokens.
+            positions: (B or 1, N) positions of tokens, any whole numbers.
             few: Whether operations on them take longer than what they compute.
         """
-        length, device = self.config.context_length, positions.device
+        device = positions.device
+        compiled = torch.compiler.is_compiling()
         # A compiled graph must not make a tensor that stays.
-        if torch.compiler.is_compiling() or length > _MOST_POSITIONS:
-            cos, sin = self._waves(positions)
-            return cos[:, None], sin[:, None]
-        table, table_of = self._table, (length, self.config.rotary_base, self.rotary_dims)
-        if table is None or table[0].device != device or self._table_of != table_of:
+        turns, swap = self._make_turns(device) if compiled else self._kept_turns(device)
+        if few and not compiled:
+            angles = positions[:, None, :, None] * turns
+            return angles.cos(), angles.sin(), swap
+        angles = positions[:, None, :, None] * turns[: self.rotary_dims]
+        return angles.cos(), angles.sin()
+
+    def _kept_turns(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return what :meth:`_make_turns` made, which decoding steps would take long to make."""
+        turns, turns_of = self._turns, (self.config.rotary_base, self.rotary_dims)
+        if turns is None or turns[0].device != device or self._turns_of != turns_of:
             with torch.inference_mode(False), torch.no_grad():  # training may follow
-                table = self._make_table(length, device)
-            if type(table[0]) is Tensor:  # a fake tensor must not stay
-                self._table, self._table_of = table, table_of
-        waves, swap = table
-        cos, sin = waves[positions].unsqueeze(1).chunk(2, dim=-1)
-        if few:
-            return cos, sin, swap
-        dims = self.rotary_dims
-        return cos[..., :dims], sin[..., :dims]
+                turns = self._make_turns(device)
+            if type(turns[0]) is Tensor:  # a fake tensor must not stay
+                self._turns, self._turns_of = turns, turns_of
+        return turns
 
-    def _make_table(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return (length, 2 D) cosines and sines, and the (D,) ``swap`` of :func:`rotate`."""
-        cos, sin = self._waves(torch.arange(length, device=device))
+    def _make_turns(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the (D,) angles of position 1, and the (D,) ``swap`` of :func:`rotate`.
+
+        The first angle of a pair is negative, for its sine; the cosine is the same.
+        """
+        rotated = self.rotary_dims
+        powers = torch.arange(0, rotated, 2, device=device, dtype=torch.float32) / rotated
+        turns = self.config.rotary_base**-powers
         dims = torch.arange(self.config.embed_dim // self.config.num_heads, device=device)
-        first, second = dims[: self.rotary_dims].chunk(2)
-        rest = cos.new_zeros(length, len(dims) - self.rotary_dims)
-        swap = torch.cat((second, first, dims[self.rotary_dims :]))
-        return torch.cat((cos, rest + 1, sin, rest), dim=-1), swap
-
-    def _waves(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (..., R) cosines and signed sines of (...) positions in float32."""
-        dims = self.rotary_dims
-        powers = torch.arange(0, dims, 2, device=positions.device, dtype=torch.float32) / dims
-        angles = positions[..., None] * self.config.rotary_base**-powers
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        first, second, rest = dims.tensor_split((rotated // 2, rotated))
+        angles = torch.cat((-turns, turns, turns.new_zeros(len(rest))))
+        return angles, torch.cat((second, first, rest))
 
 
 class TokenFormerLM(TokenFormerDecoder):
