@@ -229,6 +229,18 @@ def test_a_static_cache_writes_the_same(padded, tokens):
     torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens).logits)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_first_blocks_draft_what_the_model_writes(depth, tokens):
+    model, runs = build(depth=3, num_ffn_param_tokens=[128, 96, 64]), []
+    expected = model.generate(tokens[:1], **PLAIN)
+    for block in model.model.blocks:
+        block.register_forward_hook(lambda block, *_: runs.append(block.attn.layer_idx))
+    written = model.generate(tokens[:1], assistant_early_exit=depth, **PLAIN)
+    assert torch.equal(written, expected)
+    assert model.config.num_hidden_layers == 3
+    assert runs.count(0) == runs.count(depth - 1) > runs.count(depth)
+
+
 def test_a_cache_has_two_names(tokens):
     model = build()
     logits = []

@@ -189,7 +189,8 @@ class TokenFormerDecoder(nn.Module):
             rotation = self._rotation(positions, not torch.is_grad_enabled() and is_few(x))
         # A block that is computed twice would append to the cache twice.
         again = self.checkpoint_blocks and self.training and past_key_values is None
-        for block in self.blocks:
+        # transformers lowers the depth while the first blocks draft (assistant_early_exit).
+        for block in list(self.blocks)[: self.config.depth]:
             run = partial(checkpoint, block, use_reentrant=False) if again else block
             x = run(x, mask, rotation, past_key_values=past_key_values, **kwargs)
         return self.norm(x)
