@@ -51,6 +51,16 @@ def test_a_released_file_becomes_a_folder_and_the_same_file_again(source, tmp_pa
         run(source, folder)
 
 
+def test_a_head_that_was_untied_by_hand_is_not_dropped(source, tmp_path):
+    run(source, tmp_path / "folder", "--num-heads", 2)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
+    model.lm_head.weight = torch.nn.Parameter(2 * model.lm_head.weight)
+    model.save_pretrained(tmp_path / "untied")
+    with pytest.raises(InputError, match="the head has other weights than the embedding"):
+        run(tmp_path / "untied", tmp_path / "back.bin", "--to-released")
+    assert not (tmp_path / "back.bin").exists()
+
+
 def test_a_converted_folder_says_where_texts_end(source, tmp_path):
     words = {"a": 0, "<|endoftext|>": 1}
     Tokenizer(WordLevel(words, "a")).save(str(tmp_path / "tokenizer.json"))

@@ -9,8 +9,15 @@ from torch.nn.functional import layer_norm
 pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import grow
-from tokenformer_vit.language import from_released, read_released, released_config, to_released
+from tokenformer_vit.growth import TokenMasks, grow
+from tokenformer_vit.language import (
+    TokenFormerConfig,
+    TokenFormerForCausalLM,
+    from_released,
+    read_released,
+    released_config,
+    to_released,
+)
 from tokenformer_vit.models import LMConfig, TokenFormerLM, lm_config
 
 PUBLISHED = {  # depth, width, heads, parameters
@@ -183,6 +190,34 @@ def test_what_the_released_code_would_compute_otherwise_is_not_exported():
     other = LMConfig(vocab_size=9, embed_dim=16, depth=1, num_heads=2, positions="learned")
     with pytest.raises(InputError, match="positions is learned, not rotary"):
         to_released(TokenFormerLM(other))
+
+
+def test_a_model_that_computes_otherwise_at_the_moment_is_not_exported():
+    model = convert(released(depth=2), num_heads=2)
+    masks = TokenMasks(model)
+    masks.add("half", {"qkv": slice(24), "proj": slice(24), "ffn": slice(96)})
+
+    def refused(message, model=model):
+        with pytest.raises(InputError, match=message):
+            to_released(model)
+
+    with masks.use("half"):
+        refused(r"blocks\.0\.attn\.query has a mask; .*uses all its pairs")
+    model.set_size(0.5)
+    refused(r"blocks\.0\.attn\.query has a size; ")
+    model.set_size(None)
+    model.blocks[1].mlp.top_k = 4
+    refused(r"model: blocks\.1\.mlp has a top_k; ")
+    model.blocks[1].mlp.top_k = None
+    to_released(model)
+
+    shape = {"vocab_size": 9, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    uncertain = TokenFormerLM(LMConfig(**shape, pattention_args={"eps": 1.0}))
+    refused(r"blocks\.0\.mlp has eps = 1, more than 1e-06", uncertain)
+    untied = TokenFormerForCausalLM(TokenFormerConfig(**shape))
+    to_released(untied)
+    untied.lm_head.weight = torch.nn.Parameter(2 * untied.lm_head.weight)
+    refused("the head has other weights than the embedding", untied)
 
 
 def test_what_is_no_released_checkpoint_is_refused(tmp_path):

@@ -61,7 +61,7 @@ def _from_released(args: argparse.Namespace, language: ModuleType) -> None:
 
 
 def _to_released(args: argparse.Namespace, language: ModuleType) -> None:
-    state_dict = language.to_released(language.load_language_model(args.source).model)
+    state_dict = language.to_released(language.load_language_model(args.source))
     data = io.BytesIO()
     torch.save({name: tensor.detach().clone() for name, tensor in state_dict.items()}, data)
     args.target.parent.mkdir(parents=True, exist_ok=True)

@@ -20,6 +20,8 @@ from tokenformer_vit.models import LMConfig, TokenFormerDecoder, lm_config
 from tokenformer_vit.models.weights import read_state_dict
 from tokenformer_vit.ops import default_tau
 
+from .modeling import TokenFormerForCausalLM
+
 _EMBEDDING = "sequential.0.word_embeddings.weight"
 _FIRST = "sequential.2"  # the first block; the modules without tensors also have numbers
 _HEADS = {
@@ -28,6 +30,7 @@ _HEADS = {
 }
 # Fields that are fixed in the released code; LMConfig has the same values as defaults.
 _FIXED = ("positions", "rotary_share", "rotary_base", "tie_embeddings", "theta", "norm", "norm_eps")
+_EPS = 1e-6  # the default of Pattention, which changes outputs by as little
 
 
 def read_released(
@@ -148,7 +151,7 @@ def released_config(
     return config
 
 
-def to_released(model: TokenFormerDecoder) -> dict[str, Tensor]:
+def to_released(model: TokenFormerDecoder | TokenFormerForCausalLM) -> dict[str, Tensor]:
     """Convert a model to a state dict of the released code.
 
     Args:
@@ -159,17 +162,26 @@ def to_released(model: TokenFormerDecoder) -> dict[str, Tensor]:
 
     Raises:
         InputError: If the released code would compute something else, for example for a grown
-            model, whose τ is no longer √P.
+            model, whose τ is no longer √P, or while a mask, a size or a ``top_k`` is in use.
 
     Note:
-        The released code has no ``eps``. For a model with ``eps`` its outputs differ by about 1e-6.
+        The released code has no ``eps``. For a model with the default of 1e-6 its outputs differ by
+        about 1e-6; a larger ``eps`` is refused.
     """
-    default = LMConfig()
+    if isinstance(model, TokenFormerForCausalLM):
+        model, head = model.model, model.lm_head
+    else:
+        head = getattr(model, "head", None)
+    default, config = LMConfig(), model.config
     differing = [
-        f"{name} is {getattr(model.config, name)}, not {getattr(default, name)}"
+        f"{name} is {getattr(config, name)}, not {getattr(default, name)}"
         for name in _FIXED
-        if getattr(model.config, name) != getattr(default, name)
+        if getattr(config, name) != getattr(default, name)
     ]
+    # transformers loads two weights that differ, whatever the configuration says.
+    own_head = head is not None and not torch.equal(head.weight, model.embedding.weight)
+    if config.tie_embeddings and own_head:
+        differing.append("the head has other weights than the embedding")
     differing += [
         f"{name} is {numbers}, not one number for all blocks"
         for name, numbers in token_arguments(model.blocks).items()  # type: ignore[arg-type]
@@ -181,13 +193,18 @@ def to_released(model: TokenFormerDecoder) -> dict[str, Tensor]:
             differing.append(
                 f"{name} has τ = {layer.tau.item():.6g}, not √{layer.num_param_tokens} = {tau:.6g}"
             )
+        if layer.eps > _EPS:
+            differing.append(f"{name} has eps = {layer.eps:g}, more than {_EPS:g}")
+        limits = {"a mask": layer.active, "a size": layer.size, "a top_k": layer.top_k}
+        differing += [f"{name} has {limit}" for limit in limits if limits[limit] is not None]
     if differing:
         raise InputError(
             f"the released code cannot compute this model: {_some(differing)}; give a model "
-            "that did not grow, with the Θ, norm and positions of the released models"
+            "that did not grow and uses all its pairs, with the Θ, eps, norm, positions and head "
+            "of the released models"
         )
     state_dict = model.state_dict()
-    return {theirs: state_dict[own] for theirs, own in _names(model.config.depth)}
+    return {theirs: state_dict[own] for theirs, own in _names(config.depth)}
 
 
 def _names(depth: int) -> Iterator[tuple[str, str]]:
