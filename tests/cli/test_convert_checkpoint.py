@@ -83,6 +83,17 @@ def test_what_does_not_fit_leaves_nothing(source, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.bin", "tokenizer.json"]
 
 
+@pytest.mark.parametrize(
+    "ignored", [("--tokenizer", "x"), ("--num-heads", 2), ("--context-length", 2048), ("--eps", 0)]
+)
+def test_what_does_not_go_together(source, tmp_path, capsys, ignored):
+    run(source, tmp_path / "folder", "--num-heads", 2)
+    with pytest.raises(SystemExit, match="2"):
+        run(tmp_path / "folder", tmp_path / "back.bin", "--to-released", *ignored)
+    assert "leave out --tokenizer, --num-heads, " in capsys.readouterr().err
+    assert not (tmp_path / "back.bin").exists()
+
+
 def test_damaged_weights_are_not_converted(source, tmp_path):
     whole = source.read_bytes()
     data = bytearray(whole)

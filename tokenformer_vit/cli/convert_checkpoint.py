@@ -17,6 +17,7 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -42,9 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _from_released(args: argparse.Namespace, language: ModuleType) -> None:
-    config, state_dict = language.read_released(
-        args.source, args.num_heads, args.context_length, args.eps
-    )
+    config, state_dict = language.read_released(args.source, **_of_released(args))
     tokenizer = args.tokenizer and language.load_tokenizer(args.tokenizer, config.vocab_size)
     with torch.device("meta"):
         model = language.TokenFormerForCausalLM(language.TokenFormerConfig(**vars(config)))
@@ -83,11 +82,22 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="H",
         help="attention heads, needed if the model has no published size",
     )
-    add("--context-length", type=whole_number(1), default=2048, metavar="N", help="default: 2048")
+    add("--context-length", type=whole_number(1), metavar="N", help="default: 2048")
     add(
         "--eps",
         type=float,
-        default=0.0,
         help="eps of Pattention (default: 0, as in the released code; use 1e-6 to train further)",
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.to_released and (args.tokenizer is not None or _of_released(args)):
+        parser.error(
+            "--to-released keeps what the folder says: leave out --tokenizer, --num-heads, "
+            "--context-length and --eps"
+        )
+    return args
+
+
+def _of_released(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what was given of the options that a released file does not answer."""
+    names = ("num_heads", "context_length", "eps")
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
