@@ -187,7 +187,7 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
             return
         where = {key: value for key, value in kwargs.items() if key in _PLACES}
         try:
-            saved, _ = cls.config_class.get_config_dict(source, **where)
+            saved, _ = TokenFormerConfig.get_config_dict(source, **where)
         except OSError:  # the folder of an adapter of peft, or weights alone
             return
         check_computation(model, saved, source)
