@@ -376,4 +376,4 @@ def test_two_processes_compiled_under_autocast(train, config, tmp_path):
         train.arguments[0] = str(config)
     lines = (tmp_path / "diagnostics.jsonl").read_text().splitlines()
     assert [json.loads(line)["iteration"] for line in lines] == [0, 3, 6, 9]  # once, not by each
-    assert json.loads(lines[-1])["images"] == 48
+    assert json.loads(lines[-1])["examples"] == 48

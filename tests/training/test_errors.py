@@ -571,7 +571,9 @@ def test_a_checkpoint_of_another_model_is_refused(train, tmp_path):
     )
     assert "the checkpoint is of another model" in line
     assert "is (1, 1, 24) in the file and (1, 1, 36) in the model" in line
-    line = train.fails(tmp_path, "--resume", "--batch-size", "12")
+    line = train.fails(
+        tmp_path, "--resume", "--batch-size", "12", "--cfg-options", "train_cfg.max_epochs=2"
+    )
     assert "6 iterations an epoch, this run has 4" in line
 
 
