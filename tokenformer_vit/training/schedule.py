@@ -15,8 +15,8 @@ from .storage import plain_values
 
 # What a resumed run may change of model and data: places of files, and how the same is computed.
 _FREE = {
-    *("backend", "checkpoint", "compile", "data_prefix", "data_root", "grad_checkpointing"),
-    *("init_cfg", "pretrained", "teacher", "validated", "with_cp"),
+    *("ann_file", "backend", "checkpoint", "compile", "data_prefix", "data_root"),
+    *("grad_checkpointing", "init_cfg", "pretrained", "teacher", "validated", "with_cp"),
 }
 _EMA = "default_hooks.ema"
 _SEED = "randomness.seed"
@@ -133,9 +133,9 @@ def check_training_is_kept(cfg: Any, before: Mapping[str, Any] | None) -> None:
 def _not_kept(name: str, before: Any, now: Any) -> str:
     before, now = ("not set" if each is None else each for each in (before, now))
     return (
-        f"{name} was {before} in the checkpoint and is {now} now, but a resumed run must "
-        "keep its schedule and its steps: give the old value, or start a new run from the "
-        "weights with `--cfg-options load_from=CHECKPOINT` in another --work-dir"
+        f"{name} was {before} in the checkpoint and is {now} now, but a resumed run must stay the "
+        "same: give the old value, or start a new run from the weights with `--cfg-options "
+        "load_from=CHECKPOINT` in another --work-dir"
     )
 
 
