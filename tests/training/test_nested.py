@@ -168,7 +168,7 @@ def test_a_batch_without_an_image_for_a_size_is_refused():
 def test_gradient_checkpointing_is_refused(batch):
     model = build({})
     model.sized.set_grad_checkpointing()
-    with pytest.raises(InputError, match="remove size_rule"):
+    with pytest.raises(InputError, match="gradient checkpointing is on"):
         model.loss(*batch)
 
 
