@@ -188,8 +188,9 @@ def test_no_spills_for_any_model(theta, name, cache):
     cases += [(pairs, *how) for pairs in (192, 576, 8620) for how in ((3, "bf16"), (1, "fp32"))]
     for pairs, segments, dtype in cases:
         _, registers, spilled = compiled(name, theta, pairs, cache, segments, dtype)
-        # Of Triton 3.8 the backward of gelu_l1 spills two registers at one P, and uses 56.
-        assert spilled <= (8 if (theta, name) == ("gelu_l1", "backward") else 0), (pairs, dtype)
+        # Triton 3.8 spills two registers there.
+        known = (theta, name, pairs, dtype) == ("gelu_l1", "backward", 1792, "bf16")
+        assert spilled <= 8 * known, (pairs, segments, dtype)
         assert registers <= 192, (pairs, segments, dtype)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import pattention_layers
+from tokenformer_vit.layers.arguments import EPS
 from tokenformer_vit.layers.block import token_arguments
 from tokenformer_vit.layers.segments import TOKENS
 from tokenformer_vit.models import LMConfig, TokenFormerDecoder, lm_config
@@ -30,7 +31,6 @@ _HEADS = {
 }
 # Fields that are fixed in the released code; LMConfig has the same values as defaults.
 _FIXED = ("positions", "rotary_share", "rotary_base", "tie_embeddings", "theta", "norm", "norm_eps")
-_EPS = 1e-6  # the default of Pattention, which changes outputs by as little
 
 
 def read_released(
@@ -193,8 +193,8 @@ def to_released(model: TokenFormerDecoder | TokenFormerForCausalLM) -> dict[str,
             differing.append(
                 f"{name} has τ = {layer.tau.item():.6g}, not √{layer.num_param_tokens} = {tau:.6g}"
             )
-        if layer.eps > _EPS:
-            differing.append(f"{name} has eps = {layer.eps:g}, more than {_EPS:g}")
+        if layer.eps > EPS:
+            differing.append(f"{name} has eps = {layer.eps:g}, more than {EPS:g}")
         limits = {"a mask": layer.active, "a size": layer.size, "a top_k": layer.top_k}
         differing += [f"{name} has {limit}" for limit in limits if limits[limit] is not None]
     if differing:

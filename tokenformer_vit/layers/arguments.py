@@ -16,6 +16,7 @@ COUNTS = {
     "ffn": "num_ffn_param_tokens",
 }
 
+EPS = 1e-6  # of a layer that is given none
 _GATES = ("none", "learned", "fixed")
 # A model passes these to all of its layers.
 _SHARED_ARGS = ("tau", "learn_tau", "eps", "key_init_scale", "gate")

@@ -22,7 +22,7 @@ from tokenformer_vit.ops import (
     theta_weights,
 )
 
-from .arguments import check_argument
+from .arguments import EPS, check_argument
 from .nested import NestedLayer
 
 # pattention() branches on its inputs and may run custom kernels, so fx must not trace into it.
@@ -132,7 +132,7 @@ class Pattention(NestedLayer):
         num_param_tokens: int,
         theta: str = "gelu_l2",
         tau: float | None = None,
-        eps: float = 1e-6,
+        eps: float = EPS,
         init_gain: float = 1.0,
         learn_tau: bool = False,
         key_init_scale: float = 1.0,

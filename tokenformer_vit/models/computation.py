@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.layers.arguments import EPS
 
 # Arguments of image and language models. Not the base of rotary positions, which users change to
 # read longer sequences.
 _ARGUMENTS = ("theta", "num_heads", "norm_eps", "use_rot_pos_emb", "rotary_share")
-_EPS = 1e-6  # of Pattention
 
 
 def computation_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def computation_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """
     found = {name: arguments[name] for name in (*_ARGUMENTS, "eps") if name in arguments}
     if "pattention_args" in arguments:
-        found["eps"] = (arguments["pattention_args"] or {}).get("eps", _EPS)
+        found["eps"] = (arguments["pattention_args"] or {}).get("eps", EPS)
     return found
 
 

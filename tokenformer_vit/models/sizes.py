@@ -114,8 +114,8 @@ def check_not_recomputed(model: nn.Module) -> None:
     """
     if not (model.training and torch.is_grad_enabled()):
         return
-    flags = ("grad_checkpointing", "gradient_checkpointing", "checkpoint_blocks")
     # timm's, transformers' and our own.
+    flags = ("grad_checkpointing", "gradient_checkpointing", "checkpoint_blocks")
     if any(getattr(each, flag, False) for each in model.modules() for flag in flags):
         raise InputError(
             "gradient checkpointing is on, and the backward pass would compute the blocks again "
