@@ -38,7 +38,8 @@ def environment(
 
     Returns:
         ``commit``, ``date``, ``hardware`` and ``versions``, ready for JSON; of a CPU also ``cpu``,
-        its name and the instructions that PyTorch uses: speeds and last digits depend on them.
+        its name, family and model, and the instructions that PyTorch uses: speeds and last digits
+        depend on them.
     """
     root, commit = Path(__file__).parents[1], os.environ.get(COMMIT_VARIABLE, "")
     commit = commit or f"tokenformer_vit {tokenformer_vit.__version__}"
@@ -65,8 +66,11 @@ def environment(
 def _cpu_name() -> str:
     with suppress(OSError):  # only Linux has this file
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        if name := re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE):
-            return name[1]
+        fields = dict(re.findall(r"^(\S.*?)\s*: (.+)$", text, re.MULTILINE))
+        if name := fields.get("model name"):
+            # A virtual machine often hides which CPU it has; these two numbers of x86 tell it.
+            family, model = fields.get("cpu family"), fields.get("model")
+            return f"{name}, family {family}, model {model}" if family and model else name
     return platform.processor() or platform.machine()
 
 
