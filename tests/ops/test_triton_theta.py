@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-PAIRS = [1, 64, 72, 100, 576, 768, 2304]
+PAIRS = [1, 64, 72, 100, 576, 768, 1792, 2304]
 SIZES: list[tuple[int, int, torch.dtype]] = list(itertools.product((1, 5, 197), PAIRS, DTYPES))
 if INTERPRETED:  # where a kernel takes a second for one of the large ones
     SIZES = [(rows, pairs, dtype) for rows, pairs, dtype in SIZES if rows * pairs < 100_000]
@@ -36,7 +36,7 @@ else:
     SIZES += itertools.product([1576], [576, 2304, 3072, MAX_PARAM_TOKENS - 1], DTYPES)
 CASES = [("gelu_l2", *size) for size in SIZES]
 for other in (name for name in THETAS if name != "gelu_l2"):  # the same frame, so fewer sizes
-    CASES += [(other, *size) for size in SIZES if size[0] > 1 and size[1] in (72, 576, 2304)]
+    CASES += [(other, *size) for size in SIZES if size[0] > 1 and size[1] in (72, 100, 576, 2304)]
 EPS = 1e-6
 FENCE = 64
 
@@ -370,7 +370,8 @@ def test_a_batch_of_gradients(device, theta):
     (batch,) = torch.autograd.grad(outs, x, [*grads], is_grads_batched=True, retain_graph=True)
     for index in range(3):
         (single,) = torch.autograd.grad(outs, x, [*grads[:, index]], retain_graph=True)
-        torch.testing.assert_close(batch[index], single, rtol=1e-4, atol=1e-4)
+        # Under softmax the largest elements are near 1000, and others cancel.
+        assert (batch[index] - single).norm() < 1e-5 * single.norm()
 
 
 @on_each_device

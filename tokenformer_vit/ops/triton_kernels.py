@@ -1,8 +1,8 @@
 """Θ in two Triton kernels, one for each direction; for NVIDIA GPUs.
 
 Both read a row once, hold it in registers, and write their results once. A row of P entries is
-split into two power-of-two blocks, and only the second is masked: 576 = 512 + 64 leaves no idle
-lane, but a single block would be padded to 1024. README.md in this folder counts the savings.
+split into two power-of-two blocks where that pads less: 576 = 512 + 64 leaves no idle lane, but a
+single block would be padded to 1024. README.md in this folder counts the savings.
 
 All variants share the two kernels. THETA, the name of a variant, chooses their arithmetic while
 they are compiled.
@@ -134,12 +134,17 @@ def _load_tau(tau, ROWS: constexpr, SEGMENTS: constexpr):
 
 
 @_kernel
-def _columns(start: constexpr, size: constexpr, ROWS: constexpr):
+def _block(
+    start: constexpr, size: constexpr, rows, there, P: constexpr, ROWS: constexpr
+):  # fmt: skip
+    """Return the offsets of columns in these rows, and which of them are no padding."""
     columns = start + tl.arange(0, size)
-    if ROWS == 1:
-        return columns
+    if ROWS > 1:
+        columns = columns[None, :]
+    if start + size <= P:
+        return rows * P + columns, there
     else:
-        return columns[None, :]
+        return rows * P + columns, there & (columns < P)
 
 
 @_kernel
@@ -165,7 +170,10 @@ def _load(tensor, offsets, inside):
 
 @_kernel
 def _load_scores(scores, offsets, inside, THETA: constexpr):
-    """Load the second block of a row, with scores for the padding that have no weight."""
+    """Load a block of rows, with scores for the padding that have no weight.
+
+    Under softmax, rows that do not exist become NaN, which is never stored.
+    """
     if THETA == "softmax":
         return tl.load(scores + offsets, mask=inside, other=float("-inf")).to(tl.float32)
     else:
@@ -272,12 +280,11 @@ def forward_kernel(
     """Write weights (R, P) and factors (R, 1), for softmax (R, 2), ROWS rows in each program."""
     rows, there = _rows(num_rows, ROWS)
     t = _load_tau(tau, ROWS, SEGMENTS)
-    left = rows * P + _columns(0, LEFT, ROWS)
-    x_left, peak = _load(scores, left, there), 0.0
+    left, in_left = _block(0, LEFT, rows, there, P, ROWS)
+    x_left, peak = _load_scores(scores, left, in_left, THETA), 0.0
     if RIGHT > 0:
-        columns = _columns(LEFT, RIGHT, ROWS)
-        right, inside = rows * P + columns, there & (columns < P)
-        x_right = _load_scores(scores, right, inside, THETA)
+        right, in_right = _block(LEFT, RIGHT, rows, there, P, ROWS)
+        x_right = _load_scores(scores, right, in_right, THETA)
     if THETA == "softmax":
         peak = _row_max(x_left, ROWS)
         if RIGHT > 0:
@@ -297,10 +304,10 @@ def forward_kernel(
         tl.store(factors + rows, factor, mask=there)
 
     dtype = weights.dtype.element_ty
-    tl.store(weights + left, _weights(x_left, factor, t, THETA, PTX).to(dtype), mask=there)
+    tl.store(weights + left, _weights(x_left, factor, t, THETA, PTX).to(dtype), mask=in_left)
     if RIGHT > 0:
         w_right = _weights(x_right, factor, t, THETA, PTX)
-        tl.store(weights + right, w_right.to(dtype), mask=inside)
+        tl.store(weights + right, w_right.to(dtype), mask=in_right)
 
 
 @_kernel
@@ -318,22 +325,21 @@ def backward_kernel(
     else:
         factor = _load(factors, rows, there)
 
-    left = rows * P + _columns(0, LEFT, ROWS)
+    left, in_left = _block(0, LEFT, rows, there, P, ROWS)
     g_left, h_left, terms = _gradient_terms(
-        scores, grad, weights, left, there, peak, factor, t, THETA, PTX
+        scores, grad, weights, left, in_left, peak, factor, t, THETA, PTX
     )
     dot = _row_sum(terms, ROWS)
     if RIGHT > 0:
-        columns = _columns(LEFT, RIGHT, ROWS)
-        right, inside = rows * P + columns, there & (columns < P)
+        right, in_right = _block(LEFT, RIGHT, rows, there, P, ROWS)
         g_right, h_right, terms = _gradient_terms(
-            scores, grad, weights, right, inside, peak, factor, t, THETA, PTX
+            scores, grad, weights, right, in_right, peak, factor, t, THETA, PTX
         )
         dot += _row_sum(terms, ROWS)
 
     dtype = grad.dtype.element_ty
     of_g, of_h, of_tau = _gradient_factors(dot, factor, t, THETA)
     tl.store(dots + rows, of_tau, mask=there)
-    tl.store(grad + left, (of_g * g_left - of_h * h_left).to(dtype), mask=there)
+    tl.store(grad + left, (of_g * g_left - of_h * h_left).to(dtype), mask=in_left)
     if RIGHT > 0:
-        tl.store(grad + right, (of_g * g_right - of_h * h_right).to(dtype), mask=inside)
+        tl.store(grad + right, (of_g * g_right - of_h * h_right).to(dtype), mask=in_right)

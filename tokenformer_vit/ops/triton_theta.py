@@ -48,6 +48,8 @@ def _layout(num_param_tokens: int, kept: int) -> dict[str, int]:
     left = 1 << (num_param_tokens.bit_length() - 1)
     rest = num_param_tokens - left
     right = 1 << (rest - 1).bit_length() if rest else 0
+    if right == left:  # one block of both needs fewer registers
+        left, right = 2 * left, 0
     # A thread keeps up to 32 numbers, or 48 with the second block. A program of one warp needs no
     # barrier for its sums, so it processes several of the rows that are too short for a warp.
     elements = 1024 // kept
