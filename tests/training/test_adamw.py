@@ -122,3 +122,13 @@ def test_a_closure():
         losses.append(optimizer.step(loss))
     assert losses[0] == losses[1] > 0
     check(optimizers)
+
+
+def test_moments_that_growth_resets():
+    optimizers = pair()
+    step(optimizers)
+    for optimizer in optimizers:
+        for parameter in parameters(optimizer)[:2]:
+            del optimizer.state[parameter]  # as stack_blocks(..., moments="reset")
+    step(optimizers)
+    check(optimizers)

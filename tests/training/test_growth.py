@@ -336,6 +336,7 @@ def test_models_that_grow_on_frozen_ones_contain_them(train, growing, tmp_path):
 def test_processes_of_their_own_seeds_grow_the_same_pairs(growing, tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     hook = """
+from pathlib import Path
 from mmengine.hooks import Hook
 from mmengine.dist import all_gather_object
 from mmengine.registry import HOOKS
@@ -345,6 +346,7 @@ class SameHook(Hook):
         (ema,) = [hook for hook in runner.hooks if hasattr(hook, "ema_model")]
         sums = all_gather_object([float(p.abs().sum()) for p in ema.ema_model.parameters()])
         assert sums[0] == sums[1], "the averages differ"
+        (Path(runner.work_dir) / "same").touch()
 """
     (tmp_path / "same_hook.py").write_text(hook)
     train = growing(
@@ -353,6 +355,7 @@ class SameHook(Hook):
     )
     train.environment = {"PYTHONPATH": str(tmp_path)}
     train(tmp_path / "run", "--batch-size", "4", "--launcher", "pytorch", launcher=launcher)
+    assert (tmp_path / "run" / "same").exists()
 
 
 @pytest.mark.slow

@@ -318,10 +318,12 @@ def test_workers_of_a_run_by_iterations_survive_the_sigterm_of_a_job(
     def terminated(self, results):
         if os.getpid() != main and "/train/" in results["img_path"]:
             os.kill(os.getpid(), signal.SIGTERM)
+            (tmp_path / "survived").touch()
         return transform(self, results)
 
     monkeypatch.setattr(LoadImage, "transform", terminated)
     train.of(path)(tmp_path / "run")
+    assert (tmp_path / "survived").exists()
 
 
 @pytest.mark.parametrize("loader", ["train", pytest.param("val", marks=pytest.mark.slow)])

@@ -8,7 +8,8 @@ import torch
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import extract
 from tokenformer_vit.models import TokenFormerViT
-from tokenformer_vit.vision.early import at_sizes, choose_exits, predict_early
+from tokenformer_vit.models.sizes import at_size
+from tokenformer_vit.vision.early import choose_exits, predict_early
 
 
 @pytest.fixture
@@ -23,11 +24,12 @@ def model():
 def test_each_image_is_answered_by_the_first_model_that_is_sure(model):
     images, seen = torch.randn(40, 3, 16, 16), []
 
-    def recorded(classify, x):
+    def classify(size, x):
         seen.append(len(x))
-        return classify(x)
+        with at_size(model, size):
+            return model(x)
 
-    sizes = [partial(recorded, each) for each in at_sizes(model, model.sizes)]
+    sizes = [partial(classify, size) for size in model.sizes]
     alone = torch.stack([extract(model, size)(images) for size in model.sizes])  # (M, N, K)
     confidence = alone.softmax(-1).amax(-1)
     threshold = confidence.median().item()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import new_folder, write_whole
 
-from .records import read_record
+from .records import read_benchmark
 
 # Folders of the repository that have records.
 _PLACES = ("configs/results", "tokenformer_vit/benchmarking/results", "ablations/results")
@@ -120,7 +120,7 @@ def _read(path: Path, name: Path) -> dict[str, Any]:
     if not name.as_posix().startswith(tuple(f"{place}/" for place in _PLACES)):
         raise InputError(f"{path} is in none of the folders {', '.join(_PLACES)}; delete it")
     if name.name.startswith("speed_"):
-        read_record(path)
+        read_benchmark(path)
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         missing = [key for key in _COMMON if not record[key]]

@@ -13,7 +13,7 @@ from tokenformer_vit.layers import Pattention
 from tokenformer_vit.models import LMConfig, TokenFormerLM
 from tokenformer_vit.ops.measured import Facts
 
-from .records import read_record
+from .records import read_benchmark
 from .variants import PRECISIONS
 
 
@@ -83,5 +83,5 @@ def render_facts(folder: Path) -> str:
     Raises:
         InputError: If a file is not a record.
     """
-    records = (read_record(path) for path in sorted(folder.glob("speed_*.json")))
+    records = (read_benchmark(path) for path in sorted(folder.glob("speed_*.json")))
     return json.dumps(merge_facts(map(facts_from_record, records)), indent=2) + "\n"

@@ -49,7 +49,6 @@ the activations of our variant that keeps the fewest. The bound is the larger of
 bytes at the copy ceiling, and the FLOPs at the matmul ceiling.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,7 +57,7 @@ import torch
 
 from tokenformer_vit.command_line import typed_command
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.records import environment
+from tokenformer_vit.records import environment, read_record
 
 from . import measures
 from .variants import PRECISIONS, Group, Setting, short
@@ -125,20 +124,17 @@ def group_of(entry: Mapping[str, Any]) -> Group:
     return Group(entry["mode"], entry["precision"], entry["batch_size"])
 
 
-def read_record(path: Path) -> dict[str, Any]:
+def read_benchmark(path: Path) -> dict[str, Any]:
     """Read the record of a benchmark.
 
     Raises:
         InputError: If the file is not such a record.
         OSError: If the file cannot be read.
     """
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if record["groups"] and record["ceilings"]:
-            return record
-    except (KeyError, TypeError, ValueError):
-        pass  # reported below, like any other content
-    raise InputError(f"{path} is not a record of `tokenformer-vit benchmark`; give one with --draw")
+    record = read_record(path)
+    if record.get("groups") and record.get("ceilings"):
+        return record
+    raise InputError(f"{path} is not a record of `tokenformer-vit benchmark`: give one that is")
 
 
 def resume(path: Path, record: dict[str, Any]) -> None:
@@ -151,7 +147,7 @@ def resume(path: Path, record: dict[str, Any]) -> None:
     Raises:
         InputError: If the earlier run had other models, settings, hardware or versions.
     """
-    earlier = read_record(path)
+    earlier = read_benchmark(path)
     for key in _SAME:
         # The git tree may be dirty only because of the record itself.
         old, new = (str(r.get(key)).removesuffix("-dirty") for r in (earlier, record))

@@ -55,7 +55,7 @@ from tokenformer_vit.benchmarking.records import (
     group_of,
     new_record,
     raise_ceilings,
-    read_record,
+    read_benchmark,
     resume,
 )
 from tokenformer_vit.benchmarking.reports import draw, draw_summary, figures, table
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     args = parse(argv)
     if args.draw:
-        print(chart(args.draw, read_record(args.draw)))
+        print(chart(args.draw, read_benchmark(args.draw)))
         return
     if args.threads:
         torch.set_num_threads(args.threads)

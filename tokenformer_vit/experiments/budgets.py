@@ -12,7 +12,17 @@ from matplotlib.ticker import LogFormatterSciNotation, LogLocator, NullFormatter
 
 from .plots import points, scale
 from .questions import Question
-from .rows import FAILED, MINUTES, Column, Record, Row, at_best_lr, finished, result_column
+from .rows import (
+    FAILED,
+    MINUTES,
+    Column,
+    Record,
+    Row,
+    at_best_lr,
+    finished,
+    result_column,
+    times,
+)
 
 _MARKERS = "os^vD*PX"
 
@@ -74,14 +84,14 @@ class Budgets(Question):
             full = dict(row.variant.against).get(self.full)
             if full is None or (share and row.variant.start is None):
                 return ""
-            times = self._cost(row, share) / row.other(self.named(full)).mean_flops()
-            return "–" if math.isnan(times) else f"{times:.2f}"
+            return times(self._cost(row, share), row.other(self.named(full)).mean_flops())
 
         return Column(f"× {self.full}{f', {name}' if name else ''}", cell)
 
     def _cost(self, row: Row, share: float) -> float:
         start = row.variant.start
-        return row.mean_flops(row.other(self.named(start)) if start else None, share)
+        before = share * row.other(self.named(start)).mean_flops() if share and start else 0.0
+        return row.mean_flops() + before
 
     def rows(self, records: Sequence[Record]) -> Iterator[Row | str]:
         """Make a row for each variant that has run, at its best learning rate."""

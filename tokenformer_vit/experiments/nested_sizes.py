@@ -61,7 +61,7 @@ class _LineRow(Row):
         """The runs."""
         return [run for row in self.parts for run in row.records]
 
-    def mean_flops(self, before: Row | None = None, share: float = 0) -> float:
+    def mean_flops(self) -> float:
         """Mean training FLOPs of all variants together; NaN if one of them has no run."""
         return sum(row.mean_flops() for row in self.parts)
 
@@ -146,14 +146,10 @@ class NestedSizes(Question):
         """Return the columns of the table."""
         full = self.named(self.lines[0].runs[-1][1])
 
-        def times(row: Row) -> str:
-            times = row.mean_flops() / row.other(full).mean_flops()
-            return "–" if math.isnan(times) else f"{times:.2f}"
-
         return (
             *map(self._result, self.sizes),
             Column("training FLOPs", lambda row: row.flops()),
-            Column("× all pairs", times),
+            Column("× all pairs", lambda row: row.times_flops(row.other(full))),
             *map(self._difference, self.sizes),
             Column("minutes", lambda row: row.minutes()),
             FAILED,

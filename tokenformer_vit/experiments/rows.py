@@ -51,10 +51,11 @@ def at_best_lr(
     measure: Measure, variants: Sequence[Variant], records: Iterable[Record]
 ) -> dict[Variant, list[Record]]:
     """Keep each variant's runs at its best learning rate, and those that failed at any rate."""
-    return {
-        variant: [run for run in runs if run["lr"] == best_lr(measure, runs) or "failed" in run]
-        for variant, runs in by_variant(variants, records).items()
-    }
+    kept = {}
+    for variant, runs in by_variant(variants, records).items():
+        best = best_lr(measure, runs)
+        kept[variant] = [run for run in runs if run["lr"] == best or "failed" in run]
+    return kept
 
 
 @dataclass(frozen=True)
@@ -107,14 +108,17 @@ class Row:
         text = f"{self.mean()} (n = {n})" if (n := len(self.results())) else "–"
         return f"**{text}**" if self.best else text
 
+    def steps(self, other: "Row") -> tuple[pd.Series, int]:
+        """Return the differences by seed, over the seeds of both rows, and the most of a row."""
+        mine, theirs = self.results(), other.results()
+        return (mine - theirs).dropna(), max(len(mine), len(theirs))
+
     def difference(self, other: "Row") -> str:
         """Mean and standard deviation of the differences, over the seeds that both rows have."""
-        mine, theirs = self.results(), other.results()
-        steps = (mine - theirs).dropna()
+        steps, most = self.steps(other)
         if steps.empty:
             return "–"
         text = _with_deviation(steps, "+.2f")
-        most = max(len(mine), len(theirs))
         return text if len(steps) == most else f"{text} (n = {len(steps)})"
 
     def compared(self, other: "Row") -> str:
@@ -123,16 +127,15 @@ class Row:
         *better* or *worse* follows a mean over two standard errors, of three seeds or more. n is
         given if it is below three, or below that of a row.
         """
-        mine, theirs = self.results(), other.results()
-        steps = (mine - theirs).dropna()
+        steps, most = self.steps(other)
         if steps.empty:
             return "–"
         mean, error = steps.mean(), steps.sem()
         text = f"{mean:+.2f}" if len(steps) == 1 else f"{mean:+.2f} ± {error:.2f}"
         if len(steps) >= _FEWEST_SEEDS and abs(mean) > 2 * error:
             text += ", better" if (mean > 0) != self.measure.logarithmic else ", worse"
-        most = max(len(mine), len(theirs), _FEWEST_SEEDS)
-        return minus(text) if len(steps) == most else f"{minus(text)} (n = {len(steps)})"
+        all_seeds = len(steps) == max(most, _FEWEST_SEEDS)
+        return minus(text) if all_seeds else f"{minus(text)} (n = {len(steps)})"
 
     def lr(self) -> str:
         """Learning rate of the finished runs, or all rates if every run failed."""
@@ -161,15 +164,11 @@ class Row:
 
     def times_flops(self, other: "Row") -> str:
         """Training FLOPs, divided by the FLOPs of another row."""
-        mine, theirs = (row.by_seed(lambda run: run["flops"]) for row in (self, other))
-        return f"{mine.mean() / theirs.mean():.2f}" if len(mine) and len(theirs) else "–"
+        return times(self.mean_flops(), other.mean_flops())
 
-    def mean_flops(self, before: "Row | None" = None, share: float = 0) -> float:
-        """Mean training FLOPs, with a share of the FLOPs of the run before; NaN without runs."""
-        own, others = (
-            row.by_seed(lambda run: run["flops"]).mean() if row else 0.0 for row in (self, before)
-        )
-        return float(own + share * others) if share else float(own)
+    def mean_flops(self) -> float:
+        """Mean training FLOPs; NaN without runs."""
+        return float(self.by_seed(lambda run: run["flops"]).mean())
 
     def minutes(self) -> str:
         """Mean time of the runs that were not resumed; others record only their last part."""
@@ -223,6 +222,11 @@ def _with_deviation(values: pd.Series, form: str) -> str:
     """Format the mean and, of several values, the standard deviation."""
     text = minus(format(values.mean(), form))
     return f"{text} ± {values.std():.2f}" if len(values) > 1 else text
+
+
+def times(cost: float, other: float) -> str:
+    """Format a cost as a multiple of another one; either is NaN without runs."""
+    return "–" if math.isnan(cost / other) else f"{cost / other:.2f}"
 
 
 def minus(text: str) -> str:

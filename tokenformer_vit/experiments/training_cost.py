@@ -137,7 +137,7 @@ class TrainingCost(Question):
         largest = self._largest(row)
         if row.variant is largest.variant:
             return ""
-        steps = (row.results() - largest.results()).dropna()
+        steps, _ = row.steps(largest)
         if steps.empty:
             return "–"
         each = [minus(f"{step:+.2f}") for step in steps]

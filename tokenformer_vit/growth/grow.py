@@ -134,30 +134,25 @@ def grow(
         raise InputError(f"freeze must be 'old' or None, but got {freeze!r}")
     if not 0 <= noise < math.inf:
         raise InputError(f"noise must be at least 0 and finite, but got {noise}")
+    if not new_lr_scale > 0:
+        raise InputError(f"new_lr_scale must be above 0, but got {new_lr_scale}")
     layers = pattention_layers(model)
     counts = _counts(layers, num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens)
     check_rebuildable(model, layers)
     how = {"init": init, "gate": gate, "seed": seed, "noise": noise}
     grow_one = partial(grow_layer, **how, depth=count_blocks(layers))
-    grown = {
-        name: grow_one(name, index, read_tokens(layer), counts[name], layer.theta)
-        for index, (name, layer) in enumerate(sorted(layers.items()))
-    }
-    grown = _gate_alike(grown)
     before = {name: read_tokens(layer) for name, layer in layers.items()}
-    grown = _nested(grown, before, nested, init)
+    grown = {
+        name: grow_one(name, index, before[name], counts[name], layers[name].theta)
+        for index, name in enumerate(sorted(layers))
+    }
+    grown = _nested(_gate_alike(grown), before, nested, init)
     learn_gate = _kind_of_gate(layers, grown, gate)
-    if (
-        freeze
-        and learn_gate
-        and any(each.gate is not None and (each.gate == 0).any() for each in grown.values())
-    ):
+    if freeze and learn_gate and _has_shut_gates(grown):
         raise InputError(
             "freeze is 'old', but a learned gate is one parameter for old and new pairs: give "
             "gate='fixed', or init='duplicate'"
         )
-    if not new_lr_scale > 0:
-        raise InputError(f"new_lr_scale must be above 0, but got {new_lr_scale}")
     split = split or freeze is not None or new_lr_scale != 1.0
     growing = {
         name: layer
@@ -288,8 +283,11 @@ def _kind_of_gate(
     if gate == "fixed":
         return False
     # Nothing would open a fixed gate that is closed now.
-    shut = any(each.gate is not None and (each.gate == 0).any() for each in grown.values())
-    return True if gate == "learned" or shut else None
+    return True if gate == "learned" or _has_shut_gates(grown) else None
+
+
+def _has_shut_gates(layers: Mapping[str, LayerTokens]) -> bool:
+    return any(each.gate is not None and (each.gate == 0).any() for each in layers.values())
 
 
 def _gate_alike(layers: dict[str, LayerTokens]) -> dict[str, LayerTokens]:

@@ -17,6 +17,7 @@ class AdamW(optim.AdamW):
 
     # For each group: the parameters with a gradient, and the tensors of their state.
     _lists: dict[int, tuple[list[Tensor], list[list[Tensor]]]] | None = None
+    _known = 0  # states when the lists were made
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set the state; loading a state dict does this."""
@@ -76,7 +77,7 @@ class AdamW(optim.AdamW):
         self, index: int, group: dict[str, Any], trained: list[Tensor]
     ) -> list[list[Tensor]]:
         """List the state of the parameters that have a gradient; growth replaces parameters."""
-        if self._lists is None:
+        if self._lists is None or len(self.state) != self._known:  # growth may reset moments
             self._lists = {}
         parameters, lists = self._lists.get(index, ([], []))
         if len(parameters) != len(trained) or not all(map(is_, parameters, trained)):
@@ -84,4 +85,5 @@ class AdamW(optim.AdamW):
             self._init_group(group, *every)  # makes the state of new parameters
             lists.append([torch.ones_like(lists[-1][0])] * len(trained))
             self._lists[index] = trained, lists
+            self._known = len(self.state)
         return lists

@@ -20,7 +20,8 @@ from .backbone import TimmClassificationBackbone, as_timm_model, check_exportabl
 from .guard import check_weights, classes_of
 from .loop import validation_is_due
 from .metrics import RECONSTRUCTION, VAL_LOSS
-from .progress import dtype_of, samples_per_step
+from .progress import dtype_of
+from .steps import highest_rate, sample_noun, samples_per_step
 
 _LOADERS = ("LoadImage", "LoadImageFromFile")  # both give BGR
 # Steps that do not change what an image shows.
@@ -125,13 +126,11 @@ def run_facts(runner: Any) -> CardFacts:
     their paths, because a path may be private.
     """
     cfg, info = runner.cfg, runner.train_dataloader.dataset.metainfo
-    unit = "sequences" if "context_length" in info else "images"
+    unit, groups = sample_noun(runner), runner.optim_wrapper.param_groups
     teacher = (cfg.model.get("distillation") or {}).get("teacher")
     root = cfg.train_dataloader.dataset.get("data_root") or ""
     folders = [root] if isinstance(root, str) else list(root)
     validation = None if runner.val_loop is None else f"{len(runner.val_dataloader.dataset):,}"
-    groups = runner.optim_wrapper.param_groups
-    rate = max(group.get("initial_lr", group["lr"]) for group in groups)
     by_iteration = isinstance(runner.train_loop, IterBasedTrainLoop)
     averaged = any(
         isinstance(hook, EMAHook) and getattr(hook, "validated", True) for hook in runner.hooks
@@ -158,7 +157,7 @@ def run_facts(runner: Any) -> CardFacts:
                 "Epochs": None if by_iteration else runner.epoch,
                 "Iterations": f"{runner.iter:,}",
                 "Optimiser": type(runner.optim_wrapper.optimizer).__name__,
-                "Learning rate": f"{rate:.3g} (highest)",
+                "Learning rate": f"{highest_rate(runner):.3g} (highest)",
                 "Weight decay": f"{max(group.get('weight_decay', 0) for group in groups):.3g}",
                 f"Batch size ({unit} a step)": f"{samples_per_step(runner):,}",
                 "Precision": dtype_of(runner),

@@ -372,8 +372,10 @@ class CostHook(Hook):
         spent = (hub.runtime_info.get("flops") or 0) + self._spent(runner, data_batch)
         hub.update_info("flops", spent)
         for mode in ("train", "val"):
-            hub.update_scalar(f"{mode}/flops", float(spent))
-            hub.update_scalar(f"{mode}/parameters", self._parameters)
+            for name, number in (("flops", float(spent)), ("parameters", self._parameters)):
+                hub.update_scalar(f"{mode}/{name}", number)
+                # mmengine copies the history at every update, and only the last number is read.
+                hub.get_scalar(f"{mode}/{name}").max_length = 1
 
     def _spent(self, runner: Any, data_batch: Any) -> int:
         """Count the FLOPs of an iteration on all processes."""

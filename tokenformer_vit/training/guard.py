@@ -26,8 +26,9 @@ from tokenformer_vit.models.description import trained_arguments
 
 from .backbone import num_classes
 from .distillation import DistilledClassifier
-from .mmengine_internals import accumulation, is_resuming
+from .mmengine_internals import is_resuming
 from .nested import NestedTraining
+from .steps import samples_per_step
 from .storage import secure_files
 
 
@@ -76,7 +77,7 @@ class GuardHook(Hook):
         if isinstance(model := unwrap(runner.model), NestedTraining):
             model.check_batch(runner.train_dataloader.batch_size)
         scale = runner.auto_scale_lr or {}
-        number = runner.train_dataloader.batch_size * runner.world_size * accumulation(runner)
+        number = samples_per_step(runner)
         if not scale.get("enable") and number != scale.get("base_batch_size", number):
             runner.logger.warning(
                 f"An optimiser step takes {number} {self.unit}, but the learning rate is for "

@@ -50,7 +50,8 @@ from tokenformer_vit.errors import InputError
 from .guard import unwrap
 from .launch import run_training
 from .mmengine_internals import accumulation
-from .progress import ProgressHook, dtype_of, units_per_step
+from .progress import ProgressHook, dtype_of
+from .steps import units_per_step
 
 # The parts of a step, in their order.
 PARTS = ("data", "copy", "preprocess", "forward_backward", "optimizer", "ema", "hooks")

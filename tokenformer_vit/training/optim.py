@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -41,14 +41,28 @@ class AutocastOptimWrapper(OptimWrapper):
     def optim_context(self, model: nn.Module) -> Iterator[None]:
         """Enter autocast, and skip gradient synchronisation while gradients accumulate."""
         device = torch.device(get_device()).type
-        if device == "cpu":
-            for module in model.modules():
-                if getattr(module, "fused_attn", False):
-                    module.fused_attn = False  # type: ignore[assignment]
-                elif hasattr(module, "scaled_dot_product_attention"):  # mmpretrain's name
-                    module.scaled_dot_product_attention = scaled_dot_product_attention_pyimpl  # type: ignore[assignment]
-        with super().optim_context(model), torch.autocast(device, torch.bfloat16):
+        products = _attention_by_products(model) if device == "cpu" else nullcontext()
+        with products, super().optim_context(model), torch.autocast(device, torch.bfloat16):
             yield
+
+
+@contextmanager
+def _attention_by_products(model: nn.Module) -> Iterator[None]:
+    """Switch fused attention off within the block: validation, without gradients, needs it."""
+    before = []
+    for module in model.modules():
+        if getattr(module, "fused_attn", False):
+            before.append((module, "fused_attn", True))
+            module.fused_attn = False  # type: ignore[assignment]
+        elif hasattr(module, "scaled_dot_product_attention"):  # mmpretrain's name
+            name = "scaled_dot_product_attention"
+            before.append((module, name, getattr(module, name)))
+            setattr(module, name, scaled_dot_product_attention_pyimpl)
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
 
 
 @HOOKS.register_module()

@@ -22,6 +22,7 @@ from .guard import losses_are_due, unwrap
 from .loop import validations_left
 from .mmengine_internals import accumulation
 from .optim import AutocastOptimWrapper
+from .steps import highest_rate, sample_noun, samples_per_step, units_per_step
 
 
 def dtype_of(runner: Any) -> str:
@@ -32,18 +33,6 @@ def dtype_of(runner: Any) -> str:
     if isinstance(wrapper, AmpOptimWrapper):  # mmengine's, for float16
         return f"{wrapper.cast_dtype or torch.float16} autocast".removeprefix("torch.")
     return "float32"
-
-
-def samples_per_step(runner: Any) -> int:
-    """Count the images or sequences of one optimiser step, over all processes."""
-    return runner.train_dataloader.batch_size * runner.world_size * accumulation(runner)
-
-
-def units_per_step(runner: Any) -> tuple[int, str]:
-    """Count the images or tokens of one optimiser step; return also which, as a singular noun."""
-    samples = samples_per_step(runner)
-    length = runner.train_dataloader.dataset.metainfo.get("context_length")
-    return (samples * length, "token") if length else (samples, "image")
 
 
 def _units_per_iteration(runner: Any) -> tuple[int, str]:
@@ -65,9 +54,7 @@ def describe_run(runner: Any) -> str:
     cfg, model = runner.cfg, unwrap(runner.model)
     by_iteration = isinstance(runner.train_loop, IterBasedTrainLoop)
     loader, step = runner.train_dataloader, samples_per_step(runner)
-    unit = "sequences" if _units_per_iteration(runner)[1] == "tokens" else "images"
     steps = runner.max_iters if by_iteration else runner.max_iters // accumulation(runner)
-    rate = max(group.get("initial_lr", group["lr"]) for group in runner.optim_wrapper.param_groups)
     total = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     device = torch.device(next(model.parameters()).device)
@@ -88,7 +75,8 @@ def describe_run(runner: Any) -> str:
         "data": _describe_data(runner),
         "device": f"{machine}, {runner.world_size} process{'es' * (runner.world_size > 1)}, "
         f"{dtype_of(runner)}",
-        "step": f"{step:,} {unit} ({' x '.join(parts)}); {optimizer}, learning rate {rate:.3g}",
+        "step": f"{step:,} {sample_noun(runner)} ({' x '.join(parts)}); {optimizer}, "
+        f"learning rate {highest_rate(runner):.3g}",
         "length": f"{steps:,} steps" + (f" in {runner.max_epochs} epochs" * (not by_iteration)),
         "results": f"{Path(runner.work_dir)} (log: {Path(runner.log_dir).name}/)",
         "to resume": "the same command with --resume",
@@ -118,12 +106,11 @@ def _describe_data(runner: Any) -> str:
         loaders["validation"] = runner.val_dataloader
     info = runner.train_dataloader.dataset.metainfo
     classes = f", {len(info['classes'])} classes" if info.get("classes") else ""
-    unit = "sequences" if "context_length" in info else "images"
     length = f" of {info['context_length']:,} tokens" if "context_length" in info else ""
     root = runner.cfg.train_dataloader.dataset.get("data_root", "")
     folders = [root] if isinstance(root, str) else list(root)
     numbers = " and ".join(f"{len(loader.dataset):,} {split}" for split, loader in loaders.items())
-    return f"{numbers} {unit}{length}{classes} in {', '.join(folders)}"
+    return f"{numbers} {sample_noun(runner)}{length}{classes} in {', '.join(folders)}"
 
 
 class _Bar(tqdm):

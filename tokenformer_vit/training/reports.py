@@ -23,7 +23,8 @@ from .backbone import check_exportable, num_classes
 from .export import export_classifier, preprocessing, resizes_with_opencv, run_facts
 from .guard import unwrap
 from .metrics import RECONSTRUCTION, VAL_LOSS
-from .progress import dtype_of, samples_per_step
+from .progress import dtype_of
+from .steps import samples_per_step
 
 BEFORE_RECORD = 99  # RecordHook has 100, mmengine's lowest priority
 

@@ -7,10 +7,9 @@ from itertools import accumulate, combinations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models.sizes import Size, at_size
 
 from .compression import Batch, Candidate
 
@@ -26,8 +25,8 @@ def predict_early(
 
     Args:
         images: (B, 3, H, W) images.
-        models: Classifiers, the cheapest first, such as :func:`at_sizes` of a nested model. Each
-            computes only the images that the ones before left, from the start.
+        models: Classifiers, the cheapest first. Each computes only the images that the ones before
+            left, from the start.
         threshold: Confidence (largest probability) that keeps an answer. The last model's answers
             are always kept.
 
@@ -43,17 +42,6 @@ def predict_early(
             break
         scores[left], exits[left] = model(images[left]), number
     return scores, exits
-
-
-def at_sizes(model: nn.Module, sizes: Sequence[Size]) -> list[Classifier]:
-    """Return one classifier for each size of a nested model, for :func:`predict_early`.
-
-    Args:
-        model: Nested model; all classifiers share it. After each call it uses all pairs.
-        sizes: Sizes, the smallest first, such as ``model.sizes``.
-    """
-    # as decorators, context managers are entered at each call
-    return [at_size(model, size)(model.__call__) for size in sizes]
 
 
 def choose_exits(
