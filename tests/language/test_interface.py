@@ -195,6 +195,8 @@ def test_weights_for_another_computation_are_refused(auto, tmp_path):
     config.theta = "gelu_l1"
     with pytest.raises(InputError, match=fault):
         load(tmp_path, config=config)
+    with pytest.raises(InputError, match=r"norm is 'rms', .* trained with 'none': set norm="):
+        load(tmp_path, norm="rms")
     with pytest.raises(InputError, match=r"num_heads is 4, .* trained with 2: set num_heads=2"):
         load(tmp_path, num_attention_heads=4)
     assert load(tmp_path, rotary_base=2e4).config.rotary_base == 2e4  # for longer sequences

@@ -54,9 +54,12 @@ def test_every_theta_survives_a_folder(small, tmp_path, theta):
     assert torch.equal(local_dir(tmp_path)(x), model(x))
 
 
-def test_a_model_without_its_last_blocks_survives_a_folder(small, tmp_path):
-    model = small(num_ffn_param_tokens=[40, 50])
-    model.prune_intermediate_layers([0], prune_norm=False, prune_head=False)
+@pytest.mark.parametrize("pool", ["token", "avg"])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("head", [False, True])
+def test_a_model_without_its_last_blocks_survives_a_folder(small, tmp_path, pool, norm, head):
+    model = small(num_ffn_param_tokens=[40, 50], global_pool=pool)
+    model.prune_intermediate_layers([0], prune_norm=norm, prune_head=head)
     save_for_hf(model, tmp_path, safe_serialization=True)
     x = torch.randn(2, 3, 64, 64)
     assert torch.equal(local_dir(tmp_path)(x), model(x))
@@ -67,6 +70,7 @@ def test_a_model_without_its_last_blocks_survives_a_folder(small, tmp_path):
     [
         ({"theta": "softmax"}, r"theta is 'softmax', but .*set theta='gelu_l1'"),
         ({"num_heads": 6}, r"num_heads is 6, but .*set num_heads=3"),
+        ({"qk_norm": True}, r"qk_norm is True, but .*set qk_norm=False"),
         ({"use_rot_pos_emb": True}, r"use_rot_pos_emb is True, but .*set use_rot_pos_emb=False"),
         (
             {"pattention_args": {"eps": 0.1}},
@@ -92,6 +96,26 @@ def test_weights_for_another_computation_are_refused(small, saved, change, line)
         with pytest.raises(InputError, match=line):
             refused()
     small(**own, **shape)
+
+
+def test_the_shipped_weights_are_for_one_computation():
+    for change in ({"qk_norm": True}, {"norm": "rms"}):
+        with pytest.raises(InputError, match=f"{next(iter(change))} is .* but the weights in"):
+            timm.create_model("tokenformer_cifar10_micro", pretrained=True, **change)
+
+
+def test_weights_without_some_blocks_are_refused_for_any_number_of_classes(small, tmp_path):
+    """timm would draw what is missing, and say so at level INFO."""
+    for classes in (10, 7):
+        with pytest.raises(InputError, match=r"no blocks\.4\.\S*key_param_tokens and 9 more: "):
+            timm.create_model(
+                "tokenformer_cifar10_micro", pretrained=True, num_classes=classes, depth=6
+            )
+    vit = timm.create_model("vit_tiny_patch16_224", embed_dim=48, depth=2, num_heads=3, img_size=64)
+    torch.save(vit.state_dict(), tmp_path / "vit.pth")
+    own = {"pretrained": True, "pretrained_cfg_overlay": {"file": str(tmp_path / "vit.pth")}}
+    with pytest.raises(InputError, match=r"vit\.pth has no blocks\.0.* weights of a TokenFormer"):
+        small(num_classes=5, **own)
 
 
 def test_only_the_description_of_the_loaded_weights_counts(small, saved, tmp_path):

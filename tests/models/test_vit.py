@@ -177,6 +177,23 @@ def test_rotary_positions_follow_the_image_size(small, parts):
         model(torch.randn(2, 3, 96, 48))
 
 
+def test_functional_calls_of_rotary_models(small, parts):
+    """PyTorch swaps the buffers of a module that several names share, but not back."""
+    model, others = small(**parts), [small(**parts), small(**parts, rope_temperature=100.0)]
+    images = torch.randn(2, 3, 64, 64)
+    expected = model(images)
+    parameters, buffers = torch.func.stack_module_state(others)
+
+    def call(parameters, buffers):
+        return torch.func.functional_call(model, (parameters, buffers), (images,))
+
+    with torch.no_grad():
+        together = torch.vmap(call)(parameters, buffers)
+        for other, out in zip(others, together, strict=True):
+            torch.testing.assert_close(out, other(images))
+    assert torch.equal(model(images), expected)
+
+
 def test_class_and_register_tokens_without_a_position_are_not_tiny(small, parts):
     assert small(reg_tokens=4).reg_token.std() < 1e-5  # timm's; their positions are 0.02
     for changes in ({"no_embed_class": True}, {"pos_embed": "none"}, parts):

@@ -47,7 +47,7 @@ class Attention(nn.Module):
         joint: Whether query, key and value are computed together if possible, or ``None`` for the
             default; see :func:`~tokenformer_vit.layers.joint.call_together`. It is not saved with
             the model.
-        rope: Rotary positions of the last tokens, or ``None``. A model sets it, one for all blocks.
+        rope: Rotary positions of the last tokens, or ``None``. A model sets it.
         num_prefix_tokens: Number of tokens before them, which are not rotated.
 
     Raises:

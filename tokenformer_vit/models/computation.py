@@ -14,7 +14,15 @@ from tokenformer_vit.layers.arguments import EPS
 
 # Arguments of image and language models. Not the base of rotary positions, which users change to
 # read longer sequences.
-_ARGUMENTS = ("theta", "num_heads", "norm_eps", "use_rot_pos_emb", "rotary_share")
+_ARGUMENTS = (
+    "theta",
+    "norm",
+    "qk_norm",
+    "num_heads",
+    "norm_eps",
+    "use_rot_pos_emb",
+    "rotary_share",
+)
 
 
 def computation_of(arguments: Mapping[str, Any]) -> dict[str, Any]:

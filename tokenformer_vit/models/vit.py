@@ -4,6 +4,7 @@ Patch embedding, positions, pooling, the head and all methods for users are timm
 the block, its norm, the numbers of parameter tokens, and rotary positions.
 """
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -162,6 +163,8 @@ class TokenFormerViT(VisionTransformer):
         # timm adds the arguments that it is given, once it has loaded the weights.
         self._model_args: dict[str, Any] = {
             "theta": theta,
+            "norm": norm,
+            "qk_norm": kwargs.get("qk_norm", False),
             "num_heads": num_heads,
             "use_rot_pos_emb": use_rot_pos_emb,
             "pattention_args": dict(pattention_args) if pattention_args else None,
@@ -179,7 +182,9 @@ class TokenFormerViT(VisionTransformer):
             )
             for block in self.blocks:
                 attn: Any = block.attn
-                attn.rope, attn.num_prefix_tokens = self.rope, self.num_prefix_tokens
+                # Not one for all: torch.func.functional_call restores the wrong shared buffers.
+                attn.rope = copy.deepcopy(self.rope)
+                attn.num_prefix_tokens = self.num_prefix_tokens
             if self.dynamic_img_size:  # TorchScript has no super(), which an override would call
                 self.patch_embed.register_forward_hook(self._follow_grid)
         for layer in self.modules():
@@ -258,6 +263,8 @@ class TokenFormerViT(VisionTransformer):
         """Remove the last blocks as timm does; the model is then saved with those that are left."""
         taken = super().prune_intermediate_layers(*args, **kwargs)
         self._model_args["depth"] = len(self.blocks)
+        if isinstance(self.norm, nn.Identity) and isinstance(self.fc_norm, nn.Identity):
+            self._model_args["final_norm"] = False
         self.record_param_tokens()
         return taken
 
@@ -269,13 +276,18 @@ class TokenFormerViT(VisionTransformer):
         """Change the size of images and patches; learned and rotary positions follow."""
         super().set_input_size(img_size, patch_size)
         if self.rope is not None:
-            self.rope.update_feat_shape(self.patch_embed.grid_size)  # type: ignore[arg-type]
+            self._rotate_over(self.patch_embed.grid_size)  # type: ignore[arg-type]
 
     @torch.jit.ignore()
     def _follow_grid(self, _module: nn.Module, _images: tuple[Tensor], patches: Tensor) -> None:
         """Fit the rotary positions to (B, H, W, C) patches."""
         with torch.inference_mode(False):  # a later training also reads the new positions
-            self.rope.update_feat_shape(tuple(patches.shape[1:3]))  # type: ignore
+            self._rotate_over(tuple(patches.shape[1:3]))
+
+    @torch.jit.ignore()
+    def _rotate_over(self, grid: tuple[int, ...]) -> None:
+        for rope in (self.rope, *(block.attn.rope for block in self.blocks)):  # type: ignore
+            rope.update_feat_shape(grid)  # type: ignore
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the head by a new one; also the pooling, if it is given."""
@@ -434,7 +446,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TokenFormerViT) -
 
     Raises:
         InputError: If a model cannot use one of the tensors, a local file is damaged, or the
-            weights were trained with another Θ or number of heads.
+            weights were trained with another Θ or number of heads, or belong to another depth.
     """
     content = state_dict
     state_dict = content.get("state_dict", content)  # type: ignore[assignment]
@@ -452,7 +464,20 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TokenFormerViT) -
         own: Any = model
         arguments = trained_arguments(file, content) or own.pretrained_model_args
         check_computation(model, arguments, where)
-    return fit_state_dict(state_dict, model)
+    fitted = fit_state_dict(state_dict, model)
+    # timm draws what is missing if the number of classes differs, and says so at level INFO.
+    missing = [
+        name
+        for name in model.state_dict()
+        if name.endswith(".key_param_tokens") and name not in fitted
+    ]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise InputError(
+            f"{where} has no {missing[0]}{more}: give the weights of a TokenFormer, and create the "
+            "model with their depth"
+        )
+    return fitted
 
 
 def fit_state_dict(state_dict: Mapping[str, Tensor], model: TokenFormerViT) -> dict[str, Tensor]:
