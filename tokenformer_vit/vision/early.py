@@ -40,7 +40,7 @@ def predict_early(
         left = ((exits == number - 1) & ~sure).nonzero()[:, 0]
         if len(left) == 0:
             break
-        scores[left], exits[left] = model(images[left]), number
+        scores[left], exits[left] = model(images[left]).to(scores.dtype), number
     return scores, exits
 
 
