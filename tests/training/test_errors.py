@@ -1,6 +1,7 @@
 """A user's mistake ends in one line with the mistake and the way out."""
 
 import argparse
+import copy
 import errno
 import json
 import logging
@@ -44,7 +45,11 @@ from tokenformer_vit.training.config import (
 from tokenformer_vit.training.guard import check_same_classes, check_weights
 from tokenformer_vit.training.launch import TrainingRunner, run_training
 from tokenformer_vit.training.processes import start_processes
-from tokenformer_vit.training.schedule import check_schedule
+from tokenformer_vit.training.schedule import (
+    check_schedule,
+    check_training_is_kept,
+    training_settings,
+)
 
 
 @pytest.mark.parametrize(
@@ -210,6 +215,7 @@ def test_a_resumed_run_keeps_its_precision_and_its_steps(train, trained, tmp_pat
         ("default_hooks.ema.momentum=0.4", "default_hooks.ema.momentum was "),
         ("randomness.seed=6", "randomness.seed was 5 in the checkpoint and is 6 now"),
         ("train_dataloader.dataset.pipeline.0.type=LoadImageFromFile", "pipeline.0.type was "),
+        ("train_dataloader.sampler.shuffle=False", "sampler.shuffle was True in the checkpoint"),
     ],
 )
 def test_a_resumed_run_keeps_what_it_trains(train, trained, tmp_path, option, words):
@@ -221,6 +227,37 @@ def test_a_resumed_run_keeps_what_it_trains(train, trained, tmp_path, option, wo
         *("default_hooks.ema.momentum=0.5", "optim_wrapper.accumulative_counts=2", option),
     )
     assert words in line
+
+
+def resumed(cfg, options, forgotten=""):
+    """Resume a run with other options; an older version had noted less in its checkpoint."""
+    before = training_settings(cfg)
+    before = {name: each for name, each in before.items() if not re.match(forgotten or "$", name)}
+    now = copy.deepcopy(cfg)
+    now.train_dataloader.update(options)
+    check_training_is_kept(now, before)
+
+
+def test_a_resumed_run_keeps_the_order_of_its_data(config):
+    cfg = load_config(config, {"train_dataloader.num_batch_per_epoch": 4})
+    changes = [
+        ({"sampler": {**cfg.train_dataloader.sampler, "repeats": 2}}, "sampler.repeats was 1"),
+        ({"sampler": {"type": "EndlessSampler"}}, "sampler.type was ResumableSampler"),
+        ({"collate_fn": {"type": "pseudo_collate"}}, "collate_fn.type was default_collate"),
+        ({"drop_last": True}, "drop_last was False in the checkpoint and is True now"),
+        ({"batch_sampler": {"type": "BatchSampler"}}, "batch_sampler.type was not set"),
+        (
+            {"sampler": {**cfg.train_dataloader.sampler, "num_samples": 40}},
+            "num_batch_per_epoch was 4.0 in the checkpoint and is 5.0 now",
+        ),
+    ]
+    for options, words in changes:
+        with pytest.raises(InputError, match=f"train_dataloader.{words}"):
+            resumed(cfg, options)
+        resumed(cfg, options, r"train_dataloader\.(?!dataset)")
+    half = {**cfg.train_dataloader.sampler, "num_samples": 16}
+    resumed(cfg, {"batch_size": 4, "sampler": half})  # of two processes
+    resumed(cfg, {"num_workers": 7, "pin_memory": True, "prefetch_factor": 3})
 
 
 ARC = {"type": "ArcFaceClsHead", "num_classes": 3, "in_channels": 24, "_delete_": True}

@@ -1,6 +1,6 @@
 """The schedule of a run: whether it fits into the run, and whether a resumed run keeps it.
 
-A resumed run also keeps what it trains: model, augmentation and averaging.
+A resumed run also keeps what it trains: model, augmentation, order of the data and averaging.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +19,7 @@ _FREE = {
     *("grad_checkpointing", "init_cfg", "pretrained", "teacher", "validated", "with_cp"),
 }
 _EMA = "default_hooks.ema"
+_DATASET = "train_dataloader.dataset"
 _SEED = "randomness.seed"
 
 
@@ -101,11 +102,27 @@ def training_settings(cfg: Any) -> dict[str, Any]:
     parts = {
         "model": cfg.get("model"),
         "data_preprocessor": cfg.get("data_preprocessor"),
-        "train_dataloader.dataset": (cfg.get("train_dataloader") or {}).get("dataset"),
+        **_data_settings(cfg.get("train_dataloader") or {}),
         _EMA: (cfg.get("default_hooks") or {}).get("ema"),
         _SEED: (cfg.get("randomness") or {}).get("seed"),
     }
     return plain_values({name: value for part in parts.items() for name, value in _flat(*part)})
+
+
+def _data_settings(loader: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what decides which samples a run takes, in which order, and what batches they make."""
+    sampler = dict(loader.get("sampler") or {})
+    # The number of samples changes with the number of processes, that of batches does not.
+    samples = sampler.pop("num_samples", None)
+    batches = samples and samples / loader.get("batch_size", 1)
+    return {
+        _DATASET: loader.get("dataset"),
+        "train_dataloader.sampler": {"shuffle": True, "repeats": 1, **sampler},
+        "train_dataloader.batch_sampler": loader.get("batch_sampler"),
+        "train_dataloader.collate_fn": loader.get("collate_fn") or {"type": "pseudo_collate"},
+        "train_dataloader.drop_last": loader.get("drop_last", False),
+        "train_dataloader.num_batch_per_epoch": batches or None,
+    }
 
 
 def check_training_is_kept(cfg: Any, before: Mapping[str, Any] | None) -> None:
@@ -121,6 +138,8 @@ def check_training_is_kept(cfg: Any, before: Mapping[str, Any] | None) -> None:
     if before is None:
         return
     now = training_settings(cfg)
+    if "train_dataloader.drop_last" not in before:  # an older version noted only the data set
+        now = {name: each for name, each in now.items() if not _is_order(name)}
     averages = [any(name.startswith(_EMA) for name in each) for each in (before, now)]
     for name in sorted({*before, *now}):
         old, new = before.get(name), now.get(name)
@@ -128,6 +147,10 @@ def check_training_is_kept(cfg: Any, before: Mapping[str, Any] | None) -> None:
         free = None in (old, new) if name == _SEED else name.startswith(_EMA) and not all(averages)
         if old != new and not free:
             raise InputError(_not_kept(name, old, new))
+
+
+def _is_order(name: str) -> bool:
+    return name.startswith("train_dataloader.") and not name.startswith(_DATASET)
 
 
 def _not_kept(name: str, before: Any, now: Any) -> str:
