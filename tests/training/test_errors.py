@@ -162,6 +162,22 @@ def test_a_new_run_does_not_overwrite_an_old_one(config, tmp_path):
         choose_checkpoint(cfg, "auto")
 
 
+def test_a_checkpoint_to_resume_from_is_there_and_in_the_work_directory(config, tmp_path):
+    run, other = tmp_path / "run", tmp_path / "other"
+    for folder in (run, other):
+        folder.mkdir()
+        (folder / "epoch_1.pth").touch()
+    cfg = load_config(config, work_dir=str(run))
+    with pytest.raises(InputError, match=r"there is no checkpoint .*nope\.pth to resume from"):
+        choose_checkpoint(cfg, str(tmp_path / "nope.pth"))
+    with pytest.raises(InputError, match=r"other is a folder: give a \*\.pth .*--work-dir .*other"):
+        choose_checkpoint(cfg, str(other))
+    with pytest.raises(InputError, match=r"other/epoch_1\.pth is not in .*run, which already hol"):
+        choose_checkpoint(cfg, str(other / "epoch_1.pth"))
+    choose_checkpoint(cfg, str(run / "epoch_1.pth"))
+    assert cfg.load_from == str(run / "epoch_1.pth")
+
+
 def test_the_config_of_a_run_elsewhere_says_where_to_resume(config, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "last_checkpoint").write_text("epoch_1.pth")

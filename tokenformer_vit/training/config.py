@@ -328,7 +328,8 @@ def check_data_folders(cfg: Config, loaders: tuple[str, ...] = LOADERS) -> None:
         classes, expected = len(folders), cfg.model.head.get("num_classes", len(folders))
         if classes != expected:
             raise InputError(
-                f"{folder} holds {classes} class folders, but the head has {expected} classes: set "
+                f"{folder} holds {classes} class folder{'s' * (classes != 1)}, but the head has "
+                f"{expected} class{'es' * (expected != 1)}: set "
                 f"`--cfg-options model.head.num_classes={classes} "
                 f"data_preprocessor.num_classes={classes}`, or give another data root"
             )
@@ -418,7 +419,7 @@ def choose_checkpoint(cfg: Config, resume: str | None) -> None:
             directory, if any, or the file of a checkpoint.
 
     Raises:
-        InputError: If a new run would overwrite another, the checkpoint does not exist, the run
+        InputError: If the checkpoint does not exist, a new run would overwrite another, the run
             to resume is in another folder, or the config itself says to resume a run.
     """
     work_dir = Path(cfg.work_dir)
@@ -426,12 +427,20 @@ def choose_checkpoint(cfg: Config, resume: str | None) -> None:
     # Newest first. The checkpoint of the best epoch has only weights: no run can resume from it.
     written = [path for path in work_dir.glob("*.pth") if not path.name.startswith("best_")]
     written.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-    elsewhere = resume not in (None, "auto") and Path(resume).resolve().parent != work_dir.resolve()
-    if (resume is None or elsewhere) and (pointer.is_file() or written):
-        raise InputError(
-            f"{cfg.work_dir} already holds a run: add --resume to continue it, or choose another "
-            "--work-dir"
-        )
+    named = None if resume in (None, "auto") else Path(resume)
+    if named is not None and not named.is_file():
+        raise _no_checkpoint(named)
+    if (resume is None or named) and (pointer.is_file() or written):
+        if named is None:
+            raise InputError(
+                f"{cfg.work_dir} already holds a run: add --resume to continue it, or choose "
+                "another --work-dir"
+            )
+        if named.resolve().parent != work_dir.resolve():
+            raise InputError(
+                f"{named} is not in {cfg.work_dir}, which already holds a run: give --resume "
+                "without a file to continue that run, or choose another --work-dir"
+            )
     nothing_there = resume == "auto" and not pointer.is_file() and not written
     own = Path(cfg.filename or "").parent
     if nothing_there and (own / pointer.name).is_file():
@@ -459,5 +468,14 @@ def choose_checkpoint(cfg: Config, resume: str | None) -> None:
             )
         resume = str(last)
     if not Path(resume).is_file():
-        raise InputError(f"there is no checkpoint {resume} to resume from; give an existing file")
+        raise _no_checkpoint(Path(resume))
     cfg.resume, cfg.load_from = True, resume
+
+
+def _no_checkpoint(path: Path) -> InputError:
+    if path.is_dir():
+        return InputError(
+            f"--resume {path} is a folder: give a *.pth file in it, or --resume without a file and "
+            f"--work-dir {path}"
+        )
+    return InputError(f"there is no checkpoint {path} to resume from; give an existing file")
