@@ -95,6 +95,13 @@ def test_the_folder_gets_the_name_that_is_given(tmp_path):
     assert all(torch.equal(tensors[name], each) for name, each in again.state_dict().items())
 
 
+def test_a_model_that_is_not_that_of_the_file(tmp_path):
+    save_model(timm.create_model("tokenformer_tiny", **SHAPE), tmp_path / "timm")
+    words = (tmp_path / "timm/model.safetensors", tmp_path / "out", "--model")
+    with pytest.raises(InputError, match=r"but vit_base_patch16_224 has .* leave --model out"):
+        run(*words, "vit_base_patch16_224")
+
+
 def test_what_is_no_classifier_or_stands_there_already(tmp_path):
     save_model(timm.create_model("tokenformer_tiny", **SHAPE, num_classes=0), tmp_path / "timm")
     with pytest.raises(InputError, match="no linear classifier"):

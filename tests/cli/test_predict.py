@@ -228,9 +228,12 @@ def test_unknown_model_names_the_nearest(photos, capsys):
 
 
 def test_no_model(photos, tmp_path, capsys):
-    assert "--model" in failure(capsys, photos)
+    message = failure(capsys, photos)
+    assert "no model was given: name it with --model" in message
+    assert "as --checkpoint" in message
     save_file({"head.weight": torch.zeros(2, 2)}, tmp_path / "x.safetensors")
-    assert "--model" in failure(capsys, photos, "--checkpoint", tmp_path / "x.safetensors")
+    message = failure(capsys, photos, "--checkpoint", tmp_path / "x.safetensors")
+    assert "x.safetensors does not name its model: name it with --model" in message
 
 
 def test_missing_checkpoint_and_folder(photos, tmp_path, capsys):

@@ -312,7 +312,7 @@ def no_text(folder):
     [
         (remove_val_class, r"same class folders.*dark"),
         (empty_class, r"train/dark has no image"),
-        (one_class, r"has 1 class folders.*cat/1\.jpg"),
+        (one_class, r"has 1 class folder,.*cat/1\.jpg"),
         (no_classes, r"has 0 class folders"),
         (one_image, r"train/dark has one image.*val/"),
         (other_names, r"has the folders Training, validation,.*name them train and val"),
@@ -366,6 +366,8 @@ def test_a_work_directory_that_cannot_be_made(below, data_root, tmp_path):
         (Start("vit_tiny_patch16_242"), "vit_tiny_patch16_242"),
         (Start(freeze=True), "--checkpoint"),
         (Start("tokenformer_tiny", freeze=True), "--checkpoint"),
+        (Start("resnet18"), r"--model resnet18 cannot be trained .* TokenFormer or one of .* ViTs"),
+        (Start("swin_tiny_patch4_window7_224"), r"--model swin.* no linear classifier.* TokenFor"),
     ],
 )
 def test_models_that_cannot_be_trained(start, said, data_root, tmp_path):

@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--seed", type=whole_number(0), help="seed of every random generator")
     add("--deterministic", action="store_true", help="use deterministic CUDA kernels")
     first_run = parser.add_argument_group("a folder of images").add_argument
-    first_run("--model", metavar="NAME", help="timm model (default: a small TokenFormer)")
+    first_run("--model", metavar="NAME", help="TokenFormer, or ViT of timm (default: a small TokenFormer)")
     first_run(
         "--checkpoint",
         type=Path,

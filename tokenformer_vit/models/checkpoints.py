@@ -95,7 +95,7 @@ def load_model(
     if name is not None:
         _check_name(name)
         if name.startswith(_LOCAL) and checkpoint is None:
-            checkpoint = _weights_in(Path(name.removeprefix(_LOCAL)))
+            checkpoint = weights_in(Path(name.removeprefix(_LOCAL)))
 
     content = read_checkpoint(checkpoint) if checkpoint else {}
     state_dict = state_dict_in(content, checkpoint) if checkpoint else None
@@ -107,10 +107,12 @@ def load_model(
     if description is None and state_dict is not None and (for_images or name is None):
         _say_preprocessing(name, checkpoint, state_dict)
     if name is None and description is None:
+        said = "no model was given" if checkpoint is None else f"{checkpoint} does not name its model"
+        folder = "an exported folder with config.json"
+        folder += " as --checkpoint" if checkpoint is None else ""
         raise InputError(
-            f"no model given, and {checkpoint or 'no checkpoint'} does not name one: "
-            "name it with --model, or give an exported folder with config.json; models of this "
-            f"package are {', '.join(timm.list_models('tokenformer*'))}"
+            f"{said}: name it with --model, or give {folder}; models of this package are "
+            f"{', '.join(timm.list_models('tokenformer*'))}"
         )
     if num_classes is None and state_dict is not None:
         num_classes = _head_rows(state_dict, checkpoint)
@@ -234,7 +236,12 @@ def _check_name(name: str) -> None:
         raise InputError(f"there is no model {name!r}; did you mean {', '.join(close)}?")
 
 
-def _weights_in(folder: Path) -> Path:
+def weights_in(folder: Path) -> Path:
+    """Return the file of the weights in an exported folder.
+
+    Raises:
+        InputError: If the folder has none.
+    """
     for file in WEIGHT_FILES:
         if (folder / file).is_file():
             return folder / file
@@ -280,10 +287,13 @@ def _check_size(
     """Refuse a description of a model far larger than its weights, before it fills the memory."""
     # A block takes memory even on the meta device, and each block has tensors.
     depth = {**(description.get("model_args") or {}), **kwargs}.get("depth")
+    whose, remedy = "its description has", "export the model again"
+    if name is not None and not name.startswith(_LOCAL):
+        whose = f"{name} has"
+        remedy = f"the file describes its own model: leave --model out, or give a file of {name}"
     if isinstance(depth, int) and depth > len(state_dict):
         raise InputError(
-            f"{checkpoint} holds {len(state_dict)} tensors, but its description has {depth} "
-            "blocks; export the model again"
+            f"{checkpoint} holds {len(state_dict)} tensors, but {whose} {depth} blocks; {remedy}"
         )
     with torch.device("meta"):
         model = _build(name, description, num_classes, kwargs)
@@ -293,8 +303,7 @@ def _check_size(
     )
     if wanted > 2 * found + 1_000_000:
         raise InputError(
-            f"{checkpoint} holds {found:,} numbers, but its description has {wanted:,} "
-            "parameters; export the model again"
+            f"{checkpoint} holds {found:,} numbers, but {whose} {wanted:,} parameters; {remedy}"
         )
 
 

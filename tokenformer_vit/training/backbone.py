@@ -111,12 +111,7 @@ class TimmClassificationBackbone(BaseModule):
                 model_name, pretrained=pretrained, num_classes=0, **kwargs
             )
         self.has_distillation_token = isinstance(self.model, VisionTransformerDistilled)
-        heads = self.model.pretrained_cfg.get("classifier")
-        if heads != "head" and list(heads or ()) != ["head", "head_dist"]:
-            raise InputError(
-                f"{model_name} has no linear classifier called 'head': choose a TokenFormer or "
-                "one of timm's ViTs"
-            )
+        check_classifier(self.model, model_name)
         if stem_seed is not None:
             self._draw_stem(stem_seed, model_name, kwargs)
         if growth:
@@ -191,6 +186,20 @@ def _freeze_norms(model: Any, name: str) -> None:
         )
     for norm in norms:
         norm.requires_grad_(False)
+
+
+def check_classifier(model: Any, name: str) -> None:
+    """Check that a timm model has a linear head, so that it can be a backbone.
+
+    Raises:
+        InputError: If it has another one.
+    """
+    heads = model.pretrained_cfg.get("classifier")
+    if heads != "head" and list(heads or ()) != ["head", "head_dist"]:
+        raise InputError(
+            f"{name} has no linear classifier called 'head': choose a TokenFormer or one of timm's "
+            "ViTs"
+        )
 
 
 def num_classes(classifier: Any) -> int:

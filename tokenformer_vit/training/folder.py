@@ -8,15 +8,17 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import timm
 from mmengine.config import Config
 
 from tokenformer_vit.command_line import printable
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.files import locked_folder, make_folder, write_whole
 from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.models.description import WEIGHT_FILES, data_config, describe_model
 from tokenformer_vit.vision.images import class_folders, read_image, say_left_out, scan_images
 
+from .backbone import check_classifier
 from .config import choose_checkpoint, load_config
 from .shipped import CONFIGS
 
@@ -226,8 +228,9 @@ def _scan(root: Path) -> dict[str, list[str]]:
         )
     if len(found) < 2:
         raise InputError(
-            f"{root} has {len(found)} class folders, but a classifier needs at least 2: put the "
-            "images of each class into a separate folder, such as cat/1.jpg and dog/1.jpg"
+            f"{root} has {len(found)} class folder{'s' * (len(found) != 1)}, but a classifier needs "
+            "at least 2: put the images of each class into a separate folder, such as cat/1.jpg "
+            "and dog/1.jpg"
         )
     for name, files in found.items():
         if not files:
@@ -277,7 +280,7 @@ def _set_model(cfg: Config, start: Start, size: int, count: int, classes: int) -
             **(_SMALL if start.model is None and count < _FEW else {}),
         }
         given = {key: value for key, value in new.items() if key != "model_name"}
-        model = load_model(name, None, classes, for_images=False, **given)
+        model = _build(name, classes, given)
         text = f"{name} ({sum(weight.numel() for weight in model.parameters()):,} parameters)"
     kept = ("type", "checkpoint_path", "frozen", "compile", "backend")
     options = {key: backbone[key] for key in kept}
@@ -287,6 +290,22 @@ def _set_model(cfg: Config, start: Start, size: int, count: int, classes: int) -
     resize, crop = cfg.val_dataloader.dataset.pipeline[1:3]
     resize.scale, crop.crop_size = round(size / crop_pct), size
     return f"{text} and {size} x {size} pixels"
+
+
+def _build(name: str, classes: int, given: dict[str, Any]) -> Any:
+    """Build a model with first weights, if it is of a kind that this package trains."""
+    try:
+        model = load_model(name, None, classes, for_images=False, **given)
+    except InputError as error:
+        if not timm.is_model(name):
+            raise
+        # Most of timm's other models have no img_size or no patch_size.
+        raise InputError(
+            f"--model {name} cannot be trained here: choose a TokenFormer or one of timm's ViTs, "
+            f"such as vit_tiny_patch16_224 ({one_line(error.__cause__ or error)})"
+        ) from error
+    check_classifier(model, f"--model {name}")
+    return model
 
 
 def _set_pipelines(cfg: Config) -> None:
