@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -201,6 +202,18 @@ def test_what_training_started_from_need_not_be_there(run, tmp_path):
 
 def test_missing_checkpoint(run, tmp_path):
     assert str(tmp_path / "x.pth") in failure(run, tmp_path / "x.pth", tmp_path)
+    assert "has no weights: it needs model.safetensors" in failure(run, tmp_path, tmp_path / "out")
+
+
+def test_an_exported_folder_is_tested_by_its_weights(run, tmp_path, command):
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    shutil.copy(run.work_dir / "model.safetensors", exported)
+    done = command("test", run.config, exported, "--data-root", run.data)
+    assert done.status == 0, done.output
+    record = json.loads((exported / "test" / "metrics.json").read_text())
+    assert record["accuracy"] == {"top1": validated(run)[2]}
+    assert record["checkpoint"] == str(exported / "model.safetensors")
 
 
 @pytest.mark.parametrize("name", ["epoch_2.pth", "model.safetensors"])

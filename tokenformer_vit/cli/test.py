@@ -26,11 +26,11 @@ def main(argv: list[str] | None = None) -> None:
     add(
         "checkpoint",
         type=Path,
-        help="model.safetensors of an exported folder, or a training checkpoint (epoch_*.pth), "
+        help="exported folder, its model.safetensors, or a training checkpoint (epoch_*.pth), "
         "whose validated weights are tested: averaged ones, if the run averages",
     )
     config.add_run_arguments(parser)
-    add("--out", type=Path, help="folder of the results (default: test/ beside the checkpoint)")
+    add("--out", type=Path, help="folder of the results (default: test/ beside the weights)")
     args = config.parse_run_arguments(parser, argv)
 
     options = {"log_level": "WARNING", **(args.cfg_options or {})}  # a test logs little
@@ -44,7 +44,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     with config_explained(cfg):
         config.check_data_folders(cfg, ("test_dataloader",))
-    out = args.out or args.checkpoint.parent / "test"
+    folder = args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent
+    out = args.out or folder / "test"
     configure_test(cfg, args.checkpoint, out)
     cfg.launcher = args.launcher
     start_processes(cfg)

@@ -27,6 +27,7 @@ from tqdm import tqdm
 from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import make_folder, write_whole
+from tokenformer_vit.models.checkpoints import weights_in
 
 from .export import forget_start
 from .launch import config_explained
@@ -81,18 +82,20 @@ def configure_test(cfg: Config, checkpoint: str | Path, out: str | Path) -> None
 
     Args:
         cfg: The config, changed in place.
-        checkpoint: Training checkpoint (``.pth``) or exported ``.safetensors`` file.
+        checkpoint: Training checkpoint (``.pth``), exported ``.safetensors`` file, or its folder.
         out: Folder for the results; it is made.
 
     Raises:
-        InputError: If the config is not one of a classifier, the checkpoint does not exist, or the
-            folder cannot be made.
+        InputError: If the config is not one of a classifier, the checkpoint does not exist or its
+            folder has no weights, or the folder for the results cannot be made.
     """
     if "num_classes" not in (cfg.model.get("head") or {}):
         raise InputError(
             f"{cfg.filename} is not the config of an image classifier: for a language model, use "
             "`tokenformer-vit evaluate-lm`; fine-tune a masked autoencoder first"
         )
+    if Path(checkpoint).is_dir():
+        checkpoint = weights_in(Path(checkpoint))
     if not Path(checkpoint).is_file():
         raise InputError(f"there is no checkpoint {checkpoint}; give an existing file")
     make_folder(Path(out), "--out")
