@@ -19,6 +19,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import save_model
 from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.folder import Start, configure_folder
+from tokenformer_vit.training.shipped import CONFIGS
 
 SHORT = (
     *("train_cfg.max_epochs=2", "train_cfg.val_interval=1"),
@@ -418,3 +419,25 @@ def test_shipped_configs_are_found_by_name_and_inherited_from_anywhere(tmp_path,
 def test_a_config_that_is_not_there_names_the_close_ones(name, close):
     with pytest.raises(InputError, match=rf"{re.escape(Path(name).name)}.*{close}"):
         load_config(name)
+
+
+def test_a_name_like_no_config_is_not_answered_by_all_of_them(command):
+    for words in ((), ("--model", "tokenformer_tiny")):
+        done = command("train", "zzyzx", *words)
+        assert done.status == 1
+        assert f"there is no config or folder zzyzx; see those in {CONFIGS}\n" in done.err
+
+
+def test_a_folder_is_no_config_and_its_run_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("photos").mkdir()
+    with pytest.raises(InputError, match=r"photos is a folder, not a config: give .* \*\.py"):
+        load_config("photos")
+    written = Path("work_dirs/photos/photos.py")
+    written.parent.mkdir(parents=True)
+    written.touch()
+    for folder in ("photos", "work_dirs/photos"):
+        with pytest.raises(InputError, match=rf"{folder} is a folder, not .* the run, {written}"):
+            load_config(folder)
+    Path("digits_demo").mkdir()
+    assert load_config("digits_demo").model.head.num_classes == 10

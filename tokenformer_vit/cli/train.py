@@ -38,6 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     from tokenformer_vit.training.reports import ExportHook
     from tokenformer_vit.training.schedule import check_schedule
+    from tokenformer_vit.training.shipped import find_config
     from tokenformer_vit.training.storage import load_plain_checkpoint
 
     parser = command_parser(__doc__)
@@ -66,7 +67,11 @@ def main(argv: list[str] | None = None) -> None:
     add("--seed", type=whole_number(0), help="seed of every random generator")
     add("--deterministic", action="store_true", help="use deterministic CUDA kernels")
     first_run = parser.add_argument_group("a folder of images").add_argument
-    first_run("--model", metavar="NAME", help="TokenFormer, or ViT of timm (default: a small TokenFormer)")
+    first_run(
+        "--model",
+        metavar="NAME",
+        help="a TokenFormer, or a ViT of timm (default: a small TokenFormer)",
+    )
     first_run(
         "--checkpoint",
         type=Path,
@@ -82,8 +87,10 @@ def main(argv: list[str] | None = None) -> None:
     if of_folder:
         args.work_dir = args.work_dir or f"work_dirs/{Path(args.config).resolve().name}"
         args.config = configure_folder(args.config, args.work_dir, start, args.resume, first)
-    elif start != Start():
-        parser.error("--model, --checkpoint and --freeze need a folder of images, not a config")
+    else:
+        find_config(args.config, "config or folder")
+        if start != Start():
+            parser.error("--model, --checkpoint and --freeze need a folder of images, not a config")
     options = dict(args.cfg_options or {})
     if args.seed is not None:
         options["randomness.seed"] = args.seed

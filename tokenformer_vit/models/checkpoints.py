@@ -107,12 +107,12 @@ def load_model(
     if description is None and state_dict is not None and (for_images or name is None):
         _say_preprocessing(name, checkpoint, state_dict)
     if name is None and description is None:
-        said = "no model was given" if checkpoint is None else f"{checkpoint} does not name its model"
-        folder = "an exported folder with config.json"
-        folder += " as --checkpoint" if checkpoint is None else ""
+        said, as_what = f"{checkpoint} does not name its model", ""
+        if checkpoint is None:
+            said, as_what = "no model was given", " as --checkpoint"
         raise InputError(
-            f"{said}: name it with --model, or give {folder}; models of this package are "
-            f"{', '.join(timm.list_models('tokenformer*'))}"
+            f"{said}: name it with --model, or give an exported folder with config.json{as_what}; "
+            f"models of this package are {', '.join(timm.list_models('tokenformer*'))}"
         )
     if num_classes is None and state_dict is not None:
         num_classes = _head_rows(state_dict, checkpoint)

@@ -228,9 +228,9 @@ def _scan(root: Path) -> dict[str, list[str]]:
         )
     if len(found) < 2:
         raise InputError(
-            f"{root} has {len(found)} class folder{'s' * (len(found) != 1)}, but a classifier needs "
-            "at least 2: put the images of each class into a separate folder, such as cat/1.jpg "
-            "and dog/1.jpg"
+            f"{root} has {len(found)} class folder{'s' * (len(found) != 1)}, but a classifier "
+            "needs at least 2: put the images of each class into a separate folder, such as "
+            "cat/1.jpg and dog/1.jpg"
         )
     for name, files in found.items():
         if not files:

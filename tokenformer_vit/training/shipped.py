@@ -14,25 +14,38 @@ _INSTALLED = _PACKAGE / ".mim" / "configs"  # as in OpenMMLab's packages
 CONFIGS = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "configs"
 
 
-def find_config(name: str | Path) -> Path:
+def find_config(name: str | Path, what: str = "config") -> Path:
     """Find a config: a file, or else one that comes with the package.
 
     Args:
         name: Path of a file, or the name of a shipped config: ``configs/digits_demo.py``,
             ``digits_demo.py`` or ``digits_demo``.
+        what: What a command takes under this name, for the message.
 
     Returns:
         The path of an existing file.
 
     Raises:
-        InputError: If there is no such config; the message gives similar names.
+        InputError: If there is no such config; the message gives similar names. For a folder it
+            gives the config that a run wrote into it, or that the training on it wrote.
     """
     path = Path(name)
     if path.is_file():
         return path
     if path.parent == Path("configs"):
         path = Path(path.name)
-    return _find_shipped(str(path))
+    elif path.is_dir() and not _shipped(str(path)).is_file():
+        raise InputError(
+            f"{path} is a folder, not a config: give the config of the {_example(path)}"
+        )
+    return _find_shipped(str(path), what)
+
+
+def _example(folder: Path) -> str:
+    """Name the config of a run: that in a folder, or of the training on a folder of images."""
+    own = folder.resolve().name
+    found = [*sorted(folder.glob("*.py")), Path("work_dirs", own, f"{own}.py")]
+    return next((f"run, {path}" for path in found if path.is_file()), "training, a file *.py")
 
 
 def shipped_bases() -> AbstractContextManager[None]:
@@ -43,10 +56,17 @@ def shipped_bases() -> AbstractContextManager[None]:
     return bases_of_package(tokenformer_vit.__name__, _find_shipped)
 
 
-def _find_shipped(name: str) -> Path:
-    path = CONFIGS / f"{name.removesuffix('.py')}.py"
+def _shipped(name: str) -> Path:
+    return CONFIGS / f"{name.removesuffix('.py')}.py"
+
+
+def _find_shipped(name: str, what: str = "config") -> Path:
+    path = _shipped(name)
     if Path(name).is_absolute() or not path.is_file():
         names = sorted(file.stem for file in CONFIGS.glob("*.py"))
-        close = difflib.get_close_matches(Path(name).stem, names, n=3) or names
-        raise InputError(f"there is no config {name}; of the shipped ones, try {', '.join(close)}")
+        close = difflib.get_close_matches(Path(name).stem, names, n=3)
+        more = (
+            f"of the shipped ones, try {', '.join(close)}" if close else f"see those in {CONFIGS}"
+        )
+        raise InputError(f"there is no {what} {name}; {more}")
     return path

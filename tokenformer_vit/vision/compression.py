@@ -244,8 +244,8 @@ def labelled_images(folder: Path, num_classes: int) -> list[tuple[Path, int]]:
     classes = _images_by_class(folder)
     if len(classes) != num_classes:
         raise InputError(
-            f"{folder} has {len(classes)} class folder{'s' * (len(classes) != 1)}, but the model has "
-            f"{num_classes} classes: give the data that it was trained on"
+            f"{folder} has {len(classes)} class folder{'s' * (len(classes) != 1)}, but the model "
+            f"has {num_classes} classes: give the data that it was trained on"
         )
     return [(path, label) for label, images in enumerate(classes) for path in images]
 
