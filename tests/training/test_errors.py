@@ -467,6 +467,21 @@ def test_weights_that_are_not_finite_are_not_saved(runner):
         hook._save_checkpoint_with_step(runner, 2, {})
 
 
+@pytest.mark.parametrize("name", ["acc", "accuracy/top5"])
+def test_the_best_checkpoint_is_chosen_by_what_is_measured(train, tmp_path, name):
+    line = train.fails(tmp_path, "--cfg-options", f"default_hooks.checkpoint.save_best={name}")
+    assert f"save_best is {name!r}, but validation measures accuracy/top1, cross_entropy: " in line
+    assert not list(tmp_path.glob("*.pth"))  # it ends before the first epoch
+
+
+def test_a_metric_whose_names_are_unknown_is_checked_at_the_first_validation(runner):
+    hook = ExactCheckpointHook(save_best="accuracy/top1_at_0.5")
+    hook._check_best(["accuracy/top1"], "_at_")  # it may be of a nested model
+    with pytest.raises(InputError, match=r"'accuracy/top1_at_0\.5', but .* multi-label/mAP: give"):
+        hook.after_val_epoch(runner, {"multi-label/mAP": 1.0})
+    ExactCheckpointHook(save_best="auto")._check_best(["loss"])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -33,7 +33,9 @@ def test_figures_are_those_of_mmpretrain(samples, options):
     logs = scores.clamp_min(torch.finfo(torch.float32).tiny).log()
     loss = F.nll_loss(logs, torch.cat([sample["gt_label"] for sample in samples])).item()
     expected = {**measured(Accuracy(**options), samples), "cross_entropy": loss}
-    assert measured(AccuracyAndLoss(**options), samples) == expected
+    metric = AccuracyAndLoss(**options)
+    assert metric.figures() == list(expected)
+    assert measured(metric, samples) == expected
 
 
 def of_each_process(monkeypatch, dealt, size=IMAGES):

@@ -1,7 +1,7 @@
 """Checkpoints for an exact resume: a killed run continues as if it had not been killed."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from .export import describe_classifier, run_facts
 from .guard import check_finite, unwrap
 from .identity import check_identity, check_processes, run_identity, say_identity
 from .loop import EndlessSampler, ResumableEpochLoop, ResumableSampler, validation_is_due
+from .metrics import RowMetric
 from .mmengine_internals import is_resuming
 from .nested import NestedTraining
 from .parameter_groups import fit_groups, merge_separate_groups
@@ -107,6 +108,11 @@ class ExactCheckpointHook(CheckpointHook):
         """Restore the state of the checkpoint, if the run resumes from one."""
         super().before_train(runner)
         self._keep_best_within(runner)
+        metrics = [] if runner.val_loop is None else runner.val_loop.evaluator.metrics
+        known = [metric for metric in metrics if isinstance(metric, RowMetric)]
+        if self.save_best and known and len(known) == len(metrics):
+            # The first validation finds the sizes of a nested model.
+            self._check_best({name for each in known for name in each.figures()}, "_at_")
         loader = runner.train_dataloader
         self._identity = run_identity(runner)
         check_alike({**say_identity(self._identity), **schedule_settings(runner)})
@@ -169,6 +175,22 @@ class ExactCheckpointHook(CheckpointHook):
             hook.wait_count, hook.best_score = count
         if runner.val_loop is not None and validation_is_due(runner.train_loop):
             runner.val_loop.run()
+
+    def _check_best(self, figures: Collection[str], end: str | None = None) -> None:
+        """Check that validation measures what chooses the best checkpoint.
+
+        Args:
+            figures: Names of what it measures.
+            end: What begins a part of a name that ``figures`` do not have.
+        """
+        for name in self.key_indicators if self.save_best else ():
+            measured = name if end is None else name.partition(end)[0]
+            if name != "auto" and measured not in figures:
+                raise InputError(
+                    f"default_hooks.checkpoint.save_best is {name!r}, but validation measures "
+                    f"{', '.join(sorted(figures))}: give one of them, or None to keep no best "
+                    "checkpoint"
+                )
 
     def _keep_best_within(self, runner) -> None:
         """Forget a best checkpoint that is not a file of this run.
@@ -249,6 +271,8 @@ class ExactCheckpointHook(CheckpointHook):
 
     def after_val_epoch(self, runner, metrics: dict[str, Any]) -> None:  # type: ignore[override]
         """Save the best checkpoint."""
+        if metrics:
+            self._check_best(metrics)
         self._writer.wait()  # mmengine deletes the former best one, which may not be written yet
         super().after_val_epoch(runner, metrics)
 

@@ -43,6 +43,18 @@ class RowMetric(BaseMetric):
         empty = precise(torch.empty(0, self.num_columns, device=get_device()))
         rows = _of_all_processes(torch.cat([empty, *self.results]), size).double()
         self.results.clear()
+        return self._figures(rows)
+
+    def figures(self) -> list[str]:
+        """Return the names of the figures, before anything was measured."""
+        # A metric of several texts needs a row of each; the first column is the number of a text,
+        # or that of answers, of which one is needed.
+        texts = len((self.dataset_meta or {}).get("sources", ()))
+        rows = torch.ones(2 + texts, self.num_columns, dtype=torch.float64)
+        rows[:, 0] = torch.arange(len(rows))
+        return list(self._figures(rows))
+
+    def _figures(self, rows: Tensor) -> dict[str, float]:
         prefix = f"{self.prefix}/" if self.prefix else ""
         return {f"{prefix}{name}": value for name, value in self.compute_metrics(rows).items()}  # type: ignore[arg-type]
 
@@ -134,9 +146,9 @@ class AccuracyAndLoss(RowMetric, Accuracy):
                 found[name] = right.sum().float().mul(100.0 / len(right)).item()
         return found
 
-    def evaluate(self, size: int) -> dict[str, float]:
+    def _figures(self, rows: Tensor) -> dict[str, float]:
         """Return ``accuracy/top1`` and so on, and ``cross_entropy``."""
-        metrics = super().evaluate(size)
+        metrics = super()._figures(rows)
         prefix = f"{self.prefix}/" if self.prefix else ""
         metrics[VAL_LOSS] = metrics.pop(f"{prefix}loss")
         return metrics
