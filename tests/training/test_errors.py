@@ -146,6 +146,26 @@ def test_missing_config_and_data_root(config, tmp_path):
         check_data_folders(load_config(config, data_root=str(tmp_path / "absent")))
 
 
+@pytest.mark.parametrize(
+    ("name", "root", "said"),
+    [
+        ("lm_shakespeare", "absent", "there is no folder absent; make .* prepare-text"),
+        ("lm_culturax_en", "absent", "there is no folder absent; make .* prepare-text"),
+        ("imagenet_base_parquet", "absent", r"there is no folder absent; .* \*\.parquet"),
+        ("imagenet_base_parquet", "hf://nothing", "hf://nothing is not a data set of the hub"),
+        ("imagenet_base", "absent", "there is no folder absent/train"),
+    ],
+)
+def test_data_that_are_not_there_leave_no_work_directory(
+    name, root, said, command, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    done = command("train", name, "--data-root", root)
+    assert done.status == 1
+    assert re.search(f"^error: {said}", done.err, re.MULTILINE), done.err
+    assert not list(tmp_path.iterdir())
+
+
 def test_class_folders_unlike_the_head(config, data_root):
     options = {"model.head.num_classes": 7, "data_preprocessor.num_classes": 7}
     cfg = load_config(config, options, str(data_root))

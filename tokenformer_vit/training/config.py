@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from mmengine.config import Config, DictAction
 from mmengine.utils import import_modules_from_strings
+from mmpretrain.registry import DATASETS
 
 from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError, one_line
@@ -285,10 +286,11 @@ def _check_option(cfg: Config, key: str) -> None:
 
 
 def check_data_folders(cfg: Config, loaders: tuple[str, ...] = LOADERS) -> None:
-    """Check the image folders of a config, and allow all image suffixes in them.
+    """Check the data of a config, and allow all image suffixes in folders.
 
     mmpretrain looks for fewer suffixes than our other readers, and skips broken links. Files that
-    are not images are counted on stderr.
+    are not images are counted on stderr. Data sets of this package without folders check their
+    files by ``check_files``.
 
     Args:
         cfg: The config; ``extensions`` of its data sets is set where the config does not set it.
@@ -297,7 +299,7 @@ def check_data_folders(cfg: Config, loaders: tuple[str, ...] = LOADERS) -> None:
     Raises:
         InputError: If a folder is missing, its number of class folders is not the head's number of
             classes, there is a hidden folder, or an image, in a folder or in an ``ann_file``, is a
-            broken link or not a regular file.
+            broken link or not a regular file. Also if a data set's own files are missing.
         OSError: If a folder cannot be read; ``filename`` names it.
     """
     said = set()
@@ -305,7 +307,10 @@ def check_data_folders(cfg: Config, loaders: tuple[str, ...] = LOADERS) -> None:
         dataset = cfg[name].dataset
         kinds = ("ImageNet", "CustomDataset", "ImagesInMemory")
         if dataset.type not in kinds:
-            continue  # another data set checks its own files
+            kind: Any = DATASETS.get(dataset.type) if isinstance(dataset.type, str) else None
+            if hasattr(kind, "check_files"):
+                kind.check_files(**{key: dataset[key] for key in dataset if key != "type"})
+            continue  # another data set checks its own files when it is built
         if dataset.get("ann_file"):
             _check_listed_images(dataset)
             continue

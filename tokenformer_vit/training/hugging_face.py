@@ -9,7 +9,7 @@ from mmengine.dataset import force_full_init
 from mmpretrain.datasets import BaseDataset
 from mmpretrain.registry import DATASETS
 
-from tokenformer_vit.vision.image_rows import open_images
+from tokenformer_vit.vision.image_rows import check_source, open_images
 
 
 @DATASETS.register_module()
@@ -50,6 +50,11 @@ class HuggingFaceImages(BaseDataset):
         super().__init__(
             ann_file="", data_prefix=f"{data_root}, {split}", serialize_data=False, **kwargs
         )
+
+    @classmethod
+    def check_files(cls, data_root: str, split: str, **_: Any) -> None:
+        """Check that there are files, before a run begins."""
+        check_source(data_root, split)
 
     def load_data_list(self) -> Any:
         """Open the images; no image is read."""

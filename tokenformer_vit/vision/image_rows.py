@@ -141,6 +141,35 @@ def open_images(
             a copy has another number of rows; two files have other classes; an image is missing;
             or a label is missing or out of range.
     """
+    folder, is_saved = _find(source, split)
+    find_columns = partial(_find_columns, image_column, label_column)
+    rows, columns, where = (_open_saved if is_saved else _open_parquet)(folder, split, find_columns)
+    rows = rows.with_format(None).select_columns(columns)
+    rows = rows.rename_columns(dict(zip(columns, ("image", "label"), strict=True)))
+    names = classes or _names(rows.features["label"])
+    labels = _read_labels(rows, names, where)
+    _check_contents(rows, where)
+    return ImageRows(rows, labels, names or numbered(int(labels.max()) + 1), where)
+
+
+def check_source(source: str | Path, split: str) -> None:
+    """Check that a source has files of a split, without opening them; of the hub, download them.
+
+    Args:
+        source: Source of :func:`open_images`.
+        split: Name of the split.
+
+    Raises:
+        InputError: If ``datasets`` is not installed, the source or the split is missing, or a file
+            cannot be downloaded.
+    """
+    folder, is_saved = _find(source, split)
+    if not is_saved:
+        _check_split(split, find_shards(folder), folder)
+
+
+def _find(source: str | Path, split: str) -> tuple[Path, bool]:
+    """Return the folder of a source, and whether ``save_to_disk`` wrote it."""
     try:
         from datasets import logging
     except ImportError as error:
@@ -151,15 +180,7 @@ def open_images(
     logging.set_verbosity(logging.CRITICAL)  # an error that it logs is also raised
     is_on_hub = str(source).startswith("hf:")
     folder = _download(str(source), split) if is_on_hub else Path(source).expanduser()
-    is_saved = (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
-    find_columns = partial(_find_columns, image_column, label_column)
-    rows, columns, where = (_open_saved if is_saved else _open_parquet)(folder, split, find_columns)
-    rows = rows.with_format(None).select_columns(columns)
-    rows = rows.rename_columns(dict(zip(columns, ("image", "label"), strict=True)))
-    names = classes or _names(rows.features["label"])
-    labels = _read_labels(rows, names, where)
-    _check_contents(rows, where)
-    return ImageRows(rows, labels, names or numbered(int(labels.max()) + 1), where)
+    return folder, any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
 def hub_name(source: str) -> str | None:

@@ -67,6 +67,11 @@ class TokenDataset(Dataset):
             "vocab_size": metas[0]["vocab_size"],
         }
 
+    @classmethod
+    def check_files(cls, data_root: str | Sequence[str], split: str, **_: Any) -> None:
+        """Check the files, before a run begins."""
+        cls(data_root, split)  # maps them into memory and reads no row
+
     def fingerprint(self) -> str:
         """Return a SHA-256 of the settings of prepare-text and of two rows, to check on resume."""
         made = [[meta.get("settings"), meta["splits"]] for meta in self._metas]
