@@ -12,7 +12,7 @@ from timm.layers import GluMlp
 
 import tokenformer_vit  # noqa: F401
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import grow, stack_blocks, widen_mlp
+from tokenformer_vit.growth import grow, join_tokens, stack_blocks, widen_mlp
 from tokenformer_vit.layers.segments import token_segments
 
 SHAPE = {"embed_dim": 16, "depth": 2, "num_heads": 2, "img_size": 16, "patch_size": 8}
@@ -294,6 +294,10 @@ def test_net2net_and_stacking_carry_over(rounding):
     )
     step(model, optimizer)
     assert not torch.equal(model.blocks[2].mlp.fc1.weight, model.blocks[0].mlp.fc1.weight)
+    places = {parameter: place for place, parameter in enumerate(model.parameters())}
+    for group in optimizer.param_groups:
+        own = [places[parameter] for parameter in group["params"]]
+        assert own == sorted(own)
 
 
 def test_state_that_cannot_be_carried_over_is_refused():
@@ -375,6 +379,69 @@ def test_an_optimiser_of_what_is_trained_goes_on_when_more_is_frozen():
     step(model, optimizer, 2)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]) != parameter.requires_grad, name
+
+
+@pytest.mark.parametrize("one_group", [True, False])
+@pytest.mark.parametrize(
+    ("arguments", "how"),
+    [
+        ({}, {"split": True}),
+        ({}, {"new_lr_scale": 2.0}),
+        ({}, {"freeze": "old"}),
+        ({"theta": "softmax"}, {"split": True}),
+        ({"pattention_args": {"learn_tau": True}}, {"split": True, "nested": True}),
+    ],
+    ids=["split", "rate", "frozen", "gate", "tau"],
+)
+def test_parameters_stay_in_the_order_of_the_model(arguments, how, one_group):
+    """PyTorch loads the state of an optimiser by position."""
+    model = build(**arguments)
+    parts = [{"params": list(model.parameters())}] if one_group else groups(model)
+    optimizer = torch.optim.AdamW(parts, lr=1e-3)
+    step(model, optimizer)
+    for change in (
+        lambda: grow(model, num_ffn_param_tokens=96, optimizer=optimizer, **how),
+        lambda: grow(model, 32, 32, 128, optimizer=optimizer, **how),
+        lambda: join_tokens(model, optimizer),
+    ):
+        change()
+        places = {parameter: place for place, parameter in enumerate(model.parameters())}
+        for group in optimizer.param_groups:
+            own = [places[parameter] for parameter in group["params"]]
+            assert own == sorted(own)
+
+
+def test_an_optimiser_of_the_grown_model_loads_the_state():
+    model = build()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    step(model, optimizer)
+    grow(model, num_ffn_param_tokens=96, split=True, optimizer=optimizer)
+    step(model, optimizer)
+    other = copy.deepcopy(model)
+    rebuilt = OPTIMIZERS["adamw"](other.parameters())
+    rebuilt.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    step(model, optimizer)
+    step(other, rebuilt)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_parameters_of_another_module_keep_their_place():
+    model, head = build(), torch.nn.Linear(3, 3)
+    mixed = torch.optim.SGD([head.weight, *model.parameters(), head.bias], 0.1)
+    grow(model, num_ffn_param_tokens=96, split=True, optimizer=mixed)
+    params = mixed.param_groups[0]["params"]
+    assert params[0] is head.weight
+    assert params[-1] is head.bias
+    assert all(a is b for a, b in zip(params[1:-1], model.parameters(), strict=True))
+
+    model = build()
+    own = torch.optim.SGD(list(model.parameters())[::-1], 0.1)  # an order of the user's
+    before = [id(p) for p in own.param_groups[0]["params"]]
+    grow(model, num_ffn_param_tokens=96, split=True, optimizer=own)
+    now = [id(p) for p in own.param_groups[0]["params"]]
+    kept = set(before) & set(now)
+    assert [p for p in before if p in kept] == [p for p in now if p in kept]
 
 
 def test_what_cannot_be_done_is_said():

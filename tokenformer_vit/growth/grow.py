@@ -19,7 +19,7 @@ from tokenformer_vit.ops import default_tau, find_theta
 from .initial_pairs import count_blocks, grow_layer
 from .nested import keep_size
 from .new_pairs import freeze_old
-from .optimizer import carry_over, check_optimizer
+from .optimizer import carry_over, check_optimizer, kept_order
 from .tokens import (
     LayerTokens,
     check_rebuildable,
@@ -170,14 +170,15 @@ def grow(
     check_optimizer(optimizer, parts, moments)
     changes = []
     use_all_pairs(layers.values())
-    for name, layer in growing.items():
-        tokens, num_old = grown[name], layer.num_param_tokens
-        changes += write_tokens(layer, tokens, num_old if split else None, learn_gate)
-    record_counts(model)
-    if freeze:  # before the optimizer, which takes only those new parameters that are trained
-        freeze_old(model)
-    if optimizer is not None:
-        carry_over(optimizer, changes, moments, new_lr_scale)
+    with kept_order(optimizer, model):
+        for name, layer in growing.items():
+            tokens, num_old = grown[name], layer.num_param_tokens
+            changes += write_tokens(layer, tokens, num_old if split else None, learn_gate)
+        record_counts(model)
+        if freeze:  # before the optimizer, which takes only those new parameters that are trained
+            freeze_old(model)
+        if optimizer is not None:
+            carry_over(optimizer, changes, moments, new_lr_scale)
     return model
 
 

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers.segments import TOKENS, is_split, token_segments
 
-from .optimizer import carry_over, check_optimizer
+from .optimizer import carry_over, check_optimizer, kept_order
 from .tokens import join_layer, pattention_layers
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -87,7 +87,8 @@ def join_tokens(model: Model, optimizer: Optimizer | None = None, moments: str =
     layers = [layer for layer in pattention_layers(model).values() if is_split(layer)]
     parts = [part for layer in layers for name in TOKENS for part in token_segments(layer, name)]
     check_optimizer(optimizer, parts, moments)
-    changes = [change for layer in layers for change in join_layer(layer)]
-    if optimizer is not None:
-        carry_over(optimizer, changes, moments)
+    with kept_order(optimizer, model):
+        changes = [change for layer in layers for change in join_layer(layer)]
+        if optimizer is not None:
+            carry_over(optimizer, changes, moments)
     return model

@@ -1,6 +1,7 @@
 """Continue with an optimizer after its parameters were replaced by larger ones."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from .tokens import Change
 MOMENTS = ("keep", "reset")
 # Key of a group of one parameter that no other joins: each new parameter gets its own group.
 SEPARATE = "separate"
+# Key of groups whose new parameters stay at the end, as in a state that an earlier version saved.
+APPENDED = "appended"
 # Their state has the shape of the parameter, but does not start at zero.
 _START_ELSEWHERE = ("MADGRAD", "RMSpropTF", "Rprop")
 _SLOW_WEIGHTS = "lookahead_slow_buff"  # the same for timm's Lookahead, around any optimizer
@@ -86,6 +89,51 @@ def carry_over(
         for parameter in old[len(change.targets) :]:
             if group := groups.pop(parameter, None):
                 group["params"] = [p for p in group["params"] if p is not parameter]
+
+
+@contextmanager
+def kept_order(optimizer: Optimizer | None, model: nn.Module) -> Iterator[None]:
+    """Keep groups in the order of the model's parameters while :func:`carry_over` changes them.
+
+    PyTorch loads the state of an optimizer by position. Therefore an optimizer that is built of the
+    grown model must have its parameters at the same places.
+
+    Args:
+        optimizer: Optimizer, or None. A group in another order keeps that order.
+        model: Model that grows within the ``with`` block.
+    """
+    if optimizer is None:
+        yield
+        return
+    optimizer = _inner(optimizer)
+    places = {p: place for place, p in enumerate(model.parameters())}
+    known = [
+        (group, [places[p] for p in group["params"] if p in places])
+        for group in optimizer.param_groups
+    ]
+    others = {id(group) for group, found in known if found != sorted(found)}
+    yield
+    kept = [
+        group
+        for group in optimizer.param_groups
+        if id(group) not in others and APPENDED not in group
+    ]
+    order_groups(kept, model)
+
+
+def order_groups(groups: Iterable[dict[str, Any]], model: nn.Module) -> None:
+    """Put the parameters of groups into the order of the model's parameters, in place.
+
+    A parameter of another module stays behind the one before it.
+    """
+    places = {p: place for place, p in enumerate(model.parameters())}
+    for group in groups:
+        place, keys = -1, []
+        for parameter in group["params"]:
+            place = places.get(parameter, place)
+            keys.append(place)
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        group["params"] = [group["params"][index] for index in order]
 
 
 def check_optimizer(

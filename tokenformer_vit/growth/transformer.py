@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from tokenformer_vit.errors import InputError
 
-from .optimizer import carry_over, check_optimizer
+from .optimizer import carry_over, check_optimizer, kept_order
 from .tokens import Change, mark_replaced
 
 # How much the shares of a neuron's copies in its outgoing weights differ. Equal copies would stay
@@ -169,21 +169,22 @@ def stack_blocks(
     if depth <= old:
         raise InputError(f"the model has {old} blocks; give more than that, not {depth}")
     check_optimizer(optimizer, blocks.parameters(), moments)
-    changes = []
-    if moments == "reset":
-        changes += [Change((parameter,), (parameter,)) for parameter in blocks.parameters()]
-    for index in range(old, depth):
-        block = copy.deepcopy(blocks[index % old])
-        blocks.append(block)
-        changes += [
-            Change((), (parameter,), like=(like,))
-            for parameter, like in zip(
-                block.parameters(), blocks[index % old].parameters(), strict=True
-            )
-        ]
-    _record(vit, depth=depth)
-    if optimizer is not None:
-        carry_over(optimizer, changes, moments)
+    with kept_order(optimizer, model):
+        changes = []
+        if moments == "reset":
+            changes += [Change((parameter,), (parameter,)) for parameter in blocks.parameters()]
+        for index in range(old, depth):
+            block = copy.deepcopy(blocks[index % old])
+            blocks.append(block)
+            changes += [
+                Change((), (parameter,), like=(like,))
+                for parameter, like in zip(
+                    block.parameters(), blocks[index % old].parameters(), strict=True
+                )
+            ]
+        _record(vit, depth=depth)
+        if optimizer is not None:
+            carry_over(optimizer, changes, moments)
     return model
 
 

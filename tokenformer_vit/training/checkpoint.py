@@ -323,7 +323,9 @@ class ExactCheckpointHook(CheckpointHook):
         if absent:
             raise KeyError(*sorted(absent))
         optimizer = runner.optim_wrapper.optimizer
-        fit_groups(optimizer, unwrap(runner.model), checkpoint["optimizer"]["param_groups"])
+        ordered = resumed.get("ordered", False)  # earlier versions left what grew at the end
+        saved = checkpoint["optimizer"]["param_groups"]
+        fit_groups(optimizer, unwrap(runner.model), saved, ordered)
         for state in checkpoint["optimizer"]["state"].values():
             # It is read for each parameter; on the CPU that costs no transfer. Some of timm's
             # optimisers have a number.
@@ -427,6 +429,7 @@ class ExactCheckpointHook(CheckpointHook):
             "schedule": schedule_settings(runner),
             "training": training_settings(runner.cfg),
             "run": self._identity,
+            "ordered": True,  # parameters in a group of the optimiser
             "gradients": gradients,
             "early_stopping": [
                 (hook.wait_count, float(hook.best_score)) for hook in _early_stopping_hooks(runner)

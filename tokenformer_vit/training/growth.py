@@ -217,7 +217,9 @@ class GrowthHook(Hook):
         if not isinstance(optimizer, Optimizer):
             optimizer = None  # a test has none, or only its config
         elif is_resuming(runner) and "optimizer" in checkpoint:
-            fit_groups(optimizer, unwrap(runner.model), checkpoint["optimizer"]["param_groups"])
+            ordered = checkpoint.get("exact_resume", {"ordered": True}).get("ordered", False)
+            saved = checkpoint["optimizer"]["param_groups"]
+            fit_groups(optimizer, unwrap(runner.model), saved, ordered)
         started = self._done
         while self._done < len(self.schedule) and not _fits(runner.model, loaded):
             self._grow(runner, optimizer)
