@@ -358,6 +358,41 @@ def test_lookahead_goes_on_until_it_has_slow_weights():
     assert {id(p) for p in state} == {id(p) for p in model.parameters()}
 
 
+class Wrapper(torch.optim.Optimizer):
+    """As accelerate's AcceleratedOptimizer, which never calls the initialiser of its base."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    param_groups = property(lambda self: self.optimizer.param_groups)  # type: ignore[assignment]
+    state = property(lambda self: self.optimizer.state)  # type: ignore[assignment]
+    defaults = property(lambda self: self.optimizer.defaults)  # type: ignore[assignment]
+
+    def add_param_group(self, param_group):
+        self.optimizer.add_param_group(param_group)
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+
+
+@pytest.mark.parametrize("how", [{}, {"new_lr_scale": 2.0}])
+def test_a_wrapped_optimiser_goes_on(how):
+    model = build(theta="softmax")  # whose gates need a group of their own
+    inner = OPTIMIZERS["adamw"](model.parameters())
+    optimizer = Wrapper(inner)
+    step(model, optimizer)
+    moments = inner.state[model.blocks[0].mlp.key_param_tokens]["exp_avg"]
+    grow(model, num_ffn_param_tokens=96, optimizer=optimizer, **how)
+    held = [p for group in inner.param_groups for p in group["params"]]
+    assert {id(p) for p in held} == {id(p) for p in model.parameters()}
+    old = token_segments(model.blocks[0].mlp, "key_param_tokens")[0]
+    assert torch.equal(inner.state[old]["exp_avg"][:64], moments)
+    step(model, optimizer)
+
+
 @pytest.mark.parametrize("how", [{}, {"freeze": "old"}, {"new_lr_scale": 2.0}])
 def test_an_optimiser_of_named_parameters_goes_on(how):
     model = build()

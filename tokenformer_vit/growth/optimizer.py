@@ -187,8 +187,12 @@ def _can_be_carried(name: str, value: Any, parameter: Tensor) -> bool:
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that has the state: timm's Lookahead keeps it in the one it wraps."""
-    return getattr(optimizer, "_base_optimizer", optimizer)
+    """Return the optimizer that has the state: timm's Lookahead and accelerate's wrap another."""
+    for name in ("_base_optimizer", "optimizer"):
+        wrapped = getattr(optimizer, name, None)
+        if isinstance(wrapped, Optimizer):
+            return _inner(wrapped)
+    return optimizer
 
 
 def _join(
