@@ -15,12 +15,17 @@ import tokenformer_vit  # noqa: F401
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import (
     INITS,
+    extract,
     grow,
     grow_state_dict,
+    join_tokens,
     measure_usage,
+    merge,
+    nest,
     open_gates,
     pattention_layers,
     prune,
+    reorder,
 )
 from tokenformer_vit.layers import Attention, Pattention
 from tokenformer_vit.models import LMConfig, TokenFormerLM
@@ -462,3 +467,71 @@ def test_a_checkpoint_without_tau_is_refused_or_guessed_on_request():
         grow_state_dict(state_dict, **SIZES)
     grown = grow_state_dict(state_dict, **SIZES, missing_tau="default")
     assert torch.equal(grown["blocks.0.mlp.tau"], model.blocks[0].mlp.tau)
+
+
+class Exponential(nn.Module):
+    def forward(self, x):
+        return x.exp()
+
+    def right_inverse(self, x):
+        return x.log()
+
+
+@pytest.mark.parametrize(
+    ("part", "arguments"),
+    [
+        ("tau", {"pattention_args": {"learn_tau": True}}),
+        ("gate", {"theta": "softmax", "pattention_args": {"gate": "learned"}}),
+        ("nested_tau", {"nested": (0.5,), "pattention_args": {"learn_tau": True}}),
+    ],
+)
+def test_a_scale_that_is_computed_is_refused(part, arguments):
+    model, x = build(**{"theta": "gelu_l2", **arguments}), torch.randn(2, 3, 32, 32)
+    other, layer = copy.deepcopy(model), model.blocks[1].mlp
+    usage = measure_usage(model, [x])
+    parametrize.register_parametrization(layer, part, Exponential())
+    before = logits(model, x)
+    for change in (
+        lambda: grow(model, **SIZES),
+        lambda: prune(model, usage, num_ffn_param_tokens=64),
+        lambda: merge(model, other),
+    ):
+        with pytest.raises(InputError, match=rf"blocks\.1\.mlp\.{part} is computed .*remove"):
+            change()
+    assert torch.equal(logits(model, x), before)
+    parametrize.remove_parametrizations(layer, part)
+    assert_same(logits(grow(model, **SIZES), x), before, 1e-5)
+    grow(model, num_ffn_param_tokens=256, split=True)
+    parametrize.register_parametrization(layer, part, Exponential())
+    with pytest.raises(InputError, match=rf"blocks\.1\.mlp\.{part} is computed .*remove"):
+        join_tokens(model)
+
+
+def test_a_sharded_model_is_refused(tmp_path):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    model, x = build("gelu_l2"), torch.randn(2, 3, 32, 32)
+    plain = copy.deepcopy(model)
+    usage = measure_usage(model, [x])
+    grow(model, num_ffn_param_tokens=160, split=True)
+    changes = {
+        "grow": lambda: grow(model, num_ffn_param_tokens=192),
+        "prune": lambda: prune(model, usage, num_ffn_param_tokens=64),
+        "reorder": lambda: reorder(model, usage),
+        "join": lambda: join_tokens(model),
+        "usage": lambda: measure_usage(model, [x]),
+        "nest": lambda: nest(model, (0.5,)),
+        "extract": lambda: extract(model, 0.5),
+        "merge": lambda: merge(model, plain),
+        "merged": lambda: merge(plain, model),
+    }
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        fsdp.fully_shard(model)
+        for whole in (False, True):  # after a forward pass the parameters are
+            for change in changes.values():
+                with pytest.raises(InputError, match="sharded .* before .*get_model_state_dict"):
+                    change()
+            if not whole:
+                logits(model, x)
+    finally:
+        dist.destroy_process_group()

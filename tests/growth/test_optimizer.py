@@ -374,7 +374,7 @@ class Wrapper(torch.optim.Optimizer):
     def zero_grad(self, set_to_none=True):
         self.optimizer.zero_grad(set_to_none)
 
-    def step(self, closure=None):
+    def step(self, closure=None):  # type: ignore[override]
         self.optimizer.step(closure)
 
 

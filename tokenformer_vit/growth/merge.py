@@ -14,7 +14,15 @@ from tokenformer_vit.layers.drop_path import DropPath
 from tokenformer_vit.models import TokenFormerDecoder
 from tokenformer_vit.ops import find_theta
 
-from .tokens import LayerTokens, pattention_layers, read_tokens, record_counts, write_tokens
+from .tokens import (
+    LayerTokens,
+    check_stored,
+    check_unsharded,
+    pattention_layers,
+    read_tokens,
+    record_counts,
+    write_tokens,
+)
 
 # Packages whose modules have settings as plain attributes. Attributes of wrappers may be anything.
 _KNOWN = ("tokenformer_vit.layers", "tokenformer_vit.models", "timm.", "torch.nn.")
@@ -102,8 +110,9 @@ def merge(model_a: Model, model_b: nn.Module, ancestor: nn.Module | None = None)
         scales and head are the means of both models.
 
     Raises:
-        InputError: If the models do not fit each other, or a layer does not begin with the pairs
-            and τ of the ancestor, bit for bit.
+        InputError: If the models do not fit each other, one is sharded, tensors of a layer of
+            model_a are computed from others, or a layer does not begin with the pairs and τ of the
+            ancestor, bit for bit.
 
     Note:
         √(τ_a² + τ_b²) is rounded to float32, by 6e-8 at most. The formulas hold for each layer; the
@@ -113,7 +122,11 @@ def merge(model_a: Model, model_b: nn.Module, ancestor: nn.Module | None = None)
         This project. Appending pairs is from TokenFormer, arXiv:2410.23168v2, Section 3.3. With an
         ancestor, this is the task arithmetic of arXiv:2212.04089 on pairs instead of weights.
     """
+    for model in (model_a, model_b, ancestor):
+        if model is not None:
+            check_unsharded(model)
     layers_a, layers_b = pattention_layers(model_a), pattention_layers(model_b)
+    check_stored(layers_a)
     _check_layers(layers_a, layers_b, "model_b")
     others_a, others_b = _others(model_a, layers_a), _others(model_b, layers_b)
     _check_others(others_a, others_b)

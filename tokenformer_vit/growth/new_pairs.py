@@ -10,7 +10,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers.segments import TOKENS, is_split, token_segments
 
 from .optimizer import carry_over, check_optimizer, kept_order
-from .tokens import join_layer, pattention_layers
+from .tokens import check_stored, check_unsharded, join_layer, pattention_layers
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -81,10 +81,14 @@ def join_tokens(model: Model, optimizer: Optimizer | None = None, moments: str =
         ``model``, with the same outputs.
 
     Raises:
-        InputError: If the model has no Pattention layer, or the optimizer's state cannot be carried
-            over. Then nothing is changed.
+        InputError: If the model has no Pattention layer or is sharded, tensors of a split layer are
+            computed from others, or the optimizer's state cannot be carried over. Then nothing is
+            changed.
     """
-    layers = [layer for layer in pattention_layers(model).values() if is_split(layer)]
+    check_unsharded(model)
+    split = {name: each for name, each in pattention_layers(model).items() if is_split(each)}
+    check_stored(split)
+    layers = list(split.values())
     parts = [part for layer in layers for name in TOKENS for part in token_segments(layer, name)]
     check_optimizer(optimizer, parts, moments)
     with kept_order(optimizer, model):

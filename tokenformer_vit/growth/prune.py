@@ -17,6 +17,7 @@ from .tokens import (
     LayerTokens,
     check_rebuildable,
     check_unmasked,
+    check_unsharded,
     counts_by_layer,
     pattention_layers,
     read_tokens,
@@ -64,8 +65,8 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
         A compiled model is measured without its compiled code, which would leave out the hooks.
 
     Raises:
-        InputError: If there is no batch, a mask is active, a size is set, or a weight is not
-            finite.
+        InputError: If there is no batch, a mask is active, a size is set, a weight is not finite,
+            or the model is sharded.
 
     Note:
         Weights are computed in float32 (float64 for a float64 model) and sums in float64. The
@@ -73,6 +74,7 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
     """
     layers = pattention_layers(model)
     check_unmasked(layers)
+    check_unsharded(model)
     for name, layer in layers.items():
         if layer.size is not None:
             raise InputError(

@@ -128,14 +128,16 @@ def check_rebuildable(model: nn.Module, layers: Mapping[str, Pattention]) -> Non
 
     Raises:
         InputError: If a layer belongs to such a model, and ``model`` does not contain that model;
-            ``model`` is or contains a DistributedDataParallel; tokens of a layer are computed from
-            other tensors; or two layers share a parameter.
+            ``model`` is or contains a DistributedDataParallel or is sharded; tensors of a layer are
+            computed from other tensors; or two layers share a parameter.
     """
+    check_unsharded(model)
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise InputError(
             "the model is in a DistributedDataParallel, which would not notice new parameters: "
             "give its `module`, and wrap that again"
         )
+    check_stored(layers)
     whole = {layer for module in find_models(model) for layer in module.modules()}
     owners: dict[nn.Parameter, str] = {}
     for name, layer in layers.items():
@@ -145,21 +147,48 @@ def check_rebuildable(model: nn.Module, layers: Mapping[str, Pattention]) -> Non
                 "other blocks keep their number of pairs: give the whole model, not its "
                 f"{type(model).__name__}"
             )
-        own = dict(layer.named_parameters(recurse=False))
-        computed = [token for token in TOKENS if token not in own and not is_split(layer)]
-        if computed:
-            raise InputError(
-                f"{name}.{computed[0]} is computed from other tensors, as torch.nn.utils.prune and "
-                "parametrizations do: make it a parameter first, by prune.remove or "
-                "remove_parametrizations"
-            )
-        for part, parameter in own.items():
+        for part, parameter in layer.named_parameters(recurse=False):
             other = owners.setdefault(parameter, name)
             if other != name and part.endswith(TOKENS):  # each would get a new one of its own
                 raise InputError(
                     f"{name}.{part} is also a parameter of {other}, and would not be afterwards: "
                     "give each its own copy first, or use one layer in both places"
                 )
+
+
+def check_stored(layers: Mapping[str, Pattention]) -> None:
+    """Check that all tensors of layers are parameters or buffers, which can be replaced.
+
+    Raises:
+        InputError: If one is computed from other tensors.
+    """
+    for name, layer in layers.items():
+        parts = () if is_split(layer) else TOKENS
+        for part in (*parts, "tau", "gate", "nested_tau"):
+            if part not in layer._parameters and part not in layer._buffers:
+                raise InputError(
+                    f"{name}.{part} is computed from other tensors, as torch.nn.utils.prune and "
+                    "parametrizations do: make it a parameter first, by prune.remove or "
+                    "remove_parametrizations"
+                )
+
+
+def check_unsharded(model: nn.Module) -> None:
+    """Check that each process has all of the parameters.
+
+    Raises:
+        InputError: If the model is sharded by FSDP, or its parameters are DTensors.
+    """
+    # By name: torch.distributed need not be there. FSDP2 changes the class of a module, whose
+    # parameters may be whole for a while after a forward pass.
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    sharded = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+    if sharded or kinds & {"FSDPModule", "FullyShardedDataParallel"}:
+        raise InputError(
+            "the parameters of the model are sharded over processes (FSDP): change it before it is "
+            "sharded, as by fully_shard, or load its full state dict "
+            "(get_model_state_dict with full_state_dict=True) into a model that is not"
+        )
 
 
 def check_unmasked(layers: Mapping[str, Pattention]) -> None:
