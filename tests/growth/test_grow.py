@@ -529,9 +529,46 @@ def test_a_sharded_model_is_refused(tmp_path):
         fsdp.fully_shard(model)
         for whole in (False, True):  # after a forward pass the parameters are
             for change in changes.values():
-                with pytest.raises(InputError, match="sharded .* before .*get_model_state_dict"):
+                with pytest.raises(InputError, match=r"sharded .* before .*get_model_state_dict"):
                     change()
             if not whole:
                 logits(model, x)
     finally:
         dist.destroy_process_group()
+
+
+CHANGES = {
+    "grow": lambda model: grow(model, **SIZES),
+    "split": lambda model: grow(model, **SIZES, split=True),
+    "prune": lambda model: prune(
+        model, measure_usage(model, [torch.randn(2, 3, 32, 32)]), num_ffn_param_tokens=64
+    ),
+    "reorder": lambda model: reorder(model, measure_usage(model, [torch.randn(2, 3, 32, 32)])),
+    "extract": lambda model: extract(model, 0.5),
+    "nest": lambda model: nest(model, (0.5,)),
+    "merge": lambda model: merge(model, model),
+    "join": lambda model: join_tokens(grow(model, **SIZES, split=True)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("built_there", [False, True])
+def test_a_model_that_was_changed_in_inference_mode_is_trained(change, built_there):
+    with torch.inference_mode(built_there):
+        model = build("softmax", pattention_args={"learn_tau": True, "gate": "learned"})
+    with torch.inference_mode():
+        changed = change(model)
+        if built_there:  # only that mode can change it
+            assert logits(changed, torch.randn(2, 3, 32, 32)).isfinite().all()
+            return
+    before = {name: p.detach().clone() for name, p in changed.named_parameters()}
+    changed.set_size(0.5 if change is CHANGES["nest"] else None)
+    optimizer = torch.optim.AdamW(changed.parameters(), lr=1e-3)
+    train(changed.train(), 2, optimizer)
+    assert not any(p.is_inference() for p in (*changed.parameters(), *changed.buffers()))
+    key = "blocks.0.mlp.key_param_tokens"
+    for name, parameter in changed.named_parameters():
+        assert name != key or not torch.equal(parameter, before[name])
+    with torch.inference_mode():
+        grow(changed, num_ffn_param_tokens=256, optimizer=optimizer)
+    train(changed, 1, optimizer)

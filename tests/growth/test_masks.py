@@ -200,6 +200,13 @@ def test_a_mask_is_not_changed_before_blocks_are_computed_again(tasks):
         model(x)
 
 
+def test_a_mask_that_was_activated_in_inference_mode_is_trained(tasks):
+    model, masks = tasks
+    with torch.inference_mode():
+        masks.activate(masks.names[0])
+    model(torch.randn(4, 3, 32, 32)).sum().backward()
+
+
 def test_masks_that_cannot_be_used(tasks):
     model, masks = tasks
     with pytest.raises(InputError, match="no mask 'german'; choose from base, french, spanish"):

@@ -27,6 +27,7 @@ from .tokens import (
     pattention_layers,
     read_tokens,
     record_counts,
+    trained_later,
     use_all_pairs,
     write_tokens,
 )
@@ -37,6 +38,7 @@ _PARTS = (*TOKENS, "tau", "gate", "nested_sizes", "nested_tau")
 Model = TypeVar("Model", bound=nn.Module)
 
 
+@trained_later
 def grow(
     model: Model,
     num_qkv_param_tokens: Counts = None,

@@ -13,7 +13,7 @@ from tokenformer_vit.layers import Pattention
 from tokenformer_vit.models.sizes import check_not_recomputed, kind_of
 from tokenformer_vit.models.weights import read_checkpoint, write_tensors
 
-from .tokens import pattention_layers
+from .tokens import pattention_layers, trained_later
 
 # Anything that can index a tensor of P entries, one for each pair.
 Pairs = Any
@@ -134,6 +134,7 @@ class TokenMasks:
             )
         self.add(name, {layer: slice(before[layer], None) for layer in now})
 
+    @trained_later
     def activate(self, *names: str) -> None:
         """Use only the pairs of some masks from now on; without names, use all pairs.
 

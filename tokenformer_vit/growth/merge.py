@@ -21,6 +21,7 @@ from .tokens import (
     pattention_layers,
     read_tokens,
     record_counts,
+    trained_later,
     write_tokens,
 )
 
@@ -64,6 +65,7 @@ _FREE = frozenset(
 Model = TypeVar("Model", bound=nn.Module)
 
 
+@trained_later
 @torch.no_grad()
 def merge(model_a: Model, model_b: nn.Module, ancestor: nn.Module | None = None) -> Model:
     """Join the parameter tokens of two models layer by layer; average everything else.

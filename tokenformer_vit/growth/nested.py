@@ -22,12 +22,14 @@ from .tokens import (
     pattention_layers,
     read_tokens,
     record_counts,
+    trained_later,
     write_tokens,
 )
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
+@trained_later
 @torch.no_grad()
 def extract(model: Model, size: Size) -> Model:
     """Copy the first pairs of every layer into a new, ordinary model.
@@ -72,6 +74,7 @@ def extract(model: Model, size: Size) -> Model:
     return smaller
 
 
+@trained_later
 @torch.no_grad()
 def reorder(model: Model, usage: Mapping[str, Usage]) -> Model:
     """Sort the pairs of every layer by their usage, most used first, in place.
@@ -99,6 +102,7 @@ def reorder(model: Model, usage: Mapping[str, Usage]) -> Model:
     return model
 
 
+@trained_later
 @torch.no_grad()
 def nest(model: Model, sizes: Sequence[Size], usage: Mapping[str, Usage] | None = None) -> Model:
     """Give a trained model nested sizes, in place; train it afterwards at these sizes.

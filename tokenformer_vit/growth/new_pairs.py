@@ -10,7 +10,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers.segments import TOKENS, is_split, token_segments
 
 from .optimizer import carry_over, check_optimizer, kept_order
-from .tokens import check_stored, check_unsharded, join_layer, pattention_layers
+from .tokens import check_stored, check_unsharded, join_layer, pattention_layers, trained_later
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -65,6 +65,7 @@ def open_gates(model: nn.Module, opened: float) -> None:
         gate[gate != 1] = opened
 
 
+@trained_later
 def join_tokens(model: Model, optimizer: Optimizer | None = None, moments: str = "keep") -> Model:
     """Store the old and the new pairs of a grown model in one parameter again, in place.
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from tokenformer_vit.errors import InputError
 
-from .tokens import Change
+from .tokens import Change, trained_later
 
 MOMENTS = ("keep", "reset")
 # Key of a group of one parameter that no other joins: each new parameter gets its own group.
@@ -22,6 +22,7 @@ _START_ELSEWHERE = ("MADGRAD", "RMSpropTF", "Rprop")
 _SLOW_WEIGHTS = "lookahead_slow_buff"  # the same for timm's Lookahead, around any optimizer
 
 
+@trained_later
 @torch.no_grad()
 def carry_over(
     optimizer: Optimizer,

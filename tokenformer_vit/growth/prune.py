@@ -22,6 +22,7 @@ from .tokens import (
     pattention_layers,
     read_tokens,
     record_counts,
+    trained_later,
     use_all_pairs,
     write_tokens,
 )
@@ -124,6 +125,7 @@ class _Sums:
         return Usage(sizes.cpu(), shares.cpu())
 
 
+@trained_later
 @torch.no_grad()
 def prune(
     model: Model,

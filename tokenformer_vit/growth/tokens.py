@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from tokenformer_vit.layers.segments import (
 )
 from tokenformer_vit.models import TokenFormerDecoder, TokenFormerViT
 from tokenformer_vit.models.sizes import find_layers, kind_of
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 # Replaced parameters by id, for as long as somebody still holds them.
 _replaced: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
@@ -74,6 +77,25 @@ class Change:
     targets: tuple[nn.Parameter, ...]
     dim: int = 0
     like: tuple[nn.Parameter, ...] = ()
+
+
+def trained_later(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Let a function make tensors that can be trained, also under ``torch.inference_mode()``.
+
+    Models that were built there stay as they are, because only that mode can change them.
+    """
+
+    @functools.wraps(function)
+    def outside(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        models = [each for each in (*args, *kwargs.values()) if isinstance(each, nn.Module)]
+        if any(parameter.is_inference() for model in models for parameter in model.parameters()):
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return outside
 
 
 def counts_by_layer(names: Iterable[str], **counts: Counts) -> dict[str, int | None]:

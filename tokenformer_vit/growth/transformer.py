@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from tokenformer_vit.errors import InputError
 
 from .optimizer import carry_over, check_optimizer, kept_order
-from .tokens import Change, mark_replaced
+from .tokens import Change, mark_replaced, trained_later
 
 # How much the shares of a neuron's copies in its outgoing weights differ. Equal copies would stay
 # equal forever.
@@ -45,6 +45,7 @@ _OF_TRANSFORMERS = (
 )
 
 
+@trained_later
 def widen_mlp(
     model: Model,
     hidden_features: int,
@@ -141,6 +142,7 @@ def _widen(mlp: nn.Module, form: _Form, hidden: int, generator: torch.Generator)
     return changes
 
 
+@trained_later
 def stack_blocks(
     model: Model, depth: int, *, optimizer: Optimizer | None = None, moments: str = "keep"
 ) -> Model:
