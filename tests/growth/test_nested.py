@@ -287,6 +287,41 @@ def test_a_model_that_grew_uses_all_pairs(x):
     assert torch.equal(model(x), before)
 
 
+@pytest.mark.parametrize("nested", [(), (0.25,)])
+@pytest.mark.parametrize("sizes", [(0.5,), ()])
+def test_an_optimizer_from_before_nesting_is_refused(nested, sizes, x):
+    """It would never train the new τ of the sizes."""
+    model = build(nested=nested, pattention_args={"learn_tau": True})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = logits(model, x)
+    nest(model, sizes)
+    assert torch.equal(logits(model, x), before)
+    model.set_size(sizes[0] if sizes else None)
+    model(x).sum().backward()
+    if nested or sizes:
+        with pytest.raises(InputError, match=r"nesting has replaced, .* build a new optimizer"):
+            optimizer.step()
+    else:
+        optimizer.step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_what_does_not_train_taus_goes_on_after_nesting(x):
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    nest(model, (0.5,))
+    model(x).sum().backward()
+    optimizer.step()
+
+
+def test_layers_with_one_tau_share_it_after_nesting():
+    model = build(pattention_args={"learn_tau": True})
+    one, other = (block.mlp for block in model.blocks)
+    other.tau = one.tau
+    nest(model, (0.5,))
+    assert other.tau is one.tau
+
+
 def test_what_cannot_be_nested_changes_nothing(x):
     model = build(nested=(0.5,))
     before, expected = copy.deepcopy(model.state_dict()), logits(model, x, 0.3)

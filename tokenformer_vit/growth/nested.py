@@ -2,7 +2,7 @@
 
 import copy
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -15,10 +15,12 @@ from tokenformer_vit.models.sizes import Size, nest_layers, set_size, size_count
 
 from .prune import Usage, adapted_tau, check_usage, kept_pairs
 from .tokens import (
+    Change,
     LayerTokens,
     check_rebuildable,
     check_unmasked,
     find_models,
+    mark_replaced,
     pattention_layers,
     read_tokens,
     record_counts,
@@ -114,7 +116,8 @@ def nest(model: Model, sizes: Sequence[Size], usage: Mapping[str, Usage] | None 
 
     Args:
         model: Any module with TokenFormer blocks. Its outputs do not change. The sizes that it had
-            are replaced. A learned τ of a size is a new parameter: build optimizers afterwards.
+            are replaced. If τ is learned, τ of the model and of each size become new parameters:
+            build optimizers afterwards. A step of an older optimizer raises InputError.
         sizes: Sizes, as for ``model.set_size``. Empty for an ordinary model.
         usage: Usage by which :func:`reorder` has sorted the pairs. Then τ of a size is adapted as
             :func:`~tokenformer_vit.growth.prune` does; without it, τ is what ``set_size`` takes
@@ -139,10 +142,30 @@ def nest(model: Model, sizes: Sequence[Size], usage: Mapping[str, Usage] | None 
             return adapted_tau(layer, own.shares[kept_pairs(own, count)].sum().item())
         return layer.tau_of(count)
 
+    before = [layer.nested_tau for layer in layers.values()]
     for module in find_models(model) or [model]:
         module.sizes = nest_layers(module, sizes, tau_of)  # type: ignore[assignment]
+    old = [each for each in before if isinstance(each, nn.Parameter)]
+    old += _replace_taus(layers.values())
+    mark_replaced([Change(tuple(old), ())])
     record_counts(model)
     return model
+
+
+def _replace_taus(layers: Iterable[Pattention]) -> list[nn.Parameter]:
+    """Replace the learned τ of layers with nested sizes by copies, and return the old ones.
+
+    An older optimizer, which would not train the new τ of the sizes, is then known by these.
+    """
+    copies: dict[nn.Parameter, nn.Parameter] = {}
+    for layer in layers:
+        tau = layer.tau
+        if layer.nested and isinstance(tau, nn.Parameter) and tau.requires_grad:
+            if tau not in copies:  # layers may share one
+                copies[tau] = nn.Parameter(tau.detach().clone())
+                copies[tau].grad = tau.grad
+            layer.tau = copies[tau]
+    return list(copies)
 
 
 def keep_size(grown: LayerTokens, before: LayerTokens) -> LayerTokens:

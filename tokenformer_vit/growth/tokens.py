@@ -349,8 +349,9 @@ def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for parameter in group["params"]
     ):
         raise InputError(
-            f"this {kind} holds parameters that growth, pruning or joining has replaced, and would "
-            "not train the new ones: build a new optimizer, or call grow(..., optimizer=optimizer)"
+            f"this {kind} holds parameters that growth, pruning, joining or nesting has replaced, "
+            "and would not train the new ones: build a new optimizer, or call "
+            "grow(..., optimizer=optimizer)"
         )
     # PyTorch's fused steps do not compare shapes: they read and write other memory.
     if any(
