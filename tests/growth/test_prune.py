@@ -2,8 +2,10 @@
 
 import copy
 import json
+import re
 from functools import partial
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -13,9 +15,9 @@ from torch import nn
 import tokenformer_vit  # noqa: F401
 from tokenformer_vit.benchmarking.costs import model_costs, total
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import grow, pattention_layers
+from tokenformer_vit.growth import grow, grow_state_dict, pattention_layers
 from tokenformer_vit.growth.prune import Usage, measure_usage, prune
-from tokenformer_vit.models import compile_blocks
+from tokenformer_vit.models import LMConfig, compile_blocks
 from tokenformer_vit.models.checkpoints import load_model, save_classifier, save_model
 from tokenformer_vit.ops import THETAS
 
@@ -293,6 +295,37 @@ def test_counts_that_cannot_be(count, said):
     with pytest.raises(InputError, match=said):
         prune(model, usage, num_qkv_param_tokens=9, num_ffn_param_tokens=count)
     assert model.blocks[0].attn.query.num_param_tokens == 24  # nothing was changed
+
+
+@pytest.mark.parametrize("count", [True, 32.0, "32", np.array([32, 32]), [32, 32.0], [True, 32]])
+def test_counts_that_are_not_whole(count):
+    model = build()
+    usage = measure_usage(model, [torch.randn(2, 3, 32, 32)])
+    said = rf"num_ffn_param_tokens must be a whole number.* got {re.escape(repr(count))}$"
+    for change in (
+        lambda: prune(model, usage, num_ffn_param_tokens=count),
+        lambda: grow(model, num_ffn_param_tokens=count),
+        lambda: grow_state_dict(model.state_dict(), num_ffn_param_tokens=count),
+        lambda: build(num_ffn_param_tokens=count),
+    ):
+        with pytest.raises(InputError, match=said):
+            change()
+
+
+def test_counts_of_numpy_are_saved(tmp_path):
+    model = build(num_ffn_param_tokens=np.int64(48), num_qkv_param_tokens=[np.int64(24), 32])
+    save_model(model, tmp_path / "new")
+    grow(model, num_qkv_param_tokens=[np.int32(40), 32], num_ffn_param_tokens=np.int64(64))
+    save_model(model, tmp_path / "grown")
+    for name, counts in (("new", [24, 24, 24, 40, 48]), ("grown", [40, 40, 40, 40, 64])):
+        again = timm.create_model(f"local-dir:{tmp_path / name}", pretrained=True)
+        layers = list(pattention_layers(again).values())
+        assert [layer.num_param_tokens for layer in layers[:5]] == counts
+    usage = measure_usage(model, [torch.randn(2, 3, 32, 32)])
+    prune(model, usage, num_ffn_param_tokens=np.int64(8))
+    assert type(model.blocks[0].mlp.num_param_tokens) is int
+    config = LMConfig(num_ffn_param_tokens=np.int64(8), num_qkv_param_tokens=(np.int64(8), 4))
+    assert json.loads(json.dumps(vars(config)))["num_ffn_param_tokens"] == 8
 
 
 def test_usage_of_another_model():

@@ -1,5 +1,6 @@
 """Top-k is set by kind of layer, in shares of the active pairs, and undone."""
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -90,6 +91,8 @@ def test_a_context_is_undone():
         ({"ffn": 0}, "cannot read 0 of 56 pairs"),
         ({"proj": 0.0}, "above 0 and at most 1, but it is 0.0"),
         ({"proj": 1.5}, "above 0 and at most 1, but it is 1.5"),
+        ({"ffn": "4"}, "cannot read '4' of 56 pairs; give 1 to 56"),
+        ({"qkv": True}, "cannot read True of 24 pairs"),
     ],
 )
 def test_numbers_that_cannot_be(arguments, said):
@@ -97,6 +100,13 @@ def test_numbers_that_cannot_be(arguments, said):
     with pytest.raises(InputError, match=said):
         set_top_k(model, **arguments)
     assert numbers(model) == 10 * [None]
+
+
+def test_a_number_of_numpy_is_taken():
+    model = build()
+    set_top_k(model, ffn=np.int64(4))
+    assert numbers(model) == 2 * [None, None, None, None, 4]
+    assert type(model.blocks[0].mlp.top_k) is int
 
 
 def test_models_without_parameter_tokens():

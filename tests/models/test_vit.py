@@ -75,8 +75,10 @@ def test_a_list_of_pairs_has_one_number_for_each_block(small, numbers):
     with pytest.raises(InputError, match=rf"ffn.* has {len(numbers)} .* 2 blocks: give one") as e:
         small(num_ffn_param_tokens=numbers)
     assert "\n" not in str(e.value)
-    with pytest.raises(InputError, match=r"at least 1, but got 'x'"):
+    with pytest.raises(InputError, match=r"num_ffn_.* a whole number, .* got \[8, 'x'\]"):
         small(num_ffn_param_tokens=[8, "x"])
+    with pytest.raises(InputError, match="at least 1, but got 0"):
+        small(num_ffn_param_tokens=[8, 0])
 
 
 def test_own_arguments_are_recorded_as_plain_values(small):

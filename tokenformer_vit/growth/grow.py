@@ -115,11 +115,12 @@ def grow(
         ``model``.
 
     Raises:
-        InputError: If a count is smaller than the present one, a list of counts does not have one
-            for each block, an argument has an unknown value, ``init`` does not fit the model's Θ,
-            counts or nested sizes, the parameters are on the meta device, ``model`` is in a
-            DistributedDataParallel, two layers share a parameter, or ``model`` is only a part of a
-            model, whose other blocks would keep their counts.
+        InputError: If a count is not whole or smaller than the present one, a list of counts does
+            not have one for each block, an argument has an unknown value, ``init`` does not fit the
+            model's Θ, counts or nested sizes, the parameters are on the meta device, ``model`` is
+            sharded or in a DistributedDataParallel, tensors of a layer are computed from others,
+            two layers share a parameter, or ``model`` is only a part of a model, whose other blocks
+            would keep their counts.
 
     Note:
         In float32, outputs stay equal to about 1e-6, because sums of another length round

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from numbers import Integral
 
 from torch import nn
 
@@ -34,7 +35,8 @@ def set_top_k(
         ffn: Pairs to read in each feed-forward layer.
 
     Raises:
-        InputError: If a number or a share is out of range. Then nothing is changed.
+        InputError: If a number is not whole, or it or a share is out of range. Then nothing is
+            changed.
     """
     wanted = {"qkv": qkv, "proj": proj, "ffn": ffn}
     layers = pattention_layers(model)
@@ -51,9 +53,9 @@ def _number(wanted: int | float | None, name: str, layer: Pattention) -> int | N
         if not 0 < wanted <= 1:
             raise InputError(f"{name}: a share must be above 0 and at most 1, but it is {wanted}")
         return max(1, round(wanted * pairs))
-    if not 1 <= wanted <= pairs:
-        raise InputError(f"{name} cannot read {wanted} of {pairs} pairs; give 1 to {pairs}")
-    return wanted
+    if isinstance(wanted, bool) or not isinstance(wanted, Integral) or not 1 <= wanted <= pairs:
+        raise InputError(f"{name} cannot read {wanted!r} of {pairs} pairs; give 1 to {pairs}")
+    return int(wanted)
 
 
 @contextmanager

@@ -107,7 +107,7 @@ def counts_by_layer(names: Iterable[str], **counts: Counts) -> dict[str, int | N
             as the arguments of a model. Layers without an argument get None.
 
     Raises:
-        InputError: If a list does not have one number for each block.
+        InputError: If a number is not whole, or a list does not have one for each block.
     """
     blocks = {name: block_of(name) for name in names}
     by_block = counts_by_block(1 + max(blocks.values()), **counts)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 from tokenformer_vit.errors import InputError
@@ -81,8 +81,10 @@ def counts_by_block(depth: int, **counts: Counts) -> list[dict[str, Any]]:
         The arguments of each block, ints or None.
 
     Raises:
-        InputError: If there is a list with more or fewer numbers than blocks.
+        InputError: If a number is not whole, or there is a list with more or fewer numbers than
+            blocks.
     """
+    counts = {name: plain_count(name, count) for name, count in counts.items()}
     listed = {name: count for name, count in counts.items() if isinstance(count, list | tuple)}
     for name, numbers in listed.items():
         if depth and len(numbers) != depth:  # a model without blocks needs no numbers
@@ -94,6 +96,27 @@ def counts_by_block(depth: int, **counts: Counts) -> list[dict[str, Any]]:
         {**counts, **{name: numbers[block] for name, numbers in listed.items()}}
         for block in range(depth)
     ]
+
+
+def plain_count(name: str, count: Any) -> Counts:
+    """Return a number of pairs, which may be one of numpy, as an int; or a list of them.
+
+    Args:
+        name: Name of the argument.
+        count: Number of pairs, or a list with one for each block; None stays None.
+
+    Raises:
+        InputError: If a number is not whole.
+    """
+    numbers = count if isinstance(count, list | tuple) else [count]
+    if any(isinstance(n, bool) or not isinstance(n, Integral | None) for n in numbers):
+        raise InputError(
+            f"{name} must be a whole number, or a list with one for each block, but got {count!r}"
+        )
+    plain: list[Any] = [None if n is None else int(n) for n in numbers]
+    if isinstance(count, list | tuple):
+        return tuple(plain) if isinstance(count, tuple) else plain
+    return plain[0]
 
 
 def model_pattention_args(

@@ -30,6 +30,7 @@ from .description import (
     configured_names,
     describe_model,
     find_description,
+    plain_counts,
     read_description,
     trained_arguments,
 )
@@ -187,6 +188,7 @@ def save_model(
                 model_config={"label_names": list(names)} if names else None,
                 safe_serialization=True,
                 data_config=data_config,
+                model_args=plain_counts(model),
             )
         except SafetensorError as error:  # a full disk, for example
             raise OSError(errno.EIO, one_line(error)) from error

@@ -15,6 +15,7 @@ from timm.models import get_model_args
 from torch import nn
 
 from tokenformer_vit.errors import InputError, first_fault, one_line
+from tokenformer_vit.layers.arguments import COUNTS, Counts, plain_count
 
 # Key of the description in a training checkpoint.
 DESCRIPTION = "timm_config"
@@ -91,7 +92,8 @@ def describe_model(
     own: Any = model
     architecture = own.pretrained_cfg["architecture"]
     known = {key: value for key, value in own.pretrained_cfg.items() if key not in _NOT_DESCRIBED}
-    args = {name: value for name, value in get_model_args(own).items() if name != "num_classes"}
+    args = {**get_model_args(own), **plain_counts(own)}
+    args.pop("num_classes", None)
     description = {
         "architecture": architecture,
         "num_classes": num_classes,
@@ -103,6 +105,12 @@ def describe_model(
         },
     }
     return json.loads(json.dumps(description))
+
+
+def plain_counts(model: nn.Module) -> dict[str, Counts]:
+    """Return the numbers of pairs among the arguments of a timm model, as JSON can have them."""
+    args = get_model_args(model)
+    return {name: plain_count(name, args[name]) for name in COUNTS.values() if name in args}
 
 
 def configured_names(model: nn.Module) -> list[str] | None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.layers.arguments import Counts
+from tokenformer_vit.layers.arguments import COUNTS, Counts, plain_count
 
 from .sizes import Size
 
@@ -68,6 +68,8 @@ class LMConfig:
         """Check the values that no layer checks."""
         if isinstance(self.nested, list):  # as JSON and configs have it
             object.__setattr__(self, "nested", tuple(self.nested))
+        for name in COUNTS.values():
+            object.__setattr__(self, name, plain_count(name, getattr(self, name)))
         if self.positions not in _POSITIONS:
             raise InputError(
                 f"positions must be one of {', '.join(_POSITIONS)}, but got {self.positions!r}"
