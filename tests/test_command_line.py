@@ -121,7 +121,7 @@ def test_a_missing_package_names_the_extra(capsys, monkeypatch):
     def main():
         import mmengine.runner  # noqa: F401
 
-    line = "error: mmengine is not installed: pip install 'tokenformer-vit[train]'\n"
+    line = "error: mmengine is not installed: in the clone, run pip install '.[train]'\n"
     assert ends(main, capsys) == (1, line)
 
 

@@ -80,7 +80,7 @@ def test_models_growth_and_prediction_need_no_extra(tmp_path):
     assert run.returncode == 1
     assert {guess["label"] for guess in json.loads(run.stdout)["top"]} == {"cat", "dog"}
     assert re.fullmatch(
-        r"error: mm\w+ is not installed: pip install 'tokenformer-vit\[train\]'\n", run.stderr
+        r"error: mm\w+ is not installed: in the clone, run pip install '\.\[train\]'\n", run.stderr
     )
 
 

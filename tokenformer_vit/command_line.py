@@ -130,7 +130,7 @@ def _explain(error: BaseException) -> str:
         module = error.name.partition(".")[0]
         for extra, modules in EXTRAS.items():
             if module in modules:
-                return f"{module} is not installed: pip install 'tokenformer-vit[{extra}]'"
+                return f"{module} is not installed: in the clone, run pip install '.[{extra}]'"
     what, kind = one_line(error), type(error).__name__
     if part := re.search(r"(/\S+\.so): file too short", what):
         return (

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
+pytest.importorskip("transformers", reason="pip install '.[language]'")
 
 from tokenformer_vit.benchmarking.language import Language
 from tokenformer_vit.benchmarking.measures import counted_flops

@@ -51,7 +51,7 @@ def build(**changes):
 
 
 def transformer(positions="learned", **changes):
-    pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
+    pytest.importorskip("transformers", reason="pip install '.[language]'")
     from tokenformer_vit.language import transformer_lm
 
     return transformer_lm(**SHAPE, positions=positions, **changes)
@@ -145,7 +145,7 @@ def test_a_module_that_holds_one(make):
 
 
 def test_that_of_transformers():
-    pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
+    pytest.importorskip("transformers", reason="pip install '.[language]'")
     from tokenformer_vit.language import TokenFormerConfig, TokenFormerForCausalLM
 
     model = TokenFormerForCausalLM(TokenFormerConfig(**SHAPE, rotary_share=0.5))

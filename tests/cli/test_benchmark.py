@@ -224,7 +224,7 @@ def test_quick_and_chart(measured, tmp_path, capsys):
 
 
 def test_language_models(measured, tmp_path, capsys):
-    pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
+    pytest.importorskip("transformers", reason="pip install '.[language]'")
     path = tmp_path / "speed.json"
     words = ["--lm", "tiny", "--depth", "2", "--num-tokens", "96", "--batch-sizes", "3"]
     words += ["--precisions", "bfloat16", "--rounds", "4", "--device", "cpu", "--out", str(path)]
@@ -271,7 +271,7 @@ def test_options_of_the_other_field(words, message):
 
 
 def test_the_transformer_may_have_rotary_positions(measured, tmp_path, monkeypatch):
-    pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
+    pytest.importorskip("transformers", reason="pip install '.[language]'")
     monkeypatch.chdir(tmp_path)
     words = ["--lm", "tiny", "--depth", "1", "--num-tokens", "8", "--device", "cpu", "--eager"]
     benchmark.main([*words, *["--modes", "prefill", "--rounds", "1", "--positions", "rotary"]])

@@ -350,7 +350,7 @@ def test_quantisation_has_no_kinds():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
 def test_quantised_models_are_compared_with_the_original(model, exported, data, tmp_path, dtype):
-    pytest.importorskip("torchao", reason="pip install tokenformer-vit[quantization]")
+    pytest.importorskip("torchao", reason="pip install '.[quantization]'")
     name = str(dtype).removeprefix("torch.")
     run(exported, data, "--method", "int8", "int4", "--dtype", name, "--out", tmp_path)
     record, points = points_in(tmp_path)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
+pytest.importorskip("transformers", reason="pip install '.[language]'")
 
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel

@@ -175,7 +175,7 @@ def test_plot_of_language_models_and_of_the_paper(tmp_path, capsys, figures):
 def test_a_plot_without_matplotlib_names_the_extra(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     line = failure(capsys, *TINY, "--plot", tmp_path / "a.png")
-    assert line == "error: matplotlib is not installed: pip install 'tokenformer-vit[train]'\n"
+    assert line == "error: matplotlib is not installed: in the clone, run pip install '.[train]'\n"
 
 
 def test_plot_that_cannot_be_written(tmp_path, capsys):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
+pytest.importorskip("transformers", reason="pip install '.[language]'")
 
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -71,7 +71,7 @@ def record(folder):
 
 
 def test_quantised_pairs_are_measured(folder, text):
-    pytest.importorskip("torchao", reason="pip install tokenformer-vit[quantization]")
+    pytest.importorskip("torchao", reason="pip install '.[quantization]'")
     run(folder, "--text", text)
     whole = record(folder / "evaluation")
     run(folder, "--text", text, "--quantize", "int8")
@@ -270,7 +270,7 @@ def test_other_models_and_bfloat16(folder, text, tmp_path):
 
 
 def test_tasks_that_are_finished_are_not_asked_again(folder, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("lm_eval", reason="pip install tokenformer-vit[evaluation]")
+    pytest.importorskip("lm_eval", reason="pip install '.[evaluation]'")
     from tokenformer_vit.language import tasks
 
     def item(name):
@@ -309,7 +309,7 @@ def test_tasks_that_are_finished_are_not_asked_again(folder, tmp_path, monkeypat
 
 @pytest.mark.slow
 def test_all_six_tasks_on_their_real_items(folder, shared_data, capsys):
-    pytest.importorskip("lm_eval", reason="pip install tokenformer-vit[evaluation]")
+    pytest.importorskip("lm_eval", reason="pip install '.[evaluation]'")
     config = TokenFormerConfig(
         vocab_size=257, context_length=1024, embed_dim=32, depth=1, num_heads=2, rotary_share=0.5
     )
@@ -353,7 +353,7 @@ def test_all_six_tasks_on_their_real_items(folder, shared_data, capsys):
 )
 def test_what_cannot_be_is_said_in_one_line(folder, tmp_path, monkeypatch, arguments, message):
     if "--tasks" in arguments:
-        pytest.importorskip("lm_eval", reason="pip install tokenformer-vit[evaluation]")
+        pytest.importorskip("lm_eval", reason="pip install '.[evaluation]'")
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").touch()
     Path("latin.txt").write_bytes(b"caf\xe9")
@@ -378,7 +378,7 @@ def test_what_is_missing_is_named(folder, text, tmp_path, monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "tokenformer_vit.language.tasks", raising=False)
     with pytest.raises(SystemExit, match="1"):
         run_tool(lambda: run(folder, "--tasks", "piqa"))
-    assert "pip install 'tokenformer-vit[evaluation]'" in capsys.readouterr().err
+    assert "in the clone, run pip install '.[evaluation]'" in capsys.readouterr().err
 
 
 def test_a_task_that_is_none_is_refused_with_those_that_are(folder, capsys):

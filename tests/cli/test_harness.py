@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
+pytest.importorskip("transformers", reason="pip install '.[language]'")
 
 from tokenformer_vit.cli import harness
 from tokenformer_vit.command_line import run_tool
@@ -31,7 +31,7 @@ metric_list: [{{metric: acc}}]
 
 @pytest.mark.slow  # the harness looks through thousands of its own tasks
 def test_a_task_of_the_harness_is_run_on_our_model(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("lm_eval", reason="pip install tokenformer-vit[evaluation]")
+    pytest.importorskip("lm_eval", reason="pip install '.[evaluation]'")
     from datasets import config as cache
     from lm_eval import evaluator
 
@@ -55,4 +55,4 @@ def test_without_the_harness_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
     with pytest.raises(SystemExit):
         run_tool(lambda: harness.main(["ls", "tasks"]))
-    assert "pip install 'tokenformer-vit[evaluation]'" in capsys.readouterr().err
+    assert "in the clone, run pip install '.[evaluation]'" in capsys.readouterr().err

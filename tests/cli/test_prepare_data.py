@@ -381,7 +381,7 @@ def test_missing_library_says_what_to_install(module, words, tmp_path, monkeypat
     done = command("prepare_data", *words, tmp_path)
     name = module.partition(".")[0]
     assert done.status == 1
-    assert done.err == f"error: {name} is not installed: pip install 'tokenformer-vit[train]'\n"
+    assert done.err == f"error: {name} is not installed: in the clone, run pip install '.[train]'\n"
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
-pytest.importorskip("datasets", reason="pip install tokenformer-vit[language]")
+pytest.importorskip("transformers", reason="pip install '.[language]'")
+pytest.importorskip("datasets", reason="pip install '.[language]'")
 
 from tokenformer_vit import language
 from tokenformer_vit.cli import prepare_text
@@ -472,7 +472,7 @@ def test_without_datasets_it_says_what_to_install(monkeypatch, tmp_path, capsys)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(SystemExit, match="1"):
         run_tool(lambda: run(tmp_path, tmp_path / "out"))
-    line = "error: datasets is not installed: pip install 'tokenformer-vit[language]'\n"
+    line = "error: datasets is not installed: in the clone, run pip install '.[language]'\n"
     assert capsys.readouterr().err == line
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
+pytest.importorskip("transformers", reason="pip install '.[language]'")
 
 from transformers import AutoModelForCausalLM, TorchAoConfig, Trainer, TrainingArguments
 
@@ -228,7 +228,7 @@ def test_an_adapter_of_transformers_is_trained_saved_and_loaded(tmp_path):
 
 
 def test_the_harness_opens_a_folder_by_its_own_command(tmp_path):
-    pytest.importorskip("lm_eval", reason="pip install tokenformer-vit[evaluation]")
+    pytest.importorskip("lm_eval", reason="pip install '.[evaluation]'")
     folder = folder_of(build(), tmp_path / "run")
     items = tmp_path / "items.jsonl"
     items.write_text(json.dumps({"question": "a or b?", "a": "a", "b": "b"}) + "\n")
@@ -285,7 +285,7 @@ def test_the_trainer_of_transformers_can_leave_a_learned_tau_without_decay(tmp_p
 @pytest.mark.parametrize("config", ["int8", "int4"])
 @torch.no_grad()
 def test_a_quantised_model_generates_and_is_not_saved(config, tmp_path):
-    pytest.importorskip("torchao", reason="pip install tokenformer-vit[quantization]")
+    pytest.importorskip("torchao", reason="pip install '.[quantization]'")
     model, tokens = build().eval(), torch.randint(257, (2, 20))
     expected = model(tokens).logits
     assert quantize(model, config).tensors == 20

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
-pytest.importorskip("datasets", reason="pip install tokenformer-vit[language]")
+pytest.importorskip("transformers", reason="pip install '.[language]'")
+pytest.importorskip("datasets", reason="pip install '.[language]'")
 
 import datasets
 import pyarrow as pa

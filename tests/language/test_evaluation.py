@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
+pytest.importorskip("transformers", reason="pip install '.[language]'")
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -248,7 +248,7 @@ FILES = {
 @pytest.fixture
 def tasks(monkeypatch):
     """The module, without the harness's description of the machine, which takes seconds."""
-    pytest.importorskip("lm_eval", reason="pip install tokenformer-vit[evaluation]")
+    pytest.importorskip("lm_eval", reason="pip install '.[evaluation]'")
     from lm_eval import evaluator
 
     from tokenformer_vit.language import tasks

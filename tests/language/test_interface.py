@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
+pytest.importorskip("transformers", reason="pip install '.[language]'")
 
 from transformers import (
     AutoConfig,
@@ -497,7 +497,7 @@ def test_without_the_package_a_folder_says_what_to_install(tmp_path):
     absent = "import sys; sys.modules['tokenformer_vit'] = None\n"
     done = run_alone(absent + OPEN, tmp_path / "model", tmp_path / "again", folder=tmp_path)
     last = done.stderr.strip().splitlines()[-1]
-    assert "pip install -U 'tokenformer-vit[language]'" in last, done.stderr
+    assert "in its clone, run pip install '.[language]'" in last, done.stderr
 
 
 @pytest.mark.parametrize("kind", ["tokenformer", "gpt2", "unknown"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import layer_norm
 
-pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
+pytest.importorskip("transformers", reason="pip install '.[language]'")
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import TokenMasks, grow

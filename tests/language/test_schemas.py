@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 
-pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
+pytest.importorskip("transformers", reason="pip install '.[language]'")
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.language import TokenFormerConfig, transformer_lm

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="pip install tokenformer-vit[language]")
+pytest.importorskip("transformers", reason="pip install '.[language]'")
 
 from transformers import (
     AutoModelForCausalLM,

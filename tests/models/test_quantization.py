@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-pytest.importorskip("torchao", reason="pip install tokenformer-vit[quantization]")
+pytest.importorskip("torchao", reason="pip install '.[quantization]'")
 
 from torchao.quantization import Int8WeightOnlyConfig, PerGroup
 
@@ -201,5 +201,5 @@ def test_other_models_are_refused():
 def test_missing_torchao_is_named(build, monkeypatch):
     model, _ = build("images")
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    with pytest.raises(InputError, match=r"pip install 'tokenformer-vit\[quantization\]'"):
+    with pytest.raises(InputError, match=r"run pip install '\.\[quantization\]'"):
         quantize(model)

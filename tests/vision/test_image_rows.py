@@ -456,4 +456,4 @@ def test_a_cache_that_cannot_be_written_is_named(source, tmp_path, monkeypatch):
 
 def test_a_missing_library_is_named(source, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    assert "pip install 'tokenformer-vit[train]'" in refused(source, "train")
+    assert "in the clone, run pip install '.[train]'" in refused(source, "train")

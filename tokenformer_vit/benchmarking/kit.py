@@ -126,7 +126,7 @@ def wanted_wheels() -> list[str]:
         with suppress(importlib.metadata.PackageNotFoundError):  # other versions may not need it
             wanted.append(f"{name}=={importlib.metadata.version(name)}")
     if not any(each.startswith("mmpretrain==") for each in wanted):
-        raise InputError("mmpretrain is not installed: pip install 'tokenformer-vit[train]'")
+        raise InputError("mmpretrain is not installed: in the clone, run pip install '.[train]'")
     return wanted
 
 

@@ -15,7 +15,8 @@ try:
     )
 except ImportError as error:
     raise InputError(
-        "language models need Hugging Face's transformers: pip install 'tokenformer-vit[language]'"
+        "language models need Hugging Face's transformers: in the clone, run "
+        "pip install '.[language]'"
     ) from error
 
 from .corpora import Source, file_source, find_files, hub_source, reversal_source

@@ -78,7 +78,8 @@ def open_rows(folder: Path, split: str) -> "Dataset":
         from datasets import Dataset, concatenate_datasets
     except ImportError as error:
         raise InputError(
-            "reading tokens needs Hugging Face's datasets: pip install 'tokenformer-vit[language]'"
+            "reading tokens needs Hugging Face's datasets: in the clone, run "
+            "pip install '.[language]'"
         ) from error
     meta = read_text_meta(folder)
     if split not in meta["splits"]:

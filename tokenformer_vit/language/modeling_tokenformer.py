@@ -9,7 +9,7 @@ try:
     )
 except ImportError as error:
     raise ImportError(
-        "this model needs the package tokenformer-vit: pip install -U 'tokenformer-vit[language]'"
+        "this model needs the package tokenformer-vit: in its clone, run pip install '.[language]'"
     ) from error
 
 __all__ = [

@@ -122,7 +122,7 @@ def _config(name: str, device: str) -> Any:
     except ImportError as error:
         raise InputError(
             f"quantisation needs torchao 0.18 or later ({one_line(error)}): "
-            "pip install 'tokenformer-vit[quantization]'"
+            "in the clone, run pip install '.[quantization]'"
         ) from error
     # set_inductor_config would change torch.compile for the whole process.
     if name == "int8":

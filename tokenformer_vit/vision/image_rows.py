@@ -174,8 +174,8 @@ def _find(source: str | Path, split: str) -> tuple[Path, bool]:
         from datasets import logging
     except ImportError as error:
         raise InputError(
-            "reading these images needs Hugging Face's datasets: pip install "
-            "'tokenformer-vit[train]'"
+            "reading these images needs Hugging Face's datasets: in the clone, run "
+            "pip install '.[train]'"
         ) from error
     logging.set_verbosity(logging.CRITICAL)  # an error that it logs is also raised
     is_on_hub = str(source).startswith("hf:")
