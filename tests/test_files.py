@@ -1,5 +1,6 @@
 """Files and folders appear whole or not at all, and the user's own files stay."""
 
+import errno
 import os
 import stat
 import subprocess
@@ -15,6 +16,7 @@ from tokenformer_vit.files import (
     locked_folder,
     new_folder,
     remove_leftovers,
+    results_folder,
     temporary_name,
     write_whole,
 )
@@ -198,6 +200,54 @@ def test_a_folder_that_is_a_link_gets_its_files_where_it_points(tmp_path, monkey
         assert partial.resolve().is_relative_to(elsewhere / "run")
     assert (elsewhere / "run" / "a").read_text() == "new"
     assert [path.name for path in (elsewhere / "run").iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("fails", ["mkdir", "rename"])
+def test_an_error_names_the_folder_and_not_its_partial_one(there, fails, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    if there:
+        folder.mkdir()
+
+    def fail(path, *arguments, **how):
+        if how:  # a mkdir of parents
+            return
+        raise OSError(errno.EACCES, "Permission denied", str(path))
+
+    def write():
+        with new_folder(folder) as partial:
+            (partial / "a").write_text("new")
+            monkeypatch.setattr(Path, "rename", fail)
+            monkeypatch.setattr(os, "replace", fail)
+
+    if fails == "mkdir":
+        monkeypatch.setattr(Path, "mkdir", fail)
+    with pytest.raises(OSError, match="Permission denied") as raised:
+        write()
+    monkeypatch.undo()
+    at = folder / "a" if there and fails == "rename" else folder
+    assert raised.value.filename == str(at)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"] * there
+
+
+def test_a_folder_for_results_goes_after_an_error_if_it_is_empty(tmp_path):
+    def run(folder, name=None):
+        with results_folder(folder, "--out"):
+            if name:
+                (folder / name).touch()
+            raise ZeroDivisionError
+
+    (tmp_path / "mine").mkdir()
+    for folder, name in (("mine", None), ("deep/out", None), ("half/out", "a")):
+        with pytest.raises(ZeroDivisionError):
+            run(tmp_path / folder, name)
+    assert {path.name for path in tmp_path.iterdir()} == {"mine", "half"}
+    assert (tmp_path / "half/out/a").is_file()
+    with pytest.raises(InputError, match="choose another --out"):
+        run(tmp_path / "half/out/a/b")
+    with results_folder(tmp_path / "deep/out", "--out"):
+        pass
+    assert (tmp_path / "deep/out").is_dir()
 
 
 @pytest.mark.parametrize("there", ["a file", "a broken link"])

@@ -122,6 +122,30 @@ def make_folder(folder: Path, option: str) -> None:
         raise InputError(f"cannot write to the folder {folder}; choose another {option}")
 
 
+@contextmanager
+def results_folder(folder: Path, option: str) -> Iterator[None]:
+    """Make a folder for results, and remove it after an error if nothing was written to it.
+
+    Hours of work must not end in a folder that cannot be made, so it is made first.
+
+    Args:
+        folder: As for :func:`make_folder`; parents that are made are also removed.
+        option: As for :func:`make_folder`.
+
+    Raises:
+        InputError: If the folder cannot be made or written to.
+    """
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        make_folder(folder, option)
+        yield
+    except BaseException:
+        with suppress(OSError):  # one that is not empty stays
+            for each in made:
+                each.rmdir()
+        raise
+
+
 def write_figure(path: Path, figure: Any, **options: Any) -> None:
     """Write a figure of matplotlib as a PNG file, with ``options`` of its ``savefig``."""
     picture = io.BytesIO()
@@ -148,18 +172,19 @@ def new_folder(folder: Path) -> Iterator[Path]:
         OSError: If a file cannot be written; ``filename`` names it, or ``folder``.
     """
     there = folder.is_dir()
+    # Inside an existing folder: it may be a link to another disk, or the root of a disk.
+    place = folder if there else folder.parent
+    partial = temporary_name(place / "partial")
     try:
         if not there and os.path.lexists(folder):  # the rename would name the partial folder
             raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
         if not there:
             folder.parent.mkdir(parents=True, exist_ok=True)
-        # Inside an existing folder: it may be a link to another disk, or the root of a disk.
-        place = folder if there else folder.parent
         remove_leftovers(place)
-        partial = temporary_name(place / "partial")
         partial.mkdir()
     except OSError as error:
-        raise OSError(error.errno, error.strerror, error.filename or str(folder)) from error
+        named = _final_name(error, partial, folder)
+        raise OSError(error.errno, error.strerror, named) from error
     try:
         yield partial
         mode = partial.stat().st_mode & 0o666  # libraries may write files as 0600
@@ -178,9 +203,17 @@ def new_folder(folder: Path) -> Iterator[Path]:
         _sync_folder(place)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise OSError(error.errno, reason, error.filename or str(folder)) from error
+        raise OSError(error.errno, reason, _final_name(error, partial, folder)) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _final_name(error: OSError, partial: Path, folder: Path) -> str:
+    """Return the name that the user knows: a partial folder is gone after the error."""
+    if not isinstance(error.filename, str):
+        return str(folder)
+    named = Path(error.filename)
+    return str(folder / named.relative_to(partial)) if named.is_relative_to(partial) else str(named)
 
 
 def remove_leftovers(folder: Path) -> None:
