@@ -125,7 +125,14 @@ def test_a_missing_package_names_the_extra(capsys, monkeypatch):
     assert ends(main, capsys) == (1, line)
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("2 GiB of 1"), MemoryError()])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("2 GiB of 1"),
+        MemoryError(),
+        RuntimeError("[alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: 64 bytes"),
+    ],
+)
 def test_a_lack_of_memory_names_the_batch_size(error, capsys):
     def main():
         raise error

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from .errors import LOST, InputError, is_lost_connection, one_line
+from .errors import LOST, InputError, is_lost_connection, is_out_of_memory, one_line
 from .interrupts import INTERRUPTED, leave_on_interrupt
 
 # Modules that the extras of setup.py install.
@@ -139,7 +139,7 @@ def _explain(error: BaseException) -> str:
         )
     if is_lost_connection(error):
         return f"{LOST}: its own output says why ({one_line(error, 100)})"
-    if isinstance(error, MemoryError) or kind == "OutOfMemoryError":  # PyTorch's
+    if is_out_of_memory(error):
         return f"not enough memory: use a smaller --batch-size ({what})"
     line = kind if what == kind else f"{kind}: {what}"
     try:

@@ -40,6 +40,14 @@ def is_lost_connection(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "/gloo/" in text and "enforce fail" not in text
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether memory was missing; that of a CPU is a plain RuntimeError of PyTorch."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # PyTorch's
+        return True
+    said = ("DefaultCPUAllocator: ", "Storage size calculation overflowed")
+    return isinstance(error, RuntimeError) and any(each in str(error) for each in said)
+
+
 def one_line(error: BaseException, limit: int = 300) -> str:
     """Return the message of an error in one line, or the name of its type if it has none.
 

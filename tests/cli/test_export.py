@@ -111,3 +111,18 @@ def test_what_is_no_classifier_or_stands_there_already(tmp_path):
     with pytest.raises(InputError, match=r"there\.pth already exists; choose"):
         run(tmp_path / "timm", tmp_path / "there.pth")
     assert (tmp_path / "there.pth").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["m.safetensors", "m.pt", "m.PTH", "m.json"])
+def test_a_folder_does_not_get_the_name_of_a_file(name, tmp_path):
+    save_model(timm.create_model("tokenformer_tiny", **SHAPE), tmp_path / "timm")
+    suffix = name.removeprefix("m")
+    with pytest.raises(InputError, match=rf"no {suffix} file: give a folder, or a file \*\.pth"):
+        run(tmp_path / "timm", tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["timm"]
+
+
+def test_a_config_is_for_a_folder(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run(tmp_path / "epoch_3.pth", tmp_path / "start.pth", "--config", "digits_demo.py")
+    assert "--config is for a folder as OUT" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """tools/grow.py as a user starts it."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,17 @@ def test_a_training_checkpoint_becomes_a_file_of_tensors(tmp_path):
         (("nothing.pth", "out", "--ffn", "96"), "there is no checkpoint file nothing.pth"),
         (("code.pth", "out.safetensors", "--ffn", "96"), "give --theta"),
         (("code.pth", "out.safetensors", "--ffn", "96", "--theta", "softmax"), "could run code"),
-        (("run", "out"), "no number of pairs is given"),
+        (
+            ("run", "grown.pth", "--ffn", "96"),
+            r"no \.pth file: .* a folder, or a file",
+        ),
+        (("run", "grown.SAFETENSORS", "--ffn", "96"), "no .SAFETENSORS file"),
+        (("run", "out", "--ffn", "9" * 11), "to grow run with --ffn 99999999999: give smaller"),
+        (("run", "out", "--ffn", str(2**62)), rf"enough memory to grow run with --ffn {2**62}:"),
+        (
+            ("run/model.safetensors", "x.safetensors", "--ffn", "9" * 11, "--theta", "gelu_l2"),
+            "not enough memory to grow run/model.safetensors with --ffn",
+        ),
         (("run", "out", "--ffn", "60"), "has 64 pairs and cannot grow to 60"),
     ],
 )
@@ -95,6 +106,27 @@ def test_what_cannot_be_grown_is_said(tmp_path, monkeypatch, arguments, message)
     with pytest.raises(InputError, match=message):
         run(*arguments)
     assert {path.name for path in tmp_path.iterdir()} == {"run", "code.pth"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("run", "out"), "give a new number of pairs: --qkv, --proj or --ffn"),
+        (("run", "out", "--ffn", "96", "--theta", "gelu_l2"), "but out is a folder, .* leave them"),
+        (("run", "out", "--ffn", "96", "--missing-tau", "error"), "but out is a folder"),
+        (("a.pth", "b.safetensors", "--ffn", "96", "--model", "x"), "b.safetensors is a file of t"),
+        (("a.pth", "b.safetensors", "--ffn", "96", "--model-kwargs", "depth=2"), "is a file of t"),
+    ],
+)
+def test_what_does_not_go_together(capsys, arguments, message):
+    with pytest.raises(SystemExit, match="2"):
+        run(*arguments)
+    assert re.search(message, capsys.readouterr().err.splitlines()[-1])
+
+
+def test_a_version_in_the_name_of_a_folder_is_no_suffix(folder, tmp_path):
+    run(folder, tmp_path / "grown_v1.5", "--ffn", 96)
+    assert (tmp_path / "grown_v1.5" / "model.safetensors").is_file()
 
 
 def test_the_command_ends_in_one_line(tmp_path, command):

@@ -1,6 +1,7 @@
 """Options that several commands share."""
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,6 +9,12 @@ from timm.utils import ParseKwargs
 
 from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError
+
+# A folder with one of these names would look like a file of weights.
+_OF_FILES = (
+    *(".safetensors", ".pth", ".pt", ".pt2", ".ckpt", ".bin", ".pkl", ".onnx", ".npz", ".gguf"),
+    *(".zip", ".tar", ".gz", ".json", ".txt"),
+)
 
 
 class KeyValues(ParseKwargs):
@@ -51,6 +58,33 @@ def model_arguments() -> argparse.ArgumentParser:
     add("--batch-size", type=whole_number(1), default=32, metavar="B", help="default: 32")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     return parser
+
+
+def image_path(text: str) -> Path:
+    """Read the name of an image or a folder of images, as an argparse type."""
+    if not text:  # Path("") is the current folder
+        raise argparse.ArgumentTypeError(
+            "a name is empty; give a file or a folder, or . for the current folder"
+        )
+    return Path(text)
+
+
+def is_file_name(target: Path, suffix: str) -> bool:
+    """Return whether OUT names the kind of file that a command writes, and not a folder.
+
+    Args:
+        target: OUT.
+        suffix: Suffix of the file.
+
+    Raises:
+        InputError: If it has the suffix of another kind of file.
+    """
+    if target.suffix != suffix and target.suffix.lower() in _OF_FILES:
+        raise InputError(
+            f"OUT is {target}, but this command writes no {target.suffix} file: give a folder, or "
+            f"a file *{suffix}"
+        )
+    return target.suffix == suffix
 
 
 def choose_device(name: str) -> torch.device:

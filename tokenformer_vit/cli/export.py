@@ -25,6 +25,8 @@ from tokenformer_vit.command_line import command_parser
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import load_model, save_classifier, save_model
 
+from .arguments import is_file_name
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
@@ -35,9 +37,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--config", metavar="CONFIG", help="config of the training")
     add("--model", metavar="NAME", help="timm name of the model; default: the name in IN")
     args = parser.parse_args(argv)
+    to_file = is_file_name(args.target, ".pth")
+    if to_file and args.config:
+        parser.error(
+            "--config is for a folder as OUT: give one, and export that folder to the file"
+        )
     if args.target.exists():
         raise InputError(f"{args.target} already exists; choose another OUT, or remove it")
-    if args.target.suffix == ".pth":
+    if to_file:
         save_classifier(load_model(args.model, args.checkpoint), args.target)
         print(f"Done. In {args.target}: the state dict of an mmpretrain classifier")
         return

@@ -24,8 +24,9 @@ from pathlib import Path
 import torch
 
 from tokenformer_vit.command_line import command_parser, whole_number
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, is_out_of_memory
 from tokenformer_vit.growth import INITS, grow, grow_state_dict
+from tokenformer_vit.layers.arguments import COUNTS
 from tokenformer_vit.models import TokenFormerViT
 from tokenformer_vit.models.card import CardFacts, describe_pairs
 from tokenformer_vit.models.checkpoints import load_model, save_model
@@ -33,7 +34,9 @@ from tokenformer_vit.models.description import trained_arguments
 from tokenformer_vit.models.weights import read_checkpoint, state_dict_in, write_tensors
 from tokenformer_vit.ops import THETAS
 
-from .arguments import MODEL_KWARGS
+from .arguments import MODEL_KWARGS, is_file_name
+
+_FILE = ".safetensors"  # suffix of OUT, if it is a file of tensors
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -50,10 +53,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         "nested": args.nested,
         "seed": args.seed,
     }
-    if args.target.suffix == ".safetensors":
-        _grow_file(args, how)
-    else:
-        _grow_model(args, how)
+    try:
+        if args.target.suffix == _FILE:
+            _grow_file(args, how)
+        else:
+            _grow_model(args, how)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        numbers = [f"--{kind} {getattr(args, kind)}" for kind in COUNTS if getattr(args, kind)]
+        raise InputError(
+            f"there is not enough memory to grow {args.source} with {' '.join(numbers)}: give "
+            "smaller numbers"
+        ) from error
 
 
 def _grow_file(args: argparse.Namespace, how: dict) -> None:
@@ -76,7 +88,9 @@ def _grow_file(args: argparse.Namespace, how: dict) -> None:
             f"--theta is {args.theta}, but {args.source} was trained with {trained}: give "
             f"--theta {trained}"
         )
-    after = grow_state_dict(before, **how, theta=args.theta, missing_tau=args.missing_tau)
+    after = grow_state_dict(
+        before, **how, theta=args.theta, missing_tau=args.missing_tau or "error"
+    )
     args.target.parent.mkdir(parents=True, exist_ok=True)
     write_tensors(args.target, after)
     counts = [sum(t.numel() for t in each.values()) for each in (before, after)]
@@ -141,7 +155,21 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--missing-tau",
         choices=("error", "default"),
-        default="error",
-        help="if a file of tensors has no τ: stop, or take the default for its number of pairs",
+        help="if a file of tensors has no τ: stop (default), or take the default for its number of "
+        "pairs",
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if not (args.qkv or args.proj or args.ffn):
+        parser.error("give a new number of pairs: --qkv, --proj or --ffn")
+    to_file = is_file_name(args.target, _FILE)
+    if to_file and (args.model or args.model_kwargs):
+        parser.error(
+            f"--model and --model-kwargs are for a folder as OUT, but {args.target} is a file of "
+            "tensors, which needs --theta alone: leave them out, or give a folder"
+        )
+    if not to_file and (args.theta or args.missing_tau):
+        parser.error(
+            f"--theta and --missing-tau are for a file of tensors, but {args.target} is a folder, "
+            f"whose model has its own Θ: leave them out, or give a file *{_FILE}"
+        )
+    return args
