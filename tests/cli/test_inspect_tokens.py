@@ -320,7 +320,7 @@ def test_missing_files(checkpoint, photos, tmp_path):
     out = ["--out", tmp_path / "out"]
     assert "x.safetensors" in failure(tmp_path / "x.safetensors", photos, *out)
     assert "nowhere.jpg" in failure(checkpoint, "nowhere.jpg", *out)
-    assert not (tmp_path / "out/tokens.json").exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_out_folder_that_cannot_be_written(checkpoint, photos, tmp_path, monkeypatch):

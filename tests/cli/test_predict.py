@@ -217,6 +217,13 @@ def test_missing_image(exported, capsys):
     assert "nowhere.jpg" in failure(capsys, "nowhere.jpg", "--model", f"local-dir:{exported}")
 
 
+def test_an_empty_name_is_not_the_current_folder(exported, photos, capsys, monkeypatch):
+    monkeypatch.chdir(photos)
+    with pytest.raises(SystemExit, match="2"):
+        run("", "--checkpoint", exported)
+    assert "a name is empty; give a file or a folder, or . for" in capsys.readouterr().err
+
+
 def test_folder_without_images(exported, tmp_path, capsys):
     assert str(tmp_path) in failure(capsys, tmp_path, "--model", f"local-dir:{exported}")
 
