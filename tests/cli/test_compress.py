@@ -14,6 +14,7 @@ from PIL import Image
 from timm.data import create_transform
 
 from tokenformer_vit.cli import compress
+from tokenformer_vit.cli.tables import print_table
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import extract, pattention_layers
 from tokenformer_vit.growth.prune import measure_usage, prune
@@ -133,6 +134,7 @@ def test_record_agrees_with_models_compressed_by_hand(model, exported, data, tmp
     out = capsys.readouterr().out
     assert out.count("prune") == 2 + 2  # rows of the table, folders
     assert "[bold]" not in out
+    assert "…" not in out  # no number is cut
     with Image.open(tmp_path / "compression.png") as image:
         image.load()
     assert {path.name for path in tmp_path.iterdir()} == {
@@ -229,9 +231,10 @@ def test_choices_that_cannot_be(exported, data, tmp_path):
     assert "overlap" in message
     assert "--choose-on" in message
     assert "at least 0.0196" in failure(exported, data, "--budget", 0.001, "--out", tmp_path)
-    message = failure(exported, data, "--method", "nested", "--out", tmp_path)
+    message = failure(exported, data, "--method", "nested", "--out", tmp_path / "out")
     assert "no nested sizes" in message
     assert "prune" in message
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("option", [["--early"], ["--budget", 0.5]])
@@ -339,7 +342,30 @@ def test_ctrl_c_ends_it_in_one_line(exported, data, tmp_path, command):
     assert out == ""
     assert "Traceback" not in err
     assert err.splitlines()[-1].startswith("interrupted")
-    assert not list((tmp_path / "out").iterdir())
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_saved_is_said_before_hours_of_work(capsys):
+    words = ["folder", "data", "--save", "--method"]
+    with pytest.raises(SystemExit):
+        compress.parse([*words, "top-k", "int8"])
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "--save writes the models of prune and nested, not of top-k, int8: add" in line
+    for more in (["prune"], ["--budget", "0.5"], ["--early"]):
+        assert compress.parse([*words, "random", *more]).save
+    assert compress.parse(words[:-1]).save
+
+
+def test_no_number_of_the_table_is_cut(capsys):
+    pairs = {"qkv": 768, "proj": [100, 768], "ffn": 3072}
+    point = {"method": "by-usage", "keep": 0.75, "pairs": pairs, "parameters": 114_759_400}
+    point |= {"bytes": 459e6, "flops_per_image": 46.28e9, "top1": 100.0, "agreement": 99.99}
+    print_table(compress.table({"data": "data/val", "images": 10_000, "points": [point]}))
+    cells = capsys.readouterr().out.splitlines()[-2].strip("│").split("│")
+    assert [cell.strip() for cell in cells] == [
+        *("by-usage", "0.75", "768", "100–768", "3072", "114,759,400", "459", "46.28"),
+        *("100.00", "99.99"),
+    ]
 
 
 def test_quantisation_has_no_kinds():

@@ -124,6 +124,8 @@ def test_language_models(tmp_path, capsys):
     assert ours["feed_forward"]["parameters"] == 2 * 128 * 600
     costs.main(["--lm", "tiny"])
     assert "GFLOPs per sequence: tiny (left)" in " ".join(capsys.readouterr().out.split())
+    costs.main(["--lm", "150m", "--tokens", "999999"])
+    assert "│ 110,591,778.816 │" in capsys.readouterr().out
     assert "no preset or folder 15m; choose one of 150m" in failure(capsys, "--lm", "15m")
 
 
@@ -181,7 +183,9 @@ def test_a_plot_without_matplotlib_names_the_extra(tmp_path, capsys, monkeypatch
 def test_plot_that_cannot_be_written(tmp_path, capsys):
     path = tmp_path / "nowhere" / "lengths.png"
     assert str(path) in failure(capsys, *TINY, "--plot", path)
-    assert str(tmp_path) in failure(capsys, *TINY, "--plot", tmp_path)
+    (tmp_path / "folder.png").mkdir()
+    path = tmp_path / "folder.png"
+    assert str(path) in failure(capsys, *TINY, "--plot", path)
 
 
 @pytest.mark.parametrize(
@@ -212,6 +216,7 @@ def test_bad_input(arguments, said, capsys):
         (["--model-kwargs", "depth"], "KEY=VALUE"),
         (["--lm", "tiny", "--model", "tokenformer_tiny"], "--lm cannot be combined"),
         (["--against-kwargs", "depth=1"], "--against-kwargs needs --against"),
+        (["--plot", "costs.txt"], "a PNG file, but got costs.txt: give a name that ends in .png"),
     ],
 )
 def test_slips_on_the_command_line(arguments, said, capsys):

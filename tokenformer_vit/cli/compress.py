@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
@@ -44,7 +43,7 @@ from tokenformer_vit.command_line import (
     whole_number,
 )
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import make_folder
+from tokenformer_vit.files import results_folder
 from tokenformer_vit.growth import pattention_layers
 from tokenformer_vit.growth.prune import measure_usage
 from tokenformer_vit.models.card import span
@@ -68,6 +67,11 @@ from tokenformer_vit.vision.drawing import draw_compression
 from tokenformer_vit.vision.early import early_candidates
 
 from .arguments import choose_device, model_arguments
+from .tables import print_table
+
+# Methods whose models --save writes. Of the others, top-k reads the original model, random is only
+# for comparison, and a quantised model cannot be exported.
+_SAVED = ("prune", "nested", "by-usage", "by-loss")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -86,47 +90,46 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = sample_images(measured_on, args.measure_images, args.seed, val) if prunes else []
     beside = args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent
     out = args.out or beside / "compression"
-    make_folder(out, "--out")
-
-    usage = None
-    if prunes:
-        tqdm.write(f"measuring usage on {len(chosen)} images of {measured_on}", file=sys.stderr)
-        usage = measure_usage(model, tensor_batches(model, chosen, args.batch_size, device))
-    made = candidates(model, methods, keeps, usage, args.kinds, args.seed)
-    if choosing:
-        tqdm.write(f"choosing on {len(choosing)} held-out images", file=sys.stderr)
-        held_out = [*labelled_batches(model, choosing, args.batch_size, device)]
-        fixed = [each for each in made if each.method in ("dense", uniform)]
-        made += budget_candidates(model, args.budget or (), usage or {}, held_out, args.kinds)
-        made += early_candidates(fixed, held_out) if args.early else []
-    tqdm.write(f"measuring accuracy on {len(samples)} images of {val}", file=sys.stderr)
-    points = measure_top1(made, samples, args.batch_size, device)
-    record = {
-        "command": typed_command(),
-        **environment(("torch", "torchvision", "timm", "torchao"), device.type),
-        "checkpoint": str(args.checkpoint),
-        "dtype": args.dtype,
-        "data": str(val),
-        "images": len(samples),
-        "measured_on": str(measured_on) if prunes else None,
-        "measured_images": len(chosen),
-        "chosen_on": str(args.choose_on or val) if choosing else None,
-        "choosing_images": len(choosing),
-        "seed": args.seed,
-        "kinds": list(args.kinds),
-        "points": points,
-    }
-    write_record(out / "compression.json", record)
-    draw_compression(record, out / "compression.png")
-    Console().print(table(record))
-    saved = {
-        f"{each.method}_{each.keep:g}/": each.model
-        for each in made
-        if args.save and each.method in ("prune", "nested", "by-usage", "by-loss")
-    }
-    for name, smaller in saved.items():
-        save_model(smaller, out / name)
-    print(f"Done. In {out}: {', '.join(('compression.json', 'compression.png', *saved))}")
+    with results_folder(out, "--out"):
+        usage = None
+        if prunes:
+            tqdm.write(f"measuring usage on {len(chosen)} images of {measured_on}", file=sys.stderr)
+            usage = measure_usage(model, tensor_batches(model, chosen, args.batch_size, device))
+        made = candidates(model, methods, keeps, usage, args.kinds, args.seed)
+        if choosing:
+            tqdm.write(f"choosing on {len(choosing)} held-out images", file=sys.stderr)
+            held_out = [*labelled_batches(model, choosing, args.batch_size, device)]
+            fixed = [each for each in made if each.method in ("dense", uniform)]
+            made += budget_candidates(model, args.budget or (), usage or {}, held_out, args.kinds)
+            made += early_candidates(fixed, held_out) if args.early else []
+        tqdm.write(f"measuring accuracy on {len(samples)} images of {val}", file=sys.stderr)
+        points = measure_top1(made, samples, args.batch_size, device)
+        record = {
+            "command": typed_command(),
+            **environment(("torch", "torchvision", "timm", "torchao"), device.type),
+            "checkpoint": str(args.checkpoint),
+            "dtype": args.dtype,
+            "data": str(val),
+            "images": len(samples),
+            "measured_on": str(measured_on) if prunes else None,
+            "measured_images": len(chosen),
+            "chosen_on": str(args.choose_on or val) if choosing else None,
+            "choosing_images": len(choosing),
+            "seed": args.seed,
+            "kinds": list(args.kinds),
+            "points": points,
+        }
+        write_record(out / "compression.json", record)
+        draw_compression(record, out / "compression.png")
+        print_table(table(record))
+        saved = {
+            f"{each.method}_{each.keep:g}/": each.model
+            for each in made
+            if args.save and each.method in _SAVED
+        }
+        for name, smaller in saved.items():
+            save_model(smaller, out / name)
+        print(f"Done. In {out}: {', '.join(('compression.json', 'compression.png', *saved))}")
 
 
 def table(record: Mapping[str, Any]) -> Table:
@@ -228,9 +231,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--measure-images", type=whole_number(1), default=1000, metavar="N", help="default: 1000")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
     add("--seed", type=whole_number(0), default=0, help="seed of random choices; default: 0")
-    add("--save", action="store_true", help="also write models with fewer pairs, not random ones")
+    add("--save", action="store_true", help="also write the models of prune, nested and --budget")
     add("--out", type=Path, metavar="FOLDER", help="default: compression/ beside the checkpoint")
     args = parser.parse_args(argv)
+    # --budget and --early add a method that can be saved.
+    if args.save and args.method and not (args.budget or args.early or {*_SAVED} & {*args.method}):
+        parser.error(
+            f"--save writes the models of prune and nested, not of {', '.join(args.method)}: add "
+            "one of them to --method, or leave out --save"
+        )
     quantises = sorted({*(args.method or ())} & {*CONFIGS})
     if quantises and {*args.kinds} != {*KINDS}:
         raise InputError(

@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import nn
@@ -46,6 +45,7 @@ from tokenformer_vit.models import LM_PRESETS, TokenFormerLM, TokenFormerViT, lm
 from tokenformer_vit.models.checkpoints import load_model
 
 from .arguments import KeyValues
+from .tables import print_table
 
 _MODEL = "tokenformer_base"
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.gpus:
         name = args.model or _MODEL
         model = _build(name, args.model_kwargs)
-        Console().print(_gpus_table(name, model, args.gpus, args.speed or ASSUMED_SPEED))
+        print_table(_gpus_table(name, model, args.gpus, args.speed or ASSUMED_SPEED))
         return
     names, models = _build_language(args.lm) if args.lm else _build_vision(args)
     costs = [model_costs(model, args.tokens) for model in models]
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(json.dumps([_as_json(name, each) for name, each in zip(names, costs, strict=True)]))
     else:
         item = "sequence" if args.lm else "image"
-        Console().print(_as_table(names, costs, item))
+        print_table(_as_table(names, costs, item))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -133,6 +133,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     others = (args.lm, args.against, args.against_kwargs, args.tokens, args.json, args.plot)
     if args.gpus and any(others):
         parser.error("--gpus takes only --model, --model-kwargs and --speed")
+    if args.plot and args.plot.suffix.lower() != ".png":
+        parser.error(
+            f"--plot writes a PNG file, but got {args.plot}: give a name that ends in .png"
+        )
     if args.speed and not args.gpus:
         parser.error("--speed needs --gpus")
     if args.lm and (args.model or args.against):
