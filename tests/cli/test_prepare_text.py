@@ -460,6 +460,25 @@ def test_what_cannot_be_is_said_in_one_line(texts, tmp_path, monkeypatch, argume
         (("out", "--reversal", "9" * 12), "at most 10000000"),
         (("out", "--reversal", "9", "--context-length", "33"), "give a multiple of 34"),
         (("out", "--reversal", "9", "--tokenizer", "gpt2"), "leave out --tokenizer"),
+        (
+            ("out", "--reversal", "9", "--documents", "file"),
+            "--documents is for SOURCE or --val",
+        ),
+        (
+            ("out", "--reversal", "9", "--column", "text"),
+            "--column is for SOURCE or --val",
+        ),
+        (
+            ("out", "--reversal", "9", "--split", "train"),
+            "not for --reversal: leave it out",
+        ),
+        (("out", "--hub", "b", "--documents", "line"), "not for --hub: leave it out"),
+        (("out", "--hub", "b", "--seed", "0"), "--seed is for --reversal, not for --hub"),
+        (("a", "out", "--seed", "0"), "--seed is for --reversal, not for SOURCE: leave it out"),
+        (("a", "out", "--digits", "16"), "--digits is for --reversal"),
+        (("a", "out", "--split", "train"), "--split is for --hub, not for SOURCE: leave it out"),
+        (("a", "out", "--hub-config", "en"), "--hub-config is for --hub"),
+        (("a", "out", "--hub-revision", "main"), "--hub-revision is for --hub"),
     ],
 )
 def test_what_does_not_go_together(capsys, arguments, message):

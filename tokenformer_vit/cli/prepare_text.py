@@ -32,6 +32,16 @@ from tokenformer_vit.files import content_digest
 
 # Names of the files of a tokenizer, in a folder that may also hold a model.
 _OF_TOKENIZER = re.compile(r"token|vocab|merges|\.model$")
+# Options of some sources: which ones, and the default.
+_OF_SOURCES: dict[str, tuple[tuple[str, ...], Any]] = {
+    "documents": (("SOURCE", "--val"), "file"),
+    "column": (("SOURCE", "--val", "--hub"), "text"),
+    "hub_config": (("--hub",), None),
+    "hub_revision": (("--hub",), None),
+    "split": (("--hub",), "train"),
+    "digits": (("--reversal",), 16),
+    "seed": (("--reversal",), 0),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -133,22 +143,21 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--documents",
         choices=["file", "line"],
-        default="file",
         help="what is a document in a text file: the whole file (default), or each line",
     )
-    add("--column", default="text", metavar="NAME", help="column of the text (default: text)")
+    add("--column", metavar="NAME", help="column of the text (default: text)")
     add("--hub", metavar="NAME", help="data set of the Hugging Face hub")
     add("--hub-config", metavar="NAME", help="configuration of the data set")
     add("--hub-revision", metavar="NAME", help="branch, tag or commit")
-    add("--split", default="train", help="split of --hub (default: train)")
+    add("--split", help="split of --hub (default: train)")
     add(
         "--reversal",
         type=whole_number(2, 10**7),
         metavar="LINES",
         help="draw this number of lines of digits",
     )
-    add("--digits", type=whole_number(1), default=16, help="digits of --reversal (default: 16)")
-    add("--seed", type=whole_number(0), default=0, help="seed of --reversal (default: 0)")
+    add("--digits", type=whole_number(1), help="digits of --reversal (default: 16)")
+    add("--seed", type=whole_number(0), help="seed of --reversal (default: 0)")
     add(
         "--tokenizer",
         default="bytes",
@@ -194,6 +203,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if bool(args.sources) + bool(args.hub) + bool(args.reversal) != 1:
         last = "; --val takes all paths after it, so put it last" if args.val else ""
         parser.error(f"give SOURCE... OUT, or --hub NAME OUT, or --reversal LINES OUT{last}")
+    source = "--hub" if args.hub else "--reversal" if args.reversal else "SOURCE"
+    for name, (sources, default) in _OF_SOURCES.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+        elif {source, "--val" if args.val else source}.isdisjoint(sources):
+            option = f"--{name.replace('_', '-')}"
+            parser.error(f"{option} is for {' or '.join(sources)}, not for {source}: leave it out")
     if args.val and args.val_share is not None:
         parser.error("--val and --val-share exclude each other; give one of them")
     if args.val_share is None:
