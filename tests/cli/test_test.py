@@ -116,6 +116,7 @@ def test_command_repeats_validation_and_leaves_the_run_alone(run, command):
 
     assert record["config"] == str(run.config)
     assert record["checkpoint"] == str(checkpoint)
+    assert (record["data_root"], record["cfg_options"]) == (str(run.data), {})
     assert (record["epoch"], record["averaged_weights"], record["images"]) == (2, True, 29)
     assert torch.__version__.startswith(record["versions"]["torch"])
     assert {row["class"]: row["support"] for row in record["classes"]} == VAL_IMAGES
@@ -198,6 +199,8 @@ def test_what_training_started_from_need_not_be_there(run, tmp_path):
     gone = f"model.backbone.checkpoint_path={tmp_path / 'gone.pth'}"
     record = metrics(run, run.work_dir / "epoch_2.pth", tmp_path, gone)
     assert record["accuracy"] == {"top1": validated(run)[2]}
+    options = {"test_dataloader.num_workers": 0, "model.backbone.checkpoint_path": gone[31:]}
+    assert record["cfg_options"] == options
 
 
 def test_missing_checkpoint(run, tmp_path):

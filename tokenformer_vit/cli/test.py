@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
     cfg.launcher = args.launcher
     start_processes(cfg)
 
-    evaluation = run_test(cfg)
+    evaluation = run_test(cfg, args.cfg_options)
     if is_main_process():
         print_evaluation(evaluation, Console())
         write_evaluation(evaluation, out)

@@ -3,8 +3,8 @@
 import csv
 import io
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,8 @@ class Evaluation:
         classes: A row for each class: ``index``, ``class``, ``precision``, ``recall`` and
             ``f1-score`` in percent, and ``support``, the number of its images.
         confusion: (K, K) int64, images by true class (rows) and predicted class (columns).
+        data_root: Folder, or source on the hub, of the images; a list if there are several.
+        cfg_options: Values of the config that were overridden, by dotted key.
     """
 
     config: str
@@ -71,6 +73,8 @@ class Evaluation:
     accuracy: dict[str, float]
     classes: list[dict[str, Any]]
     confusion: Tensor
+    data_root: str | list[str] | None = None
+    cfg_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def configure_test(cfg: Config, checkpoint: str | Path, out: str | Path) -> None:
@@ -147,8 +151,12 @@ class _TestHook(Hook):
         self._bar.close()
 
 
-def run_test(cfg: Config) -> Evaluation:
+def run_test(cfg: Config, cfg_options: Mapping[str, Any] | None = None) -> Evaluation:
     """Run the test that :func:`configure_test` prepared.
+
+    Args:
+        cfg: The config.
+        cfg_options: Values that the user overrode in it, for the record.
 
     Returns:
         The figures of all images, the same on every process.
@@ -184,6 +192,8 @@ def run_test(cfg: Config) -> Evaluation:
             )
         ],
         confusion=metrics["confusion_matrix/result"],
+        data_root=cfg.test_dataloader.dataset.get("data_root"),
+        cfg_options=cfg_options or {},
     )
 
 
