@@ -177,6 +177,8 @@ def test_hugging_face_saves_what_it_loads(tmp_path):
     own = weights(wrapper.timm_model)
     assert saved.keys() == own.keys()
     assert_equal({name: saved[name] for name in own}, own)
+    again = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "again").eval()
+    assert torch.equal(again(x).logits, wrapper(x).logits)
 
 
 def test_accelerate_saves_and_loads(tmp_path):

@@ -377,6 +377,13 @@ def record_counts(model: nn.Module) -> None:
     """
     for module in find_models(model):
         module.record_param_tokens()
+    for module in model.modules():
+        # transformers' wrapper of timm's models saves arguments of its own.
+        inner, own = getattr(module, "timm_model", None), getattr(module, "config", None)
+        if isinstance(inner, TokenFormerViT) and own is not None:
+            names = (*COUNTS.values(), "nested", "pattention_args")
+            kept = {k: v for k, v in (own.model_args or {}).items() if k not in names}
+            own.model_args = kept | {k: v for k, v in inner._model_args.items() if k in names}
 
 
 def find_models(model: nn.Module) -> list[TokenFormerViT | TokenFormerDecoder]:
