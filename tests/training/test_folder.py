@@ -76,6 +76,11 @@ def test_a_folder_trains_and_a_run_is_resumed_but_not_replaced(data_root, tmp_pa
     done = command("train", data_root, "--work-dir", folder, "--resume", "--model", "x")
     assert done.status == 1
     assert str(config) in done.err
+    another = ("--cfg-options", "train_dataloader.sampler.shuffle=False")
+    done = command("train", data_root, "--work-dir", folder, "--resume", *another)
+    assert done.status == 1
+    assert "train_dataloader.sampler.shuffle" in done.err
+    # Nothing of a refused command remains, also not its options in the config.
     assert before == {path: path.read_bytes() for path in before}
     weights = load_file(folder / "model.safetensors")
     for name in ("epoch_2.pth", "last_checkpoint", "model.safetensors"):

@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> None:
     from tokenformer_vit.files import locked_folder, remove_leftovers
     from tokenformer_vit.training.folder import Start, configure_folder
     from tokenformer_vit.training.identity import keep_samples
-    from tokenformer_vit.training.launch import config_explained, run_training
+    from tokenformer_vit.training.launch import ConfigHook, config_explained, run_training
     from tokenformer_vit.training.processes import (
         check_last_checkpoints,
         from_first,
@@ -121,6 +121,7 @@ def main(argv: list[str] | None = None) -> None:
             backends.append(tensorboard)
     work_dir = config.make_work_dir(cfg)
     start_processes(cfg)
+    hooks = []
     with ExitStack() as held:
 
         def open_run() -> tuple[bool, str | None, int]:
@@ -128,8 +129,11 @@ def main(argv: list[str] | None = None) -> None:
             remove_leftovers(work_dir)
             begun = copy.deepcopy(cfg)
             config.choose_checkpoint(cfg, args.resume)
-            with config_explained(cfg):
-                config.write_config(begun, replace=of_folder)
+            if of_folder and cfg.resume:
+                hooks.append(ConfigHook(begun))
+            else:
+                with config_explained(cfg):
+                    config.write_config(begun, replace=of_folder)
             batch_size = cfg.train_dataloader.batch_size
             if args.elastic and cfg.resume:
                 batch_size = keep_samples(load_plain_checkpoint(cfg.load_from), batch_size)
@@ -140,7 +144,7 @@ def main(argv: list[str] | None = None) -> None:
         config.set_batch_size(cfg.train_dataloader, batch_size)
         if args.resume == "auto":
             check_last_checkpoints(work_dir)
-        runner = run_training(cfg)
+        runner = run_training(cfg, *hooks)
     if runner.rank == 0:
         export = next((hook for hook in runner.hooks if isinstance(hook, ExportHook)), None)
         model = f"model.safetensors and config.json ({export.purpose}), " if export else ""

@@ -23,6 +23,7 @@ from tokenformer_vit.errors import InputError, is_lost_connection, one_line
 
 from .background import BackgroundWriter
 from .checkpoint import ExactCheckpointHook
+from .config import write_config
 from .guard import unwrap
 from .mmengine_internals import accumulation
 from .storage import secure_files
@@ -151,6 +152,25 @@ class _Built(Hook):
 
     def before_train(self, runner) -> None:
         self.done = True  # mmengine initialises and loads weights after before_run
+
+
+class ConfigHook(Hook):
+    """Writes the config of a resumed run once all checks have let it begin.
+
+    Otherwise an option that is refused would stay in the config, and the next resume be refused.
+
+    Args:
+        begun: The config, as it was before a checkpoint was chosen.
+    """
+
+    priority = "LOWEST"
+
+    def __init__(self, begun: Config) -> None:
+        self.begun = begun
+
+    def before_train(self, runner) -> None:
+        """Replace the config in the work directory."""
+        write_config(self.begun, replace=True)
 
 
 @contextmanager
