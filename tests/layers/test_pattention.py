@@ -79,7 +79,8 @@ def test_a_learned_tau_stays_one_parameter_and_keeps_its_gradient(flag):
         assert layer.tau.dtype == layer.tau.grad.dtype == torch.float32
         assert torch.equal(layer.tau.grad, gradient)
     optimizer.step()
-    assert layer.tau == torch.tensor(768.0).sqrt() - 0.1 * gradient
+    # PyTorch may round once or twice.
+    torch.testing.assert_close(layer.tau.detach(), 768**0.5 - 0.1 * gradient, rtol=3e-7, atol=0)
 
     # PyTorch's two other ways to convert a module.
     setter = getattr(torch.__future__, f"set_{flag}_module_params_on_conversion")
