@@ -135,7 +135,7 @@ def results_folder(folder: Path, option: str) -> Iterator[None]:
     Raises:
         InputError: If the folder cannot be made or written to.
     """
-    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    made = [each for each in (folder, *folder.parents) if not os.path.exists(each)]
     try:
         make_folder(folder, option)
         yield

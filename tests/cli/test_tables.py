@@ -22,6 +22,7 @@ def test_no_number_is_cut(stream, width, monkeypatch):
     out = stream()
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("LINES", "50")  # without it rich takes a dumb terminal as 80 wide
     monkeypatch.setenv("TERM", "dumb" if stream is Terminal else "")
     table = Table("part", title="a title")
     for _ in NUMBERS:

@@ -527,7 +527,7 @@ def test_a_sharded_model_is_refused(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         fsdp.fully_shard(model)
-        for whole in (False, True):  # after a forward pass the parameters are
+        for whole in (False, True):  # FSDP leaves them whole after a forward pass
             for change in changes.values():
                 with pytest.raises(InputError, match=r"sharded .* before .*get_model_state_dict"):
                     change()

@@ -181,6 +181,13 @@ def test_hugging_face_saves_what_it_loads(tmp_path):
     assert torch.equal(again(x).logits, wrapper(x).logits)
 
 
+def test_a_wrapper_of_ones_own_grows():
+    wrapper = torch.nn.Module()
+    wrapper.timm_model, wrapper.config = build(), {"lr": 1e-3}
+    grow(wrapper, num_ffn_param_tokens=96)
+    assert wrapper.timm_model.blocks[0].mlp.num_param_tokens == 96
+
+
 def test_accelerate_saves_and_loads(tmp_path):
     accelerate = pytest.importorskip("accelerate")
     model, plain = pair()

@@ -284,7 +284,7 @@ def test_a_resumed_run_keeps_the_order_of_its_data(config):
         ({"batch_sampler": {"type": "BatchSampler"}}, "batch_sampler.type was not set"),
         (
             {"sampler": {**cfg.train_dataloader.sampler, "num_samples": 40}},
-            "num_batch_per_epoch was 4.0 in the checkpoint and is 5.0 now",
+            "num_batch_per_epoch was 4 in the checkpoint and is 5 now",
         ),
     ]
     for options, words in changes:

@@ -430,7 +430,9 @@ def test_a_name_like_no_config_is_not_answered_by_all_of_them(command):
     for words in ((), ("--model", "tokenformer_tiny")):
         done = command("train", "zzyzx", *words)
         assert done.status == 1
-        assert f"there is no config or folder zzyzx; see those in {CONFIGS}\n" in done.err
+        assert (
+            f"there is no config or folder zzyzx; the shipped ones are in {CONFIGS}\n" in done.err
+        )
 
 
 def test_a_folder_is_no_config_and_its_run_is_named(tmp_path, monkeypatch):

@@ -29,6 +29,27 @@ def test_on_a_cpu_attention_is_not_fused_and_computes_the_same(name):
     torch.testing.assert_close(under_autocast.float(), fused, rtol=0.1, atol=0.1)
 
 
+@pytest.mark.parametrize("name", ["tokenformer_tiny", "vit_tiny_patch16_224"])
+def test_blocks_that_are_computed_again_have_the_same_attention(name):
+    torch.manual_seed(0)
+    model: Any = timm.create_model(
+        name, img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=5
+    ).train()
+    images, gradients = torch.randn(4, 3, 32, 32), []
+    fused = [block.attn.fused_attn for block in model.blocks]
+    for again in (False, True):
+        model.set_grad_checkpointing(again)
+        wrapper = AutocastOptimWrapper(torch.optim.SGD(model.parameters(), 0.0))
+        with wrapper.optim_context(model):
+            loss = model(images).float().square().sum()
+        wrapper.backward(loss)
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        model.zero_grad()
+    for plain, repeated in zip(*gradients, strict=True):
+        torch.testing.assert_close(repeated, plain)
+    assert [block.attn.fused_attn for block in model.blocks] == fused
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is fast in bfloat16")
 @pytest.mark.parametrize("speed", [0.25, 4.0])
 def test_the_log_says_where_bfloat16_is_slow(speed, monkeypatch):

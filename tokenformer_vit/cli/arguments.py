@@ -10,7 +10,7 @@ from timm.utils import ParseKwargs
 from tokenformer_vit.command_line import whole_number
 from tokenformer_vit.errors import InputError
 
-# A folder with one of these names would look like a file of weights.
+# A folder with one of these suffixes would look like a file.
 _OF_FILES = (
     *(".safetensors", ".pth", ".pt", ".pt2", ".ckpt", ".bin", ".pkl", ".onnx", ".npz", ".gguf"),
     *(".zip", ".tar", ".gz", ".json", ".txt"),

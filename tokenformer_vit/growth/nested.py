@@ -116,8 +116,9 @@ def nest(model: Model, sizes: Sequence[Size], usage: Mapping[str, Usage] | None 
 
     Args:
         model: Any module with TokenFormer blocks. Its outputs do not change. The sizes that it had
-            are replaced. If τ is learned, τ of the model and of each size become new parameters:
-            build optimizers afterwards. A step of an older optimizer raises InputError.
+            are replaced. If τ is learned and there are sizes, τ of the model and of each size
+            become new parameters. Build optimizers afterwards: a step of one that holds a τ from
+            before raises InputError.
         sizes: Sizes, as for ``model.set_size``. Empty for an ordinary model.
         usage: Usage by which :func:`reorder` has sorted the pairs. Then τ of a size is adapted as
             :func:`~tokenformer_vit.growth.prune` does; without it, τ is what ``set_size`` takes

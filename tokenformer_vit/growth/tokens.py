@@ -379,8 +379,9 @@ def record_counts(model: nn.Module) -> None:
         module.record_param_tokens()
     for module in model.modules():
         # transformers' wrapper of timm's models saves arguments of its own.
-        inner, own = getattr(module, "timm_model", None), getattr(module, "config", None)
-        if isinstance(inner, TokenFormerViT) and own is not None:
+        inner: Any = getattr(module, "timm_model", None)
+        own: Any = getattr(module, "config", None)
+        if isinstance(inner, TokenFormerViT) and hasattr(own, "model_args"):
             names = (*COUNTS.values(), "nested", "pattention_args")
             kept = {k: v for k, v in (own.model_args or {}).items() if k not in names}
             own.model_args = kept | {k: v for k, v in inner._model_args.items() if k in names}

@@ -134,9 +134,7 @@ def _load_tau(tau, ROWS: constexpr, SEGMENTS: constexpr):
 
 
 @_kernel
-def _block(
-    start: constexpr, size: constexpr, rows, there, P: constexpr, ROWS: constexpr
-):  # fmt: skip
+def _block(start: constexpr, size: constexpr, rows, there, P: constexpr, ROWS: constexpr):
     """Return the offsets of columns in these rows, and which of them are no padding."""
     columns = start + tl.arange(0, size)
     if ROWS > 1:

@@ -12,7 +12,7 @@ from mmengine.logging import print_log
 from mmengine.optim import OptimWrapper
 from mmengine.registry import HOOKS, OPTIM_WRAPPERS
 from mmpretrain.models.utils.attention import scaled_dot_product_attention_pyimpl
-from torch import nn
+from torch import Tensor, nn
 
 from tokenformer_vit.ops.precision import SLOW, bfloat16_speed
 
@@ -25,6 +25,8 @@ class AutocastOptimWrapper(OptimWrapper):
     a CPU, attention is computed by matrix products, because the backward pass of PyTorch's fused
     attention is slow there in bfloat16. Where bfloat16 itself is slow, the log says so.
     """
+
+    _model: nn.Module | None = None  # of the last forward pass
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -40,15 +42,22 @@ class AutocastOptimWrapper(OptimWrapper):
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:
         """Enter autocast, and skip gradient synchronisation while gradients accumulate."""
+        self._model = model
         device = torch.device(get_device()).type
         products = _attention_by_products(model) if device == "cpu" else nullcontext()
         with products, super().optim_context(model), torch.autocast(device, torch.bfloat16):
             yield
 
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Compute gradients; blocks that are computed again use the same attention as before."""
+        on_cpu = self._model is not None and torch.device(get_device()).type == "cpu"
+        with _attention_by_products(self._model) if on_cpu else nullcontext():
+            super().backward(loss, **kwargs)
+
 
 @contextmanager
-def _attention_by_products(model: nn.Module) -> Iterator[None]:
-    """Switch fused attention off within the block: validation, without gradients, needs it."""
+def _attention_by_products(model: Any) -> Iterator[None]:
+    """Switch fused attention off; without gradients, as in validation, it is faster."""
     before = []
     for module in model.modules():
         if getattr(module, "fused_attn", False):

@@ -114,14 +114,16 @@ def _data_settings(loader: Mapping[str, Any]) -> dict[str, Any]:
     sampler = dict(loader.get("sampler") or {})
     # The number of samples changes with the number of processes, that of batches does not.
     samples = sampler.pop("num_samples", None)
-    batches = samples and samples / loader.get("batch_size", 1)
+    batches = samples / loader.get("batch_size", 1) if samples else None
+    if batches and batches.is_integer():
+        batches = int(batches)
     return {
         _DATASET: loader.get("dataset"),
         "train_dataloader.sampler": {"shuffle": True, "repeats": 1, **sampler},
         "train_dataloader.batch_sampler": loader.get("batch_sampler"),
         "train_dataloader.collate_fn": loader.get("collate_fn") or {"type": "pseudo_collate"},
         "train_dataloader.drop_last": loader.get("drop_last", False),
-        "train_dataloader.num_batch_per_epoch": batches or None,
+        "train_dataloader.num_batch_per_epoch": batches,
     }
 
 

@@ -42,9 +42,10 @@ def find_config(name: str | Path, what: str = "config") -> Path:
 
 
 def _example(folder: Path) -> str:
-    """Name the config of a run: that in a folder, or of the training on a folder of images."""
+    """Name the config of a run: that in its folder, or of the training on a folder of images."""
     own = folder.resolve().name
-    found = [*sorted(folder.glob("*.py")), Path("work_dirs", own, f"{own}.py")]
+    found = sorted(folder.glob("*.py")) if (folder / "last_checkpoint").is_file() else []
+    found.append(Path("work_dirs", own, f"{own}.py"))
     return next((f"run, {path}" for path in found if path.is_file()), "training, a file *.py")
 
 
@@ -66,7 +67,9 @@ def _find_shipped(name: str, what: str = "config") -> Path:
         names = sorted(file.stem for file in CONFIGS.glob("*.py"))
         close = difflib.get_close_matches(Path(name).stem, names, n=3)
         more = (
-            f"of the shipped ones, try {', '.join(close)}" if close else f"see those in {CONFIGS}"
+            f"of the shipped ones, try {', '.join(close)}"
+            if close
+            else f"the shipped ones are in {CONFIGS}"
         )
         raise InputError(f"there is no {what} {name}; {more}")
     return path
