@@ -15,6 +15,7 @@ import tokenformer_vit  # noqa: F401
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import (
     INITS,
+    TokenMasks,
     extract,
     grow,
     grow_state_dict,
@@ -26,6 +27,7 @@ from tokenformer_vit.growth import (
     pattention_layers,
     prune,
     reorder,
+    widen_mlp,
 )
 from tokenformer_vit.layers import Attention, Pattention
 from tokenformer_vit.models import LMConfig, TokenFormerLM
@@ -537,18 +539,53 @@ def test_a_sharded_model_is_refused(tmp_path):
         dist.destroy_process_group()
 
 
+def images_on_cpu():
+    return torch.randn(2, 3, 32, 32, device="cpu")
+
+
 CHANGES = {
     "grow": lambda model: grow(model, **SIZES),
+    "duplicate": lambda model: grow(model, num_ffn_param_tokens=512, init="duplicate"),
     "split": lambda model: grow(model, **SIZES, split=True),
     "prune": lambda model: prune(
-        model, measure_usage(model, [torch.randn(2, 3, 32, 32)]), num_ffn_param_tokens=64
+        model, measure_usage(model, [images_on_cpu()]), num_ffn_param_tokens=64
     ),
-    "reorder": lambda model: reorder(model, measure_usage(model, [torch.randn(2, 3, 32, 32)])),
+    "reorder": lambda model: reorder(model, measure_usage(model, [images_on_cpu()])),
     "extract": lambda model: extract(model, 0.5),
     "nest": lambda model: nest(model, (0.5,)),
     "merge": lambda model: merge(model, model),
     "join": lambda model: join_tokens(grow(model, **SIZES, split=True)),
 }
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_the_default_device_may_be_another_than_that_of_the_model(change):
+    model = build(pattention_args={"learn_tau": True})
+    expected = change(copy.deepcopy(model))
+    with torch.device("meta"):  # as a GPU after torch.set_default_device("cuda")
+        changed = change(model)
+    assert {p.device.type for p in (*changed.parameters(), *changed.buffers())} == {"cpu"}
+    assert pairs_of(changed) == pairs_of(expected)
+    assert logits(changed, images_on_cpu()).isfinite().all()
+
+
+def test_masks_weights_and_transformers_with_another_default_device():
+    model, images = build(), images_on_cpu()
+    vit = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32, num_classes=5).eval()
+    expected = logits(vit, images)
+    with torch.device("meta"):
+        masks = TokenMasks(model)
+        masks.add("a", {"qkv": [1, 2], "proj": [1], "ffn": [3]})
+        masks.activate("a")
+        widen_mlp(vit, 1000)
+        grown = grow_state_dict(model.state_dict(), **SIZES, theta="gelu_l2")
+    assert {tensor.device.type for tensor in grown.values()} == {"cpu"}
+    assert logits(model, images).isfinite().all()
+    torch.testing.assert_close(logits(vit, images), expected, rtol=1e-4, atol=1e-5)
+
+
+def pairs_of(model):
+    return [each.num_param_tokens for each in model.modules() if isinstance(each, Pattention)]
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
@@ -570,5 +607,5 @@ def test_a_model_that_was_changed_in_inference_mode_is_trained(change, built_the
     for name, parameter in changed.named_parameters():
         assert name != key or not torch.equal(parameter, before[name])
     with torch.inference_mode():
-        grow(changed, num_ffn_param_tokens=256, optimizer=optimizer)
+        grow(changed, num_ffn_param_tokens=1024, optimizer=optimizer)
     train(changed, 1, optimizer)

@@ -125,6 +125,9 @@ def test_a_compiled_model_is_measured_on_all_batches():
 
 def test_a_closed_gate_is_no_usage():
     model = grow(build("softmax"), num_ffn_param_tokens=80)
+    for wrong, line in ((torch.randn(2, 3, 32, 32), "one tensor"), ([{"x": 1}], "is a dict")):
+        with pytest.raises(InputError, match=line):
+            measure_usage(model, wrong)
     usage = measure_usage(model, [torch.randn(2, 3, 32, 32)])["blocks.0.mlp"]
     assert (usage.sizes[56:] == 0).all()
     assert (usage.shares[56:] == 0).all()

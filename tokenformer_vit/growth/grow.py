@@ -245,12 +245,13 @@ def grow_state_dict(
                     f"{name} has no tau; if it was trained with {len(keys)} pairs, give "
                     "missing_tau='default' (--missing-tau default) to compute tau from this number"
                 )
-            tau = torch.tensor(default_tau(theta, len(keys)))
+            tau = torch.tensor(default_tau(theta, len(keys)), device=keys.device)
         own_sizes = () if sizes is None else tuple(sizes.tolist())
         tokens = before[name] = LayerTokens(keys, values, tau, gates, own_sizes, taus)
         grown[name] = grow_one(name, index, tokens, counts[name], theta)
     for name, tokens in _nested(_gate_alike(grown), before, nested, init).items():
-        sizes = torch.tensor(tokens.nested) if tokens.nested else None
+        own, keys = tokens.nested, tokens.keys
+        sizes = keys.new_tensor(own, dtype=torch.long) if own else None
         parts = (tokens.keys, tokens.values, tokens.tau, tokens.gate, sizes, tokens.nested_tau)
         for part, tensor in zip(_PARTS, parts, strict=True):
             if tensor is not None:

@@ -118,7 +118,7 @@ def _normal_like(
     rms = tokens.double().square().mean().sqrt()
     if std is not None:
         rms = torch.full_like(rms, std)
-    drawn = torch.randn(count, tokens.shape[1], generator=generator)
+    drawn = torch.randn(count, tokens.shape[1], generator=generator, device="cpu")
     return (drawn.to(rms) * rms).to(tokens.dtype)
 
 

@@ -158,7 +158,7 @@ class TokenMasks:
                     f"{layer_name} uses only its first {layer.size} pairs; call "
                     "model.set_size(None) before a mask is activated"
                 )
-            mask = torch.zeros(layer.num_param_tokens, dtype=torch.bool)
+            mask = torch.zeros(layer.num_param_tokens, dtype=torch.bool, device="cpu")
             for name in names:
                 own = self._masks[name][layer_name]
                 _check_size(own, layer, name, layer_name)
@@ -253,9 +253,9 @@ def _all(name: str, layer: Pattention) -> Pairs:
 
 def _mask(index: Pairs, num: int) -> Tensor:
     """Turn an index of P pairs into a (P,) boolean tensor."""
-    mask = torch.zeros(num, dtype=torch.bool)
+    mask = torch.zeros(num, dtype=torch.bool, device="cpu")
     if not isinstance(index, slice):
-        index = torch.as_tensor(index).cpu()
+        index = torch.as_tensor(index, device="cpu")
         if not index.numel():  # an empty list becomes a float tensor, which cannot index
             return mask
     mask[index] = True

@@ -67,12 +67,14 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
 
     Raises:
         InputError: If there is no batch, a mask is active, a size is set, a weight is not finite,
-            or the model is sharded.
+            a batch is no tensor, or the model is sharded.
 
     Note:
         Weights are computed in float32 (float64 for a float64 model) and sums in float64. The
         inputs of layers are computed under the caller's autocast, if any.
     """
+    if isinstance(batches, Tensor):  # would be taken for a list of single images
+        raise InputError("batches is one tensor: give a list of batches, such as [images]")
     layers = pattention_layers(model)
     check_unmasked(layers)
     check_unsharded(model)
@@ -90,7 +92,13 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
         stack.callback(lambda: [setattr(module, "training", True) for module in in_training])
         model.eval()
         for batch in batches:
-            model((batch[0] if isinstance(batch, tuple | list) else batch).to(device))
+            inputs = batch[0] if isinstance(batch, tuple | list) else batch
+            if not isinstance(inputs, Tensor):
+                raise InputError(
+                    f"a batch is a {type(batch).__name__}: give tensors, or tuples that begin with "
+                    "one"
+                )
+            model(inputs.to(device))
     return {name: each.usage(name) for name, each in sums.items()}
 
 

@@ -119,9 +119,11 @@ def _widen(mlp: nn.Module, form: _Form, hidden: int, generator: torch.Generator)
     before, after = (getattr(mlp, name) for name in form.names)
     inputs, outputs = form.dims
     old = before.weight.shape[inputs]
-    chosen = torch.randint(old, (hidden - old,), generator=generator)
-    source = torch.cat((torch.arange(old), chosen))  # which old neuron each new one copies
-    shares = 1 + _SPREAD * torch.randn(hidden, generator=generator).clamp(-3, 3).double()
+    drawn: Any = {"generator": generator, "device": "cpu"}
+    chosen = torch.randint(old, (hidden - old,), **drawn)
+    # Which old neuron each new one copies.
+    source = torch.cat((torch.arange(old, device="cpu"), chosen))
+    shares = 1 + _SPREAD * torch.randn(hidden, **drawn).clamp(-3, 3).double()
     # The shares of a neuron sum to 1.
     shares /= shares.new_zeros(old).index_add_(0, source, shares)[source]
     source, shares = source.to(before.weight.device), shares.to(after.weight)

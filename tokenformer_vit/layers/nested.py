@@ -144,9 +144,9 @@ class NestedLayer(nn.Module):
             all_pairs = self.num_param_tokens
             start = [self.init_tau * self._ratio(size, all_pairs) for size in self.nested]
             # A model may be built with bfloat16 as PyTorch's default type.
-            default = torch.tensor(start, dtype=torch.float32)
+            default = self.nested_tau.new_tensor(start, dtype=torch.float32)
             self.nested_tau.copy_(default if tau is None else tau)
-            self.nested_sizes.copy_(torch.tensor(self.nested))
+            self.nested_sizes.copy_(self.nested_sizes.new_tensor(self.nested))
 
     def tau_of(self, size: int) -> Tensor:
         """Return τ of the first ``size`` pairs; see :attr:`size`."""
