@@ -60,8 +60,13 @@ def model_arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def image_path(text: str) -> Path:
-    """Read the name of an image or a folder of images, as an argparse type."""
+def add_images(parser: argparse.ArgumentParser) -> None:
+    """Add the images that a command reads, files or folders."""
+    what = "image file, or folder of images"
+    parser.add_argument("images", type=_image_path, nargs="+", metavar="IMAGE", help=what)
+
+
+def _image_path(text: str) -> Path:
     if not text:  # Path("") is the current folder
         raise argparse.ArgumentTypeError(
             "a name is empty; give a file or a folder, or . for the current folder"

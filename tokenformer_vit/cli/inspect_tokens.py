@@ -30,7 +30,7 @@ from tokenformer_vit.vision.drawing import draw_exemplars, draw_maps
 from tokenformer_vit.vision.images import find_images, say_skipped
 from tokenformer_vit.vision.inspection import MOST, find_exemplars, map_tokens
 
-from .arguments import choose_device, image_path, model_arguments
+from .arguments import add_images, choose_device, model_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -68,13 +68,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command_parser(__doc__, parents=[model_arguments()])
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="CHECKPOINT", help=".safetensors or .pth")
-    add(
-        "images",
-        type=image_path,
-        nargs="+",
-        metavar="IMAGE",
-        help="image file, or folder of images",
-    )
+    add_images(parser)
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder for the two files")
     add(
         "--layer",

@@ -35,7 +35,7 @@ from tokenformer_vit.models.checkpoints import load_model, weights_in_package
 from tokenformer_vit.vision.images import find_images, say_skipped
 from tokenformer_vit.vision.prediction import predict
 
-from .arguments import choose_device, image_path, model_arguments
+from .arguments import add_images, choose_device, model_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -61,13 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command_parser(__doc__, parents=[model_arguments()])
     add = parser.add_argument
-    add(
-        "images",
-        type=image_path,
-        nargs="+",
-        metavar="IMAGE",
-        help="image file, or folder of images",
-    )
+    add_images(parser)
     add("--checkpoint", type=Path, metavar="FILE", help=".safetensors or .pth")
     add("--topk", type=whole_number(1), default=5, metavar="K", help="default: 5")
     add(
