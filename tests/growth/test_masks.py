@@ -14,7 +14,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow, pattention_layers
 from tokenformer_vit.growth.masks import TokenMasks, count_pairs
 from tokenformer_vit.growth.prune import measure_usage, prune
-from tokenformer_vit.layers.segments import TOKENS
+from tokenformer_vit.layers.split import TOKENS
 from tokenformer_vit.ops import THETAS
 
 SHAPE = {

@@ -15,7 +15,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow, pattention_layers
 from tokenformer_vit.growth.merge import merge
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.layers.segments import TOKENS, is_split, token_segments
+from tokenformer_vit.layers.split import TOKENS, is_split, token_segments
 from tokenformer_vit.models import LMConfig, TokenFormerLM
 from tokenformer_vit.ops import THETAS
 

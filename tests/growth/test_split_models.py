@@ -20,7 +20,7 @@ from timm.utils import CheckpointSaver, ModelEmaV2, ModelEmaV3
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import freeze_old, grow, join_tokens, pattention_layers, widen_mlp
-from tokenformer_vit.layers.segments import TOKENS, is_split, token_segments
+from tokenformer_vit.layers.split import TOKENS, is_split, token_segments
 
 SHAPE = {
     "embed_dim": 16,

@@ -12,7 +12,7 @@ from torch.nn.utils.parametrize import register_parametrization
 
 from tokenformer_vit.benchmarking.variants import Released
 from tokenformer_vit.layers import Attention, Pattention, joint
-from tokenformer_vit.layers.segments import split_tokens
+from tokenformer_vit.layers.split import split_tokens
 from tokenformer_vit.ops import THETAS
 
 WIDTH, PAIRS = 24, 20

@@ -8,7 +8,7 @@ import torch
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Attention, Pattention
-from tokenformer_vit.layers.segments import split_tokens
+from tokenformer_vit.layers.split import split_tokens
 from tokenformer_vit.ops import THETAS, default_tau
 
 SIZES = (12, 24, 30)

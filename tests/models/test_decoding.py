@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tokenformer_vit.growth import grow
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.layers.segments import split_tokens
+from tokenformer_vit.layers.split import split_tokens
 from tokenformer_vit.models import LMConfig, TokenFormerLM
 from tokenformer_vit.models.causal_block import KVCache
 from tokenformer_vit.ops import THETAS, fused, norm, pattention_reference, pattention_top_k

@@ -13,7 +13,7 @@ from mmpretrain.registry import MODELS
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow
 from tokenformer_vit.growth import optimizer as carrying
-from tokenformer_vit.layers.segments import token_segments
+from tokenformer_vit.layers.split import token_segments
 from tokenformer_vit.models import timm_state_dict
 from tokenformer_vit.training.backbone import as_timm_model
 from tokenformer_vit.training.config import load_config

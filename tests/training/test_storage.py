@@ -19,7 +19,7 @@ from mmpretrain.registry import HOOKS, MODELS
 
 from tokenformer_vit.benchmarking.cluster import CHECKPOINT_BYTES
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.layers.segments import fuse_state_dict
+from tokenformer_vit.layers.split import fuse_state_dict
 from tokenformer_vit.training.checkpoint import ExactCheckpointHook
 from tokenformer_vit.training.guard import classes_of
 from tokenformer_vit.training.identity import check_identity, run_identity

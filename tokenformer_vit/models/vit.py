@@ -27,7 +27,7 @@ from tokenformer_vit.layers.arguments import (
     model_pattention_args,
 )
 from tokenformer_vit.layers.block import TIMM_ONLY, token_arguments
-from tokenformer_vit.layers.segments import fuse_state_dict
+from tokenformer_vit.layers.split import fuse_state_dict
 from tokenformer_vit.ops import check_backend
 
 from .computation import check_computation, computation_of

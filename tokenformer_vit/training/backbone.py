@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow, pattention_layers
-from tokenformer_vit.layers.segments import fuse_state_dict
+from tokenformer_vit.layers.split import fuse_state_dict
 from tokenformer_vit.models import TokenFormerViT, compile_blocks, timm_state_dict
 from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.models.vit import draw_prefix_tokens

@@ -9,7 +9,7 @@ from mmengine.runner import IterBasedTrainLoop
 from mmpretrain.registry import MODELS
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.layers.segments import fuse_state_dict
+from tokenformer_vit.layers.split import fuse_state_dict
 from tokenformer_vit.models.card import CardFacts
 from tokenformer_vit.models.checkpoints import save_model
 from tokenformer_vit.models.description import describe_model

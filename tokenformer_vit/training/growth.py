@@ -23,7 +23,7 @@ from tokenformer_vit.growth import (
     widen_mlp,
 )
 from tokenformer_vit.layers.arguments import COUNTS
-from tokenformer_vit.layers.segments import fuse_state_dict, part_name
+from tokenformer_vit.layers.split import fuse_state_dict, part_name
 from tokenformer_vit.models.sizes import at_size
 
 from .guard import check_finite, unwrap

@@ -19,7 +19,7 @@ from mmpretrain.datasets import MultiLabelDataset
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.layers.segments import fuse_state_dict
+from tokenformer_vit.layers.split import fuse_state_dict
 from tokenformer_vit.models.checkpoints import model_faults
 from tokenformer_vit.models.computation import check_computation
 from tokenformer_vit.models.description import trained_arguments

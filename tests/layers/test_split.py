@@ -7,7 +7,7 @@ import torch
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.layers.segments import (
+from tokenformer_vit.layers.split import (
     TOKENS,
     fuse_state_dict,
     fuse_tokens,
