@@ -11,7 +11,7 @@ from tokenformer_vit.experiments import Question
 from tokenformer_vit.experiments.tables import main
 
 NAMES = (
-    *("softmax", "layernorm", "gelu", "tau", "key_scale", "eps", "pairs", "fp8", "recipes"),
+    *("softmax", "layernorm", "gelu", "tau", "key_scale", "eps", "pairs", "recipes"),
     *("budget", "growth", "stages", "nested", "mae", "tuning"),
     *("lm_transformer", "lm_growth", "lm_stages", "growth_start"),
     *("lm_schedules", "lm_continue", "lm_languages"),

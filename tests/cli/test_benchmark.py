@@ -291,7 +291,6 @@ def test_the_transformer_may_have_rotary_positions(measured, tmp_path, monkeypat
         (["--baseline", "resnet18"], "--baseline resnet18 cannot be measured"),
         (["--img-size", "8"], "--model tokenformer_tiny cannot be measured: "),
         (["--backends", "triton"], "--backends triton needs a CUDA device"),
-        (["--backends", "fused", "fp8"], "--backends fp8 needs a CUDA device"),
         (["--draw", str(TOOL)], "benchmark.py is not a record"),
     ],
 )

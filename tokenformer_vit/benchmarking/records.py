@@ -23,7 +23,7 @@ Like every record it has the command, commit, date, hardware and versions. Its o
       bound_by                 the ceiling that sets this bound: matmul or copy
       variants                 a list of
         variant                such as "fused compiled" or "baseline eager"
-        implementation         baseline, released, or a backend: reference, fused, triton or fp8;
+        implementation         baseline, released, or a backend: reference, fused or triton;
                                with the suffix -joint or -separate, how query, key and value
                                are computed, otherwise by default
         compiled               true or false

@@ -17,7 +17,6 @@ _LABELS = {
     "reference": "ours, reference",
     "fused": "ours, fused",
     "triton": "ours, Triton",
-    "fp8": "ours, 8 bits",
 }
 # Number format of the memory kept: a token keeps far less than an image.
 _SAVED = {"image": "16.1f", "token": "16.4f"}
@@ -27,7 +26,6 @@ _COLOURS = {
     "reference": "C9",
     "fused": "C0",
     "triton": "C2",
-    "fp8": "C4",
 }
 
 

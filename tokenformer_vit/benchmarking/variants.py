@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .images import Images
     from .language import Language
 
-BACKENDS = ("reference", "fused", "triton", "fp8")
+BACKENDS = ("reference", "fused", "triton")
 OUT_OF_MEMORY = "out of memory"
 _JOINT = {"joint": True, "separate": False}
 IMPLEMENTATIONS = (*BACKENDS, *(f"{name}-{how}" for name in ("fused", "triton") for how in _JOINT))

@@ -72,7 +72,6 @@ from tokenformer_vit.benchmarking.variants import (
 from tokenformer_vit.command_line import command_parser, whole_number
 from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.models import LM_PRESETS, lm_config
-from tokenformer_vit.ops.fp8 import multiplies_e4m3
 from tokenformer_vit.records import device_in_name, write_record
 
 from . import benchmark_all, benchmark_loop
@@ -302,15 +301,13 @@ def _complete(args: argparse.Namespace) -> None:
     off = [name for name in _COMPILE_OFF if os.environ.get(name) == "1"]
     if off and not args.eager:
         raise InputError(f"{off[0]}=1 disables torch.compile; unset it, or give --eager")
-    chosen = [name for name in args.backends or () if name.startswith(("triton", "fp8"))]
+    chosen = [name for name in args.backends or () if name.startswith("triton")]
     if args.device == "cpu" and chosen:
         raise InputError(f"--backends {chosen[0]} needs a CUDA device; choose reference or fused")
     if args.device == "cpu":
         backends, batch_size = ["reference", "fused"], 1 if args.lm else 4
     else:
         backends, batch_size = list(BACKENDS), 8 if args.lm else 128
-        if not multiplies_e4m3("cuda"):
-            backends.remove("fp8")
     args.backends = args.backends or backends
     args.batch_sizes = args.batch_sizes or [batch_size]
     if args.out is None:

@@ -20,7 +20,6 @@ from tokenformer_vit.benchmarking.images import MATCHED
 from tokenformer_vit.models import TokenFormerLM, lm_config
 from tokenformer_vit.records import read_record
 
-from . import fp8_tables
 from .fields import Field
 from .image_models import IMAGES
 from .language_models import LANGUAGE
@@ -127,9 +126,6 @@ def _filled(path: Path, root: Path, groups: Groups) -> str:
         "loop-speed": lambda: _loop_speed(root, link),
         "gpus": _gpus,
         "memory": _memory,
-        "fp8-errors": lambda: _table(*fp8_tables.errors(root)),
-        "fp8-savings": lambda: _table(*fp8_tables.savings(root)),
-        "fp8-trainings": lambda: _table(*fp8_tables.trainings(root, link)),
         "profiles": lambda: _profiles(root, link),
         "growth": lambda: _growth(IMAGES, groups, link),
         "language-growth": lambda: _growth(LANGUAGE, groups, link),
