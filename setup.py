@@ -36,9 +36,6 @@ LANGUAGE = [
     "zstandard>=0.23",  # reads the Pile
     "typing_extensions>=4.12",
 ]
-# Before 0.18, int4 on a CPU was elsewhere. Not in [dev]: transformers imports it if it is there,
-# and every command would then begin with warnings of PyTorch.
-QUANTIZATION = ["torchao>=0.18"]
 EVALUATION = ["lm_eval>=0.4.13", "accelerate>=1.3"]  # transformers.Trainer needs accelerate
 
 
@@ -90,7 +87,6 @@ setup(
         "train": [*TRAIN, *ARROW],
         "language": [*LANGUAGE, *ARROW],
         "evaluation": [*LANGUAGE, *ARROW, *EVALUATION],
-        "quantization": QUANTIZATION,
         "dev": [
             "pytest>=8.2",
             "pytest-xdist>=3.6",

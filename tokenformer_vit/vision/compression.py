@@ -1,4 +1,4 @@
-"""Measure a trained classifier that keeps or reads some of its pairs, or has quantised ones."""
+"""Measure a trained classifier that keeps or reads only some of its pairs."""
 
 import copy
 import math
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokenformer_vit.benchmarking.costs import model_costs, total
+from tokenformer_vit.benchmarking.measures import tensor_bytes
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import extract, pattention_layers
 from tokenformer_vit.growth.budgets import Numbers, choose_counts, usage_loss
@@ -24,11 +25,10 @@ from tokenformer_vit.growth.tokens import counts_by_layer
 from tokenformer_vit.layers.arguments import COUNTS
 from tokenformer_vit.layers.block import token_arguments
 from tokenformer_vit.models.description import data_config
-from tokenformer_vit.models.quantization import CONFIGS, model_bytes, quantize
 
 from .images import class_folders, read_images, say_left_out, scan_images
 
-METHODS = ("prune", "random", "top-k", "nested", *CONFIGS)
+METHODS = ("prune", "random", "top-k", "nested")
 KINDS = tuple(COUNTS)
 
 Batch = tuple[Tensor, Tensor]  # images and labels
@@ -70,7 +70,7 @@ class Candidate:
         return scores
 
     def _reading(self) -> AbstractContextManager[None]:
-        """Return a context in which tokens read only some pairs; a quantised model reads all."""
+        """Return a context in which tokens read only some pairs."""
         if not self.read:
             return nullcontext()
         return top_k(self.model, **self.read)  # type: ignore[arg-type]
@@ -92,7 +92,7 @@ class Candidate:
             "keep": self.keep,
             "pairs": dict(self.pairs),
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
-            "bytes": model_bytes(self.model),
+            "bytes": tensor_bytes([*self.model.parameters(), *self.model.buffers()]),
             "flops_per_image": self.flops(),
             "correct": correct,
             "top1": 100 * correct / images,
@@ -113,8 +113,7 @@ def candidates(
         model: TokenFormer classifier, which is not changed.
         methods: Some of ``METHODS``. ``prune`` keeps the most used pairs and ``random`` keeps
             random pairs; both adapt τ. ``nested`` keeps the first pairs of a nested model.
-            ``top-k`` lets each token read its strongest pairs. ``int8`` and ``int4`` quantise all
-            pairs, as :func:`~tokenformer_vit.models.quantize` does.
+            ``top-k`` lets each token read its strongest pairs.
         keeps: Shares of each layer's pairs to keep or read, in (0, 1].
         usage: Usage of the model's pairs, which ``prune`` and ``random`` need.
         kinds: Kinds of layers to compress.
@@ -135,11 +134,6 @@ def candidates(
         for name, each in (usage or {}).items()
     }
     for method in methods:
-        if method in CONFIGS:
-            smaller = copy.deepcopy(model)
-            quantize(smaller, method)
-            made.append(Candidate(method, 1.0, smaller, counts, {}))
-            continue
         for keep in sorted({keep for keep in keeps if keep < 1}, reverse=True):
             part = {kind: _share(counts[kind], keep) for kind in kinds}
             if method == "top-k":
