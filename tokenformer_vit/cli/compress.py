@@ -46,7 +46,6 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import results_folder
 from tokenformer_vit.growth import pattention_layers
 from tokenformer_vit.growth.prune import measure_usage
-from tokenformer_vit.models.card import span
 from tokenformer_vit.models.checkpoints import load_model, save_model
 from tokenformer_vit.records import environment, write_record
 from tokenformer_vit.vision.compression import (
@@ -143,7 +142,7 @@ def table(record: Mapping[str, Any]) -> Table:
         rows.add_row(
             point["method"],
             f"{point['keep']:g}",
-            *(span(point["pairs"][kind]).replace(" to ", "–") for kind in KINDS),
+            *(_span(point["pairs"][kind]) for kind in KINDS),
             f"{point['parameters']:,}",
             f"{point['bytes'] / 1e6:.4g}",
             f"{point['flops_per_image'] / 1e9:.4g}",
@@ -151,6 +150,14 @@ def table(record: Mapping[str, Any]) -> Table:
             f"{point['agreement']:.2f}",
         )
     return rows
+
+
+def _span(counts: int | list[int]) -> str:
+    """Return a number of pairs, or its range over the blocks."""
+    if isinstance(counts, int):
+        return str(counts)
+    least, most = min(counts), max(counts)
+    return str(least) if least == most else f"{least}–{most}"
 
 
 def _methods_and_shares(

@@ -89,8 +89,7 @@ def set_size(model: nn.Module, size: Size | None) -> None:
         size: Size of the model, of those that were trained or any other; ``None`` for all pairs.
 
     Raises:
-        InputError: If the size is out of range, a mask is active, or a ``top_k`` is larger than the
-            size. Then nothing is changed.
+        InputError: If the size is out of range, or a mask is active. Then nothing is changed.
     """
     layers = find_layers(model)
     counts = size_counts(layers, size)

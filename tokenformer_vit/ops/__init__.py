@@ -28,7 +28,6 @@ from .products import is_few, linear
 from .reference import pattention_reference
 from .theta import THETAS, default_tau, find_theta, norm_shares, theta_weights
 from .token_attention import attention
-from .top_k import pattention_top_k, strongest_values
 
 __all__ = [
     "BACKENDS",
@@ -44,9 +43,7 @@ __all__ = [
     "pattention",
     "pattention_joint",
     "pattention_reference",
-    "pattention_top_k",
     "rms_norm",
-    "strongest_values",
     "theta_weights",
 ]
 
