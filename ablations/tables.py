@@ -1,4 +1,4 @@
-"""Render ablations/TABLES.md, the charts, the tables of all READMEs and measured.json from records.
+"""Render ablations/TABLES.md, the charts, and the tables of all READMEs from records.
 
 python ablations/tables.py           writes them
 python ablations/tables.py --check   fails if one of them is out of date

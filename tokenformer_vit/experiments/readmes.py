@@ -15,7 +15,6 @@ import torch
 
 from tokenformer_vit.benchmarking.cluster import STATE_BYTES, Needs
 from tokenformer_vit.benchmarking.costs import model_costs, total
-from tokenformer_vit.benchmarking.facts import render_facts
 from tokenformer_vit.benchmarking.images import MATCHED
 from tokenformer_vit.models import TokenFormerLM, lm_config
 from tokenformer_vit.records import read_record
@@ -105,11 +104,9 @@ Link = Callable[[str, str], str]  # of a text and a path, as Markdown
 
 
 def render(root: Path, groups: Groups) -> dict[Path, str]:
-    """Return the texts of all READMEs of a repository with their tables, and of its facts."""
+    """Return the texts of all READMEs of a repository with their tables."""
     paths = [root / page for page in _PAGES]
-    texts = {path: _filled(path, root, groups) for path in paths if path.is_file()}
-    facts = root / "tokenformer_vit/ops/measured.json"
-    return texts | ({facts: render_facts(root / SPEED)} if facts.is_file() else {})
+    return {path: _filled(path, root, groups) for path in paths if path.is_file()}
 
 
 def _filled(path: Path, root: Path, groups: Groups) -> str:

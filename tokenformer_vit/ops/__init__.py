@@ -5,8 +5,7 @@ it is ``auto``, the environment variable ``PATTENTION_BACKEND`` chooses; it is r
 
 ========= ==============================================================================
 reference plain PyTorch, the ground truth; ``torch.jit.trace`` and TorchScript always use it
-fused     hand-written gradients that keep less memory; what ``auto`` means, unless a record
-          shows that ``triton`` is faster on this GPU (``measured.py``)
+fused     hand-written gradients that keep less memory; what ``auto`` means
 triton    ``fused`` with Triton kernels for Θ; NVIDIA GPUs only
 ========= ==============================================================================
 """
@@ -22,7 +21,6 @@ from tokenformer_vit.errors import InputError
 from .compilation import compiled_for_cpu
 from .fused import pattention_fused, pattention_fused_joint
 from .kernels import Kernels
-from .measured import fastest_backend
 from .norm import layer_norm_reference, norm_fused, rms_norm_reference
 from .products import is_few, linear
 from .reference import pattention_reference
@@ -80,8 +78,6 @@ def _choose(backend: str) -> str:
 
 def _kernels(backend: str, x: Tensor, theta: str, num_param_tokens: int) -> Kernels | None:
     """Return the kernels of a backend for P pairs; None stands for those of the variant."""
-    if backend == "auto":
-        backend = fastest_backend(x, num_param_tokens)
     if backend != "triton":
         return None
     from .triton_theta import KERNELS, MAX_PARAM_TOKENS  # the import of Triton takes a while
