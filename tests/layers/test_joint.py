@@ -83,10 +83,6 @@ def mask(layer):
     layer.query.active = torch.arange(7)
 
 
-def keep_the_strongest(layer):
-    layer.value.top_k = 5
-
-
 def split(layer):
     for part in (layer.query, layer.key, layer.value):
         split_tokens(part, 8)
@@ -135,7 +131,7 @@ def another_backend(layer):
 @pytest.mark.parametrize(
     "change",
     [
-        *(hook_forward, hook_before, hook_backward, mask, keep_the_strongest, split, split_one),
+        *(hook_forward, hook_before, hook_backward, mask, split, split_one),
         *(replace, override, derive, parametrize, another_theta, another_eps, another_backend),
     ],
 )

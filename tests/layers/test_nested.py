@@ -150,15 +150,11 @@ def test_sizes_out_of_range_are_refused(size):
     assert layer.size is None
 
 
-def test_a_size_with_a_mask_or_a_larger_top_k_is_refused():
+def test_a_size_with_a_mask_is_refused():
     layer = build()
     layer.active = torch.arange(5)
     with pytest.raises(InputError, match=r"mask .*activate\(\)"):
         layer.size = 12
-    layer.active, layer.top_k = None, 13
-    with pytest.raises(InputError, match=r"top_k is 13.*12"):
-        layer.size = 12
-    layer.size = 13
 
 
 @pytest.mark.parametrize("nested", [(0,), (24, 12), (49,), (2.5,), ("a",)])

@@ -8,16 +8,14 @@ from typing import Any
 from tokenformer_vit.files import write_figure
 
 from .measures import percentiles
-from .variants import IMPLEMENTATIONS, PRECISIONS, short
+from .variants import PRECISIONS, short
 
 _TOKEN_BYTES = 8
 _LABELS = {
     "baseline": "baseline",
     "released": "authors' formula",
     "reference": "ours, reference",
-    "fused": "ours, fused",
-    "triton": "ours, Triton",
-    "fp8": "ours, 8 bits",
+    "auto": "ours",
 }
 # Number format of the memory kept: a token keeps far less than an image.
 _SAVED = {"image": "16.1f", "token": "16.4f"}
@@ -25,19 +23,16 @@ _COLOURS = {
     "baseline": "0.6",
     "released": "C1",
     "reference": "C9",
-    "fused": "C0",
-    "triton": "C2",
-    "fp8": "C4",
 }
 
 
 def _label(row: Mapping[str, Any]) -> str:
-    name, _, products = row["implementation"].partition("-")
-    return f"{_LABELS[name]}, {products} q, k, v" if products else _LABELS[name]
+    name = row["implementation"]
+    return _LABELS.get(name, f"ours, {name}")
 
 
 def _colour(row: Mapping[str, Any]) -> str:
-    return _COLOURS[row["implementation"].partition("-")[0]]
+    return _COLOURS.get(row["implementation"], "C0")
 
 
 def figures(group: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,7 +55,7 @@ def figures(group: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, An
     saved = [
         row[f"saved_mb_per_{unit}"] * 1e6 * items
         for row in rows
-        if row["implementation"] in IMPLEMENTATIONS and row.get(f"saved_mb_per_{unit}")
+        if row["implementation"] not in ("baseline", "released") and row.get(f"saved_mb_per_{unit}")
     ]
     item = PRECISIONS[group["precision"]].weights.itemsize
     parameters = record["parameters"]["model"] * item

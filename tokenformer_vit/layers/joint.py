@@ -21,7 +21,7 @@ def call_together(
     """Call layers with the same input; if possible, scores or Θ of all are computed together.
 
     The layers must be of the class :class:`Pattention`, with the same Θ, eps and backend, and the
-    same number of pairs. If one has a hook, a gate, a mask, ``top_k``, or old and new pairs, each
+    same number of pairs. If one has a hook, a gate, a mask, or old and new pairs, each
     layer is called by itself.
 
     Args:
@@ -73,7 +73,6 @@ def _is_joint(x: Tensor, layers: Sequence[Any], joint: bool | None) -> bool:
             or own["_backward_pre_hooks"]
             or layer._compiled_call_impl is not None
             or "forward" in own
-            or own["top_k"] is not None
             or own["_buffers"]["active"] is not None
             or own["_buffers"].get("gate", layer) is not None  # learned gates are no buffers
             or own["theta"] != first.theta

@@ -26,7 +26,6 @@ class NestedLayer(nn.Module):
     init_tau: float
     tau: Tensor
     active: Tensor | None
-    top_k: int | None
     nested: tuple[int, ...]
     nested_sizes: Tensor | None
     nested_tau: Tensor | None
@@ -71,15 +70,13 @@ class NestedLayer(nn.Module):
             size: Number of pairs; ``None`` or P for all.
 
         Raises:
-            InputError: If ``size`` is not a whole number from ``top_k`` (or 1) to P, or a mask is
-                active.
+            InputError: If ``size`` is not a whole number from 1 to P, or a mask is active.
         """
         if size in (None, self.num_param_tokens):
             return
-        least, most = self.top_k or 1, self.num_param_tokens
-        if not isinstance(size, Integral) or not least <= size <= most:
-            reads = f", because top_k is {least}" if self.top_k else ""
-            raise InputError(f"size must be from {least} to {most} pairs{reads}, but got {size!r}")
+        most = self.num_param_tokens
+        if not isinstance(size, Integral) or not 1 <= size <= most:
+            raise InputError(f"size must be from 1 to {most} pairs, but got {size!r}")
         if self.active is not None:
             raise InputError(
                 "a size cannot be set while a mask is active; call TokenMasks.activate() to use "

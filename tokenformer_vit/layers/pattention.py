@@ -17,8 +17,6 @@ from tokenformer_vit.ops import (
     default_tau,
     find_theta,
     pattention,
-    pattention_top_k,
-    strongest_values,
     theta_weights,
 )
 
@@ -88,8 +86,6 @@ class Pattention(NestedLayer):
     Attributes:
         active: (S,) indices of the pairs to use, or ``None`` for all. The layer computes as if the
             other pairs did not exist, but ``tau`` stays. Not in the state dict.
-        top_k: Number of pairs, the strongest ones, whose values each input token reads, or
-            ``None`` for all. Not in the state dict.
         nested: Smaller numbers of pairs that have a τ of their own, in increasing order.
         of_model: Whether the layer belongs to a model that is rebuilt from one number of pairs for
             all layers of a kind. Such a layer cannot grow alone.
@@ -122,7 +118,6 @@ class Pattention(NestedLayer):
     tau: Tensor
     gate: Tensor | None
     active: Tensor | None
-    top_k: int | None
     of_model: bool = False
 
     def __init__(
@@ -199,7 +194,6 @@ class Pattention(NestedLayer):
         else:
             self.register_buffer("gate", opened if gate == "fixed" else None)
         self.register_buffer("active", None, persistent=False)
-        self.top_k = None
         self.set_nested(nested)
         self.reset_parameters()
 
@@ -286,7 +280,6 @@ class Pattention(NestedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., C_in) tokens to (..., C_out)."""
-        top_k = self.top_k
         if torch.jit.is_scripting():
             keys, values, gate, tau = self._select_tokens()
             scores = F.linear(x, keys)  # (..., P)
@@ -294,21 +287,15 @@ class Pattention(NestedLayer):
                 weights = self._theta_weights(scores, tau, self.eps)
             else:
                 weights = self._gated_weights(scores, tau, gate)
-            if top_k is None:
-                return F.linear(weights, values.t())
-            return strongest_values(weights, values, top_k)
+            return F.linear(weights, values.t())
         else:  # TorchScript must not compile this branch
             keys, values, gate, tau = self.used_tokens()
-            if top_k is None:
-                return pattention(x, keys, values, self.theta, tau, self.eps, self.backend, gate)
-            return pattention_top_k(x, keys, values, self.theta, tau, self.eps, top_k, gate)
+            return pattention(x, keys, values, self.theta, tau, self.eps, self.backend, gate)
 
     @torch.jit.unused
     @torch.no_grad()
     def weights(self, x: Tensor) -> Tensor:
         """Return how strongly each input token reads each pair in use, Θ(X K_Pᵀ).
-
-        ``top_k`` has no effect here; the forward pass applies it to these weights.
 
         Args:
             x: (..., C_in) input tokens.
@@ -328,7 +315,6 @@ class Pattention(NestedLayer):
 
         Returns:
             (..., P) scores and (..., P) weights in float32 (float64 for float64), without history.
-            ``top_k`` has no effect on them.
         """
         keys, _, gate, tau = self.used_tokens()
         dtype = torch.promote_types(x.dtype, torch.float32)

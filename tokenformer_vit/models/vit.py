@@ -27,7 +27,6 @@ from tokenformer_vit.layers.arguments import (
     model_pattention_args,
 )
 from tokenformer_vit.layers.block import TIMM_ONLY, token_arguments
-from tokenformer_vit.layers.split import fuse_state_dict
 from tokenformer_vit.ops import check_backend
 
 from .computation import check_computation, computation_of
@@ -233,8 +232,7 @@ class TokenFormerViT(VisionTransformer):
                 layer name. ``None`` for all pairs. It need not be one of ``sizes``.
 
         Raises:
-            InputError: If the size is out of range, a mask is active, or a ``top_k`` is larger than
-                the size. Then nothing is changed.
+            InputError: If the size is out of range, or a mask is active. Then nothing is changed.
         """
         set_size(self, size)
 
@@ -491,5 +489,5 @@ def fit_state_dict(state_dict: Mapping[str, Tensor], model: TokenFormerViT) -> d
         A state dict with timm's names, position embeddings and patch embedding of the model's
         size, and the old and new pairs of split layers joined.
     """
-    fused = fuse_state_dict(timm_state_dict(state_dict) or state_dict)
+    fused = timm_state_dict(state_dict) or state_dict
     return vit_checkpoint_filter_fn(fused, model)

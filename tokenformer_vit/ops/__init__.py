@@ -5,11 +5,8 @@ it is ``auto``, the environment variable ``PATTENTION_BACKEND`` chooses; it is r
 
 ========= ==============================================================================
 reference plain PyTorch, the ground truth; ``torch.jit.trace`` and TorchScript always use it
-fused     hand-written gradients that keep less memory; what ``auto`` means, unless a record
-          shows that ``triton`` is faster on this GPU (``measured.py``)
+fused     hand-written gradients that keep less memory; what ``auto`` means
 triton    ``fused`` with Triton kernels for Θ; NVIDIA GPUs only
-fp8       ``fused`` with products of 8-bit numbers for Θ with an L2 norm; NVIDIA GPUs from
-          compute capability 8.9, less accurate, never chosen by ``auto``
 ========= ==============================================================================
 """
 
@@ -22,16 +19,13 @@ from torch import Tensor
 from tokenformer_vit.errors import InputError
 
 from .compilation import compiled_for_cpu
-from .fp8 import pattention_fp8
 from .fused import pattention_fused, pattention_fused_joint
 from .kernels import Kernels
-from .measured import fastest_backend
 from .norm import layer_norm_reference, norm_fused, rms_norm_reference
 from .products import is_few, linear
 from .reference import pattention_reference
 from .theta import THETAS, default_tau, find_theta, norm_shares, theta_weights
 from .token_attention import attention
-from .top_k import pattention_top_k, strongest_values
 
 __all__ = [
     "BACKENDS",
@@ -47,13 +41,11 @@ __all__ = [
     "pattention",
     "pattention_joint",
     "pattention_reference",
-    "pattention_top_k",
     "rms_norm",
-    "strongest_values",
     "theta_weights",
 ]
 
-BACKENDS = ("auto", "reference", "fused", "triton", "fp8")
+BACKENDS = ("auto", "reference", "fused", "triton")
 _ENVIRONMENT = "PATTENTION_BACKEND"
 _DEFAULT = os.environ.get(_ENVIRONMENT) or "auto"
 
@@ -86,8 +78,6 @@ def _choose(backend: str) -> str:
 
 def _kernels(backend: str, x: Tensor, theta: str, num_param_tokens: int) -> Kernels | None:
     """Return the kernels of a backend for P pairs; None stands for those of the variant."""
-    if backend == "auto":
-        backend = fastest_backend(x, num_param_tokens)
     if backend != "triton":
         return None
     from .triton_theta import KERNELS, MAX_PARAM_TOKENS  # the import of Triton takes a while
@@ -136,8 +126,6 @@ def pattention(
     # Few layers have a gate, most of them for a short time: plain autograd is good enough.
     if backend == "reference" or gate is not None:
         return pattention_reference(x, key_param_tokens, value_param_tokens, theta, tau, eps, gate)
-    if backend == "fp8":
-        return pattention_fp8(x, key_param_tokens, value_param_tokens, theta, tau, eps)
     if x.is_cuda or backend == "triton":
         kernels = _kernels(backend, x, theta, len(key_param_tokens))
     else:
@@ -197,7 +185,7 @@ def pattention_joint(
     """
     chosen = _choose(backend)
     several = len(key_param_tokens) > 1
-    if several and chosen not in ("reference", "fp8") and _are_alike(key_param_tokens):
+    if several and chosen != "reference" and _are_alike(key_param_tokens):
         kernels = None
         if x.is_cuda or chosen == "triton":
             kernels = _kernels(chosen, x, theta, key_param_tokens[0].size(0))
@@ -217,8 +205,8 @@ def layer_norm(x: Tensor, num_channels: int, eps: float = 1e-6, backend: str = "
         x: (..., C) tokens.
         num_channels: C.
         eps: Number added to the variance.
-        backend: Name of a backend, as for :func:`pattention`; ``triton`` and ``fp8`` mean
-            ``fused`` here.
+        backend: Name of a backend, as for :func:`pattention`; ``triton`` means ``fused``
+            here.
 
     Returns:
         (..., C) tokens. Under autocast ``fused`` returns them in the precision of autocast, which
