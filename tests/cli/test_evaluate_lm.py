@@ -20,7 +20,7 @@ from tokenformer_vit import language
 from tokenformer_vit.cli import evaluate_lm as tool
 from tokenformer_vit.command_line import run_tool
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import TokenMasks
+from tokenformer_vit.growth import TokenMasks, count_pairs
 from tokenformer_vit.language import (
     TokenFormerConfig,
     TokenFormerForCausalLM,
@@ -193,8 +193,8 @@ def test_tokens_of_another_tokenizer_are_refused(folder, text, tmp_path):
 def test_a_mask_is_chosen_by_its_name(folder, text, capsys):
     model = load_language_model(folder)
     masks = TokenMasks(model)
-    masks.add("half", lambda _, layer: slice(layer.num_param_tokens // 2))
-    masks.save(folder / "masks.safetensors")
+    masks.add("half", {n: slice(count // 2) for n, count in count_pairs(model).items()})
+    torch.save(masks.pairs, folder / "masks.pt")
     run(folder, "--text", text)
     assert "all pairs are used; choose a mask with --mask" in capsys.readouterr().err
     every = record(folder / "evaluation")["texts"][str(text)]["loss"]

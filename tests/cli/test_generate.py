@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tokenformer_vit.cli import generate as command
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import TokenMasks
+from tokenformer_vit.growth import TokenMasks, count_pairs
 from tokenformer_vit.language import (
     TerminalStreamer,
     TokenFormerConfig,
@@ -327,8 +327,8 @@ def test_text_does_not_control_a_terminal(monkeypatch, terminal):
 def test_a_mask_is_chosen_by_its_name(folder, capsys):
     model = load_language_model(folder)
     masks = TokenMasks(model)
-    masks.add("half", lambda _, layer: slice(layer.num_param_tokens // 2))
-    masks.save(folder / "masks.safetensors")
+    masks.add("half", {n: slice(count // 2) for n, count in count_pairs(model).items()})
+    torch.save(masks.pairs, folder / "masks.pt")
     run(folder, "w1 w2", "--greedy", "--max-new-tokens", 6)
     assert "all pairs are used; choose a mask with --mask" in capsys.readouterr().err
     run(folder, "w1 w2", "--greedy", "--max-new-tokens", 6, "--mask", "half")
@@ -337,8 +337,8 @@ def test_a_mask_is_chosen_by_its_name(folder, capsys):
     masks.activate("half")
     words = generate_text(model, load_tokenizer(folder), "w1 w2", 6, greedy=True)
     assert printed.out.split() == ["w1", "w2", *words.split()]
-    (folder / "masks.safetensors").unlink()
-    with pytest.raises(InputError, match=r"there is no file .*masks\.safetensors"):
+    (folder / "masks.pt").unlink()
+    with pytest.raises(InputError, match=r"has no masks \(masks\.pt\), .* 'half'"):
         run(folder, "w1", "--mask", "half")
 
 

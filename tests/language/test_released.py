@@ -9,7 +9,7 @@ from torch.nn.functional import layer_norm
 pytest.importorskip("transformers", reason="pip install '.[language]'")
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import TokenMasks, grow
+from tokenformer_vit.growth import TokenMasks, count_pairs, grow
 from tokenformer_vit.language import (
     TokenFormerConfig,
     TokenFormerForCausalLM,
@@ -195,7 +195,7 @@ def test_what_the_released_code_would_compute_otherwise_is_not_exported():
 def test_a_model_that_computes_otherwise_at_the_moment_is_not_exported():
     model = convert(released(depth=2), num_heads=2)
     masks = TokenMasks(model)
-    masks.add("half", {"qkv": slice(24), "proj": slice(24), "ffn": slice(96)})
+    masks.add("half", dict.fromkeys(count_pairs(model), slice(12)))
 
     def refused(message, model=model):
         with pytest.raises(InputError, match=message):

@@ -49,15 +49,14 @@ class TokenMasks:
     Args:
         model: Any module with TokenFormer blocks. Masks set ``active`` of its layers; they do not
             hold parameters.
-        pairs: Indices of pairs by name of mask and name of layer, to start with.
+        pairs: Masks to start with, as in the attribute.
 
     Attributes:
-        pairs: The masks: sorted int64 indices by name of mask and name of layer, on the CPU.
+        pairs: (n,) sorted indices of each mask in each layer, by the names of mask and layer.
 
     Note:
         Inactive pairs get zero gradients, but an optimizer's momentum and weight decay still change
-        them. Freeze pairs that must not change.
-        ``prune`` and ``reorder`` give pairs other numbers: make the masks again afterwards.
+        them: freeze pairs that must not change. ``prune`` and ``reorder`` give pairs other numbers.
 
     Source:
         This project. One mask for each task is the idea of PackNet, arXiv:1711.05769.
@@ -71,37 +70,28 @@ class TokenMasks:
         for name, own in (pairs or {}).items():
             self.add(name, own)
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the masks, in the order in which they were added."""
-        return list(self.pairs)
-
     def add(self, name: str, pairs: Mapping[str, Any] | None = None) -> None:
         """Add or replace a mask. It does not contain pairs that are appended later.
 
         Args:
             name: Name of the mask.
-            pairs: What indexes the P pairs of each layer, by the layer's full name: a slice, a list
-                or tensor of numbers, or a boolean tensor. Layers without an entry have no pairs in
-                the mask. None for all present pairs.
+            pairs: What indexes the P pairs of each layer, by the layer's full name: a slice, a
+                tensor of numbers, or a boolean tensor. Other layers have no pairs in the mask. None
+                for all present pairs.
 
         Raises:
             InputError: If a layer does not exist.
-            IndexError: If a layer does not have the pairs.
         """
         if unknown := set(pairs or ()) - self._layers.keys():
             raise InputError(
                 f"mask {name!r}: {min(unknown)!r} is not a Pattention layer of the model; give "
                 "names of pattention_layers(model)"
             )
-        own = {}
-        for layer_name, layer in self._layers.items():
-            chosen = slice(None) if pairs is None else pairs.get(layer_name, slice(0))
-            if isinstance(chosen, list | tuple | range):
-                chosen = torch.tensor(chosen, dtype=torch.long, device="cpu")
-            every = torch.arange(layer.num_param_tokens, device="cpu")
-            own[layer_name] = every[chosen].unique()
-        self.pairs[name] = own
+        counts = count_pairs(self._model)
+        numbers = {n: torch.arange(count, device="cpu") for n, count in counts.items()}
+        every, none = slice(None), slice(0)
+        chosen = {n: every if pairs is None else pairs.get(n, none) for n in numbers}
+        self.pairs[name] = {n: numbers[n][chosen[n]].unique() for n in numbers}
 
     def add_appended(self, name: str, before: Mapping[str, int]) -> None:
         """Add a mask of the pairs that growth appended.
@@ -111,15 +101,14 @@ class TokenMasks:
             before: Counts that :func:`count_pairs` returned before growth.
 
         Raises:
-            InputError: If ``before`` has other layers than the model, or no pair is new.
+            InputError: If no pair is new.
         """
-        now = {layer: self._layers[layer].num_param_tokens for layer in self._layers}
-        if now.keys() != before.keys() or not any(now[layer] > before[layer] for layer in now):
+        if count_pairs(self._model) == before:
             raise InputError(
                 f"mask {name!r}: the model has no more pairs than were counted before; call "
                 "count_pairs(model) before growth and add_appended() after it"
             )
-        self.add(name, {layer: slice(before[layer], None) for layer in now})
+        self.add(name, {layer: slice(count, None) for layer, count in before.items()})
 
     def activate(self, *names: str) -> None:
         """Use only the pairs of some masks from now on; without names, use all pairs.
@@ -134,35 +123,28 @@ class TokenMasks:
             InputError: If a mask does not exist or is of a larger model, a layer would have no
                 active pairs, or a size is set. Then nothing is changed.
         """
-        active: dict[str, Tensor | None] = {}
-        for layer_name, layer in self._layers.items():
-            num, index = layer.num_param_tokens, None
-            if names:
-                masks = [self._mask(name)[layer_name] for name in names]
-                index = torch.cat(masks).unique()
-                if layer.size is not None:
-                    raise InputError(
-                        f"{layer_name} uses only its first {layer.size} pairs; call "
-                        "model.set_size(None) before a mask is activated"
-                    )
-                if not len(index) or index[-1] >= num:
-                    raise InputError(
-                        f"masks {' and '.join(names)} choose "
-                        + (f"pair {index[-1]}" if len(index) else "none")
-                        + f" of the {num} pairs of {layer_name}; activate another mask with them, "
-                        "and make masks again after pruning"
-                    )
-                if len(index) == num:
-                    index = None
-            active[layer_name] = index
-        for layer_name, index in active.items():
-            layer = self._layers[layer_name]
-            layer.active = None if index is None else index.to(layer.key_param_tokens.device)
-
-    def _mask(self, name: str) -> dict[str, Tensor]:
-        if name not in self.pairs:
-            raise InputError(f"there is no mask {name!r}; choose from {', '.join(self.names)}")
-        return self.pairs[name]
+        if unknown := set(names) - self.pairs.keys():
+            known = ", ".join(self.pairs)
+            raise InputError(f"there is no mask {min(unknown)!r}; choose from {known}")
+        active: dict[str, Tensor | None] = dict.fromkeys(self._layers)
+        for name, layer in self._layers.items() if names else ():
+            index = torch.cat([self.pairs[mask][name] for mask in names]).unique()
+            have = layer.num_param_tokens
+            if layer.size is not None:
+                raise InputError(
+                    f"{name} uses only its first {layer.size} pairs; call model.set_size(None) "
+                    "before a mask is activated"
+                )
+            if not len(index) or index[-1] >= have:
+                what = f"pair {index[-1]} of" if len(index) else "no pair of the"
+                raise InputError(
+                    f"masks {' and '.join(names)} choose {what} {have} in {name}; activate another "
+                    "mask with them, and make masks again after pruning"
+                )
+            if len(index) < have:
+                active[name] = index.to(layer.key_param_tokens.device)
+        for name, index in active.items():
+            self._layers[name].active = index
 
     @contextmanager
     def use(self, *names: str) -> Iterator[None]:
@@ -173,8 +155,7 @@ class TokenMasks:
 
         Raises:
             InputError: In the cases of :meth:`activate`, or if the model trains with gradient
-                checkpointing: the backward pass may come after the ``with`` block, and would
-                compute the blocks again with other pairs.
+                checkpointing: its backward pass would compute the blocks again with other pairs.
         """
         check_not_recomputed(self._model)
         before = {name: layer.active for name, layer in self._layers.items()}

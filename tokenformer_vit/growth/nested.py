@@ -47,13 +47,12 @@ def extract(model: Model, size: Size) -> Model:
         fitting -= 1  # the whole of the new model
     tokens = {}
     for name, layer in layers.items():
-        keys, values, gate, tau = (
-            None if each is None else each.detach().clone() for each in layer.used_tokens()
-        )
+        keys, values, gate, tau = layer.used_tokens()
         nested = layer.nested[:fitting]
         nested_tau = torch.stack([layer.tau_of(each) for each in nested]) if nested else None
-        assert keys is not None and values is not None and tau is not None
-        tokens[name] = LayerTokens(keys, values, tau, gate, nested, nested_tau)
+        gate = None if gate is None else gate.clone()
+        own = LayerTokens(keys.clone(), values.clone(), tau.clone(), gate, nested, nested_tau)
+        tokens[name] = own
     write_tokens(layers, tokens)
     record_counts(smaller)
     return smaller

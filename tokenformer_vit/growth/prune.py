@@ -32,9 +32,8 @@ class Usage:
     Args:
         sizes: (P,) mean of |weight| · ‖value‖₂: the length of the vector that a pair adds to an
             output token.
-        shares: (P,) mean share of a pair in the sum of p-th powers in Θ's divisor; the shares sum
-            to 1. p is ``norm_order`` in ``ops.theta``.
-        lengths: (P,) ‖value‖₂ of each pair, by which functions recognize the layer; or None.
+        shares: (P,) mean share of a pair in the sum in Θ's divisor; the shares sum to 1.
+        lengths: (P,) ‖value‖₂ of each pair, to recognize the layer; None for any layer.
     """
 
     sizes: Tensor
@@ -52,22 +51,18 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
     """Measure how much each pair of a model adds to the outputs of its layer.
 
     Args:
-        model: Any module with TokenFormer blocks. It runs in evaluation mode; its mode is restored
-            afterwards.
-        batches: Input tensors, tuples whose first entry is one, as from a data loader, or dicts of
-            keyword arguments, as of transformers. Tokens whose ``attention_mask`` is 0 do not
-            count. Use training data, because pruning is a choice that must not see test data.
+        model: Any module with TokenFormer blocks. It runs in evaluation mode.
+        batches: Input tensors, tuples that begin with one, or dicts of keyword arguments, in which
+            tokens with an ``attention_mask`` of 0 do not count. Use training data, because pruning
+            is a choice that must not see test data.
 
     Returns:
-        The usage of each Pattention layer by name, averaged over all input tokens of all batches.
+        The usage of each Pattention layer by name, averaged over all input tokens. It is computed
+        in float32 (float64 for a float64 model), and summed in float64.
 
     Raises:
         InputError: If there is no batch, a mask is active, a size is set, or a weight is not
             finite.
-
-    Note:
-        Weights are computed in float32 (float64 for a float64 model) and sums in float64. The
-        inputs of layers are computed under the caller's autocast, if any.
     """
     if isinstance(batches, Tensor):  # would be taken for a list of single images
         raise InputError("batches is one tensor: give a list of batches, such as [images]")
@@ -78,43 +73,40 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
                 f"{name} uses only {layer.num_used} of its pairs; call TokenMasks.activate() and "
                 "model.set_size(None) to use all"
             )
-    sums = {name: _Sums(layer) for name, layer in layers.items()}
+    sums = {layer: _Sums(layer) for layer in layers.values()}
+    mask: Tensor | None = None
+
+    def add(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0].flatten(0, -2)  # (R, C_in)
+        sums[layer].add(layer, x if mask is None else x[mask.flatten() != 0])
+
     device = next(model.parameters()).device
     in_training = [module for module in model.modules() if module.training]
     # Compiled code would leave out the hooks.
     with torch.compiler.set_stance("force_eager"), ExitStack() as stack:
-        for name, layer in layers.items():
-            stack.enter_context(layer.register_forward_pre_hook(sums[name].add))
+        for layer in sums:
+            stack.enter_context(layer.register_forward_pre_hook(add))
         stack.callback(lambda: [setattr(module, "training", True) for module in in_training])
         model.eval()
         for batch in batches:
             if isinstance(batch, Mapping):
                 given = {name: tensor.to(device) for name, tensor in batch.items()}
-                mask = given.get("attention_mask")
-                for each in sums.values():
-                    each.counted = None if mask is None else mask.flatten() != 0
+                mask = given.get("attention_mask")  # (B, N)
                 model(**given)
             else:
                 model((batch[0] if isinstance(batch, tuple | list) else batch).to(device))
-    return {name: each.usage(name) for name, each in sums.items()}
+    return {name: sums[layer].usage(name) for name, layer in layers.items()}
 
 
 class _Sums:
     """Sums over input tokens for the usage of a layer."""
 
-    counted: Tensor | None = None  # which of the next input tokens count
-
     def __init__(self, layer: Pattention) -> None:
-        self.count = 0
-        self.weights, self.shares = torch.zeros(
-            2, layer.num_param_tokens, dtype=torch.float64, device=layer.key_param_tokens.device
-        )
         self.lengths = _lengths(layer)
+        self.count = 0
+        self.weights, self.shares = self.lengths.new_zeros(2, len(self.lengths))
 
-    def add(self, layer: Pattention, inputs: tuple[Tensor, ...]) -> None:
-        x = inputs[0].reshape(-1, layer.in_features)  # (R, C_in)
-        if self.counted is not None:
-            x = x[self.counted]
+    def add(self, layer: Pattention, x: Tensor) -> None:
         scores, weights = layer.scores_and_weights(x)  # (R, P)
         shares = norm_shares(scores, weights, layer.theta)
         self.count += len(x)
@@ -123,9 +115,7 @@ class _Sums:
 
     def usage(self, name: str) -> Usage:
         if not self.count:
-            raise InputError(
-                f"cannot measure the usage of {name} without a batch; give at least one"
-            )
+            raise InputError(f"the usage of {name} needs a batch; give at least one")
         sizes, shares = self.weights * self.lengths / self.count, self.shares / self.shares.sum()
         if not (sizes.isfinite() & shares.isfinite()).all():
             raise InputError(
@@ -149,20 +139,19 @@ def prune(
 ) -> Model:
     """Remove the least used pairs of every layer, in place.
 
-    The weight of a pair is h/r. The divisor r depends on (Σ hᵖ)/τᵖ over all pairs (Aᵖ instead of hᵖ
+    The divisor r in the weight h/r of a pair depends on (Σ hᵖ)/τᵖ over all pairs (Aᵖ instead of hᵖ
     for ``gelu_l2``), and becomes smaller when pairs are removed. To keep r, τ is reduced with the
     sum: τ'ᵖ = τᵖ · E[Σ_kept hᵖ / Σ_all hᵖ], where the mean is the sum of the kept pairs' shares.
-    For an input token with the mean ratio, the output then changes only by the contribution of the
-    removed pairs. Without this, the weights of the other pairs would grow.
+    Without this, the weights of the other pairs would grow.
 
     Args:
         model: Any module with TokenFormer blocks. Build optimizers afterwards. A nested model
             becomes an ordinary one, because its first pairs do not stay together. Masks are reset.
         usage: Usage that :func:`measure_usage` returned for this model.
-        num_qkv_param_tokens: Number of pairs to keep in each query, key and value projection; None
-            keeps all. A list has a number for each block.
-        num_proj_param_tokens: Number of pairs to keep in each output projection.
-        num_ffn_param_tokens: Number of pairs to keep in each feed-forward layer.
+        num_qkv_param_tokens: Number of pairs to keep in each query, key and value projection, or a
+            list with one for each block; None keeps all.
+        num_proj_param_tokens: The same for output projections.
+        num_ffn_param_tokens: The same for feed-forward layers.
         adapt_tau: Whether to adapt τ as above.
 
     Returns:
@@ -184,27 +173,20 @@ def prune(
         num_ffn_param_tokens=num_ffn_param_tokens,
     )
     check_usage(layers, usage)
-    kept = {}
+    tokens = {}
     for name, layer in layers.items():
-        have, wanted = layer.num_param_tokens, counts[name]
-        if wanted is None or wanted == have:
-            continue
-        if not 1 <= wanted < have:
+        have = layer.num_param_tokens
+        wanted = have if counts[name] is None else counts[name]
+        if not 1 <= wanted <= have:
             remedy = "to add pairs, use grow()" if wanted > have else "keep at least 1"
             raise InputError(f"{name} has {have} pairs and cannot be pruned to {wanted}; {remedy}")
-        kept[name] = wanted
-    if not kept:
-        return model
-    tokens = {
-        name: select_pairs(layer, kept_pairs(usage[name], kept.get(name, layer.num_param_tokens)))
-        for name, layer in layers.items()
-    }
-    if adapt_tau:
-        for name, count in kept.items():
-            tau = adapted_tau(layers[name], usage[name], count)
+        tokens[name] = select_pairs(layer, kept_pairs(usage[name], wanted))
+        if adapt_tau and wanted < have:
+            tau = adapted_tau(layer, usage[name], wanted)
             tokens[name] = replace(tokens[name], tau=tau)
-    write_tokens(layers, tokens)
-    record_counts(model)
+    if any(own.num < layers[name].num_param_tokens for name, own in tokens.items()):
+        write_tokens(layers, tokens)
+        record_counts(model)
     return model
 
 

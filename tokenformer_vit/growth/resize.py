@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.arguments import COUNTS, Counts, counts_by_block
-from tokenformer_vit.layers.split import TOKENS, is_split, set_segments, token_segments
+from tokenformer_vit.layers.split import TOKENS, set_segments, token_segments
 from tokenformer_vit.models.sizes import find_layers, kind_of
 
 MOMENTS = ("keep", "reset")
@@ -72,20 +71,14 @@ def pattention_layers(model: nn.Module) -> dict[str, Pattention]:
 
 
 def whole_layers(model: nn.Module) -> dict[str, Pattention]:
-    """Find the Pattention layers of a model of which this process holds everything."""
-    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        raise InputError(
-            "the model is in a DistributedDataParallel, which would not average the gradients of "
-            "new pairs: give its `module`, and wrap that again"
-        )
-    # By name, because torch.distributed may be missing. After a forward pass FSDP2 may hold whole
-    # parameters for a while.
+    """Find the Pattention layers of a model that nothing but this process knows."""
+    # By name: torch.distributed may be missing, and FSDP2 makes a class of its own.
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
-    sharded = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
-    if sharded or kinds & {"FSDPModule", "FullyShardedDataParallel"}:
+    wrappers = kinds & {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
+    if wrappers or any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
         raise InputError(
-            "the parameters of the model are sharded over processes (FSDP): change the model "
-            "before it is sharded, or load its full state dict into one that is not"
+            f"the model is wrapped by {', '.join(wrappers) or 'DTensor'}, which would not notice "
+            "other pairs: change the model before it is wrapped, or its full state dict"
         )
     return pattention_layers(model)
 
@@ -172,6 +165,8 @@ def write_tokens(
     resize(changes, optimizer, moments)
     for old, trains in trained:
         old.requires_grad_(trains)
+    for layer in layers.values():
+        layer.active, layer.size = None, None
     for name, own in tokens.items():
         _rebuild(layers[name], own, learn_gate)
         set_segments(layers[name], segments[name])
@@ -180,7 +175,7 @@ def write_tokens(
 
 def _rebuild(layer: Pattention, tokens: LayerTokens, learn_gate: bool | None) -> None:
     """Set all of a layer but its parameter tokens; parameters have their new shapes already."""
-    layer.num_param_tokens, layer.active = tokens.num, None
+    layer.num_param_tokens = tokens.num
     layer.tau.copy_(tokens.tau)
     gate, nested_tau = layer.gate, layer.nested_tau
     layer.set_nested(tokens.nested, tokens.nested_tau)
@@ -241,7 +236,7 @@ def _new_states(optimizer: Any, changes: Sequence[Change], moments: str) -> list
         )
     if moments == "reset":
         return [{} for _ in changes]
-    starts: dict[tuple[int, int], dict[str, Tensor]] = {}
+    starts: dict[Any, dict[str, bool]] = {}
     states = []
     for change in changes:
         own = {source: optimizer.state.get(source) for source in change.sources}
@@ -253,7 +248,7 @@ def _new_states(optimizer: Any, changes: Sequence[Change], moments: str) -> list
                 states[-1][name] = value  # such as a step
                 continue
             try:
-                key = id(groups[source]), source.dim()
+                key = id(groups[source]), source.shape
                 if key not in starts:
                     starts[key] = _start_of_state(optimizer, groups[source], source)
                 parts = [(own[each] or {}).get(name) for each in change.sources]
@@ -268,27 +263,23 @@ def _new_states(optimizer: Any, changes: Sequence[Change], moments: str) -> list
 
 
 def _start_of_state(optimizer: Any, group: Mapping[str, Any], like: Tensor) -> dict[str, bool]:
-    """Take a step with a zero gradient on two rows, to see where each entry of a state starts.
+    """Take a step with a zero gradient on another parameter, to see where a state starts.
 
     Returns True for an entry that starts at the parameter, as z of Schedule-Free does, and False
     for one that starts at 0. There are no other entries.
     """
-    rows = torch.linspace(1, 2, 2 * like[0].numel(), dtype=like.dtype, device=like.device)
-    rows = rows.view(2, *like.shape[1:])
+    rows = torch.linspace(1, 2, like.numel(), dtype=like.dtype, device=like.device).view_as(like)
     parameter = nn.Parameter(rows.clone())
     parameter.grad = torch.zeros_like(rows)
     settings = {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}
+    settings.update({key: settings[key] * 0 for key in ("lr", "weight_decay") if key in settings})
     tried = object.__new__(type(optimizer))
     tried.__dict__.update(optimizer.__dict__)
-    tried.state = defaultdict(dict)
-    tried.param_groups = [{**settings, "lr": settings["lr"] * 0, "params": [parameter]}]
+    tried.state, tried.param_groups = defaultdict(dict), [{**settings, "params": [parameter]}]
     inspect.unwrap(type(optimizer).step)(tried)  # without the hooks and schedulers of the real one
-    starts = {_SLOW_WEIGHTS: True}
-    for name, value in tried.state[parameter].items():
-        if isinstance(value, Tensor) and value.shape == rows.shape:
-            if (at_rows := torch.equal(value, rows)) or not value.any():
-                starts[name] = at_rows
-    return starts
+    found = {k: v for k, v in tried.state[parameter].items() if isinstance(v, Tensor)}
+    at_rows = {k: True for k, v in found.items() if v.shape == rows.shape and torch.equal(v, rows)}
+    return {k: False for k, v in found.items() if not v.any()} | at_rows | {_SLOW_WEIGHTS: True}
 
 
 def _fit(
@@ -313,18 +304,32 @@ def _fit(
     return filled
 
 
-def drop_parameters(optimizer: Any, joined: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
-    """Take parameters out of an optimizer; others hold their rows now, and are in it."""
+def follow(
+    optimizer: Any,
+    model: nn.Module,
+    joined: Iterable[tuple[nn.Parameter, nn.Parameter]],
+    layers: Iterable[Pattention] = (),
+    new_lr_scale: float = 1.0,
+) -> None:
+    """Give an optimizer the new parameters of layers, and take out those that others hold now."""
+    if optimizer is None:
+        return
     optimizer = unwrapped(optimizer)
     for gone, holder in joined:
         known = {p for group in optimizer.param_groups for p in group["params"]}
         instead = [] if holder in known else [holder]  # it was frozen, and not in the optimizer
         optimizer.state.pop(gone, None)
         for group in optimizer.param_groups:
-            if gone in set(group["params"]):
-                group.pop("param_names", None)  # optional, and wrong from here on
-                kept = [instead if p is gone else [p] for p in group["params"]]
-                group["params"] = [p for each in kept for p in each]
+            group.pop("param_names", None)  # optional, and wrong from here on
+            kept = [instead if p is gone else [p] for p in group["params"]]
+            group["params"] = [p for each in kept for p in each]
+    added = []
+    for layer in layers:
+        own = dict(layer.named_parameters(recurse=False))
+        for name, parameter in own.items():
+            scale = new_lr_scale if name.startswith("new_") else 1.0
+            added.append((parameter, [own[name.replace("new_", "old_")], *own.values()], scale))
+    add_parameters(optimizer, model, added)
 
 
 def add_parameters(
@@ -342,15 +347,16 @@ def add_parameters(
     places = {p: place for place, p in enumerate(model.parameters())}
     number = len(optimizer.param_groups)
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-    for parameter, others, scale in added:
-        if parameter in groups or not parameter.requires_grad:
-            continue
+    new = [each for each in added if each[0] not in groups and each[0].requires_grad]
+    for group in optimizer.param_groups if new else ():
+        group.pop("param_names", None)
+    for parameter, others, scale in new:
         like = next((groups[p] for p in others if p in groups), optimizer.param_groups[0])
         # Some of timm's optimizers count the steps of a group in a tensor.
         settings = {
             key: value.clone() if isinstance(value, Tensor) else value
             for key, value in like.items()
-            if key not in ("params", "param_names")
+            if key != "params"
         }
         for key in ("lr", "initial_lr", "max_lr", "min_lr"):  # OneCycleLR reads the last three
             if key in settings:
@@ -361,9 +367,7 @@ def add_parameters(
         # A scaled rate joins only groups of this growth: a resume repeats the growths of a run
         # before it loads the rates, when those of two growths are still the same.
         for group in optimizer.param_groups[number if scale != 1 else 0 :]:
-            names = ("params", "param_names")
-            if {k: v for k, v in group.items() if k not in names} == settings:
-                group.pop("param_names", None)
+            if {**group, "params": None} == {**settings, "params": None}:
                 own, place = group["params"], places[parameter]
                 before = [i for i, p in enumerate(own) if places.get(p, place) < place]
                 own.insert(before[-1] + 1 if before else 0, parameter)

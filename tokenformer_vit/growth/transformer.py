@@ -56,7 +56,7 @@ def widen_mlp(
         moments: ``keep`` or ``reset`` the optimizer's state of these layers.
 
     Returns:
-        ``model``. A model of transformers has the new number in its ``config``.
+        ``model``. The arguments from which it is rebuilt have the new number.
 
     Raises:
         InputError: If there is no such model, or a hidden layer already has that width or more.

@@ -38,7 +38,7 @@ from .schemas import ConfigFile, ShardIndex, read_json
 from .tokenizers import LOCAL, reason_of
 
 # File next to a model that has separate pairs for each text.
-MASKS = "masks.safetensors"
+MASKS = "masks.pt"
 # A logit below the first, divided by the second, is finite in float32.
 _MOST_LOGIT, _LEAST_TEMPERATURE = 1e32, 1e-6
 _LONGEST_TOKEN = 256  # characters; only text that a tokenizer does not know has longer tokens
@@ -56,7 +56,7 @@ def load_language_model(
         folder: Folder with ``config.json`` and ``model.safetensors``, or its shards and their
             index.
         kinds: Model types of transformers that are accepted; None for any causal language model.
-        mask: Name of a mask in ``masks.safetensors``, to use only its pairs; None for all pairs.
+        mask: Name of a mask in ``masks.pt``, to use only its pairs; None for all pairs.
 
     Returns:
         The model on the CPU, in evaluation mode, in the dtype of the saved weights.
@@ -105,7 +105,9 @@ def load_language_model(
             "copy or export both files again"
         )
     if mask is not None:
-        TokenMasks.load(folder / MASKS, model).activate(mask)
+        if not (folder / MASKS).is_file():
+            raise InputError(f"{folder} has no masks ({MASKS}), so there is no mask {mask!r}")
+        TokenMasks(model, torch.load(folder / MASKS, weights_only=True)).activate(mask)
     return model.eval()
 
 
