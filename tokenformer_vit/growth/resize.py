@@ -176,7 +176,8 @@ def write_tokens(
 def _rebuild(layer: Pattention, tokens: LayerTokens, learn_gate: bool | None) -> None:
     """Set all of a layer but its parameter tokens; parameters have their new shapes already."""
     layer.num_param_tokens = tokens.num
-    layer.tau.copy_(tokens.tau)
+    if tokens.tau.data_ptr() != layer.tau.data_ptr():  # a live graph may need an unchanged τ
+        layer.tau.copy_(tokens.tau)
     gate, nested_tau = layer.gate, layer.nested_tau
     layer.set_nested(tokens.nested, tokens.nested_tau)
     if tokens.nested and isinstance(nested_tau, nn.Parameter):
@@ -248,9 +249,10 @@ def _new_states(optimizer: Any, changes: Sequence[Change], moments: str) -> list
                 states[-1][name] = value  # such as a step
                 continue
             try:
-                key = id(groups[source]), source.shape
+                group = next(groups[each] for each in own if each in groups)
+                key = id(group), source.shape
                 if key not in starts:
-                    starts[key] = _start_of_state(optimizer, groups[source], source)
+                    starts[key] = _start_of_state(optimizer, group, source)
                 parts = [(own[each] or {}).get(name) for each in change.sources]
                 states[-1][name] = _fit(change, parts, starts[key][name])
             except Exception as error:
@@ -318,11 +320,13 @@ def follow(
     for gone, holder in joined:
         known = {p for group in optimizer.param_groups for p in group["params"]}
         instead = [] if holder in known else [holder]  # it was frozen, and not in the optimizer
-        optimizer.state.pop(gone, None)
         for group in optimizer.param_groups:
             group.pop("param_names", None)  # optional, and wrong from here on
             kept = [instead if p is gone else [p] for p in group["params"]]
             group["params"] = [p for each in kept for p in each]
+    known = {p for group in optimizer.param_groups for p in group["params"]}
+    for gone in [p for p in optimizer.state if p not in known]:  # PyTorch could not save it
+        del optimizer.state[gone]
     added = []
     for layer in layers:
         own = dict(layer.named_parameters(recurse=False))
