@@ -281,7 +281,9 @@ def _start_of_state(optimizer: Any, group: Mapping[str, Any], like: Tensor) -> d
     inspect.unwrap(type(optimizer).step)(tried)  # without the hooks and schedulers of the real one
     found = {k: v for k, v in tried.state[parameter].items() if isinstance(v, Tensor)}
     at_rows = {k: True for k, v in found.items() if v.shape == rows.shape and torch.equal(v, rows)}
-    return {k: False for k, v in found.items() if not v.any()} | at_rows | {_SLOW_WEIGHTS: True}
+    # Adamax and AdaBelief add an eps.
+    at_zero = {k: False for k, v in found.items() if (v.abs() < 1e-7).all()}
+    return at_zero | at_rows | {_SLOW_WEIGHTS: True}
 
 
 def _fit(
