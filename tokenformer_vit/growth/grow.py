@@ -81,7 +81,7 @@ def grow(
             nested model does. It computes bit for bit what it did, if only new pairs are trained.
         seed: Seed of the random numbers, which differ between layers and between old counts.
         split: Store new pairs in separate parameters. Those of an earlier growth become old pairs.
-        freeze: ``old`` trains only the new pairs of ``model``, not even the head; implies ``split``.
+        freeze: ``old`` trains only the new pairs, not even the head; implies ``split``.
         optimizer: Optimizer of the model's parameters, which continues. So do its schedulers,
             unless ``new_lr_scale`` or the first gates add a group. Any other optimizer with a state
             fails at its next step. Averages of the weights must be made anew.
@@ -185,7 +185,8 @@ def grow_state_dict(
         )
     before = {}
     for name in names:
-        keys, values, tau, gates, sizes, taus = (state_dict.get(f"{name}.{p}") for p in _PARTS)
+        keys, values = (state_dict[f"{name}.{part}"] for part in TOKENS)
+        tau, gates, sizes, taus = (state_dict.get(f"{name}.{part}") for part in _PARTS[2:])
         if tau is None:
             if missing_tau != "default":
                 raise InputError(

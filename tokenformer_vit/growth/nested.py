@@ -27,17 +27,16 @@ def extract(model: Model, size: Size) -> Model:
         size: Size, as for ``model.set_size``, whether it was trained or not.
 
     Returns:
-        A model without the other pairs, saved and exported like any other. On a CPU its outputs
-        equal those of ``model.set_size(size)`` bit for bit. It keeps the smaller trained sizes.
+        A model without the other pairs, saved like any other. On a CPU its outputs equal those of
+        ``model.set_size(size)`` bit for bit. It keeps the smaller trained sizes.
 
     Raises:
         InputError: If the size is out of range, or a mask is active.
     """
-    for name, layer in whole_layers(model).items():
-        if layer.active is not None:
-            raise InputError(
-                f"{name} has an active mask; call TokenMasks.activate() to use all pairs"
-            )
+    if masked := [name for name, layer in whole_layers(model).items() if layer.active is not None]:
+        raise InputError(
+            f"{masked[0]} has an active mask; call TokenMasks.activate() for all pairs"
+        )
     smaller = copy.deepcopy(model)
     set_size(smaller, size)
     layers = pattention_layers(smaller)

@@ -76,7 +76,7 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
     sums = {layer: _Sums(layer) for layer in layers.values()}
     mask: Tensor | None = None
 
-    def add(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def add(layer: Any, inputs: tuple[Tensor, ...]) -> None:
         x = inputs[0].flatten(0, -2)  # (R, C_in)
         sums[layer].add(layer, x if mask is None else x[mask.flatten() != 0])
 
@@ -176,7 +176,7 @@ def prune(
     tokens = {}
     for name, layer in layers.items():
         have = layer.num_param_tokens
-        wanted = have if counts[name] is None else counts[name]
+        wanted: Any = have if counts[name] is None else counts[name]
         if not 1 <= wanted <= have:
             remedy = "to add pairs, use grow()" if wanted > have else "keep at least 1"
             raise InputError(f"{name} has {have} pairs and cannot be pruned to {wanted}; {remedy}")

@@ -51,23 +51,17 @@ class Change(NamedTuple):
 
 
 def pattention_layers(model: nn.Module) -> dict[str, Pattention]:
-    """Find the Pattention layers of a model.
+    """Find the Pattention layers of a model, by name and in its order.
 
     Args:
         model: Any module that holds TokenFormer blocks: a backbone, a classifier, a language model.
 
-    Returns:
-        The layers by name, in the order of the model.
-
     Raises:
-        InputError: If the model has no Pattention layer.
+        InputError: If there are none.
     """
-    layers = find_layers(model)
-    if not layers:
-        raise InputError(
-            f"{type(model).__name__} has no Pattention layer to change; give a TokenFormer"
-        )
-    return layers
+    if layers := find_layers(model):
+        return layers
+    raise InputError(f"{type(model).__name__} has no Pattention layer; give a TokenFormer")
 
 
 def whole_layers(model: nn.Module) -> dict[str, Pattention]:
@@ -85,14 +79,10 @@ def whole_layers(model: nn.Module) -> dict[str, Pattention]:
 
 def counts_by_layer(names: Iterable[str], **counts: Counts) -> dict[str, int | None]:
     """Give each layer its number of pairs, from the arguments of a model; None without one."""
-    blocks = {name: block_of(name) for name in names}
+    # The number of a block is the last one in a name; a block alone has none.
+    blocks = {name: int(([0] + [p for p in name.split(".") if p.isdigit()])[-1]) for name in names}
     by_block = counts_by_block(1 + max(blocks.values()), **counts)
     return {name: by_block[block].get(COUNTS[kind_of(name)]) for name, block in blocks.items()}
-
-
-def block_of(name: str) -> int:
-    """Return the number of the block of a layer with this full name; 0 if it has none."""
-    return next((int(part) for part in reversed(name.split(".")) if part.isdigit()), 0)
 
 
 def record_counts(model: nn.Module) -> None:
@@ -196,7 +186,8 @@ def resize(changes: Sequence[Change], optimizer: Optimizer | None, moments: str)
     optimizer = unwrapped(optimizer)
     states = _new_states(optimizer, changes, moments)
     grads = [_fit(change, [p.grad for p in change.sources]) for change in changes]
-    # All that may fail is done.
+    # Nothing below fails. The cache of autocast holds weak references, which forbid a swap.
+    torch.clear_autocast_cache()
     for (parameter, data, _), state, grad in zip(changes, states, grads, strict=True):
         # torch.utils.swap_tensors also refuses a parameter that a live graph has saved, as that of
         # the last outputs has. Here an old graph keeps the old tensor.
@@ -240,27 +231,26 @@ def _new_states(optimizer: Any, changes: Sequence[Change], moments: str) -> list
     starts: dict[Any, dict[str, bool]] = {}
     states = []
     for change in changes:
-        own = {source: optimizer.state.get(source) for source in change.sources}
-        source = next((source for source in own if own[source]), None)
-        states.append({})
-        for name, value in own[source].items() if source is not None else ():
+        own = [optimizer.state.get(source) or {} for source in change.sources]
+        state: dict[str, Any] = {}
+        for name, value in next(filter(None, own), {}).items():
             scalar = not isinstance(value, Tensor | list | tuple | dict)
             if scalar or (isinstance(value, Tensor) and not value.dim()):
-                states[-1][name] = value  # such as a step
+                state[name] = value  # such as a step
                 continue
             try:
-                group = next(groups[each] for each in own if each in groups)
-                key = id(group), source.shape
+                group = next(groups[each] for each in change.sources if each in groups)
+                key = id(group), change.data.shape
                 if key not in starts:
-                    starts[key] = _start_of_state(optimizer, group, source)
-                parts = [(own[each] or {}).get(name) for each in change.sources]
-                states[-1][name] = _fit(change, parts, starts[key][name])
+                    starts[key] = _start_of_state(optimizer, group, change.data)
+                state[name] = _fit(change, [each.get(name) for each in own], starts[key][name])
             except Exception as error:
                 raise InputError(
                     f"{kind} has a state ({name}) that cannot be carried over to a larger "
                     f"parameter ({one_line(error)}): give moments='reset', or build a new "
                     "optimizer after growth"
                 ) from error
+        states.append(state)
     return states
 
 

@@ -5,6 +5,7 @@ Stacking appends copies of blocks and changes the outputs.
 """
 
 import copy
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -43,9 +44,8 @@ def widen_mlp(
 ) -> Model:
     """Widen the hidden layers of a Transformer with copies of random neurons, in place.
 
-    A copy has the same incoming weights as its neuron. The outgoing weights are divided among the
-    neuron and its copies, in unequal shares, to let them diverge. The outputs of the model do not
-    change.
+    The outgoing weights of a neuron are divided among it and its copies, in unequal shares, to let
+    them diverge. The outputs of the model do not change.
 
     Args:
         model: timm ``VisionTransformer`` with ordinary blocks, GPT-2 or GPT-NeoX of transformers,
@@ -53,7 +53,7 @@ def widen_mlp(
         hidden_features: New number of neurons in every hidden layer.
         seed: Seed of the choice of neurons and of their shares.
         optimizer: Optimizer of the model's parameters, which continues.
-        moments: ``keep`` or ``reset`` the optimizer's state of these layers.
+        moments: ``keep`` or ``reset`` its state of these layers.
 
     Returns:
         ``model``. The arguments from which it is rebuilt have the new number.
@@ -62,7 +62,7 @@ def widen_mlp(
         InputError: If there is no such model, or a hidden layer already has that width or more.
 
     Source:
-        Net2WiderNet of Net2Net, arXiv:1511.05641, Section 2.2, for the hidden layer of each block.
+        Net2WiderNet of Net2Net, arXiv:1511.05641, Section 2.2.
     """
     form, transformer = _find_transformer(model)
     mlps = [block.mlp for block in getattr(transformer, form)]
@@ -83,7 +83,7 @@ def _widen(mlp: Any, form: str, hidden: int, generator: torch.Generator) -> list
     names, (size, _, inputs, outputs) = _FORMS[form][:2], _FORMS[form][2:]
     if form == "blocks" and not (type(mlp) is Mlp and isinstance(mlp.norm, nn.Identity)):
         raise InputError(f"the MLP is {type(mlp).__name__}, perhaps with a norm; give timm's Mlp")
-    before, after = (mlp.get_submodule(name) for name in names)
+    before, after = map(partial(getattr, mlp), names)
     old = getattr(before, size)
     if hidden <= old:
         raise InputError(f"an MLP has {old} hidden features; give more than that, not {hidden}")
@@ -108,24 +108,22 @@ def _widen(mlp: Any, form: str, hidden: int, generator: torch.Generator) -> list
 def stack_blocks(
     model: Model, depth: int, *, optimizer: Optimizer | None = None, moments: str = "keep"
 ) -> Model:
-    """Append copies of a ViT's blocks, from the first block on, in place.
+    """Append copies of a ViT's blocks, from the first block on, in place; outputs change.
 
     Args:
         model: timm ``VisionTransformer`` with ordinary blocks, or a module that holds one.
         depth: New number of blocks, usually twice the present number.
-        optimizer: Optimizer of the model's parameters, which also gets the new parameters. The
-            state of a block is not copied.
+        optimizer: Optimizer of the model's parameters, which also gets the new ones.
         moments: ``keep`` or ``reset`` the state of the old blocks.
 
     Returns:
-        ``model``, with other outputs than before.
+        ``model``.
 
     Raises:
         InputError: If there is no such ViT, or it already has that depth or more.
 
     Source:
-        Progressive stacking: Gong et al., Efficient Training of BERT by Progressively Stacking,
-        ICML 2019.
+        Gong et al., Efficient Training of BERT by Progressively Stacking, ICML 2019.
     """
     vit = _find_vit(model)
     blocks: Any = vit.blocks
@@ -135,15 +133,13 @@ def stack_blocks(
     if optimizer is not None and moments == "reset":
         for parameter in blocks.parameters():
             unwrapped(optimizer).state.pop(parameter, None)
+    _record(vit, depth=depth)
+    new = []
     for index in range(old, depth):
         blocks.append(copy.deepcopy(blocks[index % old]))
-    _record(vit, depth=depth)
+        both = zip(blocks[index].parameters(), blocks[index % old].parameters(), strict=True)
+        new += [(parameter, (like,), 1.0) for parameter, like in both]
     if optimizer is not None:
-        pairs = [
-            zip(blocks[index].parameters(), blocks[index % old].parameters(), strict=True)
-            for index in range(old, depth)
-        ]
-        new = [(parameter, (like,), 1.0) for each in pairs for parameter, like in each]
         add_parameters(optimizer, model, new)
     return model
 

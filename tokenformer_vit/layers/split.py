@@ -23,6 +23,11 @@ _PARTS = {name: (f"old_{name}", f"new_{name}") for name in TOKENS}
 class SplitPattention(Pattention):
     """A Pattention layer that holds old and new pairs in separate parameters."""
 
+    old_key_param_tokens: Tensor
+    new_key_param_tokens: Tensor
+    old_value_param_tokens: Tensor
+    new_value_param_tokens: Tensor
+
     @property
     def key_param_tokens(self) -> Tensor:  # type: ignore[override]
         """Keys of all pairs, old ones first; gradients reach both parts."""
