@@ -90,7 +90,6 @@ setup(
         "dev": [
             "pytest>=8.2",
             "pytest-xdist>=3.6",
-            "hypothesis>=6.120",
             "parameterized>=0.9",  # transformers' own tests need it
             "nox[uv]>=2025.2.9",
             "ruff>=0.14",

@@ -38,12 +38,12 @@ def linear(weight: Tensor) -> nn.Linear:
 
 
 def quantise(model: nn.Module) -> nn.Module:
-    """Quantise all Pattention layers and linear layers of a model, in place."""
+    """Quantise all Pattention layers of a model, in place; it keeps its other layers."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, Pattention):
                 setattr(parent, name, LinearPattention(child))
-    quantize_(model, Int8WeightOnlyConfig(set_inductor_config=False))
+                quantize_(getattr(parent, name), Int8WeightOnlyConfig(set_inductor_config=False))
     return model
 
 

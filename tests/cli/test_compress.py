@@ -16,8 +16,7 @@ from timm.data import create_transform
 from tokenformer_vit.cli import compress
 from tokenformer_vit.cli.tables import print_table
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import extract, pattention_layers
-from tokenformer_vit.growth.prune import measure_usage, prune
+from tokenformer_vit.growth import extract, measure_usage, pattention_layers, prune
 from tokenformer_vit.models.checkpoints import save_model
 
 SHAPE = {"depth": 2, "img_size": 32, "patch_size": 8, "embed_dim": 32, "num_heads": 2}

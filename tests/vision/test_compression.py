@@ -130,7 +130,7 @@ def test_a_token_reads_its_strongest_pairs(theta):
     model, x = build(theta=theta), torch.randn(5, 3, 16, 16)
     whole = model(x)
     (dense, half) = candidates(model, ["top-k"], [0.5])
-    layer, seen = model.blocks[1].mlp, []
+    layer, seen = pattention_layers(model)["blocks.1.mlp"], []
     with half.reading(), layer.register_forward_hook(lambda _, *both: seen.append(both)):
         assert not torch.allclose(model(x), whole)
     (((tokens,), output),) = seen

@@ -45,7 +45,7 @@ def figures(group: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, An
     Returns:
         The entry with all its keys.
     """
-    items, unit, rate = _items_of(group), unit_of(record), record["ceilings"][group["precision"]]
+    items, unit, rate = group["items"], record["unit"], record["ceilings"][group["precision"]]
     matmul, copy = rate["matmul_tflops"] * 1e12, rate["copy_gb_per_s"] * 1e9
     flops = {
         name: counts[group["mode"]] * items for name, counts in record[f"flops_per_{unit}"].items()
@@ -86,16 +86,6 @@ def figures(group: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, An
             for row in rows
         ],
     }
-
-
-def unit_of(record: Mapping[str, Any]) -> str:
-    """Return the unit of speed in a record; an older record has no unit and counts images."""
-    return record.get("unit", "image")
-
-
-def _items_of(group: Mapping[str, Any]) -> int:
-    """Return the number of images or tokens in a step of a group."""
-    return group.get("items", group["batch_size"])
 
 
 def _row_figures(
@@ -177,7 +167,7 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
     """
     from matplotlib.figure import Figure  # only charts need it
 
-    groups, speed = record["groups"], f"{unit_of(record)}s/s"
+    groups, speed = record["groups"], f"{record['unit']}s/s"
     heights = [len(group["variants"]) + 2 for group in groups]
     figure = Figure(figsize=(9, 0.28 * sum(heights) + 0.6), layout="constrained")
     blocks = f" ({record['depth']} blocks)" if record["depth"] else ""
@@ -187,14 +177,14 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
         rows = [row for row in group["variants"] if "failed" not in row]
         names = [row["variant"] for row in rows]
         low, middle, high = (
-            [_items_of(group) / row[f"seconds_{point}"] for row in rows]
+            [group["items"] / row[f"seconds_{point}"] for row in rows]
             for point in ("p80", "p50", "p20")
         )
         bars = axis.barh(names, middle, color=[_colour(row) for row in rows])
         axis.hlines(names, low, high, color="0.3")
         for bar, row in zip(bars, rows, strict=True):
             bar.set_alpha(1.0 if row["compiled"] else 0.5)
-        bound = group[f"bound_{unit_of(record)}s_per_s"]
+        bound = group[f"bound_{record['unit']}s_per_s"]
         axis.axvline(bound, color="k", linestyle="--")
         axis.invert_yaxis()
         axis.set(title=f"{title(group)}; dashed: the bound, {bound:.4g} ({group['bound_by']})")
@@ -218,7 +208,7 @@ def draw_summary(record: Mapping[str, Any], path: Path) -> bool:
     """
     from matplotlib.figure import Figure  # only charts need it
 
-    unit = unit_of(record)
+    unit = record["unit"]
     for group in record["groups"]:
         rows = [row for row in group["variants"] if row["compiled"] and "failed" not in row]
         if group["mode"] == "train" and rows:

@@ -44,8 +44,7 @@ from tokenformer_vit.command_line import (
 )
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import results_folder
-from tokenformer_vit.growth import pattention_layers
-from tokenformer_vit.growth.prune import measure_usage
+from tokenformer_vit.growth import measure_usage, pattention_layers
 from tokenformer_vit.models.checkpoints import load_model, save_model
 from tokenformer_vit.records import environment, write_record
 from tokenformer_vit.vision.compression import (

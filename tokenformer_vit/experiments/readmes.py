@@ -67,7 +67,7 @@ _SMALL = {
     "img_size": 32,
     "depth": None,
 }
-_OURS = ("auto", "fused")  # `auto` was `fused` in the records that have both
+_OURS = ("auto", "fused")  # the records of `fused` are of an earlier implementation
 # Groups that every GPU should have.
 _GPU_GROUPS = [
     f"{mode}, bfloat16 autocast, batch {batch}"

@@ -88,9 +88,7 @@ def check_schedule_is_kept(runner, resumed: Mapping[str, Any]) -> None:
         InputError: If a setting of the schedule changed; the message names it.
     """
     for name, value in schedule_settings(runner).items():
-        # An older checkpoint has no precision, clipping and settings of parameters.
-        unknown = value if name.startswith("optim_wrapper") else []
-        before = resumed["schedule"].get(name, unknown)
+        before = resumed["schedule"].get(name)
         if name == "optim_wrapper.optimizer":
             before = _recipe(before)
         if value != before:

@@ -198,8 +198,9 @@ def budget_candidates(
     nested = uniform_method(model) == "nested"
 
     def candidate(name: str, budget: float, numbers: Numbers) -> Candidate:
+        counts: dict[str, Any] = numbers
         smaller = copy.deepcopy(model)
-        smaller = _keep_first(smaller, numbers) if nested else prune(smaller, usage, **numbers)
+        smaller = _keep_first(smaller, counts) if nested else prune(smaller, usage, **counts)
         return Candidate(name, budget, smaller, _pairs(smaller), {})
 
     def held_out_loss(numbers: Numbers) -> float:
@@ -216,14 +217,17 @@ def budget_candidates(
 
 
 @torch.no_grad()
-def _keep_first(model: nn.Module, numbers: Numbers) -> nn.Module:
+def _keep_first(model: nn.Module, numbers: Mapping[str, Any]) -> nn.Module:
     """Keep the first pairs of each layer of a nested model, with τ of their number, in place."""
-    before = pattention_layers(copy.deepcopy(model))
-    shares = {name: torch.full((x.num_param_tokens,), 1.0) for name, x in before.items()}
-    places = {name: Usage(each.cumsum(0).flip(0), each) for name, each in shares.items()}
+    taus, places = {}, {}
+    for name, layer in pattention_layers(model).items():
+        pairs, (argument, block) = layer.num_param_tokens, _part(name)
+        kept = numbers[argument][block] if argument in numbers else pairs
+        taus[name] = layer.tau_of(kept).clone()
+        places[name] = Usage(torch.arange(pairs, 0, -1), torch.ones(pairs))
     prune(model, places, **numbers)
     for name, layer in pattention_layers(model).items():
-        layer.tau.copy_(before[name].tau_of(layer.num_param_tokens))
+        layer.tau.copy_(taus[name])
     return model
 
 
