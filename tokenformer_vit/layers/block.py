@@ -7,7 +7,7 @@ import torch
 from timm.layers import LayerScale
 from torch import Tensor, nn
 
-from .arguments import COUNTS, check_pattention_args
+from .arguments import COUNTS
 from .attention import Attention
 from .drop_path import DropPath
 from .norm import BlockLayerNorm, BlockRMSNorm, block_norm
@@ -47,8 +47,7 @@ class TokenFormerBlock(nn.Module):
         norm_eps: Number that the norms add to the variance or mean square.
         residual_init_gain: Initial standard deviation of the output of attention and feed-forward,
             which are added to the residual stream; 1/√(2·depth) keeps the stream at unit scale.
-        pattention_args: Any of ``tau``, ``learn_tau``, ``eps``, ``key_init_scale`` and ``gate``,
-            for all five :class:`Pattention` layers.
+        pattention_args: Further arguments of all five :class:`Pattention` layers.
         mlp_ratio: Number of feed-forward pairs for each channel, if no count is given.
         qk_norm: Normalise queries and keys, without parameters: RMSNorm if ``norm`` is ``rms``,
             otherwise LayerNorm.
@@ -63,7 +62,7 @@ class TokenFormerBlock(nn.Module):
 
     Raises:
         TypeError: If an argument is neither listed here nor passed by timm.
-        InputError: If ``norm`` is unknown, or ``pattention_args`` has another key.
+        InputError: If ``norm`` is unknown.
 
     Shape:
         (B, N, C) -> (B, N, C).
@@ -133,7 +132,7 @@ class TokenFormerBlock(nn.Module):
             init_gain=residual_init_gain,
             device=device,
             dtype=dtype,
-            **check_pattention_args(pattention_args),
+            **(pattention_args or {}),
         )
         self.mlp_drop = nn.Dropout(proj_drop)
         self.ls2 = layer_scale()
@@ -153,13 +152,8 @@ def token_arguments(
 ) -> dict[str, Any]:
     """Return the arguments that build a model with the current pairs of its blocks.
 
-    Args:
-        blocks: Blocks of the model, at least one.
-        pattention_args: The ``pattention_args`` that the model was built with.
-
-    Returns:
-        The three numbers of pairs: an int if all blocks have as many, otherwise a list with one for
-        each block. Also ``pattention_args`` with the gate, if there is one.
+    These are the three numbers of pairs, each an int, or a list with one for each block; and
+    ``pattention_args`` with the gate, if there is one.
     """
     layers = [(block.attn.query, block.attn.proj, block.mlp) for block in blocks]
     counts = [[layer.num_param_tokens for layer in kind] for kind in zip(*layers, strict=True)]

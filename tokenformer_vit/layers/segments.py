@@ -16,32 +16,21 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 
-from .pattention import SEGMENT, TOKENS, Pattention, fuse_state_dict
+from .pattention import Pattention
+
+TOKENS = ("key_param_tokens", "value_param_tokens")
 
 __all__ = [
     "TOKENS",
     "SplitPattention",
-    "fuse_state_dict",
     "fuse_tokens",
     "is_split",
-    "part_name",
     "split_tokens",
     "token_segments",
 ]
 
 # Names of the parameters, in the order of TOKENS.
 _PARTS = {name: (f"old_{name}", f"new_{name}") for name in TOKENS}
-
-
-def part_name(name: str) -> str:
-    """Return the current name of a parameter, given its name in an earlier version.
-
-    Args:
-        name: Full name of any parameter. ``parametrizations.key_param_tokens.original0`` becomes
-            ``old_key_param_tokens``; other names do not change.
-    """
-    part = SEGMENT.fullmatch(name)
-    return name if part is None else part[1] + _PARTS[part[2]][int(part[3])]
 
 
 class SplitPattention(Pattention):
@@ -110,7 +99,6 @@ class SplitPattention(Pattention):
     def _load_from_state_dict(
         self, state_dict: dict[str, Tensor], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        state_dict = fuse_state_dict(state_dict)
         for name, parts in _PARTS.items():
             if (tokens := state_dict.pop(prefix + name, None)) is not None:
                 num_old = len(token_segments(self, name)[0])
