@@ -7,9 +7,9 @@
 - speed: training and inference on a CPU, compiled, relative to a ViT of the same size;
 - decoding: time of a token of the language model ``tiny``, relative to a Transformer.
 
-``--record`` adds them to a file; baseline.json is the one of 6f4cc28. It compares errors and classes
-with baseline.json, if it has them. Times are only comparable with those of the same hour: run the
-two versions in turn, each with its checkout as PYTHONPATH.
+``--record`` adds them to a file; baseline.json is the one of 6f4cc28. Without it, errors and
+classes are compared with baseline.json. Times are only comparable with those of the same hour: run
+the two versions in turn, each with its checkout as PYTHONPATH.
 """
 
 import argparse
@@ -25,7 +25,6 @@ from pathlib import Path
 
 import timm
 import torch
-import torch.nn.functional as F
 from timm.layers import set_fused_attn
 from timm.models.vision_transformer import VisionTransformer
 
@@ -74,7 +73,9 @@ def outputs_and_gradients(
     leaves.append(tau.clone().requires_grad_())
     output = pattention(*leaves[:3], theta, leaves[3])
     grads = torch.autograd.grad(output, leaves, drawn["grad"])
-    return {"output": output.detach()} | dict(zip(("x", "keys", "values", "tau"), grads))
+    return {"output": output.detach()} | dict(
+        zip(("x", "keys", "values", "tau"), grads, strict=True)
+    )
 
 
 @torch.no_grad()

@@ -44,7 +44,7 @@ class _GeluL2(torch.autograd.Function):
         z = scores * factor
         g = torch.ops.aten.gelu_backward(grad.to(z.dtype), z, approximate=ctx.approximate)
         dot = (g * z).sum(dim=-1, keepdim=True)
-        grad_scores = factor * torch.addcmul(g, z, dot / tau.square(), value=-1)
+        grad_scores = factor * torch.addcmul(g, z, dot / tau.to(dot.dtype).square(), value=-1)
         grad_tau = None
         if ctx.needs_input_grad[1]:
             grad_tau = (dot * (1 - ctx.eps * factor.square())).sum().div(tau).to(tau.dtype)

@@ -293,6 +293,8 @@ def serves(scores: Tensor) -> bool:
         and _trusted
         and scores.dtype in _DTYPES
         and scores.shape[-1] <= MAX_PARAM_TOKENS
+        # register_autograd() does not serve torch.func, and PyTorch has no public question for it.
+        and not torch._C._are_functorch_transforms_active()
     )
 
 
