@@ -7,7 +7,8 @@ import torch
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.ops import THETAS, pattention, theta_weights
+from tokenformer_vit.ops import THETAS, pattention
+from tokenformer_vit.ops.theta import theta_weights
 
 OPEN, CLOSED = 40, 9
 TAU = torch.tensor(40.0, dtype=torch.float64)

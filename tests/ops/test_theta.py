@@ -5,7 +5,8 @@ import operator
 import pytest
 import torch
 
-from tokenformer_vit.ops import THETAS, default_tau, find_theta, norm_shares, theta_weights
+from tokenformer_vit.ops import THETAS, default_tau, find_theta
+from tokenformer_vit.ops.theta import norm_shares, theta_weights
 
 SIZES = [(1, 64), (1, 576), (197, 72), (197, 100)]
 NORMED = [theta for theta in THETAS if theta != "softmax"]  # by a norm that eps is added to

@@ -19,7 +19,9 @@ import torch
 
 import tokenformer_vit
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.ops import default_tau, pattention, theta_weights, triton_theta
+from tokenformer_vit.ops import default_tau, pattention, triton_theta
+from tokenformer_vit.ops.theta import theta_weights
+from tokenformer_vit.ops.theta_grad import fast_gelu_l2
 from tokenformer_vit.ops.triton_theta import gelu_l2, gelu_l2_backward
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -103,7 +105,7 @@ def test_rows_of_zeros_and_sums_beyond_float16(device, dtype):
 @on_each_device
 @both_gelus
 @pytest.mark.parametrize("compiled", [False, True])
-def test_gradients_of_an_operation(device, tanh, compiled):
+def test_gradients_of_an_operation(device, tanh, compiled, monkeypatch):
     """They reach scores and a learned τ, also of (B, N, P) scores that are not contiguous."""
     scores, tau, _ = inputs(6, 100, device=device)
     scores = torch.stack([scores, scores], dim=-1)[..., 0].view(2, 3, 100).requires_grad_()
@@ -115,7 +117,9 @@ def test_gradients_of_an_operation(device, tanh, compiled):
         return weights, *torch.autograd.grad(weights, (scores, tau), upstream)
 
     def op(scores, tau):
-        return gelu_l2(scores, tau, EPS, tanh)[0]
+        return fast_gelu_l2(scores, tau, EPS, "tanh" if tanh else "none")
+
+    monkeypatch.setattr(triton_theta, "serves", lambda scores: True)
 
     wide = scores.detach().double().requires_grad_(), tau.detach().double().requires_grad_()
     expected = run(lambda s, t: theta_weights(s, NAMES[tanh], t, EPS), *wide, upstream.double())

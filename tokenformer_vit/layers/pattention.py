@@ -10,14 +10,8 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.ops import (
-    check_backend,
-    default_tau,
-    find_theta,
-    pattention,
-    theta_weights,
-)
-from tokenformer_vit.ops.theta import gated_softmax
+from tokenformer_vit.ops import check_backend, default_tau, find_theta, pattention
+from tokenformer_vit.ops.theta import gated_softmax, theta_weights
 from tokenformer_vit.ops.triton_theta import try_kernels
 
 from .arguments import EPS
@@ -185,7 +179,7 @@ class Pattention(NestedLayer):
         if keys.is_cuda and self.theta in ("gelu_l2", "gelu_tanh_l2"):
             # Models with float32 parameters are mostly used under autocast.
             for dtype in {keys.dtype, torch.bfloat16}:
-                try_kernels(self.num_param_tokens, dtype, keys.device)
+                try_kernels(self.num_param_tokens, dtype, keys.device, "tanh" in self.theta)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Tensor], prefix: str, *args: Any, **kwargs: Any

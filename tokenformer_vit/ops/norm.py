@@ -17,8 +17,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device)
 
 
-def compiled_for_cpu(x: Tensor) -> bool:
-    """Return whether torch.compile is making code for the CPU that holds ``x``; not an export."""
+def _compiled_for_cpu(x: Tensor) -> bool:
     compiling = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
     return compiling and x.device.type == "cpu"
 
@@ -29,17 +28,9 @@ def once_a_row(numbers: Tensor) -> Tensor:
     Otherwise the compiler repeats their square roots and divisions for every 16 or 32 elements of
     the row, 5 % of a small model's time. It stores what ``as_strided`` reads.
     """
-    if compiled_for_cpu(numbers):
+    if _compiled_for_cpu(numbers):
         return numbers.as_strided(numbers.shape, numbers.stride())
     return numbers
-
-
-def _normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return LayerNorm of (..., C) tokens, and 1/σ of each token, (..., 1)."""
-    y, mean, rstd = torch.native_layer_norm(x, [x.shape[-1]], None, None, eps)
-    if compiled_for_cpu(x):  # the same numbers, for fewer operations
-        y = (x - mean) * once_a_row(rstd)
-    return y, rstd
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -50,7 +41,10 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         # Without the cast, a CPU returns 1/σ in the precision of x.
-        y, rstd = _normalize(x.to(torch.promote_types(x.dtype, torch.float32)), eps)
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        y, mean, rstd = torch.native_layer_norm(x, [x.shape[-1]], None, None, eps)
+        if _compiled_for_cpu(x):  # the same numbers, for fewer operations
+            y = (x - mean) * once_a_row(rstd)
         return y.to(dtype), rstd
 
     @staticmethod
@@ -61,7 +55,7 @@ class _LayerNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         y, rstd = ctx.saved_tensors
         y, grad = y.to(rstd.dtype), grad.to(rstd.dtype)
         centred = grad - grad.mean(dim=-1, keepdim=True)
@@ -93,10 +87,8 @@ def layer_norm(x: Tensor, num_channels: int, eps: float = 1e-6, backend: str = "
     if torch.jit.is_scripting() or torch.jit.is_tracing() or backend == "reference":
         return F.layer_norm(x, [num_channels], None, None, eps)
     else:  # TorchScript must not compile this branch
-        kept = torch.is_grad_enabled() and x.requires_grad and x.shape[-1] == num_channels
-        if kept and not torch.compiler.is_exporting():
+        if torch.compiler.is_exporting() or x.shape[-1] != num_channels:
+            return F.layer_norm(x, [num_channels], None, None, eps).to(product_dtype(x))
+        if torch.is_grad_enabled() and x.requires_grad:
             return _LayerNorm.apply(x, eps, product_dtype(x))[0]
-        if compiled_for_cpu(x) and x.shape[-1] == num_channels:
-            wide = x.to(torch.promote_types(x.dtype, torch.float32))
-            return _normalize(wide, eps)[0].to(product_dtype(x))
-        return F.layer_norm(x, [num_channels], None, None, eps).to(product_dtype(x))
+        return _LayerNorm.forward(x, eps, product_dtype(x))[0]

@@ -1,7 +1,6 @@
 """Θ, the normalised activation of Pattention: all published variants, and facts about them.
 
-:data:`THETAS` is the only place that lists variants. A new one is a function here and an entry
-there.
+:data:`THETAS` is the only place that lists variants.
 
 A variant maps the scores A (..., P) of input tokens against P parameter tokens to weights of the
 same shape, and normalises each row over its P entries. Each function has the signature
@@ -21,8 +20,7 @@ Note:
     Everything between reading the scores and rounding the result once is float32 (float64 for
     float64 scores), also under autocast: summed in bfloat16, a row of squares is off by 5 to 20 %.
     Under the L2 variants the norm of a row must be below 1.8e19, and below 1e12 τ for autograd's
-    gradient. In float16 the gradient of a row of zeros is infinite if that of a weight is above
-    1.3e5 eps under ``gelu_l1`` (0.13 by default) or 1.3e5 √eps under the L2 variants (130).
+    gradient.
 
 Source:
     TokenFormer, arXiv:2410.23168: Eq. 5 and 6 for the definition, Table 4 for the variants. The
@@ -105,9 +103,8 @@ class Theta(NamedTuple):
 
     Args:
         weights: Function from scores to weights.
-        norm_order: 1 or 2, the p of the Lₚ norm that a row is divided by. The p-th power of the
-            norm is a sum over pairs. To keep the weights of the other pairs when pairs are added or
-            removed, τᵖ must change in proportion to this sum.
+        norm_order: 1 or 2, the p of the Lₚ norm that a row is divided by. Its p-th power is a sum
+            over pairs. When pairs go, τᵖ must follow this sum to keep the weights of the others.
         normalizes_scores: True if this norm is of the scores A, before the activation; False if it
             is of the activation. If True, the scale of the keys does not change the weights.
         second_moment: E[Θ(A)²] of a weight for standard normal scores and the default τ. The
@@ -139,11 +136,7 @@ THETAS = {
 
 
 def find_theta(name: str) -> Theta:
-    """Return the facts about a variant, by its key of :data:`THETAS`.
-
-    Raises:
-        InputError: If there is no such variant; the message lists the existing ones.
-    """
+    """Return the facts about a variant; raise InputError if there is none of this name."""
     if name not in THETAS:
         raise InputError(f"theta must be one of {', '.join(THETAS)}, but got {name!r}")
     return THETAS[name]
@@ -152,21 +145,7 @@ def find_theta(name: str) -> Theta:
 def theta_weights(
     scores: Tensor, theta: str, tau: Tensor, eps: float, gate: Tensor | None = None
 ) -> Tensor:
-    """Compute the weights of scores by the plain formulas.
-
-    Args:
-        scores: (..., P) scores.
-        theta: Name of the variant, a key of :data:`THETAS`.
-        tau: 0-dim tensor, the stored scale of the layer.
-        eps: Number added to the divisor of a row, relative to ``tau``.
-        gate: (P,) gates, only for a variant that has them; see :func:`gated_softmax`.
-
-    Returns:
-        (..., P) weights in the dtype of ``scores``.
-
-    Raises:
-        InputError: If the variant is unknown, or ``gate`` is given and the variant has no gate.
-    """
+    """Compute the weights of (..., P) scores by the plain formulas; see :func:`gated_softmax`."""
     variant = find_theta(theta)
     if gate is None:
         return variant.weights(scores, tau, eps)
@@ -178,16 +157,7 @@ def theta_weights(
 def norm_shares(scores: Tensor, weights: Tensor, theta: str) -> Tensor:
     """Return the share of each pair in the sum of p-th powers that Θ divides a row by.
 
-    Args:
-        scores: (..., P) scores in float32 or float64.
-        weights: (..., P) weights of these scores, after the gate if there is one.
-        theta: Name of the variant.
-
-    Returns:
-        (..., P) shares that sum to 1 along the last axis; all 0 in a row whose sum is 0.
-
-    Raises:
-        InputError: If the variant is unknown.
+    The (..., P) shares of scores and their weights sum to 1; they are all 0 if the sum is 0.
     """
     variant = find_theta(theta)
     normed = scores if variant.normalizes_scores else weights
@@ -201,13 +171,6 @@ def default_tau(theta: str, num_param_tokens: int) -> float:
 
     A layer keeps its τ from then on. A τ that followed P while a model grows would change what
     the model computes (arXiv:2410.23168v2, Appendix B).
-
-    Args:
-        theta: Name of the variant.
-        num_param_tokens: P, at least 1.
-
-    Raises:
-        InputError: If the variant is unknown.
     """
     order = find_theta(theta).norm_order
     return float(num_param_tokens) if order == 1 else math.sqrt(num_param_tokens)

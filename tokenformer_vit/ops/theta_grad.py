@@ -26,6 +26,8 @@ class _GeluL2(torch.autograd.Function):
 
     @staticmethod
     def forward(scores: Tensor, tau: Tensor, eps: float, approximate: str) -> tuple[Tensor, Tensor]:
+        if triton_theta.serves(scores):
+            return triton_theta.gelu_l2(scores, tau, eps, approximate == "tanh")
         dtype = torch.promote_types(scores.dtype, torch.float32)
         norm = torch.linalg.vector_norm(scores, dim=-1, keepdim=True, dtype=dtype)
         factor = once_a_row(torch.rsqrt((norm / tau).square() + eps))
@@ -39,12 +41,16 @@ class _GeluL2(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         scores, tau, factor = ctx.saved_tensors
-        z = scores * factor
-        g = torch.ops.aten.gelu_backward(grad.to(z.dtype), z, approximate=ctx.approximate)
-        dot = (g * z).sum(dim=-1, keepdim=True)
-        grad_scores = factor * torch.addcmul(g, z, dot / tau.to(dot.dtype).square(), value=-1)
+        if triton_theta.serves(scores):
+            others = tau, factor, grad.to(scores.dtype), ctx.approximate == "tanh"
+            grad_scores, dot = triton_theta.gelu_l2_backward(scores, *others)
+        else:
+            z = scores * factor
+            g = torch.ops.aten.gelu_backward(grad.to(z.dtype), z, approximate=ctx.approximate)
+            dot = (g * z).sum(dim=-1, keepdim=True)
+            grad_scores = factor * torch.addcmul(g, z, dot / tau.to(dot.dtype).square(), value=-1)
         grad_tau = None
         if ctx.needs_input_grad[1]:
             grad_tau = (dot * (1 - ctx.eps * factor.square())).sum().div(tau).to(tau.dtype)
@@ -52,12 +58,7 @@ class _GeluL2(torch.autograd.Function):
 
 
 def fast_gelu_l2(scores: Tensor, tau: Tensor, eps: float, approximate: str) -> Tensor:
-    """Compute the weights of (..., P) scores as ``theta.gelu_l2`` does, in less memory.
-
-    On a GPU that Triton serves by its kernels, elsewhere by PyTorch's operations.
-    """
-    if triton_theta.serves(scores):
-        return triton_theta.gelu_l2(scores, tau, eps, approximate == "tanh")[0]
-    if torch.is_grad_enabled() and scores.requires_grad:
+    """Compute the weights of (..., P) scores as ``theta.gelu_l2`` does, in less memory."""
+    if torch.is_grad_enabled() and (scores.requires_grad or tau.requires_grad):
         return _GeluL2.apply(scores, tau, eps, approximate)[0]
     return _GeluL2.forward(scores, tau, eps, approximate)[0]

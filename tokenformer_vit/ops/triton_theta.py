@@ -5,9 +5,7 @@ bfloat16 score. A row of P entries is split into two power-of-two blocks where t
 512 + 64 leaves no idle lane, but a single block would be padded to 1024.
 """
 
-# Pyright does not know that all of this needs Triton.
-# pyright: reportPossiblyUnboundVariable=false, reportArgumentType=false
-# pyright: reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false, reportArgumentType=false, reportOperatorIssue=false
 from __future__ import annotations  # without Triton there is no tl for annotations
 
 import functools
@@ -28,9 +26,7 @@ try:
 except ImportError:  # PyTorch for CPUs and for Windows comes without it
     triton = None
 
-MAX_PARAM_TOKENS = 16384
-"""The longest row: its backward uses all registers of a block of threads, and spills a few."""
-
+MAX_PARAM_TOKENS = 16384  # the backward of a longer row would spill many registers
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _trusted = triton is not None  # until try_kernels() finds an error
 
@@ -43,28 +39,20 @@ def _kernel(function):
 
 
 @_kernel
-def _exp2(x, PTX: constexpr):
-    """Return 2ˣ; with PTX by NVIDIA's instruction, which other GPUs and the interpreter lack.
+def _approximate(instruction: constexpr, x):
+    """Compute 2ˣ, or 1 / x for x ≥ 1, by one instruction of NVIDIA's, without checks of range."""
+    code: constexpr = instruction + ".approx.ftz.f32 $0, $1;"
+    return tl.inline_asm_elementwise(code, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
-    Flushing results below 1e-38 to zero saves three instructions and does no harm here.
-    """
-    if PTX:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return tl.exp2(x)
+
+@_kernel
+def _exp2(x, PTX: constexpr):
+    return _approximate("ex2", x) if PTX else tl.exp2(x)  # others lack the instruction
 
 
 @_kernel
 def _reciprocal(x, PTX: constexpr):
-    """Return 1 / x for x ≥ 1, without the range checks of a division (four instructions)."""
-    if PTX:
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return 1.0 / x
+    return _approximate("rcp", x) if PTX else 1.0 / x
 
 
 @_kernel
@@ -74,11 +62,8 @@ def _density_and_tail(z, TANH: constexpr, PTX: constexpr):
     Abramowitz and Stegun, Handbook of Mathematical Functions, 26.2.17 (for erf, 7.1.26), has this
     form with five terms and an error of 7.5e-8 in Φ, which is visible in float32. These six terms
     minimise the maximum of max(1, |z|) times the error: 1.2e-8.
-
-    The tanh approximation of GELU has Φ(z) ≈ (1 + tanh y) / 2 with y = √(2/π) (z + 0.044715 z³).
-    Then the tail is 1 / (1 + exp(2|y|)), and the density is the derivative of the approximate Φ.
     """
-    if TANH:
+    if TANH:  # Φ(z) ≈ (1 + tanh y) / 2 with y = √(2/π) (z + 0.044715 z³), and φ is its derivative
         square = z * z
         # exp(-2|y|); the constants are -2 √(2/π) log2(e), without and with 0.044715.
         small = _exp2(tl.abs(z) * tl.fma(square, -0.10294324, -2.3022082), PTX)
@@ -98,21 +83,11 @@ def _density_and_tail(z, TANH: constexpr, PTX: constexpr):
 
 
 @_kernel
-def _rows(num_rows, ROWS: constexpr):
-    """Return the rows of this program, (ROWS, 1), and which of them exist."""
-    # 64 bits: R · P may exceed 2³¹.
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    return rows, rows < num_rows
-
-
-@_kernel
 def _block(start: constexpr, size: constexpr, rows, there, P: constexpr):
     """Return the offsets of columns in these rows, and which of them are no padding."""
     columns = start + tl.arange(0, size)[None, :]
-    if start + size <= P:
-        return rows * P + columns, there
-    else:
-        return rows * P + columns, there & (columns < P)
+    inside = there if start + size <= P else there & (columns < P)
+    return rows * P + columns, inside
 
 
 @_kernel
@@ -145,7 +120,8 @@ def forward_kernel(
     TANH: constexpr, PTX: constexpr,
 ):  # fmt: skip
     """Write weights (R, P) and factors (R, 1), ROWS rows in each program."""
-    rows, there = _rows(num_rows, ROWS)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # R · P may be > 2³¹
+    there = rows < num_rows
     left, in_left = _block(0, LEFT, rows, there, P)
     a_left = _load(scores, left, in_left)
     total = tl.sum(a_left * a_left, axis=1, keep_dims=True)
@@ -169,7 +145,8 @@ def backward_kernel(
     TANH: constexpr, PTX: constexpr,
 ):  # fmt: skip
     """Write the gradient of the scores (R, P), and for that of τ the dot products g · z (R, 1)."""
-    rows, there = _rows(num_rows, ROWS)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # R · P may be > 2³¹
+    there = rows < num_rows
     factor = _load(factors, rows, there)
     left, in_left = _block(0, LEFT, rows, there, P)
     z_left, g_left = _differentiate(scores, grad, factor, left, in_left, TANH, PTX)
@@ -194,10 +171,7 @@ _operation: Any = custom_op if _INTERPRETED else triton_op
 
 
 def _layout(num_param_tokens: int, kept: int) -> dict[str, int]:
-    """Choose the blocks LEFT and RIGHT of a row, the ROWS of a program, and its warps.
-
-    ``kept`` is the number of values that a kernel keeps for each element of its rows.
-    """
+    """Choose blocks of a row, rows of a program, and warps; ``kept`` are values an element."""
     left = 1 << (num_param_tokens.bit_length() - 1)
     rest = num_param_tokens - left
     right = 1 << (rest - 1).bit_length() if rest else 0
@@ -213,7 +187,7 @@ def _layout(num_param_tokens: int, kept: int) -> dict[str, int]:
 
 
 def _launch(kernel: Any, kept: int, tanh: bool, scores: Tensor, tau: Tensor, *others: Any) -> None:
-    # A program is compiled for one P, but for any number of rows, which may be symbolic here.
+    # A program is compiled for one P, but any number of rows, which may be symbolic here.
     num_param_tokens = int(scores.shape[-1])
     num_rows = scores.numel() // num_param_tokens
     if num_rows == 0:
@@ -240,11 +214,7 @@ def _row_numbers(scores: Tensor) -> Tensor:
 
 @_operation("tokenformer_vit::gelu_l2", mutates_args=())
 def gelu_l2(scores: Tensor, tau: Tensor, eps: float, tanh: bool) -> tuple[Tensor, Tensor]:
-    """Compute the weights (..., P) of scores (..., P), and the factors (..., 1) of their rows.
-
-    The scores are float32, float16 or bfloat16; ``tau`` has one element, on the same device.
-    Sums are float32. Reruns are bit-equal.
-    """
+    """Compute the weights (..., P) of scores (..., P), and the factors (..., 1) of their rows."""
     scores = scores.contiguous()
     weights, factors = torch.empty_like(scores), _row_numbers(scores)
     _launch(forward_kernel, 1, tanh, scores, tau, weights, factors, eps)
@@ -267,23 +237,8 @@ def _shapes(scores: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(scores, memory_format=torch.contiguous_format), _row_numbers(scores)
 
 
-def _keep(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    scores, tau, ctx.eps, ctx.tanh = inputs
-    ctx.save_for_backward(scores, tau, output[1])
-
-
-def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    scores, tau, factors = ctx.saved_tensors
-    grad_scores, dots = gelu_l2_backward(scores, tau, factors, grad.to(scores.dtype), ctx.tanh)
-    grad_tau = None
-    if ctx.needs_input_grad[1]:
-        grad_tau = (dots * (1 - ctx.eps * factors.square())).sum().div(tau).to(tau.dtype)
-    return grad_scores, grad_tau, None, None
-
-
 gelu_l2.register_fake(_shapes)
 gelu_l2_backward.register_fake(_shapes)
-gelu_l2.register_autograd(_backward, setup_context=_keep)
 
 
 def serves(scores: Tensor) -> bool:
@@ -293,13 +248,15 @@ def serves(scores: Tensor) -> bool:
         and _trusted
         and scores.dtype in _DTYPES
         and scores.shape[-1] <= MAX_PARAM_TOKENS
-        # register_autograd() does not serve torch.func, and PyTorch has no public question for it.
+        # Operations of Triton have no rule for vmap, and PyTorch has no public question for it.
         and not torch._C._are_functorch_transforms_active()
     )
 
 
 @functools.cache
-def try_kernels(num_param_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+def try_kernels(
+    num_param_tokens: int, dtype: torch.dtype, device: torch.device, tanh: bool = False
+) -> None:
     """Compare the kernels with plain PyTorch; if they are worse, warn and never use them again.
 
     A model does this when it is built on a GPU or moved there, once for each number of pairs.
@@ -307,29 +264,28 @@ def try_kernels(num_param_tokens: int, dtype: torch.dtype, device: torch.device)
     global _trusted
     if not _trusted or dtype not in _DTYPES or num_param_tokens > MAX_PARAM_TOKENS:
         return
+    theta = "gelu_tanh_l2" if tanh else "gelu_l2"
     random = torch.Generator().manual_seed(0)
     drawn = torch.randn(2, 64, num_param_tokens, generator=random).to(device, dtype)
     tau = torch.tensor(math.sqrt(num_param_tokens), device=device)
+
+    @torch.enable_grad()
+    def plain(drawn: Tensor) -> tuple[Tensor, Tensor]:
+        scores = drawn[0].clone().requires_grad_()
+        weights = theta_weights(scores, theta, tau, 1e-6)
+        return weights.detach(), torch.autograd.grad(weights, scores, drawn[1])[0]
+
     try:
-        for tanh, theta in enumerate(("gelu_l2", "gelu_tanh_l2")):
-            exact = _weights_and_gradient(drawn.double(), theta_weights, theta, tau, 1e-6)
-            plain = _weights_and_gradient(drawn, theta_weights, theta, tau, 1e-6)
-            own = _weights_and_gradient(drawn, lambda *i: gelu_l2(*i)[0], tau, 1e-6, bool(tanh))
-            for a, b, c in zip(own, plain, exact, strict=True):
-                error, usual = (float((each - c).norm()) for each in (a, b))
-                if not error <= 1.2 * usual:
-                    raise ArithmeticError(f"an error of {error:.1e}, PyTorch's is {usual:.1e}")
+        weights, factors = gelu_l2(drawn[0], tau, 1e-6, tanh)
+        own = weights, gelu_l2_backward(drawn[0], tau, factors, drawn[1], tanh)[0]
+        for ours, theirs, truth in zip(own, plain(drawn), plain(drawn.double()), strict=True):
+            error, usual = float((ours - truth).norm()), float((theirs - truth).norm())
+            if not error <= 1.2 * usual:
+                raise ArithmeticError(f"an error of {error:.1e}, PyTorch's is {usual:.1e}")
     except Exception as error:  # of any kind: Triton needs a compiler, ptxas, a driver
         _trusted = False
         warnings.warn(
-            f"the Triton kernels of {theta} fail on this GPU for {num_param_tokens} pairs in "  # type: ignore[possibly-unbound]
+            f"the Triton kernels of {theta} fail on this GPU for {num_param_tokens} pairs in "
             f"{dtype}, so PyTorch computes it, which is slower: {error}",
             stacklevel=2,
         )
-
-
-@torch.enable_grad()
-def _weights_and_gradient(drawn: Tensor, weigh: Any, *args: Any) -> tuple[Tensor, Tensor]:
-    scores = drawn[0].clone().requires_grad_()
-    weights = weigh(scores, *args)
-    return weights.detach().double(), torch.autograd.grad(weights, scores, drawn[1])[0].double()
