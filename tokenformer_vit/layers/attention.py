@@ -24,24 +24,10 @@ from .pattention import Pattention
 class Attention(nn.Module):
     """Token-token attention between Pattention projections for query, key, value and output.
 
-    Args:
-        dim: Width C of the tokens.
-        num_heads: Number of heads; must divide ``dim``.
-        num_qkv_param_tokens: Number of pairs in each of the query, key and value projections.
-        num_proj_param_tokens: Number of pairs in the output projection.
-        theta: Name of the Θ variant.
-        qk_norm: Normalise queries and keys over the width of a head.
-        attn_drop: Dropout rate of the attention weights.
-        proj_drop: Dropout rate of the output.
-        proj_init_gain: ``init_gain`` of the output projection.
-        norm_layer: Norm of queries and keys, a function of its width.
-        pattention_args: Further arguments of all four :class:`Pattention` layers.
-        device: Device of the parameters.
-        dtype: Type of the parameters.
-
-    Attributes:
-        rope: Rotary positions of the last tokens, or ``None``. A model sets it.
-        num_prefix_tokens: Number of tokens before them, which are not rotated.
+    ``num_qkv_param_tokens`` is the number of pairs in each of query, key and value. ``norm_layer``
+    builds the norm of queries and keys from its width. A model sets ``rope``, the rotary positions
+    of the last tokens, and ``num_prefix_tokens``, the number of tokens before them. The other
+    arguments are those of :class:`~tokenformer_vit.layers.TokenFormerBlock`.
 
     Raises:
         InputError: If ``num_heads`` does not divide ``dim``.
@@ -115,11 +101,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Attend over (B, N, C) tokens.
 
-        Args:
-            x: (B, N, C) tokens.
-            attn_mask: Mask that broadcasts to (B, heads, N, N). A floating-point mask is added to
-                the scores; a boolean mask is true where a token may be attended to.
-            is_causal: Attend to the token itself and earlier ones only; excludes ``attn_mask``.
+        A floating-point ``attn_mask``, which broadcasts to (B, heads, N, N), is added to the
+        scores; a boolean one is true where a token may be attended to. ``is_causal`` excludes it.
         """
         B, N, C = x.shape
         q, k, v = self.project(x)

@@ -15,7 +15,7 @@ from .pattention import Pattention
 
 # timm passes these to every block; a block without linear layers does not use them.
 TIMM_ONLY = frozenset(
-    {
+    [
         "act_layer",
         "attn_layer",
         "mlp_layer",
@@ -24,29 +24,26 @@ TIMM_ONLY = frozenset(
         "qkv_bias",
         "scale_attn_norm",
         "scale_mlp_norm",
-    }
+    ]
 )
 
 
 class TokenFormerBlock(nn.Module):
     """Pre-norm block: attention over tokens, then one Pattention layer as the feed-forward part.
 
-    The arguments up to ``pattention_args`` are TokenFormer's; timm passes the others to any block.
-
     Args:
         dim: Width C of the tokens.
         num_heads: Number of attention heads; must divide ``dim``.
-        num_qkv_param_tokens: Number of pairs in each of query, key and value; ``None`` for
-            ``dim``.
-        num_proj_param_tokens: Number of pairs in the output projection; ``None`` for ``dim``.
+        num_qkv_param_tokens: Number of pairs in each of query, key and value; default ``dim``.
+        num_proj_param_tokens: Number of pairs in the output projection; default ``dim``.
         num_ffn_param_tokens: Number of pairs in the feed-forward layer; ``None`` for
             ``mlp_ratio * dim``.
         theta: Name of the Θ variant.
         norm: Parameters of the two LayerNorms: ``none``, ``bias`` or ``weight+bias``; or ``rms``
             for RMSNorms without parameters.
         norm_eps: Number that the norms add to the variance or mean square.
-        residual_init_gain: Initial standard deviation of the output of attention and feed-forward,
-            which are added to the residual stream; 1/√(2·depth) keeps the stream at unit scale.
+        residual_init_gain: Initial standard deviation of what is added to the residual stream;
+            1/√(2·depth) keeps the stream at unit scale.
         pattention_args: Further arguments of all five :class:`Pattention` layers.
         mlp_ratio: Number of feed-forward pairs for each channel, if no count is given.
         qk_norm: Normalise queries and keys, without parameters: RMSNorm if ``norm`` is ``rms``,
@@ -57,8 +54,7 @@ class TokenFormerBlock(nn.Module):
         drop_path: Stochastic depth rate.
         device: Device of the parameters.
         dtype: Type of the parameters.
-        **timm_only: Index of the block (``depth``), and timm's choices of linear layers, biases,
-            activations and norms; they have no effect.
+        **timm_only: ``TIMM_ONLY`` and the index of the block; they have no effect.
 
     Raises:
         TypeError: If an argument is neither listed here nor passed by timm.

@@ -35,36 +35,28 @@ class NestedLayer(nn.Module):
 
     @property
     def size(self) -> int | None:
-        """Number of pairs in use, the first ones; ``None`` for all. Not in the state dict.
-
-        The layer then computes with views of these pairs as an ordinary layer with as many pairs.
-        If the size is one of ``nested``, its τ is in ``nested_tau``. Otherwise τ has the ratio of
-        :func:`~tokenformer_vit.ops.default_tau`.
-        """
+        """Number of pairs in use, the first ones; ``None`` for all. Not in the state dict."""
         return self._size
 
     @size.setter
     def size(self, size: int | None) -> None:
-        self.check_size(size)
-        self._size = None if size == self.num_param_tokens else size
-        self._place, self._ratio = self._find(self._size)
-
-    def check_size(self, size: int | None) -> None:
-        """Raise InputError if the layer cannot use only its first ``size`` pairs."""
-        if size is None or size == self.num_param_tokens:
-            return
-        if not 1 <= size <= self.num_param_tokens:
+        if size is not None and not 1 <= size <= self.num_param_tokens:
             raise InputError(
                 f"size must be from 1 to {self.num_param_tokens} pairs, but got {size!r}"
             )
-        if self.active is not None:
+        if size not in (None, self.num_param_tokens) and self.active is not None:
             raise InputError(
                 "a size cannot be set while a mask is active; call TokenMasks.activate() to use "
                 "all pairs"
             )
+        self._size = None if size == self.num_param_tokens else size
+        self._place, self._ratio = self._find(self._size)
 
     def _find(self, size: int | None) -> tuple[int, float]:
-        """Return the place of a size in ``nested``, 0 if there is none, and then its share of τ."""
+        """Return the place of a size in ``nested``, 0 if there is none, and then its share of τ.
+
+        A size that was not trained has the ratio of :func:`~tokenformer_vit.ops.default_tau`.
+        """
         if size is None:
             return 0, 1.0
         if size in self.nested:  # the last one, if a small layer has equal sizes
@@ -85,15 +77,8 @@ class NestedLayer(nn.Module):
     def set_nested(self, sizes: Sequence[int], tau: Tensor | None = None) -> None:
         """Give smaller sizes of this layer a τ of their own, in the state dict; use all pairs.
 
-        Args:
-            sizes: Numbers of pairs, each at least as large as the one before and at most P. Empty
-                for an ordinary layer.
-            tau: (n,) τ of the sizes; ``None`` for the initial τ of the layer times the ratio of
-                :func:`~tokenformer_vit.ops.default_tau`. They are learned if ``tau`` of the layer
-                is learned.
-
-        Raises:
-            InputError: If a size is out of range or smaller than the one before.
+        ``sizes`` are numbers of pairs, each at least as large as the one before. ``tau`` (n,) is
+        that of the sizes, ``None`` for the initial one. It is learned if τ of the layer is.
         """
         self.check_order(sizes)
         self.nested, self.size = tuple(sizes), None

@@ -17,26 +17,13 @@ torch.fx.wrap("layer_norm")  # fx must not trace into it, as with pattention()
 class BlockLayerNorm(nn.LayerNorm):
     """LayerNorm with or without learnable parameters, as in Table 5 of the paper.
 
-    Args:
-        num_channels: Size of the normalised last axis.
-        affine: ``none`` (the TokenFormer default), ``bias``, or ``weight+bias``.
-        eps: Number added to the variance.
-        device: Device of the parameters.
-        dtype: Type of the parameters.
-
-    Attributes:
-        backend: Implementation of the norm without parameters, as for
-            :func:`tokenformer_vit.ops.layer_norm`; with parameters it is always PyTorch's.
+    ``affine`` is ``none`` (the TokenFormer default), ``bias``, or ``weight+bias``. Without
+    parameters it is :func:`tokenformer_vit.ops.layer_norm` with ``backend``, otherwise PyTorch's.
+    Sums are float32. Under autocast the output has autocast's precision, in which the next layers
+    multiply it.
 
     Raises:
         InputError: If ``affine`` is unknown.
-
-    Note:
-        Mean and variance are accumulated in float32 for every input dtype but float64. Under
-        autocast the output has autocast's precision, in which the next layers multiply it.
-
-    Source:
-        TokenFormer, arXiv:2410.23168, Section 3.3 and Table 5.
     """
 
     AFFINE = ("none", "bias", "weight+bias")

@@ -39,15 +39,12 @@ class Pattention(NestedLayer):
             effect if ``value_init_std`` is given.
         learn_tau: Make ``tau`` a parameter with the same initial value, instead of a buffer. Its
             name in the state dict is the same.
-        key_init_scale: Factor on the standard deviation of the initial keys. Under a Θ that
-            normalises the scores (``normalizes_scores``) it does not change what a fresh layer
-            computes, only how far a training step turns its keys. Under the others the outputs no
-            longer start at ``init_gain``.
+        key_init_scale: Factor on the standard deviation of the initial keys. If Θ normalises the
+            scores, it changes only how far a training step turns the keys; otherwise also the
+            initial outputs.
         gate: Factor on exp(A) for each pair, initially 1: ``learned`` (a parameter), ``fixed`` (a
-            buffer), or ``none``. Only for a Θ that has a gate (``softmax``), which needs it to
-            grow exactly.
-        backend: Implementation, as for :func:`tokenformer_vit.ops.pattention`; it may be changed
-            at any time.
+            buffer), or ``none``. Only for ``softmax``, which needs it to grow exactly.
+        backend: Implementation, as for :func:`tokenformer_vit.ops.pattention`.
         key_init_std: Standard deviation of the initial keys; ``None`` for 1/√C_in.
         value_init_std: Standard deviation of the initial values; ``None`` to follow ``init_gain``.
         nested: Smaller numbers of pairs that will be trained as well; see :meth:`set_nested`.
@@ -57,7 +54,6 @@ class Pattention(NestedLayer):
     Attributes:
         active: (S,) indices of the pairs to use, or ``None`` for all. The layer computes as if the
             other pairs did not exist, but ``tau`` stays. Not in the state dict.
-        nested: Smaller numbers of pairs that have a τ of their own, in increasing order.
 
     Raises:
         InputError: If ``theta``, ``gate`` or ``backend`` is unknown, ``theta`` has no gate, or a
@@ -69,8 +65,7 @@ class Pattention(NestedLayer):
     Note:
         Initialisation: keys N(0, 1/C_in), so inputs of unit RMS (the output of a LayerNorm) give
         scores of unit variance. Values N(0, init_gain² / (P · E[Θ²])), with E[Θ²] for standard
-        normal scores, so outputs have the standard deviation ``init_gain``. A model with
-        ``pattention_args={"init": "released"}`` follows the rule of the authors' language code.
+        normal scores, so outputs have the standard deviation ``init_gain``.
 
         Range: a row of scores must have an L2 norm below 1.8e19 (√ of the largest float32) under
         the L2 variants, and each float16 score must be below 65504.
@@ -218,23 +213,16 @@ class Pattention(NestedLayer):
     @torch.jit.unused
     @torch.no_grad()
     def weights(self, x: Tensor) -> Tensor:
-        """Return how strongly each input token reads each pair in use, Θ(X K_Pᵀ).
+        """Return the (..., P) weights Θ(X K_Pᵀ) of the pairs in use, without history.
 
-        Args:
-            x: (..., C_in) input tokens.
-
-        Returns:
-            (..., P) weights in float32 (float64 for float64), without history.
+        They are float32, or float64 for float64 tokens.
         """
         return self.scores_and_weights(x)[1]
 
     @torch.jit.unused
     @torch.no_grad()
     def scores_and_weights(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the (..., P) scores X K_Pᵀ of the pairs in use, and their weights.
-
-        Both are as in :meth:`weights`.
-        """
+        """Return the (..., P) scores X K_Pᵀ of the pairs in use, and their weights."""
         keys, _, gate, tau = self.used_tokens()
         dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):

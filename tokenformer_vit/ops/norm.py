@@ -78,9 +78,6 @@ def layer_norm(x: Tensor, num_channels: int, eps: float = 1e-6, backend: str = "
         (..., C) tokens. Under autocast ``auto`` returns them in the precision of autocast, which
         the products after the norm use; ``reference`` returns float32, as PyTorch does.
 
-    Raises:
-        RuntimeError: If the last axis is not of size C.
-
     Note:
         Mean and variance are accumulated in float32; float64 inputs stay float64.
     """

@@ -19,8 +19,7 @@ Returns:
 Note:
     Everything between reading the scores and rounding the result once is float32 (float64 for
     float64 scores), also under autocast: summed in bfloat16, a row of squares is off by 5 to 20 %.
-    Under the L2 variants the norm of a row must be below 1.8e19, and below 1e12 τ for autograd's
-    gradient.
+    Under the L2 variants the norm of a row must be below 1.8e19; for gradients, below 1e12 τ.
 
 Source:
     TokenFormer, arXiv:2410.23168: Eq. 5 and 6 for the definition, Table 4 for the variants. The

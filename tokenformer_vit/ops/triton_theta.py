@@ -257,10 +257,7 @@ def serves(scores: Tensor) -> bool:
 def try_kernels(
     num_param_tokens: int, dtype: torch.dtype, device: torch.device, tanh: bool = False
 ) -> None:
-    """Compare the kernels with plain PyTorch; if they are worse, warn and never use them again.
-
-    A model does this when it is built on a GPU or moved there, once for each number of pairs.
-    """
+    """Compare the kernels with plain PyTorch; if they are worse, warn and never use them again."""
     global _trusted
     if not _trusted or dtype not in _DTYPES or num_param_tokens > MAX_PARAM_TOKENS:
         return
