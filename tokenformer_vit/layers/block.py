@@ -14,18 +14,8 @@ from .norm import BlockLayerNorm, BlockRMSNorm, block_norm
 from .pattention import Pattention
 
 # timm passes these to every block; a block without linear layers does not use them.
-TIMM_ONLY = frozenset(
-    [
-        "act_layer",
-        "attn_layer",
-        "mlp_layer",
-        "norm_layer",
-        "proj_bias",
-        "qkv_bias",
-        "scale_attn_norm",
-        "scale_mlp_norm",
-    ]
-)
+_NORMS_AND_BIASES = {"norm_layer", "proj_bias", "qkv_bias", "scale_attn_norm", "scale_mlp_norm"}
+TIMM_ONLY = frozenset({"act_layer", "attn_layer", "mlp_layer"} | _NORMS_AND_BIASES)
 
 
 class TokenFormerBlock(nn.Module):

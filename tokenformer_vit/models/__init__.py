@@ -5,7 +5,6 @@ from .causal_block import KVCache
 from .causal_lm import TokenFormerDecoder, TokenFormerLM
 from .compilation import BLOCKS, blocks_of, compile_blocks
 from .lm_config import LM_PRESETS, LMConfig, lm_config
-from .quantization import quantize
 from .vit import (
     TokenFormerViT,
     TokenFormerViTDistilled,
@@ -28,6 +27,5 @@ __all__ = [
     "classifier_state_dict",
     "compile_blocks",
     "lm_config",
-    "quantize",
     "timm_state_dict",
 ]

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.files import new_folder, write_whole
-from tokenformer_vit.layers.quantized import check_plain
 
 from .card import CardFacts, vision_card, write_card
 from .computation import check_computation
@@ -174,10 +173,8 @@ def save_model(
         facts: Data, training and results for the model card.
 
     Raises:
-        InputError: If the model is quantised.
         OSError: If the folder cannot be written; existing files stay.
     """
-    check_plain(model)
     own: Any = model
     names = label_names or configured_names(model)
     with new_folder(folder) as partial:

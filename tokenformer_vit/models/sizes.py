@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.layers.quantized import check_plain
 
 # The kind of a layer, which has its own count of pairs, by the last part of the layer's name.
 KINDS = {"query": "qkv", "key": "qkv", "value": "qkv", "proj": "proj", "mlp": "ffn"}
@@ -40,12 +39,7 @@ def kind_of(name: str) -> str:
 
 
 def find_layers(model: nn.Module) -> dict[str, Pattention]:
-    """Return the Pattention layers of a model by name, in its order.
-
-    Raises:
-        InputError: If they are quantised, or an adapter of peft wraps them.
-    """
-    check_plain(model)
+    """Return the Pattention layers of a model by name, in its order."""
     return {name: each for name, each in model.named_modules() if isinstance(each, Pattention)}
 
 
@@ -95,8 +89,7 @@ def set_size(model: nn.Module, size: Size | None) -> None:
         size: Size of the model, of those that were trained or any other; ``None`` for all pairs.
 
     Raises:
-        InputError: If the size is out of range, a mask is active, or a ``top_k`` is larger than the
-            size. Then nothing is changed.
+        InputError: If the size is out of range, or a mask is active. Then nothing is changed.
     """
     layers = find_layers(model)
     counts = size_counts(layers, size)

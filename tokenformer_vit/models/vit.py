@@ -233,8 +233,7 @@ class TokenFormerViT(VisionTransformer):
                 layer name. ``None`` for all pairs. It need not be one of ``sizes``.
 
         Raises:
-            InputError: If the size is out of range, a mask is active, or a ``top_k`` is larger than
-                the size. Then nothing is changed.
+            InputError: If the size is out of range, or a mask is active. Then nothing is changed.
         """
         set_size(self, size)
 
