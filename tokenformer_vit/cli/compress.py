@@ -46,9 +46,8 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import results_folder
 from tokenformer_vit.growth import pattention_layers
 from tokenformer_vit.growth.prune import measure_usage
-from tokenformer_vit.models.card import span
 from tokenformer_vit.models.checkpoints import load_model, save_model
-from tokenformer_vit.models.quantization import CONFIGS
+from tokenformer_vit.models.sizes import span
 from tokenformer_vit.records import environment, write_record
 from tokenformer_vit.vision.compression import (
     KINDS,
@@ -240,7 +239,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             f"--save writes the models of prune and nested, not of {', '.join(args.method)}: add "
             "one of them to --method, or leave out --save"
         )
-    quantises = sorted({*(args.method or ())} & {*CONFIGS})
+    quantises = sorted({*(args.method or ())} & set())
     if quantises and {*args.kinds} != {*KINDS}:
         raise InputError(
             f"--method {quantises[0]} quantises all layers, but --kinds names some: leave out one"

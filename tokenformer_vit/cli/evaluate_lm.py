@@ -51,7 +51,6 @@ import numpy as np
 from tokenformer_vit.command_line import command_parser, printable, typed_command, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import content_digest, make_folder, write_whole
-from tokenformer_vit.models.quantization import CONFIGS, model_bytes, quantize
 from tokenformer_vit.records import environment, write_record
 
 from .arguments import choose_device
@@ -99,8 +98,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     model = language.load_language_model(args.model, None, args.mask).float().to(device)
     float32_head(model)
-    if args.quantize:
-        quantize(model, args.quantize)
     context = context_of(model, args.context)
     stride = args.stride or context
     tokenizer = None
@@ -140,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             ),
             "model": str(args.model),
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "bytes": model_bytes(model),
+            "bytes": sum(each.nbytes for each in model.state_dict().values()),
             "dtype": "autocast bfloat16" if args.amp else "float32",
             "n": len(texts) + len(tasks),
             "seed": args.seed,
@@ -175,7 +172,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("model", type=Path, metavar="MODEL", help="folder with config.json and model.safetensors")
     add("--tokenizer", type=Path, metavar="PATH", help="folder or file (default: MODEL)")
     add("--mask", metavar="NAME", help="use only the pairs of this mask")
-    add("--quantize", choices=CONFIGS, help="quantise the keys and values of all pairs")
+    add("--quantize", choices=(), help="quantise the keys and values of all pairs")
     add("--text", type=Path, nargs="+", default=[], metavar="FILE", help="UTF-8 text files")
     add("--data", type=Path, metavar="FOLDER", help="folder of tokens that prepare-text made")
     add("--split", default="val", help="split of --data (default: %(default)s)")

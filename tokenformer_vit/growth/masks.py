@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.models.sizes import check_not_recomputed, kind_of
-from tokenformer_vit.models.weights import read_checkpoint, write_tensors
 
 from .tokens import pattention_layers, trained_later
 
@@ -212,7 +212,7 @@ class TokenMasks:
             for name, masks in self._masks.items()
             for layer, mask in masks.items()
         }
-        write_tensors(Path(path), tensors)
+        save_file(tensors, path)
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module) -> "TokenMasks":
@@ -228,7 +228,7 @@ class TokenMasks:
         path, masks = Path(path), cls(model)
         if not path.is_file():
             raise InputError(f"there is no file {path}")
-        tensors = read_checkpoint(path)["state_dict"]
+        tensors = load_file(path)
         for key, mask in sorted(tensors.items()):  # a file has no order
             name, _, layer_name = key.rpartition(":")
             layer = masks._layers.get(layer_name)

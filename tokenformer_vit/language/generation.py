@@ -28,11 +28,8 @@ from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import new_folder
 from tokenformer_vit.growth import TokenMasks
-from tokenformer_vit.models.card import CardFacts, write_card
-from tokenformer_vit.models.checkpoints import CARD
-from tokenformer_vit.models.weights import read_state_dict, seal_tensors
+from tokenformer_vit.models.checkpoints import read_state_dict
 
-from .card import language_card
 from .modeling import TokenFormerConfig
 from .schemas import ConfigFile, ShardIndex, read_json
 from .tokenizers import LOCAL, reason_of
@@ -164,7 +161,7 @@ def save_language_model(
     model: PreTrainedModel,
     folder: Path,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    facts: CardFacts | None = None,
+    facts: Any = None,
 ) -> None:
     """Write a model, its tokenizer and a model card to a folder that ``from_pretrained`` reads.
 
@@ -183,7 +180,7 @@ def save_language_model(
         OSError: If it cannot be written; ``filename`` is ``folder``. Existing files stay.
     """
     try:
-        _save(model, folder, tokenizer, facts or CardFacts())
+        _save(model, folder, tokenizer)
     except (OSError, SafetensorError, UnicodeError) as error:
         # safetensors has its own error for a full disk, and refuses paths that are not UTF-8.
         number = getattr(error, "errno", None) or errno.EIO
@@ -195,7 +192,6 @@ def _save(
     model: PreTrainedModel,
     folder: Path,
     tokenizer: PreTrainedTokenizerBase | None,
-    facts: CardFacts,
 ) -> None:
     had_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # it counts files, and there is only one
@@ -210,11 +206,6 @@ def _save(
         finally:
             if had_bars:
                 logging.enable_progress_bar()
-        for file in partial.glob("*.safetensors"):
-            seal_tensors(file)
-        if model.can_generate():
-            card = language_card(model, facts)
-            write_card(partial, card, folder / CARD)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from tokenformer_vit.layers.arguments import EPS
 from tokenformer_vit.layers.block import token_arguments
 from tokenformer_vit.layers.segments import TOKENS
 from tokenformer_vit.models import LMConfig, TokenFormerDecoder, lm_config
-from tokenformer_vit.models.weights import read_state_dict
+from tokenformer_vit.models.checkpoints import read_state_dict
 from tokenformer_vit.ops import default_tau
 
 from .modeling import TokenFormerForCausalLM

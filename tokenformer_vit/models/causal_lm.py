@@ -23,7 +23,7 @@ from tokenformer_vit.layers.block import token_arguments
 from tokenformer_vit.ops import is_few, linear
 
 from .causal_block import CausalBlock, KVCache
-from .computation import computation_of
+from .checkpoints import computation_of
 from .lm_config import LMConfig
 from .sizes import Size, nest_layers, nested_sizes, set_size
 

@@ -8,10 +8,6 @@ from torch import nn
 
 from tokenformer_vit.errors import InputError
 
-# Blocks of one shape share compiled code, but training, evaluation, the last batch of an epoch and
-# a first block without stochastic depth each need another version. By default PyTorch stops at
-# eight versions and silently runs the rest uncompiled.
-_MOST_VERSIONS = 64
 # Names of the list of blocks: in timm's ViTs and ours, GPT-2 and GPT-NeoX of transformers.
 BLOCKS = ("blocks", "h", "layers")
 
@@ -26,14 +22,13 @@ def compile_blocks(
 ) -> None:
     """Compile each transformer block of a model, in place.
 
-    All blocks run the same code with different weights, so they share one compilation, which takes
-    seconds; compiling the whole model takes minutes. State-dict keys do not change, and a copy or a
-    pickle of the model is not compiled.
+    All blocks share one compilation, which takes seconds; the whole model would take minutes.
+    State-dict keys do not change, and a copy or a pickle of the model is not compiled.
 
     Args:
         model: Model whose blocks are in an attribute of ``BLOCKS``, such as a ViT of timm.
-        how: Value of a config: a mode of ``torch.compile``, or a dict of its arguments; True for
-            its default, False to compile nothing.
+        how: Mode of ``torch.compile``, or a dict of its arguments; True for the default mode,
+            False to compile nothing.
         **kwargs: Arguments of ``torch.compile``.
 
     Raises:
@@ -41,7 +36,7 @@ def compile_blocks(
 
     Note:
         This raises torch.compile's limit of versions from 8 to 64 and switches ``optimize_ddp``
-        off, for the whole process. For a nested model it also lets code be shared by all sizes.
+        off, for the whole process. For a nested model it also lets all sizes share code.
     """
     if how is False:
         return
@@ -54,14 +49,14 @@ def compile_blocks(
             "choose a ViT"
         )
     config: Any = torch._dynamo.config
-    limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
-    setattr(config, limit, max(getattr(config, limit), _MOST_VERSIONS))
-    # optimize_ddp splits the graph of a whole model, and fails on graphs within graphs, which
-    # autograd functions may have. Blocks do not need it to overlap communication.
+    # Training, evaluation, the last batch of an epoch and a first block without stochastic depth
+    # each need a version. By default PyTorch stops at eight and silently runs the rest uncompiled.
+    config.recompile_limit = max(config.recompile_limit, 64)
+    # optimize_ddp splits the graph of a whole model, and fails on the graphs within graphs of
+    # autograd functions. Blocks do not need it to overlap communication.
     config.optimize_ddp = False
     if len(getattr(model, "sizes", ())) > 1:
-        # By default PyTorch compiles again for every number that a module or an object in it holds.
-        # With this, the third size gets code for any size.
+        # By default PyTorch compiles again for every number that a module holds.
         config.allow_unspec_int_on_nn_module = True
     for block in blocks.children():
         block.compile(**kwargs)

@@ -1,5 +1,7 @@
 """Knowledge distillation: a classifier that also learns what a trained teacher predicts."""
 
+import hashlib
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,9 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError, one_line
-from tokenformer_vit.models.checkpoints import load_model, weights_in_package
-from tokenformer_vit.models.description import data_config
-from tokenformer_vit.models.weights import tensors_digest
+from tokenformer_vit.models.checkpoints import data_config, load_model, weights_in_package
 
 from .labels import DistilledHead
 
@@ -57,6 +57,16 @@ class Distillation(BaseModel):
         own, other = ((each / self.temperature).log_softmax(dim=1) for each in (logits, teacher))
         loss = F.kl_div(own, other, reduction="batchmean", log_target=True)
         return loss * self.temperature**2
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of the names and values of tensors, in hexadecimal."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 class Teacher:

@@ -14,8 +14,12 @@ from mmengine.config import Config
 from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.files import locked_folder, make_folder, write_whole
-from tokenformer_vit.models.checkpoints import load_model
-from tokenformer_vit.models.description import WEIGHT_FILES, data_config, describe_model
+from tokenformer_vit.models.checkpoints import (
+    WEIGHTS,
+    data_config,
+    describe_model,
+    load_model,
+)
 from tokenformer_vit.vision.images import class_folders, read_image, say_left_out, scan_images
 
 from .backbone import check_classifier
@@ -152,8 +156,7 @@ def _check_same_start(path: Path, start: Start) -> None:
 
 def _weight_file(checkpoint: Path) -> Path:
     """Return the absolute path of a checkpoint, or of the weights in an exported folder."""
-    files = (checkpoint / name for name in WEIGHT_FILES)
-    return next((file for file in files if file.is_file()), checkpoint).resolve()
+    return (checkpoint / WEIGHTS if checkpoint.is_dir() else checkpoint).resolve()
 
 
 def _text_without_code(cfg: Config) -> str:

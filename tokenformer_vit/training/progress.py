@@ -16,7 +16,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.models.card import describe_pairs
+from tokenformer_vit.models.sizes import describe_pairs
 
 from .guard import losses_are_due, unwrap
 from .loop import validations_left

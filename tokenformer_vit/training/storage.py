@@ -17,14 +17,17 @@ from mmengine.fileio import (
     register_backend,
     register_handler,
 )
-from mmengine.logging import HistoryBuffer
 from mmengine.runner import CheckpointLoader, save_checkpoint
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import whole_file
 from tokenformer_vit.models import classifier_state_dict
-from tokenformer_vit.models.description import DESCRIPTION, find_description
-from tokenformer_vit.models.weights import LogHistory, read_checkpoint, state_dict_in
+from tokenformer_vit.models.checkpoints import (
+    DESCRIPTION,
+    description_of,
+    read_checkpoint,
+    state_dict_in,
+)
 
 from .mmengine_internals import checkpoint_schemes
 from .processes import from_first
@@ -110,7 +113,7 @@ def load_plain_checkpoint(filename: str, map_location: Any = None) -> dict[str, 
     checkpoint: dict[str, Any] = read_checkpoint(path, map_location or "cpu")
     weights = checkpoint.get("state_dict", checkpoint)
     if path.suffix == ".safetensors" or (isinstance(weights, dict) and _TIMM_STEM in weights):
-        description = find_description(path, checkpoint) or {}
+        description = description_of(path, checkpoint)
         checkpoint = {"state_dict": classifier_state_dict(state_dict_in(checkpoint, path))}
         if names := description.get("label_names"):
             checkpoint["meta"] = {"dataset_meta": {"classes": names}}
@@ -121,10 +124,9 @@ def load_plain_checkpoint(filename: str, map_location: Any = None) -> dict[str, 
         # mmengine's resume would run this text as Python. Its own checkpoints have it under `cfg`.
         meta.pop("config", None)
     hub = checkpoint.get("message_hub")
-    logged = hub.get("log_scalars") if isinstance(hub, dict) else None
-    for name, series in logged.items() if isinstance(logged, dict) else ():
-        if isinstance(series, LogHistory):
-            logged[name] = HistoryBuffer(series.values, series.counts)  # type: ignore[index]
+    if isinstance(hub, dict):  # what mmengine's own hook logs is not read; ours are dicts
+        logged = hub.get("log_scalars", {}).items()
+        hub["log_scalars"] = {name: each for name, each in logged if isinstance(each, dict)}
     return checkpoint
 
 

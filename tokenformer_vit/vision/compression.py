@@ -23,12 +23,11 @@ from tokenformer_vit.growth.sparse import top_k
 from tokenformer_vit.growth.tokens import counts_by_layer
 from tokenformer_vit.layers.arguments import COUNTS
 from tokenformer_vit.layers.block import token_arguments
-from tokenformer_vit.models.description import data_config
-from tokenformer_vit.models.quantization import CONFIGS, model_bytes, quantize
+from tokenformer_vit.models.checkpoints import data_config
 
 from .images import class_folders, read_images, say_left_out, scan_images
 
-METHODS = ("prune", "random", "top-k", "nested", *CONFIGS)
+METHODS = ("prune", "random", "top-k", "nested")
 KINDS = tuple(COUNTS)
 
 Batch = tuple[Tensor, Tensor]  # images and labels
@@ -92,7 +91,7 @@ class Candidate:
             "keep": self.keep,
             "pairs": dict(self.pairs),
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
-            "bytes": model_bytes(self.model),
+            "bytes": sum(each.nbytes for each in self.model.state_dict().values()),
             "flops_per_image": self.flops(),
             "correct": correct,
             "top1": 100 * correct / images,
@@ -113,8 +112,7 @@ def candidates(
         model: TokenFormer classifier, which is not changed.
         methods: Some of ``METHODS``. ``prune`` keeps the most used pairs and ``random`` keeps
             random pairs; both adapt τ. ``nested`` keeps the first pairs of a nested model.
-            ``top-k`` lets each token read its strongest pairs. ``int8`` and ``int4`` quantise all
-            pairs, as :func:`~tokenformer_vit.models.quantize` does.
+            ``top-k`` lets each token read its strongest pairs.
         keeps: Shares of each layer's pairs to keep or read, in (0, 1].
         usage: Usage of the model's pairs, which ``prune`` and ``random`` need.
         kinds: Kinds of layers to compress.
@@ -135,11 +133,6 @@ def candidates(
         for name, each in (usage or {}).items()
     }
     for method in methods:
-        if method in CONFIGS:
-            smaller = copy.deepcopy(model)
-            quantize(smaller, method)
-            made.append(Candidate(method, 1.0, smaller, counts, {}))
-            continue
         for keep in sorted({keep for keep in keeps if keep < 1}, reverse=True):
             part = {kind: _share(counts[kind], keep) for kind in kinds}
             if method == "top-k":

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_figure
-from tokenformer_vit.models.description import data_config
+from tokenformer_vit.models.checkpoints import data_config
 
 from .images import read_images
 from .inspection import MOST

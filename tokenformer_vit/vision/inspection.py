@@ -14,7 +14,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import pattention_layers
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.models import TokenFormerViT
-from tokenformer_vit.models.description import data_config
+from tokenformer_vit.models.checkpoints import data_config
 
 from .images import read_images, say_skipped
 

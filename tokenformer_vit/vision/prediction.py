@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models.description import class_names, data_config
+from tokenformer_vit.models.checkpoints import class_names, data_config
 
 from .images import read_images
 
