@@ -32,14 +32,13 @@ WEIGHTS, CONFIG, CARD, DESCRIPTION = "model.safetensors", "config.json", "README
 _LOCAL = "local-dir:"
 # Averaged weights first: timm's keys, then mmengine's, whose `state_dict` is the averaged model.
 _STATE_DICTS = ("state_dict_ema", "model_ema", "state_dict", "model")
-# Names in an mmpretrain classifier, and what they begin with in timm.
+# How names begin in an mmpretrain classifier, and in timm.
 _BACKBONE = "backbone.model."
 _PARTS = {_BACKBONE: "", "head.fc.": "head.", "head.fc_dist.": "head_dist."}
 # Arguments that change what a model computes, but not the names or shapes of its tensors. Not the
 # base of rotary positions, which users change to read longer sequences.
 _HIDDEN = ("theta", "norm", "qk_norm", "num_heads", "norm_eps", "use_rot_pos_emb", "rotary_share")
-# The part of a description that is valid for any model arguments.
-_PREPROCESSING = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
+_PREPROCESSING = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
 _LICENSE = "apache-2.0 # of the code; check what your data allow, and correct this line"
 _log = logging.getLogger("tokenformer_vit")
 
@@ -55,9 +54,10 @@ class _Skipped:
 
 # The command line of timm's and DeiT's trainings, and the log of mmengine's own CheckpointHook.
 _SKIPPED: list[Any] = [
-    *((_Skipped, name) for name in ("argparse.Namespace", "builtins.getattr", "numpy.dtype")),
-    *((_Skipped, f"mmengine.logging.history_buffer.{name}") for name in ("HistoryBuffer",)),
-    (_Skipped, "numpy.ndarray"),
+    (_Skipped, "argparse.Namespace"),
+    (_Skipped, "mmengine.logging.history_buffer.HistoryBuffer"),
+    (_Skipped, "builtins.getattr"),
+    *((_Skipped, f"numpy.{name}") for name in ("dtype", "ndarray")),
     *((_Skipped, f"numpy._core.multiarray.{name}") for name in ("_reconstruct", "scalar")),
 ]
 
@@ -88,13 +88,8 @@ def state_dict_in(content: Mapping[str, Any], path: str | Path) -> dict[str, Ten
     """Return the tensors of a model in the content of a file, without the prefix of a wrapper."""
     found = next((content[name] for name in _STATE_DICTS if content.get(name)), content)
     if not found or not all(isinstance(each, Tensor) for each in found.values()):
-        raise InputError(f"{path} holds no state dict; save model.state_dict()")
+        raise InputError(f"{path} holds no state dict: save model.state_dict()")
     return clean_state_dict(dict(found))
-
-
-def read_state_dict(path: str | Path) -> dict[str, Tensor]:
-    """Read the tensors of a model; from a training checkpoint those that were validated."""
-    return state_dict_in(read_checkpoint(path), path)
 
 
 def description_of(path: Path, content: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -107,10 +102,11 @@ def description_of(path: Path, content: Mapping[str, Any] | None = None) -> dict
 
 def check_digest(path: Path) -> None:
     """Compare exported weights with the SHA-256 in their ``config.json``, if it has one."""
-    if (expected := description_of(path).get("sha256")) not in (None, content_digest([path])):
+    expected = description_of(path).get("sha256")
+    if expected is not None and expected != content_digest([path]):
         raise InputError(
-            f"{path} is damaged or was replaced: its SHA-256 is not {expected[:8]}..., as {CONFIG} "
-            "says; copy or export both files again"
+            f"{path} is damaged or was replaced, because {CONFIG} has another SHA-256: copy or "
+            "export both files again"
         )
 
 
@@ -167,12 +163,11 @@ def timm_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def classifier_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename the tensors of a timm model to the names in an mmpretrain classifier around it."""
-    heads = {new: old for old, new in _PARTS.items() if new}
-    parts = {name: next(filter(name.startswith, heads), "") for name in state_dict}
-    return {
-        (heads[part] if part else _BACKBONE) + name.removeprefix(part): state_dict[name]
-        for name, part in parts.items()
-    }
+    renamed = {}
+    for name, tensor in state_dict.items():
+        old = next(old for old, new in reversed(_PARTS.items()) if name.startswith(new))
+        renamed[old + name.removeprefix(_PARTS[old])] = tensor
+    return renamed
 
 
 def load_model(
@@ -186,86 +181,76 @@ def load_model(
 ) -> nn.Module:
     """Build a timm model on the CPU, in evaluation mode, and load its weights strictly.
 
-    Args:
-        name: timm model name, or ``local-dir:FOLDER``; None if the checkpoint describes its model.
-        checkpoint: File of weights, training checkpoint or exported folder; None for the weights
-            in a ``local-dir:`` folder, or for random weights.
-        num_classes: Number of classes; default: that of the checkpoint.
-        for_images: Whether the model will be used on images as it is. If False, it will be trained,
-            and a norm after the pooling may be new, as MAE is fine-tuned.
-        **kwargs: Arguments of the model. With ``img_size``, position embeddings are resampled.
-
-    Raises:
-        InputError: If the model or the file does not exist, or they do not fit together.
+    ``name`` is a timm model or ``local-dir:FOLDER``; None if ``checkpoint``, a file or an exported
+    folder, describes its model. Without a checkpoint weights are random. ``kwargs`` are arguments
+    of the model; with ``img_size``, position embeddings are resampled. With ``for_images=False``
+    the model will be trained, and a norm after the pooling may be new, as MAE is fine-tuned.
     """
-    num_classes = kwargs.pop("num_classes", num_classes)
     if name is None and checkpoint is not None and checkpoint.is_dir():
         name, checkpoint = f"{_LOCAL}{checkpoint}", None
-    if checkpoint is None and name is not None and name.startswith(_LOCAL):
-        checkpoint = Path(name.removeprefix(_LOCAL), WEIGHTS)
+    folder = Path(name.removeprefix(_LOCAL)) if name and name.startswith(_LOCAL) else None
+    checkpoint = checkpoint or (folder and folder / WEIGHTS)
     content = read_checkpoint(checkpoint) if checkpoint else {}
-    described = description_of(checkpoint, content) if checkpoint else {}
-    if name is None and not described:
-        raise InputError(
-            f"{checkpoint or 'the command'} names no model: name it with --model, or give an "
-            "exported folder as --checkpoint"
-        )
+    trained = description_of(checkpoint, content) if checkpoint else {}
+    described = description_of(folder / WEIGHTS) if folder else trained
+    if folder or name is None:
+        if "architecture" not in described:
+            raise InputError(
+                f"{folder or checkpoint or 'the command'} names no timm model: name it with "
+                "--model, or give an exported folder as --checkpoint"
+            )
+        name = described["architecture"]
+        kwargs = {**(described.get("model_args") or {}), **kwargs}
     weights = timm_state_dict(state_dict_in(content, checkpoint)) if checkpoint else None
     try:
         model = _build(name, described, weights, num_classes, kwargs)
-    except (AssertionError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+    except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(
-            f"the model of {name or checkpoint} cannot be built ({one_line(error)}): correct its "
-            "name or arguments"
+            f"the model {name} cannot be built ({one_line(error)}): correct its name or arguments"
         ) from error
     if weights is not None:
         if for_images and not described:
-            _log.warning(
-                "%s has no preprocessing and no class names; those of %s are used", checkpoint, name
-            )
-        check_computation(model, described.get("model_args") or {}, checkpoint)
-        weights = _fit(model, weights, "img_size" in kwargs, new_head=not for_images)
+            _log.warning("%s does not describe its preprocessing: %s's is used", checkpoint, name)
+        check_computation(model, trained.get("model_args") or {}, checkpoint)
+        weights = _fit(model, weights, "img_size" in kwargs, new_norm=not for_images)
         if faults := model_faults(model.state_dict(), weights):
             raise InputError(
-                f"{checkpoint} does not fit {name or 'its description'}: {faults}. Give the "
-                "--model it was trained as, with its --model-kwargs"
+                f"{checkpoint} does not fit {name}: {faults}. Give the --model it was trained as, "
+                "with its --model-kwargs"
             )
         model.load_state_dict(weights)
     return model.eval()
 
 
 def _build(
-    name: str | None, described: dict, weights: Any, num_classes: int | None, kwargs: dict
+    name: str, described: dict, weights: Any, num_classes: int | None, kwargs: dict
 ) -> nn.Module:
-    if name is not None and name.startswith(_LOCAL):
-        return timm.create_model(name, num_classes=num_classes, **kwargs)
-    # timm resamples positions from the grid of the image size in these; without it, from a square.
-    trained = described.get("model_args")
-    own = {"pretrained_model_args": trained, "num_classes": num_classes, **kwargs}
-    if name is None:
-        cfg = {key: described.get(key) for key in ("num_classes", "label_names")}
-        cfg = {**described["pretrained_cfg"], **cfg}
-        own = {**(trained or {}), **own}
-        return timm.create_model(described["architecture"], pretrained_cfg=cfg, **own)
-    # The caller decides the shape, the file the preprocessing.
-    cfg, names = described.get("pretrained_cfg") or {}, described.get("label_names")
-    taken = [*_PREPROCESSING, *(["input_size"] if kwargs.get("dynamic_img_size") else [])]
-    overlay = {key: cfg[key] for key in taken if key in cfg} | (
-        {"label_names": names} if names else {}
-    )
+    """Build a model with the preprocessing and class names of its description."""
+    named = kwargs.pop("num_classes", None)
+    num_classes = named if num_classes is None else num_classes
     if num_classes is None and weights is not None:
         head = getattr(timm.get_pretrained_cfg(name), "classifier", None) or "head"
-        rows = weights.get(f"{head if isinstance(head, str) else head[0]}.weight", ())
-        own["num_classes"] = len(rows)
-    return timm.create_model(name, pretrained_cfg_overlay=overlay, **own)
+        head = head if isinstance(head, str) else head[0]
+        num_classes = len(weights.get(f"{head}.weight", ()))
+    known = described.get("pretrained_cfg") or {}
+    overlay = {key: known[key] for key in _PREPROCESSING if key in known}
+    overlay |= {"label_names": described.get("label_names"), "num_classes": num_classes}
+    return timm.create_model(
+        name,
+        num_classes=num_classes,
+        pretrained_cfg_overlay={key: value for key, value in overlay.items() if value is not None},
+        # timm resamples positions from the grid of this image size; without it, from a square.
+        pretrained_model_args=described.get("model_args"),
+        **kwargs,
+    )
 
 
-def _fit(model: Any, weights: dict[str, Tensor], resample: bool, new_head: bool) -> dict:
+def _fit(model: Any, weights: dict[str, Tensor], resample: bool, new_norm: bool) -> dict:
     own, stem = model.state_dict(), "patch_embed.proj.weight"
     # timm would also resample patches of another size, which nobody has trained.
     if resample and stem in own and stem in weights and own[stem].shape == weights[stem].shape:
         weights = checkpoint_filter_fn(weights, model)
-    if new_head and "fc_norm.weight" in own and "norm.weight" in weights:
+    if new_norm and "fc_norm.weight" in own and "norm.weight" in weights:
         weights = {name: each for name, each in weights.items() if not name.startswith("norm.")}
         weights |= {name: own[name] for name in own if name.startswith("fc_norm.")}
     return weights
@@ -275,12 +260,12 @@ def model_faults(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> s
     """Name the first differences between the tensors of a model and of a file; "" without any."""
     faults = []
     for name in {**wanted, **found}:
-        have, need = (tuple(each[name].shape) if name in each else None for each in (found, wanted))
+        have, need = (
+            tuple(each[name].shape) if name in each else "absent" for each in (found, wanted)
+        )
         if have != need:
-            faults.append(
-                f"{name} is {have or 'absent'} in the file and {need or 'absent'} in the model"
-            )
-    return "; ".join([*faults[:3], *([f"{len(faults) - 3} more"] if len(faults) > 3 else [])])
+            faults.append(f"{name} is {have} in the file and {need} in the model")
+    return "; ".join(faults[:3]) + (f" and {len(faults) - 3} more" if len(faults) > 3 else "")
 
 
 def weights_in_package(name: str | None) -> Path | None:
@@ -314,15 +299,18 @@ def describe_model(
     label_names: Sequence[str] | None = None,
     data_config: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the content of ``config.json``; preprocessing is timm's ``data_config``."""
+    """Return the content of ``config.json``, for a head of ``num_classes``; see save_model."""
     with TemporaryDirectory() as folder:  # timm only writes to a file
         file = Path(folder, CONFIG)
         save_config_for_hf(model, str(file), data_config=dict(data_config or {}))
         description = json.loads(file.read_text())
     del description["model_args"]["num_classes"]  # transformers refuses a folder with two
     names = label_names or description["pretrained_cfg"].get("label_names")
-    description |= {"label_names": list(names)} if names else {}
-    return {**description, "num_classes": num_classes}
+    return {
+        **description,
+        **({"label_names": list(names)} if names else {}),
+        "num_classes": num_classes,
+    }
 
 
 def save_model(
@@ -334,13 +322,9 @@ def save_model(
 ) -> None:
     """Write a folder that ``timm.create_model("local-dir:FOLDER", pretrained=True)`` reads.
 
-    Args:
-        model: timm model.
-        folder: Folder for ``model.safetensors``, ``config.json`` and the card ``README.md``. It
-            appears complete; in an existing one these files are replaced, but no edited card.
-        label_names: Names of the classes, in order; default: those in the model's configuration.
-        data_config: Preprocessing, in timm's words; default: from the model's configuration.
-        facts: Sections of the model card, such as ``{"Training": {"Epochs": 3}}``.
+    Names of classes and preprocessing, in timm's words, are by default those of the model.
+    ``facts`` are sections of the model card, such as ``{"Training": {"Epochs": 3}}``. The folder
+    appears complete; in an existing one files are replaced, but not a card that somebody edited.
     """
     description = describe_model(model, model.num_classes, label_names, data_config)
     card = folder / CARD
@@ -349,29 +333,29 @@ def save_model(
         save_file(tensors, partial / WEIGHTS, {"format": "pt"})
         description["sha256"] = content_digest([partial / WEIGHTS])
         (partial / CONFIG).write_text(json.dumps(description, indent=2), encoding="utf-8")
-        # A card that somebody edited has a license line of its own.
+        # An edited card has a license line of its own.
         if not card.is_file() or _LICENSE in card.read_text(encoding="utf-8", errors="replace"):
             text = _card(model, description, facts or {})
             (partial / CARD).write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def _card(model: Any, description: dict, facts: Mapping[str, Any]) -> str:
-    name, own = description["architecture"], hasattr(model, "computation")
-    about = {
-        "Parameters": f"{sum(each.numel() for each in model.parameters()):,}",
-        "Arguments": description["model_args"],
-        "Preprocessing": description["pretrained_cfg"],
-    }
+    own = hasattr(model, "computation")
+    count = sum(each.numel() for each in model.parameters())
     usage = f"""```python
 import timm
-{"import tokenformer_vit  # registers the models" if own else ""}
+{"import tokenformer_vit  # registers the model" if own else ""}
 from PIL import Image
 
 model = timm.create_model("local-dir:FOLDER", pretrained=True).eval()  # or "hf-hub:USER/NAME"
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
 output = model(transform(Image.open("image.png").convert("RGB"))[None])
 ```"""
-    tags = ["timm", *(["tokenformer"] if own else [])]
-    card = {"license": _LICENSE, "details": {**about, **facts}, "usage": usage}
     task = "image-classification" if model.num_classes else "image-feature-extraction"
-    return generate_readme({**card, "tags": [task, *tags]}, name, task)
+    card = {
+        "tags": [task, "timm", *(["tokenformer"] if own else [])],
+        "license": _LICENSE,
+        "details": {"Parameters": f"{count:,}", "Arguments": description["model_args"], **facts},
+        "usage": usage,
+    }
+    return generate_readme(card, description["architecture"], task)
