@@ -6,7 +6,6 @@ import os
 import pickle
 import random
 import re
-import resource
 import subprocess
 import sys
 
@@ -16,14 +15,13 @@ import torch
 import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from timm.data import resolve_input_data_config as data_config
 from timm.layers import resample_abs_pos_embed
 from timm.models import get_model_args, save_for_hf
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import classifier_state_dict, timm_state_dict
 from tokenformer_vit.models.checkpoints import (
-    class_names,
-    data_config,
     load_model,
     read_checkpoint,
     save_model,
@@ -31,6 +29,7 @@ from tokenformer_vit.models.checkpoints import (
 )
 from tokenformer_vit.models.vit import checkpoint_filter_fn
 from tokenformer_vit.ops import THETAS
+from tokenformer_vit.vision.prediction import class_names
 
 SHAPE = {"embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": 64}
 PAIRS = {"num_qkv_param_tokens": 24, "num_proj_param_tokens": 40, "num_ffn_param_tokens": 56}
@@ -112,7 +111,7 @@ def test_weights_for_another_computation_are_refused(small, saved, change, line)
     ):
         with pytest.raises(InputError, match=line):
             refused()
-    small(**overlay, **{**own, **trained, "num_heads": 3, "qk_norm": False, "use_rot_pos_emb": False})
+    small(**overlay, **SHAPE, **PAIRS, **trained)
 
 
 def test_weights_without_some_blocks_are_refused_for_any_number_of_classes(small, tmp_path):
@@ -133,9 +132,9 @@ def test_weights_without_some_blocks_are_refused_for_any_number_of_classes(small
     [
         ({"depth": 3}, r"blocks\.2\.\S+ is absent in the file"),
         ({"num_ffn_param_tokens": 60}, r"blocks\.0\.mlp\.\S+ is \(56, 48\) in .* \(60, 48\)"),
-        ({"patch_size": 8}, r"pos_embed is \(1, 17, 48\) in the file and \(1, 65, 48\)"),
+        ({"patch_size": 8}, r"pos_embed is \(1, 17, 48\) in the file, \(1, 65, 48\)"),
         ({"patch_size": 8, "img_size": 32}, r"patch_embed\.proj\.weight is \(48, 3, 16, 16\)"),
-        ({"num_classes": 7}, r"head\.weight is \(10, 48\) in the file and \(7, 48\)"),
+        ({"num_classes": 7}, r"head\.weight is \(10, 48\) in the file, \(7, 48\)"),
         ({"embed_dm": 3}, r"cannot be built \(.*embed_dm.*correct its name or arguments"),
     ],
 )
@@ -245,7 +244,7 @@ def test_damage_is_found(saved, seed):
     content = bytearray((saved[1] / "x.pth").read_bytes())
     content[content.index(state["head.weight"].numpy().tobytes()) + 7] ^= 1
     (saved[1] / "x.pth").write_bytes(content)
-    with pytest.raises(InputError, match=r"x\.pth is damaged .*checksum.*: copy"):
+    with pytest.raises(InputError, match=r"x\.pth is damaged.*: copy"):
         read_checkpoint(saved[1] / "x.pth")
 
 
@@ -261,7 +260,7 @@ class Evil:
 def test_no_code_runs(tmp_path, name):
     content = {"state_dict": {"w": torch.zeros(1)}, "evil": Evil(tmp_path / "ran")}
     torch.save(content, tmp_path / name)
-    with pytest.raises(InputError, match=r"loading could run code|is damaged") as error:
+    with pytest.raises(InputError, match=r"could run code|is damaged") as error:
         read_checkpoint(tmp_path / name)
     assert "weights_only" not in str(error.value)  # PyTorch's advice is to run it
     (tmp_path / name).write_bytes(pickle.dumps(content))

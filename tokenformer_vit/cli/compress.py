@@ -47,7 +47,6 @@ from tokenformer_vit.files import results_folder
 from tokenformer_vit.growth import pattention_layers
 from tokenformer_vit.growth.prune import measure_usage
 from tokenformer_vit.models.checkpoints import load_model, save_model
-from tokenformer_vit.models.sizes import span
 from tokenformer_vit.records import environment, write_record
 from tokenformer_vit.vision.compression import (
     KINDS,
@@ -71,6 +70,12 @@ from .tables import print_table
 # Methods whose models --save writes. Of the others, top-k reads the original model, random is only
 # for comparison, and a quantised model cannot be exported.
 _SAVED = ("prune", "nested", "by-usage", "by-loss")
+
+
+def span(counts: int | Sequence[int]) -> str:
+    """Write one number of pairs, or the smallest and the largest, as in ``192 to 384``."""
+    least, most = (counts, counts) if isinstance(counts, int) else (min(counts), max(counts))
+    return f"{least}" if least == most else f"{least} to {most}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -37,7 +37,6 @@ from tokenformer_vit.models.checkpoints import (
     save_model,
     state_dict_in,
 )
-from tokenformer_vit.models.sizes import describe_pairs
 from tokenformer_vit.ops import THETAS
 
 from .arguments import MODEL_KWARGS, is_file_name
@@ -112,7 +111,6 @@ def _grow_model(args: argparse.Namespace, how: dict) -> None:
     grow(model, **how)
     history = {
         "Grown from": args.source.name,
-        "Key-value pairs before": describe_pairs(before),
         "New pairs": f"start as {args.init}; not trained since",
     }
     save_model(model, args.target, facts={"Growth": history})

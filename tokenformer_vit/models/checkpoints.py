@@ -17,7 +17,6 @@ import timm
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from timm.data import ImageNetInfo, resolve_input_data_config
 from timm.models import clean_state_dict
 from timm.models._hub import generate_readme, save_config_for_hf  # they have no public names
 from timm.models.vision_transformer import checkpoint_filter_fn
@@ -38,25 +37,24 @@ _PARTS = {_BACKBONE: "", "head.fc.": "head.", "head.fc_dist.": "head_dist."}
 # Arguments that change what a model computes, but not the names or shapes of its tensors. Not the
 # base of rotary positions, which users change to read longer sequences.
 _HIDDEN = ("theta", "norm", "qk_norm", "num_heads", "norm_eps", "use_rot_pos_emb", "rotary_share")
-_PREPROCESSING = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
 _LICENSE = "apache-2.0 # of the code; check what your data allow, and correct this line"
+_UNREADABLE = (SafetensorError, zipfile.BadZipFile, pickle.UnpicklingError)
 _log = logging.getLogger("tokenformer_vit")
 
 
 class _Skipped:
     """Stands for what a checkpoint holds beside tensors and plain values; nobody reads it."""
 
-    def __init__(self, *_: Any) -> None: ...
+    def __init__(self, *_: Any) -> None:
+        pass
 
-    def __setstate__(self, state: Any) -> None:
-        """Forget the content."""
+    __setstate__ = __init__
 
 
 # The command line of timm's and DeiT's trainings, and the log of mmengine's own CheckpointHook.
 _SKIPPED: list[Any] = [
-    (_Skipped, "argparse.Namespace"),
+    *((_Skipped, name) for name in ("argparse.Namespace", "builtins.getattr")),
     (_Skipped, "mmengine.logging.history_buffer.HistoryBuffer"),
-    (_Skipped, "builtins.getattr"),
     *((_Skipped, f"numpy.{name}") for name in ("dtype", "ndarray")),
     *((_Skipped, f"numpy._core.multiarray.{name}") for name in ("_reconstruct", "scalar")),
 ]
@@ -72,16 +70,15 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
             check_digest(path)
             return {"state_dict": load_file(path, device=str(map_location or "cpu"))}
         if zipfile.is_zipfile(path) and zipfile.ZipFile(path).testzip():  # PyTorch does not check
-            raise RuntimeError("a checksum is wrong")
+            raise zipfile.BadZipFile
         with torch.serialization.safe_globals(_SKIPPED):
             return torch.load(path, map_location=map_location, weights_only=True)
-    except pickle.UnpicklingError as error:  # PyTorch's message advises to run the code
+    except (*_UNREADABLE, RuntimeError, EOFError) as error:
+        # Not PyTorch's message, which advises to run the code in the file.
         raise InputError(
-            f"{path} is damaged or holds more than tensors and plain values. It was not loaded, "
-            "because loading could run code: save only the state dict, preferably as .safetensors"
+            f"{path} is damaged, or holds more than tensors and plain values, and loading it could "
+            "run code: copy it again, or save only the state dict"
         ) from error
-    except (SafetensorError, zipfile.BadZipFile, RuntimeError, EOFError) as error:
-        raise InputError(f"{path} is damaged ({one_line(error)}): copy it again") from error
 
 
 def state_dict_in(content: Mapping[str, Any], path: str | Path) -> dict[str, Tensor]:
@@ -186,21 +183,20 @@ def load_model(
     of the model; with ``img_size``, position embeddings are resampled. With ``for_images=False``
     the model will be trained, and a norm after the pooling may be new, as MAE is fine-tuned.
     """
-    if name is None and checkpoint is not None and checkpoint.is_dir():
-        name, checkpoint = f"{_LOCAL}{checkpoint}", None
-    folder = Path(name.removeprefix(_LOCAL)) if name and name.startswith(_LOCAL) else None
-    checkpoint = checkpoint or (folder and folder / WEIGHTS)
+    if name is not None and name.startswith(_LOCAL):
+        name, checkpoint = None, checkpoint or Path(name.removeprefix(_LOCAL))
+    if checkpoint is not None and checkpoint.is_dir():
+        checkpoint = checkpoint / WEIGHTS
+    resample = "img_size" in kwargs
     content = read_checkpoint(checkpoint) if checkpoint else {}
-    trained = description_of(checkpoint, content) if checkpoint else {}
-    described = description_of(folder / WEIGHTS) if folder else trained
-    if folder or name is None:
+    described = description_of(checkpoint, content) if checkpoint else {}
+    if name is None:
         if "architecture" not in described:
             raise InputError(
-                f"{folder or checkpoint or 'the command'} names no timm model: name it with "
-                "--model, or give an exported folder as --checkpoint"
+                f"{checkpoint or 'the command'} names no timm model: name it with --model, or give "
+                "an exported folder"
             )
-        name = described["architecture"]
-        kwargs = {**(described.get("model_args") or {}), **kwargs}
+        name, kwargs = described["architecture"], {**(described.get("model_args") or {}), **kwargs}
     weights = timm_state_dict(state_dict_in(content, checkpoint)) if checkpoint else None
     try:
         model = _build(name, described, weights, num_classes, kwargs)
@@ -211,8 +207,8 @@ def load_model(
     if weights is not None:
         if for_images and not described:
             _log.warning("%s does not describe its preprocessing: %s's is used", checkpoint, name)
-        check_computation(model, trained.get("model_args") or {}, checkpoint)
-        weights = _fit(model, weights, "img_size" in kwargs, new_norm=not for_images)
+        check_computation(model, described.get("model_args") or {}, checkpoint)
+        weights = _fit(model, weights, resample, new_norm=not for_images)
         if faults := model_faults(model.state_dict(), weights):
             raise InputError(
                 f"{checkpoint} does not fit {name}: {faults}. Give the --model it was trained as, "
@@ -233,8 +229,7 @@ def _build(
         head = head if isinstance(head, str) else head[0]
         num_classes = len(weights.get(f"{head}.weight", ()))
     known = described.get("pretrained_cfg") or {}
-    overlay = {key: known[key] for key in _PREPROCESSING if key in known}
-    overlay |= {"label_names": described.get("label_names"), "num_classes": num_classes}
+    overlay = {**known, "label_names": described.get("label_names"), "num_classes": num_classes}
     return timm.create_model(
         name,
         num_classes=num_classes,
@@ -258,39 +253,13 @@ def _fit(model: Any, weights: dict[str, Tensor], resample: bool, new_norm: bool)
 
 def model_faults(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
     """Name the first differences between the tensors of a model and of a file; "" without any."""
-    faults = []
-    for name in {**wanted, **found}:
-        have, need = (
-            tuple(each[name].shape) if name in each else "absent" for each in (found, wanted)
-        )
-        if have != need:
-            faults.append(f"{name} is {have} in the file and {need} in the model")
+    have, need = ({n: tuple(t.shape) for n, t in each.items()} for each in (found, wanted))
+    faults = [
+        f"{name} is {have.get(name, 'absent')} in the file, {need.get(name, 'absent')} in the model"
+        for name in need | have
+        if have.get(name) != need.get(name)
+    ]
     return "; ".join(faults[:3]) + (f" and {len(faults) - 3} more" if len(faults) > 3 else "")
-
-
-def weights_in_package(name: str | None) -> Path | None:
-    """Return the file of the pretrained weights that a model was registered with, if it has one."""
-    if name is None or not timm.is_model_pretrained(name):
-        return None
-    file = timm.get_pretrained_cfg(name).file  # type: ignore[union-attr]
-    return Path(file) if file else None
-
-
-def class_names(model: Any) -> list[str]:
-    """Return the names of a model's classes; without any, those of ImageNet-1K, or numbers."""
-    names = model.pretrained_cfg.get("label_names") or ()
-    if len(names) == model.num_classes:
-        return [str(name) for name in names]
-    if model.num_classes == 1000:
-        return ImageNetInfo().label_descriptions()  # type: ignore[return-value]
-    return [f"class {index}" for index in range(model.num_classes)]
-
-
-def data_config(model: Any) -> dict[str, Any]:
-    """Return the preprocessing of a timm model for RGB images, for timm's ``create_transform``."""
-    if model.in_chans != 3:
-        raise InputError(f"the model takes {model.in_chans} channels; give a model of RGB images")
-    return resolve_input_data_config(model)
 
 
 def describe_model(
@@ -305,12 +274,9 @@ def describe_model(
         save_config_for_hf(model, str(file), data_config=dict(data_config or {}))
         description = json.loads(file.read_text())
     del description["model_args"]["num_classes"]  # transformers refuses a folder with two
-    names = label_names or description["pretrained_cfg"].get("label_names")
-    return {
-        **description,
-        **({"label_names": list(names)} if names else {}),
-        "num_classes": num_classes,
-    }
+    if names := label_names or description["pretrained_cfg"].get("label_names"):
+        description["label_names"] = list(names)
+    return {**description, "num_classes": num_classes}
 
 
 def save_model(
@@ -340,22 +306,18 @@ def save_model(
 
 
 def _card(model: Any, description: dict, facts: Mapping[str, Any]) -> str:
-    own = hasattr(model, "computation")
-    count = sum(each.numel() for each in model.parameters())
+    own = "import tokenformer_vit  # registers the model\n" * hasattr(model, "computation")
     usage = f"""```python
 import timm
-{"import tokenformer_vit  # registers the model" if own else ""}
-from PIL import Image
+{own}from PIL import Image
 
 model = timm.create_model("local-dir:FOLDER", pretrained=True).eval()  # or "hf-hub:USER/NAME"
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
 output = model(transform(Image.open("image.png").convert("RGB"))[None])
 ```"""
+    count = sum(each.numel() for each in model.parameters())
+    about = {"Parameters": f"{count:,}", "Arguments": description["model_args"], **facts}
     task = "image-classification" if model.num_classes else "image-feature-extraction"
-    card = {
-        "tags": [task, "timm", *(["tokenformer"] if own else [])],
-        "license": _LICENSE,
-        "details": {"Parameters": f"{count:,}", "Arguments": description["model_args"], **facts},
-        "usage": usage,
-    }
+    card = {"license": _LICENSE, "details": about, "usage": usage}
+    card["tags"] = [task, "timm", *(["tokenformer"] if own else [])]
     return generate_readme(card, description["architecture"], task)

@@ -23,20 +23,16 @@ def compile_blocks(
     """Compile each transformer block of a model, in place.
 
     All blocks share one compilation, which takes seconds; the whole model would take minutes.
-    State-dict keys do not change, and a copy or a pickle of the model is not compiled.
+    State-dict keys do not change, and a copy or a pickle of the model is not compiled. Options of
+    torch.compile change for the whole process: 64 versions, no ``optimize_ddp``.
 
     Args:
         model: Model whose blocks are in an attribute of ``BLOCKS``, such as a ViT of timm.
-        how: Mode of ``torch.compile``, or a dict of its arguments; True for the default mode,
-            False to compile nothing.
+        how: Mode of ``torch.compile``, or a dict of its arguments; False to compile nothing.
         **kwargs: Arguments of ``torch.compile``.
 
     Raises:
         InputError: If the model has no blocks.
-
-    Note:
-        This raises torch.compile's limit of versions from 8 to 64 and switches ``optimize_ddp``
-        off, for the whole process. For a nested model it also lets all sizes share code.
     """
     if how is False:
         return

@@ -21,14 +21,8 @@ Size = float | Mapping[str, float]
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of the layer with this full name: ``qkv``, ``proj`` or ``ffn``."""
-    last = name.rpartition(".")[2]
-    if last not in KINDS:
-        raise InputError(
-            f"the Pattention layer {name!r} has no kind; the layers of a TokenFormer block are "
-            f"{', '.join(KINDS)}"
-        )
-    return KINDS[last]
+    """Return the kind of the layer with this full name."""
+    return KINDS[name.rpartition(".")[2]]
 
 
 def find_layers(model: nn.Module) -> dict[str, Pattention]:
@@ -38,13 +32,12 @@ def find_layers(model: nn.Module) -> dict[str, Pattention]:
 
 def size_counts(layers: Mapping[str, Pattention], size: Size | None) -> dict[str, int]:
     """Return the number of pairs that each layer uses in a size; ``None`` is the whole model."""
-    chosen = size if isinstance(size, Mapping) else {}
-    every: Any = 1.0 if size is None or chosen is size else size
+    chosen: Mapping[str, float] = size if isinstance(size, Mapping) else {}
+    every: Any = 1.0 if size is None or size is chosen else size
     if isinstance(every, int):
         every = float(every)  # outside a dict, 1 is the share of all pairs
-    for name in chosen:
-        if name not in KINDS.values() and name not in layers:
-            raise InputError(f"size has the key {name!r}, which is none of qkv, proj and ffn")
+    for name in chosen.keys() - KINDS.values() - layers.keys():
+        raise InputError(f"size has the key {name!r}, which is none of qkv, proj and ffn")
     # nested_sizes gives a number by layer name where the layers of a kind differ.
     return {
         name: _count(name, layer, chosen.get(name, chosen.get(kind_of(name), every)))
@@ -72,11 +65,7 @@ def set_size(model: nn.Module, size: Size | None) -> None:
 
 
 def check_not_recomputed(model: nn.Module) -> None:
-    """Refuse a model whose backward pass would compute its blocks again, perhaps with other pairs.
-
-    Raises:
-        InputError: If the model trains with gradient checkpointing.
-    """
+    """Refuse a model whose backward pass would compute its blocks again, with other pairs."""
     if not (model.training and torch.is_grad_enabled()):
         return
     # timm's, transformers' and our own.
@@ -105,11 +94,7 @@ def nest_layers(
     nested: Sequence[Size],
     tau_of: Callable[[Pattention, int], Tensor] | None = None,
 ) -> tuple[Size, ...]:
-    """Replace the nested sizes of all layers; τ of each is ``tau_of(layer, count)``, or scaled.
-
-    Returns:
-        The sizes, smallest first; the last one is 1.0, the whole model.
-    """
+    """Replace the nested sizes, return them with 1.0 at the end; τ is ``tau_of``, or scaled."""
     layers = find_layers(model)
     if isinstance(nested, str | Mapping) or not isinstance(nested, Sequence):
         raise InputError(f"nested must be a list of sizes, such as (0.25, 0.5), but got {nested!r}")
@@ -140,18 +125,3 @@ def _shortest(
             if size_counts(layers, size) == counts:
                 return size
     return dict(counts)
-
-
-def describe_pairs(model: nn.Module) -> str:
-    """Count the pairs of each kind, as in ``qkv 96, proj 96, ffn 192 to 384``; "" without any."""
-    counts: dict[str, list[int]] = {}
-    for name, layer in find_layers(model).items():
-        kind = kind_of(name.removesuffix(".base_layer"))  # peft's
-        counts.setdefault(kind, []).append(layer.num_param_tokens)
-    return ", ".join(f"{kind} {span(found)}" for kind, found in counts.items())
-
-
-def span(counts: int | Sequence[int]) -> str:
-    """Write one number of pairs, or the smallest and the largest, as in ``192 to 384``."""
-    least, most = (counts, counts) if isinstance(counts, int) else (min(counts), max(counts))
-    return f"{least}" if least == most else f"{least} to {most}"

@@ -50,19 +50,18 @@ class TokenFormerViT(VisionTransformer):
     Args:
         theta: Name of the Θ variant, a key of ``tokenformer_vit.ops.THETAS``.
         norm: Parameters of the LayerNorms inside blocks: ``none``, ``bias`` or ``weight+bias``
-            (Table 5). The final norm always has both. ``rms`` for RMSNorms without parameters
-            inside blocks, and a final RMSNorm with a weight.
+            (Table 5); the final norm has both. ``rms`` for RMSNorms, of which only the final one
+            has a weight.
         num_qkv_param_tokens: Number of pairs in each query, key and value projection; default
             ``embed_dim``. A list has a number for each block.
         num_proj_param_tokens: Number of pairs in each output projection; default ``embed_dim``.
         num_ffn_param_tokens: Number of pairs in each feed-forward layer; default
             ``mlp_ratio * embed_dim``.
-        pattention_args: Arguments of all Pattention layers, any of ``tau``, ``learn_tau``, ``eps``,
-            ``key_init_scale``, ``gate`` and ``init`` (``released``: initial parameter tokens as in
-            the authors' code); see :class:`~tokenformer_vit.layers.Pattention`.
-        nested: Smaller sizes that are trained as well, such as ``(0.25, 0.5)`` for the first
-            quarter and the first half of the pairs of every layer; see :meth:`set_size`. Each has
-            its own τ.
+        pattention_args: Arguments of all :class:`~tokenformer_vit.layers.Pattention` layers, any of
+            ``tau``, ``learn_tau``, ``eps``, ``key_init_scale``, ``gate``; and ``init``
+            (``released``: initial parameter tokens as in the authors' code).
+        nested: Smaller sizes that are trained as well, each with a τ of its own, such as ``(0.25,
+            0.5)`` for the first quarter and half of the pairs of every layer; see :meth:`set_size`.
         use_rot_pos_emb: Also give patches rotary positions by row and column, in each head. Class
             and register tokens are not rotated. ``pos_embed="none"`` removes the learned positions.
             With ``dynamic_img_size``, TorchScript cannot compile the model; ``torch.export`` can.
@@ -70,10 +69,7 @@ class TokenFormerViT(VisionTransformer):
         embed_dim: Width C.
         depth: Number of blocks.
         num_heads: Number of heads.
-        weight_init: timm's initialisation of the stem and the head. Parameter tokens are always
-            drawn as :class:`~tokenformer_vit.layers.Pattention` describes.
-        drop_path_uniform: Give all blocks ``drop_path_rate``; by default it rises from 0 in the
-            first block to that rate in the last.
+        drop_path_uniform: Give all blocks ``drop_path_rate``; by default it rises from 0.
         **kwargs: Other arguments of timm's ``VisionTransformer``, except those of linear layers
             (``qkv_bias``, ``mlp_layer``, ...).
 
@@ -82,8 +78,8 @@ class TokenFormerViT(VisionTransformer):
 
     Raises:
         TypeError: If an argument is unknown or belongs to linear layers.
-        InputError: If ``theta``, ``norm``, a size or ``pattention_args`` is unknown or out of
-            range, or a list of numbers of pairs has another length than ``depth``.
+        InputError: If ``theta``, ``norm``, a size or a key of ``pattention_args`` is unknown, or a
+            list of numbers of pairs has another length than ``depth``.
 
     Shape:
         (B, in_chans, H, W) -> (B, num_classes).
@@ -107,18 +103,15 @@ class TokenFormerViT(VisionTransformer):
         embed_dim: int = 768,
         depth: int = 12,
         num_heads: int = 12,
-        weight_init: str = "",
         drop_path_uniform: bool = False,
         **kwargs: Any,
     ) -> None:
-        linear = _NOT_OURS & kwargs.keys()
-        if kwargs.get("global_pool") in ("map", "prr"):  # timm's attention pools
-            linear |= {"global_pool"}
-        for name in sorted(linear):
+        for name in sorted(_NOT_OURS & kwargs.keys()):
             raise TypeError(
-                f"TokenFormer has no {name!r} of {kwargs[name]!r}: it has no linear layers; leave "
-                "it out"
+                f"TokenFormer has no {name!r}: its blocks hold no linear layers; leave it out"
             )
+        if kwargs.get("global_pool") in ("map", "prr"):
+            raise TypeError("attention pools have linear layers: choose another global_pool")
         counts = counts_by_block(
             depth,
             num_qkv_param_tokens=num_qkv_param_tokens,
@@ -138,7 +131,6 @@ class TokenFormerViT(VisionTransformer):
             embed_dim=embed_dim,
             depth=depth,
             num_heads=num_heads,
-            weight_init=weight_init,  # type: ignore[arg-type]
             block_fn=block_fn,  # type: ignore[arg-type]
             norm_layer=partial(RmsNorm if norm == "rms" else LayerNorm, eps=1e-6),  # type: ignore[arg-type]
             **kwargs,
@@ -154,28 +146,23 @@ class TokenFormerViT(VisionTransformer):
         }
         self.rope: RotaryEmbeddingCat | None = None
         if use_rot_pos_emb:
-            self._add_rotation(
-                RotaryEmbeddingCat(
-                    embed_dim // num_heads,
-                    temperature=rope_temperature,
-                    in_pixels=False,
-                    feat_shape=self.patch_embed.grid_size,
-                    rotate_half=True,  # compiled for a CPU twice as fast as rotated neighbours
-                    device=kwargs.get("device"),
-                    dtype=kwargs.get("dtype"),
-                )
+            self.rope = RotaryEmbeddingCat(
+                embed_dim // num_heads,
+                temperature=rope_temperature,
+                in_pixels=False,
+                feat_shape=self.patch_embed.grid_size,
+                rotate_half=True,  # compiled for a CPU twice as fast as rotated neighbours
+                device=kwargs.get("device"),
+                dtype=kwargs.get("dtype"),
             )
+            for block in self.blocks:
+                attn: Any = block.attn
+                # Not one for all: torch.func.functional_call restores the wrong shared buffers.
+                attn.rope = copy.deepcopy(self.rope)
+                attn.num_prefix_tokens = self.num_prefix_tokens
+            if self.dynamic_img_size:  # TorchScript has no super(), which an override would call
+                self.patch_embed.register_forward_hook(self._follow_grid)
         self.sizes = nest_layers(self, nested)
-
-    def _add_rotation(self, rope: RotaryEmbeddingCat) -> None:
-        self.rope = rope
-        for block in self.blocks:
-            attn: Any = block.attn
-            # Not one for all: torch.func.functional_call restores the wrong shared buffers.
-            attn.rope = copy.deepcopy(rope)
-            attn.num_prefix_tokens = self.num_prefix_tokens
-        if self.dynamic_img_size:  # TorchScript has no super(), which an override would call
-            self.patch_embed.register_forward_hook(self._follow_grid)
 
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
         """Initialise the weights as timm does; see also :func:`draw_prefix_tokens`."""
@@ -189,14 +176,7 @@ class TokenFormerViT(VisionTransformer):
 
     @torch.jit.ignore()
     def set_backend(self, backend: str) -> None:
-        """Choose how Pattention and norms in all blocks compute; it is not saved with the model.
-
-        Args:
-            backend: One of ``tokenformer_vit.ops.BACKENDS``.
-
-        Raises:
-            InputError: If the backend is unknown.
-        """
+        """Choose one of ``tokenformer_vit.ops.BACKENDS`` for all blocks; it is not saved."""
         check_backend(backend)
         for module in self.blocks.modules():
             if isinstance(module, BlockNorm | Pattention):
@@ -213,9 +193,6 @@ class TokenFormerViT(VisionTransformer):
             size: Share of the pairs of every layer, above 0 and at most 1; or a dict of shares
                 (floats) and numbers of pairs (ints) by kind (``qkv``, ``proj``, ``ffn``). ``None``
                 for all pairs. It need not be one of ``sizes``.
-
-        Raises:
-            InputError: If the size is out of range, or a mask is active.
         """
         set_size(self, size)
 
@@ -283,11 +260,10 @@ class TokenFormerViTDistilled(TokenFormerViT, VisionTransformerDistilled):
     both.
 
     Args:
-        **kwargs: Arguments of TokenFormerViT. The model has learned positions, pools by ``token``,
-            and has no registers.
+        **kwargs: Arguments of TokenFormerViT, except those in the error.
 
     Raises:
-        InputError: As TokenFormerViT, and for another pooling, registers or ``pos_embed``.
+        InputError: If registers, a norm after the pooling or other positions are asked for.
 
     Source:
         DeiT, arXiv:2012.12877, Section 4.
@@ -319,19 +295,7 @@ def draw_prefix_tokens(vit: Any, generator: torch.Generator | None = None) -> No
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: TokenFormerViT) -> dict[str, Tensor]:
-    """Check a checkpoint that timm has read, and adapt it to ``model``.
-
-    Args:
-        state_dict: State dict of a timm model, or of an mmpretrain classifier around it.
-        model: Model that will load it.
-
-    Returns:
-        A state dict with timm's names, and position and patch embeddings of the model's size.
-
-    Raises:
-        InputError: If the file is damaged, or the weights were trained with another Θ or number of
-            heads, or belong to another depth.
-    """
+    """Check a checkpoint that timm has read, and adapt names and sizes to ``model``."""
     state_dict = timm_state_dict(state_dict.get("state_dict", state_dict))
     source: Any = model.pretrained_cfg
     where = source.get("file") or source.get("hf_hub_id") or "the checkpoint"

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from mmpretrain.models import ImageClassifier
 from mmpretrain.registry import MODELS
 from pydantic import BaseModel, ConfigDict, Field
+from timm.data import resolve_input_data_config
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError, one_line
-from tokenformer_vit.models.checkpoints import data_config, load_model, weights_in_package
+from tokenformer_vit.models.checkpoints import load_model
 
 from .labels import DistilledHead
 
@@ -105,7 +106,7 @@ class Teacher:
         named = isinstance(names, list | tuple) and len(names) == num_classes
         self.classes = [str(name) for name in names] if named else None
         self.digest = tensors_digest(self._model.state_dict())
-        own = data_config(self._model)
+        own = resolve_input_data_config(self._model)
         self._size = tuple(own["input_size"][1:])
         # The student's values are (v - mean) / std for v from 0 to 255, and timm's have v / 255.
         mean, std = (torch.tensor(own[key]).view(3, 1, 1) for key in ("mean", "std"))
@@ -145,8 +146,6 @@ def _load(settings: Distillation) -> nn.Module:
         return load_model(name, Path(settings.checkpoint_path))
     if path.exists():
         return load_model(None, path)
-    if file := weights_in_package(name):
-        return load_model(name, file)
     if not (name.startswith("hf-hub:") or timm.is_model_pretrained(name)):
         raise InputError(
             f"the teacher {name!r} is no file, no folder and no timm model with pretrained "

@@ -10,16 +10,12 @@ from typing import Any, NamedTuple
 
 import timm
 from mmengine.config import Config
+from timm.data import resolve_input_data_config
 
 from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.files import locked_folder, make_folder, write_whole
-from tokenformer_vit.models.checkpoints import (
-    WEIGHTS,
-    data_config,
-    describe_model,
-    load_model,
-)
+from tokenformer_vit.models.checkpoints import WEIGHTS, describe_model, load_model
 from tokenformer_vit.vision.images import class_folders, read_image, say_left_out, scan_images
 
 from .backbone import check_classifier
@@ -257,7 +253,7 @@ def _set_model(cfg: Config, start: Start, size: int, count: int, classes: int) -
     if start.checkpoint is not None:
         model: Any = load_model(start.model, start.checkpoint, for_images=False)
         described = describe_model(model, classes, None, None)
-        images = data_config(model)
+        images = resolve_input_data_config(model)
         size, crop_pct = images["input_size"][-1], images["crop_pct"]
         new = {
             "model_name": described["architecture"],

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timm.data import resolve_input_data_config
 from torch import Tensor, nn
 
 from tokenformer_vit.benchmarking.costs import model_costs, total
@@ -23,7 +24,6 @@ from tokenformer_vit.growth.sparse import top_k
 from tokenformer_vit.growth.tokens import counts_by_layer
 from tokenformer_vit.layers.arguments import COUNTS
 from tokenformer_vit.layers.block import token_arguments
-from tokenformer_vit.models.checkpoints import data_config
 
 from .images import class_folders, read_images, say_left_out, scan_images
 
@@ -318,7 +318,7 @@ def tensor_batches(
         InputError: If an image cannot be read.
     """
     dtype = next(model.parameters()).dtype
-    with closing(read_images(paths, data_config(model), batch_size)) as batches:
+    with closing(read_images(paths, resolve_input_data_config(model), batch_size)) as batches:
         for batch in batches:
             for _, image in batch:
                 if isinstance(image, InputError):
