@@ -27,9 +27,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tokenformer_vit.command_line import run_tool
-from tokenformer_vit.models.checkpoints import save_model
-from tokenformer_vit.models.description import DESCRIPTION
-from tokenformer_vit.models.weights import read_state_dict
+from tokenformer_vit.models.checkpoints import DESCRIPTION, read_checkpoint, save_model
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 10
@@ -279,7 +277,7 @@ def test_safetensors(predict, exported, photo, tmp_path):
 
 def checkpoint(exported):
     content = {
-        "state_dict": read_state_dict(exported / "model.safetensors"),
+        "state_dict": read_checkpoint(exported / "model.safetensors")["state_dict"],
         DESCRIPTION: json.loads((exported / "config.json").read_text()),
         "meta": {"epoch": 3},
     }

@@ -15,13 +15,16 @@ from matplotlib.figure import Figure
 from matplotlib.mathtext import MathTextParser
 from PIL import Image
 from rich.console import Console
-from timm.data import create_transform, resolve_model_data_config
+from timm.data import (
+    create_transform,
+    resolve_input_data_config,
+    resolve_model_data_config,
+)
 
 from tokenformer_vit.cli import export
 from tokenformer_vit.cli import test as tool
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models.checkpoints import load_model
-from tokenformer_vit.models.description import DESCRIPTION, class_names, data_config
+from tokenformer_vit.models.checkpoints import DESCRIPTION, load_model
 from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.evaluation import (
     Evaluation,
@@ -32,7 +35,7 @@ from tokenformer_vit.training.evaluation import (
     write_evaluation,
 )
 from tokenformer_vit.training.reports import read_scalars
-from tokenformer_vit.vision.prediction import predict
+from tokenformer_vit.vision.prediction import class_names, predict
 
 VAL_IMAGES = {"bright": 10, "dark": 7, "[bold]split": 12}  # 29: an odd number, unequally shared
 
@@ -330,7 +333,7 @@ def test_a_checkpoint_answers_images_as_the_test_does(run, tmp_path, source):
     exported = load_model(None, run.work_dir)
     images = torch.randn(2, 3, 8, 8)
     assert torch.equal(model(images), exported(images))
-    assert data_config(model) == data_config(exported)
+    assert resolve_input_data_config(model) == resolve_input_data_config(exported)
 
 
 def test_an_export_does_not_overwrite(run, tmp_path):

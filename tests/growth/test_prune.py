@@ -18,7 +18,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow, grow_state_dict, pattention_layers
 from tokenformer_vit.growth.prune import Usage, measure_usage, prune
 from tokenformer_vit.models import LMConfig, compile_blocks
-from tokenformer_vit.models.checkpoints import load_model, save_classifier, save_model
+from tokenformer_vit.models.checkpoints import load_model, save_model
 from tokenformer_vit.ops import THETAS
 
 SHAPE = {
@@ -259,15 +259,13 @@ def test_counts_by_block_are_saved_reloaded_counted_and_grown(tmp_path):
         assert torch.equal(one.tau, other.tau)
 
     save_model(model, tmp_path / "folder")
-    assert "q, k, v 9 to 24, output 40, FFN 33 to 56" in (tmp_path / "folder/README.md").read_text()
     arguments = json.loads((tmp_path / "folder/config.json").read_text())["model_args"]
     assert arguments["num_qkv_param_tokens"] == [9, 24]
     assert arguments["num_ffn_param_tokens"] == [56, 33]
     assert arguments["num_proj_param_tokens"] == 40
-    save_classifier(model, tmp_path / "model.pth")
     for reloaded in (
         timm.create_model(f"local-dir:{tmp_path / 'folder'}", pretrained=True).eval(),
-        load_model(None, tmp_path / "model.pth"),
+        load_model(None, tmp_path / "folder"),
     ):
         assert torch.equal(logits(reloaded, x), logits(model, x))
 

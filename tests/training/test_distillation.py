@@ -16,9 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import save_model
-from tokenformer_vit.models.weights import tensors_digest
 from tokenformer_vit.training.config import load_config
-from tokenformer_vit.training.distillation import Distillation, _load
+from tokenformer_vit.training.distillation import Distillation, _load, tensors_digest
 from tokenformer_vit.training.guard import GuardHook
 from tokenformer_vit.training.identity import check_identity, run_identity
 

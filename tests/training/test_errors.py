@@ -24,7 +24,7 @@ from PIL import Image
 
 from tokenformer_vit.command_line import run_tool, whole_number
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models.description import DESCRIPTION
+from tokenformer_vit.models.checkpoints import DESCRIPTION
 from tokenformer_vit.training import (
     AtomicLocalBackend,
     ExactCheckpointHook,

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tokenformer_vit.files import temporary_name
-from tokenformer_vit.models.description import DESCRIPTION
+from tokenformer_vit.models.checkpoints import DESCRIPTION
 from tokenformer_vit.training import ExactCheckpointHook
 from tokenformer_vit.training.reports import read_scalars
 

@@ -28,7 +28,7 @@ from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import new_folder
 from tokenformer_vit.growth import TokenMasks
-from tokenformer_vit.models.checkpoints import read_state_dict
+from tokenformer_vit.models.checkpoints import read_checkpoint, state_dict_in
 
 from .modeling import TokenFormerConfig
 from .schemas import ConfigFile, ShardIndex, read_json
@@ -137,13 +137,13 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     if whole.is_file() or not index.is_file():
         if not whole.is_file():
             raise InputError(f"there is no {whole}; {_NEW_FOLDER}")
-        return read_state_dict(whole)
+        return state_dict_in(read_checkpoint(whole), whole)
     places = read_json(index, ShardIndex, "an index of weights", _NEW_FOLDER)["weight_map"]
     tensors = {}
     for name in sorted(set(places.values())):
         if not (folder / name).is_file():
             raise InputError(f"there is no {folder / name}, which {index} names; copy all files")
-        tensors |= read_state_dict(folder / name)
+        tensors |= state_dict_in(read_checkpoint(folder / name), name)
     return tensors
 
 

@@ -18,7 +18,7 @@ from tokenformer_vit.layers.arguments import EPS
 from tokenformer_vit.layers.block import token_arguments
 from tokenformer_vit.layers.segments import TOKENS
 from tokenformer_vit.models import LMConfig, TokenFormerDecoder, lm_config
-from tokenformer_vit.models.checkpoints import read_state_dict
+from tokenformer_vit.models.checkpoints import read_checkpoint, state_dict_in
 from tokenformer_vit.ops import default_tau
 
 from .modeling import TokenFormerForCausalLM
@@ -43,7 +43,7 @@ def read_released(
     """
     if not path.is_file():
         raise InputError(f"there is no checkpoint file {path}")
-    state_dict = read_state_dict(path)
+    state_dict = state_dict_in(read_checkpoint(path), path)
     try:
         return from_released(state_dict, num_heads, context_length, eps)
     except InputError as error:

@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import timm
 import torch
 from safetensors import SafetensorError
@@ -45,10 +46,16 @@ _log = logging.getLogger("tokenformer_vit")
 class _Skipped:
     """Stands for what a checkpoint holds beside tensors and plain values; nobody reads it."""
 
-    def __init__(self, *_: Any) -> None:
-        pass
+    def __init__(self, *args: Any) -> None:
+        self.args = args
 
-    __setstate__ = __init__
+    def __setstate__(self, state: Any) -> None:
+        """Forget the content."""
+
+
+def _number(kind: _Skipped, raw: bytes) -> Any:
+    """Read a number of NumPy, whose own types would take flags from the file."""
+    return np.frombuffer(raw, kind.args[0])[0].item()
 
 
 # The command line of timm's and DeiT's trainings, and the log of mmengine's own CheckpointHook.
@@ -56,7 +63,8 @@ _SKIPPED: list[Any] = [
     *((_Skipped, name) for name in ("argparse.Namespace", "builtins.getattr")),
     (_Skipped, "mmengine.logging.history_buffer.HistoryBuffer"),
     *((_Skipped, f"numpy.{name}") for name in ("dtype", "ndarray")),
-    *((_Skipped, f"numpy._core.multiarray.{name}") for name in ("_reconstruct", "scalar")),
+    (_Skipped, "numpy._core.multiarray._reconstruct"),
+    (_number, "numpy._core.multiarray.scalar"),
 ]
 
 
@@ -85,7 +93,8 @@ def state_dict_in(content: Mapping[str, Any], path: str | Path) -> dict[str, Ten
     """Return the tensors of a model in the content of a file, without the prefix of a wrapper."""
     found = next((content[name] for name in _STATE_DICTS if content.get(name)), content)
     if not found or not all(isinstance(each, Tensor) for each in found.values()):
-        raise InputError(f"{path} holds no state dict: save model.state_dict()")
+        names = ", ".join(map(str, list(found)[:5]))
+        raise InputError(f"{path} holds no state dict, but {names}: save model.state_dict()")
     return clean_state_dict(dict(found))
 
 
@@ -255,7 +264,8 @@ def model_faults(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> s
     """Name the first differences between the tensors of a model and of a file; "" without any."""
     have, need = ({n: tuple(t.shape) for n, t in each.items()} for each in (found, wanted))
     faults = [
-        f"{name} is {have.get(name, 'absent')} in the file, {need.get(name, 'absent')} in the model"
+        f"{name} is {have.get(name, 'absent')} in the file and {need.get(name, 'absent')} in the"
+        " model"
         for name in need | have
         if have.get(name) != need.get(name)
     ]
