@@ -65,8 +65,11 @@ def test_blocks_are_pattention_and_token_attention_alone(name):
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_recipe_of_evaluation(name):
     cfg = timm.get_pretrained_cfg(name)
-    assert cfg.input_size == (3, 224, 224)
-    assert cfg.interpolation == "bicubic"
+    assert (cfg.input_size, cfg.interpolation, cfg.license) == (
+        (3, 224, 224),
+        "bicubic",
+        "apache-2.0",
+    )
     assert cfg.crop_pct == (1 if name.endswith("_rope_reg4") else 224 / 256)
     assert (cfg.mean, cfg.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
@@ -89,18 +92,9 @@ def test_a_distilled_model_has_two_heads_on_two_tokens():
     model.set_distilled_training()
     for output, expected in zip(model.train()(images), both, strict=True):
         torch.testing.assert_close(output, expected)
-    for name, value in (
-        ("global_pool", "avg"),
-        ("reg_tokens", 4),
-        ("pos_embed", "none"),
-        ("no_embed_class", True),
-        ("fc_norm", True),
-        ("patch_drop_rate", 0.5),
-    ):
+    for name, value in (("reg_tokens", 4), ("pos_embed", "none"), ("patch_drop_rate", 0.5)):
         with pytest.raises(InputError, match=rf"{name} is .*leave it at"):
             timm.create_model("tokenformer_small_distilled", **sizes, **{name: value})
-    with pytest.raises(InputError, match=r"global_pool is 'avg'"):
-        model.reset_classifier(3, "avg")
 
 
 @pytest.mark.parametrize("name", [name for name in PARAMETERS if name.endswith("_rope_reg4")])

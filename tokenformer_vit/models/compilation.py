@@ -40,19 +40,14 @@ def compile_blocks(
         kwargs = {**({"mode": how} if isinstance(how, str) else how), **kwargs}
     blocks = blocks_of(model)
     if not isinstance(blocks, nn.Module):
-        raise InputError(
-            f"{type(model).__name__} has no transformer blocks to compile; omit --compile, or "
-            "choose a ViT"
-        )
-    config: Any = torch._dynamo.config
+        raise InputError(f"{type(model).__name__} has no transformer blocks: omit --compile")
     # Training, evaluation, the last batch of an epoch and a first block without stochastic depth
     # each need a version. By default PyTorch stops at eight and silently runs the rest uncompiled.
-    config.recompile_limit = max(config.recompile_limit, 64)
-    # optimize_ddp splits the graph of a whole model, and fails on the graphs within graphs of
-    # autograd functions. Blocks do not need it to overlap communication.
-    config.optimize_ddp = False
-    if len(getattr(model, "sizes", ())) > 1:
-        # By default PyTorch compiles again for every number that a module holds.
-        config.allow_unspec_int_on_nn_module = True
+    dynamo: Any = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
+    # It splits the graph of a whole model, and fails on the graphs of autograd functions.
+    dynamo.optimize_ddp = False
+    if len(getattr(model, "sizes", ())) > 1:  # else every size would be a version
+        dynamo.allow_unspec_int_on_nn_module = True
     for block in blocks.children():
         block.compile(**kwargs)

@@ -20,28 +20,15 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import BlockNorm, Pattention, TokenFormerBlock
-from tokenformer_vit.layers.arguments import Counts, counts_by_block, model_pattention_args
+from tokenformer_vit.layers.arguments import COUNTS, Counts, counts_by_block, model_pattention_args
 from tokenformer_vit.layers.block import TIMM_ONLY, token_arguments
 from tokenformer_vit.ops import check_backend
 
-from .checkpoints import (
-    WEIGHTS,
-    check_computation,
-    check_digest,
-    computation_of,
-    description_of,
-    timm_state_dict,
-)
+from . import checkpoints
 from .sizes import Size, nest_layers, nested_sizes, set_size
 
 # Arguments of timm's ViT that need linear layers.
 _NOT_OURS = TIMM_ONLY | {"block_fn", "fix_init"}
-# A distilled model has these values: its heads read exactly a class and a distillation token, and
-# timm would drop the latter with the patches.
-_OF_DISTILLED = {
-    **{"reg_tokens": 0, "pos_embed": "learn", "no_embed_class": False},
-    **{"fc_norm": None, "patch_drop_rate": 0.0},
-}
 
 
 class TokenFormerViT(VisionTransformer):
@@ -112,12 +99,8 @@ class TokenFormerViT(VisionTransformer):
             )
         if kwargs.get("global_pool") in ("map", "prr"):
             raise TypeError("attention pools have linear layers: choose another global_pool")
-        counts = counts_by_block(
-            depth,
-            num_qkv_param_tokens=num_qkv_param_tokens,
-            num_proj_param_tokens=num_proj_param_tokens,
-            num_ffn_param_tokens=num_ffn_param_tokens,
-        )
+        given = (num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens)
+        counts = counts_by_block(depth, **dict(zip(COUNTS.values(), given, strict=True)))
         shared = model_pattention_args(pattention_args, embed_dim, max(depth, 1))
         gain = 1 / math.sqrt(2 * max(depth, 1))
 
@@ -146,23 +129,26 @@ class TokenFormerViT(VisionTransformer):
         }
         self.rope: RotaryEmbeddingCat | None = None
         if use_rot_pos_emb:
-            self.rope = RotaryEmbeddingCat(
-                embed_dim // num_heads,
-                temperature=rope_temperature,
-                in_pixels=False,
-                feat_shape=self.patch_embed.grid_size,
-                rotate_half=True,  # compiled for a CPU twice as fast as rotated neighbours
-                device=kwargs.get("device"),
-                dtype=kwargs.get("dtype"),
-            )
-            for block in self.blocks:
-                attn: Any = block.attn
-                # Not one for all: torch.func.functional_call restores the wrong shared buffers.
-                attn.rope = copy.deepcopy(self.rope)
-                attn.num_prefix_tokens = self.num_prefix_tokens
-            if self.dynamic_img_size:  # TorchScript has no super(), which an override would call
-                self.patch_embed.register_forward_hook(self._follow_grid)
+            place = {name: kwargs.get(name) for name in ("device", "dtype")}
+            self._rotate(embed_dim // num_heads, rope_temperature, **place)
         self.sizes = nest_layers(self, nested)
+
+    def _rotate(self, width: int, temperature: float, **place: Any) -> None:
+        self.rope = RotaryEmbeddingCat(
+            width,
+            temperature=temperature,
+            in_pixels=False,
+            feat_shape=self.patch_embed.grid_size,
+            rotate_half=True,  # compiled for a CPU twice as fast as rotated neighbours
+            **place,
+        )
+        for block in self.blocks:
+            attn: Any = block.attn
+            # Not one for all: torch.func.functional_call restores the wrong shared buffers.
+            attn.rope = copy.deepcopy(self.rope)
+            attn.num_prefix_tokens = self.num_prefix_tokens
+        if self.dynamic_img_size:  # TorchScript has no super(), which an override would call
+            self.patch_embed.register_forward_hook(self._follow_grid)
 
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
         """Initialise the weights as timm does; see also :func:`draw_prefix_tokens`."""
@@ -198,8 +184,8 @@ class TokenFormerViT(VisionTransformer):
 
     @torch.jit.ignore()
     def computation(self) -> dict[str, Any]:
-        """Return the arguments that the tensors do not show; see :func:`computation_of`."""
-        return computation_of(self._model_args)
+        """Return the arguments that the tensors do not show."""
+        return checkpoints.computation_of(self._model_args)
 
     @torch.jit.ignore()
     def record_param_tokens(self) -> None:
@@ -270,12 +256,14 @@ class TokenFormerViTDistilled(TokenFormerViT, VisionTransformerDistilled):
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        for name, value in _OF_DISTILLED.items():
-            if (given := kwargs.get(name, value)) != value:
+        # timm would ignore some of these, and drop the distillation token with the patches.
+        usual = {"reg_tokens": 0, "pos_embed": "learn", "no_embed_class": False}
+        usual |= {"fc_norm": None, "patch_drop_rate": 0.0}
+        for name, value in usual.items():
+            if kwargs.get(name, value) != value:
                 raise InputError(
-                    f"{name} is {given!r}, but the heads of a distilled model read its class and "
-                    f"distillation tokens: leave it at {value!r}, or choose a model without "
-                    "'_distilled' in its name"
+                    f"{name} is {kwargs[name]!r}, but distilled heads read exactly a class and a "
+                    f"distillation token: leave it at {value!r}"
                 )
         super().__init__(**kwargs)
 
@@ -283,10 +271,8 @@ class TokenFormerViTDistilled(TokenFormerViT, VisionTransformerDistilled):
 def draw_prefix_tokens(vit: Any, generator: torch.Generator | None = None) -> None:
     """Draw class and register tokens that have no position, with a standard deviation of 0.02.
 
-    timm draws them with 1e-6. Without a position they remain as small, below the root of the norm's
-    eps, and their gradients are hundreds of times as large as all others together: gradient
-    clipping would leave next to nothing of these. As in DeiT III, arXiv:2204.07118, and ViT-5,
-    arXiv:2602.08071.
+    With timm's 1e-6 they would stay below the root of the norm's eps, with gradients hundreds of
+    times as large as all others. As in DeiT III, arXiv:2204.07118, and ViT-5, arXiv:2602.08071.
     """
     if vit.no_embed_class or vit.pos_embed is None:
         for token in (vit.cls_token, vit.reg_token):
@@ -296,16 +282,20 @@ def draw_prefix_tokens(vit: Any, generator: torch.Generator | None = None) -> No
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: TokenFormerViT) -> dict[str, Tensor]:
     """Check a checkpoint that timm has read, and adapt names and sizes to ``model``."""
-    state_dict = timm_state_dict(state_dict.get("state_dict", state_dict))
+    state_dict = checkpoints.timm_state_dict(state_dict.get("state_dict", state_dict))
     source: Any = model.pretrained_cfg
     where = source.get("file") or source.get("hf_hub_id") or "the checkpoint"
     if source.get("state_dict") is None:  # timm prefers these tensors to a file
-        file = Path(where) / WEIGHTS if source.get("source") == "local-dir" else Path(where)
-        check_digest(file)
+        file = (
+            Path(where) / checkpoints.WEIGHTS
+            if source.get("source") == "local-dir"
+            else Path(where)
+        )
+        checkpoints.check_digest(file)
         # timm knows the arguments of a model on the hub, but not those of a file.
         own: Any = model
-        trained = description_of(file).get("model_args") or own.pretrained_model_args
-        check_computation(model, trained, where)
+        trained = checkpoints.description_of(file).get("model_args") or own.pretrained_model_args
+        checkpoints.check_computation(model, trained, where)
     # timm draws what is missing if the number of classes differs, and says so at level INFO.
     pairs = (name for name in model.state_dict() if name.endswith(".key_param_tokens"))
     missing = [name for name in pairs if name not in state_dict]
