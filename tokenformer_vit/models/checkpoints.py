@@ -4,6 +4,7 @@ Reading runs no code of a file. Damage is found: ``config.json`` holds the SHA-2
 beside it, and a ``.pth`` file is a zip archive with checksums.
 """
 
+import argparse
 import json
 import logging
 import pickle
@@ -13,7 +14,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import timm
 import torch
 from safetensors import SafetensorError
@@ -43,31 +43,6 @@ _UNREADABLE = (SafetensorError, zipfile.BadZipFile, pickle.UnpicklingError)
 _log = logging.getLogger("tokenformer_vit")
 
 
-class _Skipped:
-    """Stands for what a checkpoint holds beside tensors and plain values; nobody reads it."""
-
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-
-    def __setstate__(self, state: Any) -> None:
-        """Forget the content."""
-
-
-def _number(kind: _Skipped, raw: bytes) -> Any:
-    """Read a number of NumPy, whose own types would take flags from the file."""
-    return np.frombuffer(raw, kind.args[0])[0].item()
-
-
-# The command line of timm's and DeiT's trainings, and the log of mmengine's own CheckpointHook.
-_SKIPPED: list[Any] = [
-    *((_Skipped, name) for name in ("argparse.Namespace", "builtins.getattr")),
-    (_Skipped, "mmengine.logging.history_buffer.HistoryBuffer"),
-    *((_Skipped, f"numpy.{name}") for name in ("dtype", "ndarray")),
-    (_Skipped, "numpy._core.multiarray._reconstruct"),
-    (_number, "numpy._core.multiarray.scalar"),
-]
-
-
 def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
     """Read the content of a file; ``{"state_dict": tensors}`` of a ``.safetensors`` file."""
     path = Path(path).expanduser()
@@ -79,7 +54,8 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
             return {"state_dict": load_file(path, device=str(map_location or "cpu"))}
         if zipfile.is_zipfile(path) and zipfile.ZipFile(path).testzip():  # PyTorch does not check
             raise zipfile.BadZipFile
-        with torch.serialization.safe_globals(_SKIPPED):
+        # The command line of timm's and DeiT's trainings is a Namespace.
+        with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location=map_location, weights_only=True)
     except (*_UNREADABLE, RuntimeError, EOFError) as error:
         # Not PyTorch's message, which advises to run the code in the file.
@@ -205,7 +181,10 @@ def load_model(
                 f"{checkpoint or 'the command'} names no timm model: name it with --model, or give "
                 "an exported folder"
             )
-        name, kwargs = described["architecture"], {**(described.get("model_args") or {}), **kwargs}
+        name, kwargs = (
+            str(described["architecture"]),
+            {**(described.get("model_args") or {}), **kwargs},
+        )
     weights = timm_state_dict(state_dict_in(content, checkpoint)) if checkpoint else None
     try:
         model = _build(name, described, weights, num_classes, kwargs)

@@ -232,10 +232,7 @@ class TokenFormerViT(VisionTransformer):
     @torch.jit.ignore()
     def load_pretrained(self, checkpoint_path: str, prefix: str = "") -> None:
         """Refuse the ``.npz`` files of ViTs, which hold linear layers."""
-        raise InputError(
-            f"{checkpoint_path} is a NumPy checkpoint of an ordinary ViT: give the .safetensors or "
-            ".pth file of a TokenFormer"
-        )
+        raise InputError(f"{checkpoint_path} is of an ordinary ViT: give weights of a TokenFormer")
 
 
 class TokenFormerViTDistilled(TokenFormerViT, VisionTransformerDistilled):

@@ -10,7 +10,7 @@ from mmpretrain.registry import MODELS
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers.segments import fuse_state_dict
-from tokenformer_vit.models.checkpoints import describe_model, read_checkpoint, save_model
+from tokenformer_vit.models.checkpoints import describe_model, save_model
 from tokenformer_vit.vision.image_rows import hub_name
 
 from .backbone import TimmClassificationBackbone, as_timm_model, check_exportable, num_classes
@@ -19,6 +19,7 @@ from .loop import validation_is_due
 from .metrics import RECONSTRUCTION, VAL_LOSS
 from .progress import dtype_of
 from .steps import highest_rate, sample_noun, samples_per_step
+from .storage import load_plain_checkpoint
 
 _LOADERS = ("LoadImage", "LoadImageFromFile")  # both give BGR
 # Steps that do not change what an image shows.
@@ -221,7 +222,7 @@ def export_checkpoint(cfg: Config, checkpoint: Path, folder: Path) -> None:
         InputError: If the checkpoint cannot be read, belongs to another model, or does not name
             its classes.
     """
-    content = read_checkpoint(checkpoint)
+    content = load_plain_checkpoint(str(checkpoint))
     classes = classes_of(content)
     if classes is None:
         raise InputError(

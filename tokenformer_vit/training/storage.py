@@ -36,6 +36,31 @@ from .processes import from_first
 _TIMM_STEM = "patch_embed.proj.weight"
 
 
+class _Skipped:
+    """Stands for the log in a checkpoint of mmengine, whose own class would call what it reads."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        """Forget the content."""
+
+
+def _number(kind: _Skipped, raw: bytes) -> Any:
+    """Read a number of NumPy, whose own types would take flags from the file."""
+    return np.frombuffer(raw, kind.args[0])[0].item()
+
+
+# What mmengine's own CheckpointHook writes: its log, and numbers of NumPy.
+_SKIPPED: list[Any] = [
+    (_Skipped, "builtins.getattr"),
+    (_Skipped, "mmengine.logging.history_buffer.HistoryBuffer"),
+    *((_Skipped, f"numpy.{name}") for name in ("dtype", "ndarray")),
+    (_Skipped, "numpy._core.multiarray._reconstruct"),
+    (_number, "numpy._core.multiarray.scalar"),
+]
+
+
 class AtomicLocalBackend(LocalBackend):
     """mmengine's local files; a new file gets its name only when it is complete."""
 
@@ -110,7 +135,8 @@ def load_plain_checkpoint(filename: str, map_location: Any = None) -> dict[str, 
     path = Path(filename).expanduser()
     if not path.exists() and re.match(r"[A-Za-z][\w+.-]+:", filename):
         raise InputError(f"{filename} is not a local file: download it first, and give its path")
-    checkpoint: dict[str, Any] = read_checkpoint(path, map_location or "cpu")
+    with torch.serialization.safe_globals(_SKIPPED):
+        checkpoint: dict[str, Any] = read_checkpoint(path, map_location or "cpu")
     weights = checkpoint.get("state_dict", checkpoint)
     if path.suffix == ".safetensors" or (isinstance(weights, dict) and _TIMM_STEM in weights):
         description = description_of(path, checkpoint)
