@@ -154,6 +154,11 @@ def test_another_image_size_resamples_positions(saved):
     assert local_dir(folder, patch_size=8)(torch.randn(1, 3, 64, 64)).shape == (1, 10)
 
 
+def test_a_model_of_any_image_size_is_used_at_the_size_it_was_trained_at(small, tmp_path):
+    save_model(small(dynamic_img_size=True), tmp_path / "out", None, {"input_size": (3, 96, 96)})
+    assert data_config(load_model(None, tmp_path / "out"))["input_size"] == (3, 96, 96)
+
+
 @pytest.mark.parametrize("named", [None, "tokenformer_tiny"])
 def test_positions_of_rectangles_are_resampled_as_rectangles(small, named, tmp_path):
     model, own = small(img_size=(128, 32)), {**SHAPE, "img_size": (192, 48)}
@@ -187,12 +192,6 @@ def test_a_named_model_takes_the_preprocessing_of_the_file(saved, tmp_path, capl
         load_model(None, tmp_path / "x.pth")
 
 
-def test_a_model_of_any_image_size_is_used_at_the_size_it_was_trained_at(small, tmp_path):
-    model = small(dynamic_img_size=True)
-    save_model(model, tmp_path / "out", data_config={"input_size": (3, 96, 96)})
-    assert data_config(load_model(None, tmp_path / "out"))["input_size"] == (3, 96, 96)
-
-
 def test_names_of_another_head_are_not_saved(tmp_path):
     model = timm.create_model("tokenformer_cifar10_micro", pretrained=True, num_classes=3)
     save_model(model, tmp_path / "model")
@@ -223,6 +222,21 @@ def test_names_go_to_mmpretrain_and_back(small, images):
     loaded = small()
     loaded.load_state_dict(checkpoint_filter_fn({"state_dict": named, "meta": {}}, loaded))
     assert torch.equal(loaded(x), model(x))
+
+
+def test_the_norm_of_a_linear_probe_becomes_a_part_of_its_head():
+    head = torch.nn.Linear(4, 3).double()
+    for affine in (False, True):
+        norm = torch.nn.BatchNorm1d(4, eps=1e-6, affine=affine).double()
+        for tensor in norm.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.uniform_(0.5, 2)
+        named = {f"head.fc.{name}": each for name, each in head.state_dict().items()}
+        named |= {f"neck.bn.{name}": each for name, each in norm.state_dict().items()}
+        folded = timm_state_dict({**named, "backbone.model.x": torch.ones(1)})
+        x = torch.randn(5, 4).double()
+        found = torch.nn.functional.linear(x, folded["head.weight"], folded["head.bias"])
+        torch.testing.assert_close(found, head(norm.eval()(x)))
 
 
 def flip(path, start):

@@ -80,14 +80,6 @@ def test_sizes_of_a_nested_model_share_their_code():
         assert counter.frame_count <= 6
 
 
-def test_serves_other_vits():
-    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
-    counter = CompileCounter()
-    compile_blocks(model, backend=counter)
-    model(images())
-    assert counter.frame_count == 1
-
-
 def test_a_model_without_blocks_is_refused():
     with pytest.raises(InputError, match="ResNet has no transformer blocks: omit"):
         compile_blocks(timm.create_model("resnet10t"))

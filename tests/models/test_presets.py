@@ -33,15 +33,10 @@ def test_registers_exactly_these_models():
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_parameter_count(name):
+def test_the_readme_states_parameters_and_multiplications(name):
     model = timm.create_model(name, device="meta")
     assert isinstance(model, TokenFormerViT)
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_the_readme_states_parameters_and_multiplications(name):
-    model = timm.create_model(name, device="meta")
     gmacs = total(model_costs(model)).forward_flops / 2e9
     root = Path(__file__).resolve().parents[2]
     pages = [root / "README.md", root / "tokenformer_vit" / "models" / "README.md"]

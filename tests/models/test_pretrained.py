@@ -2,7 +2,6 @@
 
 import io
 import json
-import shutil
 import socket
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from safetensors.torch import load_file
 from timm.data import create_transform, resolve_input_data_config
 
 import tokenformer_vit
-from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.vision.prediction import class_names
 
@@ -33,10 +31,6 @@ def offline(monkeypatch):
         raise AssertionError("the weights are in the package")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
-
-
-def test_it_is_the_only_pretrained_model():
-    assert timm.list_models("tokenformer*", pretrained=True) == [f"{NAME}.cifar10"]
 
 
 def test_timm_and_the_exported_folder_give_the_same_model(images):
@@ -61,16 +55,6 @@ def test_other_heads_channels_sizes_and_features(images):
     assert all(torch.equal(old[name], new[name]) for name in old)
     maps = create(features_only=True)(images(32))
     assert [tuple(each.shape) for each in maps] == [(2, 96, 4, 4)] * 3
-
-
-def test_a_damaged_file_is_refused(tmp_path):
-    shutil.copytree(FILE.parent, tmp_path / NAME)
-    file = tmp_path / NAME / FILE.name
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    with pytest.raises(InputError, match=r"model\.safetensors is damaged"):
-        create(pretrained_cfg_overlay={"file": str(file)})
 
 
 def test_given_tensors_take_the_place_of_the_file():

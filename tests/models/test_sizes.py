@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import count_pairs, extract
-from tokenformer_vit.models import LMConfig, TokenFormerLM
+from tokenformer_vit.growth import count_pairs
 from tokenformer_vit.models.checkpoints import load_model, save_model
 from tokenformer_vit.models.sizes import at_size, find_layers, nested_sizes, size_counts
 
@@ -91,21 +90,6 @@ def test_export_keeps_the_size(small, images):
     model.set_size(None)
     torch.testing.assert_close(program(x), expected)
     assert (model(x) - expected).abs().max() > 0
-
-
-def test_a_language_model_has_sizes():
-    config = LMConfig(
-        vocab_size=61, context_length=40, embed_dim=32, depth=2, num_heads=2, nested=(0.25, 0.5)
-    )
-    model, x = TokenFormerLM(config).eval(), torch.randint(61, (2, 9))
-    assert model.sizes == (0.25, 0.5, 1.0)
-    for size in (0.25, 0.4, {"ffn": 0.5}):
-        model.set_size(size)
-        small = extract(model, size)
-        assert torch.equal(small(x), model(x))
-        rebuilt = TokenFormerLM(small.config).eval()
-        rebuilt.load_state_dict(small.state_dict())
-        assert torch.equal(rebuilt(x), model(x))
 
 
 def test_a_size_under_gradient_checkpointing_is_refused(small, images):

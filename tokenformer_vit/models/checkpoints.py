@@ -125,7 +125,7 @@ def check_computation(model: nn.Module, arguments: Mapping[str, Any], source: An
 def timm_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename the tensors of an mmpretrain classifier around a timm model; others keep their names.
 
-    The ``ClsBatchNormNeck`` of a linear probe, which has no weights, becomes a part of the head.
+    The ``ClsBatchNormNeck`` of a linear probe becomes a part of the head.
     The decoder of a masked autoencoder is left out.
     """
     if not any(name.startswith(_BACKBONE) for name in state_dict):
@@ -137,9 +137,11 @@ def timm_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if name.startswith(old)
     }
     if "neck.bn.running_var" in state_dict:
-        mean, var = (state_dict[f"neck.bn.running_{name}"] for name in ("mean", "var"))
-        weight = renamed["head.weight"] / (var + 1e-6).sqrt()  # the neck's own eps
-        renamed |= {"head.weight": weight, "head.bias": renamed["head.bias"] - weight @ mean}
+        scale = (state_dict["neck.bn.running_var"] + 1e-6).rsqrt()  # the neck's own eps
+        scale = scale * state_dict.get("neck.bn.weight", 1)
+        shift = state_dict.get("neck.bn.bias", 0) - state_dict["neck.bn.running_mean"] * scale
+        renamed["head.bias"] = renamed["head.bias"] + renamed["head.weight"] @ shift
+        renamed["head.weight"] = renamed["head.weight"] * scale
     return renamed
 
 
