@@ -183,10 +183,8 @@ def load_model(
                 f"{checkpoint or 'the command'} names no timm model: name it with --model, or give "
                 "an exported folder"
             )
-        name, kwargs = (
-            str(described["architecture"]),
-            {**(described.get("model_args") or {}), **kwargs},
-        )
+        name = str(described["architecture"])
+        kwargs = {**(described.get("model_args") or {}), **kwargs}
     weights = timm_state_dict(state_dict_in(content, checkpoint)) if checkpoint else None
     try:
         model = _build(name, described, weights, num_classes, kwargs)
