@@ -154,12 +154,7 @@ def test_pairs_that_are_not_read():
     model.blocks[0].attn.query.active = torch.arange(0, 20, 3)
     model.blocks[1].mlp.active = torch.arange(30)
     assert total(model_costs(model)).forward_flops == count(model)["Global"] < whole.forward_flops
-    model.blocks[1].mlp.top_k = 4
-    # PyTorch counts no FLOPs for a sum of chosen rows: 17 tokens, 4 rows each, of 24 elements.
-    chosen = 2 * 17 * 4 * 24
-    costs = total(model_costs(model))
-    assert costs.forward_flops == count(model)["Global"] + chosen
-    assert costs.parameters == whole.parameters
+    assert total(model_costs(model)).parameters == whole.parameters
 
 
 @pytest.mark.parametrize("name", ["tokenformer_tiny", "vit_tiny_patch16_224"])

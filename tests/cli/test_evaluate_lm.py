@@ -70,20 +70,6 @@ def record(folder):
     return json.loads((folder / "results.json").read_text())
 
 
-def test_quantised_pairs_are_measured(folder, text):
-    pytest.importorskip("torchao", reason="pip install '.[quantization]'")
-    run(folder, "--text", text)
-    whole = record(folder / "evaluation")
-    run(folder, "--text", text, "--quantize", "int8")
-    found = record(folder / "evaluation")
-    assert found["settings"]["quantize"] == "int8"
-    assert found["bytes"] < 0.6 * whole["bytes"]
-    assert found["parameters"] == whole["parameters"]
-    losses = [each["texts"][str(text)]["loss"] for each in (found, whole)]
-    assert losses[0] != losses[1]
-    assert losses[0] == pytest.approx(losses[1], rel=0.01)
-
-
 def test_a_text_is_measured_and_kept(folder, text, capsys, monkeypatch):
     run(folder, "--text", text)
     out = folder / "evaluation"

@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import extract, grow, reorder
+from tokenformer_vit.growth import extract, grow
 from tokenformer_vit.language import (
     TokenFormerConfig,
     TokenFormerForCausalLM,
@@ -40,8 +40,7 @@ from tokenformer_vit.language import (
     save_language_model,
     transformer_lm,
 )
-from tokenformer_vit.models import LMConfig, TokenFormerLM, quantize
-from tokenformer_vit.models.card import describe_pairs
+from tokenformer_vit.models import LMConfig, TokenFormerLM
 from tokenformer_vit.models.sizes import find_layers
 
 SHAPE = {"vocab_size": 61, "context_length": 40, "embed_dim": 32, "depth": 2, "num_heads": 2}
@@ -391,39 +390,6 @@ def test_new_pairs_in_parameters_of_their_own_are_joined_when_saved(tmp_path):
     grow(model, num_ffn_param_tokens=160, freeze="old")
     loaded = reload(model, tmp_path)
     torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=0, atol=0)
-
-
-class Wrapper(torch.nn.Module):
-    """What an adapter of peft puts around a layer."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.base_layer = layer
-
-    def forward(self, x):
-        return self.base_layer(x)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model, _: grow(model, num_ffn_param_tokens=200),
-        lambda model, _: model.set_size(0.5),
-        lambda model, _: reorder(model, {}),
-        lambda model, _: quantize(model),
-        lambda model, folder: model.save_pretrained(folder),
-    ],
-    ids=["grow", "set_size", "reorder", "quantize", "save"],
-)
-def test_pairs_in_an_adapter_of_peft_are_not_changed(change, tmp_path):
-    model, tokens = build(), torch.randint(61, (2, 9))
-    expected = model(tokens).logits
-    for block in model.model.blocks:
-        block.mlp = Wrapper(Wrapper(block.mlp))  # one for the keys, one for the values
-    with pytest.raises(InputError, match=r"adapter of peft .*\(merge_and_unload\)"):
-        change(model, tmp_path)
-    assert torch.equal(model(tokens).logits, expected)
-    assert "FFN 128" in describe_pairs(model)
 
 
 @pytest.mark.parametrize("tie", [True, False])

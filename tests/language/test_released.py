@@ -206,9 +206,6 @@ def test_a_model_that_computes_otherwise_at_the_moment_is_not_exported():
     model.set_size(0.5)
     refused(r"blocks\.0\.attn\.query has a size; ")
     model.set_size(None)
-    model.blocks[1].mlp.top_k = 4
-    refused(r"model: blocks\.1\.mlp has a top_k; ")
-    model.blocks[1].mlp.top_k = None
     to_released(model)
 
     shape = {"vocab_size": 9, "embed_dim": 16, "depth": 1, "num_heads": 2}

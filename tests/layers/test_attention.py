@@ -98,8 +98,6 @@ def test_patches_are_rotated_by_row_and_column_and_the_tokens_before_them_are_no
     scores = q @ k.mT / 4
     expected = layer.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
     torch.testing.assert_close(layer(x), expected)
-    layer.joint = True
-    torch.testing.assert_close(layer(x), expected)
 
 
 def test_dropout_only_while_training(fused):

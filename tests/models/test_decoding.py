@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tokenformer_vit.layers.segments import split_tokens
 from torch import nn
 from torch.nn.utils import prune
 from torch.nn.utils.parametrize import register_parametrization
@@ -9,10 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tokenformer_vit.growth import grow
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.layers.segments import split_tokens
 from tokenformer_vit.models import LMConfig, TokenFormerLM
 from tokenformer_vit.models.causal_block import KVCache
-from tokenformer_vit.ops import THETAS, fused, norm, pattention_reference, pattention_top_k
+from tokenformer_vit.ops import THETAS, fused, norm, pattention_reference
 
 SHAPE = {"vocab_size": 61, "context_length": 24, "embed_dim": 32, "num_heads": 2}
 # Operations of PyTorch in a block, views included: ten products, three Θ of seven operations,
@@ -127,10 +127,6 @@ def mask(layer):
     layer.active = torch.tensor([1, 4, 5, 11])
 
 
-def strongest(layer):
-    layer.top_k = 3
-
-
 def another_tau(layer):
     layer.tau.fill_(0.7)
 
@@ -166,7 +162,7 @@ def prune_values(layer):
 @pytest.mark.parametrize(
     "change",
     [
-        *(edit_keys, edit_data, replace, load, assign, fewer_pairs, mask, strongest, another_tau),
+        *(edit_keys, edit_data, replace, load, assign, fewer_pairs, mask, another_tau),
         *(another_eps, another_theta, another_dtype, split, parametrize, prune_values),
     ],
 )
@@ -181,10 +177,7 @@ def test_the_next_call_sees_a_change(change, learned):
     keys, values = layer.key_param_tokens[used], layer.value_param_tokens[used]
     tau = layer.tau if layer.size is None else layer.tau_of(layer.size)
     after, scale = layer(x), (layer.theta, tau, layer.eps)
-    if layer.top_k is None:
-        expected = pattention_reference(x, keys, values, *scale)
-    else:
-        expected = pattention_top_k(x, keys, values, *scale, layer.top_k)
+    expected = pattention_reference(x, keys, values, *scale)
     torch.testing.assert_close(after, expected)
     if change not in (another_dtype, split):
         assert not torch.allclose(after, before, rtol=1e-3)

@@ -12,8 +12,6 @@ harness::
     tokenformer-vit evaluate-lm work_dirs/run --tasks --task-data data/eval
     tokenformer-vit evaluate-lm work_dirs/run --tasks lambada piqa --task-data data/eval --limit 50
 
-``--quantize int8`` measures what the quantisation of all pairs by torchao costs.
-
 MODEL is a folder with config.json, model.safetensors and the tokenizer: a TokenFormer, or any other
 causal language model of transformers. All weights are converted to float32.
 
@@ -27,7 +25,7 @@ results.json has what every record has (command, commit, date, hardware, version
     dtype                      float32, or "autocast bfloat16"
     n                          number of texts and tasks
     bytes                      bytes of all parameters and buffers
-    seed, settings             mask, quantize, context, stride, batch_size, limit, device
+    seed, settings             mask, context, stride, batch_size, limit, device
     texts                      {name: tokens, bytes, words, loss in nats a token, perplexity,
                                bits_per_byte, word_perplexity}; null if not known
     tasks                      {name: n, version, and every metric with its standard error}
@@ -48,6 +46,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tokenformer_vit.benchmarking.measures import tensor_bytes
 from tokenformer_vit.command_line import command_parser, printable, typed_command, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import content_digest, make_folder, write_whole
@@ -111,7 +110,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         "model": _fingerprint([args.model / "config.json", *args.model.glob("*.safetensors")]),
         "tokenizer": tokenizer and _fingerprint_of(tokenizer),
         "mask": args.mask,
-        "quantize": args.quantize,
         "context": context,
         "amp": args.amp,
         "device": device.type,
@@ -132,18 +130,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         out / "results.json",
         {
             "command": typed_command(),
-            **environment(
-                ("torch", "transformers", "tokenizers", "lm_eval", "torchao"), device.type
-            ),
+            **environment(("torch", "transformers", "tokenizers", "lm_eval"), device.type),
             "model": str(args.model),
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "bytes": sum(each.nbytes for each in model.state_dict().values()),
+            "bytes": tensor_bytes([*model.parameters(), *model.buffers()]),
             "dtype": "autocast bfloat16" if args.amp else "float32",
             "n": len(texts) + len(tasks),
             "seed": args.seed,
             "settings": {
                 "mask": args.mask,
-                "quantize": args.quantize,
                 "context": context,
                 "stride": stride,
                 "batch_size": args.batch_size,
@@ -172,7 +167,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("model", type=Path, metavar="MODEL", help="folder with config.json and model.safetensors")
     add("--tokenizer", type=Path, metavar="PATH", help="folder or file (default: MODEL)")
     add("--mask", metavar="NAME", help="use only the pairs of this mask")
-    add("--quantize", choices=(), help="quantise the keys and values of all pairs")
     add("--text", type=Path, nargs="+", default=[], metavar="FILE", help="UTF-8 text files")
     add("--data", type=Path, metavar="FOLDER", help="folder of tokens that prepare-text made")
     add("--split", default="val", help="split of --data (default: %(default)s)")

@@ -71,7 +71,7 @@ def grow(
     Args:
         model: Any module with TokenFormer blocks. Its Pattention parameters become new objects, and
             the arguments from which timm rebuilds it get the new counts. It uses all pairs then:
-            masks, sizes and ``top_k`` are reset. Take it out of a DistributedDataParallel, and
+            masks and sizes are reset. Take it out of a DistributedDataParallel, and
             wrap it again afterwards.
         num_qkv_param_tokens: New number of pairs in each query, key and value projection; None
             keeps the present number. A list has a number for each block.

@@ -145,8 +145,8 @@ class TokenMasks:
             names: Names of masks; a pair is active if it is in any of them.
 
         Raises:
-            InputError: If a mask does not exist, a layer would have fewer active pairs than its
-                ``top_k``, or none, or a size is set. Then nothing is changed.
+            InputError: If a mask does not exist, a layer would have no active pair, or a size is
+                set. Then nothing is changed.
         """
         for name in names:
             if name not in self._masks:
@@ -164,10 +164,10 @@ class TokenMasks:
                 _check_size(own, layer, name, layer_name)
                 mask[: len(own)] |= own
             count = int(mask.sum())
-            if names and count < (layer.top_k or 1):
+            if names and not count:
                 raise InputError(
-                    f"masks {' and '.join(names)} leave {count} active pairs in {layer_name}, but "
-                    f"it needs {layer.top_k or 1} or more; activate another mask with them"
+                    f"masks {' and '.join(names)} leave 0 active pairs in {layer_name}: activate "
+                    "another mask with them"
                 )
             everything = not names or count == len(mask)
             index = None if everything else mask.nonzero()[:, 0].to(layer.key_param_tokens.device)

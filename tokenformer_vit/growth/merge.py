@@ -55,7 +55,6 @@ _FREE = frozenset(
         "of_model",
         "pattention_args",
         "sizes",
-        "top_k",
         "training",
         "value_init_std",
         "weight_init_mode",

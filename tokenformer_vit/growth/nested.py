@@ -68,10 +68,9 @@ def extract(model: Model, size: Size) -> Model:
         fitting -= 1  # the whole of the new model
     for layer in layers.values():
         keys, values, gate, tau = layer.used_tokens()
-        nested, top_k = layer.nested[:fitting], layer.top_k
+        nested = layer.nested[:fitting]
         nested_tau = torch.stack([layer.tau_of(each) for each in nested]) if nested else None
         write_tokens(layer, LayerTokens(keys, values, tau, gate, nested, nested_tau))
-        layer.top_k = top_k
     record_counts(smaller)
     return smaller
 

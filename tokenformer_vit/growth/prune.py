@@ -155,8 +155,8 @@ def prune(
     Args:
         model: Any module with TokenFormer blocks. Its Pattention parameters become new objects:
             build optimizers afterwards. A step of an older optimizer raises InputError. A nested
-            model becomes an ordinary one, because its first pairs do not stay together. Masks and
-            ``top_k`` are reset.
+            model becomes an ordinary one, because its first pairs do not stay together. Masks are
+            reset.
         usage: Usage that :func:`measure_usage` returned for this model.
         num_qkv_param_tokens: Number of pairs to keep in each query, key and value projection; None
             keeps all. A list has a number for each block.

@@ -227,9 +227,9 @@ def check_unmasked(layers: Mapping[str, Pattention]) -> None:
 
 
 def use_all_pairs(layers: Iterable[Pattention]) -> None:
-    """Reset the mask, the size and ``top_k`` of layers, before the pairs of a model change."""
+    """Reset the mask and the size of layers, before the pairs of a model change."""
     for layer in layers:
-        layer.active, layer.size, layer.top_k = None, None, None
+        layer.active, layer.size = None, None
 
 
 def read_tokens(layer: Pattention) -> LayerTokens:
@@ -256,7 +256,7 @@ def write_tokens(
 
     Args:
         layer: Layer to change in place. Its parameters become new objects, which need a gradient
-            if the old ones needed one. ``active``, ``size`` and ``top_k`` are reset.
+            if the old ones needed one. ``active`` and ``size`` are reset.
         tokens: New tensors of the layer.
         num_old: Number of old pairs to store apart from the others; None stores all pairs together.
         learn_gate: Whether the gate is a parameter (True) or a buffer (False). None keeps the kind
@@ -306,7 +306,7 @@ def join_layer(layer: Pattention) -> list[Change]:
     """Store the old and new keys of a split layer in one parameter, and its values in another.
 
     Args:
-        layer: Layer to change in place. Its outputs, ``active`` and ``top_k`` stay.
+        layer: Layer to change in place. Its outputs and ``active`` stay.
 
     Returns:
         The changes that an optimizer must follow; none if the layer was not split.

@@ -24,7 +24,6 @@ from transformers.utils.output_capturing import capture_outputs
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.layers.quantized import check_plain
 from tokenformer_vit.models import LMConfig, TokenFormerDecoder
 from tokenformer_vit.models.causal_block import CausalAttention, CausalBlock
 from tokenformer_vit.models.causal_lm import EMBEDDING_STD, find_positions
@@ -131,7 +130,7 @@ def _check_unquantised(quantization_config: Any) -> None:
     if quantization_config is not None:
         raise InputError(
             "quantization_config quantises linear layers, which a TokenFormer does not have: load "
-            "the model without it, then call tokenformer_vit.models.quantize"
+            "the model without it, then quantise it as examples/quantize.py does"
         )
 
 
@@ -193,13 +192,8 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
         check_computation(model, saved, source)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Save the model as every model of transformers; after ``add_adapter`` only the adapter.
-
-        Raises:
-            InputError: If it is quantised, or a model of peft wraps its layers.
-        """
+        """Save the model as every model of transformers; after ``add_adapter`` only the adapter."""
         if not self._hf_peft_config_loaded:  # else peft has wrapped the layers
-            check_plain(self)
             for module in self.modules():
                 if isinstance(module, TokenFormerDecoder):
                     module.record_param_tokens()  # another model of the same config may have grown

@@ -162,7 +162,7 @@ def to_released(model: TokenFormerDecoder | TokenFormerForCausalLM) -> dict[str,
 
     Raises:
         InputError: If the released code would compute something else, for example for a grown
-            model, whose τ is no longer √P, or while a mask, a size or a ``top_k`` is in use.
+            model, whose τ is no longer √P, or while a mask or a size is in use.
 
     Note:
         The released code has no ``eps``. For a model with the default of 1e-6 its outputs differ by
@@ -195,7 +195,7 @@ def to_released(model: TokenFormerDecoder | TokenFormerForCausalLM) -> dict[str,
             )
         if layer.eps > EPS:
             differing.append(f"{name} has eps = {layer.eps:g}, more than {EPS:g}")
-        limits = {"a mask": layer.active, "a size": layer.size, "a top_k": layer.top_k}
+        limits = {"a mask": layer.active, "a size": layer.size}
         differing += [f"{name} has {limit}" for limit in limits if limits[limit] is not None]
     if differing:
         raise InputError(

@@ -203,8 +203,7 @@ class TokenFormerDecoder(nn.Module):
                 <tokenformer_vit.models.TokenFormerViT.set_size>`.
 
         Raises:
-            InputError: If the size is out of range, a mask is active, or a ``top_k`` is larger than
-                the size. Then nothing is changed.
+            InputError: If the size is out of range, or a mask is active. Then nothing is changed.
         """
         set_size(self, size)
 

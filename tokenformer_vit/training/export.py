@@ -9,7 +9,6 @@ from mmengine.runner import IterBasedTrainLoop
 from mmpretrain.registry import MODELS
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.layers.segments import fuse_state_dict
 from tokenformer_vit.models.checkpoints import describe_model, save_model
 from tokenformer_vit.vision.image_rows import hub_name
 
@@ -211,7 +210,7 @@ def forget_start(cfg: Config) -> None:
 def export_checkpoint(cfg: Config, checkpoint: Path, folder: Path) -> None:
     """Write the validated weights of a training checkpoint as a timm folder.
 
-    It is for checkpoints without a description: of older versions, and of LoRA.
+    It is for checkpoints without a description: those of LoRA.
 
     Args:
         cfg: Config of the training.
@@ -232,5 +231,5 @@ def export_checkpoint(cfg: Config, checkpoint: Path, folder: Path) -> None:
     forget_start(cfg)
     classifier = MODELS.build({**cfg.model, "data_preprocessor": preprocessor})
     check_weights(classifier, content)
-    classifier.load_state_dict(fuse_state_dict(content["state_dict"]))
+    classifier.load_state_dict(content["state_dict"])
     export_classifier(classifier, cfg, {"classes": classes}, folder)

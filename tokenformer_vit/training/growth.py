@@ -23,7 +23,6 @@ from tokenformer_vit.growth import (
     widen_mlp,
 )
 from tokenformer_vit.layers.arguments import COUNTS
-from tokenformer_vit.layers.segments import fuse_state_dict, part_name
 from tokenformer_vit.models.sizes import at_size
 
 from .guard import check_finite, unwrap
@@ -205,21 +204,14 @@ class GrowthHook(Hook):
         """Grow to the size of the checkpoint, before its weights are loaded."""
         if is_resuming(runner) and "exact_resume" in checkpoint:
             # First; otherwise an error would be about the shape of a tensor.
-            progress = checkpoint["exact_resume"]
-            check_schedule_is_kept(runner, progress)
-            # Accumulated gradients are stored by parameter name.
-            progress["gradients"] = {
-                part_name(name): gradient for name, gradient in progress["gradients"].items()
-            }
-        loaded = fuse_state_dict(checkpoint.get("state_dict", checkpoint))
+            check_schedule_is_kept(runner, checkpoint["exact_resume"])
+        loaded = checkpoint.get("state_dict", checkpoint)
         loaded = {name.removeprefix("module."): tensor for name, tensor in loaded.items()}
         optimizer = getattr(runner.optim_wrapper, "optimizer", None)
         if not isinstance(optimizer, Optimizer):
             optimizer = None  # a test has none, or only its config
         elif is_resuming(runner) and "optimizer" in checkpoint:
-            ordered = checkpoint.get("exact_resume", {"ordered": True}).get("ordered", False)
-            saved = checkpoint["optimizer"]["param_groups"]
-            fit_groups(optimizer, unwrap(runner.model), saved, ordered)
+            fit_groups(optimizer, checkpoint["optimizer"]["param_groups"])
         started = self._done
         while self._done < len(self.schedule) and not _fits(runner.model, loaded):
             self._grow(runner, optimizer)
@@ -328,7 +320,7 @@ def _fits(model: nn.Module, loaded: Mapping[str, Tensor]) -> bool:
     """Tell whether the blocks have the shapes of the model's; growth does not change a head."""
     own, there = (
         {name: tensor.shape for name, tensor in tensors.items() if ".blocks." in name}
-        for tensors in (fuse_state_dict(unwrap(model).state_dict()), loaded)
+        for tensors in (unwrap(model).state_dict(), loaded)
     )
     return own == there
 

@@ -19,7 +19,6 @@ from mmpretrain.datasets import MultiLabelDataset
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.layers.segments import fuse_state_dict
 from tokenformer_vit.models.checkpoints import check_computation, description_of, model_faults
 
 from .backbone import num_classes
@@ -334,8 +333,7 @@ def check_weights(model: nn.Module, checkpoint: dict) -> None:
     if not state_dict or not all(isinstance(value, torch.Tensor) for value in state_dict.values()):
         raise InputError("the checkpoint holds no state dict: save `model.state_dict()`")
     loaded = {name.removeprefix("module."): tensor for name, tensor in state_dict.items()}
-    own, loaded = fuse_state_dict(model.state_dict()), fuse_state_dict(loaded)
-    if faults := model_faults(own, loaded):
+    if faults := model_faults(model.state_dict(), loaded):
         raise InputError(
             f"the checkpoint is of another model: {faults}. Use the config of its training"
         )
