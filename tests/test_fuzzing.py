@@ -421,33 +421,6 @@ def test_parquet(tmp_path):
     check()
 
 
-LINES = [{"text": "one two three " * 20}, {"text": "deux", "other": [1, {"a": None}]}, {"text": ""}]
-
-
-def test_text(tmp_path):
-    pytest.importorskip("transformers")
-    prepare = Command("prepare_text")
-    whole = "".join(json.dumps(line) + "\n" for line in LINES).encode()
-    nested = st.integers(1, 30_000).map(
-        lambda deep: b'{"text": ' + b"[" * deep + b"]" * deep + b"}"
-    )
-    source = tmp_path / "source"
-    source.mkdir()
-
-    @given(st.sampled_from([".jsonl", ".txt"]), mutated_bytes(whole) | nested)
-    def check(suffix, data):
-        shutil.rmtree(tmp_path / "target", ignore_errors=True)
-        shutil.rmtree(tmp_path / "target.partial", ignore_errors=True)
-        file = source / f"x{suffix}"
-        file.write_bytes(data)
-        words = ["--tokenizer", "bytes", "--context-length", 16, "--val-share", 0]
-        status, _, _ = prepare(file, tmp_path / "target", *words)
-        assert (status == 0) == (tmp_path / "target" / "meta.json").is_file()
-        assert {path.name for path in tmp_path.iterdir()} <= {"source", "target", "target.partial"}
-
-    check()
-
-
 # Hostile, but no request for more memory or time than there is.
 VALUES = [
     "None",
