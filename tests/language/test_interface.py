@@ -66,29 +66,6 @@ def test_embedded_tokens_serve_as_tokens(tokens):
     assert torch.equal(written, model.generate(tokens, **PLAIN)[:, 9:])
 
 
-@pytest.mark.parametrize("positions", ["rotary", "learned"])
-def test_hidden_states_and_attentions_are_outputs(positions, tokens):
-    model = build("eager", positions=positions)
-    output = model(tokens, output_hidden_states=True, output_attentions=True)
-    assert len(output.hidden_states) == 3
-    assert torch.equal(model.lm_head(output.hidden_states[-1]), output.logits)
-    block, first = model.model.blocks[0], output.hidden_states[0]
-    if positions == "rotary":
-        assert torch.equal(first, model.model.embedding(tokens))
-    assert len(output.attentions) == 2
-    weights = output.attentions[0]
-    assert weights.shape == (3, 2, 9, 9)
-    torch.testing.assert_close(weights.sum(-1), torch.ones(3, 2, 9).double())
-    assert weights.triu(1).abs().max() == 0
-    value = block.attn.project(block.norm1(first))[2]
-    mixed = block.attn.proj((weights @ value).transpose(1, 2).reshape(3, 9, 32))
-    second = first + mixed
-    second = second + block.mlp(block.norm2(second))
-    torch.testing.assert_close(output.hidden_states[1], second)
-    assert model(tokens).hidden_states is None
-    torch.testing.assert_close(output.logits, build_like(model, "sdpa")(tokens).logits)
-
-
 def build_like(model, attention):
     other = copy.deepcopy(model)
     other.set_attn_implementation(attention)
@@ -156,35 +133,6 @@ def test_a_paged_cache_writes_the_same():
         assert output.generated_tokens == alone[0, len(prompt) :].tolist()
 
 
-def test_models_of_one_config_are_saved_with_their_own_sizes(tmp_path):
-    config = TokenFormerConfig(**SHAPE)
-    grown, other = TokenFormerForCausalLM(config), TokenFormerForCausalLM(config)
-    grow(grown, num_ffn_param_tokens=200)
-    for model, count in ((other, 128), (grown, 200)):
-        model.save_pretrained(tmp_path)
-        loaded = TokenFormerForCausalLM.from_pretrained(tmp_path)
-        assert loaded.model.blocks[0].mlp.num_param_tokens == count
-
-
-def test_flash_attention_gets_what_it_reads(tokens, monkeypatch):
-    from transformers.integrations import flash_attention
-
-    seen = []
-
-    def kernel(query, key, value, *args, **kwargs):  # (B, N, heads, D), causal
-        seen.append(kwargs["is_causal"])
-        parts = (each.transpose(1, 2) for each in (query, key, value))
-        mixed = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
-        return mixed.transpose(1, 2)
-
-    monkeypatch.setattr(flash_attention, "_flash_attention_forward", kernel)
-    model = build()
-    expected = model(tokens, use_cache=False).logits
-    model.config._attn_implementation = "flash_attention_2"
-    torch.testing.assert_close(model(tokens, use_cache=False).logits, expected)
-    assert seen == [True, True]
-
-
 @pytest.mark.slow
 @torch.no_grad()  # PyTorch's has no gradient on a CPU
 def test_flex_attention_computes_the_same(tokens):
@@ -248,31 +196,6 @@ def test_compiled_generation_writes_the_same(tokens):
     expected = model.generate(tokens, **PLAIN)
     model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
     assert torch.equal(model.generate(tokens, cache_implementation="static", **PLAIN), expected)
-
-
-@pytest.mark.parametrize("tie", [True, False])
-def test_an_empty_model_is_initialised_as_a_new_one(tie):
-    arguments = {"learn_tau": True, "tau": 3.3, "init": "released"}
-    config = TokenFormerConfig(
-        **{**SHAPE, "tie_embeddings": tie, "theta": "softmax", "nested": (0.5,), "embed_dim": 64},
-        norm="weight+bias",
-        pattention_args={**arguments, "gate": "fixed"},
-    )
-    with torch.device("meta"):
-        model = TokenFormerForCausalLM(config)
-    model.to_empty(device="cpu")
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point():
-            tensor.data.fill_(torch.nan)
-    model.init_weights()
-    assert (model.lm_head.weight is model.model.embedding.weight) == tie
-    new = TokenFormerForCausalLM(copy.deepcopy(config)).state_dict()
-    for name, tensor in model.state_dict().items():
-        if name.endswith(("param_tokens", "embedding.weight", "lm_head.weight")):
-            assert tensor.std().item() == pytest.approx(new[name].std().item(), rel=0.1), name
-            assert abs(tensor.mean().item()) < 0.1 * tensor.std().item(), name
-        else:
-            assert torch.equal(tensor, new[name]), name
 
 
 def test_base_models_and_classifiers_open_a_language_model(tokens, tmp_path):

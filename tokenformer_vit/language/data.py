@@ -141,7 +141,8 @@ def divide(text: str, val_share: float) -> list[tuple[str, bool]]:
 
 def training_texts(texts: Sequence[Texts], val_share: float, limit: int) -> Iterator[str]:
     """Iterate over texts that a tokenizer may be trained on, up to a number of characters."""
-    for row in (row for each in texts for row in each):
+    rows: Any = (row for each in texts for row in each)
+    for row in rows:
         for part, held_out in divide(row["text"] or "", val_share):
             if not held_out:
                 yield part

@@ -19,18 +19,10 @@ _IGNORED = -100  # targets that F.cross_entropy ignores
 def text_values(
     tokens: int, nats: float, bytes: int | None = None, words: int | None = None
 ) -> dict[str, Any]:
-    """Turn the loss of a text into what records have.
+    """Turn the sum of -log p over the predicted tokens of a text into what records have.
 
-    Args:
-        tokens: Number of predicted tokens: all but the first.
-        nats: Sum of -log p over these tokens.
-        bytes: UTF-8 bytes of the text, with its first token; None if unknown.
-        words: Number of words, separated by white space; None if unknown.
-
-    Returns:
-        ``tokens``, ``bytes``, ``words``; ``loss`` in nats a token; ``perplexity`` of a token, which
-        compares only models with the same tokenizer; ``bits_per_byte`` and ``word_perplexity``,
-        which compare any models; null if unknown.
+    ``perplexity`` is that of a token, and compares only models with the same tokenizer;
+    ``bits_per_byte`` and ``word_perplexity`` compare any models. None if unknown.
     """
 
     def exp(value: float) -> float:
@@ -73,32 +65,13 @@ def measure_text(
     amp: bool = False,
     title: str = "text",
 ) -> tuple[int, float]:
-    """Predict every token of a text but the first, each once.
+    """Predict every one of (T,) tokens but the first; return their number, and the sum of -log p.
 
-    Args:
-        model: Causal language model of transformers, in evaluation mode.
-        tokens: (T,) two or more tokens below the model's ``vocab_size``.
-        context: Largest number of tokens that the model reads at once.
-        stride: Number of tokens from one window to the next, at most the context; default: the
-            context, as validation in training does. With a smaller stride each token after the
-            first window is predicted from at least ``context - stride`` others: slower, and a lower
-            loss.
-        batch_size: Number of windows computed at once.
-        amp: Whether to compute in bfloat16 under torch.autocast.
-        title: Name of the text in the progress bar and in errors.
-
-    Returns:
-        The number of predicted tokens, and the sum of their -log p in nats.
-
-    Raises:
-        InputError: If there are too few tokens, or the loss is not finite.
-
-    Note:
-        The log-softmax is float32 and the sum float64; with ``amp`` logits are bfloat16.
-
-    Source:
-        "Perplexity of fixed-length models" in the documentation of transformers. There, windows
-        without overlap do not predict their first token; here, the window before predicts it.
+    With a ``stride`` below the context, each token after the first window is predicted from at
+    least ``context - stride`` others: slower, and a lower loss. The log-softmax is float32 and the
+    sum float64; with ``amp`` the logits are bfloat16.
+    "Perplexity of fixed-length models" in the documentation of transformers does not predict the
+    first token of a window; here, the window before predicts it.
     """
     predicted = len(tokens) - 1
     if predicted < 1:

@@ -31,9 +31,10 @@ def load_language_model(folder: Path, mask: str | None = None) -> Any:
         raise InputError(
             f"there is no {folder / 'config.json'}; give a folder that save_pretrained wrote"
         )
-    model, found = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False, output_loading_info=True
     )
+    model, found = loaded
     if missing := sorted(found["missing_keys"]):
         raise InputError(
             f"the weights in {folder} do not fit its config.json: {missing[0]} is missing; copy or "

@@ -88,14 +88,12 @@ class TokenFormerConfig(PretrainedConfig):
             setattr(self, token, names.pop(token, None))
         names.pop("auto_map", None)  # a file's own may lead to any code
         super().__init__(**names)
+        kinds = ("Config", "Model", "ForCausalLM", "ForSequenceClassification")
         self.auto_map = {
-            auto_class: f"{_FINDER.stem}.{name}"
-            for auto_class, name in (
-                ("AutoConfig", "TokenFormerConfig"),
-                ("AutoModel", "TokenFormerModel"),
-                ("AutoModelForCausalLM", "TokenFormerForCausalLM"),
-                ("AutoModelForSequenceClassification", "TokenFormerForSequenceClassification"),
-            )
+            f"AutoModel{kind}"
+            if kind[:3] == "For"
+            else f"Auto{kind}": f"{_FINDER.stem}.TokenFormer{kind}"
+            for kind in kinds
         }
 
     def __eq__(self, other: object) -> bool:
@@ -127,6 +125,17 @@ class TokenFormerLayer(GradientCheckpointingLayer, CausalBlock):
     """A :class:`~tokenformer_vit.models.causal_block.CausalBlock` that transformers recognises."""
 
 
+def _check_computation(model: nn.Module, source: Any, kwargs: Any) -> None:
+    """Compare a loaded model with the ``config.json`` of its weights, if there is one."""
+    where = {key: value for key, value in kwargs.items() if key in _PLACES}
+    try:
+        saved = {} if source is None else TokenFormerConfig.get_config_dict(source, **where)[0]
+    except OSError:  # the folder of an adapter of peft, or weights alone
+        return
+    if saved.get("model_type") == TokenFormerConfig.model_type:
+        check_computation(model, vars(TokenFormerConfig(**saved).lm_config()), source)
+
+
 class TokenFormerPreTrainedModel(PreTrainedModel):
     """What all TokenFormer language models of transformers have in common.
 
@@ -150,33 +159,20 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
     }
 
     @classmethod
-    def from_pretrained(cls, source: Any, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Load a model as every model of transformers, if it computes what its weights are for.
 
         Raises:
             InputError: If Θ, the heads, their rotated share, an epsilon or the nested sizes differ
                 from the saved ones.
         """
-        loaded = super().from_pretrained(source, *args, **kwargs)
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        cls._check_computation(model, source, kwargs)
+        _check_computation(model, pretrained_model_name_or_path, kwargs)
         for name, layer in model.named_modules():  # transformers replaces tensors unchecked
             if isinstance(layer, Pattention):  # perhaps in an adapter of peft, which it loads too
                 layer.check_nested(layer.state_dict(prefix=f"{name}."), f"{name}.")
         return loaded
-
-    @classmethod
-    def _check_computation(cls, model: nn.Module, source: Any, kwargs: Any) -> None:
-        """Compare a loaded model with the ``config.json`` of its weights."""
-        if source is None:  # a state dict, which has no configuration of its own
-            return
-        where = {key: value for key, value in kwargs.items() if key in _PLACES}
-        try:
-            saved, _ = TokenFormerConfig.get_config_dict(source, **where)
-        except OSError:  # the folder of an adapter of peft, or weights alone
-            return
-        if saved.get("model_type") == TokenFormerConfig.model_type:
-            check_computation(model, vars(TokenFormerConfig(**saved).lm_config()), source)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Save the model as every model of transformers; after ``add_adapter`` only the adapter."""
@@ -194,7 +190,7 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Draw the weights of a layer; transformers protects tensors that it loaded."""
         if isinstance(module, Pattention):
-            tau = module.nested_tau
+            tau: Any = module.nested_tau
             loaded = tau.clone() if getattr(tau, "_is_hf_initialized", False) else None
             module.reset_parameters()
             if loaded is not None:  # no function of torch.nn.init fills it
@@ -251,7 +247,7 @@ class TokenFormerModel(TokenFormerDecoder, TokenFormerPreTrainedModel):
         """Compute the features that a head reads.
 
         Args:
-            input_ids: (B, N) integers below V: the whole sequence, or those after the cache.
+            input_ids: (B, N) integers below V: the whole sequence, or what follows the cache.
             attention_mask: (B, all tokens) 1 for tokens, 0 for padding on the left or right; or
                 the mask that the attention function takes, such as (B or 1, 1, N, all tokens).
             position_ids: (B, N) position of each token in its sequence, below the context length
@@ -268,8 +264,7 @@ class TokenFormerModel(TokenFormerDecoder, TokenFormerPreTrainedModel):
             Features (B, N, C), the cache if there is one, and what was asked for.
 
         Raises:
-            InputError: If the sequence is longer than the context, and no ``position_ids`` say
-                that it is not.
+            InputError: If the sequence is longer than the context, without ``position_ids``.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -328,20 +323,17 @@ class TokenFormerForCausalLM(TokenFormerPreTrainedModel, GenerationMixin):
         self.model.set_size(size)
 
     # No public way: on a GPU, generate() may read a StoppingCriteria one step too late.
-    def _prepare_generated_length(
-        self, generation_config: Any, *, inputs_tensor: Tensor, input_ids_length: int, **kwargs: Any
-    ) -> Any:
+    def _prepare_generated_length(self, *args: Any, **kwargs: Any) -> Any:
         """Let ``generate`` end with the context, and refuse a prompt that leaves no room."""
-        context, prompt = self.config.context_length, inputs_tensor.shape[1]
+        context, prompt = self.config.context_length, kwargs["inputs_tensor"].shape[1]
         if prompt >= context:
             raise InputError(
                 f"the prompt has {prompt} tokens, but the model's context_length is {context}: "
                 "shorten it to leave room for new tokens"
             )
-        given = {"inputs_tensor": inputs_tensor, "input_ids_length": input_ids_length, **kwargs}
-        config = super()._prepare_generated_length(generation_config, **given)  # type: ignore[misc]
+        config = super()._prepare_generated_length(*args, **kwargs)  # type: ignore[misc]
         # After a prompt of embeddings, the output has only the new tokens.
-        config.max_length = min(config.max_length, context - prompt + input_ids_length)
+        config.max_length = min(config.max_length, context - prompt + kwargs["input_ids_length"])
         return config
 
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
@@ -360,18 +352,12 @@ class TokenFormerForCausalLM(TokenFormerPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Predict the next token at each position.
 
-        Args:
-            input_ids: See :meth:`TokenFormerModel.forward`, also for the other arguments.
-            attention_mask: See there.
-            position_ids: See there.
-            inputs_embeds: See there.
-            cache: See there.
+        Args, besides those of :meth:`TokenFormerModel.forward`:
             labels: (B, N) tokens, not shifted: a token is the target of the position before it.
                 -100 gives no loss.
-            use_cache: See there.
             logits_to_keep: Number of last tokens that get logits, or the indices of tokens along
                 N; 0 for all.
-            **kwargs: Arguments of TokenFormerModel and of ``loss_function``.
+            **kwargs: Arguments of ``loss_function``.
 
         Returns:
             Logits (B, N, V), the mean loss if there are labels, and what TokenFormerModel returns.

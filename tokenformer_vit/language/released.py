@@ -8,6 +8,7 @@ taken from the published model of that size.
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -61,11 +62,11 @@ def read_released(path: Path) -> dict[str, Tensor]:
             return tensors
     if not path.is_file():
         raise InputError(f"{path} is no checkpoint file, and no folder with layer_*.pt files")
-    loaded = load_file(path) if path.suffix == ".safetensors" else _load(path)
+    loaded: dict[str, Any] = load_file(path) if path.suffix == ".safetensors" else _load(path)
     return loaded.get("module", loaded)
 
 
-def _load(file: Path) -> dict:
+def _load(file: Path) -> dict[str, Any]:
     return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
 
 

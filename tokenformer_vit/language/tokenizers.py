@@ -74,19 +74,18 @@ def load_tokenizer(source: Path | str, vocab_size: int | None = None) -> PreTrai
     Raises:
         InputError: If there is no tokenizer, or it has more entries than the embedding.
     """
-    path, local = Path(source), {"local_files_only": True, "trust_remote_code": False}
+    path, local = Path(source), isinstance(source, Path) or Path(source).exists()
+    file = path / "tokenizer.json" if path.is_dir() else path
     tokenizer: Any
     try:
-        if path.is_file() or not path.exists() or (path / "tokenizer_config.json").is_file():
-            if path.is_file():
-                tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
-            else:
-                found = local if path.exists() or isinstance(source, Path) else {}
-                tokenizer = AutoTokenizer.from_pretrained(source, **found)
-        elif (path / "tokenizer.json").is_file():
-            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
+        if file.is_file() and not (path / "tokenizer_config.json").is_file():
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
+        elif (path / "merges.txt").is_file() and not (path / "tokenizer_config.json").is_file():
+            tokenizer = GPT2Tokenizer.from_pretrained(path, local_files_only=True)
         else:
-            tokenizer = GPT2Tokenizer.from_pretrained(path, **local)
+            tokenizer = AutoTokenizer.from_pretrained(
+                source, local_files_only=local, trust_remote_code=False
+            )
     except Exception as error:  # each library has its own, of many types
         raise InputError(
             f"there is no readable tokenizer in {source} ({one_line(error)}): give its folder, its "

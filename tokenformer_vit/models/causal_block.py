@@ -12,10 +12,7 @@ from tokenformer_vit.layers import Attention, TokenFormerBlock
 
 
 class KVCache:
-    """Keys and values of the tokens so far, for each layer.
-
-    A cache of transformers has the same methods and can be used instead.
-    """
+    """Keys and values of the tokens so far, for each layer, as in a cache of transformers."""
 
     def __init__(self) -> None:
         self._layers: list[tuple[Tensor, Tensor]] = []
@@ -63,14 +60,10 @@ def attend(
 
 
 class CausalAttention(Attention):
-    """The attention of the vision models with a causal mask, rotation and a cache.
+    """The attention of the vision models with a causal mask, rotation and a cache."""
 
-    ``layer_idx``, the number of the block in the cache, and ``is_causal`` have the names under
-    which attention functions of transformers look for them.
-    """
-
-    is_causal = True
-    layer_idx: int
+    is_causal = True  # attention functions of transformers look for this name, and the next
+    layer_idx: int  # number of the block in the cache
 
     def forward(  # type: ignore[override]
         self,

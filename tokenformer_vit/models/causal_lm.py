@@ -16,8 +16,7 @@ from .computation import computation_of
 from .lm_config import LMConfig
 from .sizes import Size, nest_layers, nested_sizes, set_size
 
-# Standard deviation of the initial embeddings and head.
-EMBEDDING_STD = 0.02
+EMBEDDING_STD = 0.02  # of the initial embeddings and head
 
 
 class TokenFormerDecoder(nn.Module):
@@ -27,9 +26,6 @@ class TokenFormerDecoder(nn.Module):
         config: Shape of the model.
         device: Device of the parameters.
         dtype: Type of the parameters.
-
-    Attributes:
-        sizes: The nested sizes, smallest first, then 1.0 for the whole model.
 
     Shape:
         (B, N) token numbers -> (B, N, C) normalised features.
@@ -45,12 +41,7 @@ class TokenFormerDecoder(nn.Module):
 
     block: type[CausalBlock] = CausalBlock
 
-    def __init__(
-        self,
-        config: LMConfig,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, config: LMConfig, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
         self.config: Any = config
         self.build(config, device=device, dtype=dtype)
@@ -81,7 +72,7 @@ class TokenFormerDecoder(nn.Module):
         self.norm = nn.LayerNorm(width, eps=config.norm_eps, **place)
         for number, block in enumerate(self.blocks):
             block.attn.layer_idx = number  # type: ignore[union-attr]
-        self.rotary_dims = config.rotary_dims  # torch.compile cannot read a property of a config
+        self.rotary_dims = config.rotary_dims
         self.sizes = nest_layers(self, config.nested)
         for module in self.children():
             if isinstance(module, nn.Embedding):
@@ -89,7 +80,7 @@ class TokenFormerDecoder(nn.Module):
 
     @property
     def shape(self) -> LMConfig:
-        """The shape of the model now, after growth or pruning."""
+        """The shape of the model now; the class for transformers has other configurations."""
         return self.config
 
     def computation(self) -> dict[str, Any]:
@@ -103,7 +94,7 @@ class TokenFormerDecoder(nn.Module):
         cache: KVCache | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Compute the features that a head reads.
+        """Compute the (B, N, C) features that a head reads.
 
         Args:
             tokens: (B, N) integers below V: the whole sequence, or those after the cache.
@@ -112,14 +103,8 @@ class TokenFormerDecoder(nn.Module):
             cache: Keys and values of earlier tokens; those of ``tokens`` are added.
             positions: (B, N) position of each token in its sequence, below the context length if
                 positions are learned; default: counted from the first token that is not padding.
-
-        Returns:
-            (B, N, C) normalised features.
-
-        Raises:
-            InputError: If tokens and cache are longer than the context, without ``positions``.
         """
-        past = 0 if cache is None else cache.get_seq_length()
+        past = cache.get_seq_length() if cache else 0
         if positions is None:
             self.check_length(past + tokens.shape[1])
             positions = find_positions(tokens, past, attention_mask)
@@ -128,24 +113,22 @@ class TokenFormerDecoder(nn.Module):
 
     def check_length(self, length: int) -> None:
         """Refuse a sequence that is longer than the context."""
-        if length > self.config.context_length:
+        if length > (context := self.config.context_length):
             raise InputError(
-                f"the sequence has {length} tokens, but the model's context_length is "
-                f"{self.config.context_length}: shorten the prompt, or ask for fewer new tokens"
+                f"the sequence has {length} tokens, but context_length is {context}: shorten it"
             )
 
     def run_blocks(
         self, x: Tensor, positions: Tensor, mask: Any, cache: Any, **kwargs: Any
     ) -> Tensor:
         """Compute the (B, N, C) features of (B, N, C) embedded tokens at (B or 1, N) positions."""
-        turns = None
         if self.positions is None:
             turns = self._turns(positions)
         else:
-            x = x + self.positions(positions)
+            x, turns = x + self.positions(positions), None
         # transformers lowers the depth while the first blocks draft (assistant_early_exit).
         for block in list(self.blocks)[: self.config.depth]:
-            x = block(x, mask, turns, cache, **kwargs)
+            x = block(x, mask, turns, cache=cache, **kwargs)
         return self.norm(x)
 
     def _turns(self, positions: Tensor) -> Tensor:
@@ -165,18 +148,15 @@ class TokenFormerDecoder(nn.Module):
         self.sizes = nested_sizes(self, self.sizes)
         self.take(replace(self.shape, **own, nested=self.sizes[:-1]))
 
-    def take(self, config: LMConfig) -> None:
-        """Keep a new shape; the class for transformers has a configuration of its own."""
-        self.config = config
+    def take(self, shape: LMConfig) -> None:
+        """Keep a new shape."""
+        self.config = shape
 
 
 class TokenFormerLM(TokenFormerDecoder):
-    """A :class:`TokenFormerDecoder` with a head.
+    """A :class:`TokenFormerDecoder` with a head: from (B, N) tokens to (B, N, V) logits.
 
     ``head`` is a linear layer without bias, or None if the embedding is also the head.
-
-    Shape:
-        (B, N) token numbers -> (B, N, V) logits.
     """
 
     def build(self, config: LMConfig, **place: Any) -> None:
@@ -189,8 +169,8 @@ class TokenFormerLM(TokenFormerDecoder):
 
     def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Predict the next token at each position; arguments as for :class:`TokenFormerDecoder`."""
-        features = super().forward(tokens, *args, **kwargs)
-        return F.linear(features, (self.embedding if self.head is None else self.head).weight)
+        head = self.embedding if self.head is None else self.head
+        return F.linear(super().forward(tokens, *args, **kwargs), head.weight)
 
 
 def find_positions(tokens: Tensor, past: int | Tensor, attention_mask: Tensor | None) -> Tensor:

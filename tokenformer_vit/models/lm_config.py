@@ -19,24 +19,18 @@ class LMConfig:
         embed_dim: Width C.
         depth: Number of blocks.
         num_heads: Number of attention heads; divides ``embed_dim``.
-        num_qkv_param_tokens: Pairs of each query, key and value projection; None for C. A list has
-            a number for each block.
+        num_qkv_param_tokens: Pairs of each q, k and v; None for C; a list has one for each block.
         num_proj_param_tokens: Pairs of each output projection; None for C.
         num_ffn_param_tokens: Pairs of each feed-forward layer; None for 4 C.
         positions: ``rotary``, or ``learned``, which are added to the embedding.
         rotary_share: Share of the dimensions of each head that are rotated, the first ones.
-        rotary_base: Base of the wavelengths of the rotation.
+        rotary_base: Base of the wavelengths.
         tie_embeddings: Whether the embedding is also the head. The head has no bias.
         theta: Name of the Θ variant.
-        norm: Parameters of the LayerNorms in blocks, or ``rms`` for RMSNorms without parameters.
-            The final LayerNorm has weight and bias.
+        norm: Parameters of the LayerNorms in blocks (not of the final one), or ``rms``.
         norm_eps: Epsilon of all norms.
-        pattention_args: Arguments of all Pattention layers, and ``init``; see
-            :func:`~tokenformer_vit.layers.arguments.model_pattention_args`.
+        pattention_args: Arguments of all Pattention layers, and ``init``: scaled or released.
         nested: Smaller sizes that are trained as well; see :meth:`TokenFormerLM.set_size`.
-
-    Raises:
-        InputError: If ``positions`` is unknown or a size does not fit.
     """
 
     vocab_size: int = 50_304
@@ -65,9 +59,8 @@ class LMConfig:
             raise InputError(f"positions must be rotary or learned, but got {self.positions!r}")
         if self.positions == "rotary" and (self.rotary_dims < 2 or self.rotary_dims % 2):
             raise InputError(
-                f"rotary_share {self.rotary_share} rotates {self.rotary_dims} of the "
-                f"{self.embed_dim // self.num_heads} dimensions of a head: give a share that "
-                "rotates an even number, at least 2"
+                f"rotary_share {self.rotary_share} rotates {self.rotary_dims} dimensions of a "
+                "head: give a share that rotates an even number, at least 2"
             )
 
     @property
