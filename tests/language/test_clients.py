@@ -7,7 +7,6 @@ pytest.importorskip("transformers", reason="pip install '.[language]'")
 
 from transformers import AutoModelForCausalLM
 
-from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow
 from tokenformer_vit.language import (
     TokenFormerConfig,
@@ -35,6 +34,12 @@ TEN_STEPS = {
     "bf16": False,
     "report_to": [],
     "disable_tqdm": True,
+}
+LORA = {
+    "r": 4,
+    "target_modules": [],
+    "target_parameters": ["key_param_tokens", "value_param_tokens"],
+    "task_type": "CAUSAL_LM",
 }
 
 
@@ -101,44 +106,13 @@ def test_fine_tuning_by_trl(text, kind, how, tmp_path):
     assert losses[-1] < losses[0]
 
 
-def test_lora_of_parameter_tokens_by_trl_and_peft(text, tmp_path):
-    trl = pytest.importorskip("trl", reason="pip install trl")
-    peft = pytest.importorskip("peft", reason="pip install peft")
-    from datasets import Dataset
-
-    config = peft.LoraConfig(
-        r=4,
-        target_modules=[],
-        target_parameters=["key_param_tokens", "value_param_tokens"],
-        task_type="CAUSAL_LM",
-    )
-    trainer = trl.SFTTrainer(
-        model=folder_of(build(), tmp_path / "start"),
-        args=trl.SFTConfig(tmp_path / "run", max_length=48, **TEN_STEPS),
-        train_dataset=Dataset.from_dict({"text": pieces(text)}),
-        peft_config=config,
-    )
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert losses[-1] < losses[0]
-    assert all(
-        "lora" in name for name, each in trainer.model.named_parameters() if each.requires_grad
-    )
-
-
 @torch.no_grad()
 def test_lora_by_peft_is_saved_loaded_and_merged(tmp_path):
     peft = pytest.importorskip("peft", reason="pip install peft")
     model, tokens = build().eval(), torch.randint(258, (2, 20))
     model.save_pretrained(tmp_path / "model")
     plain = model(tokens).logits
-    config = peft.LoraConfig(
-        r=4,
-        target_modules=[],
-        target_parameters=["key_param_tokens", "value_param_tokens"],
-        task_type="CAUSAL_LM",
-    )
-    adapted = peft.get_peft_model(model, config)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**LORA))
     torch.testing.assert_close(adapted(tokens).logits, plain)
     optimizer = torch.optim.AdamW(adapted.parameters(), 1e-2)
     with torch.enable_grad():
@@ -161,11 +135,24 @@ def test_lora_by_peft_is_saved_loaded_and_merged(tmp_path):
     merged = loaded.merge_and_unload()
     assert type(merged) is TokenFormerForCausalLM
     torch.testing.assert_close(merged(tokens).logits, expected, atol=1e-4, rtol=1e-4)
-    with pytest.raises(InputError, match="merge_and_unload"):
-        grow(adapted, num_ffn_param_tokens=160)
     grow(merged, num_ffn_param_tokens=160)
     torch.testing.assert_close(merged(tokens).logits, expected, atol=1e-4, rtol=1e-4)
     merged.save_pretrained(tmp_path / "merged")
     torch.testing.assert_close(
         load_language_model(tmp_path / "merged")(tokens).logits, merged(tokens).logits
     )
+
+
+@torch.no_grad()
+def test_peft_knows_that_a_head_is_tied(tmp_path):
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    model, tokens = build().eval(), torch.randint(258, (2, 20))
+    config = peft.LoraConfig(**LORA, trainable_token_indices=[3, 7, 200])
+    adapted = peft.get_peft_model(model, config)
+    for name, each in adapted.named_parameters():
+        if "trainable_tokens" in name:
+            each.add_(torch.randn_like(each))
+    expected = adapted(tokens).logits
+    merged = adapted.merge_and_unload()
+    torch.testing.assert_close(merged(tokens).logits, expected)
+    assert torch.equal(merged.lm_head.weight, merged.model.embedding.weight)

@@ -30,7 +30,6 @@ from tokenformer_vit.language.data import (
     open_tokens,
     prepare_text,
     read_text_meta,
-    reversal_texts,
 )
 
 pytestmark = pytest.mark.usefixtures("arrow_cache")
@@ -143,15 +142,6 @@ def test_a_folder_that_is_missing_or_damaged_is_told(documents, tmp_path):
     file.write_bytes(file.read_bytes()[:-2])
     with pytest.raises(InputError, match="copy or prepare it again"):
         open_tokens(tmp_path / "out", "train")
-
-
-def test_digits_are_reversed(tmp_path, seed):
-    train, val = (each["text"][0].splitlines() for each in reversal_texts(500, 9, 0.1, seed))
-    assert (len(train), len(val), len({*train, *val})) == (450, 50, 500)
-    for line in (*train, *val):
-        number, _, answer = line.partition(">")
-        assert len(number) == 9
-        assert answer == number[::-1]
 
 
 def test_tokenizers_encode_any_text_and_end_it(documents, tmp_path):

@@ -154,33 +154,6 @@ def test_padding_on_either_side_changes_nothing(kind):
         assert logits.isfinite().all()
 
 
-def test_padding_and_cache_go_together():
-    model, tokens = build(), torch.randint(61, (1, 9))
-    row = torch.cat((torch.zeros(1, 4, dtype=torch.long), tokens), dim=1)
-    mask = torch.cat((torch.zeros(1, 4), torch.ones(1, 9)), dim=1)
-    cache = KVCache()
-    parts = [model(row[:, :8], attention_mask=mask[:, :8], cache=cache)]
-    parts += [
-        model(row[:, i : i + 1], attention_mask=mask[:, : i + 1], cache=cache) for i in range(8, 13)
-    ]
-    torch.testing.assert_close(torch.cat(parts, dim=1)[:, 4:], model(tokens))
-
-
-def test_it_learns_to_repeat():
-    config = LMConfig(vocab_size=12, context_length=16, embed_dim=32, depth=2, num_heads=2)
-    model = TokenFormerLM(config)
-    optimizer, loss = torch.optim.AdamW(model.parameters(), lr=6e-3), torch.tensor(torch.inf)
-    for _ in range(240):
-        half = torch.randint(12, (32, 4))
-        tokens = torch.cat((half, half), dim=1)
-        logits = model(tokens[:, :-1])[:, 3:]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 4:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss < 0.5
-
-
 def test_what_does_not_fit_is_said():
     model, cache = build(), KVCache()
     model(torch.zeros(1, 40, dtype=torch.long), cache=cache)
