@@ -104,7 +104,7 @@ def test_exported_model_with_other_pairs(tmp_path, capsys):
 
 
 def test_language_models(tmp_path, capsys):
-    language = pytest.importorskip("tokenformer_vit.language", exc_type=InputError)
+    language = pytest.importorskip("tokenformer_vit.language", exc_type=ImportError)
     costs.main(["--lm", "150m", "--tokens", "7", "--json"])
     ours, theirs = json.loads(capsys.readouterr().out)
     assert (ours["model"], theirs["model"]) == ("150m", "Transformer, 4608 hidden")
@@ -163,7 +163,7 @@ def test_plot_is_of_the_models_that_are_named(tmp_path, capsys, figures):
 
 
 def test_plot_of_language_models_and_of_the_paper(tmp_path, capsys, figures):
-    pytest.importorskip("tokenformer_vit.language", exc_type=InputError)
+    pytest.importorskip("tokenformer_vit.language", exc_type=ImportError)
     path = str(tmp_path / "lengths.png")
     costs.main(["--lm", "tiny", "--plot", path])
     assert [line.get_label()[:5] for line in figures[0].axes[0].lines] == ["tiny,", "Trans"]
