@@ -15,7 +15,7 @@ from tokenformer_vit.benchmarking.lengths import transformer_of_width
 from tokenformer_vit.benchmarking.measures import counted_flops
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.layers.segments import split_tokens
+from tokenformer_vit.layers.split import split_tokens
 from tokenformer_vit.models import LMConfig, TokenFormerLM
 
 pytestmark = pytest.mark.usefixtures("plain_attention")

@@ -129,9 +129,9 @@ def test_merging_averages_registers_and_scales(build, x, rounding):
         one, other, mean = (state[name] for state in states)
         torch.testing.assert_close(mean, (one + other) / 2)
     for changes, said in (
-        ({"use_rot_pos_emb": False}, "num_prefix_tokens is 5 in model_a and 0 in model_b"),
-        ({"rope_temperature": 50.0}, "temperature is 10000.0 in model_a and 50.0 in model_b"),
-        ({"norm": "none"}, "norm.bias is absent in model_a"),
+        ({"use_rot_pos_emb": False}, "use_rot_pos_emb is True in model_a and False in model_b"),
+        ({"rope_temperature": 50.0}, "rope_temperature is absent in model_a and 50.0 in model_b"),
+        ({"norm": "none"}, "norm is rms in model_a and none in model_b"),
     ):
         with pytest.raises(ValueError, match=said):
             merge(a, build(**changes))

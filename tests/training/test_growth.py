@@ -202,11 +202,6 @@ def test_a_gate_that_never_opens_is_refused():
         GrowthHook(SCHEDULE, open_iters=5)
 
 
-def test_noise_that_is_none_is_refused():
-    with pytest.raises(InputError, match="noise of GrowthHook is nan: give a finite number"):
-        GrowthHook(SCHEDULE, noise=float("nan"))
-
-
 @pytest.mark.slow
 def test_a_run_grows_to_numbers_of_pairs_by_block(growing, tmp_path):
     schedule = [

@@ -1,6 +1,5 @@
 """Growth during a run, and the cost of the training so far."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -76,7 +75,6 @@ class GrowthHook(Hook):
         train_head: Whether the classifier is trained although ``freeze`` is given. Without it, the
             grown model contains the old one unchanged.
         seed: Seed of the new pairs; default: the seed of the run.
-        noise: Noise on the old pairs at each growth; see :func:`tokenformer_vit.growth.grow`.
 
     Raises:
         InputError: If the schedule is empty, out of order, or longer than the run, or the model
@@ -100,7 +98,6 @@ class GrowthHook(Hook):
         freeze: str | None = None,
         train_head: bool = True,
         seed: int | None = None,
-        noise: float = 0.0,
     ) -> None:
         self.schedule = [dict(event) for event in schedule]
         self._unit = _check_schedule(self.schedule)
@@ -109,14 +106,11 @@ class GrowthHook(Hook):
                 f"gate is {gate!r} and open_iters is {open_iters}: set open_iters above 0 for "
                 "gate='fixed', and to 0 for any other gate"
             )
-        if not 0 <= noise < math.inf:
-            raise InputError(f"noise of GrowthHook is {noise}: give a finite number, at least 0")
         self._tokens: dict[str, Any] = {
             "init": init,
             "gate": gate,
             "nested": nested,
             "freeze": freeze,
-            "noise": noise,
         }
         self._new_lr_scale = new_lr_scale
         self._moments = moments
