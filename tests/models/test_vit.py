@@ -45,7 +45,7 @@ def test_arguments_reach_every_layer_and_are_recorded(small, theta, norm):
         ({"theta": "relu"}, InputError, "softmax.*'relu'"),
         ({"norm": "weight"}, InputError, "none, bias, .*'weight'"),
         ({"num_ffn_param_tokens": [8]}, InputError, "ffn.* has 1 .* 2 blocks"),
-        ({"pattention_args": {"thta": 3.0}}, InputError, "'thta'"),
+        ({"pattention_args": {"thta": 3.0}}, TypeError, "thta"),
     ],
 )
 def test_wrong_arguments_are_named(small, arguments, error, said):
