@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from timm.models import get_model_args, save_for_hf
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.layers import BlockLayerNorm, BlockRMSNorm, Pattention
+from tokenformer_vit.layers import BlockLayerNorm, Pattention
 from tokenformer_vit.ops import THETAS
 
 
@@ -51,13 +51,6 @@ def test_arguments_reach_every_layer_and_are_recorded(small, theta, norm):
 def test_wrong_arguments_are_named(small, arguments, error, said):
     with pytest.raises(error, match=said):
         small(**arguments)
-
-
-def test_rms_is_for_all_norms(small):
-    model = small(norm="rms", qk_norm=True)
-    attention = model.blocks[0].attn
-    assert {type(norm) for norm in (model.blocks[1].norm2, attention.q_norm)} == {BlockRMSNorm}
-    assert [name for name, _ in model.named_parameters() if "norm" in name] == ["norm.weight"]
 
 
 def test_a_uniform_drop_path_is_recorded_and_rebuilt(small, tmp_path):
