@@ -31,7 +31,7 @@ ARROW = [
     "huggingface_hub>=0.34",  # its command is `hf` since then
 ]
 LANGUAGE = [
-    "transformers>=5.15",  # before, GPT-2 starts without its smaller residual weights
+    "transformers>=5.24",  # before, caches had another name
     "tokenizers>=0.22",
     "zstandard>=0.23",  # reads the Pile
     "typing_extensions>=4.12",

@@ -26,7 +26,6 @@ pytest.importorskip("transformers", reason="language models need the extra [lang
 pytest.importorskip("datasets", reason="language models need the extra [language]")
 
 from tokenformer_vit.language import byte_tokenizer
-from tokenformer_vit.language.data import SplitWriter
 
 OF_LANGUAGE = [question for question in QUESTIONS if question.field is LANGUAGE]
 LENGTH, WIDTH = 16, 32
@@ -77,12 +76,11 @@ def write_text(folder, letters):
     folder.mkdir(parents=True)
     splits = {}
     for split, rows in (("train", 20), ("val", 3)):
-        writer = SplitWriter(folder, split, LENGTH, 257)
-        writer.add([rng.choice(list(letters.encode()), rows * LENGTH + 1).astype(np.int64)])
-        writer.close_shard()
-        splits[split] = writer.counts
-    meta = {"context_length": LENGTH, "vocab_size": 257, "end": 256, "tokenizer": "bytes"}
-    (folder / "meta.json").write_text(json.dumps({**meta, "sources": [], "splits": splits}))
+        text = rng.choice(list(letters.encode()), rows * LENGTH + 1)
+        text.astype(np.uint16).tofile(folder / f"{split}.bin")
+        splits[split] = {"tokens": len(text), "documents": 1, "bytes": len(text)}
+    meta = {"context_length": LENGTH, "vocab_size": 258, "end": 256, "dtype": "uint16"}
+    (folder / "meta.json").write_text(json.dumps({**meta, "splits": splits}))
     byte_tokenizer().save_pretrained(folder)
 
 

@@ -145,11 +145,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("always::FutureWarning")  # one test looks for one
-def test_of_transformers(case, monkeypatch):
-    if "can_init_all_missing_weights" in case.id():
-        # The test seeds each layer in post_init(). There our layers keep what they have drawn,
-        # because a seed must give the weights of TokenFormerLM.
-        monkeypatch.setattr(TokenFormerModel, "_keep_weights", lambda model: None)
+def test_of_transformers(case):
     result = unittest.TestResult()
     case.run(result)
     for _, text in result.failures + result.errors:

@@ -1,21 +1,17 @@
 """The Transformers in the forms of GPT-2 and GPT-NeoX: their parts, saving and loading."""
 
-from typing import Any
-
 import pytest
 import torch
 
 pytest.importorskip("transformers", reason="pip install '.[language]'")
 
 from transformers import (
-    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
 )
 
-from tokenformer_vit.errors import InputError
 from tokenformer_vit.language import matched_transformer, transformer_lm
 from tokenformer_vit.models import LMConfig, TokenFormerLM, blocks_of, lm_config
 
@@ -38,6 +34,8 @@ def test_the_smallest_gpt2_has_its_parameters():
         untied = transformer_lm(50_257, 1024, 768, 12, 12, tie_embeddings=False)
     assert count(model) == 124_439_808
     assert count(untied) == 124_439_808 + 50_257 * 768
+    with torch.device("meta"):  # the smallest of the paper's growth series is matched by it
+        assert matched_transformer(lm_config("grown_124m")).config.n_inner == 4 * 768
 
 
 def test_it_computes_what_gpt2_does():
@@ -67,13 +65,6 @@ def test_with_rotary_positions_it_computes_what_gpt_neox_does():
 
 
 @POSITIONS
-def test_training_drops_nothing(positions):
-    model, tokens = build(positions).train(), torch.randint(61, (2, 9))
-    assert torch.equal(model(tokens).logits, model(tokens).logits)
-    assert model.config._attn_implementation == "sdpa"
-
-
-@POSITIONS
 def test_residual_parts_start_smaller(positions):
     block = blocks_of(build(positions, embed_dim=256, depth=8).base_model)[3]
     names, last = ("attn.c_proj", "mlp.c_proj", "mlp.c_fc"), 0.02 / 16**0.5
@@ -83,34 +74,6 @@ def test_residual_parts_start_smaller(positions):
         layer = block.get_submodule(name)
         assert layer.weight.std().item() == pytest.approx(std, rel=0.05)
         assert layer.bias.abs().max() == 0
-
-
-@POSITIONS
-@pytest.mark.parametrize("tie", [True, False])
-def test_a_saved_model_is_the_same_model(tie, positions, tmp_path):
-    model = build(positions, hidden_features=48, tie_embeddings=tie).eval()
-    model.save_pretrained(tmp_path)
-    both: Any = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    loaded, found = both
-    assert not any(found.values()), found
-    tokens = torch.randint(61, (2, 9))
-    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
-    assert loaded.generate(tokens, max_new_tokens=4, do_sample=False).shape == (2, 13)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_heads": 3}, "embed_dim 32 must be a multiple of num_heads 3"),
-        ({"depth": 0}, "depth must be at least 1, but got 0"),
-        ({"hidden_features": 0}, "hidden_features must be at least 1, but got 0"),
-        ({"positions": "alibi"}, "positions must be one of rotary, learned, but got 'alibi'"),
-        ({"positions": "rotary", "rotary_share": 0.2}, "rotates 3 of the 16 dimensions"),
-    ],
-)
-def test_sizes_that_do_not_fit(change, message):
-    with pytest.raises(InputError, match=message):
-        transformer_lm(**{**SHAPE, **change})
 
 
 PAIRS = {"num_qkv_param_tokens": 20, "num_proj_param_tokens": 28, "num_ffn_param_tokens": 50}
@@ -137,21 +100,3 @@ def test_the_matched_transformer_has_as_many_weights_in_blocks(changes, position
     if positions == "rotary":
         turns = [50.0 ** (-r / 8) for r in range(0, 8, 2)]  # 8 of the 16 dimensions of a head
         assert model.gpt_neox.rotary_emb.inv_freq.tolist() == pytest.approx(turns)
-
-
-def test_the_papers_smallest_is_matched_by_the_usual_transformer():
-    with torch.device("meta"):
-        assert matched_transformer(lm_config("grown_124m")).config.n_inner == 4 * 768
-
-
-def test_attention_that_takes_more_than_all_pairs():
-    with pytest.raises(InputError, match="Transformer of width 32 cannot match 50"):
-        matched_transformer(
-            LMConfig(
-                **SHAPE,
-                num_qkv_param_tokens=10,
-                num_proj_param_tokens=10,
-                num_ffn_param_tokens=10,
-                rotary_share=0.5,
-            )
-        )

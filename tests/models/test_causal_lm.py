@@ -10,7 +10,6 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.models import LM_PRESETS, KVCache, LMConfig, TokenFormerLM, lm_config
-from tokenformer_vit.models.causal_block import CausalAttention
 from tokenformer_vit.ops import THETAS
 
 PARAMETERS = {
@@ -126,57 +125,6 @@ def test_computes_its_definition(norm):
     )
 
 
-@pytest.mark.parametrize("share", [0.25, 1.0])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_few_tokens_are_computed_as_many_to_the_last_digit(dtype, share):
-    model, tokens = build(rotary_share=share).to(dtype), torch.randint(61, (1, 5))
-    expected = model(tokens)
-    with torch.no_grad():
-        assert torch.equal(model(tokens), expected)
-        cache, again = KVCache(), KVCache()
-        model(tokens, cache=cache)
-        model(tokens, cache=again)
-        new = torch.randint(61, (1, 1))
-        few = model(new, cache=cache)
-    assert torch.equal(few, model(new, cache=again))
-
-
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@torch.no_grad()
-def test_a_trace_of_one_token_takes_any_number():
-    model, tokens = build(), torch.randint(61, (1, 12))
-    traced = torch.jit.trace(model, (tokens[:, :1], torch.ones(1, 1)), check_trace=False)
-    expected = model(tokens)  # angles are float32
-    torch.testing.assert_close(traced(tokens, torch.ones(1, 12)), expected, rtol=1e-5, atol=1e-5)
-
-
-@torch.no_grad()
-def test_an_export_of_few_tokens_takes_any_number():
-    model, tokens = build(), torch.randint(61, (4, 3))
-    shapes = {"tokens": {0: torch.export.Dim("batch", max=64)}}
-    exported = torch.export.export(model, (tokens,), dynamic_shapes=shapes).module()
-    for batch in (2, 30):
-        tokens = torch.randint(61, (batch, 3))
-        torch.testing.assert_close(exported(tokens), model(tokens))
-
-
-def test_a_cache_holds_no_queries():
-    cache = KVCache()
-    build()(torch.randint(61, (1, 12)), cache=cache)
-    keys, _ = cache.update(torch.zeros(1, 2, 0, 16), torch.zeros(1, 2, 0, 16), 0)
-    assert keys.untyped_storage().nbytes() == keys.nbytes
-
-
-def test_causal_attention_normalises_queries_and_keys():
-    attention, x = CausalAttention(32, 2, 32, 32, qk_norm=True), torch.randn(2, 5, 32)
-    query, key, value = attention.project(x)
-    for heads in (query, key):
-        torch.testing.assert_close(
-            heads.var(-1, correction=0), torch.ones(2, 2, 5), rtol=1e-3, atol=0
-        )
-    assert not torch.allclose(value.var(-1), torch.ones(2, 2, 5), rtol=1e-2)
-
-
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_with_a_cache_it_computes_the_same(kind):
     model, tokens = build(**kind), torch.randint(61, (3, 17))
@@ -185,16 +133,6 @@ def test_with_a_cache_it_computes_the_same(kind):
     parts += [model(tokens[:, i : i + 1], cache=cache) for i in range(5, 11)]
     parts.append(model(tokens[:, 11:], cache=cache))
     assert cache.get_seq_length() == 17
-    torch.testing.assert_close(torch.cat(parts, dim=1), expected)
-
-
-def test_joint_query_key_and_value_compute_the_same():
-    model, tokens = build(), torch.randint(61, (3, 17))
-    expected = model(tokens)
-    for block in model.blocks:
-        block.attn.joint = True
-    cache = KVCache()
-    parts = [model(tokens[:, :16], cache=cache), model(tokens[:, 16:], cache=cache)]
     torch.testing.assert_close(torch.cat(parts, dim=1), expected)
 
 
@@ -216,65 +154,14 @@ def test_padding_on_either_side_changes_nothing(kind):
         assert logits.isfinite().all()
 
 
-def test_padding_and_cache_go_together():
-    model, tokens = build(), torch.randint(61, (1, 9))
-    row = torch.cat((torch.zeros(1, 4, dtype=torch.long), tokens), dim=1)
-    mask = torch.cat((torch.zeros(1, 4), torch.ones(1, 9)), dim=1)
-    cache = KVCache()
-    parts = [model(row[:, :8], attention_mask=mask[:, :8], cache=cache)]
-    parts += [
-        model(row[:, i : i + 1], attention_mask=mask[:, : i + 1], cache=cache) for i in range(8, 13)
-    ]
-    torch.testing.assert_close(torch.cat(parts, dim=1)[:, 4:], model(tokens))
-
-
-def test_it_learns_to_repeat():
-    config = LMConfig(vocab_size=12, context_length=16, embed_dim=32, depth=2, num_heads=2)
-    model = TokenFormerLM(config)
-    optimizer, loss = torch.optim.AdamW(model.parameters(), lr=6e-3), torch.tensor(torch.inf)
-    for _ in range(240):
-        half = torch.randint(12, (32, 4))
-        tokens = torch.cat((half, half), dim=1)
-        logits = model(tokens[:, :-1])[:, 3:]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 4:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss < 0.5
-
-
 def test_what_does_not_fit_is_said():
-    model = build()
-    with pytest.raises(InputError, match=r"has 41 tokens, .* context_length is 40: shorten"):
-        model(torch.zeros(1, 41, dtype=torch.long))
-    cache = KVCache()
+    model, cache = build(), KVCache()
     model(torch.zeros(1, 40, dtype=torch.long), cache=cache)
-    with pytest.raises(InputError, match="ask for fewer new tokens"):
+    with pytest.raises(InputError, match=r"has 41 tokens, but context_length is 40: shorten"):
         model(torch.zeros(1, 1, dtype=torch.long), cache=cache)
-    with pytest.raises(InputError, match="one of rotary, learned, but got 'alibi'"):
+    with pytest.raises(InputError, match="rotary or learned, but got 'alibi'"):
         LMConfig(positions="alibi")
-    with pytest.raises(InputError, match="num_heads must be at least 1, but got 0"):
-        LMConfig(num_heads=0)
-    with pytest.raises(InputError, match="vocab_size must be at least 1"):
-        LMConfig(vocab_size=0)
-    with pytest.raises(InputError, match="rotates 1 of the 4 dimensions of a head: give"):
+    with pytest.raises(InputError, match="rotates 1 dimensions of a head: give"):
         LMConfig(embed_dim=16, num_heads=4)
     with pytest.raises(InputError, match=r"preset must be one of 150m, .*, but got '124m'"):
         lm_config("124m")
-
-
-def test_gradient_checkpointing_computes_the_same_gradients():
-    model, tokens = build().train(), torch.randint(61, (2, 9))
-
-    def gradients():
-        model.zero_grad()
-        model(tokens).square().mean().backward()
-        return [parameter.grad.clone() for parameter in model.parameters()]
-
-    runs = []
-    model.blocks[0].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
-    expected = gradients()
-    assert len(runs) == 1
-    model.checkpoint_blocks = True
-    torch.testing.assert_close(gradients(), expected, rtol=0, atol=0)
-    assert len(runs) == 3  # once, and again in the backward pass

@@ -162,7 +162,8 @@ def test_names_go_there_and_back(backbone):
 
 
 def test_tensors_of_anything_else_are_left_out():
-    assert timm_state_dict({"data_preprocessor.mean": 0, "head.fc.bias": 1}) == {"head.bias": 1}
+    state_dict = {"data_preprocessor.mean": 0, "head.fc.bias": 1, "backbone.model.x": 2}
+    assert timm_state_dict(state_dict) == {"head.bias": 1, "x": 2}
 
 
 def test_the_timm_model_computes_the_same_logits(backbone, images):

@@ -162,7 +162,7 @@ def test_a_static_graph_does_not_accumulate(plain):
     ],
 )
 def test_values_of_language_models(key, value, allowed):
-    pytest.importorskip("tokenformer_vit.language", exc_type=InputError)
+    pytest.importorskip("tokenformer_vit.language", exc_type=ImportError)
     line = refused(Config.fromfile(LANGUAGE), {key: value})
     assert line == f"x.py: {key} is {value!r}, but must be {allowed}"
 

@@ -16,9 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import save_model
-from tokenformer_vit.models.weights import tensors_digest
 from tokenformer_vit.training.config import load_config
-from tokenformer_vit.training.distillation import Distillation, _load
+from tokenformer_vit.training.distillation import Distillation, _load, tensors_digest
 from tokenformer_vit.training.guard import GuardHook
 from tokenformer_vit.training.identity import check_identity, run_identity
 
@@ -35,7 +34,8 @@ def export(folder, kind="vit", names=CLASSES, num_classes=3):
     name, kwargs = KINDS[kind]
     model = timm.create_model(name, num_classes=num_classes, **kwargs)
     torch.nn.init.normal_(model.get_classifier().weight)
-    save_model(model, folder, names, {"mean": MEAN, "std": STD})
+    size = {"input_size": (3, 32, 32)} if kind == "vit" else {}  # any size fits timm's test_vit
+    save_model(model, folder, names, {"mean": MEAN, "std": STD, **size})
     return model.eval().double()
 
 

@@ -24,7 +24,7 @@ from PIL import Image
 
 from tokenformer_vit.command_line import run_tool, whole_number
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models.description import DESCRIPTION
+from tokenformer_vit.models.checkpoints import DESCRIPTION
 from tokenformer_vit.training import (
     AtomicLocalBackend,
     ExactCheckpointHook,
@@ -676,7 +676,7 @@ class Trap:
 def test_loading_a_checkpoint_runs_no_code(tmp_path):
     mark = tmp_path / "executed"
     torch.save({"state_dict": {}, "trap": Trap(mark)}, tmp_path / "trap.pth")
-    with pytest.raises(InputError, match=r"trap\.pth is damaged or holds more than tensors"):
+    with pytest.raises(InputError, match=r"trap\.pth is damaged, or holds more than tensors"):
         load_plain_checkpoint(str(tmp_path / "trap.pth"))
     assert not mark.exists()
     with (tmp_path / "trap.pth").open("wb") as file:

@@ -102,7 +102,7 @@ torch.save({{"trap": Trap()}}, {str(trap)!r})
 Runner.from_cfg(cfg).load_or_resume()
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "trap.pth is damaged or holds more than tensors" in run.stderr.splitlines()[-1]
+    assert "trap.pth is damaged, or holds more than tensors" in run.stderr.splitlines()[-1]
     assert not mark.exists()
 
 

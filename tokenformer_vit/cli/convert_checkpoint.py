@@ -1,6 +1,7 @@
 """Convert the authors' language checkpoints to folders for transformers, and back.
 
-From a file of the released 150M, 450M, 900M or 1.5B model::
+From a file of the released 150M, 450M, 900M or 1.5B model, or from a checkpoint of the authors'
+training, a file or a folder with one for each layer::
 
     tokenformer-vit convert model.bin tokenformer_150m --tokenizer tokenizer.json
 
@@ -13,23 +14,20 @@ OUT appears only when it is complete.
 """
 
 import argparse
-import io
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from tokenformer_vit.command_line import command_parser, printable, whole_number
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import write_whole
+from tokenformer_vit.files import whole_file
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     args = _parse(argv)
-    from tokenformer_vit import language  # isort: skip  # says why, if transformers is missing
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -37,13 +35,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.target.exists():
         raise InputError(f"{args.target} already exists; choose another OUT, or remove it")
     if args.to_released:
-        _to_released(args, language)
+        _to_released(args)
     else:
-        _from_released(args, language)
+        _from_released(args)
 
 
-def _from_released(args: argparse.Namespace, language: ModuleType) -> None:
-    config, state_dict = language.read_released(args.source, **_of_released(args))
+def _from_released(args: argparse.Namespace) -> None:
+    from tokenformer_vit import language
+
+    tensors = language.read_released(args.source)
+    config, state_dict = language.from_released(tensors, **_of_released(args))
     tokenizer = args.tokenizer and language.load_tokenizer(args.tokenizer, config.vocab_size)
     with torch.device("meta"):
         model = language.TokenFormerForCausalLM(language.TokenFormerConfig(**vars(config)))
@@ -59,12 +60,13 @@ def _from_released(args: argparse.Namespace, language: ModuleType) -> None:
     )
 
 
-def _to_released(args: argparse.Namespace, language: ModuleType) -> None:
+def _to_released(args: argparse.Namespace) -> None:
+    from tokenformer_vit import language
+
     state_dict = language.to_released(language.load_language_model(args.source))
-    data = io.BytesIO()
-    torch.save({name: tensor.detach().clone() for name, tensor in state_dict.items()}, data)
     args.target.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(args.target, data.getvalue())
+    with whole_file(args.target) as file:
+        torch.save({name: tensor.detach() for name, tensor in state_dict.items()}, file)
     target = printable(str(args.target))
     print(f"Done. In {target}: {len(state_dict)} tensors under the released names")
 
@@ -72,7 +74,7 @@ def _to_released(args: argparse.Namespace, language: ModuleType) -> None:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command_parser(__doc__)
     add = parser.add_argument
-    add("source", type=Path, metavar="IN", help="released file, or folder")
+    add("source", type=Path, metavar="IN", help="checkpoint of the authors, or folder")
     add("target", type=Path, metavar="OUT", help="folder, or released file")
     add("--to-released", action="store_true", help="from a folder to a file")
     add("--tokenizer", type=Path, metavar="PATH", help="folder or file that is saved in OUT")

@@ -181,7 +181,7 @@ def _build_language(name: str) -> tuple[list[str], list[nn.Module]]:
     Raises:
         InputError: If the preset or folder does not exist, or no Transformer matches.
     """
-    from tokenformer_vit import language  # raises InputError without transformers
+    from tokenformer_vit import language  # needs transformers
 
     if name in LM_PRESETS:
         config = lm_config(name)

@@ -28,48 +28,34 @@ from .arguments import choose_device
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     args = _parse(argv)
-    from tokenformer_vit import language  # isort: skip  # says why, if transformers is missing
+    from transformers import TextStreamer
     from transformers.utils import logging
+
+    from tokenformer_vit import language
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     device = choose_device(args.device)
-    prompts = args.prompts or _read_prompts()
-    if not args.mask and (args.model / language.MASKS).is_file():
-        print(
-            "the model has masks, but all pairs are used; choose a mask with --mask",
-            file=sys.stderr,
-        )
-    if not prompts:
-        raise InputError("there is no prompt: give one after the model, or one a line on stdin")
-    model = language.load_language_model(args.model, language.TRAINED_KINDS, args.mask).to(device)
+    prompts = args.prompts or [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    if not all(prompts) or not prompts:
+        raise InputError("a prompt is empty: give a text after the model, or one a line on stdin")
+    model = language.load_language_model(args.model, args.mask).to(device)
     tokenizer = language.load_tokenizer(args.tokenizer or args.model, model.config.vocab_size)
-    streamer = language.TerminalStreamer(tokenizer, skip_special_tokens=True)
+    how = {"do_sample": not args.greedy, "max_new_tokens": args.max_new_tokens}
+    if not args.greedy:
+        how |= {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     torch.manual_seed(args.seed)
     for number, prompt in enumerate(prompts):
         if number:
             print()
-        language.generate_text(
-            model,
-            tokenizer,
-            prompt,
-            args.max_new_tokens,
-            greedy=args.greedy,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            streamer=streamer,
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(device)
+        model.generate(
+            **inputs,
+            **how,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            streamer=TextStreamer(tokenizer, skip_special_tokens=True),  # type: ignore[arg-type]
         )
-
-
-def _read_prompts() -> list[str]:
-    try:
-        return [line.rstrip("\n") for line in sys.stdin if line.strip()]
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"stdin is not {error.encoding} text ({error.reason}); convert it, for example with "
-            "iconv"
-        ) from error
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -82,7 +68,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-new-tokens", type=whole_number(1), default=64, metavar="N", help="default: 64")
     add("--greedy", action="store_true", help="the most likely token each time")
     add("--temperature", type=float, default=1.0, metavar="T", help="divides logits (default: 1)")
-    add("--top-k", type=whole_number(1), metavar="K", help="draw from the K most likely tokens")
+    add(
+        "--top-k",
+        type=whole_number(0),
+        default=0,
+        metavar="K",
+        help="draw from the K most likely tokens (default: 0, all)",
+    )
     add(
         "--top-p",
         type=float,

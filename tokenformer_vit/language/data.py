@@ -1,236 +1,265 @@
-"""Token files of language models: rows of tokens in memory-mapped Arrow files.
+"""Text as tokens on the disk.
 
-A folder holds ``meta.json``, the files of the tokenizer, and for every split
-``<split>-00000.arrow``, ``<split>-00001.arrow``, ...: streams of one column ``input_ids``, lists
-of context_length + 1 tokens. Rows overlap by one token. With the inputs ``row[:-1]`` and the
-targets ``row[1:]``, every token except the first is predicted exactly once.
+A folder holds ``train.bin`` and ``val.bin``, the tokens of all documents one after the other as
+uint16 or uint32; ``meta.json``; and the files of the tokenizer. Training reads rows of N + 1 tokens
+that overlap by one: with the inputs ``row[:-1]`` and the targets ``row[1:]``, every token except
+the first is predicted exactly once.
 """
 
-import os
-from collections.abc import Sequence
+import hashlib
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from datasets import Dataset, IterableDataset, load_dataset
+from numpy.typing import NDArray
+from tqdm import tqdm
 
 from tokenformer_vit.errors import InputError, one_line
+from tokenformer_vit.files import new_folder
 
-from .schemas import TextMeta, WriterState, read_json
+Texts = Dataset | IterableDataset
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-
-# Exists while a folder is being written: what is done, and where to resume.
-PROGRESS = "progress.json"
 META = "meta.json"
+# How datasets reads a file, by its suffix before that of a compression.
+_READERS = {
+    ".txt": "text",
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+}
+_COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
+# Characters. A smaller held-out part is less than a paragraph: such a file is not divided.
+_LEAST_HELD_OUT = 1024
+# The text as it is: "<|endoftext|>" in it does not end it.
+_AS_IT_IS = {
+    "add_special_tokens": False,
+    "split_special_tokens": True,
+    "return_attention_mask": False,
+    "return_token_type_ids": False,
+    "verbose": False,
+}
 
 
-def read_text_meta(folder: Path) -> TextMeta:
-    """Read the description of a folder of tokens.
+def find_files(path: Path) -> list[Path]:
+    """List the text files of a path, sorted: the file itself, or those in a folder."""
+    if path.is_file():
+        return [path]
+    files = [
+        file
+        for file in sorted(path.rglob("*"))
+        if file.is_file() and _reader(file) and not file.name.startswith(".")
+    ]
+    if not files:
+        raise InputError(
+            f"{path} is no file, and no folder with files that end in {', '.join(_READERS)}; "
+            "--hub NAME reads from the hub"
+        )
+    return files
 
-    Args:
-        folder: Folder that ``tokenformer-vit prepare-text`` wrote.
 
-    Returns:
-        ``context_length``; ``vocab_size``, the number of entries of the tokenizer; ``end``, the
-        number of the end-of-text token, or None; ``tokenizer``, ``sources`` and ``settings`` of
-        the command; and ``splits``: for each split the number of its ``rows``, and of the
-        ``tokens``, ``documents`` and UTF-8 ``bytes`` of the text that they were cut from.
+def _reader(file: Path) -> str | None:
+    plain = file.with_suffix("") if file.suffix.lower() in _COMPRESSED else file
+    return _READERS.get(plain.suffix.lower())
 
-    Raises:
-        InputError: If there is no such folder, it is unfinished, or it is not a folder of tokens.
-        OSError: If the description cannot be read.
+
+def load_files(
+    files: Sequence[Path], column: str = "text", documents: str = "file", streaming: bool = False
+) -> list[Texts]:
+    """Open files of text, JSON, parquet or CSV, also compressed ones; see :func:`load_texts`.
+
+    ``documents`` says what a document in a text file is: ``file``, ``paragraph`` or ``line``. With
+    ``streaming`` the files are read while they are used, instead of a copy in Arrow's form.
     """
-    file = folder / META
-    if not file.is_file():
-        if (partial_folder(folder) / PROGRESS).is_file():
-            raise InputError(
-                f"{folder} is not finished: run the same prepare-text command again to resume it"
-            )
-        missing = f"{folder} has no {META}" if folder.is_dir() else f"there is no folder {folder}"
-        raise InputError(f"{missing}; make a folder of tokens with tokenformer-vit prepare-text")
-    way_out = "make it again with tokenformer-vit prepare-text"
-    meta = read_json(file, TextMeta, "a description of tokens", way_out)
-    for split, counts in meta["splits"].items():
-        if counts["rows"] and counts["tokens"] <= counts["rows"] * meta["context_length"]:
-            raise InputError(
-                f"{file} is damaged: {counts['tokens']} tokens cannot fill {counts['rows']} rows "
-                f"of the {split} part; {way_out}"
-            )
+    groups: dict[str, list[str]] = {}
+    for file in files:
+        groups.setdefault(_reader(file) or "text", []).append(str(file))
+    texts = []
+    for reader, names in groups.items():
+        how, own = {}, column
+        if reader == "text":
+            sample = {"file": "document"}.get(documents, documents)
+            how, own = {"sample_by": sample, "encoding": "utf-8-sig"}, "text"
+        texts.append(load_texts(reader, own, streaming=streaming, data_files=names, **how))
+    return texts
+
+
+def load_texts(name: str, column: str, **how: Any) -> Texts:
+    """Open a data set of ``datasets.load_dataset`` as one with a single column ``text``."""
+    try:
+        texts: Any = load_dataset(name, **{"split": "train", **how})
+    except Exception as error:  # of datasets, the hub and the readers
+        reason = one_line(error.__cause__ or error)
+        raise InputError(
+            f"the text in {how.get('data_files', name)} cannot be read: {reason}; convert it to "
+            "UTF-8 text, JSON lines or parquet"
+        ) from error
+    names = texts.column_names
+    if names and column not in names:
+        raise InputError(
+            f"{how.get('data_files', name)} has no column {column!r}; choose one with --column: "
+            f"{', '.join(names)}"
+        )
+    texts = texts.select_columns([column])
+    return texts if column == "text" else texts.rename_column(column, "text")
+
+
+def reversal_texts(lines: int, digits: int, val_share: float, seed: int) -> tuple[Dataset, Dataset]:
+    """Draw different lines of digits and their reversal, such as ``8307>7038``.
+
+    Returns training text and held-out text, each one document.
+    """
+    numbers = random.Random(seed).sample(range(10**digits), lines)
+    held_out = round(lines * val_share)
+    train, val = (
+        "".join(f"{word}>{word[::-1]}\n" for word in (f"{drawn:0{digits}d}" for drawn in chosen))
+        for chosen in (numbers[held_out:], numbers[:held_out])
+    )
+    return Dataset.from_dict({"text": [train]}), Dataset.from_dict({"text": [val]})
+
+
+def divide(text: str, val_share: float) -> list[tuple[str, bool]]:
+    """Divide a document into parts, each with whether it is held out.
+
+    A long document is cut at the start of a line, or of a word. Short ones are chosen whole by a
+    hash of their content, which keeps equal ones on one side.
+    """
+    if len(text) * val_share < _LEAST_HELD_OUT:
+        number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+        return [(text, number < val_share * 2**64)] if text else []
+    place = int(len(text) * (1 - val_share))
+    cut = text.find("\n", place) + 1
+    if cut in (0, len(text)):  # text8 is a single line
+        cut = text.find(" ", place) + 1 or place
+    return [(part, held) for part, held in ((text[cut:], True), (text[:cut], False)) if part]
+
+
+def training_texts(texts: Sequence[Texts], val_share: float, limit: int) -> Iterator[str]:
+    """Iterate over texts that a tokenizer may be trained on, up to a number of characters."""
+    rows: Any = (row for each in texts for row in each)
+    for row in rows:
+        for part, held_out in divide(row["text"] or "", val_share):
+            if not held_out:
+                yield part
+                limit -= len(part)
+        if limit <= 0:
+            return
+
+
+def prepare_text(
+    texts: Sequence[Texts],
+    target: Path,
+    tokenizer: Any,
+    context_length: int,
+    val_share: float = 0.0,
+    *,
+    val_texts: Sequence[Texts] = (),
+    limit_tokens: int | None = None,
+    workers: int = 1,
+    about: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Write a folder of tokens, which must not exist; it appears when it is complete.
+
+    The end-of-text token of the tokenizer, if there is one, follows each document. ``val_texts``
+    are held out, and ``val_share`` of ``texts``. Reading ends after ``limit_tokens`` of training.
+    ``datasets`` keeps the tokens of each finished source in its cache: the same call goes on there
+    after an interruption. Returns the content of ``meta.json``, which also has ``about``.
+    """
+    if target.exists():
+        raise InputError(f"{target} already exists; choose another OUT, or remove it")
+    vocab_size = max(tokenizer.get_vocab().values()) + 1
+    dtype = "uint16" if vocab_size <= 2**16 else "uint32"
+    how = {"tokenizer": tokenizer, "dtype": dtype}
+    splits = {
+        name: {"tokens": 0, "documents": 0, "bytes": 0}
+        for name in (["train", "val"] if val_texts or val_share else ["train"])
+    }
+    with (
+        new_folder(target) as folder,
+        tqdm(total=limit_tokens, unit="token", unit_scale=True) as bar,
+    ):
+        files = {name: (folder / f"{name}.bin").open("wb") for name in splits}
+        for name, ids, size in _tokens(texts, val_texts, val_share, workers, how):
+            ids.tofile(files[name])
+            for key, more in (("tokens", len(ids)), ("documents", 1), ("bytes", size)):
+                splits[name][key] += more
+            bar.update(len(ids) if name == "train" or not limit_tokens else 0)
+            if limit_tokens and splits["train"]["tokens"] >= limit_tokens:
+                break
+        for name, file in files.items():
+            file.close()
+            if splits[name]["tokens"] <= context_length:
+                raise InputError(
+                    f"the {name} part has {splits[name]['tokens']} tokens, too few for one row of "
+                    f"{context_length + 1}: give more text, a smaller --context-length, or another "
+                    "--val-share (0 for no val part)"
+                )
+        tokenizer.save_pretrained(folder)
+        meta = {
+            "context_length": context_length,
+            "vocab_size": vocab_size,
+            "end": tokenizer.eos_token_id,
+            "dtype": dtype,
+            "splits": splits,
+            **(about or {}),
+        }
+        (folder / META).write_text(json.dumps(meta, indent=2), encoding="utf-8")
     return meta
 
 
-def open_rows(folder: Path, split: str) -> "Dataset":
-    """Open the rows of a split; they are memory-mapped, and read only when they are used.
+def _tokens(
+    texts: Sequence[Texts], val_texts: Sequence[Texts], val_share: float, workers: int, how: Any
+) -> Iterator[tuple[str, NDArray[np.integer], int]]:
+    """Yield the split, the tokens and the UTF-8 bytes of each document, held-out ones first."""
+    parts = [(each, "val", 0.0) for each in val_texts] + [(each, None, val_share) for each in texts]
+    for each, split, share in parts:
+        # A row may be a whole file: a thousand of them may not fit in memory.
+        size = 16 if isinstance(each, Dataset) and len(each) < 10_000 else 1000
+        given: dict[str, Any] = {"batched": True, "batch_size": size, "remove_columns": ["text"]}
+        if isinstance(each, Dataset):
+            given |= {"num_proc": workers if workers > 1 else None, "writer_batch_size": size}
+        tokens: Any = each.map(_tokenize, fn_kwargs={**how, "val_share": share}, **given)
+        for batch in tokens.with_format("numpy").iter(size):
+            for ids, held_out, length in zip(*batch.values(), strict=True):
+                name = split or ("val" if held_out else "train")
+                yield name, np.asarray(ids, how["dtype"]), int(length)
 
-    Args:
-        folder: Folder that ``tokenformer-vit prepare-text`` wrote.
-        split: Name of the split, such as ``train`` or ``val``.
 
-    Returns:
-        Data set in numpy's format: ``dataset[row]["input_ids"]`` is (context_length + 1,), int64.
+def _tokenize(
+    batch: Mapping[str, list[str | None]], tokenizer: Any, dtype: str, val_share: float
+) -> dict[str, list[Any]]:
+    parts = [part for text in batch["text"] for part in divide(text or "", val_share)]
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ids = tokenizer([text for text, _ in parts], **_AS_IT_IS)["input_ids"] if parts else []
+    return {
+        "tokens": [np.array(each + end, dtype) for each in ids],
+        "held_out": [held_out for _, held_out in parts],
+        "bytes": [len(text.encode()) for text, _ in parts],
+    }
 
-    Raises:
-        InputError: In the cases of :func:`read_text_meta`; or if there is no such split, it has no
-            rows, or a file is missing or damaged.
-    """
-    try:
-        from datasets import Dataset, concatenate_datasets
-    except ImportError as error:
-        raise InputError(
-            "reading tokens needs Hugging Face's datasets: in the clone, run "
-            "pip install '.[language]'"
-        ) from error
+
+def read_text_meta(folder: Path) -> dict[str, Any]:
+    """Read ``meta.json`` of a folder of tokens that :func:`prepare_text` wrote."""
+    if not (folder / META).is_file():
+        missing = f"{folder} has no {META}" if folder.is_dir() else f"there is no folder {folder}"
+        raise InputError(f"{missing}; make a folder of tokens with tokenformer-vit prepare-text")
+    return json.loads((folder / META).read_text(encoding="utf-8"))
+
+
+def open_tokens(folder: Path, split: str) -> NDArray[np.integer]:
+    """Open the (T,) tokens of a split, memory-mapped: read when they are used."""
     meta = read_text_meta(folder)
     if split not in meta["splits"]:
         raise InputError(f"{folder} has no split {split!r}; it has: {', '.join(meta['splits'])}")
-    expected, length = meta["splits"][split]["rows"], meta["context_length"] + 1
-    shards = []
-    for path in sorted(folder.glob(f"{split}-*.arrow")):
-        try:
-            shard = Dataset.from_file(str(path))
-        except Exception as error:  # pyarrow raises errors of many types
-            raise InputError(
-                f"{path} is damaged ({one_line(error)}); prepare the text again"
-            ) from error
-        column = shard.features.get("input_ids")
-        kind = getattr(getattr(column, "feature", None), "dtype", None)
-        if getattr(column, "length", None) != length or kind not in ("uint16", "uint32"):
-            raise InputError(
-                f"{path} does not hold rows of {length} tokens as {folder / META} says; prepare "
-                "the text again"
-            )
-        shards.append(shard)
-    rows = sum(map(len, shards))
-    if rows != expected:
+    file, wanted = folder / f"{split}.bin", meta["splits"][split]["tokens"]
+    tokens = np.memmap(file, meta["dtype"], mode="r")
+    if len(tokens) != wanted:
         raise InputError(
-            f"the {split} files in {folder} hold {rows} rows, but its {META} says {expected}: a "
-            "file is missing or damaged; copy or prepare them again"
+            f"{file} has {len(tokens)} tokens, but {META} says {wanted}: copy or prepare it again"
         )
-    if not rows:
-        raise InputError(f"the split {split!r} in {folder} has no rows; prepare more text")
-    return concatenate_datasets(shards).with_format("numpy")
-
-
-def stored_rows(dataset: "Dataset") -> np.ndarray:
-    """Read all rows of a data set in their stored type.
-
-    Args:
-        dataset: Data set of :func:`open_rows`.
-
-    Returns:
-        (R, context_length + 1) uint16 or uint32, a quarter or a half of the memory of int64.
-    """
-    chunks = dataset.data.column("input_ids").chunks
-    return np.concatenate([chunk.flatten().to_numpy().reshape(len(chunk), -1) for chunk in chunks])
-
-
-def partial_folder(folder: Path) -> Path:
-    """Return the folder in which tokens are written until they are complete."""
-    return folder.parent / f"{folder.name}.partial"
-
-
-class SplitWriter:
-    """Cuts the tokens of a split into rows and writes them to Arrow files.
-
-    Args:
-        folder: Folder of the files.
-        split: Name of the split, such as ``train`` or ``val``.
-        context_length: Number of tokens of a row less one.
-        vocab_size: Number of entries of the tokenizer; up to 65,536 are stored as uint16, more as
-            uint32.
-        state: Result of :meth:`state`, to resume with the next file. A file of this name is
-            replaced.
-
-    Attributes:
-        counts: Number of ``rows`` written and ``tokens`` received. The caller counts ``documents``
-            and ``bytes``.
-        shard_tokens: Number of tokens in the open file.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        split: str,
-        context_length: int,
-        vocab_size: int,
-        state: WriterState | None = None,
-    ) -> None:
-        import pyarrow as pa
-
-        none = {"rows": 0, "tokens": 0, "documents": 0, "bytes": 0}
-        begun: Any = state or {"counts": none, "shards": 0, "rest": []}
-        self.counts: dict[str, int] = {**begun["counts"]}
-        self.shard_tokens = 0
-        self._shards: int = begun["shards"]
-        self._folder, self._split, self._length = folder, split, context_length
-        self._dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
-        self._rest = np.array(begun["rest"], self._dtype)
-        self._file: Any = None
-        self._stream: Any = None
-        self._pa = pa
-        self._type = pa.list_(pa.from_numpy_dtype(self._dtype), context_length + 1)
-
-    @property
-    def left_over(self) -> int:
-        """Number of tokens after the last row; they do not fill a row yet."""
-        return max(len(self._rest) - 1, 0) if self.counts["rows"] else len(self._rest)
-
-    @property
-    def _path(self) -> Path:
-        return self._folder / f"{self._split}-{self._shards:05d}.arrow"
-
-    def add(self, tokens: Sequence[np.ndarray]) -> None:
-        """Append tokens, and write the rows that are complete.
-
-        Args:
-            tokens: Arrays of any length, in order.
-
-        Raises:
-            OSError: If a row cannot be written; the error names the file.
-        """
-        parts = [part.astype(self._dtype) for part in tokens]
-        self.counts["tokens"] += sum(map(len, parts))
-        self._rest = np.concatenate([self._rest, *parts])
-        rows = (len(self._rest) - 1) // self._length
-        if rows < 1:
-            return
-        windows = np.lib.stride_tricks.sliding_window_view(self._rest, self._length + 1)
-        flat = self._pa.array(windows[:: self._length].reshape(-1))  # (rows * (N + 1),)
-        column = self._pa.FixedSizeListArray.from_arrays(flat, type=self._type)
-        try:
-            if self._stream is None:
-                self._path.unlink(missing_ok=True)  # removes a link, but not its target
-                self._file = self._path.open("xb")
-                schema = self._pa.schema([("input_ids", self._type)])
-                self._stream = self._pa.ipc.new_stream(self._file, schema)
-            self._stream.write_batch(self._pa.record_batch([column], names=["input_ids"]))
-        except OSError as error:  # a full disk is reported without the file's name
-            raise OSError(error.errno, error.strerror or str(error), str(self._path)) from error
-        self.counts["rows"] += rows
-        self.shard_tokens += rows * self._length
-        self._rest = self._rest[rows * self._length :].copy()
-
-    def close_shard(self) -> None:
-        """Finish the open file, if there is one, and flush it to the disk.
-
-        Raises:
-            OSError: If it cannot be written; the error names the file.
-        """
-        if self._stream is None:
-            return
-        try:
-            self._stream.close()
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-        except OSError as error:
-            raise OSError(error.errno, error.strerror or str(error), str(self._path)) from error
-        self._stream = self._file = None
-        self._shards += 1
-        self.shard_tokens = 0
-
-    def state(self) -> WriterState:
-        """Return where to resume, in values for JSON; call it while no file is open."""
-        counts: Any = self.counts
-        return {"counts": counts, "shards": self._shards, "rest": self._rest.tolist()}
+    return tokens

@@ -7,14 +7,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from tokenformer_vit.benchmarking.matched import matched_hidden
-from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers.arguments import released_stds
 from tokenformer_vit.models import LMConfig, blocks_of
-
-from .modeling import TokenFormerConfig
-
-# Model types of transformers that are trained here.
-TRAINED_KINDS = tuple(each.model_type for each in (TokenFormerConfig, GPT2Config, GPTNeoXConfig))
 
 
 def transformer_lm(
@@ -31,16 +25,9 @@ def transformer_lm(
 ) -> Any:
     """Build a causal Transformer in the form of GPT-2, or of GPT-NeoX with rotary positions.
 
-    Both forms have a LayerNorm before each of the two residual parts of a block and one before the
-    head, and biases in every linear layer but the head. They have no dropout. Weights start from
-    N(0, σ²) with σ = 0.02, and with a smaller σ in the last layer of each residual part.
-
-    ============= ============================ ======================== ====================
-    ``positions`` what they do                 GELU                     σ of the last layers
-    ============= ============================ ======================== ====================
-    ``learned``   are added to the embedding   its tanh approximation   0.02 / √(2 · depth)
-    ``rotary``    rotate queries and keys      exact                    2 / (depth · √C)
-    ============= ============================ ======================== ====================
+    Both have a LayerNorm before each residual part and before the head, biases in every linear
+    layer but the head, and no dropout. Weights start from N(0, 0.02²), those of the last layer of
+    each residual part from 0.02 / √(2 · depth), or 2 / (depth · √C) with rotary positions.
 
     Args:
         vocab_size: V, number of entries of the embedding.
@@ -50,41 +37,23 @@ def transformer_lm(
         num_heads: Number of attention heads; divides ``embed_dim``.
         hidden_features: Neurons of each hidden layer; None for 4 C.
         tie_embeddings: Whether the embedding is also the head.
-        positions: ``learned`` or ``rotary``; see the table.
+        positions: ``learned``, added to the embedding, or ``rotary``.
         rotary_share: Share of the dimensions of each head that are rotated, the first ones.
         rotary_base: Base of the wavelengths of the rotation.
 
     Returns:
-        ``GPT2LMHeadModel`` or ``GPTNeoXForCausalLM`` of transformers. Its attention is PyTorch's
-        own function. Its configuration names no end-of-text token; the tokenizer does.
-
-    Raises:
-        InputError: If ``positions`` is unknown or a size does not fit.
-
-    Note:
-        In the rotary form, the feed-forward part follows attention, as in GPT-2 and in a
-        TokenFormer. GPT-NeoX-20B computes both from the same input, which is faster.
+        ``GPT2LMHeadModel``, whose GELU is the tanh approximation, or ``GPTNeoXForCausalLM``, whose
+        feed-forward part follows attention as in GPT-2 and in a TokenFormer.
 
     Source:
-        Radford et al., Language Models are Unsupervised Multitask Learners, 2019, Section 2.3;
-        12 × 768 with its vocabulary and context is its smallest model. GPT-NeoX: arXiv:2204.06745,
-        Section 2. The TokenFormer authors train Transformers in the rotary form, with this
-        initialisation, a quarter of each head rotated and a tied head
-        (``124M_naive_transformer.yml`` of their configuration files).
+        Radford et al., Language Models are Unsupervised Multitask Learners, 2019; GPT-NeoX:
+        arXiv:2204.06745; ``124M_naive_transformer.yml`` of the TokenFormer authors.
     """
     hidden = 4 * embed_dim if hidden_features is None else hidden_features
     sizes = (vocab_size, context_length, embed_dim, depth, num_heads)
-    LMConfig(*sizes, positions=positions, rotary_share=rotary_share)  # checks them
-    if hidden < 1:
-        raise InputError(f"hidden_features must be at least 1, but got {hidden}")
-    if embed_dim % num_heads:
-        raise InputError(f"embed_dim {embed_dim} must be a multiple of num_heads {num_heads}")
-    common = {
-        "vocab_size": vocab_size,
-        "tie_word_embeddings": tie_embeddings,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
+    LMConfig(*sizes, positions=positions, rotary_share=rotary_share)  # checks the last two
+    common = {"vocab_size": vocab_size, "tie_word_embeddings": tie_embeddings}
+    common |= {"bos_token_id": None, "eos_token_id": None}  # the tokenizer says them
     if positions == "learned":
         config = GPT2Config(
             n_positions=context_length,
@@ -99,6 +68,7 @@ def transformer_lm(
             **common,
         )
         return GPT2LMHeadModel(config)
+    rotation = {"rope_theta": rotary_base, "partial_rotary_factor": rotary_share}
     model = GPTNeoXForCausalLM(
         GPTNeoXConfig(
             max_position_embeddings=context_length,
@@ -107,11 +77,7 @@ def transformer_lm(
             num_attention_heads=num_heads,
             intermediate_size=hidden,
             use_parallel_residual=False,
-            rope_parameters={
-                "rope_type": "default",
-                "rope_theta": rotary_base,
-                "partial_rotary_factor": rotary_share,
-            },
+            rope_parameters={"rope_type": "default", **rotation},
             **common,
         )
     )
@@ -127,15 +93,13 @@ def matched_transformer(config: LMConfig, positions: str = "learned") -> Any:
 
     Args:
         config: Shape of the TokenFormer; of numbers of pairs by block, the mean counts.
-        positions: ``learned`` or ``rotary``, whatever the TokenFormer has. Rotary positions have
-            its share and base.
+        positions: ``learned``, or ``rotary`` with the share and base of the TokenFormer.
 
     Returns:
         The model; see :func:`transformer_lm`.
 
     Raises:
-        InputError: If no Transformer matches;
-            see :func:`~tokenformer_vit.benchmarking.matched.matched_hidden`.
+        InputError: If no Transformer matches; see :func:`.matched_hidden`.
     """
     width = config.embed_dim
     qkv, proj, ffn = (

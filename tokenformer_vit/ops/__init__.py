@@ -6,7 +6,7 @@ Start with ``pattention.py``. ``theta.py`` has the formulas of Θ, ``theta_grad.
 
 from .norm import layer_norm
 from .pattention import BACKENDS, check_backend, pattention
-from .theta import THETAS, Theta, default_tau, find_theta
+from .theta import THETAS, Theta, default_tau, find_theta, norm_shares
 
 __all__ = [
     "BACKENDS",
@@ -16,5 +16,6 @@ __all__ = [
     "default_tau",
     "find_theta",
     "layer_norm",
+    "norm_shares",
     "pattention",
 ]

@@ -22,8 +22,7 @@ from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop, set_random_seed
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models.computation import model_computation
-from tokenformer_vit.models.description import DESCRIPTION
+from tokenformer_vit.models.checkpoints import DESCRIPTION, model_computation
 
 from .background import BackgroundWriter
 from .export import describe_classifier, run_facts
@@ -468,8 +467,8 @@ def _card(runner, meta: dict[str, Any]) -> dict[str, Any]:
     The last validation measured earlier weights.
     """
     facts = run_facts(runner)
-    training = {**facts.sections["Training"], "Iterations": f"{meta['iter']:,}"}
-    if training["Epochs"] is not None:
-        training["Epochs"] = meta["epoch"]
-    sections = {"Data": facts.sections["Data"], "Training": training}
-    return plain_values(facts._replace(sections=sections, metrics=[])._asdict())
+    facts.pop("Validation", None)
+    facts["Training"]["Iterations"] = f"{meta['iter']:,}"
+    if "Epochs" in facts["Training"]:
+        facts["Training"]["Epochs"] = meta["epoch"]
+    return plain_values(facts)

@@ -37,7 +37,6 @@ def bfloat16_speed() -> float:
     return shortest[torch.float32] / shortest[torch.bfloat16]
 
 
-
 @OPTIM_WRAPPERS.register_module()
 class AutocastOptimWrapper(OptimWrapper):
     """Forward passes under bfloat16 autocast, on any device.

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timm.data import resolve_input_data_config
 from torch import Tensor, nn
 
 from tokenformer_vit.benchmarking.costs import model_costs, total
@@ -23,7 +24,6 @@ from tokenformer_vit.growth import Usage, extract, pattention_layers, prune
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.arguments import COUNTS
 from tokenformer_vit.layers.block import token_arguments
-from tokenformer_vit.models.description import data_config
 from tokenformer_vit.models.sizes import kind_of
 
 from .images import class_folders, read_images, say_left_out, scan_images
@@ -396,7 +396,7 @@ def tensor_batches(
 ) -> Iterator[Tensor]:
     """Read images with the model's evaluation transform; yield (B, 3, H, W) in its dtype."""
     dtype = next(model.parameters()).dtype
-    with closing(read_images(paths, data_config(model), batch_size)) as batches:
+    with closing(read_images(paths, resolve_input_data_config(model), batch_size)) as batches:
         for batch in batches:
             for _, image in batch:
                 if isinstance(image, InputError):

@@ -1,4 +1,4 @@
-"""Rows of tokens that prepare-text wrote.
+"""Rows of the tokens that prepare-text wrote.
 
 An image data set of mmpretrain has a pipeline of transforms and makes data samples. Rows of tokens
 need neither: PyTorch's own ``default_collate`` makes the batches.
@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from mmpretrain.registry import DATASETS
-from torch.utils.data import ConcatDataset, Dataset
+from torch.utils.data import Dataset
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.language import check_tokens_agree, open_rows, read_text_meta
+from tokenformer_vit.language import check_tokens_agree
+from tokenformer_vit.language.data import open_tokens, read_text_meta
 
 
 @DATASETS.register_module()
@@ -33,7 +34,7 @@ class TokenDataset(Dataset):
             number of entries of the tokenizer.
 
     Raises:
-        InputError: If a folder is missing, damaged or empty, or several folders do not fit.
+        InputError: If a folder is missing or damaged, or several folders do not fit.
 
     Shape:
         A row has ``inputs``, (N + 1,) int64 tokens, and ``source``, the number of its folder. Each
@@ -59,13 +60,19 @@ class TokenDataset(Dataset):
                 f"two of the folders {', '.join(roots)} have the same name, but perplexities are "
                 "reported by name; rename one"
             )
-        self._metas = metas
-        self._rows: Any = ConcatDataset([open_rows(folder, split) for folder in self.folders])  # type: ignore[arg-type]
+        self._metas, self._split = metas, split
+        self._length = metas[0]["context_length"]
+        self._tokens = [open_tokens(folder, split) for folder in self.folders]
+        self._ends = np.cumsum([(len(each) - 1) // self._length for each in self._tokens])
         self.metainfo: dict[str, Any] = {
             "sources": sources,
-            "context_length": metas[0]["context_length"],
+            "context_length": self._length,
             "vocab_size": metas[0]["vocab_size"],
         }
+
+    def __reduce__(self) -> Any:
+        """Open the files again in a worker that is not a fork: a pickle would hold all tokens."""
+        return type(self), (list(map(str, self.folders)), self._split)
 
     @classmethod
     def check_files(cls, data_root: str | Sequence[str], split: str, **_: Any) -> None:
@@ -73,8 +80,8 @@ class TokenDataset(Dataset):
         cls(data_root, split)  # maps them into memory and reads no row
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 of the settings of prepare-text and of two rows, to check on resume."""
-        made = [[meta.get("settings"), meta["splits"]] for meta in self._metas]
+        """Return a SHA-256 of the sizes of the texts and of two rows, to check on resume."""
+        made = [meta["splits"] for meta in self._metas]
         digest = hashlib.sha256(json.dumps(made, sort_keys=True).encode())
         for row in (0, len(self) - 1):
             digest.update(self[row]["inputs"].numpy().tobytes())
@@ -82,20 +89,12 @@ class TokenDataset(Dataset):
 
     def __len__(self) -> int:
         """Return the number of rows."""
-        return len(self._rows)
+        return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return a row.
-
-        Raises:
-            InputError: If a token is not in the vocabulary.
-        """
-        row = np.asarray(self._rows[index]["input_ids"], dtype=np.int64)
-        if row.max() >= self.metainfo["vocab_size"]:
-            raise InputError(
-                f"row {index} of {' and '.join(map(str, self.folders))} has the token {row.max()}, "
-                f"but the vocabulary has {self.metainfo['vocab_size']} entries: a file is damaged; "
-                "prepare the text again"
-            )
-        source = np.searchsorted(self._rows.cumulative_sizes, index, side="right")
-        return {"inputs": torch.from_numpy(row), "source": int(source)}
+        """Return a row."""
+        source = int(np.searchsorted(self._ends, index, side="right"))
+        first = index - (self._ends[source - 1] if source else 0)
+        begin = first * self._length
+        row = self._tokens[source][begin : begin + self._length + 1].astype(np.int64)
+        return {"inputs": torch.from_numpy(row), "source": source}

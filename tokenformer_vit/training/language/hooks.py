@@ -6,14 +6,12 @@ A language run checks tokens and tokenizers, and writes a folder of transformers
 
 from pathlib import Path
 
-import torch
 from mmengine.dist import master_only
 from mmengine.registry import HOOKS
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.language import MASKS, check_tokens_agree, load_tokenizer, save_language_model
 
-from ..export import run_facts
 from ..guard import GuardHook, unwrap
 from ..reports import ExportHook, validated_model
 from .model import CausalLM
@@ -75,8 +73,8 @@ class LanguageGuardHook(GuardHook):
 class LanguageExportHook(ExportHook):
     """Write model and tokenizer to the work directory after training, for transformers.
 
-    The work directory gets ``model.safetensors``, ``config.json``, the files of the tokenizer and
-    the model card ``README.md``; a model with masks also ``masks.pt``.
+    The work directory gets ``model.safetensors``, ``config.json`` and the files of the tokenizer; a
+    model with masks also ``masks.safetensors``.
     """
 
     purpose = "for transformers, generate and evaluate-lm"
@@ -91,6 +89,6 @@ class LanguageExportHook(ExportHook):
         """Write the files."""
         model: CausalLM = validated_model(runner)
         folder = Path(runner.work_dir)
-        save_language_model(model.model, folder, self._tokenizer, run_facts(runner))
+        save_language_model(model.model, folder, self._tokenizer)
         if model.masks is not None:
-            torch.save(model.masks.pairs, folder / MASKS)
+            model.masks.save(folder / MASKS)

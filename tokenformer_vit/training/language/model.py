@@ -18,13 +18,11 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import TokenMasks, count_pairs, grow
 from tokenformer_vit.language import (
     MASKS,
-    TRAINED_KINDS,
     TokenFormerConfig,
     TokenFormerForCausalLM,
     load_language_model,
     transformer_lm,
 )
-from tokenformer_vit.language.schemas import LMShape, TransformerShape, check
 from tokenformer_vit.models import BLOCKS, LMConfig, compile_blocks, lm_config
 from tokenformer_vit.models.sizes import at_size
 
@@ -201,16 +199,15 @@ def _build(architecture: str, config: dict[str, Any], checkpoint: str) -> Any:
                 "set `config=dict(_delete_=True)`, or remove model.checkpoint"
             )
         # Published models may have 16-bit weights, in which the optimiser's steps would be lost.
-        return load_language_model(Path(checkpoint), kinds=TRAINED_KINDS).float().train()
+        return load_language_model(Path(checkpoint)).float().train()
     try:
         if architecture == "tokenformer":
             preset = config.pop("preset", None)
-            shape: Any = check(LMShape, config)
-            sizes = lm_config(preset, **shape) if preset else LMConfig(**shape)
+            sizes = lm_config(preset, **config) if preset else LMConfig(**config)
             return TokenFormerForCausalLM(TokenFormerConfig(**vars(sizes)))
         if architecture == "transformer":
-            return transformer_lm(**check(TransformerShape, config))
-    except (TypeError, InputError) as error:  # such as an unknown name
+            return transformer_lm(**config)
+    except (TypeError, ValueError) as error:  # such as an unknown name, or a size that does not fit
         raise InputError(
             f"model.config cannot build a {architecture}: {error}; correct it"
         ) from error
