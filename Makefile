@@ -6,7 +6,7 @@ READY := .venv/.ready
 # Threads that wait should not keep the cores from data loading workers and other processes.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test fuzz lint timm-tests clean
+.PHONY: demo test lint timm-tests clean
 
 demo: $(READY) ## train on handwritten digits, evaluate, predict: about two minutes on two cores
 	$(BIN)/tokenformer-vit prepare-data --digits data/digits
@@ -17,9 +17,6 @@ demo: $(READY) ## train on handwritten digits, evaluate, predict: about two minu
 
 test: $(READY) ## the default tests: CPU, offline
 	$(BIN)/python -m pytest -n 2 --dist worksteal
-
-fuzz: $(READY) ## thousands of damaged files and hostile values: a quarter of an hour on two cores
-	$(BIN)/python -m pytest -n 2 --hypothesis-profile=long tests/test_fuzzing.py
 
 lint: $(READY) ## style, types, import contract, names in pages, and tables against their records
 	$(BIN)/ruff check .

@@ -46,12 +46,11 @@ def newest(session: nox.Session) -> None:
 
 @nox.session
 def clients(session: nox.Session) -> None:
-    """Train language models with TRL and peft, evaluate them with lm-eval, quantise them."""
+    """Train language models with TRL and peft, evaluate them with lm-eval, quantise one."""
     # Not in [dev]: TRL needs Python 3.11.
-    session.install("--editable", ".[dev,quantization]", "trl>=1.16", "peft>=0.21")
-    files = ("models/test_quantization", "cli/test_compress", "cli/test_evaluate_lm")
-    session.run("python", "-m", "pytest", *(f"tests/{file}.py" for file in files))
+    session.install("--editable", ".[dev]", "trl>=1.16", "peft>=0.21", "torchao>=0.18")
     session.run("python", "-m", "pytest", "-m", "slow", "tests/language/test_clients.py")
+    session.run("python", "-m", "pytest", "tests/examples", "-k", "quantised")
 
 
 @nox.session

@@ -36,9 +36,6 @@ LANGUAGE = [
     "zstandard>=0.23",  # reads the Pile
     "typing_extensions>=4.12",
 ]
-# Before 0.18, int4 on a CPU was elsewhere. Not in [dev]: transformers imports it if it is there,
-# and every command would then begin with warnings of PyTorch.
-QUANTIZATION = ["torchao>=0.18"]
 EVALUATION = ["lm_eval>=0.4.13", "accelerate>=1.3"]  # transformers.Trainer needs accelerate
 
 
@@ -65,7 +62,7 @@ setup(
     license_files=["LICENSE"],
     cmdclass={"build_py": BuildWithConfigs},
     packages=find_packages(include=["tokenformer_vit", "tokenformer_vit.*"]),
-    package_data={"tokenformer_vit": ["py.typed", "ops/measured.json", "models/pretrained/*/*"]},
+    package_data={"tokenformer_vit": ["py.typed", "models/pretrained/*/*"]},
     entry_points={"console_scripts": ["tokenformer-vit = tokenformer_vit.cli:main"]},
     python_requires=">=3.10",
     # `nox -s floor` runs the tests with the lowest versions that fit. The bounds without a comment
@@ -90,11 +87,9 @@ setup(
         "train": [*TRAIN, *ARROW],
         "language": [*LANGUAGE, *ARROW],
         "evaluation": [*LANGUAGE, *ARROW, *EVALUATION],
-        "quantization": QUANTIZATION,
         "dev": [
             "pytest>=8.2",
             "pytest-xdist>=3.6",
-            "hypothesis>=6.120",
             "parameterized>=0.9",  # transformers' own tests need it
             "nox[uv]>=2025.2.9",
             "ruff>=0.14",

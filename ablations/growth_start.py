@@ -14,6 +14,10 @@ random pairs end with about the same loss
 
 from typing import Any
 
+import torch
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
+
 from tokenformer_vit.experiments import (
     LANGUAGE,
     FirstSteps,
@@ -24,17 +28,41 @@ from tokenformer_vit.experiments import (
     main,
 )
 from tokenformer_vit.experiments.language_models import share
+from tokenformer_vit.growth import pattention_layers
+from tokenformer_vit.training.guard import unwrap
 
 STEPS = 50  # between two validations; each takes about as long as 40 training steps
 AGAINST = (("not grown", "same"), ("zero keys", "zero_key"))
 
 
-def stage(**growth: Any) -> Outside:
+@HOOKS.register_module()
+class NoiseHook(Hook):
+    """Add noise to all pairs just before they grow."""
+
+    priority = "HIGHEST"  # as GrowthHook, which comes after it in the config
+
+    def __init__(self, noise: float) -> None:
+        self.noise = noise
+
+    @torch.no_grad()
+    def before_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
+        """Add it before the second iteration."""
+        if runner.iter == 1:
+            generator = torch.Generator().manual_seed(runner.seed or 0)
+            for layer in pattention_layers(unwrap(runner.model)).values():
+                for tokens in (layer.key_param_tokens, layer.value_param_tokens):
+                    drawn = torch.randn(tokens.shape, generator=generator).to(tokens)
+                    tokens += self.noise * tokens.square().mean().sqrt() * drawn
+
+
+def stage(noise: float = 0.0, **growth: Any) -> Outside:
     """Train on for a fifth of the iterations; with arguments of GrowthHook, grow to all pairs."""
 
     def outside(shape: Shape, length: int) -> dict[str, Any]:
         schedule = [{"iteration": 1, **shape.pairs(1)}]
         hooks = [{"type": "GrowthHook", "schedule": schedule, **growth}] if growth else []
+        if noise:
+            hooks.insert(0, {"type": "ablations.growth_start.NoiseHook", "noise": noise})
         return {
             "custom_hooks": hooks,
             "train_cfg": {"max_iters": length // 5, "val_interval": min(STEPS, length // 20)},

@@ -1,4 +1,4 @@
-"""Render ablations/TABLES.md, the charts, the tables of all READMEs and measured.json from records.
+"""Render ablations/TABLES.md, the charts, and the tables of all READMEs from records.
 
 python ablations/tables.py           writes them
 python ablations/tables.py --check   fails if one of them is out of date
@@ -11,7 +11,7 @@ from tokenformer_vit.experiments import Question
 from tokenformer_vit.experiments.tables import main
 
 NAMES = (
-    *("softmax", "layernorm", "gelu", "tau", "key_scale", "eps", "pairs", "fp8", "recipes"),
+    *("softmax", "layernorm", "gelu", "tau", "key_scale", "eps", "pairs", "recipes"),
     *("budget", "growth", "stages", "nested", "mae", "tuning"),
     *("lm_transformer", "lm_growth", "lm_stages", "growth_start"),
     *("lm_schedules", "lm_continue", "lm_languages"),

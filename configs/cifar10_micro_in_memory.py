@@ -3,7 +3,7 @@
 # Paper:     none
 # Data:      as for cifar10_micro
 # Batch:     128
-# Hardware:  not run in full; shorter runs are in ablations/TABLES.md, 8-bit products
+# Hardware:  not run in full
 # Command:   tokenformer-vit train configs/cifar10_micro_in_memory.py
 # Expected:  as cifar10_micro: the same augmentation, with other random numbers
 _base_ = "cifar10_micro.py"

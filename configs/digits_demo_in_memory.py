@@ -3,7 +3,7 @@
 # Paper:     none
 # Data:      as for digits_demo
 # Batch:     64
-# Hardware:  not run in full; shorter runs are in ablations/TABLES.md, 8-bit products
+# Hardware:  not run in full
 # Command:   tokenformer-vit train configs/digits_demo_in_memory.py
 # Expected:  as digits_demo: the same augmentation, with other random numbers
 _base_ = "digits_demo.py"

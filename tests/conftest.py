@@ -17,15 +17,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ROOT = Path(__file__).resolve().parents[1]
-# `make fuzz` takes the long one. How long an example took says nothing on a busy machine.
-_COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
-settings.register_profile("short", max_examples=25, **_COMMON)
-settings.register_profile("long", max_examples=2000, **_COMMON)
-settings.load_profile("short")
 
 
 def pytest_collection_finish() -> None:

@@ -25,7 +25,7 @@ SUBJECT = Language(
     vocab_size=61,
     num_tokens=12,
 )
-IMPLEMENTATIONS = ("baseline", "released", "reference", "fused")
+IMPLEMENTATIONS = ("baseline", "released", "reference", "auto")
 
 
 def bound(implementation, mode):
@@ -89,12 +89,12 @@ def test_decoding_goes_on_from_the_same_tokens_each_time(implementation):
 
 
 def test_all_start_with_the_same_weights():
-    reference, released, fused = (SUBJECT.create(name, 7) for name in IMPLEMENTATIONS[1:])
-    weights = [list(model.parameters()) for model in (reference, released, fused)]
+    released, reference, auto = (SUBJECT.create(name, 7) for name in IMPLEMENTATIONS[1:])
+    weights = [list(model.parameters()) for model in (reference, released, auto)]
     for one, other, third in zip(*weights, strict=True):
         assert torch.equal(one, other)
         assert torch.equal(one, third)
-    assert {m.backend for m in fused.modules() if hasattr(m, "backend")} == {"fused"}
+    assert {m.backend for m in auto.modules() if hasattr(m, "backend")} == {"auto"}
 
 
 @pytest.mark.parametrize(("mode", "precision"), zip(SUBJECT.modes, PRECISIONS, strict=True))

@@ -60,14 +60,14 @@ def test_kernels_that_run_at_the_same_time_share_it():
 def test_a_step_on_the_cpu(tmp_path, capsys):
     out = tmp_path / "deep/profile.json"
     words = ["--profile", "--eager", "--model", "tokenformer_tiny", "--img-size", "32"]
-    words += ["--baseline", "vit_tiny_patch16_224", "--depth", "1", "--backends", "fused"]
+    words += ["--baseline", "vit_tiny_patch16_224", "--depth", "1", "--backends", "auto"]
     words += ["--precisions", "float32", "--batch-sizes", "2", "--device", "cpu"]
     benchmark.main([*words, "--out", str(out)])
     record = json.loads(out.read_text())
     assert record["hardware"].endswith(f"({platform.machine()})")
     assert (record["mode"], record["dtype"], record["batch_size"]) == ("train", "float32", 2)
     baseline, ours = record["profiles"]
-    assert [baseline["variant"], ours["variant"]] == ["baseline eager", "fused eager"]
+    assert [baseline["variant"], ours["variant"]] == ["baseline eager", "auto eager"]
     for entry in (baseline, ours):
         parts = {part["part"]: part["seconds"] for part in entry["parts"]}
         assert list(parts) == list(profiles.PARTS)

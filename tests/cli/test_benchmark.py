@@ -104,16 +104,16 @@ def test_where_only_torch_and_timm_are_installed(tmp_path):
         assert (group["precision"], group["dtype"]) == ("autocast", "bfloat16 autocast")
         assert group["input_shape"] == [2, 3, 32, 32]
         assert [row["variant"] for row in group["variants"]] == [
-            *("baseline eager", "released eager", "reference eager", "fused eager")
+            *("baseline eager", "released eager", "reference eager", "auto eager")
         ]
         for row in group["variants"]:
             assert (row["saved_mb_per_image"] is None) == (group["mode"] == "infer")
             assert f"{row['images_per_s']:.2f}" in run.stdout
     train = {row["implementation"]: row for row in record["groups"][0]["variants"]}
     saved = {name: row["saved_mb_per_image"] for name, row in train.items()}
-    assert saved["fused"] < saved["released"] < saved["reference"]
+    assert saved["auto"] < saved["released"] < saved["reference"]
     if sys.platform == "linux":  # four bytes each of parameter, two moments and gradient
-        assert train["fused"]["peak_mib"] > 16 * record["parameters"]["model"] / 2**20
+        assert train["auto"]["peak_mib"] > 16 * record["parameters"]["model"] / 2**20
     check_arithmetic(record)
     assert not re.search(r"^[\s\d.,e-]+$", text, re.MULTILINE)  # lists stand on one line each
 
@@ -159,23 +159,22 @@ def run(path, *arguments):
 def test_an_interrupted_run_goes_on(measured, tmp_path, capsys):
     path, words = tmp_path / "speed.json", ("--precisions", "float32", "--modes", "train")
     with pytest.raises(KeyboardInterrupt):
-        run(path, *words, "--batch-sizes", 1, 13, "--backends", "fused")
+        run(path, *words, "--batch-sizes", 1, 13, "--backends", "auto")
     first = json.loads(path.read_text())
     check_arithmetic(first)
     measured.clear()
-    both = run(path, *words, "--batch-sizes", 1, 2, "--backends", "fused", "--resume")
+    both = run(path, *words, "--batch-sizes", 1, 2, "--backends", "auto", "--resume")
     assert measured == [Group("train", "float32", 2)]
     assert both["groups"][0] == first["groups"][0]
     check_arithmetic(both)
     # A group that lacks a variant is measured again with those it has, and none is there twice.
-    for backends in (["reference"], ["reference", "fused-joint"]):
-        measured.clear()
-        more = run(path, *words, "--batch-sizes", 1, "--resume", "--backends", *backends)
-        assert measured == [Group("train", "float32", 1)]
-        assert [group["batch_size"] for group in more["groups"]] == [2, 1]
+    measured.clear()
+    more = run(path, *words, "--batch-sizes", 1, "--resume", "--backends", "reference")
+    assert measured == [Group("train", "float32", 1)]
+    assert [group["batch_size"] for group in more["groups"]] == [2, 1]
     names = [row["variant"] for row in more["groups"][1]["variants"] if not row["compiled"]]
     assert names[:2] == ["baseline eager", "released eager"]
-    assert sorted(names[2:]) == ["fused eager", "fused-joint eager", "reference eager"]
+    assert sorted(names[2:]) == ["auto eager", "reference eager"]
     # Without --resume the record is a new one.
     again = run(path, *words, "--batch-sizes", 3)
     assert [group["batch_size"] for group in again["groups"]] == [3]
@@ -206,7 +205,7 @@ def test_quick_and_chart(measured, tmp_path, capsys):
     assert (record["n"], record["depth"]) == (4, 1)  # what is given counts
     assert {(g["precision"], g["batch_size"]) for g in record["groups"]} == {("float32", 2)}
     assert [row["variant"] for row in record["groups"][0]["variants"]] == [
-        *("baseline compiled", "released eager", "fused eager", "fused compiled")
+        *("baseline compiled", "released eager", "auto eager", "auto compiled")
     ]
     check_arithmetic(record)
     train, infer = (group["minimal_bytes"] for group in record["groups"])
@@ -290,8 +289,6 @@ def test_the_transformer_may_have_rotary_positions(measured, tmp_path, monkeypat
         (["--model", "vit_tiny_patch16_224"], "choose one of tokenformer_base"),
         (["--baseline", "resnet18"], "--baseline resnet18 cannot be measured"),
         (["--img-size", "8"], "--model tokenformer_tiny cannot be measured: "),
-        (["--backends", "triton"], "--backends triton needs a CUDA device"),
-        (["--backends", "fused", "fp8"], "--backends fp8 needs a CUDA device"),
         (["--draw", str(TOOL)], "benchmark.py is not a record"),
     ],
 )
@@ -321,19 +318,6 @@ def test_options_that_a_profile_does_not_have(option, capsys):
     assert f"leave out {option[0]}" in capsys.readouterr().err
 
 
-def test_one_library_for_all_products(measured, tmp_path, capsys):
-    path, words = tmp_path / "speed.json", ("--precisions", "float32", "--batch-sizes", 1)
-    with torch.backends.mkldnn.flags(enabled=True):
-        record = run(path, *words, "--modes", "infer", "--mkl")
-        assert not torch.backends.mkldnn.enabled
-    assert record["products"] == "MKL"
-    with pytest.raises(InputError, match=r"products is MKL in .*speed.json, but now it is None"):
-        run(path, *words, "--modes", "infer", "--resume")
-    with pytest.raises(SystemExit):
-        benchmark.main(["--mkl"])
-    assert "give --precisions float32" in capsys.readouterr().err
-
-
 def test_numbers_that_are_none(capsys):
     with pytest.raises(SystemExit):
         benchmark.main(["--batch-sizes", "0"])
@@ -351,7 +335,7 @@ def test_what_does_not_fit_drops_out(monkeypatch, tmp_path):
 
     monkeypatch.setattr(variants.PreparedVariant, "step", failing_step)
     monkeypatch.setattr(measures, "matmul_rate", lambda device, dtype: 2e11)
-    words = ("--eager", "--backends", "fused", "--modes", "train", "--precisions", "bfloat16")
+    words = ("--eager", "--backends", "auto", "--modes", "train", "--precisions", "bfloat16")
     record = run(tmp_path / "speed.json", *words, "--rounds", 1, "--batch-sizes", 1)
     rows = {row["variant"]: row for row in record["groups"][0]["variants"]}
     assert rows["released eager"]["failed"] == "out of memory"  # it has no Pattention of ours
@@ -361,12 +345,12 @@ def test_what_does_not_fit_drops_out(monkeypatch, tmp_path):
         "compiled": False,
         "failed": "out of memory",
     }
-    assert rows["fused eager"]["images_per_s"] > 0
+    assert rows["auto eager"]["images_per_s"] > 0
     assert (tmp_path / "speed.png").exists()
 
 
 def test_an_error_of_one_variant_does_not_cost_the_others(monkeypatch, tmp_path, capsys):
-    create, broken = Images.create, ["fused"]
+    create, broken = Images.create, ["auto"]
 
     def failing(images, implementation, seed):
         if implementation in broken:
@@ -378,11 +362,11 @@ def test_an_error_of_one_variant_does_not_cost_the_others(monkeypatch, tmp_path,
     monkeypatch.setattr(measures, "copy_rate", lambda device: 3e10)
     path, words = tmp_path / "speed.json", ["--eager", "--modes", "infer", "--rounds", 1]
     words += ["--precisions", "float32", "--batch-sizes", 1, "--resume", "--out", path]
-    with pytest.raises(InputError, match=r"fused eager \(infer .* 1: ptxas failed with .* leave"):
+    with pytest.raises(InputError, match=r"auto eager \(infer .* 1: ptxas failed with .* leave"):
         benchmark.main([*TINY, *map(str, words)])
     (group,) = json.loads(path.read_text())["groups"]
     rows = {row["variant"]: row for row in group["variants"]}
-    assert rows["fused eager"]["failed"] == "ptxas failed with error code 255"
+    assert rows["auto eager"]["failed"] == "ptxas failed with error code 255"
     assert rows["reference eager"]["images_per_s"] > 0
     assert "in failing" in capsys.readouterr().err
     broken.clear()
@@ -393,13 +377,13 @@ def test_an_error_of_one_variant_does_not_cost_the_others(monkeypatch, tmp_path,
 
 def test_a_profile_is_kept_if_a_later_one_fails(monkeypatch, tmp_path):
     def profile_variant(setting, group, variant):
-        if variant.implementation == "fused":
+        if variant.implementation == "auto":
             raise RuntimeError("ptxas failed")
         return {"variant": variant.name}
 
     monkeypatch.setattr(benchmark, "profile_variant", profile_variant)
     with pytest.raises(RuntimeError, match="ptxas"):
-        run(tmp_path / "profile.json", "--profile", "--backends", "reference", "fused")
+        run(tmp_path / "profile.json", "--profile", "--backends", "reference", "auto")
     profiles = json.loads((tmp_path / "profile.json").read_text())["profiles"]
     assert [each["variant"] for each in profiles] == ["baseline compiled", "reference compiled"]
 
@@ -420,27 +404,6 @@ def test_the_matched_vit_costs_as_much_and_has_random_weights():
 def test_no_vit_matches_a_model_with_registers():
     with pytest.raises(ValueError, match=r"1 tokens before those of the patches, and .* has 5"):
         Images("tokenformer_small_rope_reg4", MATCHED, 32, 1).costs("baseline")
-
-
-def test_products_of_query_key_and_value_are_as_asked():
-    asked = {"fused": None, "triton": None, "fused-joint": True, "fused-separate": False}
-    for name, joint in asked.items():
-        model = IMAGES.create(name, 0)
-        assert model.blocks[0].attn.joint is joint
-        layers = [layer for layer in model.modules() if isinstance(layer, Pattention)]
-        assert {layer.backend for layer in layers} == {name.partition("-")[0]}
-
-
-@pytest.mark.slow
-def test_a_record_and_its_charts_have_both_kinds_of_products(monkeypatch, tmp_path):
-    monkeypatch.setattr(measures, "matmul_rate", lambda device, dtype: 2e11)
-    words = ("--eager", "--modes", "train", "--precisions", "float32", "--batch-sizes", 1)
-    words += ("--rounds", 1, "--backends", "fused-joint", "fused-separate")
-    record = run(tmp_path / "speed.json", *words)
-    rows = {row["variant"]: row for row in record["groups"][0]["variants"]}
-    joint, separate = (rows[f"fused-{name} eager"] for name in ("joint", "separate"))
-    assert joint["saved_mb_per_image"] == pytest.approx(separate["saved_mb_per_image"], rel=1e-3)
-    assert (tmp_path / "speed.png").exists()
 
 
 def test_released_computes_what_the_reference_does():
@@ -567,7 +530,7 @@ def test_environment_where_python_does_not_know_what_distributions_contain(monke
 def test_all_variants_compiled(mode, precision):
     compared = [
         BenchmarkVariant(name, compiled)
-        for name in ("baseline", "released", "reference", "fused")
+        for name in ("baseline", "released", "reference", "auto")
         for compiled in (False, True)
     ]
     entry = variants.measure_group(SETTING, Group(mode, precision, 2), compared)
@@ -577,5 +540,5 @@ def test_all_variants_compiled(mode, precision):
         assert len(row["seconds"]) == 3
         assert all(math.isfinite(value) and value > 0 for value in row["seconds"])
     if mode == "train":
-        assert saved["fused compiled"] == pytest.approx(saved["fused eager"], rel=0.05)
+        assert saved["auto compiled"] == pytest.approx(saved["auto eager"], rel=0.05)
         assert saved["reference compiled"] < saved["reference eager"]

@@ -96,7 +96,7 @@ def test_a_machine_without_network_from_the_first_command_to_the_tables(wheels, 
     assert re.search(row, page)
     for rows in (
         rf"\[`imagenet_base_matched`\]\(\S+5_steps\S+\), small tensors, {re.escape(hardware)}",
-        rf"\[`tokenformer_tiny`\]\(\S+\), {re.escape(hardware)}, train, float32, batch 2, fused",
+        rf"\[`tokenformer_tiny`\]\(\S+\), {re.escape(hardware)}, train, float32, batch 2, auto",
     ):
         assert re.search(rows, page)
     tables = (clone / "ablations/TABLES.md").read_text()

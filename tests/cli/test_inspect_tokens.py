@@ -29,7 +29,8 @@ PAIRS = {"mlp": 192, "attn": 48}
 
 
 def build(**kwargs):
-    return timm.create_model("tokenformer_tiny", num_classes=3, **{**KWARGS, **kwargs}).eval()
+    own = {"pretrained_cfg_overlay": {"input_size": (3, 32, 32)}, **KWARGS, **kwargs}
+    return timm.create_model("tokenformer_tiny", num_classes=3, **own).eval()
 
 
 @pytest.fixture(scope="module")

@@ -79,3 +79,9 @@ def test_appended_pairs_learn_more_than_a_linear_probe(monkeypatch, capsys):
     assert whole > 95
     assert pairs > probe + 10
     assert pairs > 90
+
+
+def test_quantised_pairs_change_outputs_little(monkeypatch, capsys):
+    pytest.importorskip("torchao", reason="pip install torchao")
+    (change,) = column(run(monkeypatch, capsys, "quantize.py"), r"change of the outputs: ([\d.]+)%")
+    assert 0 < change < 3

@@ -28,7 +28,7 @@ def group(mode, compiled, saved):
         "variants": [
             variant(f"baseline {kind}", 1234.5, one, [2.0, 2.0, 2.0], saved and 0.2, 200),
             variant("released eager", 9.0, one, [3.0, 4.5, 3.5], saved and 0.3, 300),
-            variant(f"fused {kind}", 87.65, (0.7, 0.8, 0.9), [2.0, 3.0, 2.5], saved, 150),
+            variant(f"auto {kind}", 87.65, (0.7, 0.8, 0.9), [2.0, 3.0, 2.5], saved, 150),
         ],
     }
 
@@ -62,6 +62,28 @@ def test_rows_of_language_models(tmp_path):
     record["baseline"] = "transformer, rotary"
     (folder / "speed_lm_150m_64_rotary_cpu.json").write_text(json.dumps(record))
     assert "2 cores, to a transformer, rotary](" in tables()[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "library"),
+    [
+        ({}, "; ours by oneDNN, the baseline by MKL"),
+        ({"products": "MKL"}, ""),
+        ({"device": "cuda"}, ""),
+    ],
+)
+def test_a_ratio_of_two_libraries_is_not_bold(changes, library, tmp_path):
+    readme, folder = tmp_path / "README.md", tmp_path / readmes.SPEED
+    readme.write_text("<!-- language-speed -->\n<!-- /language-speed -->\n")
+    own = group("train", "compiled", 0.15)
+    own["variants"][-1]["variant"] = "fused compiled"
+    record = {"model": "150m", "num_tokens": 64, "hardware": "2 cores", "device": "cpu"}
+    record |= {"baseline": "transformer", "groups": [own], **changes}
+    folder.mkdir(parents=True)
+    (folder / "speed_lm_150m_64_cpu.json").write_text(json.dumps(record))
+    (text,) = readmes.render(tmp_path, {}).values()
+    ratio = "0.80" if library else "**0.80**"
+    assert f", train, float32, batch 3{library} | 1,234 | 87.7 | {ratio} (0.70–0.90) " in text
 
 
 def test_rows_of_training_loops(tmp_path):
@@ -143,13 +165,13 @@ def test_rows_of_profiles(tmp_path):
     ]
     record = {"model": "some_model", "hardware": "NVIDIA X1 8GB", "device": "cuda"}
     record |= {"mode": "train", "dtype": "bfloat16 autocast", "batch_size": 128}
-    record["profiles"] = [{"variant": "fused compiled", "seconds": 0.28, "parts": parts}]
+    record["profiles"] = [{"variant": "auto compiled", "seconds": 0.28, "parts": parts}]
     folder.mkdir(parents=True)
     (folder / "profile_x.json").write_text(json.dumps(record))
     (text,) = readmes.render(tmp_path, {}).values()
     assert text.splitlines()[3:-1] == [
         f"| [`some_model`]({readmes.SPEED}/profile_x.json), NVIDIA X1 8GB, train, "
-        "bfloat16 autocast, batch 128, fused compiled "
+        "bfloat16 autocast, batch 128, auto compiled "
         "| 280.0 | 25 | 21 | 18 | 14 | 11 | 7 | 4 | 0 |"
     ]
 

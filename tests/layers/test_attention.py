@@ -98,8 +98,6 @@ def test_patches_are_rotated_by_row_and_column_and_the_tokens_before_them_are_no
     scores = q @ k.mT / 4
     expected = layer.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
     torch.testing.assert_close(layer(x), expected)
-    layer.joint = True
-    torch.testing.assert_close(layer(x), expected)
 
 
 def test_dropout_only_while_training(fused):
@@ -118,7 +116,7 @@ def test_pair_counts_go_where_they_say():
 
 
 def test_shared_arguments_reach_all_four_projections():
-    layer = Attention(48, 3, 64, 72, pattention_args={"tau": 3.5, "learn_tau": True, "eps": 0.0})
+    layer = Attention(48, 3, 64, 72, tau=3.5, learn_tau=True, eps=0.0)
     projections = (layer.query, layer.key, layer.value, layer.proj)
     assert [p.tau.item() for p in projections] == [3.5] * 4
     assert all(p.tau.requires_grad and p.eps == 0 for p in projections)

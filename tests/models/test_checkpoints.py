@@ -1,14 +1,37 @@
+"""Folders and files of weights: what is saved comes back, and what is wrong is refused."""
+
+import argparse
+import json
+import os
+import pickle
+import random
+import re
+import subprocess
+import sys
+
 import pytest
 import timm
 import torch
+import yaml
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from timm.data import resolve_input_data_config as data_config
 from timm.layers import resample_abs_pos_embed
-from timm.models import get_model_args, load_checkpoint, save_for_hf
+from timm.models import get_model_args, save_for_hf
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models import checkpoint_filter_fn
-from tokenformer_vit.models.checkpoints import load_model
+from tokenformer_vit.models import classifier_state_dict, timm_state_dict
+from tokenformer_vit.models.checkpoints import (
+    load_model,
+    read_checkpoint,
+    save_model,
+    state_dict_in,
+)
+from tokenformer_vit.models.vit import checkpoint_filter_fn
 from tokenformer_vit.ops import THETAS
+from tokenformer_vit.vision.prediction import class_names
 
+SHAPE = {"embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": 64}
 PAIRS = {"num_qkv_param_tokens": 24, "num_proj_param_tokens": 40, "num_ffn_param_tokens": 56}
 
 
@@ -19,232 +42,330 @@ def local_dir(path, **kwargs):
 @pytest.fixture
 def saved(small, tmp_path):
     """A model with no default value among its own arguments, and its folder."""
-    model = small(
-        theta="gelu_l1",
-        norm="bias",
-        num_qkv_param_tokens=24,
-        num_proj_param_tokens=40,
-        num_ffn_param_tokens=56,
-    )
+    model = small(theta="gelu_l1", norm="bias", **PAIRS, pattention_args={"learn_tau": True})
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
         for block in model.blocks:
             block.mlp.tau.fill_(33.3)
-    save_for_hf(model, tmp_path, safe_serialization=True)
-    assert [file.name for file in tmp_path.glob("model.*")] == ["model.safetensors"]
-    return model, tmp_path
+    save_model(model, tmp_path / "saved", list("abcdefghij"), {"mean": (0.1, 0.2, 0.3)})
+    return model, tmp_path / "saved"
 
 
-def test_folder_reloads_to_the_same_function(saved):
-    model, path = saved
-    loaded = local_dir(path)
-    x = torch.randn(2, 3, 64, 64)
+@pytest.mark.parametrize("load", [local_dir, lambda path: load_model(None, path)])
+def test_a_folder_gives_the_same_function(saved, images, load):
+    model, folder = saved
+    loaded, x = load(folder), images()
     assert torch.equal(loaded(x), model(x))
     assert loaded.blocks[0].mlp.tau == torch.tensor(33.3)
-    own = ("theta", "norm", "num_qkv_param_tokens", "num_proj_param_tokens", "num_ffn_param_tokens")
+    own = {"theta", "norm", "pattention_args", *PAIRS}
     assert {k: get_model_args(loaded)[k] for k in own} == {k: get_model_args(model)[k] for k in own}
+    assert class_names(loaded) == list("abcdefghij")
+    assert data_config(loaded)["mean"] == (0.1, 0.2, 0.3)
+    assert data_config(loaded)["input_size"] == (3, 64, 64)
 
 
 @pytest.mark.parametrize("theta", THETAS)
-def test_every_theta_survives_a_folder(small, tmp_path, theta):
-    model = small(theta=theta)
+def test_timms_own_folder_of_every_theta(small, images, tmp_path, theta):
+    model, x = small(theta=theta), images()
     save_for_hf(model, tmp_path, safe_serialization=True)
-    x = torch.randn(2, 3, 64, 64)
     assert torch.equal(local_dir(tmp_path)(x), model(x))
+    assert torch.equal(load_model(None, tmp_path)(x), model(x))
 
 
 @pytest.mark.parametrize("pool", ["token", "avg"])
-@pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("head", [False, True])
-def test_a_model_without_its_last_blocks_survives_a_folder(small, tmp_path, pool, norm, head):
-    model = small(num_ffn_param_tokens=[40, 50], global_pool=pool)
-    model.prune_intermediate_layers([0], prune_norm=norm, prune_head=head)
-    save_for_hf(model, tmp_path, safe_serialization=True)
-    x = torch.randn(2, 3, 64, 64)
-    assert torch.equal(local_dir(tmp_path)(x), model(x))
+def test_a_model_without_its_last_blocks_survives_a_folder(small, images, tmp_path, pool, head):
+    model, x = small(num_ffn_param_tokens=[40, 50], global_pool=pool), images()
+    model.prune_intermediate_layers([0], prune_norm=True, prune_head=head)
+    save_model(model, tmp_path / "out")
+    assert torch.equal(local_dir(tmp_path / "out")(x), model(x))
+    assert torch.equal(load_model(None, tmp_path / "out")(x), model(x))
 
 
 @pytest.mark.parametrize(
     ("change", "line"),
     [
         ({"theta": "softmax"}, r"theta is 'softmax', but .*set theta='gelu_l1'"),
+        ({"norm": "none"}, r"norm is 'none', but .*set norm='bias'"),
         ({"num_heads": 6}, r"num_heads is 6, but .*set num_heads=3"),
         ({"qk_norm": True}, r"qk_norm is True, but .*set qk_norm=False"),
         ({"use_rot_pos_emb": True}, r"use_rot_pos_emb is True, but .*set use_rot_pos_emb=False"),
         (
-            {"pattention_args": {"eps": 0.1}},
+            {"pattention_args": {"eps": 0.1, "learn_tau": True}},
             r"eps is 0\.1, but .*set pattention_args=dict\(eps=1e-06",
         ),
     ],
 )
 def test_weights_for_another_computation_are_refused(small, saved, change, line):
-    """The tensors fit: only the description tells the difference."""
-    _, path = saved
-    file = path / "model.safetensors"
-    shape = {
-        **{"norm": "bias", "embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": 64},
-        **{"theta": "gelu_l1", **PAIRS},
-    }
-    own = {"pretrained": True, "pretrained_cfg_overlay": {"file": str(file)}}
+    """Only the description tells the difference: the tensors of most of these fit."""
+    file = saved[1] / "model.safetensors"
+    trained = {"theta": "gelu_l1", "norm": "bias", "pattention_args": {"learn_tau": True}}
+    own = {**SHAPE, **PAIRS, **trained, **change}
+    overlay = {"pretrained": True, "pretrained_cfg_overlay": {"file": str(file)}}
     for refused in (
-        lambda: local_dir(path, **change),
-        lambda: small(**{**own, **shape, **change}),
-        lambda: load_model(None, path, **change),
-        lambda: load_model("tokenformer_tiny", file, **{**shape, **change}),
+        lambda: local_dir(saved[1], **change),
+        lambda: small(**overlay, **own),
+        lambda: load_model(None, file, **change),
+        lambda: load_model("tokenformer_tiny", file, **own),
     ):
         with pytest.raises(InputError, match=line):
             refused()
-    small(**own, **shape)
-
-
-def test_the_shipped_weights_are_for_one_computation():
-    for change in ({"qk_norm": True}, {"norm": "rms"}):
-        with pytest.raises(InputError, match=f"{next(iter(change))} is .* but the weights in"):
-            timm.create_model("tokenformer_cifar10_micro", pretrained=True, **change)
+    small(**overlay, **SHAPE, **PAIRS, **trained)
 
 
 def test_weights_without_some_blocks_are_refused_for_any_number_of_classes(small, tmp_path):
     """timm would draw what is missing, and say so at level INFO."""
     for classes in (10, 7):
+        own = {"pretrained": True, "num_classes": classes, "depth": 6}
         with pytest.raises(InputError, match=r"no blocks\.4\.\S*key_param_tokens and 9 more: "):
-            timm.create_model(
-                "tokenformer_cifar10_micro", pretrained=True, num_classes=classes, depth=6
-            )
-    vit = timm.create_model("vit_tiny_patch16_224", embed_dim=48, depth=2, num_heads=3, img_size=64)
+            timm.create_model("tokenformer_cifar10_micro", **own)
+    vit = timm.create_model("vit_tiny_patch16_224", **SHAPE)
     torch.save(vit.state_dict(), tmp_path / "vit.pth")
     own = {"pretrained": True, "pretrained_cfg_overlay": {"file": str(tmp_path / "vit.pth")}}
     with pytest.raises(InputError, match=r"vit\.pth has no blocks\.0.* weights of a TokenFormer"):
         small(num_classes=5, **own)
 
 
-def test_only_the_description_of_the_loaded_weights_counts(small, saved, tmp_path):
-    """Not that of the folder that names the model, nor what else is in a folder."""
-    model, path = saved
-    other = tmp_path / "other"
-    save_for_hf(small(theta="softmax", norm="bias", **PAIRS), other, safe_serialization=True)
-    with pytest.raises(InputError, match=r"theta is 'gelu_l1', but .* with 'softmax'"):
-        load_model(f"local-dir:{path}", other / "model.safetensors")
-    load_model(f"local-dir:{path}", other / "model.safetensors", theta="softmax")
-    own = {"pretrained_cfg_overlay": {"state_dict": model.state_dict()}}
-    local_dir(other, theta="gelu_l1", **own)
-    (other / "config.json").write_text('{"model_type": "vit"}')
-    own = {"pretrained_cfg_overlay": {"file": str(other / "model.safetensors")}}
-    small(theta="gelu_l1", norm="bias", **PAIRS, **own, pretrained=True)
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"depth": 3}, r"blocks\.2\.\S+ is absent in the file"),
+        ({"num_ffn_param_tokens": 60}, r"blocks\.0\.mlp\.\S+ is \(56, 48\) in .* \(60, 48\)"),
+        ({"patch_size": 8}, r"pos_embed is \(1, 17, 48\) in the file and \(1, 65, 48\)"),
+        ({"patch_size": 8, "img_size": 32}, r"patch_embed\.proj\.weight is \(48, 3, 16, 16\)"),
+        ({"num_classes": 7}, r"head\.weight is \(10, 48\) in the file and \(7, 48\)"),
+        ({"embed_dm": 3}, r"cannot be built \(.*embed_dm.*correct its name or arguments"),
+    ],
+)
+def test_weights_of_another_shape_are_refused_in_one_line(saved, change, line):
+    """timm itself would resample patches and positions, and draw a new head."""
+    with pytest.raises(InputError, match=line) as error:
+        load_model(None, saved[1], **change)
+    assert "\n" not in str(error.value)
 
 
-def test_weights_in_the_package_are_used_with_their_theta():
-    with pytest.raises(InputError, match=r"theta is 'gelu_l1', but .*set theta='gelu_l2'"):
-        timm.create_model("tokenformer_cifar10_micro", pretrained=True, theta="gelu_l1")
+def test_another_image_size_resamples_positions(saved):
+    model, folder = saved
+    expected = resample_abs_pos_embed(model.pos_embed, new_size=[6, 6])
+    for loaded in (local_dir(folder, img_size=96), load_model(None, folder, img_size=96)):
+        torch.testing.assert_close(loaded.pos_embed, expected)
+        assert torch.equal(loaded.blocks[1].mlp.tau, model.blocks[1].mlp.tau)
+    assert local_dir(folder, patch_size=8)(torch.randn(1, 3, 64, 64)).shape == (1, 10)
 
 
-def test_shared_arguments_and_a_learned_tau_survive_a_folder(small, tmp_path):
-    arguments = {"learn_tau": True, "eps": 1e-3, "key_init_scale": 0.5}
-    model = small(pattention_args=arguments)
-    with torch.no_grad():
-        for block in model.blocks:
-            block.mlp.tau.mul_(1.5)
-    save_for_hf(model, tmp_path, safe_serialization=True)
-    loaded, x = local_dir(tmp_path), torch.randn(2, 3, 64, 64)
-    assert torch.equal(loaded(x), model(x))
-    assert loaded.blocks[0].mlp.tau.requires_grad
-    assert loaded.blocks[0].attn.key.eps == 1e-3
-    assert get_model_args(loaded)["pattention_args"] == arguments
+def test_a_model_of_any_image_size_is_used_at_the_size_it_was_trained_at(small, tmp_path):
+    save_model(small(dynamic_img_size=True), tmp_path / "out", None, {"input_size": (3, 96, 96)})
+    assert data_config(load_model(None, tmp_path / "out"))["input_size"] == (3, 96, 96)
 
 
-def test_folder_reloads_with_another_head(saved):
-    model, path = saved
-    loaded, x = local_dir(path, num_classes=7), torch.randn(2, 3, 64, 64)
+@pytest.mark.parametrize("named", [None, "tokenformer_tiny"])
+def test_positions_of_rectangles_are_resampled_as_rectangles(small, named, tmp_path):
+    model, own = small(img_size=(128, 32)), {**SHAPE, "img_size": (192, 48)}
+    save_model(model, tmp_path / "out")
+    loaded = load_model(named, tmp_path / "out/model.safetensors", for_images=False, **own)
+    expected = resample_abs_pos_embed(model.pos_embed, new_size=[12, 3], old_size=[8, 2])
+    torch.testing.assert_close(loaded.pos_embed, expected)
+
+
+def test_other_heads_and_grey_images(saved, images):
+    model, folder = saved
+    loaded, x = local_dir(folder, num_classes=7), images()
     assert loaded(x).shape == (2, 7)
     assert torch.equal(loaded.forward_features(x), model.forward_features(x))
-    assert torch.equal(local_dir(path, num_classes=0)(x), model.forward_features(x)[:, 0])
+    grey = images(channels=1)
+    same = model(grey.expand(2, 3, 64, 64))
+    torch.testing.assert_close(local_dir(folder, in_chans=1)(grey), same, rtol=1e-3, atol=1e-4)
 
 
-def test_folder_reloads_at_another_size(saved):
-    model, path = saved
-    loaded = local_dir(path, img_size=96)
-    assert loaded(torch.randn(2, 3, 96, 96)).shape == (2, 10)
-    expected = resample_abs_pos_embed(model.pos_embed, new_size=[6, 6])
-    torch.testing.assert_close(loaded.pos_embed, expected)
-    assert torch.equal(loaded.blocks[1].mlp.key_param_tokens, model.blocks[1].mlp.key_param_tokens)
+def test_a_named_model_takes_the_preprocessing_of_the_file(saved, tmp_path, caplog):
+    own = {**SHAPE, **PAIRS, "theta": "gelu_l1", "norm": "bias"}
+    own["pattention_args"] = {"learn_tau": True}
+    loaded = load_model("tokenformer_tiny", saved[1] / "model.safetensors", **own)
+    assert data_config(loaded)["mean"] == (0.1, 0.2, 0.3)
+    assert class_names(loaded) == list("abcdefghij")
+    assert class_names(local_dir(saved[1], num_classes=2)) == ["class 0", "class 1"]
+    assert not caplog.text
+    torch.save(saved[0].state_dict(), tmp_path / "x.pth")
+    load_model("tokenformer_tiny", tmp_path / "x.pth", **own)
+    assert "x.pth does not describe its preprocessing: tokenformer_tiny's is used" in caplog.text
+    with pytest.raises(InputError, match=r"x\.pth names no timm model: name it with --model"):
+        load_model(None, tmp_path / "x.pth")
 
 
-def test_the_parts_of_vit5_survive_a_folder_and_another_size(small, parts, tmp_path):
-    model, x = small(**parts), torch.randn(2, 3, 64, 64)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    save_for_hf(model, tmp_path, safe_serialization=True)
-    loaded, larger = local_dir(tmp_path), local_dir(tmp_path, img_size=96)
-    assert torch.equal(loaded(x), model(x))
-    model.set_input_size(img_size=(96, 96))
-    assert torch.equal(larger.reg_token, model.reg_token)
-    images = torch.randn(2, 3, 96, 96)
-    torch.testing.assert_close(larger(images), model(images))
-
-
-def test_folder_reloads_with_another_patch_size(saved):
-    _, path = saved
-    loaded = local_dir(path, patch_size=8)
-    assert loaded(torch.randn(2, 3, 64, 64)).shape == (2, 10)
-
-
-def test_folder_reloads_for_grey_images(saved):
-    model, path = saved
-    loaded, grey = local_dir(path, in_chans=1), torch.randn(2, 1, 64, 64)
-    torch.testing.assert_close(loaded(grey), model(grey.expand(2, 3, 64, 64)), rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("form", ["checkpoint_path", "overlay", "load_checkpoint"])
-def test_state_dict_file(small, tmp_path, form):
-    model, x = small(), torch.randn(2, 3, 64, 64)
-    file = tmp_path / "weights.pth"
-    torch.save(model.state_dict(), file)
-    if form == "checkpoint_path":
-        loaded = small(checkpoint_path=str(file))
-    elif form == "overlay":
-        overlay = {"file": str(file), "num_classes": 10}
-        loaded = small(pretrained=True, pretrained_cfg_overlay=overlay)
-    else:
-        loaded = small()
-        load_checkpoint(loaded, str(file))
+@pytest.mark.parametrize("key", ["state_dict_ema", "state_dict", "model", None])
+def test_files_of_torch_save(small, images, tmp_path, key):
+    model, x = small(), images()
+    state = {f"module.{name}": each for name, each in model.state_dict().items()}
+    args = argparse.Namespace(lr=0.1, data=["x"])  # as timm's and DeiT's trainings save it
+    torch.save({key: state, "args": args, "epoch": 3} if key else state, tmp_path / "x.pth")
+    loaded = load_model("tokenformer_tiny", tmp_path / "x.pth", **SHAPE)
+    assert loaded.num_classes == 10
     assert torch.equal(loaded(x), model(x))
 
 
-def test_wrong_pair_count_names_the_parameter(small):
-    with pytest.raises(RuntimeError, match=r"blocks.0.mlp.key_param_tokens.*\[96, 48\]"):
-        small().load_state_dict(small(num_ffn_param_tokens=96).state_dict())
-
-
-def test_a_model_without_pooling_has_no_answer_for_an_image(saved):
-    name = f"local-dir:{saved[1]}"
-    with pytest.raises(InputError, match=r"global_pool.*'avg'"):
-        load_model(name, None, global_pool="")
-    assert load_model(name, None, for_images=False, global_pool="").global_pool == ""
-
-
-def test_filter_reads_mmpretrain_checkpoints(small):
-    model, x = small(), torch.randn(2, 3, 64, 64)
-    state = {
-        f"head.fc.{name[5:]}" if name.startswith("head.") else f"backbone.model.{name}": tensor
-        for name, tensor in model.state_dict().items()
+def test_names_go_to_mmpretrain_and_back(small, images):
+    model, x = small(), images()
+    named = classifier_state_dict(model.state_dict())
+    assert {"head.fc.bias", "backbone.model.norm.weight"} <= named.keys()
+    assert not any(name.startswith("head.") and ".fc." not in name for name in named)
+    back = timm_state_dict({**named, "decoder.weight": torch.ones(1)})
+    assert {name: id(each) for name, each in back.items()} == {
+        name: id(each) for name, each in timm_state_dict(back).items()
     }
     loaded = small()
-    loaded.load_state_dict(checkpoint_filter_fn({"state_dict": state, "meta": {}}, loaded))
+    loaded.load_state_dict(checkpoint_filter_fn({"state_dict": named, "meta": {}}, loaded))
     assert torch.equal(loaded(x), model(x))
 
 
-def test_filter_resamples_positions(small):
-    model, larger = small(), small(img_size=96)
-    larger.load_state_dict(checkpoint_filter_fn(model.state_dict(), larger))
-    torch.testing.assert_close(
-        larger.pos_embed, resample_abs_pos_embed(model.pos_embed, new_size=[6, 6])
-    )
+def test_the_norm_of_a_linear_probe_becomes_a_part_of_its_head():
+    head = torch.nn.Linear(4, 3).double()
+    for affine in (False, True):
+        norm = torch.nn.BatchNorm1d(4, eps=1e-6, affine=affine).double()
+        for tensor in norm.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.uniform_(0.5, 2)
+        named = {f"head.fc.{name}": each for name, each in head.state_dict().items()}
+        named |= {f"neck.bn.{name}": each for name, each in norm.state_dict().items()}
+        folded = timm_state_dict({**named, "backbone.model.x": torch.ones(1)})
+        x = torch.randn(5, 4).double()
+        found = torch.nn.functional.linear(x, folded["head.weight"], folded["head.bias"])
+        torch.testing.assert_close(found, head(norm.eval()(x)))
 
 
-def test_npz_is_refused(small, tmp_path):
-    model = small()
-    with pytest.raises(ValueError, match=r"ViT-B_16\.npz.*\.safetensors"):
-        model.load_pretrained(str(tmp_path / "ViT-B_16.npz"))
-    with pytest.raises(ValueError, match=r"ViT-B_16\.npz"):
-        load_checkpoint(model, str(tmp_path / "ViT-B_16.npz"))
+def flip(path, start):
+    """Flip one bit of a file after ``start``."""
+    data = bytearray(path.read_bytes())
+    data[random.randrange(start, len(data))] ^= 1 << random.randrange(8)
+    path.write_bytes(data)
+
+
+def test_damage_is_found(saved, seed):
+    random.seed(seed)
+    file = saved[1] / "model.safetensors"
+    flip(file, 8)
+    for load in (local_dir, lambda path: load_model(None, path)):
+        with pytest.raises(InputError, match=r"model\.safetensors is damaged.*: copy"):
+            load(saved[1])
+    state = saved[0].state_dict()
+    torch.save(state, saved[1] / "x.pth")
+    content = bytearray((saved[1] / "x.pth").read_bytes())
+    content[content.index(state["head.weight"].numpy().tobytes()) + 7] ^= 1
+    (saved[1] / "x.pth").write_bytes(content)
+    with pytest.raises(InputError, match=r"x\.pth is damaged.*: copy"):
+        read_checkpoint(saved[1] / "x.pth")
+
+
+class Evil:
+    def __init__(self, target):
+        self.target = target
+
+    def __reduce__(self):
+        return (os.system, (f"touch {self.target}",))
+
+
+@pytest.mark.parametrize("name", ["x.pth", "x.bin", "x.safetensors"])
+def test_no_code_runs(tmp_path, name):
+    content = {"state_dict": {"w": torch.zeros(1)}, "evil": Evil(tmp_path / "ran")}
+    torch.save(content, tmp_path / name)
+    with pytest.raises(InputError, match=r"could run code|is damaged") as error:
+        read_checkpoint(tmp_path / name)
+    assert "weights_only" not in str(error.value)  # PyTorch's advice is to run it
+    (tmp_path / name).write_bytes(pickle.dumps(content))
+    with pytest.raises(InputError):
+        read_checkpoint(tmp_path / name)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"not a checkpoint" * 99])
+@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+def test_foreign_bytes(tmp_path, content, suffix):
+    path = tmp_path / f"x.{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=rf"x\.{suffix}"):
+        read_checkpoint(path)
+    torch.save({"a": 1}, tmp_path / "y.pth")
+    with pytest.raises(
+        InputError, match=r"y\.pth holds no state dict, but a: save model\.state_dict"
+    ):
+        state_dict_in(read_checkpoint(tmp_path / "y.pth"), tmp_path / "y.pth")
+
+
+SAVING = """
+import resource, sys, timm, torch, tokenformer_vit
+from pathlib import Path
+from tokenformer_vit.models.checkpoints import save_model
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+small = {"img_size": 32, "embed_dim": 64, "num_heads": 1, "depth": 1}
+save_model(timm.create_model("tokenformer_tiny", **small), Path(sys.argv[1], "small"))
+model = timm.create_model("tokenformer_small", depth=18)
+before = peak()
+save_model(model, Path(sys.argv[1], "large"))
+print((peak() - before) / sum(each.nbytes for each in model.parameters()))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the unit of ru_maxrss differs")
+def test_saving_needs_no_second_copy(tmp_path):
+    run = [sys.executable, "-c", SAVING, str(tmp_path)]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 0.25
+
+
+def test_the_card_says_what_is_known_and_its_code_loads_the_model(saved, tmp_path, monkeypatch):
+    folder = tmp_path / "FOLDER"
+    save_model(saved[0], folder, facts={"Training": {"Epochs": 3}, "Dataset": ["imagenet-1k"]})
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    front = yaml.safe_load(card.split("---\n")[1])
+    assert front["tags"] == ["image-classification", "timm", "tokenformer"]
+    assert front["datasets"] == ["imagenet-1k"]
+    assert "  - Epochs: 3\n" in card
+    assert f"{sum(each.numel() for each in saved[0].parameters()):,}" in card
+    Image.new("RGB", (9, 11)).save(tmp_path / "image.png")
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(re.findall(r"```python\n(.*?)```", card, re.DOTALL)[0], names)
+    assert names["output"].shape == (1, 10)
+
+
+def test_a_card_that_somebody_wrote_or_edited_stays(model, tmp_path):
+    readme = tmp_path / "README.md"
+    for text in ("mine", "license: cc-by-4.0\n"):
+        readme.write_text(text)
+        save_model(model, tmp_path)
+        assert readme.read_text() == text
+    readme.unlink()
+    save_model(model, tmp_path, facts={"A": {"b": 1}})
+    save_model(model, tmp_path, facts={"A": {"b": 2}})
+    assert "b: 2" in readme.read_text(encoding="utf-8")
+
+
+def test_a_vit_is_not_called_a_tokenformer(tmp_path):
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=0, **SHAPE)
+    save_model(model, tmp_path / "out")
+    assert "tokenformer" not in (tmp_path / "out/README.md").read_text(encoding="utf-8").lower()
+    loaded, x = load_model(None, tmp_path / "out"), torch.randn(2, 3, 64, 64)
+    assert torch.equal(loaded(x), model.eval()(x))
+
+
+def test_transformers_opens_a_folder(saved, images):
+    transformers = pytest.importorskip("transformers")
+    model, folder = saved
+    opened = transformers.AutoModelForImageClassification.from_pretrained(folder).eval()
+    x = images()
+    torch.testing.assert_close(opened(pixel_values=x).logits, model(x))
+    assert opened.config.id2label[9] == "j"
+
+
+def test_the_file_is_what_safetensors_writes(saved):
+    tensors, config = load_file(saved[1] / "model.safetensors"), saved[1] / "config.json"
+    state = saved[0].state_dict()
+    assert tensors.keys() == state.keys()
+    assert all(torch.equal(tensors[name], each) for name, each in state.items())
+    save_file({**tensors, "head.bias": torch.zeros(10)}, saved[1] / "model.safetensors")
+    with pytest.raises(InputError, match="was replaced"):
+        load_model(None, saved[1])
+    content = json.loads(config.read_text())
+    assert "num_classes" not in content["model_args"]
+    config.write_text(json.dumps({**content, "sha256": None}))
+    assert not load_model(None, saved[1]).head.bias.any()

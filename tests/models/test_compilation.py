@@ -3,13 +3,10 @@ import copy
 import pytest
 import timm
 import torch
-from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.layers import Attention, BlockLayerNorm, Pattention
 from tokenformer_vit.models import compile_blocks
-from tokenformer_vit.ops import THETAS
 
 
 @pytest.fixture(autouse=True)
@@ -34,16 +31,6 @@ def build(depth=2, **kwargs):
 
 def images(batch=2):
     return torch.randn(batch, 3, 32, 32)
-
-
-@pytest.mark.slow
-def test_blocks_share_their_code_whatever_their_drop_rates():
-    model, counter = build(depth=12, drop_path_rate=0.2).train(), CompileCounter()
-    compile_blocks(model, backend=counter, fullgraph=True)
-    for _ in range(2):
-        model(images()).sum().backward()
-    # the first block, whose rate is zero; the second; all others
-    assert counter.frame_count == 3
 
 
 @pytest.mark.slow
@@ -77,29 +64,6 @@ def test_trains_as_the_uncompiled_model_does_and_keeps_its_names(parts, with_par
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)]
-)
-def test_compiled_blocks_keep_the_scores_and_not_the_weights(dtype):
-    # Every Θ with a number of pairs of its own, so that what is kept shows whose it is.
-    layers = [Pattention(48, 48, 66 + i, theta=theta) for i, theta in enumerate(THETAS)]
-    attention = Attention(48, 2, 80, 90)
-    attention.joint = True
-    model = nn.Sequential(
-        *(nn.Sequential(BlockLayerNorm(48), layer) for layer in layers), attention
-    )
-    model.to(dtype).compile(fullgraph=True)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
-        model(torch.randn(2, 37, 48, dtype=dtype, requires_grad=True))
-    for layer in layers:
-        scores = [t for t in kept if t.numel() == 2 * 37 * layer.num_param_tokens]
-        assert len(scores) == 1, layer
-        assert scores[0].dtype == dtype
-    assert sum(t.numel() == 2 * 37 * 3 * 80 for t in kept) == 1  # of query, key and value
-    assert not any(t.numel() == 3 * 80 * 48 for t in kept)  # a copy of their keys
-
-
 @pytest.mark.slow
 def test_sizes_of_a_nested_model_share_their_code():
     model, counter = build(nested=(0.1, 0.2, 0.3, 0.5, 0.75)).train(), CompileCounter()
@@ -116,26 +80,6 @@ def test_sizes_of_a_nested_model_share_their_code():
         assert counter.frame_count <= 6
 
 
-@pytest.mark.slow
-def test_a_compiled_size_computes_what_the_extracted_model_does():
-    model = build(depth=1, nested=(0.25, 0.5)).eval()
-    compiled, x = copy.deepcopy(model), images()
-    with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=False), torch.no_grad():
-        compile_blocks(compiled, backend="aot_eager")
-        for size in (None, 0.25, 0.5, 0.4, {"ffn": 0.3}):
-            compiled.set_size(size)
-            model.set_size(size)
-            torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
-
-
-def test_serves_other_vits():
-    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
-    counter = CompileCounter()
-    compile_blocks(model, backend=counter)
-    model(images())
-    assert counter.frame_count == 1
-
-
 def test_a_model_without_blocks_is_refused():
-    with pytest.raises(InputError, match="ResNet has no transformer blocks"):
+    with pytest.raises(InputError, match="ResNet has no transformer blocks: omit"):
         compile_blocks(timm.create_model("resnet10t"))

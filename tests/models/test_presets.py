@@ -33,15 +33,10 @@ def test_registers_exactly_these_models():
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_parameter_count(name):
+def test_the_readme_states_parameters_and_multiplications(name):
     model = timm.create_model(name, device="meta")
     assert isinstance(model, TokenFormerViT)
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_the_readme_states_parameters_and_multiplications(name):
-    model = timm.create_model(name, device="meta")
     gmacs = total(model_costs(model)).forward_flops / 2e9
     root = Path(__file__).resolve().parents[2]
     pages = [root / "README.md", root / "tokenformer_vit" / "models" / "README.md"]
@@ -51,22 +46,16 @@ def test_the_readme_states_parameters_and_multiplications(name):
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_blocks_are_pattention_and_token_attention_alone(name):
+def test_blocks_have_no_linear_layer_and_the_description_is_the_recipe_s(name):
     model = timm.create_model(name, device="meta")
     heads = ["head", "head_dist"] if name.endswith("_distilled") else ["head"]
-    linear = [each for each, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
-    assert linear == heads
+    assert [n for n, each in model.named_modules() if isinstance(each, torch.nn.Linear)] == heads
     assert len(pattention_layers(model)) == 5 * len(model.blocks)
     assert not list(model.blocks[0].norm1.parameters())
     final = ["weight"] if name.endswith("_rope_reg4") else ["weight", "bias"]
     assert [name for name, _ in model.norm.named_parameters()] == final
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_recipe_of_evaluation(name):
     cfg = timm.get_pretrained_cfg(name)
-    assert cfg.input_size == (3, 224, 224)
-    assert cfg.interpolation == "bicubic"
+    assert (cfg.input_size, cfg.interpolation) == ((3, 224, 224), "bicubic")
     assert cfg.crop_pct == (1 if name.endswith("_rope_reg4") else 224 / 256)
     assert (cfg.mean, cfg.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
@@ -89,18 +78,9 @@ def test_a_distilled_model_has_two_heads_on_two_tokens():
     model.set_distilled_training()
     for output, expected in zip(model.train()(images), both, strict=True):
         torch.testing.assert_close(output, expected)
-    for name, value in (
-        ("global_pool", "avg"),
-        ("reg_tokens", 4),
-        ("pos_embed", "none"),
-        ("no_embed_class", True),
-        ("fc_norm", True),
-        ("patch_drop_rate", 0.5),
-    ):
+    for name, value in (("reg_tokens", 4), ("pos_embed", "none"), ("patch_drop_rate", 0.5)):
         with pytest.raises(InputError, match=rf"{name} is .*leave it at"):
             timm.create_model("tokenformer_small_distilled", **sizes, **{name: value})
-    with pytest.raises(InputError, match=r"global_pool is 'avg'"):
-        model.reset_classifier(3, "avg")
 
 
 @pytest.mark.parametrize("name", [name for name in PARAMETERS if name.endswith("_rope_reg4")])

@@ -10,14 +10,14 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from timm.data import create_transform, resolve_model_data_config
+from timm.data import create_transform, resolve_input_data_config
 
-from tokenformer_vit.errors import InputError
-from tokenformer_vit.models.checkpoints import load_model, weights_in_package
-from tokenformer_vit.models.description import class_names, data_config
+import tokenformer_vit
+from tokenformer_vit.models.checkpoints import load_model
+from tokenformer_vit.vision.prediction import class_names
 
 NAME = "tokenformer_cifar10_micro"
-FILE = weights_in_package(NAME)
+FILE = Path(tokenformer_vit.__file__).parent / f"models/pretrained/{NAME}/model.safetensors"
 RECORD = Path(__file__).resolve().parents[2] / "configs/results/cifar10_micro_pretrained.json"
 
 
@@ -33,20 +33,13 @@ def offline(monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
-def test_it_is_the_only_pretrained_model():
-    assert timm.list_models("tokenformer*", pretrained=True) == [f"{NAME}.cifar10"]
-    assert weights_in_package(f"{NAME}.cifar10") == FILE
-    for other in ("tokenformer_tiny", f"{NAME}.x", "resnet18", "local-dir:x", None):
-        assert weights_in_package(other) is None
-
-
 def test_timm_and_the_exported_folder_give_the_same_model(images):
     model, exported = create(), load_model(None, FILE.parent)
     assert sum(parameter.numel() for parameter in model.parameters()) == 611_242
     stored = load_file(FILE)
     assert all(torch.equal(stored[name], tensor) for name, tensor in model.state_dict().items())
-    own, its = (data_config(each) for each in (model, exported))
-    assert {key: tuple(its[key]) if key in ("mean", "std") else its[key] for key in its} == own
+    own, its = (resolve_input_data_config(each) for each in (model, exported))
+    assert its == own
     assert class_names(model) == class_names(exported)
     x = images(32)
     assert torch.equal(model(x), exported(x))
@@ -64,15 +57,6 @@ def test_other_heads_channels_sizes_and_features(images):
     assert [tuple(each.shape) for each in maps] == [(2, 96, 4, 4)] * 3
 
 
-def test_a_damaged_file_is_refused(tmp_path):
-    content = bytearray(FILE.read_bytes())
-    content[-1] ^= 1
-    (tmp_path / "damaged.safetensors").write_bytes(content)
-    overlay = {"file": str(tmp_path / "damaged.safetensors")}
-    with pytest.raises(InputError, match=r"damaged\.safetensors is damaged: the SHA-256"):
-        create(pretrained_cfg_overlay=overlay)
-
-
 def test_given_tensors_take_the_place_of_the_file():
     given = {name: tensor + 1 for name, tensor in load_file(FILE).items()}
     model = create(pretrained_cfg_overlay={"state_dict": given})
@@ -84,7 +68,7 @@ def test_accuracy_on_test_images(shared_data):
     file = shared_data("cifar10/plain_text/test-00000-of-00001.parquet")
     rows = parquet.ParquetFile(file).read_row_group(0).slice(0, 500).to_pylist()
     model = create()
-    transform = create_transform(**resolve_model_data_config(model))
+    transform = create_transform(**resolve_input_data_config(model))
     pictures = [transform(Image.open(io.BytesIO(row["image"]["bytes"]))) for row in rows]
     with torch.inference_mode():
         answers = model(torch.stack(pictures)).argmax(-1)

@@ -1,17 +1,14 @@
 """Sizes of a model, by share, by kind and by layer."""
 
 import json
-import warnings
 
 import pytest
 import torch
-from timm.layers import set_scriptable
 
-from tokenformer_vit.benchmarking.costs import model_costs, total
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import count_pairs, extract
-from tokenformer_vit.models import LMConfig, TokenFormerLM
+from tokenformer_vit.growth import count_pairs
 from tokenformer_vit.models.checkpoints import load_model, save_model
+from tokenformer_vit.models.sizes import at_size, find_layers, nested_sizes, size_counts
 
 
 def used(model):
@@ -26,9 +23,10 @@ def test_a_size_is_a_share_of_every_layer_or_of_some(small):
     pairs = count_pairs(model)
     model.set_size(0.3)
     assert used(model) == {name: round(0.3 * pairs[name]) for name in pairs}
-    model.set_size({"qkv": 0.5, "blocks.1.attn.key": 7, "blocks.0.mlp": 1})
+    model.set_size({"qkv": 0.5, "ffn": 7})
     chosen = {name: 24 for name in pairs if name.endswith(("query", "key", "value"))}
-    assert used(model) == {**pairs, **chosen, "blocks.1.attn.key": 7, "blocks.0.mlp": 1}
+    chosen |= {name: 7 for name in pairs if name.endswith("mlp")}
+    assert used(model) == {**pairs, **chosen}
     model.set_size(None)
     assert used(model) == pairs
     model.set_size(1e-9)
@@ -74,30 +72,13 @@ def test_nested_sizes_are_saved_with_the_model(small, images, tmp_path):
     assert json.loads((tmp_path / "model/config.json").read_text())["model_args"]["nested"] == sizes
     loaded = load_model(None, tmp_path / "model")
     assert loaded.sizes == model.sizes == (*sizes, 1.0)
+    for kwargs in ({"nested": ()}, {"nested": (0.25, 0.75)}):
+        with pytest.raises(InputError, match="nested"):
+            load_model(None, tmp_path / "model", **kwargs)
     for size in (*sizes, 0.6):
         model.set_size(size)
         loaded.set_size(size)
         assert torch.equal(loaded(x), model(x))
-
-
-def test_weights_of_other_sizes_are_refused_in_one_line(small, tmp_path):
-    save_model(small(nested=(0.25, 0.5)), tmp_path / "model")
-    file = tmp_path / "model/model.safetensors"
-    kwargs = {"embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": 64}
-    for nested in ((), (0.25, 0.75)):
-        with pytest.raises(InputError, match="nested") as error:
-            load_model("tokenformer_tiny", file, nested=nested, **kwargs)
-        assert "\n" not in str(error.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [0.25, 0.4])
-def test_torchscript_keeps_the_size(small, images, size):
-    with set_scriptable(True), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model, x = small(depth=1, nested=(0.25, 0.5)), images()
-        model.set_size(size)
-        torch.testing.assert_close(torch.jit.script(model)(x), model(x))
 
 
 @pytest.mark.slow
@@ -111,24 +92,22 @@ def test_export_keeps_the_size(small, images):
     assert (model(x) - expected).abs().max() > 0
 
 
-def test_costs_are_those_of_the_extracted_model(small):
-    model = small(nested=(0.25,))
-    for size in (0.25, {"ffn": 0.1}):
-        model.set_size(size)
-        flops = total(model_costs(model)).forward_flops
-        assert flops == total(model_costs(extract(model, size))).forward_flops
+def test_a_size_under_gradient_checkpointing_is_refused(small, images):
+    """The backward pass would compute the blocks again with all pairs."""
+    model = small(nested=(0.5,)).train()
+    with at_size(model, 0.5):
+        model(images())
+    model.set_grad_checkpointing()
+    with pytest.raises(InputError, match=r"gradient checkpointing is on.*switch it off"):
+        at_size(model, 0.5).__enter__()
+    with torch.no_grad(), at_size(model, 0.5):
+        model(images())
 
 
-def test_a_language_model_has_sizes():
-    config = LMConfig(
-        vocab_size=61, context_length=40, embed_dim=32, depth=2, num_heads=2, nested=(0.25, 0.5)
-    )
-    model, x = TokenFormerLM(config).eval(), torch.randint(61, (2, 9))
-    assert model.sizes == (0.25, 0.5, 1.0)
-    for size in (0.25, 0.4, {"ffn": 0.5}):
-        model.set_size(size)
-        small = extract(model, size)
-        assert torch.equal(small(x), model(x))
-        rebuilt = TokenFormerLM(small.config).eval()
-        rebuilt.load_state_dict(small.state_dict())
-        assert torch.equal(rebuilt(x), model(x))
+def test_sizes_are_read_from_layers_in_the_shortest_words(small):
+    model = small(nested=({"ffn": 0.5, "qkv": 24, "proj": 24}, 0.75), num_ffn_param_tokens=[40, 80])
+    assert nested_sizes(model, model.sizes) == model.sizes
+    for known, read in zip(model.sizes, nested_sizes(model), strict=True):
+        layers = find_layers(model)  # a number by layer, where those of one kind differ
+        assert size_counts(layers, read) == size_counts(layers, known)
+    assert nested_sizes(small(nested=(0.5,))) == (0.5, 1.0)

@@ -4,28 +4,22 @@ import pytest
 import timm
 import timm.optim
 import torch
-from timm.models import group_parameters
 
 
+@pytest.mark.parametrize("pool", ["token", "avg", "avgmax"])
 @pytest.mark.parametrize(("channels", "classes"), [(3, 10), (1, 10), (3, 0)])
-def test_forward(small, images, channels, classes):
-    model = small(in_chans=channels, num_classes=classes)
+def test_forward(small, images, channels, classes, pool):
+    model = small(in_chans=channels, num_classes=classes, global_pool=pool)
     x = images(channels=channels)
     assert model(x).shape == (2, classes or 48)
     assert model.forward_features(x).shape == (2, 17, 48)
-    assert model.forward_head(model.forward_features(x), pre_logits=True).shape == (2, 48)
-
-
-@pytest.mark.parametrize("pool", ["token", "avg", "avgmax", "max"])
-def test_pools(small, images, pool):
-    model = small(global_pool=pool)
-    assert model(images()).shape == (2, 10)
 
 
 def test_registers_without_a_class_token(small, images):
     model = small(class_token=False, reg_tokens=4, global_pool="avg", qk_norm=True, init_values=0.1)
     assert model(images()).shape == (2, 10)
     assert model.no_weight_decay() == {"pos_embed", "reg_token"}
+    assert small().no_weight_decay() == {"pos_embed", "cls_token"}
 
 
 @pytest.mark.parametrize(("size", "tokens"), [(32, 5), (96, 37)])
@@ -106,15 +100,6 @@ def test_gradient_checkpointing_changes_nothing(small, images, parts, with_parts
         assert a.grad.any()
 
 
-def test_masks_reach_the_blocks(small, images):
-    model = small(depth=1, class_token=False, global_pool="avg", pos_embed="none")
-    x = images()
-    causal = model.forward_features(x, is_causal=True)
-    allowed = torch.ones(16, 16, dtype=torch.bool).tril()
-    torch.testing.assert_close(model.forward_features(x, attn_mask=allowed), causal)
-    assert not torch.allclose(model.forward_features(x), causal)
-
-
 def layer_and_decay(model, **kwargs):
     optimizer = timm.optim.create_optimizer_v2(model, "adamw", lr=1e-3, weight_decay=0.3, **kwargs)
     names = {id(p): name for name, p in model.named_parameters()}
@@ -145,29 +130,3 @@ def test_layer_decay_rises_with_depth(small):
     assert [scales(prefix) for prefix in prefixes] == [{0.5**i} for i in (4, 3, 2, 1, 0)]
     assert scales("cls_token") == scales("pos_embed") == {0.5**4}
     assert scales("norm.") == {0.5}
-
-
-def test_group_matcher_puts_each_block_in_a_group_of_its_own(small):
-    model = small(depth=3)
-    groups = group_parameters(model, model.group_matcher(), reverse=True)
-    for name, _ in model.named_parameters():
-        if name.startswith("blocks."):
-            assert groups[name] == 1 + int(name.split(".")[1])
-
-
-def test_no_weight_decay_names_parameters_that_exist(small):
-    model = small()
-    assert model.no_weight_decay() == {"pos_embed", "cls_token"}
-    assert model.no_weight_decay() <= {name for name, _ in model.named_parameters()}
-
-
-@pytest.mark.skipif(not timm.optim.list_optimizers("muon"), reason="this timm has no muon")
-def test_muon(small, images):
-    model = small().train()
-    optimizer = timm.optim.create_optimizer_v2(model, "muon", lr=1e-3, weight_decay=0.1)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    model(images()).square().sum().backward()
-    optimizer.step()
-    for name, parameter in model.named_parameters():
-        assert parameter.isfinite().all(), name
-        assert not torch.equal(parameter, before[name]), name

@@ -7,7 +7,8 @@ import torch
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.ops import THETAS, pattention, pattention_reference, theta_weights
+from tokenformer_vit.ops import THETAS, pattention
+from tokenformer_vit.ops.theta import theta_weights
 
 OPEN, CLOSED = 40, 9
 TAU = torch.tensor(40.0, dtype=torch.float64)
@@ -33,7 +34,7 @@ def close(actual, expected):
 def test_of_ones_is_softmax():
     inputs = operands()
     gated = pattention(*inputs, "softmax", TAU, gate=torch.ones(OPEN + CLOSED).double())
-    plain = pattention_reference(*inputs, "softmax", TAU, 1e-6)
+    plain = pattention(*inputs, "softmax", TAU, 1e-6)
     close(gated, plain)
     upstream = torch.randn_like(plain)
     for ours, theirs in zip(
@@ -48,14 +49,14 @@ def test_of_ones_is_softmax():
 def test_of_one_value_is_softmax_up_to_its_sign(factor):
     inputs = operands()
     gate = torch.full((OPEN + CLOSED,), factor, dtype=torch.float64)
-    plain = pattention_reference(*inputs, "softmax", TAU, 1e-6)
+    plain = pattention(*inputs, "softmax", TAU, 1e-6)
     close(pattention(*inputs, "softmax", TAU, gate=gate), math.copysign(1, factor) * plain)
 
 
 def test_of_zeros_leaves_the_pairs_out():
     x, keys, values = operands()
     closed = pattention(x, keys, values, "softmax", TAU, gate=half_closed())
-    without = pattention_reference(x, keys[:OPEN], values[:OPEN], "softmax", TAU, 1e-6)
+    without = pattention(x, keys[:OPEN], values[:OPEN], "softmax", TAU, 1e-6)
     close(closed, without)
 
 
@@ -126,7 +127,7 @@ def test_layer_computes_with_its_gate():
     with torch.no_grad():
         layer.gate[3:] = 0
     keys, values = layer.key_param_tokens[:3], layer.value_param_tokens[:3]
-    few = pattention_reference(x, keys, values, "softmax", layer.tau, layer.eps)
+    few = pattention(x, keys, values, "softmax", layer.tau, layer.eps)
     torch.testing.assert_close(layer(x), few)
     torch.testing.assert_close(layer.weights(x) @ layer.value_param_tokens, few)
 
@@ -137,5 +138,5 @@ def test_other_variants_have_none_because_zero_keys_close_pairs(theta):
     assert zero == 0
     with pytest.raises(ValueError, match=r"no gate.* zero key"):
         theta_weights(torch.randn(2, 3), theta, torch.tensor(1.0), 1e-6, torch.ones(3))
-    with pytest.raises(InputError, match=rf"{theta}.* no gate.*'none'.*'learned'"):
+    with pytest.raises(InputError, match=rf"{theta}.*one of none, but got 'learned'"):
         Pattention(8, 8, 8, theta, gate="learned")

@@ -18,7 +18,7 @@ from mmpretrain.structures import DataSample
 import tokenformer_vit.training.language  # noqa: F401  registers CausalLM
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.layers.segments import is_split, split_tokens
+from tokenformer_vit.layers.split import is_split, split_tokens
 from tokenformer_vit.training import DiagnosticsHook, read_diagnostics
 from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.diagnostics import (

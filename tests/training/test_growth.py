@@ -112,49 +112,6 @@ def test_a_killed_run_goes_on_exactly(growing, tmp_path, kill_at, options):
     assert (whole / "model.safetensors").read_bytes() == (killed / "model.safetensors").read_bytes()
 
 
-def as_earlier_versions_saved(checkpoint):
-    """Store the parts of split layers separately, under the names of PyTorch's parametrizations."""
-    groups = [checkpoint["state_dict"], checkpoint["ema_state_dict"]]
-    gradients = checkpoint["exact_resume"]["gradients"]
-    for name in [name for name in gradients if ".old_" in name]:
-        layer, _, part = name.rpartition(".")
-        token = part.removeprefix("old_")
-        for index, kind in enumerate(("old", "new")):
-            old = f"{layer}.parametrizations.{token}.original{index}"
-            gradients[old] = gradients.pop(f"{layer}.{kind}_{token}")
-        num_old = len(gradients[f"{layer}.parametrizations.{token}.original0"])
-        for state_dict, prefix in zip(groups, ("", "module."), strict=True):
-            tokens = state_dict.pop(f"{prefix}{layer}.{token}")
-            for index, rows in enumerate((tokens[:num_old], tokens[num_old:])):
-                old = f"{prefix}{layer}.parametrizations.{token}.original{index}"
-                state_dict[old] = rows.clone()
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_an_earlier_version_is_resumed_exactly(growing, tmp_path):
-    train = growing(new_lr_scale=3.0)
-    options = (
-        "--cfg-options",
-        "default_hooks.checkpoint.by_epoch=False",
-        "default_hooks.checkpoint.interval=5",
-        "default_hooks.checkpoint.max_keep_ckpts=-1",
-        "optim_wrapper.accumulative_counts=4",  # gradients are pending
-    )
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    train(whole, *options)
-    resumed.mkdir()
-    saved = torch.load(whole / "iter_10.pth", weights_only=True)
-    as_earlier_versions_saved(saved)
-    assert sum("original1" in name for name in saved["state_dict"]) == 2 * 2 * 4
-    torch.save(saved, resumed / "iter_10.pth")
-    (resumed / "last_checkpoint").write_text(str(resumed / "iter_10.pth"))
-    train(resumed, "--resume", *options)
-    one, other = checkpoint(whole), checkpoint(resumed)
-    for part in ("state_dict", "ema_state_dict"):
-        for name, tensor in one[part].items():
-            assert torch.equal(tensor, other[part][name]), name
-
-
 @pytest.mark.slow
 def test_several_processes_grow_alike(growing, tmp_path):
     train = growing(
@@ -243,11 +200,6 @@ def test_a_gate_that_never_opens_is_refused():
         GrowthHook(SCHEDULE, gate="fixed")
     with pytest.raises(InputError, match=r"open_iters is 5: .* to 0 for any other gate"):
         GrowthHook(SCHEDULE, open_iters=5)
-
-
-def test_noise_that_is_none_is_refused():
-    with pytest.raises(InputError, match="noise of GrowthHook is nan: give a finite number"):
-        GrowthHook(SCHEDULE, noise=float("nan"))
 
 
 @pytest.mark.slow

@@ -462,9 +462,9 @@ def test_under_masks_a_text_keeps_its_pairs(masked, texts, tmp_path):
     assert kept == pytest.approx([before] * len(kept), rel=1e-6)
     learned = [line["perplexity/xyz"] for line in val.values()]
     assert learned[-1] < learned[0]
-    assert runner.model.masks.names == ["abc", "xyz"]
+    assert [*runner.model.masks.pairs] == ["abc", "xyz"]
     third = CausalLM(checkpoint=str(tmp_path / "second"), masks={"new": "all"})
-    assert third.masks.names == ["abc", "xyz", "all"]
+    assert [*third.masks.pairs] == ["abc", "xyz", "all"]
     # Through all pairs at once it computes something else.
     rows = inputs_of(texts["abc"])
     third.sources = ("abc",)

@@ -1,19 +1,15 @@
 """An optimiser with one group for each setting takes the same steps as before."""
 
-import copy
 from types import SimpleNamespace
 
 import pytest
 import timm.optim
 import torch
-from mmengine.optim import LinearLR, OptimWrapper, ReduceOnPlateauLR, build_optim_wrapper
+from mmengine.optim import OptimWrapper, ReduceOnPlateauLR, build_optim_wrapper
 from mmengine.registry import DefaultScope
 from mmpretrain.registry import MODELS
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import grow
-from tokenformer_vit.growth import optimizer as carrying
-from tokenformer_vit.layers.segments import token_segments
 from tokenformer_vit.models import timm_state_dict
 from tokenformer_vit.training.backbone import as_timm_model
 from tokenformer_vit.training.config import load_config
@@ -21,7 +17,6 @@ from tokenformer_vit.training.parameter_groups import (
     align_schedulers,
     check_start,
     fit_groups,
-    merge_separate_groups,
 )
 
 LAYER_DECAY = {"layer_decay_rate": 0.5, "norm_decay_mult": 0.0, "bias_decay_mult": 0.0}
@@ -173,7 +168,7 @@ def test_a_loaded_optimiser_of_timm_goes_on_as_if_it_had_not_stopped(config, own
     other, resumed = make(config, "MergedOptimWrapperConstructor", optimizer=own)
     weights, state = torch.load(tmp_path / "state.pth", weights_only=True)
     other.load_state_dict(weights)
-    fit_groups(resumed, other, state["param_groups"])
+    fit_groups(resumed, state["param_groups"])
     resumed.load_state_dict(state)
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         one.grad = torch.randn_like(one)
@@ -198,59 +193,6 @@ def test_an_unknown_optimiser_is_named(config):
             make(config, "MergedOptimWrapperConstructor", optimizer={"type": name})
 
 
-def test_the_state_of_a_group_for_each_parameter_is_taken_over(config):
-    model, loop = make(config, "DefaultOptimWrapperConstructor", optimizer={"fused": True})
-    step(model, loop)
-    schedule = LinearLR(loop, start_factor=0.5, end=10)
-    other, merged = make(config, "MergedOptimWrapperConstructor")
-    other.load_state_dict(model.state_dict())
-    schedules = LinearLR(merged, start_factor=0.5, end=10)
-    number = len(merged.param_groups)
-
-    saved = copy.deepcopy(loop.state_dict())
-    fit_groups(merged, other, saved["param_groups"])
-    merged.load_state_dict(saved)
-    schedules.load_state_dict(copy.deepcopy(schedule.state_dict()))
-    runner = SimpleNamespace(
-        model=other, optim_wrapper=OptimWrapper(merged), param_schedulers=[schedules]
-    )
-    merge_separate_groups(runner)
-    assert len(merged.param_groups) == len(schedules.base_values) == number
-    for _ in range(3):
-        step(model, loop)
-        for mine, yours in zip(other.parameters(), model.parameters(), strict=True):
-            mine.grad = yours.grad.clone()
-        merged.step()
-        schedule.step()
-        schedules.step()
-    assert names_by_setting(other, merged) == names_by_setting(model, loop)
-    for mine, yours in zip(other.parameters(), model.parameters(), strict=True):
-        assert torch.equal(mine, yours)
-
-
-def test_what_earlier_versions_left_at_the_end_is_put_in_order(config):
-    model, optimizer = make(config, "MergedOptimWrapperConstructor")
-    grown, saved = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict()["param_groups"])
-    fit_groups(optimizer, model, saved, ordered=False)
-    grow(model, num_ffn_param_tokens=112, split=True, optimizer=optimizer)
-    old, new = token_segments(model.backbone.model.blocks[0].mlp, "key_param_tokens")
-    (group,) = [each for each in optimizer.param_groups if any(p is old for p in each["params"])]
-    assert any(p is new for p in group["params"][-4:])
-    merge_separate_groups(
-        SimpleNamespace(model=model, optim_wrapper=OptimWrapper(optimizer), param_schedulers=[])
-    )
-    cfg = load_config(config).optim_wrapper
-    cfg["constructor"] = "MergedOptimWrapperConstructor"
-    grow(grown, num_ffn_param_tokens=112, split=True)
-    other = build_optim_wrapper(grown, cfg).optimizer
-    names, names_of_other = (
-        {parameter: name for name, parameter in each.named_parameters()} for each in (model, grown)
-    )
-    for mine, yours in zip(optimizer.param_groups, other.param_groups, strict=True):
-        assert [names[p] for p in mine["params"]] == [names_of_other[p] for p in yours["params"]]
-        assert mine.keys() == yours.keys()
-
-
 def last(work_dir):
     return torch.load((work_dir / "last_checkpoint").read_text(), weights_only=True)
 
@@ -271,78 +213,6 @@ GROWTH = [
     {"epoch": 1, "num_qkv_param_tokens": 36, "num_ffn_param_tokens": 120},
     {"epoch": 2, "num_qkv_param_tokens": 48, "num_proj_param_tokens": 32},
 ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("growth", [[], GROWTH])
-def test_a_checkpoint_with_a_group_for_each_parameter_is_resumed_exactly(
-    train, tmp_path, monkeypatch, growth
-):
-    """As earlier versions wrote it: mmengine's groups, and one for each parameter of growth."""
-
-    def add_group(optimizer, others, template, parameter, lr_scale):
-        group = copy.copy(template) | {"params": [parameter]}
-        group |= {key: group[key] * lr_scale for key in ("lr", "initial_lr")}
-        optimizer.add_param_group(group)
-        return group
-
-    hooks = [{"type": "GrowthHook", "schedule": growth, "new_lr_scale": 3.0}] if growth else []
-    path, (config, *arguments) = tmp_path / "config.py", train.arguments
-    path.write_text(f"_base_ = {config!r}\ncustom_hooks = {hooks!r}\n")
-    train = copy.copy(train)
-    train.arguments = [str(path), *arguments]
-    options = (
-        "--cfg-options",
-        "default_hooks.checkpoint.by_epoch=False",
-        "default_hooks.checkpoint.interval=4",
-        "default_hooks.checkpoint.max_keep_ckpts=-1",
-        "optim_wrapper.optimizer.fused=True",
-    )
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    with monkeypatch.context() as earlier:
-        earlier.setattr(carrying, "_join", add_group)
-        train(whole, *options, "optim_wrapper.constructor=DefaultOptimWrapperConstructor")
-    groups = last(whole)["optimizer"]["param_groups"]
-    assert all(len(group["params"]) < 2 for group in groups)
-    for start in (8, 16):  # the second is of the merged groups
-        saved = (resumed if resumed.exists() else whole) / f"iter_{start}.pth"
-        train(resumed, "--resume", str(saved), *options)
-        one, other = last(whole), last(resumed)
-        for part in ("state_dict", "ema_state_dict"):
-            for name, tensor in one[part].items():
-                assert torch.equal(tensor, other[part][name]), name
-        assert len(other["optimizer"]["param_groups"]) < 6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("hook", [{"freeze": "old"}, {"new_lr_scale": 3.0}])
-def test_a_checkpoint_with_new_parameters_at_the_end_is_resumed_exactly(
-    train, config, tmp_path, monkeypatch, hook
-):
-    path = tmp_path / "config.py"
-    hooks = [{"type": "GrowthHook", "schedule": GROWTH, **hook}]
-    path.write_text(f"_base_ = {str(config)!r}\ncustom_hooks = {hooks!r}\n")
-    train, whole, resumed = train.of(path), tmp_path / "whole", tmp_path / "resumed"
-    options = (
-        "--cfg-options",
-        "default_hooks.checkpoint.by_epoch=False",
-        "default_hooks.checkpoint.interval=4",
-        "default_hooks.checkpoint.max_keep_ckpts=-1",
-    )
-    with monkeypatch.context() as earlier:
-        earlier.setattr(carrying, "order_groups", lambda groups, model: None)
-        train(whole, *options)
-    for start in (8, 16):  # the second is of this version
-        saved = (resumed if resumed.exists() else whole) / f"iter_{start}.pth"
-        if not resumed.exists():
-            checkpoint = torch.load(saved, weights_only=True)
-            del checkpoint["exact_resume"]["ordered"]
-            torch.save(checkpoint, saved)
-        train(resumed, "--resume", str(saved), *options)
-        one, other = last(whole), last(resumed)
-        for part in ("state_dict", "ema_state_dict"):
-            for name, tensor in one[part].items():
-                assert torch.equal(tensor, other[part][name]), name
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ def test_the_terminal_begins_with_ten_lines_that_matter(trained, data_root):
     lines = lines[start:]
     facts = dict(line.split(maxsplit=1) for line in lines[1:9])
     assert facts["config"] == str(trained.config)
-    assert facts["model"].startswith("tokenformer_tiny; Θ gelu_l2; pairs q, k, v 24, output 24")
+    assert facts["model"].startswith("tokenformer_tiny; Θ gelu_l2; 384 pairs")
     assert facts["parameters"] == "19,875"
     assert facts["data"] == f"48 training and 48 validation images, 3 classes in {data_root}"
     assert "1 process, bfloat16 autocast" in facts["device"]

@@ -162,7 +162,6 @@ def test_the_exported_folder_says_what_is_known_of_the_run(trained, data_root):
         "Folder: " + data_root.name,
         "Training images: 48",
         "Validation images: 48",
-        "Classes: 3 (bright, dark, split)",
         "Config: small.py",
         "Epochs: 2",
         "Iterations: 12",
@@ -198,8 +197,8 @@ def test_the_export_of_a_checkpoint_knows_data_and_recipe_but_no_results(trained
     export.main([str(trained.work_dir / "epoch_1.pth"), str(tmp_path / "out")])
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "- Training images: 48" in card
-    assert "- Epochs: 1\n- Iterations: 6\n" in card
-    assert "## Validation" not in card
+    assert "- Epochs: 1\n  - Iterations: 6\n" in card
+    assert "Validation:" not in card
     assert "accuracy" not in card
 
 

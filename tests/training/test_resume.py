@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from tokenformer_vit.files import temporary_name
-from tokenformer_vit.models.description import DESCRIPTION
 from tokenformer_vit.training import ExactCheckpointHook
 from tokenformer_vit.training.reports import read_scalars
 
@@ -180,21 +179,6 @@ def test_a_full_disk_stops_the_run_and_leaves_the_previous_checkpoint(train, tmp
     assert torch.load(pointer.read_text(), weights_only=True)["meta"]["epoch"] == 1
     assert not list(tmp_path.glob(".*.partial"))
     assert not (tmp_path / "record.json").exists()
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_an_early_version_resumes(train, run):
-    """Commit 0f51de9 wrote neither the identity of the data nor a description of the model."""
-    for path in run.glob("epoch_*.pth"):
-        checkpoint = torch.load(path, weights_only=True)
-        del checkpoint[DESCRIPTION], checkpoint["exact_resume"]["run"]
-        torch.save(checkpoint, path)
-    expected = losses(run)[0]
-    (run / "last_checkpoint").write_text("/elsewhere/epoch_2.pth")
-    output = train(run, "--resume", *OPTIONS, "default_hooks.checkpoint.save_best=accuracy/top1")
-    assert "does not name its training data" in output
-    assert losses(run)[0] == expected
-    assert DESCRIPTION in torch.load(run / "epoch_3.pth", weights_only=True)
 
 
 @pytest.mark.slow

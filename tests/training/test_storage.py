@@ -19,7 +19,6 @@ from mmpretrain.registry import HOOKS, MODELS
 
 from tokenformer_vit.benchmarking.cluster import CHECKPOINT_BYTES
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.layers.segments import fuse_state_dict
 from tokenformer_vit.training.checkpoint import ExactCheckpointHook
 from tokenformer_vit.training.guard import classes_of
 from tokenformer_vit.training.identity import check_identity, run_identity
@@ -103,7 +102,7 @@ torch.save({{"trap": Trap()}}, {str(trap)!r})
 Runner.from_cfg(cfg).load_or_resume()
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "trap.pth is damaged or holds more than tensors" in run.stderr.splitlines()[-1]
+    assert "trap.pth is damaged, or holds more than tensors" in run.stderr.splitlines()[-1]
     assert not mark.exists()
 
 
@@ -156,19 +155,19 @@ def identity(dataset, batch_size=8, world_size=2):
 def test_data_may_move_but_not_change():
     here = identity(Images("/data", ["a/1.png", "b/1.png"]))
     assert here["samples_per_iteration"] == 16
-    check_identity(here, identity(Images("/elsewhere/d", ["a/1.png", "b/1.png"]), 16, 1), None)
+    check_identity(here, identity(Images("/elsewhere/d", ["a/1.png", "b/1.png"]), 16, 1))
     for other in (["a/1.png", "b/2.png"], ["b/1.png", "a/1.png"], ["a/1.png", "c/1.png"]):
         with pytest.raises(InputError, match=r"hash of training images .*and labels was"):
-            check_identity(here, identity(Images("/data", other)), None)
+            check_identity(here, identity(Images("/data", other)))
     with pytest.raises(
         InputError, match="number of training samples was 2 in the checkpoint and is 3 now"
     ):
-        check_identity(here, identity(Images("/data", ["a/1.png", "b/1.png", "b/2.png"])), None)
+        check_identity(here, identity(Images("/data", ["a/1.png", "b/1.png", "b/2.png"])))
     with pytest.raises(
         InputError,
         match="batch size times the number of processes was 16 in the checkpoint and is 18 now",
     ):
-        check_identity(here, identity(Images("/data", ["a/1.png", "b/1.png"]), 9), None)
+        check_identity(here, identity(Images("/data", ["a/1.png", "b/1.png"]), 9))
 
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
@@ -265,18 +264,6 @@ def test_the_first_process_of_each_launcher(monkeypatch, launcher, variable):
 def test_classes_of_a_foreign_checkpoint(meta):
     assert classes_of({"meta": meta}) is None
     assert classes_of({"meta": {"dataset_meta": {"classes": ["a", 1]}}}) == ["a", "1"]
-
-
-def test_halves_that_do_not_fit_are_tensors_of_no_model():
-    name = "parametrizations.key_param_tokens.original"
-    lone = {f"{name}0": torch.ones(2, 3)}
-    assert fuse_state_dict(lone).keys() == lone.keys()
-    odd = {f"{name}0": torch.ones(2, 3), f"{name}1": torch.ones(2, 4)}
-    assert fuse_state_dict(odd).keys() == odd.keys()
-    odd[f"{name}1"] = torch.ones(5, 3)
-    assert {key: tuple(t.shape) for key, t in fuse_state_dict(odd).items()} == {
-        "key_param_tokens": (7, 3)
-    }
 
 
 def test_a_checkpoint_has_sixteen_bytes_a_parameter(trained):

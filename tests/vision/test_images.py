@@ -14,7 +14,6 @@ from PIL import Image
 from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models.description import check_data_config
 from tokenformer_vit.training import LoadImage
 from tokenformer_vit.vision.folders import check_images
 from tokenformer_vit.vision.images import IMAGE_SUFFIXES, read_bgr, read_image, read_images
@@ -350,37 +349,3 @@ def test_every_suffix_can_be_written_and_read(suffix, tmp_path):
     for pixels in readers(path):
         assert (pixels > 250).all()
         assert pixels.shape == (6, 8, 3)
-
-
-def test_sound_preprocessing_is_accepted():
-    for crop_pct in (0.875, 1, 1.15):
-        check_data_config({**CONFIG, "input_size": [3, 224, 224], "crop_pct": crop_pct})
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        ("crop_pct", 1e-6, "crop_pct is 1e-06, but must be greater than or equal to 0.1"),
-        ("crop_pct", float("nan"), "crop_pct is nan"),
-        ("crop_pct", "0.9", "crop_pct is '0.9'"),
-        ("mean", [0.5], "mean.1 is missing"),
-        ("mean", [123.675, 116.28, 103.53], "mean.0 is 123.675, .* less than or equal to 1"),
-        ("mean", [float("nan")] * 3, "mean.0 is nan"),
-        ("std", [1, 0, 1], "std.1 is 0, but must be greater than 0"),
-        ("std", [1, float("inf"), 1], "std.1 is inf"),
-        ("interpolation", "cubic", "interpolation is 'cubic', but .*'bilinear', 'bicubic'"),
-        ("crop_mode", "middle", "crop_mode is 'middle'"),
-        ("input_size", [1, 28, 28], "input_size.0 is 1"),
-        ("input_size", [3, 0, 8], "input_size.1 is 0"),
-        ("input_size", [3, 10**6, 10**6], "less than or equal to 4096"),
-        ("input_size", 224, "input_size is 224"),
-    ],
-)
-def test_wrong_preprocessing_is_named(name, value, said):
-    config = {**CONFIG, "input_size": [3, 224, 224], name: value}
-    with pytest.raises(InputError, match=f"{said}.*; correct it in the config.json") as raised:
-        check_data_config(config)
-    assert "\n" not in str(raised.value)
-    del config[name]
-    with pytest.raises(InputError, match=f"{name} is missing"):
-        check_data_config(config)

@@ -73,8 +73,8 @@ def model_costs(model: nn.Module, num_tokens: int | None = None) -> dict[str, Co
     Returns:
         The cost of each of ``PARTS``, per image or per sequence. Every parameter is counted in one
         part. If the embedding is also the head, its parameters are counted in the embedding, and
-        its matrix product in the head. In a layer with ``active``, ``size`` or ``top_k``, all pairs
-        count as parameters, and only the pairs that are read count as FLOPs. A language model
+        its matrix product in the head. In a layer with ``active`` or ``size``, all pairs count as
+        parameters, and only the pairs that are used count as FLOPs. A language model
         predicts after every token, and every token attends to all others, as in the paper: the
         savings of a causal kernel are not subtracted.
 
@@ -128,11 +128,9 @@ def _attention_flops(width: int, tokens: int) -> int:
 
 
 def _idle_elements(layer: Pattention) -> int:
-    """Count the elements of keys and values that a token does not read in this layer."""
-    pairs = layer.num_param_tokens
-    used = layer.num_used
-    chosen = used if layer.top_k is None else layer.top_k
-    return (pairs - used) * layer.in_features + (pairs - chosen) * layer.out_features
+    """Count the elements of keys and values that this layer does not use."""
+    idle = layer.num_param_tokens - layer.num_used
+    return idle * (layer.in_features + layer.out_features)
 
 
 class _Plan(NamedTuple):

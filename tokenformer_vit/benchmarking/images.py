@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from . import measures
 from .matched import matched_vit
-from .variants import Group, as_released, set_implementation
+from .variants import Group, as_released, set_backend
 
 CLASSES = 1000
 MATCHED = "matched-vit"  # a baseline
@@ -37,7 +37,7 @@ class Images(NamedTuple):
     modes = ("train", "infer")
 
     def create(self, implementation: str, seed: int) -> Any:
-        """Build the baseline, or our model in one of ``IMPLEMENTATIONS``, with random weights."""
+        """Build the baseline, or our model in one of ``BACKENDS``, with random weights."""
         model: Any
         sizes: dict[str, Any] = {"img_size": self.img_size, "num_classes": CLASSES}
         if self.depth is not None:
@@ -59,7 +59,7 @@ class Images(NamedTuple):
         model = timm.create_model(self.model, **sizes)
         if implementation == "released":
             return as_released(model)
-        return set_implementation(model, implementation)
+        return set_backend(model, implementation)
 
     def costs(self, implementation: str) -> tuple[int, dict[str, int]]:
         """Count the parameters, and the FLOPs per image in each mode.

@@ -42,7 +42,7 @@ WHEELS = (
 THERE = (
     *("torch", "torchvision", "numpy", "pillow", "safetensors", "huggingface-hub", "tqdm", "rich"),
     *("pyyaml", "matplotlib", "pandas", "pyarrow", "scikit-learn", "opencv-python", "einops"),
-    *("pytest", "hypothesis", "transformers", "tokenizers", "typing-extensions", "packaging"),
+    *("pytest", "transformers", "tokenizers", "typing-extensions", "packaging"),
     *("click", "markdown", "requests", "tabulate", "zipp"),
 )
 # Linux on x86_64. A pure wheel fits every platform.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tokenformer_vit.models import blocks_of
 
 from .costs import model_costs, total
-from .variants import Group, as_released, set_implementation
+from .variants import Group, as_released, set_backend
 
 # Largest number of tokens of a sequence that a decoding step adds, one by one.
 _DECODED = 32
@@ -58,14 +58,14 @@ class Language(NamedTuple):
         return min(_DECODED, self.num_tokens // 2)
 
     def create(self, implementation: str, seed: int) -> Decoder:
-        """Build the baseline, or our model in one of ``IMPLEMENTATIONS``, with random weights."""
+        """Build the baseline, or our model in one of ``BACKENDS``, with random weights."""
         torch.manual_seed(seed)
         if implementation == "baseline":
             return Decoder(self.baseline())
         decoder = Decoder(self.model())
         if implementation == "released":
             return as_released(decoder)
-        return set_implementation(decoder, implementation)
+        return set_backend(decoder, implementation)
 
     def costs(self, implementation: str) -> tuple[int, dict[str, int]]:
         """Count the parameters, and the FLOPs per token in each mode.

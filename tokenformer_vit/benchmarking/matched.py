@@ -8,7 +8,7 @@ from timm.models import get_model_args
 from timm.models.vision_transformer import VisionTransformer
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth.masks import count_pairs
+from tokenformer_vit.growth import count_pairs
 from tokenformer_vit.growth.transformer import mlp_ratio
 from tokenformer_vit.models import TokenFormerViT
 

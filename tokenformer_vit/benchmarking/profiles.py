@@ -5,7 +5,7 @@ models as the record of a benchmark does (records.py), and has::
 
     mode, precision, dtype, batch_size
     profiles                   a list of
-      variant                  such as "fused compiled"
+      variant                  such as "auto compiled"
       seconds                  of a step
       parts                    for each of PARTS, a part with
         seconds                of a step

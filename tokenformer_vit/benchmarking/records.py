@@ -3,7 +3,6 @@
 Like every record it has the command, commit, date, hardware and versions. Its own keys are::
 
     device, threads            cpu or cuda; threads of a CPU operation
-    products                   MKL if all products are by MKL; otherwise absent
     unit                       image or token, written as UNIT below
     model, baseline            timm names, or "matched-vit"; for language the preset, and
                                "transformer" or "transformer, rotary"
@@ -22,10 +21,8 @@ Like every record it has the command, commit, date, hardware and versions. Its o
       bound_UNITs_per_s        fastest possible speed of our model under the ceilings
       bound_by                 the ceiling that sets this bound: matmul or copy
       variants                 a list of
-        variant                such as "fused compiled" or "baseline eager"
-        implementation         baseline, released, or a backend: reference, fused, triton or fp8;
-                               with the suffix -joint or -separate, how query, key and value
-                               are computed, otherwise by default
+        variant                such as "auto compiled" or "baseline eager"
+        implementation         baseline, released, or a backend: auto or reference
         compiled               true or false
         failed                 the reason, such as "out of memory"; then nothing below is there
         seconds                time of every round
@@ -65,7 +62,7 @@ from .variants import PRECISIONS, Group, Setting, short
 # Entries that must be equal in a resumed run and in the interrupted one.
 _SAME = (
     *("model", "baseline", "img_size", "num_tokens", "depth", "n", "seed"),
-    *("device", "threads", "products", "hardware", "cpu", "versions", "commit"),
+    *("device", "threads", "hardware", "cpu", "versions", "commit"),
 )
 
 

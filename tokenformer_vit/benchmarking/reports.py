@@ -8,16 +8,14 @@ from typing import Any
 from tokenformer_vit.files import write_figure
 
 from .measures import percentiles
-from .variants import IMPLEMENTATIONS, PRECISIONS, short
+from .variants import PRECISIONS, short
 
 _TOKEN_BYTES = 8
 _LABELS = {
     "baseline": "baseline",
     "released": "authors' formula",
     "reference": "ours, reference",
-    "fused": "ours, fused",
-    "triton": "ours, Triton",
-    "fp8": "ours, 8 bits",
+    "auto": "ours",
 }
 # Number format of the memory kept: a token keeps far less than an image.
 _SAVED = {"image": "16.1f", "token": "16.4f"}
@@ -25,19 +23,16 @@ _COLOURS = {
     "baseline": "0.6",
     "released": "C1",
     "reference": "C9",
-    "fused": "C0",
-    "triton": "C2",
-    "fp8": "C4",
 }
 
 
 def _label(row: Mapping[str, Any]) -> str:
-    name, _, products = row["implementation"].partition("-")
-    return f"{_LABELS[name]}, {products} q, k, v" if products else _LABELS[name]
+    name = row["implementation"]
+    return _LABELS.get(name, f"ours, {name}")
 
 
 def _colour(row: Mapping[str, Any]) -> str:
-    return _COLOURS[row["implementation"].partition("-")[0]]
+    return _COLOURS.get(row["implementation"], "C0")
 
 
 def figures(group: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,7 +45,7 @@ def figures(group: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, An
     Returns:
         The entry with all its keys.
     """
-    items, unit, rate = _items_of(group), unit_of(record), record["ceilings"][group["precision"]]
+    items, unit, rate = group["items"], record["unit"], record["ceilings"][group["precision"]]
     matmul, copy = rate["matmul_tflops"] * 1e12, rate["copy_gb_per_s"] * 1e9
     flops = {
         name: counts[group["mode"]] * items for name, counts in record[f"flops_per_{unit}"].items()
@@ -60,7 +55,7 @@ def figures(group: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, An
     saved = [
         row[f"saved_mb_per_{unit}"] * 1e6 * items
         for row in rows
-        if row["implementation"] in IMPLEMENTATIONS and row.get(f"saved_mb_per_{unit}")
+        if row["implementation"] not in ("baseline", "released") and row.get(f"saved_mb_per_{unit}")
     ]
     item = PRECISIONS[group["precision"]].weights.itemsize
     parameters = record["parameters"]["model"] * item
@@ -91,16 +86,6 @@ def figures(group: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, An
             for row in rows
         ],
     }
-
-
-def unit_of(record: Mapping[str, Any]) -> str:
-    """Return the unit of speed in a record; an older record has no unit and counts images."""
-    return record.get("unit", "image")
-
-
-def _items_of(group: Mapping[str, Any]) -> int:
-    """Return the number of images or tokens in a step of a group."""
-    return group.get("items", group["batch_size"])
 
 
 def _row_figures(
@@ -182,7 +167,7 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
     """
     from matplotlib.figure import Figure  # only charts need it
 
-    groups, speed = record["groups"], f"{unit_of(record)}s/s"
+    groups, speed = record["groups"], f"{record['unit']}s/s"
     heights = [len(group["variants"]) + 2 for group in groups]
     figure = Figure(figsize=(9, 0.28 * sum(heights) + 0.6), layout="constrained")
     blocks = f" ({record['depth']} blocks)" if record["depth"] else ""
@@ -192,14 +177,14 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
         rows = [row for row in group["variants"] if "failed" not in row]
         names = [row["variant"] for row in rows]
         low, middle, high = (
-            [_items_of(group) / row[f"seconds_{point}"] for row in rows]
+            [group["items"] / row[f"seconds_{point}"] for row in rows]
             for point in ("p80", "p50", "p20")
         )
         bars = axis.barh(names, middle, color=[_colour(row) for row in rows])
         axis.hlines(names, low, high, color="0.3")
         for bar, row in zip(bars, rows, strict=True):
             bar.set_alpha(1.0 if row["compiled"] else 0.5)
-        bound = group[f"bound_{unit_of(record)}s_per_s"]
+        bound = group[f"bound_{record['unit']}s_per_s"]
         axis.axvline(bound, color="k", linestyle="--")
         axis.invert_yaxis()
         axis.set(title=f"{title(group)}; dashed: the bound, {bound:.4g} ({group['bound_by']})")
@@ -223,7 +208,7 @@ def draw_summary(record: Mapping[str, Any], path: Path) -> bool:
     """
     from matplotlib.figure import Figure  # only charts need it
 
-    unit = unit_of(record)
+    unit = record["unit"]
     for group in record["groups"]:
         rows = [row for row in group["variants"] if row["compiled"] and "failed" not in row]
         if group["mode"] == "train" and rows:

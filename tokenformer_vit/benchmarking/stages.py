@@ -62,10 +62,10 @@ STAGES: dict[str, tuple[Stage, ...]] = {
             needs="tests",
         ),
         Stage(
-            "speed-first",  # it decides between the backends, and about joint products
+            "speed-first",  # is our code faster than plain PyTorch?
             6,
             f"{_SPEED} --modes train --precisions autocast --batch-sizes 128 "
-            "--backends fused triton fused-separate triton-separate",
+            "--backends auto reference",
             least=4,  # it has one group, which is kept only whole
         ),
         Stage("speed", 10, f"{_SPEED} --precisions autocast --batch-sizes 128 256", least=3),
@@ -102,7 +102,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
         Stage(
             "profile",
             3,
-            "benchmark --profile --precisions autocast --batch-sizes 128 --backends fused triton "
+            "benchmark --profile --precisions autocast --batch-sizes 128 --backends auto "
             f"--out {_RESULTS}/profile_tokenformer_base_matched_{{device}}.json",
         ),
         Stage("theta-2", 9, f"{_THETA}2", least=4, needs="{images}/val"),
@@ -119,7 +119,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
             "speed",
             10,
             "benchmark --model tokenformer_tiny --baseline vit_tiny_patch16_224 --img-size 32 "
-            "--depth 1 --precisions float32 --batch-sizes 2 --backends fused --rounds 3 --eager "
+            "--depth 1 --precisions float32 --batch-sizes 2 --backends auto --rounds 3 --eager "
             f"--resume --device cpu --out {_RESULTS}/speed_tokenformer_tiny_{{device}}.json",
             least=1,
         ),
@@ -146,7 +146,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
             "language",
             10,
             "benchmark --lm 150m --num-tokens 16 --depth 1 --precisions float32 --batch-sizes 1 "
-            "--backends fused --modes decode --rounds 3 --eager --device cpu --resume "
+            "--backends auto --modes decode --rounds 3 --eager --device cpu --resume "
             f"--out {_RESULTS}/speed_lm_150m_16_{{device}}.json",
             least=1,
         ),
@@ -160,7 +160,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
             "profile",
             10,
             "benchmark --profile --model tokenformer_tiny --baseline vit_tiny_patch16_224 "
-            "--img-size 32 --depth 1 --precisions float32 --batch-sizes 2 --backends fused --eager "
+            "--img-size 32 --depth 1 --precisions float32 --batch-sizes 2 --backends auto --eager "
             f"--device cpu --out {_RESULTS}/profile_tokenformer_tiny_{{device}}.json",
         ),
     ),

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import one_line
-from tokenformer_vit.layers import Attention, BlockLayerNorm, BlockNorm, Pattention
+from tokenformer_vit.layers import BlockLayerNorm, BlockNorm, Pattention
 from tokenformer_vit.models import compile_blocks
 
 from . import measures
@@ -21,11 +21,8 @@ if TYPE_CHECKING:
     from .images import Images
     from .language import Language
 
-BACKENDS = ("reference", "fused", "triton", "fp8")
+BACKENDS = ("reference", "auto")
 OUT_OF_MEMORY = "out of memory"
-_JOINT = {"joint": True, "separate": False}
-IMPLEMENTATIONS = (*BACKENDS, *(f"{name}-{how}" for name in ("fused", "triton") for how in _JOINT))
-"""Backends; with a suffix, query, key and value are forced to have joint or separate products."""
 
 
 class Precision(NamedTuple):
@@ -61,7 +58,7 @@ class Setting(NamedTuple):
 
 
 class BenchmarkVariant(NamedTuple):
-    """One of ``IMPLEMENTATIONS``, ``released`` or ``baseline``; eager or compiled."""
+    """One of ``BACKENDS``, ``released`` or ``baseline``; eager or compiled."""
 
     implementation: str
     compiled: bool
@@ -95,14 +92,11 @@ class Released(nn.Module):
         return F.gelu(directions * math.sqrt(scores.shape[-1])) @ self.value_param_tokens
 
 
-def set_implementation(model: Any, implementation: str) -> Any:
-    """Choose one of ``IMPLEMENTATIONS`` for the blocks of a model, in place."""
-    backend, _, joint = implementation.partition("-")
+def set_backend(model: Any, backend: str) -> Any:
+    """Choose one of ``BACKENDS`` for the blocks of a model, in place."""
     for module in model.blocks.modules():
         if isinstance(module, BlockNorm | Pattention):
             module.backend = backend
-        elif isinstance(module, Attention):
-            module.joint = _JOINT.get(joint)
     return model
 
 

@@ -1,8 +1,8 @@
 """Measure speed and memory of a TokenFormer against a baseline.
 
-One process measures every backend of the TokenFormer, the formula of the authors' language code
-with the same parameters, and a timm baseline, each eager and with compiled blocks. Needs only torch
-and timm, and matplotlib for the chart::
+One process measures the TokenFormer, the same in plain formulas (``reference``), the formula of the
+authors' language code with the same parameters, and a timm baseline, each eager and with compiled
+blocks. Needs only torch and timm, and matplotlib for the chart::
 
     tokenformer-vit benchmark --quick                              # two minutes on two CPU cores
     tokenformer-vit benchmark --batch-sizes 128 256 --precisions autocast bfloat16
@@ -61,7 +61,6 @@ from tokenformer_vit.benchmarking.records import (
 from tokenformer_vit.benchmarking.reports import draw, draw_summary, figures, table
 from tokenformer_vit.benchmarking.variants import (
     BACKENDS,
-    IMPLEMENTATIONS,
     OUT_OF_MEMORY,
     PRECISIONS,
     BenchmarkVariant,
@@ -72,7 +71,6 @@ from tokenformer_vit.benchmarking.variants import (
 from tokenformer_vit.command_line import command_parser, whole_number
 from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.models import LM_PRESETS, lm_config
-from tokenformer_vit.ops.fp8 import multiplies_e4m3
 from tokenformer_vit.records import device_in_name, write_record
 
 from . import benchmark_all, benchmark_loop
@@ -83,7 +81,7 @@ _QUICK = {
     "depth": 2,
     "precisions": ["float32"],
     "batch_sizes": [2],
-    "backends": ["fused"],
+    "backends": ["auto"],
     "rounds": 5,
 }
 _QUICK_TOKENS = 128
@@ -117,11 +115,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if args.threads:
         torch.set_num_threads(args.threads)
-    if args.mkl:
-        torch.backends.mkldnn.set_flags(False)
     subject, models = _language_subject(args) if args.lm else _image_subject(args)
     setting = Setting(subject, torch.device(args.device), args.seed, args.rounds)
-    record = new_record(setting, models | ({"products": "MKL"} if args.mkl else {}))
+    record = new_record(setting, models)
     if args.profile:
         _profile(args, setting, record)
         return
@@ -197,8 +193,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line.
 
     Raises:
-        InputError: If options exclude each other, the device does not exist, or a backend does not
-            run on it.
+        InputError: If options exclude each other, or the device does not exist.
     """
     parser = command_parser(__doc__)
     positive = whole_number(1)
@@ -226,9 +221,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--backends",
         nargs="+",
-        choices=IMPLEMENTATIONS,
+        choices=BACKENDS,
+        default=[*BACKENDS],
         metavar="BACKEND",
-        help="%(choices)s; default: all that run on the device, without suffix",
+        help="%(choices)s; default: both",
     )
     add("--modes", nargs="+", metavar="MODE", help="default: all modes")
     add("--precisions", nargs="+", choices=PRECISIONS, default=[*PRECISIONS], help="default: all")
@@ -243,7 +239,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--depth", type=positive, metavar="N", help="blocks; default: the depth of each model")
     add("--device", choices=["cpu", "cuda"], help="default: cuda if available")
     add("--threads", type=positive, metavar="N", help="threads of a CPU operation")
-    add("--mkl", action="store_true", help="float32 on a CPU: our products by MKL, as a ViT's")
     add("--seed", type=whole_number(0), default=0, metavar="N", help="default: %(default)s")
     add("--out", type=Path, metavar="FILE", help="default: work_dirs/speed_MODEL_DEVICE.json")
     add("--resume", action="store_true", help="skip the groups that FILE has")
@@ -258,8 +253,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--profile measures everything again: leave out --resume")
     if args.profile and args.rounds:
         parser.error("--profile has its own number of steps: leave out --rounds")
-    if args.mkl and args.precisions != ["float32"]:
-        parser.error("--mkl is for float32 products: give --precisions float32")
     if args.quick:
         parser.set_defaults(**_QUICK)
         args = parser.parse_args(argv)
@@ -297,22 +290,12 @@ def _complete(args: argparse.Namespace) -> None:
 
     args.rounds = args.rounds or _ROUNDS
     args.device = choose_device(args.device or "auto").type
-    if args.mkl and args.device != "cpu":
-        raise InputError(f"--mkl is for a CPU, not for {args.device}: give --device cpu")
     off = [name for name in _COMPILE_OFF if os.environ.get(name) == "1"]
     if off and not args.eager:
         raise InputError(f"{off[0]}=1 disables torch.compile; unset it, or give --eager")
-    chosen = [name for name in args.backends or () if name.startswith(("triton", "fp8"))]
-    if args.device == "cpu" and chosen:
-        raise InputError(f"--backends {chosen[0]} needs a CUDA device; choose reference or fused")
-    if args.device == "cpu":
-        backends, batch_size = ["reference", "fused"], 1 if args.lm else 4
-    else:
-        backends, batch_size = list(BACKENDS), 8 if args.lm else 128
-        if not multiplies_e4m3("cuda"):
-            backends.remove("fp8")
-    args.backends = args.backends or backends
-    args.batch_sizes = args.batch_sizes or [batch_size]
+    if not args.batch_sizes:
+        few, many = (1, 8) if args.lm else (4, 128)
+        args.batch_sizes = [few if args.device == "cpu" else many]
     if args.out is None:
         model = f"lm_{args.lm}_{args.num_tokens}" if args.lm else args.model
         model += "_rotary" if args.positions == "rotary" else ""

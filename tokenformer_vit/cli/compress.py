@@ -1,4 +1,4 @@
-"""Measure the accuracy of a trained TokenFormer with fewer or quantised pairs.
+"""Measure the accuracy of a trained TokenFormer with fewer pairs.
 
 Give an exported folder and the data that the model was trained on::
 
@@ -7,11 +7,11 @@ Give an exported folder and the data that the model was trained on::
 Methods (``--method``): ``prune`` removes the least used pairs of every layer, measured on training
 images. ``random`` removes random pairs, for comparison. ``nested`` keeps the first pairs of a
 nested model. ``top-k`` keeps all pairs, but every token reads only the values of its strongest
-pairs. ``int8`` and ``int4`` keep all pairs and quantise them with torchao. Nothing is trained
-afterwards. Accuracy is top-1 on DATA/val, with the model's own preprocessing; the label of a class
-folder is its position among the sorted folders. The last column is the share of images that get the
-class which the original model gives. Usage is never measured on these images. FLOPs are counted,
-not timed: the gathers of ``top-k`` take longer than a dense product with as many FLOPs.
+pairs. Nothing is trained afterwards. Accuracy is top-1 on DATA/val, with the model's own
+preprocessing; the label of a class folder is its position among the sorted folders. The last column
+is the share of images that get the class which the original model gives. Usage is never measured on
+these images. FLOPs are counted, not timed: the gathers of ``top-k`` take longer than a dense
+product with as many FLOPs.
 
 ``--budget`` also chooses how many pairs each layer keeps, for a share of the FLOPs of the
 Pattention layers: ``by-usage`` chooses by usage, ``by-loss`` by the loss on held-out images. Equal
@@ -44,11 +44,8 @@ from tokenformer_vit.command_line import (
 )
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import results_folder
-from tokenformer_vit.growth import pattention_layers
-from tokenformer_vit.growth.prune import measure_usage
-from tokenformer_vit.models.card import span
+from tokenformer_vit.growth import measure_usage, pattention_layers
 from tokenformer_vit.models.checkpoints import load_model, save_model
-from tokenformer_vit.models.quantization import CONFIGS
 from tokenformer_vit.records import environment, write_record
 from tokenformer_vit.vision.compression import (
     KINDS,
@@ -69,8 +66,8 @@ from tokenformer_vit.vision.early import early_candidates
 from .arguments import choose_device, model_arguments
 from .tables import print_table
 
-# Methods whose models --save writes. Of the others, top-k reads the original model, random is only
-# for comparison, and a quantised model cannot be exported.
+# Methods whose models --save writes. Of the others, top-k reads the original model, and random is
+# only for comparison.
 _SAVED = ("prune", "nested", "by-usage", "by-loss")
 
 
@@ -106,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         points = measure_top1(made, samples, args.batch_size, device)
         record = {
             "command": typed_command(),
-            **environment(("torch", "torchvision", "timm", "torchao"), device.type),
+            **environment(("torch", "torchvision", "timm"), device.type),
             "checkpoint": str(args.checkpoint),
             "dtype": args.dtype,
             "data": str(val),
@@ -144,7 +141,7 @@ def table(record: Mapping[str, Any]) -> Table:
         rows.add_row(
             point["method"],
             f"{point['keep']:g}",
-            *(span(point["pairs"][kind]).replace(" to ", "–") for kind in KINDS),
+            *(_span(point["pairs"][kind]) for kind in KINDS),
             f"{point['parameters']:,}",
             f"{point['bytes'] / 1e6:.4g}",
             f"{point['flops_per_image'] / 1e9:.4g}",
@@ -152,6 +149,14 @@ def table(record: Mapping[str, Any]) -> Table:
             f"{point['agreement']:.2f}",
         )
     return rows
+
+
+def _span(counts: int | list[int]) -> str:
+    """Return a number of pairs, or its range over the blocks."""
+    if isinstance(counts, int):
+        return str(counts)
+    least, most = min(counts), max(counts)
+    return str(least) if least == most else f"{least}–{most}"
 
 
 def _methods_and_shares(
@@ -239,10 +244,5 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(
             f"--save writes the models of prune and nested, not of {', '.join(args.method)}: add "
             "one of them to --method, or leave out --save"
-        )
-    quantises = sorted({*(args.method or ())} & {*CONFIGS})
-    if quantises and {*args.kinds} != {*KINDS}:
-        raise InputError(
-            f"--method {quantises[0]} quantises all layers, but --kinds names some: leave out one"
         )
     return args

@@ -21,9 +21,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from tokenformer_vit.command_line import command_parser
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models.checkpoints import load_model, save_classifier, save_model
+from tokenformer_vit.files import whole_file
+from tokenformer_vit.models import classifier_state_dict
+from tokenformer_vit.models.checkpoints import (
+    DESCRIPTION,
+    describe_model,
+    load_model,
+    read_checkpoint,
+    save_model,
+)
 
 from .arguments import is_file_name
 
@@ -45,15 +56,35 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.target.exists():
         raise InputError(f"{args.target} already exists; choose another OUT, or remove it")
     if to_file:
-        save_classifier(load_model(args.model, args.checkpoint), args.target)
+        _save_classifier(load_model(args.model, args.checkpoint), args.target)
         print(f"Done. In {args.target}: the state dict of an mmpretrain classifier")
         return
     if args.config is None:
-        model: Any = load_model(args.model, args.checkpoint)
-        save_model(model, args.target, facts=model.card_facts)
+        model = load_model(args.model, args.checkpoint)
+        content = read_checkpoint(args.checkpoint) if args.checkpoint.is_file() else {}
+        save_model(model, args.target, facts=content.get(DESCRIPTION, {}).get("card"))
     else:
         from tokenformer_vit.training import config  # says why, if mmengine fails
         from tokenformer_vit.training.export import export_checkpoint
 
         export_checkpoint(config.load_config(args.config), args.checkpoint, args.target)
     print(f"Done. In {args.target}: model.safetensors, config.json and README.md")
+
+
+def _save_classifier(model: Any, path: Path) -> None:
+    """Write a checkpoint that ``load_from`` and ``init_cfg`` of an mmpretrain classifier read."""
+    if not isinstance(getattr(model, "head", None), nn.Linear):
+        raise InputError(
+            f"{type(model).__name__} has no linear classifier called 'head': export a TokenFormer "
+            "or one of timm's ViTs that was trained to classify"
+        )
+    description = describe_model(model, model.num_classes)
+    names = description.get("label_names")
+    content = {
+        "meta": {"dataset_meta": {"classes": names}} if names else {},
+        "state_dict": classifier_state_dict(model.state_dict()),
+        DESCRIPTION: description,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as file:
+        torch.save(content, file)

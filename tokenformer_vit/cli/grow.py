@@ -22,16 +22,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from tokenformer_vit.command_line import command_parser, whole_number
 from tokenformer_vit.errors import InputError, is_out_of_memory
+from tokenformer_vit.files import new_folder
 from tokenformer_vit.growth import INITS, grow, grow_state_dict
 from tokenformer_vit.layers.arguments import COUNTS
 from tokenformer_vit.models import TokenFormerViT
-from tokenformer_vit.models.card import CardFacts, describe_pairs
-from tokenformer_vit.models.checkpoints import load_model, save_model
-from tokenformer_vit.models.description import trained_arguments
-from tokenformer_vit.models.weights import read_checkpoint, state_dict_in, write_tensors
+from tokenformer_vit.models.checkpoints import (
+    description_of,
+    load_model,
+    read_checkpoint,
+    save_model,
+    state_dict_in,
+)
 from tokenformer_vit.ops import THETAS
 
 from .arguments import MODEL_KWARGS, is_file_name
@@ -82,7 +87,8 @@ def _grow_file(args: argparse.Namespace, how: dict) -> None:
         raise InputError(f"there is no checkpoint file {args.source}")
     content = read_checkpoint(args.source)
     before = state_dict_in(content, args.source)
-    trained = trained_arguments(args.source, content).get("theta", args.theta)
+    described = description_of(args.source, content).get("model_args") or {}
+    trained = described.get("theta", args.theta)
     if args.theta != trained:
         raise InputError(
             f"--theta is {args.theta}, but {args.source} was trained with {trained}: give "
@@ -91,8 +97,8 @@ def _grow_file(args: argparse.Namespace, how: dict) -> None:
     after = grow_state_dict(
         before, **how, theta=args.theta, missing_tau=args.missing_tau or "error"
     )
-    args.target.parent.mkdir(parents=True, exist_ok=True)
-    write_tensors(args.target, after)
+    with new_folder(args.target.parent) as partial:
+        save_file(after, partial / args.target.name, {"format": "pt"})
     counts = [sum(t.numel() for t in each.values()) for each in (before, after)]
     print(f"{counts[0]:,} -> {counts[1]:,} entries\nDone. In {args.target}: the grown state dict")
 
@@ -105,10 +111,9 @@ def _grow_model(args: argparse.Namespace, how: dict) -> None:
     grow(model, **how)
     history = {
         "Grown from": args.source.name,
-        "Key-value pairs before": describe_pairs(before),
         "New pairs": f"start as {args.init}; not trained since",
     }
-    save_model(model, args.target, facts=CardFacts({"Growth": history}))
+    save_model(model, args.target, facts={"Growth": history})
     counts = [sum(p.numel() for p in each.parameters()) for each in (before, model)]
     gated = any(name.endswith(".gate") for name in model.state_dict())
     print(

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import timm
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -31,7 +32,7 @@ from tqdm import tqdm
 from tokenformer_vit.command_line import command_parser, printable, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import compile_blocks
-from tokenformer_vit.models.checkpoints import load_model, weights_in_package
+from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.vision.images import find_images, say_skipped
 from tokenformer_vit.vision.prediction import predict
 
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _parse(argv)
     device = choose_device(args.device)
     paths = find_images(args.images)
-    checkpoint = args.checkpoint or weights_in_package(args.model)
+    checkpoint = args.checkpoint or _weights_in_package(args.model)
     model = load_model(args.model, checkpoint, args.num_classes, **args.model_kwargs)
     if args.compile:
         compile_blocks(model)
@@ -71,6 +72,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--json", action="store_true", help="print one JSON object for each image")
     return parser.parse_args(argv)
+
+
+def _weights_in_package(name: str | None) -> Path | None:
+    """Return the file of the weights with which this package registered a model."""
+    registered = name is not None and timm.is_model_pretrained(name)
+    file = timm.get_pretrained_cfg(name).file if registered else None  # type: ignore
+    return Path(file) if file else None
 
 
 def _print_json(results: Iterable[tuple[Path, Any]]) -> int:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tokenformer_vit.ops.precision import SLOW, bfloat16_speed
 from tokenformer_vit.records import environment, read_record
+from tokenformer_vit.training.optim import SLOW, bfloat16_speed
 
 from .questions import Question
 from .record import find_record

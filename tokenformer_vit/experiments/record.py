@@ -114,12 +114,6 @@ def collect(run: Run, failed: str | None = None) -> dict[str, Any]:
     return record
 
 
-def complete(run: Run, record: dict[str, Any]) -> None:
-    """Add to the record of an earlier version what this version counts."""
-    if record.keys() != (whole := with_flops(run, record)).keys():
-        _write(run, whole)
-
-
 def with_flops(run: Run, record: dict[str, Any]) -> dict[str, Any]:
     """Return a record with the training FLOPs, if the run did not count them itself.
 

@@ -84,13 +84,12 @@ def _train(planned: Sequence[Run], needed: Sequence[Run | None], args: argparse.
         args: Options of the command line.
     """
     from . import launch
-    from .record import adopt, collect, complete, find_record
+    from .record import adopt, collect, find_record
 
     waiting = []
     for run in planned:
         record = find_record(run)
         if record is not None and "failed" not in record:
-            complete(run, record)
             continue
         if run.is_finished:  # a run that had failed may be finished by now
             run.write_config()  # checks that it has these settings

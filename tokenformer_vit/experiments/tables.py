@@ -1,4 +1,4 @@
-"""Render ablations/TABLES.md, charts, the tables of READMEs and measured.json from records."""
+"""Render ablations/TABLES.md, charts, and the tables of READMEs from records."""
 
 import argparse
 import sys

@@ -1,9 +1,8 @@
 """Growth: append pairs of parameter tokens to a trained model without changing its outputs."""
 
-import math
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -11,34 +10,32 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.layers import Pattention
-from tokenformer_vit.layers.arguments import COUNTS, Counts
-from tokenformer_vit.layers.segments import TOKENS, fuse_state_dict, is_split, token_segments
+from tokenformer_vit.layers.arguments import COUNTS, Counts, released_stds
+from tokenformer_vit.layers.split import TOKENS, is_split, token_segments
+from tokenformer_vit.models.sizes import kind_of
 from tokenformer_vit.ops import default_tau, find_theta
 
-from .initial_pairs import count_blocks, grow_layer
-from .nested import keep_size
-from .new_pairs import freeze_old
-from .optimizer import carry_over, check_optimizer, kept_order
-from .tokens import (
+from .resize import (
     LayerTokens,
-    check_rebuildable,
     counts_by_layer,
+    follow,
     pattention_layers,
     read_tokens,
     record_counts,
-    trained_later,
-    use_all_pairs,
+    whole_layers,
     write_tokens,
 )
 
+INITS = ("zero_key", "random", "duplicate", "released")
+# How much the copies of a pair differ, relative to the values. Equal copies would get equal
+# gradients and stay equal forever.
+_SPREAD = 0.1
 # Tensors of a layer in a state dict.
 _PARTS = (*TOKENS, "tau", "gate", "nested_sizes", "nested_tau")
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-@trained_later
 def grow(
     model: Model,
     num_qkv_param_tokens: Counts = None,
@@ -54,9 +51,8 @@ def grow(
     optimizer: Optimizer | None = None,
     moments: str = "keep",
     new_lr_scale: float = 1.0,
-    noise: float = 0.0,
 ) -> Model:
-    """Append pairs of parameter tokens to every layer of a model, in place.
+    """Append pairs of parameter tokens to every layer of a model, in place, or change nothing.
 
     ============= ========================= ===================== ===========================
     ``init``      new keys, values          τ                     outputs of the model
@@ -69,119 +65,79 @@ def grow(
     ============= ========================= ===================== ===========================
 
     Args:
-        model: Any module with TokenFormer blocks. Its Pattention parameters become new objects, and
-            the arguments from which timm rebuilds it get the new counts. It uses all pairs then:
-            masks, sizes and ``top_k`` are reset. Take it out of a DistributedDataParallel, and
-            wrap it again afterwards.
+        model: Any module with TokenFormer blocks. Its Parameter objects stay; masks and sizes are
+            reset. Grow it before DDP or FSDP wrap it, and not under ``torch.inference_mode()``.
         num_qkv_param_tokens: New number of pairs in each query, key and value projection; None
             keeps the present number. A list has a number for each block.
         num_proj_param_tokens: New number of pairs in each output projection.
         num_ffn_param_tokens: New number of pairs in each feed-forward layer.
-        init: Values of new pairs; see the table. Random tokens are normal with the root mean square
-            of the layer's present keys or values. ``duplicate`` needs m times the present count;
-            its δ has a tenth of the values' root mean square, and the δ of all copies of a pair sum
-            to zero. ``released`` draws as the authors' code does: keys from N(0, 0.02²), values
-            from N(0, (2 / (depth · √width))²), and τ becomes the default of a new layer with as
-            many pairs (:func:`~tokenformer_vit.ops.default_tau`), which changes the weight of every
-            old pair.
+        init: Values of new pairs. Random tokens have the root mean square of the layer's present
+            keys or values. ``duplicate`` needs m times the present count; δ has a tenth of the
+            values' root mean square, and the δ of the copies of a pair sum to zero. ``released``
+            draws keys from N(0, 0.02²) and values from N(0, (2 / (depth · √width))²).
         gate: Gate of new pairs under ``softmax``, which starts at 0: ``learned``, or ``fixed`` and
-            opened by :func:`open_gates`. None means ``learned`` for ``zero_key`` and no gate
-            otherwise. All gates of a model are of one kind: old fixed gates become learned if new
-            gates are learned; fixed gates cannot be added to learned ones.
-        nested: Whether an ordinary model becomes a nested one, whose smaller size is the model
-            before growth. The present size of a nested model always becomes a nested size. A
-            smaller size has its own τ. It computes bit for bit what it did, if only new pairs are
-            trained (``freeze="old"``, and no head). With gates it does so up to rounding.
+            opened by :func:`open_gates`. None: ``learned`` for ``zero_key``, otherwise no gate.
+        nested: Whether the present size of an ordinary model becomes a nested size, as that of a
+            nested model does. It computes bit for bit what it did, if only new pairs are trained.
         seed: Seed of the random numbers, which differ between layers and between old counts.
-        split: Store new pairs in separate parameters (:mod:`tokenformer_vit.layers.segments`), to
-            train them differently. New pairs of an earlier growth are joined to the old pairs in
-            every layer; without ``split``, old pairs that were frozen are trained again with them.
-        freeze: ``old`` trains only the new pairs: no other parameter of ``model``, not even the
-            head, needs a gradient. It implies ``split``.
-        optimizer: Optimizer of the model's parameters, which continues with the new parameters. Any
-            other optimizer of these parameters raises InputError at its next step: build a new one.
-            Also build a new learning-rate scheduler (PyTorch's or timm's), because the old one does
-            not know the groups for gates and for ``new_lr_scale``; a step after it has left one of
-            them out raises InputError. Also build a new average of the weights (timm's
-            ``ModelEmaV3``), because its tensors have the old shapes.
-        moments: What to do with the optimizer's state; see :func:`carry_over`.
-        new_lr_scale: Factor on the learning rate of new pairs in ``optimizer``. A factor other than
-            1 implies ``split``.
-        noise: Standard deviation of normal noise that is added to the old pairs of layers that
-            grow, relative to the root mean square of their keys or values. It changes the outputs
-            of the model and of its nested sizes.
+        split: Store new pairs in separate parameters. Those of an earlier growth become old pairs.
+        freeze: ``old`` trains only the new pairs, not even the head; implies ``split``.
+        optimizer: Optimizer of the model's parameters, which continues. So do its schedulers,
+            unless ``new_lr_scale`` or the first gates add a group. Any other optimizer with a state
+            fails at its next step. Averages of the weights must be made anew.
+        moments: ``keep`` the optimizer's state of old pairs, or ``reset`` it in growing layers.
+        new_lr_scale: Factor on the learning rate of new pairs; implies ``split`` unless it is 1.
 
     Returns:
         ``model``.
 
     Raises:
-        InputError: If a count is not whole or smaller than the present one, a list of counts does
-            not have one for each block, an argument has an unknown value, ``init`` does not fit the
-            model's Θ, counts or nested sizes, the parameters are on the meta device, ``model`` is
-            sharded or in a DistributedDataParallel, tensors of a layer are computed from others,
-            two layers share a parameter, or ``model`` is only a part of a model, whose other blocks
-            would keep their counts.
+        InputError: If an argument is unknown or does not fit the model, the model is wrapped by DDP
+            or FSDP, or the optimizer cannot continue.
 
     Note:
         In float32, outputs stay equal to about 1e-6, because sums of another length round
-        differently. On a CPU most stay equal bit for bit if the counts are multiples of 16. New
-        zero keys with zero values would also be exact, but under a GELU the gradients of both are
-        exactly zero forever; therefore there is no such ``init``.
+        differently. With ``keep``, Adam does not correct the moments of new pairs for their start
+        at zero: their first steps are up to (1 − β₁)/√(1 − β₂) times the learning rate. Pairs of
+        ``split`` start with a state of their own.
 
     Source:
         TokenFormer, arXiv:2410.23168v2, Section 3.3 and Appendix B, for zero keys and the kept τ.
-        Its authors advise noise, without a size, for a new cosine schedule on the same data
-        (github.com/Haiyang-W/TokenFormer/issues/11). Duplicates and the gate are from this project.
+        Duplicates and the gate are from this project.
     """
     if freeze not in (None, "old"):
         raise InputError(f"freeze must be 'old' or None, but got {freeze!r}")
-    if not 0 <= noise < math.inf:
-        raise InputError(f"noise must be at least 0 and finite, but got {noise}")
-    if not new_lr_scale > 0:
-        raise InputError(f"new_lr_scale must be above 0, but got {new_lr_scale}")
-    layers = pattention_layers(model)
-    counts = _counts(layers, num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens)
-    check_rebuildable(model, layers)
-    how = {"init": init, "gate": gate, "seed": seed, "noise": noise}
-    grow_one = partial(grow_layer, **how, depth=count_blocks(layers))
+    layers = whole_layers(model)
     before = {name: read_tokens(layer) for name, layer in layers.items()}
-    grown = {
-        name: grow_one(name, index, before[name], counts[name], layers[name].theta)
-        for index, name in enumerate(sorted(layers))
-    }
-    grown = _nested(_gate_alike(grown), before, nested, init)
-    learn_gate = _kind_of_gate(layers, grown, gate)
-    if freeze and learn_gate and _has_shut_gates(grown):
+    counts = _counts(layers, num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens)
+    theta = next(iter(layers.values())).theta
+    grown = _grow_all(before, counts, theta, init, gate, seed, nested)
+    shut = any(own.gate is not None and (own.gate == 0).any() for own in grown.values())
+    if freeze and shut and gate != "fixed":
         raise InputError(
             "freeze is 'old', but a learned gate is one parameter for old and new pairs: give "
             "gate='fixed', or init='duplicate'"
         )
-    split = split or freeze is not None or new_lr_scale != 1.0
     growing = {
-        name: layer
-        for name, layer in layers.items()
-        if grown[name].num > layer.num_param_tokens
-        or is_split(layer)  # pairs that were new in the last growth are now old
-        or grown[name].gate is not None
-        or grown[name].nested != layer.nested
+        name: own
+        for name, own in grown.items()
+        # A gate, or pairs that were new in the last growth and are old now.
+        if own is not before[name] or is_split(layers[name]) or own.gate is not None
     }
-    parts = [
-        p for layer in growing.values() for name in TOKENS for p in token_segments(layer, name)
-    ]
-    others = [each for layer in growing.values() for each in (layer.gate, layer.nested_tau)]
-    parts += [each for each in others if isinstance(each, nn.Parameter)]
-    check_optimizer(optimizer, parts, moments)
-    changes = []
-    use_all_pairs(layers.values())
-    with kept_order(optimizer, model):
-        for name, layer in growing.items():
-            tokens, num_old = grown[name], layer.num_param_tokens
-            changes += write_tokens(layer, tokens, num_old if split else None, learn_gate)
-        record_counts(model)
-        if freeze:  # before the optimizer, which takes only those new parameters that are trained
-            freeze_old(model)
-        if optimizer is not None:
-            carry_over(optimizer, changes, moments, new_lr_scale)
+    joined = write_tokens(
+        layers,
+        growing,
+        appended=True,
+        split=split or freeze is not None or new_lr_scale != 1,
+        # Nothing would open a fixed gate that is shut, unless it is asked for.
+        learn_gate=False if gate == "fixed" else True if shut or gate else None,
+        optimizer=optimizer,
+        moments=moments,
+    )
+    record_counts(model)
+    if freeze:  # before the optimizer, which takes only what is trained
+        freeze_old(model)
+    follow(optimizer, model, joined, [layers[name] for name in growing], new_lr_scale)
     return model
 
 
@@ -198,47 +154,38 @@ def grow_state_dict(
     seed: int = 0,
     missing_tau: str = "error",
 ) -> dict[str, Tensor]:
-    """Append pairs of parameter tokens in a state dict, as :func:`grow` does in a model.
+    """Append pairs of parameter tokens in a state dict, with the same numbers as :func:`grow`.
 
     Args:
-        state_dict: State dict of any model with TokenFormer blocks. Split layers are joined.
-        num_qkv_param_tokens: New number of pairs, as in :func:`grow`.
-        num_proj_param_tokens: New number of pairs, as in :func:`grow`.
-        num_ffn_param_tokens: New number of pairs, as in :func:`grow`.
+        state_dict: State dict of any model with TokenFormer blocks.
+        num_qkv_param_tokens: As in :func:`grow`.
+        num_proj_param_tokens: As in :func:`grow`.
+        num_ffn_param_tokens: As in :func:`grow`.
         theta: Name of the model's Θ, which a state dict does not contain.
-        init: Values of new pairs, as in :func:`grow`.
-        gate: Gate of new pairs, as in :func:`grow`. With a gate, every layer of the state dict has
-            a ``gate``; build the model that loads it with ``pattention_args={"gate": "learned"}``.
-        nested: Whether the present size becomes a nested size, as in :func:`grow`.
-        seed: Seed of the random numbers; :func:`grow` draws the same numbers from it.
-        missing_tau: What to do if a layer stores no τ, as in the authors' checkpoints: ``error``,
-            or ``default`` for √P (P under an L1 norm).
+        init: As in :func:`grow`.
+        gate: As in :func:`grow`. Then every layer has a ``gate``: build the model that loads it
+            with ``pattention_args={"gate": "learned"}``.
+        nested: As in :func:`grow`.
+        seed: As in :func:`grow`.
+        missing_tau: If a layer stores no τ, as in the authors' checkpoints: ``error``, or
+            ``default`` for √P (P under an L1 norm).
 
     Returns:
         A new state dict. Tensors that did not grow are the same objects.
 
     Raises:
-        InputError: In the cases of :func:`grow`, and if there are no parameter tokens or a layer
-            has no τ.
+        InputError: As :func:`grow`, and if there are no parameter tokens or a layer has no τ.
     """
-    find_theta(theta)
-    result = fuse_state_dict(state_dict)
     suffix = f".{TOKENS[0]}"
-    names = sorted(key.removesuffix(suffix) for key in result if key.endswith(suffix))
+    names = [key.removesuffix(suffix) for key in state_dict if key.endswith(suffix)]
     if not names:
         raise InputError(
             "the state dict has no parameter tokens (key_param_tokens); give one of a TokenFormer"
         )
-    counts = _counts(names, num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens)
-    grow_one = partial(grow_layer, init=init, gate=gate, seed=seed, depth=count_blocks(names))
-    before, grown = {}, {}
-    for index, name in enumerate(names):
-        keys, values, tau, gates, sizes, taus = (result.get(f"{name}.{part}") for part in _PARTS)
-        if values is None or keys is None or len(values) != len(keys):
-            raise InputError(
-                f"{name} does not have as many value_param_tokens as key_param_tokens; give the "
-                "whole state dict, as it was saved"
-            )
+    before = {}
+    for name in names:
+        keys, values = (state_dict[f"{name}.{part}"] for part in TOKENS)
+        tau, gates, sizes, taus = (state_dict.get(f"{name}.{part}") for part in _PARTS[2:])
         if tau is None:
             if missing_tau != "default":
                 raise InputError(
@@ -247,77 +194,194 @@ def grow_state_dict(
                 )
             tau = torch.tensor(default_tau(theta, len(keys)), device=keys.device)
         own_sizes = () if sizes is None else tuple(sizes.tolist())
-        tokens = before[name] = LayerTokens(keys, values, tau, gates, own_sizes, taus)
-        grown[name] = grow_one(name, index, tokens, counts[name], theta)
-    for name, tokens in _nested(_gate_alike(grown), before, nested, init).items():
-        own, keys = tokens.nested, tokens.keys
-        sizes = keys.new_tensor(own, dtype=torch.long) if own else None
-        parts = (tokens.keys, tokens.values, tokens.tau, tokens.gate, sizes, tokens.nested_tau)
-        for part, tensor in zip(_PARTS, parts, strict=True):
-            if tensor is not None:
-                result[f"{name}.{part}"] = tensor
+        before[name] = LayerTokens(keys, values, tau, gates, own_sizes, taus)
+    counts = _counts(names, num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens)
+    result = dict(state_dict)
+    for name, own in _grow_all(before, counts, theta, init, gate, seed, nested).items():
+        sizes = own.keys.new_tensor(own.nested, dtype=torch.long) if own.nested else None
+        parts = (own.keys, own.values, own.tau, own.gate, sizes, own.nested_tau)
+        own_parts = zip(_PARTS, parts, strict=True)
+        result |= {f"{name}.{part}": tensor for part, tensor in own_parts if tensor is not None}
     return result
+
+
+def freeze_old(model: nn.Module) -> None:
+    """Freeze all parameters of a grown model except its new pairs.
+
+    Args:
+        model: Model that was grown with ``split=True``. To train also its classifier, call
+            ``requires_grad_()`` of ``model.get_classifier()`` afterwards (of both if distilled).
+
+    Raises:
+        InputError: If no layer stores new pairs in separate parameters.
+    """
+    split = [layer for layer in pattention_layers(model).values() if is_split(layer)]
+    if not split:
+        raise InputError("no layer stores its new pairs separately: grow with split=True")
+    model.requires_grad_(False)
+    for layer in split:
+        for name in TOKENS:
+            token_segments(layer, name)[1].requires_grad_()
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.grad = None  # otherwise an optimizer would still make a step with it
+
+
+@torch.no_grad()
+def open_gates(model: nn.Module, opened: float) -> None:
+    """Set the fixed gates of new pairs.
+
+    Args:
+        model: Model that was grown with ``gate="fixed"``.
+        opened: Value of the gates, from 0 (as at growth) to 1 (the pair counts fully).
+
+    Raises:
+        InputError: If no layer has a fixed gate.
+    """
+    gates = [layer.gate for layer in pattention_layers(model).values()]
+    fixed = [gate for gate in gates if gate is not None and not isinstance(gate, nn.Parameter)]
+    if not fixed:
+        raise InputError("no layer has a fixed gate: grow a softmax model with gate='fixed'")
+    for gate in fixed:
+        gate[gate != 1] = opened
+
+
+def join_tokens(model: Model, optimizer: Optimizer | None = None, moments: str = "keep") -> Model:
+    """Store the old and the new pairs of a grown model in one parameter again, in place.
+
+    This is not necessary for saving: a state dict always contains joined pairs.
+
+    Args:
+        model: Any module with TokenFormer blocks. Masks and sizes are reset.
+        optimizer: Optimizer of the model's parameters, which continues.
+        moments: ``keep`` or ``reset`` its state of these parameters.
+
+    Returns:
+        ``model``, with the same outputs.
+
+    Raises:
+        InputError: If DDP or FSDP wraps the model, or the optimizer cannot continue.
+    """
+    layers = {name: each for name, each in whole_layers(model).items() if is_split(each)}
+    tokens = {name: read_tokens(layer) for name, layer in layers.items()}
+    joined = write_tokens(layers, tokens, appended=True, optimizer=optimizer, moments=moments)
+    follow(optimizer, model, joined)
+    return model
 
 
 def _counts(names: Iterable[str], qkv: Counts, proj: Counts, ffn: Counts) -> dict[str, int | None]:
     counts = dict(zip(COUNTS.values(), (qkv, proj, ffn), strict=True))
     if all(count is None for count in counts.values()):
-        raise InputError(
-            "no number of pairs is given: give num_qkv_param_tokens, num_proj_param_tokens or "
-            "num_ffn_param_tokens"
-        )
+        raise InputError(f"no number of pairs is given: give {', '.join(counts)}, or some of them")
     return counts_by_layer(names, **counts)
 
 
-def _kind_of_gate(
-    layers: Mapping[str, Pattention], grown: Mapping[str, LayerTokens], gate: str | None
-) -> bool | None:
-    """Return whether gates will be learned; None if gates stay as they are or there are none."""
-    present = [layer.gate for layer in layers.values() if layer.gate is not None]
-    learned = [each for each in present if isinstance(each, nn.Parameter)]
-    if gate == "fixed" and learned:
-        raise InputError(
-            "gate is 'fixed', but the model's gates are learned, and opening new gates would "
-            "overwrite them: give gate='learned'"
-        )
-    if gate == "fixed" and any((each != 1).any() for each in present):
-        raise InputError(
-            "gate is 'fixed', but gates of the last growth are not open yet: open them first "
-            "(open_gates), or grow later"
-        )
-    if gate == "fixed":
-        return False
-    # Nothing would open a fixed gate that is closed now.
-    return True if gate == "learned" or _has_shut_gates(grown) else None
-
-
-def _has_shut_gates(layers: Mapping[str, LayerTokens]) -> bool:
-    return any(each.gate is not None and (each.gate == 0).any() for each in layers.values())
-
-
-def _gate_alike(layers: dict[str, LayerTokens]) -> dict[str, LayerTokens]:
-    """Give all layers a gate if one has a gate: a model is rebuilt with or without gates."""
-    if all(tokens.gate is None for tokens in layers.values()):
-        return layers
-    return {
-        name: tokens
-        if tokens.gate is not None
-        else replace(tokens, gate=tokens.keys.new_ones(tokens.num))
-        for name, tokens in layers.items()
-    }
-
-
-def _nested(
-    grown: dict[str, LayerTokens], before: Mapping[str, LayerTokens], nested: bool, init: str
+def _grow_all(
+    before: Mapping[str, LayerTokens],
+    counts: Mapping[str, int | None],
+    theta: str,
+    init: str,
+    gate: str | None,
+    seed: int,
+    nested: bool,
 ) -> dict[str, LayerTokens]:
-    """Keep the nested sizes of all layers; if pairs are new, add the size from before growth."""
-    if not nested and not any(tokens.nested for tokens in before.values()):
-        return grown
-    if all(grown[name].num == before[name].num for name in grown):
-        return grown
-    if init == "duplicate":
+    """Compute the tensors of all layers after growth; those of other layers are the same object."""
+    needs_gate = find_theta(theta).has_gate
+    if init not in INITS:
+        hint = " (zero keys with zero values would never learn)" if init == "zero" else ""
+        raise InputError(f"unknown init {init!r}{hint}; choose one of {', '.join(INITS)}")
+    if gate not in (None, "learned", "fixed"):
+        raise InputError(f"unknown gate {gate!r}; choose 'learned' or 'fixed'")
+    if gate and not (needs_gate and init in ("zero_key", "random")):
         raise InputError(
-            "init is 'duplicate', which changes the values of old pairs and with them the smaller "
-            "sizes of a nested model: choose another init"
+            f"gate is {gate!r}, but {theta} with init {init!r} needs no gate; leave it out, or use "
+            "softmax with zero_key or random"
         )
-    return {name: keep_size(tokens, before[name]) for name, tokens in grown.items()}
+    shut = gate is not None or (needs_gate and init == "zero_key")
+    depth = max(1, sum(kind_of(name) == "proj" for name in before))
+    grown = dict(before)
+    for index, name in enumerate(sorted(before)):
+        own, num = before[name], counts[name]
+        if num is None or num == own.num:
+            continue
+        generator = _generator(f"{seed} {index} {own.num}")
+        times, rest = divmod(num, own.num)
+        if num < own.num or (init == "duplicate" and rest):
+            way = "give a multiple, or init='zero_key'" if times else "use prune() to remove pairs"
+            raise InputError(
+                f"{name} has {own.num} pairs and cannot grow to {num} by {init}: {way}"
+            )
+        if init == "duplicate":
+            grown[name] = _duplicate(own, times, theta, generator)
+        else:
+            grown[name] = _append(own, num - own.num, theta, init, shut, generator, depth)
+    if any(own.gate is not None for own in grown.values()):
+        # A model is rebuilt with gates in all layers or in none.
+        for name, own in grown.items():
+            if own.gate is None:
+                grown[name] = replace(own, gate=own.keys.new_ones(own.num))
+    nested = nested or any(own.nested for own in before.values())
+    if nested and any(grown[name].num > before[name].num for name in before):
+        if init == "duplicate":
+            raise InputError(
+                "init is 'duplicate', which changes the values of old pairs and with them the "
+                "smaller sizes of a nested model: choose another init"
+            )
+        for name, own in before.items():  # the present size becomes a nested one
+            taus = [tau.reshape(-1) for tau in (own.nested_tau, own.tau) if tau is not None]
+            sizes = (*own.nested, own.num)
+            grown[name] = replace(grown[name], nested=sizes, nested_tau=torch.cat(taus))
+    return grown
+
+
+def _append(
+    own: LayerTokens,
+    new: int,
+    theta: str,
+    init: str,
+    shut: bool,
+    generator: torch.Generator,
+    depth: int,
+) -> LayerTokens:
+    tau, stds = own.tau, (None, None)
+    if init == "released":
+        stds = released_stds(own.values.shape[1], depth)
+        tau = torch.full_like(tau, default_tau(theta, own.num + new))
+    keys = _normal_like(own.keys, new, generator, stds[0])
+    if init == "zero_key":
+        keys.zero_()
+    values = _normal_like(own.values, new, generator, stds[1])
+    gates = own.gate
+    if shut or gates is not None:
+        gates = own.keys.new_ones(own.num) if gates is None else gates
+        gates = torch.cat((gates, gates.new_full((new,), 0.0 if shut else 1.0)))
+    tokens = torch.cat((own.keys, keys)), torch.cat((own.values, values))
+    return LayerTokens(*tokens, tau, gates)
+
+
+def _duplicate(own: LayerTokens, times: int, theta: str, generator: torch.Generator) -> LayerTokens:
+    drawn = [_normal_like(own.values, own.num, generator) for _ in range(times)]
+    spread = _SPREAD * torch.stack(drawn)  # (times, P, C_out)
+    spread -= spread.mean(dim=0)
+    return LayerTokens(
+        own.keys.repeat(times, 1),
+        (own.values / times + spread).flatten(0, 1),
+        own.tau * (default_tau(theta, times * own.num) / default_tau(theta, own.num)),
+        None if own.gate is None else own.gate.repeat(times),
+    )
+
+
+def _generator(text: str) -> torch.Generator:
+    digest = hashlib.sha256(text.encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+
+
+def _normal_like(
+    tokens: Tensor, count: int, generator: torch.Generator, std: float | None = None
+) -> Tensor:
+    """Draw rows with a standard deviation; default: the root mean square of ``tokens``."""
+    rms = tokens.double().square().mean().sqrt()
+    if std is not None:
+        rms = torch.full_like(rms, std)
+    drawn = torch.randn(count, tokens.shape[1], generator=generator, device="cpu")
+    return (drawn.to(rms) * rms).to(tokens.dtype)

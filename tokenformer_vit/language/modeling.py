@@ -30,7 +30,7 @@ from tokenformer_vit.layers import Pattention
 from tokenformer_vit.models import LMConfig, TokenFormerDecoder
 from tokenformer_vit.models.causal_block import CausalAttention, CausalBlock
 from tokenformer_vit.models.causal_lm import EMBEDDING_STD, find_positions
-from tokenformer_vit.models.computation import check_computation
+from tokenformer_vit.models.checkpoints import check_computation
 from tokenformer_vit.models.sizes import Size
 
 # Arguments of from_pretrained that say where the files of a model are.

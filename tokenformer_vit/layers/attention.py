@@ -1,6 +1,6 @@
 """Multi-head self-attention with Pattention layers as its four projections."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
@@ -16,10 +16,7 @@ from timm.layers import (
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.ops import attention
 
-from .arguments import check_pattention_args
-from .joint import call_together
 from .norm import BlockLayerNorm
 from .pattention import Pattention
 
@@ -27,32 +24,13 @@ from .pattention import Pattention
 class Attention(nn.Module):
     """Token-token attention between Pattention projections for query, key, value and output.
 
-    Args:
-        dim: Width C of the tokens.
-        num_heads: Number of heads; must divide ``dim``.
-        num_qkv_param_tokens: Number of pairs in each of the query, key and value projections.
-        num_proj_param_tokens: Number of pairs in the output projection.
-        theta: Name of the Θ variant.
-        qk_norm: Normalise queries and keys over the width of a head.
-        attn_drop: Dropout rate of the attention weights.
-        proj_drop: Dropout rate of the output.
-        proj_init_gain: ``init_gain`` of the output projection.
-        norm_layer: Norm of queries and keys, a function of its width.
-        pattention_args: Any of ``tau``, ``learn_tau``, ``eps``, ``key_init_scale`` and ``gate``,
-            for all four projections.
-        device: Device of the parameters.
-        dtype: Type of the parameters.
-
-    Attributes:
-        joint: Whether query, key and value are computed together if possible, or ``None`` for the
-            default; see :func:`~tokenformer_vit.layers.joint.call_together`. It is not saved with
-            the model.
-        rope: Rotary positions of the last tokens, or ``None``. A model sets it.
-        num_prefix_tokens: Number of tokens before them, which are not rotated.
+    ``num_qkv_param_tokens`` is the number of pairs in each of query, key and value. ``norm_layer``
+    builds the norm of queries and keys from its width. A model sets ``rope``, the rotary positions
+    of the last tokens, and ``num_prefix_tokens``, the number of tokens before them. ``shared`` are
+    further arguments of all four projections.
 
     Raises:
-        InputError: If ``num_heads`` is not positive or does not divide ``dim``, or
-            ``pattention_args`` has another key.
+        InputError: If ``num_heads`` does not divide ``dim``.
 
     Shape:
         (B, N, C) -> (B, N, C).
@@ -62,7 +40,6 @@ class Attention(nn.Module):
     """
 
     fused_attn: Final[bool]
-    joint: bool | None = None
 
     def __init__(
         self,
@@ -70,15 +47,12 @@ class Attention(nn.Module):
         num_heads: int,
         num_qkv_param_tokens: int,
         num_proj_param_tokens: int,
-        theta: str = "gelu_l2",
         qk_norm: bool = False,
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
         proj_init_gain: float = 1.0,
         norm_layer: Callable[[int], nn.Module] = BlockLayerNorm,
-        pattention_args: Mapping[str, Any] | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **shared: Any,
     ) -> None:
         super().__init__()
         if num_heads < 1 or dim % num_heads:
@@ -88,10 +62,7 @@ class Attention(nn.Module):
         self.scale = self.head_dim**-0.5
         self.fused_attn = use_fused_attn()
 
-        shared = check_pattention_args(pattention_args)
-        projection = partial(
-            Pattention, dim, dim, theta=theta, device=device, dtype=dtype, **shared
-        )
+        projection = partial(Pattention, dim, dim, **shared)
         self.query = projection(num_param_tokens=num_qkv_param_tokens)
         self.key = projection(num_param_tokens=num_qkv_param_tokens)
         self.value = projection(num_param_tokens=num_qkv_param_tokens)
@@ -103,21 +74,12 @@ class Attention(nn.Module):
         self.rope: RotaryEmbeddingCat | None = None
         self.num_prefix_tokens = 0
 
-    def query_key_value(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Map (..., C) tokens to (..., C) queries, keys and values, with all heads together."""
-        if torch.jit.is_scripting():
-            return self.query(x), self.key(x), self.value(x)
-        else:  # TorchScript must not compile this branch
-            q, k, v = call_together(x, (self.query, self.key, self.value), self.joint)
-            return q, k, v
-
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Map (B, N, C) tokens to (B, heads, N, head_dim) queries, keys and values."""
         B, N, _ = x.shape
-        q, k, v = self.query_key_value(x)
-        q = q.reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
-        k = k.reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
-        v = v.reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
+        q = self.query(x).reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
+        k = self.key(x).reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
+        v = self.value(x).reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
         return self.rotate(self.q_norm(q)), self.rotate(self.k_norm(k)), v
 
     def rotate(self, x: Tensor) -> Tensor:
@@ -125,30 +87,23 @@ class Attention(nn.Module):
         if self.rope is None:
             return x
         prefix, patches = x[:, :, : self.num_prefix_tokens], x[:, :, self.num_prefix_tokens :]
-        return torch.cat(
-            (prefix, apply_rot_embed_cat(patches, self.rope.get_embed(), half=True)), dim=2
-        )
+        patches = apply_rot_embed_cat(patches, self.rope.get_embed(), half=True)
+        return torch.cat((prefix, patches), dim=2)
 
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         """Attend over (B, N, C) tokens.
 
-        Args:
-            x: (B, N, C) tokens.
-            attn_mask: Mask that broadcasts to (B, heads, N, N). A floating-point mask is added to
-                the scores; a boolean mask is true where a token may be attended to.
-            is_causal: Attend to the token itself and earlier ones only; excludes ``attn_mask``.
+        A floating-point ``attn_mask``, which broadcasts to (B, heads, N, N), is added to the
+        scores; a boolean one is true where a token may be attended to. ``is_causal`` excludes it.
         """
         B, N, C = x.shape
         q, k, v = self.project(x)
 
         if self.fused_attn:
             dropout = self.attn_drop.p if self.training else 0.0
-            if torch.jit.is_scripting():
-                x = F.scaled_dot_product_attention(q, k, v, attn_mask, dropout, is_causal)
-            else:  # TorchScript must not compile this branch
-                x = attention(q, k, v, attn_mask, dropout, is_causal)
+            x = F.scaled_dot_product_attention(q, k, v, attn_mask, dropout, is_causal)
         else:
             attn = (q * self.scale) @ k.transpose(-2, -1)  # (B, heads, N, N)
             attn = maybe_add_mask(attn, resolve_self_attn_mask(N, attn, attn_mask, is_causal))

@@ -7,48 +7,34 @@ import torch
 from timm.layers import LayerScale
 from torch import Tensor, nn
 
-from .arguments import COUNTS, check_pattention_args
+from .arguments import COUNTS
 from .attention import Attention
 from .drop_path import DropPath
 from .norm import BlockLayerNorm, BlockRMSNorm, block_norm
 from .pattention import Pattention
 
 # timm passes these to every block; a block without linear layers does not use them.
-TIMM_ONLY = frozenset(
-    {
-        "act_layer",
-        "attn_layer",
-        "mlp_layer",
-        "norm_layer",
-        "proj_bias",
-        "qkv_bias",
-        "scale_attn_norm",
-        "scale_mlp_norm",
-    }
-)
+_NORMS_AND_BIASES = {"norm_layer", "proj_bias", "qkv_bias", "scale_attn_norm", "scale_mlp_norm"}
+TIMM_ONLY = frozenset({"act_layer", "attn_layer", "mlp_layer"} | _NORMS_AND_BIASES)
 
 
 class TokenFormerBlock(nn.Module):
     """Pre-norm block: attention over tokens, then one Pattention layer as the feed-forward part.
 
-    The arguments up to ``pattention_args`` are TokenFormer's; timm passes the others to any block.
-
     Args:
         dim: Width C of the tokens.
         num_heads: Number of attention heads; must divide ``dim``.
-        num_qkv_param_tokens: Number of pairs in each of query, key and value; ``None`` for
-            ``dim``.
-        num_proj_param_tokens: Number of pairs in the output projection; ``None`` for ``dim``.
+        num_qkv_param_tokens: Number of pairs in each of query, key and value; default ``dim``.
+        num_proj_param_tokens: Number of pairs in the output projection; default ``dim``.
         num_ffn_param_tokens: Number of pairs in the feed-forward layer; ``None`` for
             ``mlp_ratio * dim``.
         theta: Name of the Θ variant.
         norm: Parameters of the two LayerNorms: ``none``, ``bias`` or ``weight+bias``; or ``rms``
             for RMSNorms without parameters.
         norm_eps: Number that the norms add to the variance or mean square.
-        residual_init_gain: Initial standard deviation of the output of attention and feed-forward,
-            which are added to the residual stream; 1/√(2·depth) keeps the stream at unit scale.
-        pattention_args: Any of ``tau``, ``learn_tau``, ``eps``, ``key_init_scale`` and ``gate``,
-            for all five :class:`Pattention` layers.
+        residual_init_gain: Initial standard deviation of what is added to the residual stream;
+            1/√(2·depth) keeps the stream at unit scale.
+        pattention_args: Further arguments of all five :class:`Pattention` layers.
         mlp_ratio: Number of feed-forward pairs for each channel, if no count is given.
         qk_norm: Normalise queries and keys, without parameters: RMSNorm if ``norm`` is ``rms``,
             otherwise LayerNorm.
@@ -58,12 +44,11 @@ class TokenFormerBlock(nn.Module):
         drop_path: Stochastic depth rate.
         device: Device of the parameters.
         dtype: Type of the parameters.
-        **timm_only: Index of the block (``depth``), and timm's choices of linear layers, biases,
-            activations and norms; they have no effect.
+        **timm_only: ``TIMM_ONLY`` and the index of the block; they have no effect.
 
     Raises:
         TypeError: If an argument is neither listed here nor passed by timm.
-        InputError: If ``norm`` is unknown, or ``pattention_args`` has another key.
+        InputError: If ``norm`` is unknown.
 
     Shape:
         (B, N, C) -> (B, N, C).
@@ -100,41 +85,31 @@ class TokenFormerBlock(nn.Module):
         if unknown := timm_only.keys() - TIMM_ONLY - {"depth"}:
             raise TypeError(f"unexpected keyword arguments: {', '.join(sorted(unknown))}")
 
-        def layer_scale() -> nn.Module:
-            if not init_values:
-                return nn.Identity()
-            return LayerScale(dim, init_values=init_values, device=device, dtype=dtype)
+        place: Any = {"device": device, "dtype": dtype}
+        shared: Any = dict(theta=theta, **place, **(pattention_args or {}))
 
-        self.norm1 = block_norm(norm, dim, norm_eps, device=device, dtype=dtype)
+        def layer_scale() -> nn.Module:
+            return LayerScale(dim, init_values, **place) if init_values else nn.Identity()
+
+        self.norm1 = block_norm(norm, dim, norm_eps, **place)
         self.attn = self.attention(
             dim,
             num_heads,
             dim if num_qkv_param_tokens is None else num_qkv_param_tokens,
             dim if num_proj_param_tokens is None else num_proj_param_tokens,
-            theta=theta,
             qk_norm=qk_norm,
             norm_layer=BlockRMSNorm if norm == "rms" else BlockLayerNorm,
             attn_drop=attn_drop,
             proj_drop=proj_drop,
             proj_init_gain=residual_init_gain,
-            pattention_args=pattention_args,
-            device=device,
-            dtype=dtype,
+            **shared,
         )
         self.ls1 = layer_scale()
         self.drop_path1 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
 
-        self.norm2 = block_norm(norm, dim, norm_eps, device=device, dtype=dtype)
-        self.mlp = Pattention(
-            dim,
-            dim,
-            int(dim * mlp_ratio) if num_ffn_param_tokens is None else num_ffn_param_tokens,
-            theta=theta,
-            init_gain=residual_init_gain,
-            device=device,
-            dtype=dtype,
-            **check_pattention_args(pattention_args),
-        )
+        self.norm2 = block_norm(norm, dim, norm_eps, **place)
+        pairs = int(dim * mlp_ratio) if num_ffn_param_tokens is None else num_ffn_param_tokens
+        self.mlp = Pattention(dim, dim, pairs, init_gain=residual_init_gain, **shared)
         self.mlp_drop = nn.Dropout(proj_drop)
         self.ls2 = layer_scale()
         self.drop_path2 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
@@ -153,13 +128,8 @@ def token_arguments(
 ) -> dict[str, Any]:
     """Return the arguments that build a model with the current pairs of its blocks.
 
-    Args:
-        blocks: Blocks of the model, at least one.
-        pattention_args: The ``pattention_args`` that the model was built with.
-
-    Returns:
-        The three numbers of pairs: an int if all blocks have as many, otherwise a list with one for
-        each block. Also ``pattention_args`` with the gate, if there is one.
+    These are the three numbers of pairs, each an int, or a list with one for each block; and
+    ``pattention_args`` with the gate, if there is one.
     """
     layers = [(block.attn.query, block.attn.proj, block.mlp) for block in blocks]
     counts = [[layer.num_param_tokens for layer in kind] for kind in zip(*layers, strict=True)]

@@ -4,35 +4,15 @@ import timm.layers
 import torch
 from torch import Tensor
 
-from tokenformer_vit.errors import InputError
-
 
 class DropPath(timm.layers.DropPath):
     """timm's DropPath for (B, N, C) tokens; its rate is an input of compiled code.
 
-    Args:
-        drop_prob: Probability of dropping a sample's path, in [0, 1).
-
-    Raises:
-        InputError: If ``drop_prob`` is not in this range.
-
-    Shape:
-        (B, N, C) -> (B, N, C); in training each sample is either zero or divided by
-        1 - ``drop_prob``.
-
-    Note:
-        timm calls ``bernoulli_(rate)``, and compiled code holds this rate as a constant. Each block
-        has another rate, so each would be compiled again, and PyTorch silently leaves the blocks
-        after its limit of eight versions uncompiled.
-
-    Source:
-        Deep Networks with Stochastic Depth, arXiv:1603.09382.
+    timm calls ``bernoulli_(rate)``, and compiled code holds this rate as a constant. Each block has
+    another rate, so each would be compiled again, and PyTorch silently leaves the blocks after its
+    limit of eight versions uncompiled. Source: Deep Networks with Stochastic Depth,
+    arXiv:1603.09382.
     """
-
-    def __init__(self, drop_prob: float) -> None:
-        if not 0 <= drop_prob < 1:
-            raise InputError(f"the drop path rate must be in [0, 1), but got {drop_prob}")
-        super().__init__(drop_prob)
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop whole samples of (B, N, C) tokens."""

@@ -8,35 +8,22 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.ops import check_backend, layer_norm, rms_norm
+from tokenformer_vit.ops import layer_norm
+from tokenformer_vit.ops.norm import product_dtype
 
-from .arguments import check_argument
-
-# fx must not trace into it, as with pattention().
-torch.fx.wrap("layer_norm")
-torch.fx.wrap("rms_norm")
+torch.fx.wrap("layer_norm")  # fx must not trace into it, as with pattention()
 
 
 class BlockLayerNorm(nn.LayerNorm):
     """LayerNorm with or without learnable parameters, as in Table 5 of the paper.
 
-    Args:
-        num_channels: Size of the normalised last axis.
-        affine: ``none`` (the TokenFormer default), ``bias``, or ``weight+bias``.
-        eps: Number added to the variance.
-        backend: Implementation of the norm without parameters, as for
-            :func:`tokenformer_vit.ops.layer_norm`; with parameters it is always PyTorch's.
-        device: Device of the parameters.
-        dtype: Type of the parameters.
+    ``affine`` is ``none`` (the TokenFormer default), ``bias``, or ``weight+bias``. Without
+    parameters it is :func:`tokenformer_vit.ops.layer_norm` with ``backend``, otherwise PyTorch's.
+    Sums are float32. Under autocast the output has autocast's precision, in which the next layers
+    multiply it.
 
     Raises:
-        InputError: If ``affine`` or the backend is unknown, or ``eps`` is negative or not finite.
-
-    Note:
-        Mean and variance are accumulated in float32 for every input dtype but float64.
-
-    Source:
-        TokenFormer, arXiv:2410.23168, Section 3.3 and Table 5.
+        InputError: If ``affine`` is unknown.
     """
 
     AFFINE = ("none", "bias", "weight+bias")
@@ -46,18 +33,15 @@ class BlockLayerNorm(nn.LayerNorm):
         num_channels: int,
         affine: str = "none",
         eps: float = 1e-6,
-        backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         if affine not in self.AFFINE:
-            raise InputError(f"norm must be one of {', '.join(self.AFFINE)}, but got {affine!r}")
-        check_argument("eps", eps)
+            raise InputError(f"norm must be one of {', '.join(NORMS)}, but got {affine!r}")
         super().__init__(
             num_channels, eps=eps, elementwise_affine=affine != "none", device=device, dtype=dtype
         )
-        self.affine = affine
-        self.backend = check_backend(backend)
+        self.affine, self.backend = affine, "auto"
         if affine == "bias":
             self.register_parameter("weight", None)
 
@@ -72,7 +56,11 @@ class BlockLayerNorm(nn.LayerNorm):
         """Normalise (..., C) tokens."""
         if self.affine == "none":
             return layer_norm(input, self.normalized_shape[0], self.eps, self.backend)
-        return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        y = F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        if torch.jit.is_scripting():
+            return y
+        else:  # TorchScript must not compile this branch
+            return y.to(product_dtype(input))
 
     def extra_repr(self) -> str:
         """Describe the layer in ``repr``."""
@@ -80,31 +68,22 @@ class BlockLayerNorm(nn.LayerNorm):
 
 
 class BlockRMSNorm(nn.RMSNorm):
-    """RMSNorm without learnable parameters.
+    """RMSNorm without learnable parameters, of (..., ``num_channels``) tokens.
 
-    Args:
-        num_channels: Size of the normalised last axis.
-        eps: Number added to the mean square.
-        backend: Implementation, as for :func:`tokenformer_vit.ops.rms_norm`.
-
-    Raises:
-        InputError: If the backend is unknown, or ``eps`` is negative or not finite.
-
-    Note:
-        The mean square is accumulated in float32 for every input dtype but float64.
-
-    Source:
-        Root Mean Square Layer Normalization, arXiv:1910.07467.
+    Sums and the output's dtype are as in :class:`BlockLayerNorm`. Source: Root Mean Square Layer
+    Normalization, arXiv:1910.07467.
     """
 
-    def __init__(self, num_channels: int, eps: float = 1e-6, backend: str = "auto") -> None:
-        check_argument("eps", eps)
+    def __init__(self, num_channels: int, eps: float = 1e-6) -> None:
         super().__init__(num_channels, eps=eps, elementwise_affine=False)
-        self.backend = check_backend(backend)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise (..., C) tokens."""
-        return rms_norm(x, self.normalized_shape[0], self.eps, self.backend)  # type: ignore[arg-type]
+        y = F.rms_norm(x, self.normalized_shape, None, self.eps)
+        if torch.jit.is_scripting():
+            return y
+        else:  # TorchScript must not compile this branch
+            return y.to(product_dtype(x))
 
 
 register_notrace_module(BlockLayerNorm)
@@ -116,20 +95,7 @@ NORMS = (*BlockLayerNorm.AFFINE, "rms")
 
 
 def block_norm(norm: str, num_channels: int, eps: float = 1e-6, **place: Any) -> BlockNorm:
-    """Build the norm of a block.
-
-    Args:
-        norm: ``rms`` for an RMSNorm, or the parameters of a LayerNorm: ``none``, ``bias`` or
-            ``weight+bias``.
-        num_channels: Size of the normalised last axis.
-        eps: Number added to the variance, or to the mean square.
-        **place: ``device`` and ``dtype`` of the parameters.
-
-    Raises:
-        InputError: If ``norm`` is unknown, or ``eps`` is negative or not finite.
-    """
-    if norm not in NORMS:
-        raise InputError(f"norm must be one of {', '.join(NORMS)}, but got {norm!r}")
+    """Build the norm of a block: one of ``NORMS``; ``place`` has device and dtype."""
     if norm == "rms":
         return BlockRMSNorm(num_channels, eps)
     return BlockLayerNorm(num_channels, norm, eps, **place)

@@ -1,9 +1,7 @@
 """Pattention as a module: the layer that replaces the linear projections of a transformer."""
 
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,46 +10,17 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.ops import (
-    check_backend,
-    default_tau,
-    find_theta,
-    pattention,
-    pattention_top_k,
-    strongest_values,
-    theta_weights,
-)
+from tokenformer_vit.ops import check_backend, default_tau, find_theta, pattention
+from tokenformer_vit.ops.theta import gated_softmax, theta_weights
+from tokenformer_vit.ops.triton_theta import try_kernels
 
-from .arguments import EPS, check_argument
+from .arguments import EPS
 from .nested import NestedLayer
 
 # pattention() branches on its inputs and may run custom kernels, so fx must not trace into it.
 torch.fx.wrap("pattention")
 
-TOKENS = ("key_param_tokens", "value_param_tokens")
-# The names of the two parts of a split layer in earlier versions; see segments.py.
-SEGMENT = re.compile(rf"(.*\.|)parametrizations\.({'|'.join(TOKENS)})\.original([01])")
-
-
-def fuse_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Join the two parts of split layers that earlier versions saved separately.
-
-    Args:
-        state_dict: State dict of a model or layer.
-
-    Returns:
-        A dict of the same tensors in the same order; a joined tensor takes the place of its first
-        part. Parts that do not fit together stay as they are, so that strict loading reports them.
-    """
-    fused = {}
-    for key, tensor in state_dict.items():
-        part = SEGMENT.fullmatch(key)
-        old, new = (state_dict.get(f"{key[:-1]}{index}") for index in (0, 1))
-        if part is None or old is None or new is None or old.shape[1:] != new.shape[1:]:
-            fused[key] = tensor
-        elif part[3] == "0":
-            fused[part[1] + part[2]] = torch.cat((old, new))
-    return fused
+GATES = ("none", "learned", "fixed")
 
 
 class Pattention(NestedLayer):
@@ -70,15 +39,12 @@ class Pattention(NestedLayer):
             effect if ``value_init_std`` is given.
         learn_tau: Make ``tau`` a parameter with the same initial value, instead of a buffer. Its
             name in the state dict is the same.
-        key_init_scale: Factor on the standard deviation of the initial keys. Under a Θ that
-            normalises the scores (``normalizes_scores``) it does not change what a fresh layer
-            computes, only how far a training step turns its keys. Under the others the outputs no
-            longer start at ``init_gain``.
+        key_init_scale: Factor on the standard deviation of the initial keys. If Θ normalises the
+            scores, it changes only how far a training step turns the keys; otherwise also the
+            initial outputs.
         gate: Factor on exp(A) for each pair, initially 1: ``learned`` (a parameter), ``fixed`` (a
-            buffer), or ``none``. Only for a Θ that has a gate (``softmax``), which needs it to
-            grow exactly.
-        backend: Implementation, as for :func:`tokenformer_vit.ops.pattention`; it may be changed
-            at any time.
+            buffer), or ``none``. Only for ``softmax``, which needs it to grow exactly.
+        backend: Implementation, as for :func:`tokenformer_vit.ops.pattention`.
         key_init_std: Standard deviation of the initial keys; ``None`` for 1/√C_in.
         value_init_std: Standard deviation of the initial values; ``None`` to follow ``init_gain``.
         nested: Smaller numbers of pairs that will be trained as well; see :meth:`set_nested`.
@@ -88,16 +54,10 @@ class Pattention(NestedLayer):
     Attributes:
         active: (S,) indices of the pairs to use, or ``None`` for all. The layer computes as if the
             other pairs did not exist, but ``tau`` stays. Not in the state dict.
-        top_k: Number of pairs, the strongest ones, whose values each input token reads, or
-            ``None`` for all. Not in the state dict.
-        nested: Smaller numbers of pairs that have a τ of their own, in increasing order.
-        of_model: Whether the layer belongs to a model that is rebuilt from one number of pairs for
-            all layers of a kind. Such a layer cannot grow alone.
 
     Raises:
-        InputError: If ``theta``, ``gate`` or ``backend`` is unknown, ``theta`` has no gate, a
-            size is not a positive whole number, or another number is not finite or out of range
-            (1e-18 to 1e18; ``eps`` and ``init_gain`` may be 0).
+        InputError: If ``theta``, ``gate`` or ``backend`` is unknown, ``theta`` has no gate, or a
+            nested size is out of range.
 
     Shape:
         (..., C_in) -> (..., C_out), of the input's dtype.
@@ -107,13 +67,8 @@ class Pattention(NestedLayer):
         scores of unit variance. Values N(0, init_gain² / (P · E[Θ²])), with E[Θ²] for standard
         normal scores, so outputs have the standard deviation ``init_gain``.
 
-        The authors' language code has another rule; a model with
-        ``pattention_args={"init": "released"}`` follows it. README.md of
-        ``tokenformer_vit.language`` compares the two rules and lists all other differences.
-
         Range: a row of scores must have an L2 norm below 1.8e19 (√ of the largest float32) under
-        the L2 variants, and each float16 score must be below 65504; see README.md of
-        ``tokenformer_vit.ops``.
+        the L2 variants, and each float16 score must be below 65504.
 
     Source:
         TokenFormer, arXiv:2410.23168, Eq. 4 to 6.
@@ -122,8 +77,6 @@ class Pattention(NestedLayer):
     tau: Tensor
     gate: Tensor | None
     active: Tensor | None
-    top_k: int | None
-    of_model: bool = False
 
     def __init__(
         self,
@@ -145,36 +98,16 @@ class Pattention(NestedLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, size in (
-            ("in_features", in_features),
-            ("out_features", out_features),
-            ("num_param_tokens", num_param_tokens),
-        ):
-            if not isinstance(size, Integral) or size < 1:
-                raise InputError(f"{name} must be a whole number of at least 1, but got {size!r}")
-        for name, value in (
-            ("tau", tau),
-            ("eps", eps),
-            ("init_gain", init_gain),
-            ("learn_tau", learn_tau),
-            ("key_init_scale", key_init_scale),
-            ("gate", gate),
-            ("key_init_std", key_init_std),
-            ("value_init_std", value_init_std),
-        ):
-            check_argument(name, value)
         variant = find_theta(theta)
-        if gate != "none" and not variant.has_gate:
-            raise InputError(
-                f"theta {theta!r} has no gate, because a zero key closes a pair: gate must be "
-                f"'none', but got {gate!r}"
-            )
+        if gate not in GATES or (gate != "none" and not variant.has_gate):
+            allowed = ", ".join(GATES if variant.has_gate else GATES[:1])
+            raise InputError(f"gate of theta {theta!r} must be one of {allowed}, but got {gate!r}")
         self.in_features = in_features
         self.out_features = out_features
-        self.num_param_tokens = num_param_tokens
+        self.num_param_tokens = int(num_param_tokens)
         self.theta = theta
         # TorchScript cannot look functions up by name, but it compiles those that a module holds.
-        self._theta_weights, self._gated_weights = variant.weights, variant.gated
+        self._theta_weights = variant.weights
         self.eps = eps
         self.init_gain = init_gain
         self.key_init_scale = key_init_scale
@@ -182,38 +115,32 @@ class Pattention(NestedLayer):
         self.value_init_std = value_init_std
         self.backend = check_backend(backend)
         self.init_tau = default_tau(theta, num_param_tokens) if tau is None else float(tau)
-        self.key_param_tokens = nn.Parameter(
-            torch.empty(num_param_tokens, in_features, device=device, dtype=dtype)
-        )
-        self.value_param_tokens = nn.Parameter(
-            torch.empty(num_param_tokens, out_features, device=device, dtype=dtype)
-        )
+        place: Any = {"device": device, "dtype": dtype}
+        self.key_param_tokens = nn.Parameter(torch.empty(num_param_tokens, in_features, **place))
+        self.value_param_tokens = nn.Parameter(torch.empty(num_param_tokens, out_features, **place))
         start = torch.empty((), device=device, dtype=torch.float32)
         if learn_tau:
             self.tau = nn.Parameter(start)
         else:
             self.register_buffer("tau", start)
-        opened = torch.empty(num_param_tokens, device=device, dtype=dtype)
+        opened = torch.empty(num_param_tokens, **place)
         if gate == "learned":
             self.gate = nn.Parameter(opened)
         else:
             self.register_buffer("gate", opened if gate == "fixed" else None)
         self.register_buffer("active", None, persistent=False)
-        self.top_k = None
         self.set_nested(nested)
         self.reset_parameters()
+        self._try_kernels()
 
     def reset_parameters(self) -> None:
         """Draw new parameter tokens, as the class describes, and reset τ to its initial value."""
-        if self.key_init_std is None:
-            key_std = self.key_init_scale / math.sqrt(self.in_features)
-        else:
-            key_std = self.key_init_scale * self.key_init_std
+        key_std = self.key_init_std or 1 / math.sqrt(self.in_features)
         value_std = self.value_init_std
         if value_std is None:
             square = self.num_param_tokens * find_theta(self.theta).second_moment
             value_std = self.init_gain / math.sqrt(square)
-        nn.init.normal_(self.whole_tokens("key_param_tokens"), std=key_std)
+        nn.init.normal_(self.whole_tokens("key_param_tokens"), std=self.key_init_scale * key_std)
         nn.init.normal_(self.whole_tokens("value_param_tokens"), std=value_std)
         nn.init.constant_(self.tau, self.init_tau)
         if self.gate is not None:
@@ -222,11 +149,7 @@ class Pattention(NestedLayer):
 
     @torch.jit.unused
     def whole_tokens(self, name: str) -> Tensor:
-        """Return the keys or values of all pairs as one tensor; writing to it changes the layer.
-
-        Args:
-            name: ``key_param_tokens`` or ``value_param_tokens``.
-        """
+        """Return the keys or values of all pairs as one tensor; writing to it changes the layer."""
         return getattr(self, name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Pattention":
@@ -243,34 +166,24 @@ class Pattention(NestedLayer):
             return tensor.detach().to(moved.device)
 
         super()._apply(guarded, recurse)
-        # A cast and to_empty() have changed the numbers that belong to the size.
-        self._place, self._blend = self._find_tau(self._size)
+        self._try_kernels()
         return self
+
+    def _try_kernels(self) -> None:
+        keys = next(self.parameters())
+        if keys.is_cuda and self.theta in ("gelu_l2", "gelu_tanh_l2"):
+            # Models with float32 parameters are mostly used under autocast.
+            for dtype in {keys.dtype, torch.bfloat16}:
+                try_kernels(self.num_param_tokens, dtype, keys.device, "tanh" in self.theta)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Tensor], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        fused = fuse_state_dict(state_dict)
-        self.check_nested(fused, prefix)
-        super()._load_from_state_dict(fused, prefix, *args, **kwargs)
+        self.check_nested(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    @torch.jit.unused
     def used_tokens(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """Return keys, values and gate of the pairs in use, and their τ."""
-        # Module.__getattr__, once for each tensor, would take a tenth of the time of a small layer.
-        parameters, buffers = self._parameters, self._buffers
-        try:
-            if buffers["active"] is None and self._size is None:
-                keys, values = parameters["key_param_tokens"], parameters["value_param_tokens"]
-                tau = buffers["tau"] if "tau" in buffers else parameters["tau"]
-                gate = buffers["gate"] if "gate" in buffers else parameters["gate"]
-                if keys is not None and values is not None:
-                    return keys, values, gate, tau  # type: ignore[return-value]
-        except KeyError:  # a parametrised or split tensor is computed when it is read
-            pass
-        return self._select_tokens()
-
-    def _select_tokens(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         keys, values, gate = self.key_param_tokens, self.value_param_tokens, self.gate
         tau, active, size = self.tau, self.active, self._size
         if active is not None:
@@ -279,57 +192,37 @@ class Pattention(NestedLayer):
                 gate = gate[active]
         if size is not None:
             keys, values = keys[:size], values[:size]
-            tau = self._read_tau(self._place, self._blend)
+            tau = self._tau_at(self._place, self._ratio)
             if gate is not None:
                 gate = gate[:size]
         return keys, values, gate, tau
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., C_in) tokens to (..., C_out)."""
-        top_k = self.top_k
+        keys, values, gate, tau = self.used_tokens()
         if torch.jit.is_scripting():
-            keys, values, gate, tau = self._select_tokens()
             scores = F.linear(x, keys)  # (..., P)
             if gate is None:
                 weights = self._theta_weights(scores, tau, self.eps)
             else:
-                weights = self._gated_weights(scores, tau, gate)
-            if top_k is None:
-                return F.linear(weights, values.t())
-            return strongest_values(weights, values, top_k)
+                weights = gated_softmax(scores, tau, gate)  # no other Θ has gates
+            return weights @ values
         else:  # TorchScript must not compile this branch
-            keys, values, gate, tau = self.used_tokens()
-            if top_k is None:
-                return pattention(x, keys, values, self.theta, tau, self.eps, self.backend, gate)
-            return pattention_top_k(x, keys, values, self.theta, tau, self.eps, top_k, gate)
+            return pattention(x, keys, values, self.theta, tau, self.eps, self.backend, gate)
 
     @torch.jit.unused
     @torch.no_grad()
     def weights(self, x: Tensor) -> Tensor:
-        """Return how strongly each input token reads each pair in use, Θ(X K_Pᵀ).
+        """Return the (..., P) weights Θ(X K_Pᵀ) of the pairs in use, without history.
 
-        ``top_k`` has no effect here; the forward pass applies it to these weights.
-
-        Args:
-            x: (..., C_in) input tokens.
-
-        Returns:
-            (..., P) weights in float32 (float64 for float64), without history.
+        They are float32, or float64 for float64 tokens.
         """
         return self.scores_and_weights(x)[1]
 
     @torch.jit.unused
     @torch.no_grad()
     def scores_and_weights(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scores X K_Pᵀ of the pairs in use, and their weights.
-
-        Args:
-            x: (..., C_in) input tokens.
-
-        Returns:
-            (..., P) scores and (..., P) weights in float32 (float64 for float64), without history.
-            ``top_k`` has no effect on them.
-        """
+        """Return the (..., P) scores X K_Pᵀ of the pairs in use, and their weights."""
         keys, _, gate, tau = self.used_tokens()
         dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):

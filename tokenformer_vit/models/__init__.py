@@ -3,16 +3,10 @@
 from . import presets  # noqa: F401, registers the models
 from .causal_block import KVCache
 from .causal_lm import TokenFormerDecoder, TokenFormerLM
+from .checkpoints import classifier_state_dict, timm_state_dict
 from .compilation import BLOCKS, blocks_of, compile_blocks
 from .lm_config import LM_PRESETS, LMConfig, lm_config
-from .quantization import quantize
-from .vit import (
-    TokenFormerViT,
-    TokenFormerViTDistilled,
-    checkpoint_filter_fn,
-    classifier_state_dict,
-    timm_state_dict,
-)
+from .vit import TokenFormerViT, TokenFormerViTDistilled, checkpoint_filter_fn
 
 __all__ = [
     "BLOCKS",
@@ -28,6 +22,5 @@ __all__ = [
     "classifier_state_dict",
     "compile_blocks",
     "lm_config",
-    "quantize",
     "timm_state_dict",
 ]

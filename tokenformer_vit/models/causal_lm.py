@@ -12,7 +12,7 @@ from tokenformer_vit.layers.arguments import COUNTS, counts_by_block, model_patt
 from tokenformer_vit.layers.block import token_arguments
 
 from .causal_block import CausalBlock, KVCache
-from .computation import computation_of
+from .checkpoints import computation_of
 from .lm_config import LMConfig
 from .sizes import Size, nest_layers, nested_sizes, set_size
 

@@ -1,51 +1,157 @@
-"""Load models from files and save them to files, with their description."""
+"""Read and write checkpoints: weights, and the ``config.json`` that describes their model.
 
-import errno
-import io
+Reading runs no code of a file. Damage is found: ``config.json`` holds the SHA-256 of the weights
+beside it, and a ``.pth`` file is a zip archive with checksums.
+"""
+
+import argparse
 import json
 import logging
-import tempfile
+import pickle
+import zipfile
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import timm
 import torch
 from safetensors import SafetensorError
-from timm.models import save_for_hf
+from safetensors.torch import load_file, save_file
+from timm.models import clean_state_dict
+from timm.models._hub import generate_readme, save_config_for_hf  # they have no public names
+from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError, one_line
-from tokenformer_vit.files import new_folder, write_whole
-from tokenformer_vit.layers.quantized import check_plain
+from tokenformer_vit.files import content_digest, new_folder
+from tokenformer_vit.layers.arguments import EPS
 
-from .card import CardFacts, vision_card, write_card
-from .computation import check_computation
-from .description import (
-    CARD,
-    CONFIG,
-    DESCRIPTION,
-    WEIGHT_FILES,
-    configured_names,
-    describe_model,
-    find_description,
-    plain_counts,
-    read_description,
-    trained_arguments,
-)
-from .vit import (
-    TokenFormerViT,
-    classifier_state_dict,
-    fit_state_dict,
-    timm_state_dict,
-)
-from .weights import read_checkpoint, seal_tensors, state_dict_in
-
+# Files of an exported folder. A training checkpoint has the content of CONFIG under DESCRIPTION.
+WEIGHTS, CONFIG, CARD, DESCRIPTION = "model.safetensors", "config.json", "README.md", "timm_config"
 _LOCAL = "local-dir:"
-# The part of a description that is valid for any model arguments.
-_PREPROCESSING = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
+# Averaged weights first: timm's keys, then mmengine's, whose `state_dict` is the averaged model.
+_STATE_DICTS = ("state_dict_ema", "model_ema", "state_dict", "model")
+# How names begin in an mmpretrain classifier, and in timm.
+_BACKBONE = "backbone.model."
+_PARTS = {_BACKBONE: "", "head.fc.": "head.", "head.fc_dist.": "head_dist."}
+# Arguments that change what a model computes, but not the names or shapes of its tensors. Not the
+# base of rotary positions, which users change to read longer sequences.
+_HIDDEN = ("theta", "norm", "qk_norm", "num_heads", "norm_eps", "use_rot_pos_emb", "rotary_share")
+_LICENSE = "apache-2.0 # of the code; check what your data allow, and correct this line"
+_UNREADABLE = (SafetensorError, zipfile.BadZipFile, pickle.UnpicklingError)
 _log = logging.getLogger("tokenformer_vit")
+
+
+def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
+    """Read the content of a file; ``{"state_dict": tensors}`` of a ``.safetensors`` file."""
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise InputError(f"there is no checkpoint file {path}")
+    try:
+        if path.suffix == ".safetensors":
+            check_digest(path)
+            return {"state_dict": load_file(path, device=str(map_location or "cpu"))}
+        if zipfile.is_zipfile(path) and zipfile.ZipFile(path).testzip():  # PyTorch does not check
+            raise zipfile.BadZipFile
+        # The command line of timm's and DeiT's trainings is a Namespace.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(path, map_location=map_location, weights_only=True)
+    except (*_UNREADABLE, RuntimeError, EOFError) as error:
+        # Not PyTorch's message, which advises to run the code in the file.
+        raise InputError(
+            f"{path} is damaged, or holds more than tensors and plain values, and loading it could "
+            "run code: copy it again, or save only the state dict"
+        ) from error
+
+
+def state_dict_in(content: Mapping[str, Any], path: str | Path) -> dict[str, Tensor]:
+    """Return the tensors of a model in the content of a file, without the prefix of a wrapper."""
+    found = next((content[name] for name in _STATE_DICTS if content.get(name)), content)
+    if not found or not all(isinstance(each, Tensor) for each in found.values()):
+        names = ", ".join(map(str, list(found)[:5]))
+        raise InputError(f"{path} holds no state dict, but {names}: save model.state_dict()")
+    return clean_state_dict(dict(found))
+
+
+def description_of(path: Path, content: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return what a checkpoint, or the ``config.json`` beside an export, says of its model."""
+    config = path.with_name(CONFIG)
+    if path.name == WEIGHTS and config.is_file():
+        return json.loads(config.read_text(encoding="utf-8"))
+    return (content or {}).get(DESCRIPTION) or {}
+
+
+def check_digest(path: Path) -> None:
+    """Compare exported weights with the SHA-256 in their ``config.json``, if it has one."""
+    expected = description_of(path).get("sha256")
+    if expected is not None and expected != content_digest([path]):
+        raise InputError(
+            f"{path} is damaged or was replaced, because {CONFIG} has another SHA-256: copy or "
+            "export both files again"
+        )
+
+
+def computation_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a model's arguments that its tensors do not show, as far as they are given.
+
+    ``arguments`` are a TokenFormerViT's, fields of an LMConfig, or a result of this function.
+    """
+    found = {name: arguments[name] for name in (*_HIDDEN, "eps") if name in arguments}
+    if "pattention_args" in arguments:
+        found["eps"] = (arguments["pattention_args"] or {}).get("eps", EPS)
+    return found
+
+
+def model_computation(model: nn.Module) -> dict[str, Any]:
+    """Return :func:`computation_of` the first TokenFormer in a model; empty without one."""
+    models: Any = (each for each in model.modules() if hasattr(each, "computation"))
+    return next((each.computation() for each in models), {})
+
+
+def check_computation(model: nn.Module, arguments: Mapping[str, Any], source: Any) -> None:
+    """Refuse weights trained with other ``arguments``, such as another Θ or number of heads."""
+    trained = computation_of(arguments)
+    for name, value in model_computation(model).items():
+        if value != trained.get(name, value):
+            right = f"{name}={trained[name]!r}"
+            way = f"pattention_args=dict({right})" if name == "eps" else right
+            raise InputError(
+                f"{name} is {value!r}, but the weights in {source} were trained with "
+                f"{trained[name]!r}: set {way}"
+            )
+
+
+def timm_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the tensors of an mmpretrain classifier around a timm model; others keep their names.
+
+    The ``ClsBatchNormNeck`` of a linear probe becomes a part of the head.
+    The decoder of a masked autoencoder is left out.
+    """
+    if not any(name.startswith(_BACKBONE) for name in state_dict):
+        return dict(state_dict)
+    renamed = {
+        new + name.removeprefix(old): tensor
+        for name, tensor in state_dict.items()
+        for old, new in _PARTS.items()
+        if name.startswith(old)
+    }
+    if "neck.bn.running_var" in state_dict:
+        scale = (state_dict["neck.bn.running_var"] + 1e-6).rsqrt()  # the neck's own eps
+        scale = scale * state_dict.get("neck.bn.weight", 1)
+        shift = state_dict.get("neck.bn.bias", 0) - state_dict["neck.bn.running_mean"] * scale
+        renamed["head.bias"] = renamed["head.bias"] + renamed["head.weight"] @ shift
+        renamed["head.weight"] = renamed["head.weight"] * scale
+    return renamed
+
+
+def classifier_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the tensors of a timm model to the names in an mmpretrain classifier around it."""
+    renamed = {}
+    for name, tensor in state_dict.items():
+        old = next(old for old, new in reversed(_PARTS.items()) if name.startswith(new))
+        renamed[old + name.removeprefix(_PARTS[old])] = tensor
+    return renamed
 
 
 def load_model(
@@ -57,347 +163,150 @@ def load_model(
     for_images: bool = True,
     **kwargs: Any,
 ) -> nn.Module:
-    """Build a timm model and load its weights strictly.
+    """Build a timm model on the CPU, in evaluation mode, and load its weights strictly.
 
-    Args:
-        name: timm model name, or ``local-dir:FOLDER`` for a folder that timm's ``save_for_hf``
-            wrote; None if the checkpoint contains a description of its model.
-        checkpoint: ``.safetensors`` file, PyTorch checkpoint (of timm or of a training by this
-            package), or exported folder; None for the weights in a ``local-dir:`` folder, or for
-            random weights.
-        num_classes: Number of classes; default: the number of rows of the checkpoint's
-            ``head.weight``; 0 for an exported model without a head. It may also be given in
-            ``kwargs``.
-        for_images: Whether the model will be used on images as it is. Their preprocessing comes
-            from the checkpoint's description; without one there is a warning or an error. If False,
-            a norm after the pooling is new where the checkpoint has its norm before the pooling.
-        **kwargs: Arguments of the model.
-
-    Returns:
-        The model, on the CPU, in evaluation mode. Its ``card_facts`` are the data and the recipe in
-        a training checkpoint.
-
-    Raises:
-        InputError: If the model or the file does not exist, they do not fit together, or a training
-            checkpoint of this package has no description of its preprocessing.
+    ``name`` is a timm model or ``local-dir:FOLDER``; None if ``checkpoint``, a file or an exported
+    folder, describes its model. Without a checkpoint weights are random. ``kwargs`` are arguments
+    of the model; with ``img_size``, position embeddings are resampled. With ``for_images=False``
+    the model will be trained, and a norm after the pooling may be new, as MAE is fine-tuned.
     """
-    if (given := kwargs.pop("num_classes", None)) is not None:
-        if num_classes not in (None, given) or not isinstance(given, int) or given < 0:
-            other = "" if num_classes is None else f" and {num_classes}"
-            raise InputError(
-                f"num_classes must be one whole number of at least 0, but got {given!r}{other}"
-            )
-        num_classes = given
-    if checkpoint is not None and checkpoint.is_dir() and name is None:
-        name, checkpoint = f"{_LOCAL}{checkpoint}", None
-    if checkpoint is not None and not checkpoint.is_file():
-        hint = f"; a folder is given as --model {_LOCAL}FOLDER" if checkpoint.is_dir() else ""
-        raise InputError(f"there is no checkpoint file {checkpoint}{hint}")
-    if name is not None:
-        _check_name(name)
-        if name.startswith(_LOCAL) and checkpoint is None:
-            checkpoint = weights_in(Path(name.removeprefix(_LOCAL)))
-
-    content = read_checkpoint(checkpoint) if checkpoint else {}
-    state_dict = state_dict_in(content, checkpoint) if checkpoint else None
-    description = None
     if name is not None and name.startswith(_LOCAL):
-        description = read_description(Path(name.removeprefix(_LOCAL)) / CONFIG)
-    elif checkpoint is not None:
-        description = find_description(checkpoint, content)
-    if description is None and state_dict is not None and (for_images or name is None):
-        _say_preprocessing(name, checkpoint, state_dict)
-    if name is None and description is None:
-        said, as_what = f"{checkpoint} does not name its model", ""
-        if checkpoint is None:
-            said, as_what = "no model was given", " as --checkpoint"
+        name, checkpoint = None, checkpoint or Path(name.removeprefix(_LOCAL))
+    if checkpoint is not None and checkpoint.is_dir():
+        checkpoint = checkpoint / WEIGHTS
+    resample = "img_size" in kwargs
+    content = read_checkpoint(checkpoint) if checkpoint else {}
+    described = description_of(checkpoint, content) if checkpoint else {}
+    if name is None:
+        if "architecture" not in described:
+            raise InputError(
+                f"{checkpoint or 'the command'} names no timm model: name it with --model, or give "
+                "an exported folder"
+            )
+        name = str(described["architecture"])
+        kwargs = {**(described.get("model_args") or {}), **kwargs}
+    weights = timm_state_dict(state_dict_in(content, checkpoint)) if checkpoint else None
+    try:
+        model = _build(name, described, weights, num_classes, kwargs)
+    except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(
-            f"{said}: name it with --model, or give an exported folder with config.json{as_what}; "
-            f"models of this package are {', '.join(timm.list_models('tokenformer*'))}"
-        )
-    if num_classes is None and state_dict is not None:
-        num_classes = _head_rows(state_dict, checkpoint)
-    if num_classes is None and description is not None and description.get("num_classes") == 0:
-        num_classes = 0
-    if description is not None and state_dict is not None:
-        _check_size(name, description, num_classes, kwargs, state_dict, checkpoint)
-    model = _build(name, description, num_classes, kwargs)
-    if for_images and getattr(model, "global_pool", None) == "":
-        raise InputError(
-            f"{checkpoint or name} is a model without pooling (global_pool=''): it cannot classify "
-            "an image; choose another global_pool, such as 'avg'"
-        )
-    if state_dict is not None:
-        assert checkpoint is not None
-        check_computation(model, trained_arguments(checkpoint, content), checkpoint)
-        _load(
-            model,
-            state_dict,
-            f"{checkpoint} does not fit {name or 'its own description'}",
-            "img_size" in kwargs,
-            not for_images,
-        )
-    own: Any = model
-    own.card_facts = CardFacts(**(description or {}).get("card") or {})
+            f"the model {name} cannot be built ({one_line(error)}): correct its name or arguments"
+        ) from error
+    if weights is not None:
+        if for_images and not described:
+            _log.warning("%s does not describe its preprocessing: %s's is used", checkpoint, name)
+        check_computation(model, described.get("model_args") or {}, checkpoint)
+        weights = _fit(model, weights, resample, new_norm=not for_images)
+        if faults := model_faults(model.state_dict(), weights):
+            raise InputError(
+                f"{checkpoint} does not fit {name}: {faults}. Give the --model it was trained as, "
+                "with its --model-kwargs"
+            )
+        model.load_state_dict(weights)
     return model.eval()
 
 
-def weights_in_package(name: str | None) -> Path | None:
-    """Return the file of the pretrained weights that a model was registered with, if it has one.
+def _build(
+    name: str, described: dict, weights: Any, num_classes: int | None, kwargs: dict
+) -> nn.Module:
+    """Build a model with the preprocessing and class names of its description."""
+    named = kwargs.pop("num_classes", None)
+    num_classes = named if num_classes is None else num_classes
+    if num_classes is None and weights is not None:
+        head = getattr(timm.get_pretrained_cfg(name), "classifier", None) or "head"
+        head = head if isinstance(head, str) else head[0]
+        num_classes = len(weights.get(f"{head}.weight", ()))
+    known = described.get("pretrained_cfg") or {}
+    overlay = {**known, "label_names": described.get("label_names"), "num_classes": num_classes}
+    return timm.create_model(
+        name,
+        num_classes=num_classes,
+        pretrained_cfg_overlay={key: value for key, value in overlay.items() if value is not None},
+        # timm resamples positions from the grid of this image size; without it, from a square.
+        pretrained_model_args=described.get("model_args"),
+        **kwargs,
+    )
 
-    Args:
-        name: timm model name, or anything else that ``load_model`` takes.
-    """
-    if name is None or not timm.is_model_pretrained(name):
-        return None
-    file = timm.get_pretrained_cfg(name).file  # type: ignore[union-attr]
-    return Path(file) if file else None
+
+def _fit(model: Any, weights: dict[str, Tensor], resample: bool, new_norm: bool) -> dict:
+    own, stem = model.state_dict(), "patch_embed.proj.weight"
+    # timm would also resample patches of another size, which nobody has trained.
+    if resample and stem in own and stem in weights and own[stem].shape == weights[stem].shape:
+        weights = checkpoint_filter_fn(weights, model)
+    if new_norm and "fc_norm.weight" in own and "norm.weight" in weights:
+        weights = {name: each for name, each in weights.items() if not name.startswith("norm.")}
+        weights |= {name: own[name] for name in own if name.startswith("fc_norm.")}
+    return weights
+
+
+def model_faults(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
+    """Name the first differences between the tensors of a model and of a file; "" without any."""
+    have, need = ({n: tuple(t.shape) for n, t in each.items()} for each in (found, wanted))
+    faults = [
+        f"{name} is {have.get(name, 'absent')} in the file and {need.get(name, 'absent')} in the"
+        " model"
+        for name in need | have
+        if have.get(name) != need.get(name)
+    ]
+    return "; ".join(faults[:3]) + (f" and {len(faults) - 3} more" if len(faults) > 3 else "")
+
+
+def describe_model(
+    model: Any,
+    num_classes: int,
+    label_names: Sequence[str] | None = None,
+    data_config: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the content of ``config.json``, for a head of ``num_classes``; see save_model."""
+    with TemporaryDirectory() as folder:  # timm only writes to a file
+        file = Path(folder, CONFIG)
+        save_config_for_hf(model, str(file), data_config=dict(data_config or {}))
+        description = json.loads(file.read_text())
+    del description["model_args"]["num_classes"]  # transformers refuses a folder with two
+    if names := label_names or description["pretrained_cfg"].get("label_names"):
+        description["label_names"] = list(names)
+    return {**description, "num_classes": num_classes}
 
 
 def save_model(
-    model: nn.Module,
+    model: Any,
     folder: Path,
     label_names: Sequence[str] | None = None,
-    data_config: dict[str, Any] | None = None,
-    facts: CardFacts | None = None,
+    data_config: Mapping[str, Any] | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a folder that ``timm.create_model("local-dir:FOLDER", pretrained=True)`` reads.
 
-    Args:
-        model: timm model.
-        folder: Folder for ``model.safetensors``, with the SHA-256 of its tensors, ``config.json``
-            and the model card ``README.md``. A new folder appears complete; in an existing one
-            these files are replaced, except a ``README.md`` that was written or edited by hand.
-        label_names: Names of the classes, in order; default: the names in the model's
-            configuration, if it has one for each class.
-        data_config: Preprocessing, in timm's words; default: from the model's configuration.
-        facts: Data, training and results for the model card.
-
-    Raises:
-        InputError: If the model is quantised.
-        OSError: If the folder cannot be written; existing files stay.
+    Names of classes and preprocessing, in timm's words, are by default those of the model.
+    ``facts`` are sections of the model card, such as ``{"Training": {"Epochs": 3}}``. The folder
+    appears complete; in an existing one files are replaced, but not a card that somebody edited.
     """
-    check_plain(model)
-    own: Any = model
-    names = label_names or configured_names(model)
+    description = describe_model(model, model.num_classes, label_names, data_config)
+    card = folder / CARD
     with new_folder(folder) as partial:
-        try:
-            save_for_hf(
-                own,
-                str(partial),
-                model_config={"label_names": list(names)} if names else None,
-                safe_serialization=True,
-                data_config=data_config,
-                model_args=plain_counts(model),
-            )
-        except SafetensorError as error:  # a full disk, for example
-            raise OSError(errno.EIO, one_line(error)) from error
-        seal_tensors(partial / WEIGHT_FILES[0])
-        card = vision_card(model, names, data_config, facts or CardFacts())
-        write_card(partial, card, folder / CARD)
+        tensors = {name: each.contiguous() for name, each in model.state_dict().items()}
+        save_file(tensors, partial / WEIGHTS, {"format": "pt"})
+        description["sha256"] = content_digest([partial / WEIGHTS])
+        (partial / CONFIG).write_text(json.dumps(description, indent=2), encoding="utf-8")
+        # An edited card has a license line of its own.
+        if not card.is_file() or _LICENSE in card.read_text(encoding="utf-8", errors="replace"):
+            text = _card(model, description, facts or {})
+            (partial / CARD).write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
-def save_classifier(model: nn.Module, path: Path) -> None:
-    """Write a checkpoint that ``load_from`` and ``init_cfg`` of an mmpretrain classifier read.
+def _card(model: Any, description: dict, facts: Mapping[str, Any]) -> str:
+    own = "import tokenformer_vit  # registers the model\n" * hasattr(model, "computation")
+    usage = f"""```python
+import timm
+{own}from PIL import Image
 
-    The classifier has a ``TimmClassificationBackbone`` and a ``LinearClsHead``.
-
-    Args:
-        model: timm model whose classifier is a linear ``head``.
-        path: The file. It also holds the description of the model, as training writes it.
-
-    Raises:
-        InputError: If the model has another classifier, or none.
-        OSError: If it cannot be written.
-    """
-    own: Any = model
-    if not isinstance(getattr(own, "head", None), nn.Linear):
-        raise InputError(
-            f"{type(model).__name__} has no linear classifier called 'head': export a TokenFormer "
-            "or one of timm's ViTs that was trained to classify"
-        )
-    names = configured_names(model)
-    content = {
-        "meta": {"dataset_meta": {"classes": list(names)}} if names else {},
-        "state_dict": classifier_state_dict(model.state_dict()),
-        DESCRIPTION: describe_model(model, own.num_classes, names, None),
-    }
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, buffer.getvalue())
-
-
-def _check_name(name: str) -> None:
-    if name.startswith(_LOCAL):
-        config = Path(name.removeprefix(_LOCAL)) / CONFIG
-        if not config.is_file():
-            raise InputError(f"there is no {config}; {_LOCAL} needs a folder that timm exported")
-    elif not timm.is_model(name):
-        close = get_close_matches(name, timm.list_models(), n=3) or timm.list_models("tokenformer*")
-        raise InputError(f"there is no model {name!r}; did you mean {', '.join(close)}?")
-
-
-def weights_in(folder: Path) -> Path:
-    """Return the file of the weights in an exported folder.
-
-    Raises:
-        InputError: If the folder has none.
-    """
-    for file in WEIGHT_FILES:
-        if (folder / file).is_file():
-            return folder / file
-    raise InputError(f"the folder {folder} has no weights: it needs {' or '.join(WEIGHT_FILES)}")
-
-
-def _build(
-    name: str | None,
-    description: Mapping[str, Any] | None,
-    num_classes: int | None,
-    kwargs: Mapping[str, Any],
-) -> nn.Module:
-    own = dict(kwargs)
-    try:
-        if name is not None and (description is None or not name.startswith(_LOCAL)):
-            if description is not None:  # the caller decides the shape, the file the preprocessing
-                known = description.get("pretrained_cfg") or description
-                overlay = {key: known[key] for key in _PREPROCESSING if known.get(key) is not None}
-                names = description.get("label_names")
-                own["pretrained_cfg_overlay"] = {
-                    **overlay,
-                    **({"label_names": names} if names else {}),
-                }
-            return timm.create_model(name, num_classes=num_classes, **own)
-        with tempfile.TemporaryDirectory() as folder:  # timm reads a description only from a file
-            Path(folder, CONFIG).write_text(json.dumps(description), encoding="utf-8")
-            return timm.create_model(f"{_LOCAL}{folder}", num_classes=num_classes, **own)
-    except Exception as error:  # foreign arguments may cause any error
-        what = name or description["architecture"]  # type: ignore[index]
-        raise InputError(
-            f"the model {what} cannot be built: {one_line(error)}; correct its arguments"
-        ) from error
-
-
-def _check_size(
-    name: str | None,
-    description: Mapping[str, Any],
-    num_classes: int | None,
-    kwargs: Mapping[str, Any],
-    state_dict: Mapping[str, Tensor],
-    checkpoint: Path | None,
-) -> None:
-    """Refuse a description of a model far larger than its weights, before it fills the memory."""
-    # A block takes memory even on the meta device, and each block has tensors.
-    depth = {**(description.get("model_args") or {}), **kwargs}.get("depth")
-    whose, remedy = "its description has", "export the model again"
-    if name is not None and not name.startswith(_LOCAL):
-        whose = f"{name} has"
-        remedy = f"the file describes its own model: leave --model out, or give a file of {name}"
-    if isinstance(depth, int) and depth > len(state_dict):
-        raise InputError(
-            f"{checkpoint} holds {len(state_dict)} tensors, but {whose} {depth} blocks; {remedy}"
-        )
-    with torch.device("meta"):
-        model = _build(name, description, num_classes, kwargs)
-    wanted, found = (
-        sum(tensor.numel() for tensor in tensors)
-        for tensors in (model.parameters(), state_dict.values())
-    )
-    if wanted > 2 * found + 1_000_000:
-        raise InputError(
-            f"{checkpoint} holds {found:,} numbers, but {whose} {wanted:,} parameters; {remedy}"
-        )
-
-
-def _head_rows(state_dict: Mapping[str, Tensor], checkpoint: Path | None) -> int | None:
-    for name in ("head.weight", "head.fc.weight", "fc.weight", "classifier.weight"):
-        if name in state_dict:
-            # Some of timm's convolutional models have a convolution here.
-            if name.startswith("head.") and state_dict[name].dim() != 2:
-                raise InputError(
-                    f"{checkpoint}: {name} must be a (classes, width) matrix, but has the shape "
-                    f"{tuple(state_dict[name].shape)}; export the model again"
-                )
-            return len(state_dict[name])
-    return None
-
-
-def _say_preprocessing(
-    name: str | None, checkpoint: Path | None, state_dict: Mapping[str, Tensor]
-) -> None:
-    if any(key.startswith("backbone.") for key in state_dict):
-        raise InputError(
-            f"{checkpoint} is a training checkpoint without preprocessing and class names: run "
-            f"`tokenformer-vit export {checkpoint} FOLDER --config CONFIG` with the config of the "
-            "training, and give FOLDER"
-        )
-    if name is None:
-        return  # the caller refuses it
-    _log.warning(
-        "%s has no preprocessing and no class names; those of %s are used. An exported folder "
-        "contains both.",
-        checkpoint,
-        name,
-    )
-
-
-def _load(
-    model: nn.Module, state_dict: dict[str, Tensor], what: str, resample: bool, new_head: bool
-) -> None:
-    """Load strictly.
-
-    ``resample`` permits position embeddings of another image size. With ``new_head``, a norm after
-    the pooling is new if the file has its norm before the pooling, as MAE is fine-tuned.
-    """
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
-    # timm's filter would silently resample these two to any size, and the model would predict with
-    # untrained weights.
-    stem = ["patch_embed.proj.weight"] if resample else ["patch_embed.proj.weight", "pos_embed"]
-    faults = []
-    for name in stem:
-        for shape in (found[key] for key in found if f".{key}".endswith(f".{name}")):
-            if name in wanted and shape != wanted[name]:
-                faults.append(f"{name} is {shape} in the file and {wanted[name]} in the model")
-    if not faults:
-        if isinstance(model, TokenFormerViT):
-            state_dict = fit_state_dict(state_dict, model)
-        elif any(name.startswith("backbone.model.") for name in state_dict):
-            state_dict = timm_state_dict(state_dict)
-        own = model.state_dict()
-        if new_head and "fc_norm.weight" in own and "norm.weight" in state_dict:
-            kept = {name: each for name, each in state_dict.items() if not name.startswith("norm.")}
-            state_dict = kept | {name: own[name] for name in own if name.startswith("fc_norm.")}
-        faults = model_faults(own, state_dict)
-    if faults:
-        more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
-        raise InputError(
-            f"{what}: {'; '.join(faults[:3])}{more}. Give the --model it was trained as, "
-            "with its --model-kwargs"
-        )
-    model.load_state_dict(state_dict)
-
-
-def model_faults(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
-    """List the differences of two state dicts in names, shapes and kinds of numbers.
-
-    Args:
-        wanted: State dict of the model.
-        found: State dict of the file.
-    """
-    shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
-    faults = [
-        f"{name} is {shapes[name]} in the file and {tuple(tensor.shape)} in the model"
-        for name, tensor in wanted.items()
-        if name in found and shapes[name] != tuple(tensor.shape)
-    ]
-    faults += [
-        f"{name} is {found[name].dtype} in the file and {tensor.dtype} in the model"
-        for name, tensor in wanted.items()
-        if name in found and found[name].is_floating_point() != tensor.is_floating_point()
-    ]
-    faults += [
-        f"{n} {tuple(t.shape)} is not in the file" for n, t in wanted.items() if n not in found
-    ]
-    faults += [f"{n} {shapes[n]} is not in the model" for n in found if n not in wanted]
-    return faults
+model = timm.create_model("local-dir:FOLDER", pretrained=True).eval()  # or "hf-hub:USER/NAME"
+transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+output = model(transform(Image.open("image.png").convert("RGB"))[None])
+```"""
+    count = sum(each.numel() for each in model.parameters())
+    about = {"Parameters": f"{count:,}", "Arguments": description["model_args"], **facts}
+    task = "image-classification" if model.num_classes else "image-feature-extraction"
+    card = {"license": _LICENSE, "details": about, "usage": usage}
+    card["tags"] = [task, "timm", *(["tokenformer"] if own else [])]
+    return generate_readme(card, description["architecture"], task)

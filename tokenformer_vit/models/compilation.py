@@ -8,10 +8,6 @@ from torch import nn
 
 from tokenformer_vit.errors import InputError
 
-# Blocks of one shape share compiled code, but training, evaluation, the last batch of an epoch and
-# a first block without stochastic depth each need another version. By default PyTorch stops at
-# eight versions and silently runs the rest uncompiled.
-_MOST_VERSIONS = 64
 # Names of the list of blocks: in timm's ViTs and ours, GPT-2 and GPT-NeoX of transformers.
 BLOCKS = ("blocks", "h", "layers")
 
@@ -26,22 +22,17 @@ def compile_blocks(
 ) -> None:
     """Compile each transformer block of a model, in place.
 
-    All blocks run the same code with different weights, so they share one compilation, which takes
-    seconds; compiling the whole model takes minutes. State-dict keys do not change, and a copy or a
-    pickle of the model is not compiled.
+    All blocks share one compilation, which takes seconds; the whole model would take minutes.
+    State-dict keys do not change, and a copy or a pickle of the model is not compiled. Options of
+    torch.compile change for the whole process: 64 versions, no ``optimize_ddp``.
 
     Args:
         model: Model whose blocks are in an attribute of ``BLOCKS``, such as a ViT of timm.
-        how: Value of a config: a mode of ``torch.compile``, or a dict of its arguments; True for
-            its default, False to compile nothing.
+        how: Mode of ``torch.compile``, or a dict of its arguments; False to compile nothing.
         **kwargs: Arguments of ``torch.compile``.
 
     Raises:
         InputError: If the model has no blocks.
-
-    Note:
-        This raises torch.compile's limit of versions from 8 to 64 and switches ``optimize_ddp``
-        off, for the whole process. For a nested model it also lets code be shared by all sizes.
     """
     if how is False:
         return
@@ -49,19 +40,14 @@ def compile_blocks(
         kwargs = {**({"mode": how} if isinstance(how, str) else how), **kwargs}
     blocks = blocks_of(model)
     if not isinstance(blocks, nn.Module):
-        raise InputError(
-            f"{type(model).__name__} has no transformer blocks to compile; omit --compile, or "
-            "choose a ViT"
-        )
-    config: Any = torch._dynamo.config
-    limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
-    setattr(config, limit, max(getattr(config, limit), _MOST_VERSIONS))
-    # optimize_ddp splits the graph of a whole model, and fails on graphs within graphs, which
-    # autograd functions may have. Blocks do not need it to overlap communication.
-    config.optimize_ddp = False
-    if len(getattr(model, "sizes", ())) > 1:
-        # By default PyTorch compiles again for every number that a module or an object in it holds.
-        # With this, the third size gets code for any size.
-        config.allow_unspec_int_on_nn_module = True
+        raise InputError(f"{type(model).__name__} has no transformer blocks: omit --compile")
+    # Training, evaluation, the last batch of an epoch and a first block without stochastic depth
+    # each need a version. By default PyTorch stops at eight and silently runs the rest uncompiled.
+    dynamo: Any = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
+    # It splits the graph of a whole model, and fails on the graphs of autograd functions.
+    dynamo.optimize_ddp = False
+    if len(getattr(model, "sizes", ())) > 1:  # else every size would be a version
+        dynamo.allow_unspec_int_on_nn_module = True
     for block in blocks.children():
         block.compile(**kwargs)

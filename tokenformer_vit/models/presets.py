@@ -3,192 +3,90 @@
 from pathlib import Path
 from typing import Any
 
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 
 from .vit import TokenFormerViT, TokenFormerViTDistilled, checkpoint_filter_fn
 
-
-def _cfg(**kwargs: Any) -> dict[str, Any]:
-    return {
-        "url": "",
-        "num_classes": 1000,
-        "input_size": (3, 224, 224),
-        "pool_size": None,
-        "crop_pct": 224 / 256,
-        "interpolation": "bicubic",
-        "fixed_input_size": True,
-        "mean": IMAGENET_DEFAULT_MEAN,
-        "std": IMAGENET_DEFAULT_STD,
-        "first_conv": "patch_embed.proj",
-        "classifier": "head",
-        "license": "apache-2.0",
-        "paper_ids": "arXiv:2410.23168",
-        "paper_name": "TokenFormer: Rethinking Transformer Scaling with Tokenized Model Parameters",
-        **kwargs,
-    }
-
-
-# Exported folders, one a model, with the model's card.
-_PRETRAINED = Path(__file__).with_name("pretrained")
-
-default_cfgs = generate_default_cfgs(
-    {
-        **{
-            f"tokenformer_{name}.untrained": _cfg()
-            for name in ("tiny", "small", "base", "large", "base_matched", "large_matched")
-        },
-        **{
-            f"tokenformer_{name}_rope_reg4.untrained": _cfg(crop_pct=1.0)
-            for name in ("small", "base", "large")
-        },
-        **{
-            f"tokenformer_{name}_distilled.untrained": _cfg(classifier=("head", "head_dist"))
-            for name in ("small", "base")
-        },
-        "tokenformer_cifar10_micro.cifar10": _cfg(
-            file=str(_PRETRAINED / "tokenformer_cifar10_micro" / "model.safetensors"),
-            num_classes=10,
-            label_names=(
-                *("airplane", "automobile", "bird", "cat", "deer"),
-                *("dog", "frog", "horse", "ship", "truck"),
-            ),
-            input_size=(3, 32, 32),
-            crop_pct=1.0,
-            mean=(125.3 / 255, 123.0 / 255, 113.9 / 255),
-            std=(63.0 / 255, 62.1 / 255, 66.7 / 255),
-        ),
-    }
-)
-
-
-def _create(
-    variant: str, pretrained: bool, kind: type[TokenFormerViT] = TokenFormerViT, **kwargs: Any
-) -> TokenFormerViT:
-    out_indices = kwargs.pop("out_indices", 3)
-    return build_model_with_cfg(
-        kind,
-        variant,
-        pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
-        **kwargs,
-    )
-
-
-@register_model
-def tokenformer_tiny(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
-    """Build TokenFormer-Ti/16: width 192, 12 blocks, 3 heads, pairs 192 and 768."""
-    args = {"patch_size": 16, "embed_dim": 192, "depth": 12, "num_heads": 3}
-    return _create("tokenformer_tiny", pretrained, **{**args, **kwargs})
-
-
-@register_model
-def tokenformer_small(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
-    """Build TokenFormer-S/16: width 384, 12 blocks, 6 heads, pairs 384 and 1536."""
-    args = {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6}
-    return _create("tokenformer_small", pretrained, **{**args, **kwargs})
-
-
-@register_model
-def tokenformer_base(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
-    """Build TokenFormer-B/16: width 768, 12 blocks, 12 heads, pairs 768 and 3072 (Table 4)."""
-    args = {"patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12}
-    return _create("tokenformer_base", pretrained, **{**args, **kwargs})
-
-
-@register_model
-def tokenformer_large(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
-    """Build TokenFormer-L/16: width 1024, 24 blocks, 16 heads, pairs 1024 and 4096."""
-    args = {"patch_size": 16, "embed_dim": 1024, "depth": 24, "num_heads": 16}
-    return _create("tokenformer_large", pretrained, **{**args, **kwargs})
-
-
-@register_model
-def tokenformer_base_matched(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
-    """Build TokenFormer-B†/16, with as many parameters as ViT-B/16: pairs 576 and 2304."""
-    args = {
-        "patch_size": 16,
-        "embed_dim": 768,
-        "depth": 12,
-        "num_heads": 12,
-        "num_qkv_param_tokens": 576,
-        "num_proj_param_tokens": 576,
-        "num_ffn_param_tokens": 2304,
-    }
-    return _create("tokenformer_base_matched", pretrained, **{**args, **kwargs})
-
-
-@register_model
-def tokenformer_large_matched(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
-    """Build TokenFormer-L†/16, with as many parameters as ViT-L/16: pairs 768 and 3072."""
-    args = {
-        "patch_size": 16,
-        "embed_dim": 1024,
-        "depth": 24,
-        "num_heads": 16,
-        "num_qkv_param_tokens": 768,
-        "num_proj_param_tokens": 768,
-        "num_ffn_param_tokens": 3072,
-    }
-    return _create("tokenformer_large_matched", pretrained, **{**args, **kwargs})
-
-
-@register_model
-def tokenformer_small_distilled(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
-    """Build TokenFormer-S/16 with a distillation token and a second head, as DeiT has them."""
-    args = {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6}
-    return _create(
-        "tokenformer_small_distilled", pretrained, TokenFormerViTDistilled, **{**args, **kwargs}
-    )
-
-
-@register_model
-def tokenformer_base_distilled(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
-    """Build TokenFormer-B/16 with a distillation token and a second head, as DeiT has them."""
-    args = {"patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12}
-    return _create(
-        "tokenformer_base_distilled", pretrained, TokenFormerViTDistilled, **{**args, **kwargs}
-    )
-
-
+_SMALL = {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6}
+_BASE = {"patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12}
+_LARGE = {"patch_size": 16, "embed_dim": 1024, "depth": 24, "num_heads": 16}
+_MICRO = {"img_size": 32, "patch_size": 8, "embed_dim": 96, "depth": 4, "num_heads": 3}
+_QKVO, _FFN = ("num_qkv_param_tokens", "num_proj_param_tokens"), "num_ffn_param_tokens"
 # The parts of ViT-5, arXiv:2602.08071. Its norms also have weights, and it also rotates registers.
 _VIT5 = {
-    "norm": "rms",
-    "qk_norm": True,
-    "use_rot_pos_emb": True,
-    "reg_tokens": 4,
-    "no_embed_class": True,
-    "init_values": 1e-4,
+    **{"norm": "rms", "qk_norm": True, "use_rot_pos_emb": True},
+    **{"reg_tokens": 4, "no_embed_class": True, "init_values": 1e-4},
+}
+_MODELS: dict[str, dict[str, Any]] = {
+    "tokenformer_tiny": {**_SMALL, "embed_dim": 192, "num_heads": 3},
+    "tokenformer_small": _SMALL,
+    "tokenformer_base": _BASE,  # Table 4
+    "tokenformer_large": _LARGE,
+    # As many parameters as ViT-B/16 and ViT-L/16.
+    "tokenformer_base_matched": _BASE | dict.fromkeys(_QKVO, 576) | {_FFN: 2304},
+    "tokenformer_large_matched": _LARGE | dict.fromkeys(_QKVO, 768) | {_FFN: 3072},
+    # A distillation token and a second head, as DeiT has them.
+    "tokenformer_small_distilled": _SMALL,
+    "tokenformer_base_distilled": _BASE,
+    "tokenformer_small_rope_reg4": {**_VIT5, **_SMALL},
+    "tokenformer_base_rope_reg4": {**_VIT5, **_BASE},
+    "tokenformer_large_rope_reg4": {**_VIT5, **_LARGE},
+    # Trained by configs/cifar10_micro_pretrained.py; its weights are in the package.
+    "tokenformer_cifar10_micro": _MICRO,
+}
+_CIFAR10 = {
+    "file": str(Path(__file__).parent / "pretrained/tokenformer_cifar10_micro/model.safetensors"),
+    "num_classes": 10,
+    "label_names": (
+        *("airplane", "automobile", "bird", "cat", "deer"),
+        *("dog", "frog", "horse", "ship", "truck"),
+    ),
+    "input_size": (3, 32, 32),
+    "crop_pct": 1.0,
+    "mean": (125.3 / 255, 123.0 / 255, 113.9 / 255),
+    "std": (63.0 / 255, 62.1 / 255, 66.7 / 255),
 }
 
 
-@register_model
-def tokenformer_small_rope_reg4(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
-    """Build TokenFormer-S/16 with the parts of ViT-5, such as rotary positions and registers."""
-    args = {**_VIT5, "patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6}
-    return _create("tokenformer_small_rope_reg4", pretrained, **{**args, **kwargs})
+def _cfg(name: str) -> dict[str, Any]:
+    """Describe a model where it differs from timm's defaults, such as 224 of 256 pixels."""
+    return {
+        "fixed_input_size": True,
+        "first_conv": "patch_embed.proj",
+        "classifier": ("head", "head_dist") if name.endswith("_distilled") else "head",
+        "crop_pct": 1.0 if name.endswith("_rope_reg4") else 224 / 256,
+        "license": "apache-2.0",
+        "paper_ids": "arXiv:2410.23168",
+        "paper_name": "TokenFormer: Rethinking Transformer Scaling with Tokenized Model Parameters",
+        **(_CIFAR10 if name == "tokenformer_cifar10_micro" else {}),
+    }
 
 
-@register_model
-def tokenformer_base_rope_reg4(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
-    """Build TokenFormer-B/16 with the parts of ViT-5, such as rotary positions and registers."""
-    args = {**_VIT5, "patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12}
-    return _create("tokenformer_base_rope_reg4", pretrained, **{**args, **kwargs})
+_TAGS = {"tokenformer_cifar10_micro": "cifar10"}
+default_cfgs = generate_default_cfgs(
+    {f"{name}.{_TAGS.get(name, 'untrained')}": _cfg(name) for name in _MODELS}
+)
 
 
-@register_model
-def tokenformer_large_rope_reg4(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
-    """Build TokenFormer-L/16 with the parts of ViT-5, such as rotary positions and registers."""
-    args = {**_VIT5, "patch_size": 16, "embed_dim": 1024, "depth": 24, "num_heads": 16}
-    return _create("tokenformer_large_rope_reg4", pretrained, **{**args, **kwargs})
+def _register(name: str, own: dict[str, Any]) -> Any:
+    """Register a function that builds a model; the user's arguments replace those of the table."""
+    kind = TokenFormerViTDistilled if name.endswith("_distilled") else TokenFormerViT
+
+    def create(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
+        given = {"out_indices": 3, **own, **kwargs}
+        feature_cfg = {"out_indices": given.pop("out_indices"), "feature_cls": "getter"}
+        return build_model_with_cfg(
+            kind,
+            name,
+            pretrained,
+            pretrained_filter_fn=checkpoint_filter_fn,
+            feature_cfg=feature_cfg,
+            **given,
+        )
+
+    create.__name__ = create.__qualname__ = name
+    return register_model(create)
 
 
-@register_model
-def tokenformer_cifar10_micro(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
-    """Build a model for 32 px: patches of 8 px, width 96, 4 blocks, 3 heads, pairs 96 and 384.
-
-    Its pretrained weights are in the package; configs/cifar10_micro_pretrained.py trained them.
-    """
-    args = {"img_size": 32, "patch_size": 8, "embed_dim": 96, "depth": 4, "num_heads": 3}
-    return _create("tokenformer_cifar10_micro", pretrained, **{**args, **kwargs})
+# timm lists its entry points in ``__all__``, so they are names of this module.
+globals().update({name: _register(name, own) for name, own in _MODELS.items()})

@@ -1,32 +1,168 @@
-"""Θ by the kernels of ``triton_kernels.py``, in two operations that PyTorch knows.
+"""Θ ``gelu_l2`` and its gradient in two Triton kernels, for NVIDIA GPUs.
 
-torch.compile looks into the operations: Inductor allocates the results and launches the kernels by
-itself. Exported programs keep the operations.
+Each kernel reads a row once, holds it in registers, and writes its result once: 4 and 6 bytes for a
+bfloat16 score. A row of P entries is split into two power-of-two blocks where that pads less: 576 =
+512 + 64 leaves no idle lane, but a single block would be padded to 1024.
 """
 
-from __future__ import annotations
+# pyright: reportPossiblyUnboundVariable=false, reportArgumentType=false, reportOperatorIssue=false
+from __future__ import annotations  # without Triton there is no tl for annotations
 
-from functools import partial
+import functools
+import math
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import custom_op, triton_op, wrap_triton
 
-from tokenformer_vit.errors import InputError
+from .theta import theta_weights
 
-from .fused import flat
-from .kernels import Kernels
-from .theta import THETAS
-from .triton_kernels import backward_kernel, forward_kernel, triton
+try:
+    import triton
+    import triton.language as tl
+    from triton.language import constexpr
+except ImportError:  # PyTorch for CPUs and for Windows comes without it
+    triton = None
 
-MAX_PARAM_TOKENS = 16384
-"""The longest row: its backward uses all registers of a block of threads, and spills a few."""
-
-VARIANTS = ("softmax", "gelu_l1", "gelu_l2", "gelu_l2_post", "gelu_tanh_l2")
-"""The variants that the kernels compute."""
-
+MAX_PARAM_TOKENS = 16384  # the backward of a longer row would spill many registers
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_trusted = triton is not None  # until try_kernels() finds an error
+
+
+def _kernel(function):
+    if triton is None:
+        return function
+    # A kernel works for any number of rows and need not be compiled for each.
+    return triton.jit(do_not_specialize=["num_rows"])(function)
+
+
+@_kernel
+def _approximate(instruction: constexpr, x):
+    """Compute 2ˣ, or 1 / x for x ≥ 1, by one instruction of NVIDIA's, without checks of range."""
+    code: constexpr = instruction + ".approx.ftz.f32 $0, $1;"
+    return tl.inline_asm_elementwise(code, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@_kernel
+def _exp2(x, PTX: constexpr):
+    return _approximate("ex2", x) if PTX else tl.exp2(x)  # others lack the instruction
+
+
+@_kernel
+def _reciprocal(x, PTX: constexpr):
+    return _approximate("rcp", x) if PTX else 1.0 / x
+
+
+@_kernel
+def _density_and_tail(z, TANH: constexpr, PTX: constexpr):
+    """Return the density φ(z) of the normal distribution and its tail 1 - Φ(|z|).
+
+    Abramowitz and Stegun, Handbook of Mathematical Functions, 26.2.17 (for erf, 7.1.26), has this
+    form with five terms and an error of 7.5e-8 in Φ, which is visible in float32. These six terms
+    minimise the maximum of max(1, |z|) times the error: 1.2e-8.
+    """
+    if TANH:  # Φ(z) ≈ (1 + tanh y) / 2 with y = √(2/π) (z + 0.044715 z³), and φ is its derivative
+        square = z * z
+        # exp(-2|y|); the constants are -2 √(2/π) log2(e), without and with 0.044715.
+        small = _exp2(tl.abs(z) * tl.fma(square, -0.10294324, -2.3022082), PTX)
+        tail = small * _reciprocal(1.0 + small, PTX)
+        # 2y'; the constants are 2 √(2/π), with and without 3 · 0.044715.
+        return tl.fma(-tail, tail, tail) * tl.fma(square, 0.21406445, 1.5957691), tail
+    else:
+        # exp(-z²/2) / √(2π); the constants are log2(e) / 2 and log2(√(2π)).
+        density = _exp2(tl.fma(z * -0.7213475204444817, z, -1.3257480647361592), PTX)
+        t = _reciprocal(tl.fma(tl.abs(z), 0.275, 1.0), PTX)
+        ratio = tl.fma(t, -0.286170136, 1.12588669)
+        ratio = tl.fma(t, ratio, -0.818132021)
+        ratio = tl.fma(t, ratio, 0.827735057)
+        ratio = tl.fma(t, ratio, 0.109281564)
+        ratio = tl.fma(t, ratio, 0.294713013) * t
+        return density, ratio * density
+
+
+@_kernel
+def _block(start: constexpr, size: constexpr, rows, there, P: constexpr):
+    """Return the offsets of columns in these rows, and which of them are no padding."""
+    columns = start + tl.arange(0, size)[None, :]
+    inside = there if start + size <= P else there & (columns < P)
+    return rows * P + columns, inside
+
+
+@_kernel
+def _load(tensor, offsets, inside):
+    return tl.load(tensor + offsets, mask=inside, other=0.0).to(tl.float32)
+
+
+@_kernel
+def _weigh(a, factor, weights, offsets, inside, TANH: constexpr, PTX: constexpr):
+    z = a * factor
+    tail = _density_and_tail(z, TANH, PTX)[1]
+    # zΦ(z) is max(z, 0) - |z| (1 - Φ(|z|)) for either sign of z.
+    w = tl.fma(-tl.abs(z), tail, tl.maximum(z, 0.0))
+    tl.store(weights + offsets, w.to(weights.dtype.element_ty), mask=inside)
+
+
+@_kernel
+def _differentiate(scores, grad, factor, offsets, inside, TANH: constexpr, PTX: constexpr):
+    """Return z and g = gelu'(z) dw of a block."""
+    z = _load(scores, offsets, inside) * factor
+    density, tail = _density_and_tail(z, TANH, PTX)
+    slope = tl.fma(z, density, tl.where(z < 0, tail, 1.0 - tail))  # Φ(z) + zφ(z)
+    return z, _load(grad, offsets, inside) * slope
+
+
+@_kernel
+def forward_kernel(
+    scores, tau, weights, factors, eps, num_rows,
+    P: constexpr, LEFT: constexpr, RIGHT: constexpr, ROWS: constexpr,
+    TANH: constexpr, PTX: constexpr,
+):  # fmt: skip
+    """Write weights (R, P) and factors (R, 1), ROWS rows in each program."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # R · P may be > 2³¹
+    there = rows < num_rows
+    left, in_left = _block(0, LEFT, rows, there, P)
+    a_left = _load(scores, left, in_left)
+    total = tl.sum(a_left * a_left, axis=1, keep_dims=True)
+    if RIGHT > 0:
+        right, in_right = _block(LEFT, RIGHT, rows, there, P)
+        a_right = _load(scores, right, in_right)
+        total += tl.sum(a_right * a_right, axis=1, keep_dims=True)
+    t = tl.load(tau).to(tl.float32)
+    # Before 2.15, PyTorch's compiled code passes numbers in 64 bits.
+    factor = tl.rsqrt(total / (t * t) + tl.cast(eps, tl.float32))
+    tl.store(factors + rows, factor, mask=there)
+    _weigh(a_left, factor, weights, left, in_left, TANH, PTX)
+    if RIGHT > 0:
+        _weigh(a_right, factor, weights, right, in_right, TANH, PTX)
+
+
+@_kernel
+def backward_kernel(
+    scores, tau, factors, grad, grad_scores, dots, num_rows,
+    P: constexpr, LEFT: constexpr, RIGHT: constexpr, ROWS: constexpr,
+    TANH: constexpr, PTX: constexpr,
+):  # fmt: skip
+    """Write the gradient of the scores (R, P), and for that of τ the dot products g · z (R, 1)."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # R · P may be > 2³¹
+    there = rows < num_rows
+    factor = _load(factors, rows, there)
+    left, in_left = _block(0, LEFT, rows, there, P)
+    z_left, g_left = _differentiate(scores, grad, factor, left, in_left, TANH, PTX)
+    dot = tl.sum(g_left * z_left, axis=1, keep_dims=True)
+    if RIGHT > 0:
+        right, in_right = _block(LEFT, RIGHT, rows, there, P)
+        z_right, g_right = _differentiate(scores, grad, factor, right, in_right, TANH, PTX)
+        dot += tl.sum(g_right * z_right, axis=1, keep_dims=True)
+    t = tl.load(tau).to(tl.float32)
+    tl.store(dots + rows, dot, mask=there)
+    dtype = grad_scores.dtype.element_ty
+    of_z = factor * dot / (t * t)
+    tl.store(grad_scores + left, (factor * g_left - of_z * z_left).to(dtype), mask=in_left)
+    if RIGHT > 0:
+        tl.store(grad_scores + right, (factor * g_right - of_z * z_right).to(dtype), mask=in_right)
+
 
 # With TRITON_INTERPRET=1 a kernel has another type, which PyTorch cannot trace.
 _INTERPRETED = triton is not None and not isinstance(forward_kernel, triton.JITFunction)
@@ -35,16 +171,7 @@ _operation: Any = custom_op if _INTERPRETED else triton_op
 
 
 def _layout(num_param_tokens: int, kept: int) -> dict[str, int]:
-    """Choose the two blocks of a row, the rows of a program, and its warps.
-
-    Args:
-        num_param_tokens: P, 1 to ``MAX_PARAM_TOKENS``.
-        kept: Number of values that a kernel keeps for each element of its rows.
-
-    Returns:
-        Arguments of the launch: LEFT and RIGHT (powers of two or 0 with a sum of at least P), ROWS
-        and num_warps.
-    """
+    """Choose blocks of a row, rows of a program, and warps; ``kept`` are values an element."""
     left = 1 << (num_param_tokens.bit_length() - 1)
     rest = num_param_tokens - left
     right = 1 << (rest - 1).bit_length() if rest else 0
@@ -59,211 +186,103 @@ def _layout(num_param_tokens: int, kept: int) -> dict[str, int]:
     return {"LEFT": left, "RIGHT": right, "ROWS": rows, "num_warps": num_warps}
 
 
-def _launch(kernel: Any, kept: int, theta: str, scores: Tensor, tau: Tensor, *others: Any) -> None:
-    # A program is compiled for one P, but for any number of rows, which may be symbolic here.
-    num_rows, num_param_tokens = scores.shape[0], int(scores.shape[1])
+def _launch(kernel: Any, kept: int, tanh: bool, scores: Tensor, tau: Tensor, *others: Any) -> None:
+    # A program is compiled for one P, but any number of rows, which may be symbolic here.
+    num_param_tokens = int(scores.shape[-1])
+    num_rows = scores.numel() // num_param_tokens
     if num_rows == 0:
         return
     layout = _layout(num_param_tokens, kept)
-    grid = (-(-num_rows // layout["ROWS"]),)
+    run = kernel if _INTERPRETED else wrap_triton(kernel)
     with torch.cuda.device_of(scores):  # Triton launches on the current device
-        kernel[grid](
+        run[(-(-num_rows // layout["ROWS"]),)](
             scores,
             tau,
             *others,
             num_rows,
-            THETA=theta,
             P=num_param_tokens,
-            SEGMENTS=tau.numel(),
+            TANH=tanh,
             PTX=_PTX,
             enable_fp_fusion=True,  # the default depends on the version of Triton
             **layout,
         )
 
 
-def _row_numbers(scores: Tensor, numbers: int) -> Tensor:
-    return torch.empty(scores.shape[0], numbers, dtype=torch.float32, device=scores.device)
+def _row_numbers(scores: Tensor) -> Tensor:
+    return scores.new_empty((*scores.shape[:-1], 1), dtype=torch.float32)
 
 
-def _num_factors(theta: str) -> int:
-    return 2 if theta == "softmax" else 1
-
-
-# PyTorch's caches of compiled code depend on the kernels that it finds here by their names.
-@_operation(
-    "tokenformer_vit::theta_forward",
-    mutates_args=(),
-    schema="(Tensor scores, str theta, Tensor tau, float eps) -> (Tensor, Tensor)",
-)
-def _forward(scores: Tensor, theta: str, tau: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+@_operation("tokenformer_vit::gelu_l2", mutates_args=())
+def gelu_l2(scores: Tensor, tau: Tensor, eps: float, tanh: bool) -> tuple[Tensor, Tensor]:
+    """Compute the weights (..., P) of scores (..., P), and the factors (..., 1) of their rows."""
     scores = scores.contiguous()
-    weights, factors = torch.empty_like(scores), _row_numbers(scores, _num_factors(theta))
-    kernel = forward_kernel if _INTERPRETED else wrap_triton(forward_kernel)
-    _launch(kernel, 1, theta, scores, tau, weights, factors, eps)
+    weights, factors = torch.empty_like(scores), _row_numbers(scores)
+    _launch(forward_kernel, 1, tanh, scores, tau, weights, factors, eps)
     return weights, factors
 
 
-@_forward.register_fake
-def _(scores: Tensor, theta: str, tau: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    weights = torch.empty_like(scores, memory_format=torch.contiguous_format)
-    return weights, _row_numbers(scores, _num_factors(theta))
-
-
-# The gradient overwrites the incoming one, which is not read again. This saves one in four of the
-# (R, P) tensors alive at the peak of a training step. torch.compile knows of it and adds no copy.
-@_operation(
-    "tokenformer_vit::theta_backward",
-    mutates_args=("grad",),
-    schema="(Tensor scores, Tensor factors, str theta, Tensor tau, Tensor(a!) grad)"
-    " -> (Tensor, Tensor)",
-)
-def _backward(
-    scores: Tensor, factors: Tensor, theta: str, tau: Tensor, grad: Tensor
+@_operation("tokenformer_vit::gelu_l2_backward", mutates_args=())
+def gelu_l2_backward(
+    scores: Tensor, tau: Tensor, factors: Tensor, grad: Tensor, tanh: bool
 ) -> tuple[Tensor, Tensor]:
-    scores, rows = scores.contiguous(), grad.contiguous()
-    weights, dots = torch.empty_like(scores), _row_numbers(scores, 1)
-    kernel = backward_kernel if _INTERPRETED else wrap_triton(backward_kernel)
-    _launch(kernel, 2, theta, scores, tau, factors.contiguous(), rows, weights, dots)
-    if rows is not grad:
-        grad.copy_(rows)
-    return weights, dots
+    """Compute the gradient (..., P) of scores, and the dot products g · z (..., 1)."""
+    scores, grad = scores.contiguous(), grad.contiguous()
+    grad_scores, dots = torch.empty_like(scores), _row_numbers(scores)
+    others = factors.contiguous(), grad, grad_scores, dots
+    _launch(backward_kernel, 2, tanh, scores, tau, *others)
+    return grad_scores, dots
 
 
-@_backward.register_fake
-def _(
-    scores: Tensor, factors: Tensor, theta: str, tau: Tensor, grad: Tensor
-) -> tuple[Tensor, Tensor]:
-    weights = torch.empty_like(scores, memory_format=torch.contiguous_format)
-    return weights, _row_numbers(scores, 1)
+def _shapes(scores: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(scores, memory_format=torch.contiguous_format), _row_numbers(scores)
 
 
-def _check(scores: Tensor, theta: str, tau: Tensor) -> Tensor:
-    """Return τ, contiguous; raise InputError if the kernels cannot be used with these scores."""
-    if triton is None:
-        raise InputError("the triton backend needs Triton: pip install triton, or choose fused")
-    if theta not in VARIANTS:
-        raise InputError(f"theta must be one of {', '.join(VARIANTS)}, but got {theta!r}")
-    if scores.device.type == "cpu" and not _INTERPRETED:
-        raise InputError(
-            "the triton backend needs a GPU, but the scores are on the CPU: choose fused, or set "
-            "TRITON_INTERPRET=1 for Triton's slow interpreter"
+gelu_l2.register_fake(_shapes)
+gelu_l2_backward.register_fake(_shapes)
+
+
+def serves(scores: Tensor) -> bool:
+    """Return whether the kernels take these scores."""
+    return (
+        scores.is_cuda
+        and _trusted
+        and scores.dtype in _DTYPES
+        and scores.shape[-1] <= MAX_PARAM_TOKENS
+        # Operations of Triton have no rule for vmap, and PyTorch has no public question for it.
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+@functools.cache
+def try_kernels(
+    num_param_tokens: int, dtype: torch.dtype, device: torch.device, tanh: bool = False
+) -> None:
+    """Compare the kernels with plain PyTorch; if they are worse, warn and never use them again."""
+    global _trusted
+    if not _trusted or dtype not in _DTYPES or num_param_tokens > MAX_PARAM_TOKENS:
+        return
+    theta = "gelu_tanh_l2" if tanh else "gelu_l2"
+    random = torch.Generator().manual_seed(0)
+    drawn = torch.randn(2, 64, num_param_tokens, generator=random).to(device, dtype)
+    tau = torch.tensor(math.sqrt(num_param_tokens), device=device)
+
+    @torch.enable_grad()
+    def plain(drawn: Tensor) -> tuple[Tensor, Tensor]:
+        scores = drawn[0].clone().requires_grad_()
+        weights = theta_weights(scores, theta, tau, 1e-6)
+        return weights.detach(), torch.autograd.grad(weights, scores, drawn[1])[0]
+
+    try:
+        weights, factors = gelu_l2(drawn[0], tau, 1e-6, tanh)
+        own = weights, gelu_l2_backward(drawn[0], tau, factors, drawn[1], tanh)[0]
+        for ours, theirs, truth in zip(own, plain(drawn), plain(drawn.double()), strict=True):
+            error, usual = float((ours - truth).norm()), float((theirs - truth).norm())
+            if not error <= 1.2 * usual:
+                raise ArithmeticError(f"an error of {error:.1e}, PyTorch's is {usual:.1e}")
+    except Exception as error:  # of any kind: Triton needs a compiler, ptxas, a driver
+        _trusted = False
+        warnings.warn(
+            f"the Triton kernels of {theta} fail on this GPU for {num_param_tokens} pairs in "
+            f"{dtype}, so PyTorch computes it, which is slower: {error}",
+            stacklevel=2,
         )
-    if tau.device != scores.device:
-        raise InputError(f"tau is on {tau.device}, but the scores on {scores.device}: move tau")
-    if scores.dtype not in _DTYPES:
-        names = ", ".join(str(dtype) for dtype in _DTYPES)
-        raise InputError(f"the triton backend needs {names}, not {scores.dtype}: choose fused")
-    if scores.ndim != 2 or not 1 <= scores.shape[1] <= MAX_PARAM_TOKENS:
-        raise InputError(
-            f"the triton backend needs (rows, P) scores with P from 1 to {MAX_PARAM_TOKENS}, not "
-            f"{tuple(scores.shape)}: choose fused"
-        )
-    if tau.numel() != 1 and (tau.numel() == 0 or scores.shape[0] % tau.numel()):
-        raise InputError(
-            f"the number of rows must be a multiple of the {tau.numel()} segments of tau, but it "
-            f"is {scores.shape[0]}: give a tau to each segment"
-        )
-    return tau.contiguous()
-
-
-def theta_forward(scores: Tensor, theta: str, tau: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Compute the weights Θ of scores, and the numbers of each row that its backward needs.
-
-    Args:
-        scores: (R, P) float32, float16 or bfloat16 scores, P at most :data:`MAX_PARAM_TOKENS`;
-            copied if not contiguous. R may be 0.
-        theta: Name of the variant, one of :data:`VARIANTS`.
-        tau: Tensor of S numbers on the device of ``scores``: row r has the τ of segment r mod S,
-            where S divides R. With S = 1 all rows have the same. The kernel reads it, so the CPU
-            does not wait for its value.
-        eps: Number of at least 0; with 0 a row of zeros gives NaN, except under softmax.
-
-    Returns:
-        (R, P) weights of the dtype of ``scores``, and (R, 1) float32 factors of the rows; for
-        softmax (R, 2): the largest score of a row, and 1 / ‖exp(A - this score)‖₁.
-
-    Raises:
-        InputError: If Triton is missing, or does not support this variant, device, dtype or size.
-
-    Note:
-        Everything between reading the scores and rounding the weights once is float32. erf is an
-        approximation with a smaller error than float32 GELUs. Reruns are bit-equal. No gradient is
-        registered: :func:`theta_backward` computes it.
-
-    Source:
-        TokenFormer, arXiv:2410.23168, Eq. 5 and 6.
-    """
-    return _forward(scores, theta, _check(scores, theta, tau), eps)
-
-
-def theta_backward(
-    scores: Tensor, factors: Tensor, theta: str, tau: Tensor, grad_weights: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradient of Θ, and Θ again, which costs less than keeping it.
-
-    Args:
-        scores: (R, P) scores, as in :func:`theta_forward`.
-        factors: (R, 1) or (R, 2) float32 numbers of the rows, the second result of the forward.
-        theta: Name of the variant.
-        tau: Tensor of S numbers, as in the forward.
-        grad_weights: (R, P) gradient of the weights, in the dtype of ``scores``. If contiguous, it
-            is overwritten by the gradient of the scores, otherwise copied.
-
-    Returns:
-        (R, P) weights and (R, P) gradient of the scores, both of the dtype of ``scores``, and the
-        (R, 1) float32 dot products in this gradient, which the gradient of τ needs.
-
-    Raises:
-        InputError: As in the forward, or if ``grad_weights`` or ``factors`` has a wrong shape or
-            dtype.
-
-    Note:
-        Precision as in the forward. Reruns are bit-equal.
-
-    Source:
-        README.md in this folder derives the gradients.
-    """
-    tau = _check(scores, theta, tau)
-    for name, tensor, shape, dtype in (
-        ("factors", factors, (scores.shape[0], _num_factors(theta)), torch.float32),
-        ("grad_weights", grad_weights, scores.shape, scores.dtype),
-    ):
-        if tensor.shape != shape or tensor.dtype != dtype:
-            raise InputError(
-                f"{name} must be {tuple(shape)} {dtype}, not {tuple(tensor.shape)} {tensor.dtype}"
-            )
-    grad = grad_weights.contiguous()
-    weights, dots = _backward(scores, factors, theta, tau, grad)
-    return weights, grad, dots
-
-
-def _theta_forward(
-    scores: Tensor, tau: Tensor, eps: float, theta: str
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    weights, factors = theta_forward(flat(scores), theta, tau, eps)
-    return weights.view(scores.shape), (scores, factors.view(*scores.shape[:-1], factors.shape[-1]))
-
-
-def _theta_backward(
-    kept: tuple[Tensor, ...], tau: Tensor, grad_weights: Tensor, theta: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    scores, factors = kept
-    # Under autocast the incoming gradient has autocast's precision.
-    grad = flat(grad_weights).to(scores.dtype)
-    weights, grad, dots = theta_backward(flat(scores), flat(factors), theta, tau, grad)
-    shape = scores.shape
-    return weights.view(shape), grad.view(shape), dots.view(*shape[:-1], 1)
-
-
-def _kernels(theta: str) -> Kernels:
-    plain = THETAS[theta].kernels
-    assert plain is not None
-    forward = partial(_theta_forward, theta=theta)
-    return plain._replace(forward=forward, backward=partial(_theta_backward, theta=theta))
-
-
-KERNELS = {theta: _kernels(theta) for theta in VARIANTS}
-"""The kernels of each variant, for P up to :data:`MAX_PARAM_TOKENS`.
-
-They take scores (..., P) with a 0-dim τ, or scores (..., S, P) with a τ (S, 1) for S segments.
-"""

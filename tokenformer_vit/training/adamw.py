@@ -15,14 +15,13 @@ class AdamW(optim.AdamW):
     parameters of a group must be on one device and of one type.
     """
 
-    # For each group: the parameters with a gradient, and the tensors of their state.
-    _lists: dict[int, tuple[list[Tensor], list[list[Tensor]]]] | None = None
-    _known = 0  # states when the lists were made
+    # For each group: the parameters with a gradient, their states, and the tensors of these.
+    _lists: dict[int, tuple[list[Tensor], list[dict[str, Tensor]], list[list[Tensor]]]] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set the state; loading a state dict does this."""
         super().__setstate__(state)
-        self._lists = None
+        self._lists = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -76,14 +75,13 @@ class AdamW(optim.AdamW):
     def _state_of(
         self, index: int, group: dict[str, Any], trained: list[Tensor]
     ) -> list[list[Tensor]]:
-        """List the state of the parameters that have a gradient; growth replaces parameters."""
-        if self._lists is None or len(self.state) != self._known:  # growth may reset moments
-            self._lists = {}
-        parameters, lists = self._lists.get(index, ([], []))
-        if len(parameters) != len(trained) or not all(map(is_, parameters, trained)):
+        """List the state of the parameters that have a gradient; growth replaces states."""
+        parameters, states, lists = self._lists.get(index, ([], [], []))
+        alike = len(parameters) == len(trained) and all(map(is_, parameters, trained))
+        if not (alike and all(map(is_, states, map(self.state.get, trained)))):
             _, _, *lists = every = [[] for _ in range(6)]
             self._init_group(group, *every)  # makes the state of new parameters
             lists.append([torch.ones_like(lists[-1][0])] * len(trained))
-            self._lists[index] = trained, lists
-            self._known = len(self.state)
+            states = [self.state[parameter] for parameter in trained]
+            self._lists = {**self._lists, index: (trained, states, lists)}
         return lists

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow, pattention_layers
-from tokenformer_vit.layers.segments import fuse_state_dict
 from tokenformer_vit.models import TokenFormerViT, compile_blocks, timm_state_dict
 from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.models.vit import draw_prefix_tokens
@@ -250,5 +249,5 @@ def as_timm_model(classifier: Any) -> nn.Module:
         model.pretrained_cfg["architecture"], num_classes=num_classes(classifier), **args
     )
     state_dict = merge_lora(classifier.state_dict(), classifier)
-    rebuilt.load_state_dict(fuse_state_dict(timm_state_dict(state_dict)))
+    rebuilt.load_state_dict(timm_state_dict(state_dict))
     return rebuilt

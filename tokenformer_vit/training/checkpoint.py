@@ -22,8 +22,7 @@ from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop, set_random_seed
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models.computation import model_computation
-from tokenformer_vit.models.description import DESCRIPTION
+from tokenformer_vit.models.checkpoints import DESCRIPTION, model_computation
 
 from .background import BackgroundWriter
 from .export import describe_classifier, run_facts
@@ -33,7 +32,7 @@ from .loop import EndlessSampler, ResumableEpochLoop, ResumableSampler, validati
 from .metrics import RowMetric
 from .mmengine_internals import is_resuming
 from .nested import NestedTraining
-from .parameter_groups import fit_groups, merge_separate_groups
+from .parameter_groups import fit_groups
 from .processes import check_alike
 from .random_state import rng_state, set_rng_state
 from .schedule import (
@@ -48,6 +47,11 @@ from .transforms import check_copies, seeded_transforms
 
 # Checkpoints written at a SIGTERM and after some minutes; the next checkpoint replaces them.
 STOPPED, TIMED = "stopped.pth", "timed.pth"
+# What a checkpoint has under "exact_resume".
+_PARTS = {
+    *("rng", "sampler_seed", "iters_per_epoch", "schedule", "training", "run", "gradients"),
+    "early_stopping",
+}
 
 
 @HOOKS.register_module()
@@ -154,7 +158,6 @@ class ExactCheckpointHook(CheckpointHook):
             )
         if self._resumed is None:
             return
-        merge_separate_groups(runner)
         if not self._elastic:
             check_processes(self._resumed)
         if self._resumed["iters_per_epoch"] != len(loader):
@@ -165,12 +168,12 @@ class ExactCheckpointHook(CheckpointHook):
                 "`--cfg-options load_from=CHECKPOINT`"
             )
         _check_resumable_here(runner)
-        check_identity(self._resumed.get("run"), self._identity, runner.logger)
+        check_identity(self._resumed["run"], self._identity)
         loader.sampler.seed = self._resumed["sampler_seed"]
         parameters = dict(unwrap(runner.model).named_parameters())
         for name, gradient in self._resumed["gradients"].items():
             parameters[name].grad = gradient.to(parameters[name])
-        counts = self._resumed.get("early_stopping", ())  # an older version has none
+        counts = self._resumed["early_stopping"]
         for hook, count in zip(_early_stopping_hooks(runner), counts, strict=False):
             hook.wait_count, hook.best_score = count
         if runner.val_loop is not None and validation_is_due(runner.train_loop):
@@ -314,18 +317,16 @@ class ExactCheckpointHook(CheckpointHook):
             ) from error
         assert self._resumed is not None
         check_schedule_is_kept(runner, self._resumed)  # PyTorch refuses other groups without a name
-        check_training_is_kept(runner.cfg, self._resumed.get("training"))
+        check_training_is_kept(runner.cfg, self._resumed["training"])
 
     def _take(self, runner, checkpoint: dict) -> None:
         resumed: dict[str, Any] = checkpoint.pop("exact_resume")
         self._resumed = resumed
-        absent = {"rng", "sampler_seed", "iters_per_epoch", "schedule", "gradients"} - {*resumed}
+        absent = _PARTS - {*resumed}
         if absent:
             raise KeyError(*sorted(absent))
         optimizer = runner.optim_wrapper.optimizer
-        ordered = resumed.get("ordered", False)  # earlier versions left what grew at the end
-        saved = checkpoint["optimizer"]["param_groups"]
-        fit_groups(optimizer, unwrap(runner.model), saved, ordered)
+        fit_groups(optimizer, checkpoint["optimizer"]["param_groups"])
         for state in checkpoint["optimizer"]["state"].values():
             # It is read for each parameter; on the CPU that costs no transfer. Some of timm's
             # optimisers have a number.
@@ -429,7 +430,6 @@ class ExactCheckpointHook(CheckpointHook):
             "schedule": schedule_settings(runner),
             "training": training_settings(runner.cfg),
             "run": self._identity,
-            "ordered": True,  # parameters in a group of the optimiser
             "gradients": gradients,
             "early_stopping": [
                 (hook.wait_count, float(hook.best_score)) for hook in _early_stopping_hooks(runner)
@@ -467,8 +467,8 @@ def _card(runner, meta: dict[str, Any]) -> dict[str, Any]:
     The last validation measured earlier weights.
     """
     facts = run_facts(runner)
-    training = {**facts.sections["Training"], "Iterations": f"{meta['iter']:,}"}
-    if training["Epochs"] is not None:
-        training["Epochs"] = meta["epoch"]
-    sections = {"Data": facts.sections["Data"], "Training": training}
-    return plain_values(facts._replace(sections=sections, metrics=[])._asdict())
+    facts.pop("Validation", None)
+    facts["Training"]["Iterations"] = f"{meta['iter']:,}"
+    if "Epochs" in facts["Training"]:
+        facts["Training"]["Epochs"] = meta["epoch"]
+    return plain_values(facts)

@@ -12,9 +12,8 @@ from mmengine.dist import all_reduce, is_main_process
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
-from tokenformer_vit.benchmarking.costs import model_costs, total
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import measure_usage, nest, reorder, top_k
+from tokenformer_vit.growth import measure_usage, nest, reorder
 from tokenformer_vit.models import TokenFormerViT
 from tokenformer_vit.vision.compression import candidates
 
@@ -72,12 +71,12 @@ class CompressionHook(Hook):
         points = []
         for candidate in candidates(model, ("prune", "top-k"), self._keep, usage)[1:]:
             classifier.backbone.model = candidate.model
-            with top_k(candidate.model, **candidate.read):
+            with candidate.reading():
                 points.append(
                     {
                         "method": candidate.method,
                         "keep": candidate.keep,
-                        "flops": total(model_costs(candidate.model)).forward_flops,
+                        "flops": candidate.flops(),
                         "top1": round(_top1(runner, classifier), 3),
                     }
                 )

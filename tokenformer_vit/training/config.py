@@ -408,8 +408,6 @@ def write_config(cfg: Config, replace: bool) -> None:
         return
     written = copy.deepcopy(cfg)
     written.pop("work_dir")  # a copy gets its own
-    if written.get("resume"):  # of a resumed run, written by an earlier version
-        written.update(resume=False, load_from=None)
     for name in LOADERS:
         written[name].setdefault("num_batch_per_epoch", None)  # the option must exist again
     write_whole(work_dir / source.name, written.pretty_text.encode())

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.layers.segments import fuse_tokens
+from tokenformer_vit.layers.split import fuse_tokens
 
 from .guard import unwrap
 from .mae import MaskedAutoencoder

@@ -1,5 +1,7 @@
 """Knowledge distillation: a classifier that also learns what a trained teacher predicts."""
 
+import hashlib
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,12 +12,11 @@ import torch.nn.functional as F
 from mmpretrain.models import ImageClassifier
 from mmpretrain.registry import MODELS
 from pydantic import BaseModel, ConfigDict, Field
+from timm.data import resolve_input_data_config
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError, one_line
-from tokenformer_vit.models.checkpoints import load_model, weights_in_package
-from tokenformer_vit.models.description import data_config
-from tokenformer_vit.models.weights import tensors_digest
+from tokenformer_vit.models.checkpoints import load_model
 
 from .labels import DistilledHead
 
@@ -59,6 +60,16 @@ class Distillation(BaseModel):
         return loss * self.temperature**2
 
 
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of the names and values of tensors, in hexadecimal."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
 class Teacher:
     """A trained timm classifier that only predicts.
 
@@ -95,7 +106,7 @@ class Teacher:
         named = isinstance(names, list | tuple) and len(names) == num_classes
         self.classes = [str(name) for name in names] if named else None
         self.digest = tensors_digest(self._model.state_dict())
-        own = data_config(self._model)
+        own = resolve_input_data_config(self._model)
         self._size = tuple(own["input_size"][1:])
         # The student's values are (v - mean) / std for v from 0 to 255, and timm's have v / 255.
         mean, std = (torch.tensor(own[key]).view(3, 1, 1) for key in ("mean", "std"))
@@ -135,8 +146,6 @@ def _load(settings: Distillation) -> nn.Module:
         return load_model(name, Path(settings.checkpoint_path))
     if path.exists():
         return load_model(None, path)
-    if file := weights_in_package(name):
-        return load_model(name, file)
     if not (name.startswith("hf-hub:") or timm.is_model_pretrained(name)):
         raise InputError(
             f"the teacher {name!r} is no file, no folder and no timm model with pretrained "

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import make_folder, write_whole
-from tokenformer_vit.models.checkpoints import weights_in
+from tokenformer_vit.models.checkpoints import WEIGHTS
 
 from .export import forget_start
 from .launch import config_explained
@@ -99,7 +99,7 @@ def configure_test(cfg: Config, checkpoint: str | Path, out: str | Path) -> None
             "`tokenformer-vit evaluate-lm`; fine-tune a masked autoencoder first"
         )
     if Path(checkpoint).is_dir():
-        checkpoint = weights_in(Path(checkpoint))
+        checkpoint = Path(checkpoint, WEIGHTS)
     if not Path(checkpoint).is_file():
         raise InputError(f"there is no checkpoint {checkpoint}; give an existing file")
     make_folder(Path(out), "--out")

@@ -9,11 +9,7 @@ from mmengine.runner import IterBasedTrainLoop
 from mmpretrain.registry import MODELS
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.layers.segments import fuse_state_dict
-from tokenformer_vit.models.card import CardFacts
-from tokenformer_vit.models.checkpoints import save_model
-from tokenformer_vit.models.description import describe_model
-from tokenformer_vit.models.weights import read_checkpoint
+from tokenformer_vit.models.checkpoints import describe_model, save_model
 from tokenformer_vit.vision.image_rows import hub_name
 
 from .backbone import TimmClassificationBackbone, as_timm_model, check_exportable, num_classes
@@ -22,6 +18,7 @@ from .loop import validation_is_due
 from .metrics import RECONSTRUCTION, VAL_LOSS
 from .progress import dtype_of
 from .steps import highest_rate, sample_noun, samples_per_step
+from .storage import load_plain_checkpoint
 
 _LOADERS = ("LoadImage", "LoadImageFromFile")  # both give BGR
 # Steps that do not change what an image shows.
@@ -119,7 +116,7 @@ def describe_classifier(
     return describe_model(backbone.model, number, metainfo["classes"] if number else None, images)
 
 
-def run_facts(runner: Any) -> CardFacts:
+def run_facts(runner: Any) -> dict[str, Any]:
     """Collect the data, recipe and results of a run for a model card.
 
     It has results only if the present weights were validated. It has the names of folders, not
@@ -145,35 +142,35 @@ def run_facts(runner: Any) -> CardFacts:
         }
     imagenet = cfg.train_dataloader.dataset.type == "ImageNet" and len(info["classes"]) == 1000
     on_hub = [name for name in map(hub_name, folders) if name]
-    return CardFacts(
-        {
-            "Data": {
-                "Folder": ", ".join(PurePath(folder).name for folder in folders) or None,
-                f"Training {unit}": f"{len(runner.train_dataloader.dataset):,}",
-                f"Validation {unit}": validation,
-            },
-            "Training": {
-                "Config": PurePath(cfg.filename).name if cfg.filename else None,
-                "Epochs": None if by_iteration else runner.epoch,
-                "Iterations": f"{runner.iter:,}",
-                "Optimiser": type(runner.optim_wrapper.optimizer).__name__,
-                "Learning rate": f"{highest_rate(runner):.3g} (highest)",
-                "Weight decay": f"{max(group.get('weight_decay', 0) for group in groups):.3g}",
-                f"Batch size ({unit} a step)": f"{samples_per_step(runner):,}",
-                "Precision": dtype_of(runner),
-                "Weights": "exponential moving average" if averaged else "those of the last step",
-                "Teacher": teacher and PurePath(teacher).name,
-                "Seed": runner.seed,
-            },
-            "Validation": found,
+    sections: dict[str, dict[str, Any]] = {
+        "Data": {
+            "Folder": ", ".join(PurePath(folder).name for folder in folders) or None,
+            f"Training {unit}": f"{len(runner.train_dataloader.dataset):,}",
+            f"Validation {unit}": validation,
         },
-        datasets=["imagenet-1k"] if imagenet else on_hub,
-        metrics=[
-            name
-            for name in ("accuracy", "perplexity")
-            if any(name in title.lower() for title in found)
-        ],
-    )
+        "Training": {
+            "Config": PurePath(cfg.filename).name if cfg.filename else None,
+            "Epochs": None if by_iteration else runner.epoch,
+            "Iterations": f"{runner.iter:,}",
+            "Optimiser": type(runner.optim_wrapper.optimizer).__name__,
+            "Learning rate": f"{highest_rate(runner):.3g} (highest)",
+            "Weight decay": f"{max(group.get('weight_decay', 0) for group in groups):.3g}",
+            f"Batch size ({unit} a step)": f"{samples_per_step(runner):,}",
+            "Precision": dtype_of(runner),
+            "Weights": "exponential moving average" if averaged else "those of the last step",
+            "Teacher": teacher and PurePath(teacher).name,
+            "Seed": runner.seed,
+        },
+        "Validation": found,
+    }
+    facts: dict[str, Any] = {
+        title: {key: value for key, value in section.items() if value is not None}
+        for title, section in sections.items()
+        if section
+    }
+    if datasets := ["imagenet-1k"] if imagenet else on_hub:
+        facts["Dataset"] = datasets  # timm also names these in the front matter
+    return facts
 
 
 def export_classifier(
@@ -181,7 +178,7 @@ def export_classifier(
     cfg: Any,
     metainfo: dict[str, Any],
     folder: str | Path,
-    facts: CardFacts | None = None,
+    facts: dict[str, Any] | None = None,
 ) -> None:
     """Write an mmpretrain classifier as a timm folder, with a model card.
 
@@ -213,7 +210,7 @@ def forget_start(cfg: Config) -> None:
 def export_checkpoint(cfg: Config, checkpoint: Path, folder: Path) -> None:
     """Write the validated weights of a training checkpoint as a timm folder.
 
-    It is for checkpoints without a description: of older versions, and of LoRA.
+    It is for checkpoints without a description: those of LoRA.
 
     Args:
         cfg: Config of the training.
@@ -224,7 +221,7 @@ def export_checkpoint(cfg: Config, checkpoint: Path, folder: Path) -> None:
         InputError: If the checkpoint cannot be read, belongs to another model, or does not name
             its classes.
     """
-    content = read_checkpoint(checkpoint)
+    content = load_plain_checkpoint(str(checkpoint))
     classes = classes_of(content)
     if classes is None:
         raise InputError(
@@ -234,5 +231,5 @@ def export_checkpoint(cfg: Config, checkpoint: Path, folder: Path) -> None:
     forget_start(cfg)
     classifier = MODELS.build({**cfg.model, "data_preprocessor": preprocessor})
     check_weights(classifier, content)
-    classifier.load_state_dict(fuse_state_dict(content["state_dict"]))
+    classifier.load_state_dict(content["state_dict"])
     export_classifier(classifier, cfg, {"classes": classes}, folder)

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import timm
 from mmengine.config import Config
+from timm.data import resolve_input_data_config
 
 from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.files import locked_folder, make_folder, write_whole
-from tokenformer_vit.models.checkpoints import load_model
-from tokenformer_vit.models.description import WEIGHT_FILES, data_config, describe_model
+from tokenformer_vit.models.checkpoints import WEIGHTS, describe_model, load_model
 from tokenformer_vit.vision.images import class_folders, read_image, say_left_out, scan_images
 
 from .backbone import check_classifier
@@ -152,8 +152,7 @@ def _check_same_start(path: Path, start: Start) -> None:
 
 def _weight_file(checkpoint: Path) -> Path:
     """Return the absolute path of a checkpoint, or of the weights in an exported folder."""
-    files = (checkpoint / name for name in WEIGHT_FILES)
-    return next((file for file in files if file.is_file()), checkpoint).resolve()
+    return (checkpoint / WEIGHTS if checkpoint.is_dir() else checkpoint).resolve()
 
 
 def _text_without_code(cfg: Config) -> str:
@@ -254,7 +253,7 @@ def _set_model(cfg: Config, start: Start, size: int, count: int, classes: int) -
     if start.checkpoint is not None:
         model: Any = load_model(start.model, start.checkpoint, for_images=False)
         described = describe_model(model, classes, None, None)
-        images = data_config(model)
+        images = resolve_input_data_config(model)
         size, crop_pct = images["input_size"][-1], images["crop_pct"]
         new = {
             "model_name": described["architecture"],

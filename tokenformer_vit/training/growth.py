@@ -1,6 +1,5 @@
 """Growth during a run, and the cost of the training so far."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +22,6 @@ from tokenformer_vit.growth import (
     widen_mlp,
 )
 from tokenformer_vit.layers.arguments import COUNTS
-from tokenformer_vit.layers.segments import fuse_state_dict, part_name
 from tokenformer_vit.models.sizes import at_size
 
 from .guard import check_finite, unwrap
@@ -77,7 +75,6 @@ class GrowthHook(Hook):
         train_head: Whether the classifier is trained although ``freeze`` is given. Without it, the
             grown model contains the old one unchanged.
         seed: Seed of the new pairs; default: the seed of the run.
-        noise: Noise on the old pairs at each growth; see :func:`tokenformer_vit.growth.grow`.
 
     Raises:
         InputError: If the schedule is empty, out of order, or longer than the run, or the model
@@ -101,7 +98,6 @@ class GrowthHook(Hook):
         freeze: str | None = None,
         train_head: bool = True,
         seed: int | None = None,
-        noise: float = 0.0,
     ) -> None:
         self.schedule = [dict(event) for event in schedule]
         self._unit = _check_schedule(self.schedule)
@@ -110,14 +106,11 @@ class GrowthHook(Hook):
                 f"gate is {gate!r} and open_iters is {open_iters}: set open_iters above 0 for "
                 "gate='fixed', and to 0 for any other gate"
             )
-        if not 0 <= noise < math.inf:
-            raise InputError(f"noise of GrowthHook is {noise}: give a finite number, at least 0")
         self._tokens: dict[str, Any] = {
             "init": init,
             "gate": gate,
             "nested": nested,
             "freeze": freeze,
-            "noise": noise,
         }
         self._new_lr_scale = new_lr_scale
         self._moments = moments
@@ -205,21 +198,14 @@ class GrowthHook(Hook):
         """Grow to the size of the checkpoint, before its weights are loaded."""
         if is_resuming(runner) and "exact_resume" in checkpoint:
             # First; otherwise an error would be about the shape of a tensor.
-            progress = checkpoint["exact_resume"]
-            check_schedule_is_kept(runner, progress)
-            # Accumulated gradients are stored by parameter name.
-            progress["gradients"] = {
-                part_name(name): gradient for name, gradient in progress["gradients"].items()
-            }
-        loaded = fuse_state_dict(checkpoint.get("state_dict", checkpoint))
+            check_schedule_is_kept(runner, checkpoint["exact_resume"])
+        loaded = checkpoint.get("state_dict", checkpoint)
         loaded = {name.removeprefix("module."): tensor for name, tensor in loaded.items()}
         optimizer = getattr(runner.optim_wrapper, "optimizer", None)
         if not isinstance(optimizer, Optimizer):
             optimizer = None  # a test has none, or only its config
         elif is_resuming(runner) and "optimizer" in checkpoint:
-            ordered = checkpoint.get("exact_resume", {"ordered": True}).get("ordered", False)
-            saved = checkpoint["optimizer"]["param_groups"]
-            fit_groups(optimizer, unwrap(runner.model), saved, ordered)
+            fit_groups(optimizer, checkpoint["optimizer"]["param_groups"])
         started = self._done
         while self._done < len(self.schedule) and not _fits(runner.model, loaded):
             self._grow(runner, optimizer)
@@ -328,7 +314,7 @@ def _fits(model: nn.Module, loaded: Mapping[str, Tensor]) -> bool:
     """Tell whether the blocks have the shapes of the model's; growth does not change a head."""
     own, there = (
         {name: tensor.shape for name, tensor in tensors.items() if ".blocks." in name}
-        for tensors in (fuse_state_dict(unwrap(model).state_dict()), loaded)
+        for tensors in (unwrap(model).state_dict(), loaded)
     )
     return own == there
 

@@ -19,10 +19,7 @@ from mmpretrain.datasets import MultiLabelDataset
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.layers.segments import fuse_state_dict
-from tokenformer_vit.models.checkpoints import model_faults
-from tokenformer_vit.models.computation import check_computation
-from tokenformer_vit.models.description import trained_arguments
+from tokenformer_vit.models.checkpoints import check_computation, description_of, model_faults
 
 from .backbone import num_classes
 from .distillation import DistilledClassifier
@@ -336,14 +333,11 @@ def check_weights(model: nn.Module, checkpoint: dict) -> None:
     if not state_dict or not all(isinstance(value, torch.Tensor) for value in state_dict.values()):
         raise InputError("the checkpoint holds no state dict: save `model.state_dict()`")
     loaded = {name.removeprefix("module."): tensor for name, tensor in state_dict.items()}
-    own, loaded = fuse_state_dict(model.state_dict()), fuse_state_dict(loaded)
-    faults = model_faults(own, loaded)
-    if faults:
-        more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
+    if faults := model_faults(model.state_dict(), loaded):
         raise InputError(
-            f"the checkpoint is of another model: {'; '.join(faults[:3])}{more}. Use the config of "
-            "its training"
+            f"the checkpoint is of another model: {faults}. Use the config of its training"
         )
     source, meta = Path("the checkpoint"), checkpoint.get("meta")
     named = meta.get("computation") if isinstance(meta, dict) else None
-    check_computation(model, trained_arguments(source, checkpoint) or named or {}, source)
+    described = description_of(source, checkpoint).get("model_args")
+    check_computation(model, described or named or {}, source)

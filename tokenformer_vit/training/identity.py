@@ -38,23 +38,16 @@ def run_identity(runner) -> dict[str, Any]:
     }
 
 
-def check_identity(before: dict[str, Any] | None, now: dict[str, Any], logger: Any) -> None:
+def check_identity(before: dict[str, Any], now: dict[str, Any]) -> None:
     """Compare the data of a checkpoint with the data of the run that resumes from it.
 
     Args:
-        before: Identity in the checkpoint; None for one of an older version.
+        before: Identity in the checkpoint.
         now: Identity of this run.
-        logger: Logger, for a warning if ``before`` is None.
 
     Raises:
         InputError: If a value differs; the message gives both.
     """
-    if before is None:
-        logger.warning(
-            "The checkpoint does not name its training data (an older version wrote it): check "
-            "that this run has the same data."
-        )
-        return
     for key, words in _WORDS.items():
         if before.get(key) != now[key]:
             raise InputError(
@@ -92,7 +85,7 @@ def keep_samples(checkpoint: dict[str, Any], batch_size: int) -> int:
 
     Args:
         checkpoint: Checkpoint of a run with any number of processes.
-        batch_size: The result for a checkpoint of an older version, which has no batch size.
+        batch_size: The result for a checkpoint without ``exact_resume``.
 
     Raises:
         InputError: If the processes cannot take equal parts of a step.

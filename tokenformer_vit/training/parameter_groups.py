@@ -16,11 +16,9 @@ from torch import nn, optim
 from torch.optim import Optimizer
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth.optimizer import APPENDED, SEPARATE, order_groups
 from tokenformer_vit.models import BLOCKS
 
 from .adamw import AdamW
-from .guard import unwrap
 from .mmengine_internals import set_last_values
 
 __all__ = [
@@ -29,11 +27,10 @@ __all__ = [
     "align_schedulers",
     "check_start",
     "fit_groups",
-    "merge_separate_groups",
 ]
 
 # What a group says about its parameter, or what has become its rate and decay.
-_NO_SETTINGS = ("params", "param_name", "layer_id", "lr_mult", "decay_mult", SEPARATE, APPENDED)
+_NO_SETTINGS = ("params", "param_name", "layer_id", "lr_mult", "decay_mult")
 
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
@@ -169,48 +166,18 @@ def _merge(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return list(merged.values())
 
 
-def fit_groups(
-    optimizer: Optimizer, model: nn.Module, saved: list[dict[str, Any]], ordered: bool = True
-) -> None:
-    """Prepare an optimiser, and the groups of a checkpoint, for loading these.
-
-    Earlier versions saved a group for each parameter. The optimiser gets the same groups to load
-    them; :func:`merge_separate_groups` merges them afterwards, and puts parameters into the order
-    of the model, if growth had left them at the end.
+def fit_groups(optimizer: Optimizer, saved: Iterable[dict[str, Any]]) -> None:
+    """Keep how this optimiser steps: PyTorch would take over what another device or version had.
 
     Args:
-        optimizer: Optimiser of the model, before the model grows to the size of the checkpoint.
-        model: Model, whose parameters are in the order in which mmengine would add them.
-        saved: ``param_groups`` of the checkpoint; changed in place.
-        ordered: Whether the parameters of a group were in the order of the model.
+        optimizer: Optimiser that will load the groups.
+        saved: ``param_groups`` of a checkpoint; changed in place.
     """
     how = {
         key: optimizer.defaults[key] for key in ("foreach", "fused") if key in optimizer.defaults
     }
     for group in saved:
-        group.update(how)  # PyTorch would take over what another device or version had
-    single = all(len(group["params"]) < 2 for group in saved)  # growth may leave some empty
-    if single and len(saved) > len(optimizer.param_groups):
-        own = {each: group for group in optimizer.param_groups for each in group["params"]}
-        parts = [parameter for parameter in model.parameters() if parameter in own]
-        optimizer.param_groups[:] = [{**own[p], "params": [p], SEPARATE: True} for p in parts]
-        for group in saved:
-            group[SEPARATE] = True
-    if not ordered:
-        for group in (*optimizer.param_groups, *saved):
-            group[APPENDED] = True
-
-
-def merge_separate_groups(runner: Any) -> None:
-    """Merge the groups that :func:`fit_groups` separated, and order those of earlier versions."""
-    groups = runner.optim_wrapper.optimizer.param_groups
-    separate = any(SEPARATE in group for group in groups)
-    appended = [group for group in groups if group.pop(APPENDED, False)]
-    if separate:
-        appended = groups[:] = _merge(groups)
-        align_schedulers(runner)
-    if appended:
-        order_groups(appended, unwrap(runner.model))
+        group.update(how)
 
 
 def align_schedulers(runner: Any) -> None:

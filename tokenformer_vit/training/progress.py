@@ -16,7 +16,6 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.models.card import describe_pairs
 
 from .guard import losses_are_due, unwrap
 from .loop import validations_left
@@ -96,7 +95,10 @@ def _describe_model(model: Any, cfg: Any) -> str:
     layers = [each for each in model.modules() if isinstance(each, Pattention)]
     if layers:
         thetas = dict.fromkeys(layer.theta for layer in layers)
-        words += [f"Θ {', '.join(thetas)}", f"pairs {describe_pairs(model)}"]
+        words += [
+            f"Θ {', '.join(thetas)}",
+            f"{sum(each.num_param_tokens for each in layers):,} pairs",
+        ]
     return "; ".join(words)
 
 

@@ -88,9 +88,7 @@ def check_schedule_is_kept(runner, resumed: Mapping[str, Any]) -> None:
         InputError: If a setting of the schedule changed; the message names it.
     """
     for name, value in schedule_settings(runner).items():
-        # An older checkpoint has no precision, clipping and settings of parameters.
-        unknown = value if name.startswith("optim_wrapper") else []
-        before = resumed["schedule"].get(name, unknown)
+        before = resumed["schedule"].get(name)
         if name == "optim_wrapper.optimizer":
             before = _recipe(before)
         if value != before:
@@ -127,21 +125,17 @@ def _data_settings(loader: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_training_is_kept(cfg: Any, before: Mapping[str, Any] | None) -> None:
+def check_training_is_kept(cfg: Any, before: Mapping[str, Any]) -> None:
     """Check that a resumed run trains what it trained before.
 
     Args:
         cfg: Config of the run.
-        before: :func:`training_settings` in the checkpoint; None in one of an older version.
+        before: :func:`training_settings` in the checkpoint.
 
     Raises:
         InputError: If a setting changed; the message names it.
     """
-    if before is None:
-        return
     now = training_settings(cfg)
-    if "train_dataloader.drop_last" not in before:  # an older version noted only the data set
-        now = {name: each for name, each in now.items() if not _is_order(name)}
     averages = [any(name.startswith(_EMA) for name in each) for each in (before, now)]
     for name in sorted({*before, *now}):
         old, new = before.get(name), now.get(name)
@@ -149,10 +143,6 @@ def check_training_is_kept(cfg: Any, before: Mapping[str, Any] | None) -> None:
         free = None in (old, new) if name == _SEED else name.startswith(_EMA) and not all(averages)
         if old != new and not free:
             raise InputError(_not_kept(name, old, new))
-
-
-def _is_order(name: str) -> bool:
-    return name.startswith("train_dataloader.") and not name.startswith(_DATASET)
 
 
 def _not_kept(name: str, before: Any, now: Any) -> str:

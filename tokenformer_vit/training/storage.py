@@ -17,20 +17,48 @@ from mmengine.fileio import (
     register_backend,
     register_handler,
 )
-from mmengine.logging import HistoryBuffer
 from mmengine.runner import CheckpointLoader, save_checkpoint
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import whole_file
 from tokenformer_vit.models import classifier_state_dict
-from tokenformer_vit.models.description import DESCRIPTION, find_description
-from tokenformer_vit.models.weights import LogHistory, read_checkpoint, state_dict_in
+from tokenformer_vit.models.checkpoints import (
+    DESCRIPTION,
+    description_of,
+    read_checkpoint,
+    state_dict_in,
+)
 
 from .mmengine_internals import checkpoint_schemes
 from .processes import from_first
 
 # A tensor of each of timm's ViTs. In a classifier of mmpretrain its name begins with `backbone.`.
 _TIMM_STEM = "patch_embed.proj.weight"
+
+
+class _Skipped:
+    """Stands for the log in a checkpoint of mmengine, whose own class would call what it reads."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        """Forget the content."""
+
+
+def _number(kind: _Skipped, raw: bytes) -> Any:
+    """Read a number of NumPy, whose own types would take flags from the file."""
+    return np.frombuffer(raw, kind.args[0])[0].item()
+
+
+# What mmengine's own CheckpointHook writes: its log, and numbers of NumPy.
+_SKIPPED: list[Any] = [
+    (_Skipped, "builtins.getattr"),
+    (_Skipped, "mmengine.logging.history_buffer.HistoryBuffer"),
+    *((_Skipped, f"numpy.{name}") for name in ("dtype", "ndarray")),
+    (_Skipped, "numpy._core.multiarray._reconstruct"),
+    (_number, "numpy._core.multiarray.scalar"),
+]
 
 
 class AtomicLocalBackend(LocalBackend):
@@ -107,10 +135,11 @@ def load_plain_checkpoint(filename: str, map_location: Any = None) -> dict[str, 
     path = Path(filename).expanduser()
     if not path.exists() and re.match(r"[A-Za-z][\w+.-]+:", filename):
         raise InputError(f"{filename} is not a local file: download it first, and give its path")
-    checkpoint: dict[str, Any] = read_checkpoint(path, map_location or "cpu")
+    with torch.serialization.safe_globals(_SKIPPED):
+        checkpoint: dict[str, Any] = read_checkpoint(path, map_location or "cpu")
     weights = checkpoint.get("state_dict", checkpoint)
     if path.suffix == ".safetensors" or (isinstance(weights, dict) and _TIMM_STEM in weights):
-        description = find_description(path, checkpoint) or {}
+        description = description_of(path, checkpoint)
         checkpoint = {"state_dict": classifier_state_dict(state_dict_in(checkpoint, path))}
         if names := description.get("label_names"):
             checkpoint["meta"] = {"dataset_meta": {"classes": names}}
@@ -121,10 +150,9 @@ def load_plain_checkpoint(filename: str, map_location: Any = None) -> dict[str, 
         # mmengine's resume would run this text as Python. Its own checkpoints have it under `cfg`.
         meta.pop("config", None)
     hub = checkpoint.get("message_hub")
-    logged = hub.get("log_scalars") if isinstance(hub, dict) else None
-    for name, series in logged.items() if isinstance(logged, dict) else ():
-        if isinstance(series, LogHistory):
-            logged[name] = HistoryBuffer(series.values, series.counts)  # type: ignore[index]
+    if isinstance(hub, dict):  # what mmengine's own hook logs is not read; ours are dicts
+        logged = hub.get("log_scalars", {}).items()
+        hub["log_scalars"] = {name: each for name, each in logged if isinstance(each, dict)}
     return checkpoint
 
 

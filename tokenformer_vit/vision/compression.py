@@ -1,37 +1,42 @@
-"""Measure a trained classifier that keeps or reads some of its pairs, or has quantised ones."""
+"""Measure a trained classifier that keeps or reads only some of its pairs."""
 
 import copy
+import heapq
 import math
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timm.data import resolve_input_data_config
 from torch import Tensor, nn
 
 from tokenformer_vit.benchmarking.costs import model_costs, total
+from tokenformer_vit.benchmarking.measures import tensor_bytes
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import extract, pattention_layers
-from tokenformer_vit.growth.budgets import Numbers, choose_counts, usage_loss
-from tokenformer_vit.growth.prune import Usage, prune
-from tokenformer_vit.growth.sparse import top_k
-from tokenformer_vit.growth.tokens import counts_by_layer
+from tokenformer_vit.growth import Usage, extract, pattention_layers, prune
+from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.arguments import COUNTS
 from tokenformer_vit.layers.block import token_arguments
-from tokenformer_vit.models.description import data_config
-from tokenformer_vit.models.quantization import CONFIGS, model_bytes, quantize
+from tokenformer_vit.models.sizes import kind_of
 
 from .images import class_folders, read_images, say_left_out, scan_images
 
-METHODS = ("prune", "random", "top-k", "nested", *CONFIGS)
+METHODS = ("prune", "random", "top-k", "nested")
 KINDS = tuple(COUNTS)
+# A layer loses its pairs in groups of this share of its pairs.
+_GROUP = 1 / 16
 
 Batch = tuple[Tensor, Tensor]  # images and labels
+# Numbers of pairs by name of the model's argument, with one number for each block.
+Numbers = dict[str, list[int]]
+Loss = Callable[[Numbers], float]
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class Candidate:
         model: The model. All candidates of ``top-k`` share the original model.
         pairs: Number of pairs that each layer keeps or reads, by kind; a list by block if blocks
             differ.
-        read: Share of the pairs that each input token reads, by kind; empty if it reads all.
+        read: Share of the pairs whose values each input token reads, by kind; empty for all.
     """
 
     method: str
@@ -55,12 +60,8 @@ class Candidate:
 
     @torch.inference_mode()
     def scores(self, images: Tensor) -> Tensor:
-        """Return the (B, K) scores of (B, 3, H, W) images, in float32.
-
-        Raises:
-            InputError: If a score is not finite.
-        """
-        with self._reading():
+        """Return the (B, K) scores of (B, 3, H, W) images, in float32."""
+        with self.reading():
             scores = self.model(images).float()
         if not scores.isfinite().all():
             raise InputError(
@@ -69,34 +70,54 @@ class Candidate:
             )
         return scores
 
-    def _reading(self) -> AbstractContextManager[None]:
-        """Return a context in which tokens read only some pairs; a quantised model reads all."""
-        if not self.read:
-            return nullcontext()
-        return top_k(self.model, **self.read)  # type: ignore[arg-type]
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Let each input token read only the values of its strongest pairs, in a ``with`` block.
+
+        Θ still normalises over all pairs. Compiled code would leave out the hooks.
+        """
+        with ExitStack() as stack:
+            if self.read:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            for layer, number in self._strongest():
+                hook = partial(_read_strongest, number=number)
+                stack.enter_context(layer.register_forward_hook(hook))
+            yield
+
+    def _strongest(self) -> list[tuple[Pattention, int]]:
+        """Return the layers of which a token reads only some values, and their number."""
+        layers = [(self.read.get(kind_of(n)), x) for n, x in pattention_layers(self.model).items()]
+        return [(layer, _share(layer.num_used, keep)) for keep, layer in layers if keep]
 
     def flops(self) -> int:
-        """Count the forward FLOPs for an image."""
-        with self._reading():
-            return total(model_costs(self.model)).forward_flops
+        """Count the forward FLOPs for an image, without those of values that are not read."""
+        vit: Any = self.model
+        tokens = vit.patch_embed.num_patches + vit.num_prefix_tokens
+        unread = sum((x.num_used - number) * x.out_features for x, number in self._strongest())
+        return total(model_costs(self.model)).forward_flops - 2 * tokens * unread
 
     def entry(self, correct: int, images: int) -> dict[str, Any]:
-        """Describe the candidate and its accuracy in a record.
-
-        Args:
-            correct: Number of images that it classifies correctly.
-            images: Number of images.
-        """
+        """Describe the candidate, and how many of how many images it classifies correctly."""
         return {
             "method": self.method,
             "keep": self.keep,
             "pairs": dict(self.pairs),
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
-            "bytes": model_bytes(self.model),
+            "bytes": tensor_bytes([*self.model.parameters(), *self.model.buffers()]),
             "flops_per_image": self.flops(),
             "correct": correct,
             "top1": 100 * correct / images,
         }
+
+
+def _read_strongest(
+    layer: Pattention, inputs: tuple[Tensor], output: Tensor, number: int
+) -> Tensor:
+    """Return the output of a layer from the values of the pairs with the largest weights."""
+    weights = layer.weights(inputs[0])  # (..., P)
+    chosen = weights.abs().topk(number, dim=-1).indices  # (..., number)
+    kept = torch.zeros_like(weights).scatter(-1, chosen, weights.gather(-1, chosen))
+    return (kept @ layer.used_tokens()[1].to(kept.dtype)).to(output.dtype)
 
 
 def candidates(
@@ -113,8 +134,7 @@ def candidates(
         model: TokenFormer classifier, which is not changed.
         methods: Some of ``METHODS``. ``prune`` keeps the most used pairs and ``random`` keeps
             random pairs; both adapt τ. ``nested`` keeps the first pairs of a nested model.
-            ``top-k`` lets each token read its strongest pairs. ``int8`` and ``int4`` quantise all
-            pairs, as :func:`~tokenformer_vit.models.quantize` does.
+            ``top-k`` lets each token read its strongest pairs.
         keeps: Shares of each layer's pairs to keep or read, in (0, 1].
         usage: Usage of the model's pairs, which ``prune`` and ``random`` need.
         kinds: Kinds of layers to compress.
@@ -124,8 +144,7 @@ def candidates(
         The original model, then the candidates of each method from most to fewest pairs.
 
     Raises:
-        InputError: If the model has no parameter tokens, or ``methods`` has ``nested`` and the
-            model is not nested.
+        InputError: If ``methods`` has ``nested`` and the model is not nested.
     """
     counts = _pairs(model)
     made = [Candidate("dense", 1.0, model, counts, {})]
@@ -135,20 +154,24 @@ def candidates(
         for name, each in (usage or {}).items()
     }
     for method in methods:
-        if method in CONFIGS:
-            smaller = copy.deepcopy(model)
-            quantize(smaller, method)
-            made.append(Candidate(method, 1.0, smaller, counts, {}))
-            continue
+        if method == "nested" and uniform_method(model) != "nested":
+            raise InputError(
+                "the model has no nested sizes, which method nested needs: use prune, or give a "
+                "model that was trained with nested sizes"
+            )
         for keep in sorted({keep for keep in keeps if keep < 1}, reverse=True):
             part = {kind: _share(counts[kind], keep) for kind in kinds}
-            if method == "top-k":
-                read = dict.fromkeys(kinds, keep)
-                made.append(Candidate(method, keep, model, {**counts, **part}, read))
-                continue
+            read = dict.fromkeys(kinds, keep)
             numbers = {COUNTS[kind]: number for kind, number in part.items()}
-            smaller = _shrink(model, method, unused if method == "random" else usage or {}, numbers)
-            made.append(Candidate(method, keep, smaller, {**counts, **part}, {}))
+            if method == "top-k":
+                smaller = model
+            elif method == "nested":
+                smaller = extract(model, read)
+            else:
+                used = unused if method == "random" else usage or {}
+                smaller = prune(copy.deepcopy(model), used, **numbers)
+            read = read if method == "top-k" else {}
+            made.append(Candidate(method, keep, smaller, {**counts, **part}, read))
     return made
 
 
@@ -164,22 +187,20 @@ def budget_candidates(
     Args:
         model: TokenFormer classifier, which is not changed. A nested model keeps its first pairs,
             another model its most used pairs.
-        budgets: Shares of the FLOPs of the Pattention layers, as for
-            :func:`~tokenformer_vit.growth.choose_counts`.
+        budgets: Shares of the FLOPs of the Pattention layers, as for :func:`choose_counts`.
         usage: Usage of the model's pairs.
         held_out: Images and labels that are not test data.
         kinds: Kinds of layers to compress.
 
     Returns:
         For each budget, the model chosen by usage and the model chosen by the loss on ``held_out``.
-
-    Raises:
-        InputError: If a budget is too small, or an output is not finite.
     """
-    method = uniform_method(model)
+    nested = uniform_method(model) == "nested"
 
     def candidate(name: str, budget: float, numbers: Numbers) -> Candidate:
-        smaller = _shrink(model, method, usage, numbers)
+        counts: dict[str, Any] = numbers
+        smaller = copy.deepcopy(model)
+        smaller = _keep_first(smaller, counts) if nested else prune(smaller, usage, **counts)
         return Candidate(name, budget, smaller, _pairs(smaller), {})
 
     def held_out_loss(numbers: Numbers) -> float:
@@ -187,12 +208,121 @@ def budget_candidates(
         losses = [F.cross_entropy(tried.scores(x), y, reduction="sum") for x, y in held_out]
         return torch.stack(losses).sum().item() / sum(len(labels) for _, labels in held_out)
 
-    losses = {"by-usage": usage_loss(usage, method == "nested"), "by-loss": held_out_loss}
+    losses = {"by-usage": usage_loss(usage, nested), "by-loss": held_out_loss}
     return [
         candidate(name, budget, choose_counts(model, budget, loss, kinds))
         for name, loss in losses.items()
         for budget in sorted({budget for budget in budgets if budget < 1}, reverse=True)
     ]
+
+
+@torch.no_grad()
+def _keep_first(model: nn.Module, numbers: Mapping[str, Any]) -> nn.Module:
+    """Keep the first pairs of each layer of a nested model, with τ of their number, in place."""
+    taus, places = {}, {}
+    for name, layer in pattention_layers(model).items():
+        pairs, (argument, block) = layer.num_param_tokens, _part(name)
+        kept = numbers[argument][block] if argument in numbers else pairs
+        taus[name] = layer.tau_of(kept).clone()
+        places[name] = Usage(torch.arange(pairs, 0, -1), torch.ones(pairs))
+    prune(model, places, **numbers)
+    for name, layer in pattention_layers(model).items():
+        layer.tau.copy_(taus[name])
+    return model
+
+
+def choose_counts(
+    model: nn.Module, budget: float, loss: Loss, kinds: Collection[str] = KINDS
+) -> Numbers:
+    """Choose how many pairs each layer keeps, greedily, for ``prune`` or a new model.
+
+    Each step removes a sixteenth of the pairs of the layer where the loss rises least for each FLOP
+    that is saved, and the last step only as many as the budget needs. Query, key and value of a
+    block keep one common number. A layer is measured again only when it comes first in the queue,
+    because most steps hardly change the others: Minoux, Accelerated greedy algorithms for
+    maximizing submodular set functions, 1978.
+
+    Args:
+        model: Whole TokenFormer, which is not changed.
+        budget: Share of the FLOPs of these layers to keep. Equal shares of the pairs of every layer
+            have the same budget, for every image size.
+        loss: Function that returns the loss of the model with given numbers of pairs.
+        kinds: Kinds of layers to choose for.
+
+    Raises:
+        InputError: If the budget is above 1, or less than one pair in each layer.
+    """
+    pairs: dict[tuple[str, int], int] = {}
+    cost: Counter[tuple[str, int]] = Counter()  # of a pair, in multiplications for each token
+    for name, layer in pattention_layers(model).items():
+        if kind_of(name) in kinds:
+            pairs[_part(name)] = layer.num_param_tokens
+            cost[_part(name)] += layer.in_features + layer.out_features
+    spent = sum(pairs[part] * cost[part] for part in pairs)
+    least = cost.total() / spent
+    if not least <= budget <= 1:
+        raise InputError(
+            f"the budget must be at most 1 and at least {math.ceil(1e4 * least) / 1e4}, which is "
+            f"one pair in each layer, but got {budget}"
+        )
+    limit = max(budget * spent, cost.total())  # the product may be rounded below one pair in each
+    groups = {part: max(1, round(number * _GROUP)) for part, number in pairs.items()}
+    present, steps = loss(_by_argument(pairs)), 0
+    # Rise of the loss for each saved FLOP, part, the step at which it was measured, loss after it.
+    queue = [(-math.inf, part, -1, present) for part in pairs]
+    while spent > limit:
+        rise, part, measured, after = heapq.heappop(queue)
+        number = min(groups[part], pairs[part] - 1, math.ceil((spent - limit) / cost[part]))
+        if number == 0:
+            continue  # a layer keeps its last pair
+        if measured < steps:
+            after = loss(_by_argument({**pairs, part: pairs[part] - number}))
+            rise = (after - present) / (number * cost[part])
+            heapq.heappush(queue, (rise, part, steps, after))
+            continue
+        pairs[part] -= number
+        spent -= number * cost[part]
+        present, steps = after, steps + 1
+        heapq.heappush(queue, (rise, part, -1, after))
+    return _by_argument(pairs)
+
+
+def usage_loss(usage: Mapping[str, Usage], nested: bool = False) -> Loss:
+    """Return a function that sums the share of the removed pairs in the usage of all layers.
+
+    Usage counts squared, because vectors in different directions add up like the squares of their
+    lengths. Layers lose their least used pairs, or the last ones of a nested model.
+    """
+    kept = {}
+    for name, each in usage.items():
+        sizes = each.sizes.square()
+        if not nested:
+            sizes = sizes.sort(descending=True).values
+        # Clamped, because the sum is 0 if no pair is used.
+        kept[name] = (sizes.cumsum(0) / sizes.sum().clamp(min=1e-300)).tolist()
+
+    def loss(numbers: Numbers) -> float:
+        lost = 0.0
+        for name, shares in kept.items():
+            argument, block = _part(name)
+            if argument in numbers:
+                lost += 1 - shares[numbers[argument][block] - 1]
+        return lost
+
+    return loss
+
+
+def _part(name: str) -> tuple[str, int]:
+    """Return the argument that counts the pairs of a layer, and the number of its block."""
+    block = next(int(part) for part in reversed(name.split(".")) if part.isdigit())
+    return COUNTS[kind_of(name)], block
+
+
+def _by_argument(pairs: Mapping[tuple[str, int], int]) -> Numbers:
+    numbers: Numbers = {}
+    for (name, _), number in pairs.items():
+        numbers.setdefault(name, []).append(number)
+    return numbers
 
 
 def uniform_method(model: nn.Module) -> str:
@@ -213,34 +343,8 @@ def _share(number: int | list[int], keep: float) -> Any:
     return max(1, round(keep * number))
 
 
-def _shrink(
-    model: nn.Module, method: str, usage: Mapping[str, Usage], numbers: Mapping[str, Any]
-) -> nn.Module:
-    """Return a smaller model: the first pairs if the method is ``nested``, or the most used."""
-    if method != "nested":
-        return prune(copy.deepcopy(model), usage, **numbers)
-    if uniform_method(model) != "nested":
-        raise InputError(
-            "the model has no nested sizes, which method nested needs: use prune, or give a model "
-            "that was trained with nested sizes"
-        )
-    counts = counts_by_layer(pattention_layers(model), **numbers)
-    return extract(model, {name: count for name, count in counts.items() if count is not None})
-
-
 def labelled_images(folder: Path, num_classes: int) -> list[tuple[Path, int]]:
-    """List the images in class folders with their labels.
-
-    A label is the position of the class folder among the sorted folders.
-
-    Args:
-        folder: Folder that holds one folder of images for each class.
-        num_classes: Number of classes of the model.
-
-    Raises:
-        InputError: If the folder does not exist, a class has no image, or the number of class
-            folders is not ``num_classes``.
-    """
+    """List the images in class folders; a label is the position among the sorted folders."""
     classes = _images_by_class(folder)
     if len(classes) != num_classes:
         raise InputError(
@@ -271,34 +375,14 @@ def _images_by_class(folder: Path) -> list[list[Path]]:
 
 
 def sample_images(folder: Path, number: int, seed: int, apart: Path) -> list[Path]:
-    """Choose random images from class folders.
-
-    Args:
-        folder: Folder that holds one folder of images for each class.
-        number: Number of images; all of them if there are fewer.
-        seed: Seed of the choice.
-        apart: Folder whose images must not be chosen.
-
-    Raises:
-        InputError: If ``folder`` does not exist, a class has no image, or one of the two folders
-            contains the other.
-    """
+    """Choose at most so many random images from class folders, none of which is in ``apart``."""
     check_apart(folder, apart, "training images with --measure-on")
     images = [path for paths in _images_by_class(folder) for path in paths]
     return random.Random(seed).sample(images, min(number, len(images)))
 
 
 def check_apart(folder: Path, tested: Path, remedy: str) -> None:
-    """Check that a folder does not hold the images whose accuracy is reported.
-
-    Args:
-        folder: Folder of images that a choice uses.
-        tested: Folder of the images whose accuracy is reported.
-        remedy: What to give instead; the error message ends with it.
-
-    Raises:
-        InputError: If one of the two folders contains the other.
-    """
+    """Refuse to choose by the images whose accuracy is reported."""
     inner, outer = folder.resolve(), tested.resolve()
     if inner.is_relative_to(outer) or outer.is_relative_to(inner):
         raise InputError(
@@ -310,22 +394,9 @@ def check_apart(folder: Path, tested: Path, remedy: str) -> None:
 def tensor_batches(
     model: nn.Module, paths: Sequence[Path], batch_size: int, device: torch.device
 ) -> Iterator[Tensor]:
-    """Read images with the model's evaluation transform; show a progress bar for several batches.
-
-    Args:
-        model: timm model for RGB images.
-        paths: Image files.
-        batch_size: Images in a batch.
-        device: Device of the returned tensors.
-
-    Yields:
-        (B, 3, H, W) images in the dtype of the model.
-
-    Raises:
-        InputError: If an image cannot be read.
-    """
+    """Read images with the model's evaluation transform; yield (B, 3, H, W) in its dtype."""
     dtype = next(model.parameters()).dtype
-    with closing(read_images(paths, data_config(model), batch_size)) as batches:
+    with closing(read_images(paths, resolve_input_data_config(model), batch_size)) as batches:
         for batch in batches:
             for _, image in batch:
                 if isinstance(image, InputError):
@@ -367,9 +438,6 @@ def measure_top1(
         get the class which the original model gives (``agreement``), the root mean square of the
         change of the scores over that of the original scores (``deviation``), and the largest
         change of a score (``largest_change``).
-
-    Raises:
-        InputError: If an image cannot be read, or an output is not finite.
     """
     correct, agreeing, largest, squares = ([0.0] * len(candidates) for _ in range(4))
     original = 0.0

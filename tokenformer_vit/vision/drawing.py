@@ -13,12 +13,12 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import EngFormatter
+from timm.data import resolve_input_data_config
 from torch import Tensor, nn
 
 from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_figure
-from tokenformer_vit.models.description import data_config
 
 from .images import read_images
 from .inspection import MOST
@@ -158,7 +158,7 @@ def draw_compression(record: Mapping[str, Any], path: Path) -> None:
 
 def _pictures(names: Iterable[str], model: nn.Module) -> dict[str, Any]:
     """Read images as the model sees them; return (H, W, 3) uint8 arrays."""
-    config, pictures = data_config(model), {}
+    config, pictures = resolve_input_data_config(model), {}
     mean, std = (torch.tensor(config[name])[:, None, None] for name in ("mean", "std"))
     with closing(read_images([Path(name) for name in names], config, MOST)) as batches:
         for path, image in (pair for batch in batches for pair in batch):

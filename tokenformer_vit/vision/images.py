@@ -305,7 +305,7 @@ def read_images(
 
     Args:
         paths: Image files.
-        config: Preprocessing, from :func:`~tokenformer_vit.models.description.data_config`.
+        config: Preprocessing, from timm's ``resolve_input_data_config``.
         batch_size: Images in a batch.
 
     Yields:

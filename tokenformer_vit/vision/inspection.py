@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timm.data import resolve_input_data_config
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import pattention_layers
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.models import TokenFormerViT
-from tokenformer_vit.models.description import data_config
 
 from .images import read_images, say_skipped
 
@@ -275,7 +275,7 @@ def _stream(
     skipped: Callable[[Path, Exception], object],
 ) -> Generator[tuple[list[Path], Tensor], None, None]:
     """Yield the readable paths of each batch and their (B, N, P) weights; report other paths."""
-    config, model, found = data_config(model), model.to(device), False
+    config, model, found = resolve_input_data_config(model), model.to(device), False
     with closing(read_images(list(dict.fromkeys(paths)), config, batch_size)) as batches:
         for batch in batches:
             for path, image in batch:
@@ -291,7 +291,7 @@ def _stream(
 
 
 def _header(model: Any, layer: str, module: Pattention) -> dict[str, Any]:
-    size = data_config(model)["input_size"][1:]
+    size = resolve_input_data_config(model)["input_size"][1:]
     return {
         "layer": layer,
         "theta": module.theta,

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timm.data import ImageNetInfo, resolve_input_data_config
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models.description import class_names, data_config
 
 from .images import read_images
 
@@ -38,7 +38,7 @@ def predict(
         InputError: If the model does not take RGB images, has no classifier, or returns a value
             that is not finite.
     """
-    config = data_config(model)
+    config = resolve_input_data_config(model)
     if not model.num_classes:
         raise InputError("the model has no classifier; give a model that was trained to classify")
     names = class_names(model)
@@ -56,6 +56,16 @@ def predict(
                         path,
                         [{"label": names[i], "index": i, "probability": p} for i, p in next(tops)],
                     )
+
+
+def class_names(model: Any) -> list[str]:
+    """Return the names of a model's classes; without any, those of ImageNet-1K, or numbers."""
+    names = model.pretrained_cfg.get("label_names") or ()
+    if len(names) == model.num_classes:
+        return [str(name) for name in names]
+    if model.num_classes == 1000:
+        return ImageNetInfo().label_descriptions()  # type: ignore[return-value]
+    return [f"class {index}" for index in range(model.num_classes)]
 
 
 @torch.inference_mode()

@@ -183,7 +183,7 @@ class CausalLM(NestedTraining, BaseModel):
         if self.masks is None:
             return self._logits(inputs)
         name = self.sources[source] if source < len(self.sources) else ""
-        with self.masks.use(name if name in self.masks.names else self.masks.names[-1]):
+        with self.masks.use(name if name in self.masks.pairs else [*self.masks.pairs][-1]):
             return self._logits(inputs)
 
 
@@ -221,7 +221,8 @@ def _masks(
     if set(wanted) != {"new"}:
         raise InputError(f"model.masks must be dict(new=NAME), but got {dict(wanted)}")
     file = Path(checkpoint, MASKS)
-    masks = TokenMasks.load(file, model) if checkpoint and file.is_file() else TokenMasks(model)
+    known = torch.load(file, weights_only=True) if checkpoint and file.is_file() else {}
+    masks = TokenMasks(model, known)
     name = wanted["new"]
     if before:
         masks.add_appended(name, before)

@@ -1,4 +1,4 @@
-"""Budgets: the chosen numbers of pairs cost what they may, and the loss rises little."""
+"""Budgets cost what they may and lose little; tokens read only their strongest pairs."""
 
 import copy
 
@@ -6,8 +6,15 @@ import pytest
 import torch
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import Usage, choose_counts, pattention_layers, prune, usage_loss
+from tokenformer_vit.growth import Usage, pattention_layers, prune
 from tokenformer_vit.models import LMConfig, TokenFormerLM, TokenFormerViT
+from tokenformer_vit.ops import THETAS
+from tokenformer_vit.vision.compression import (
+    budget_candidates,
+    candidates,
+    choose_counts,
+    usage_loss,
+)
 
 COUNTS = {"num_qkv_param_tokens": 32, "num_proj_param_tokens": 48, "num_ffn_param_tokens": 64}
 COSTS = {"num_qkv_param_tokens": 3, "num_proj_param_tokens": 1, "num_ffn_param_tokens": 1}
@@ -115,3 +122,52 @@ def test_budgets_out_of_range(budget):
     model = build()
     with pytest.raises(InputError, match=rf"at least 0.0\d+, .* but got {budget}"):
         choose_counts(model, budget, usage_loss(usage_of(model)))
+
+
+@pytest.mark.parametrize("theta", THETAS)
+@torch.no_grad()
+def test_a_token_reads_its_strongest_pairs(theta):
+    model, x = build(theta=theta), torch.randn(5, 3, 16, 16)
+    whole = model(x)
+    (dense, half) = candidates(model, ["top-k"], [0.5])
+    layer, seen = pattention_layers(model)["blocks.1.mlp"], []
+    with half.reading(), layer.register_forward_hook(lambda _, *both: seen.append(both)):
+        assert not torch.allclose(model(x), whole)
+    (((tokens,), output),) = seen
+    weights = layer.double().weights(tokens.double())
+    limit = weights.abs().topk(32).values[..., -1:]
+    expected = torch.where(weights.abs() >= limit, weights, 0) @ layer.value_param_tokens
+    assert (output - expected).abs().max() < 1e-5 * expected.abs().max()
+    layer.float()
+    assert torch.equal(model(x), whole)
+    assert half.pairs == {"qkv": 16, "proj": 24, "ffn": 32}
+    # Of 5 tokens, 3 blocks and 16 channels: half of the values of three layers of 32 pairs, ...
+    assert dense.flops() - half.flops() == 2 * 5 * 3 * 16 * (3 * 16 + 24 + 32)
+
+
+@torch.no_grad()
+def test_compiled_blocks_read_their_strongest_pairs():
+    model, x = build(), torch.randn(2, 3, 16, 16)
+    _, half = candidates(model, ["top-k"], [0.5])
+    expected = half.scores(x)
+    for block in model.blocks:
+        block.compile(backend="eager")
+    model(x)
+    torch.testing.assert_close(half.scores(x), expected)
+
+
+@torch.no_grad()
+def test_a_nested_model_keeps_its_first_pairs_and_their_tau():
+    model, x = build(nested=(0.5,), pattention_args={"learn_tau": True}), torch.randn(4, 3, 16, 16)
+    for layer in pattention_layers(model).values():
+        layer.nested_tau.mul_(1 + torch.rand(()))
+    held_out = [(x, torch.arange(4) % 4)]
+    made = budget_candidates(model, [0.4], usage_of(model), held_out)
+    assert [each.method for each in made] == ["by-usage", "by-loss"]
+    for candidate in made:
+        smaller = pattention_layers(candidate.model)
+        for name, layer in pattention_layers(model).items():
+            layer.size = smaller[name].num_param_tokens
+        torch.testing.assert_close(candidate.scores(x), model(x))
+        model.set_size(None)
+        assert candidate.flops() < candidates(model, [], [])[0].flops()

@@ -1,0 +1,61 @@
+"""Quantise the parameter tokens of a trained model to 8 bits for prediction. Needs torchao.
+
+``quantize_`` of torchao looks for linear layers, so keys and values become the weights of two::
+
+    pip install torchao
+    python examples/quantize.py
+"""
+
+import timm
+import torch
+from torch import Tensor, nn
+from torchao.quantization import Int8WeightOnlyConfig, quantize_  # pyright: ignore
+
+from tokenformer_vit.layers import Pattention
+from tokenformer_vit.ops import theta_weights
+
+
+class LinearPattention(nn.Module):
+    """Pattention for prediction, with linear layers in place of keys and values."""
+
+    def __init__(self, layer: Pattention) -> None:
+        super().__init__()
+        keys, values, self.gate, self.tau = layer.used_tokens()  # gate and τ are not quantised
+        self.theta, self.eps = layer.theta, layer.eps
+        self.keys, self.values = linear(keys), linear(values.T)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., C_in) tokens to (..., C_out)."""
+        weights = theta_weights(self.keys(x), self.theta, self.tau, self.eps, self.gate)
+        return self.values(weights.to(x.dtype))
+
+
+def linear(weight: Tensor) -> nn.Linear:
+    """Return a linear layer with a copy of a (C_out, C_in) weight."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    layer.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
+    return layer
+
+
+def quantise(model: nn.Module) -> nn.Module:
+    """Quantise all Pattention layers of a model, in place; it keeps its other layers."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Pattention):
+                setattr(parent, name, LinearPattention(child))
+                quantize_(getattr(parent, name), Int8WeightOnlyConfig(set_inductor_config=False))
+    return model
+
+
+@torch.no_grad()
+def main() -> None:
+    """Compare the outputs of the model in the package before and after."""
+    model = timm.create_model("tokenformer_cifar10_micro", pretrained=True).eval()
+    images = torch.randn(64, 3, 32, 32)
+    before = model(images)
+    change = (quantise(model)(images) - before).norm() / before.norm()
+    print(f"change of the outputs: {change:.2%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""Measure what a rewrite of the core must keep, and compare it with the record of 6f4cc28.
+
+``python tests/baseline.py PART [PART ...] [--record FILE]`` measures parts and prints them as JSON:
+
+- errors: relative errors of each Θ, output and gradients, against float64;
+- classes: what ``tokenformer_cifar10_micro`` predicts for 1,000 test images of CIFAR-10;
+- speed: training and inference on a CPU, compiled, relative to a ViT of the same size;
+- decoding: time of a token of the language model ``tiny``, relative to a Transformer.
+
+``--record`` adds them to a file; baseline.json is the one of 6f4cc28. Without it, errors and
+classes are compared with baseline.json. Times are only comparable with those of the same hour: run
+the two versions in turn, each with its checkout as PYTHONPATH.
+"""
+
+import argparse
+import io
+import itertools
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from pathlib import Path
+
+import timm
+import torch
+from timm.layers import set_fused_attn
+from timm.models.vision_transformer import VisionTransformer
+
+import tokenformer_vit
+from tokenformer_vit.models import blocks_of, compile_blocks
+from tokenformer_vit.ops import THETAS, default_tau, pattention
+
+RECORD = Path(__file__).with_suffix(".json")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ROUNDS = 11
+
+
+def measure_errors() -> dict[str, dict[str, dict[str, float]]]:
+    """Return relative errors by Θ and dtype: over 64 draws, of outputs and gradients."""
+    return {
+        theta: {name: theta_errors(theta, dtype) for name, dtype in DTYPES.items()}
+        for theta in THETAS
+    }
+
+
+def theta_errors(theta: str, dtype: torch.dtype, draws: int = 64) -> dict[str, float]:
+    """Return the relative errors of one Θ in one dtype; inputs are drawn in that dtype."""
+    wrong: dict[str, float] = {}
+    size: dict[str, float] = {}
+    for seed in range(draws):
+        random = torch.Generator().manual_seed(seed)
+        shapes = {"x": (256, 96), "keys": (384, 96), "values": (384, 96), "grad": (256, 96)}
+        drawn = {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
+        drawn["keys"] /= 96**0.5
+        drawn = {name: tensor.to(dtype) for name, tensor in drawn.items()}
+        tau = torch.tensor(default_tau(theta, 384))
+        exact = outputs_and_gradients({k: v.double() for k, v in drawn.items()}, theta, tau)
+        ours = outputs_and_gradients(drawn, theta, tau)
+        for name, truth in exact.items():
+            error = ours[name].double() - truth
+            wrong[name] = wrong.get(name, 0) + float(error.square().sum())
+            size[name] = size.get(name, 0) + float(truth.square().sum())
+    return {name: (wrong[name] / size[name]) ** 0.5 for name in wrong}
+
+
+def outputs_and_gradients(
+    drawn: dict[str, torch.Tensor], theta: str, tau: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return the output of one layer and the gradients of its inputs and τ."""
+    leaves = [drawn[name].clone().requires_grad_() for name in ("x", "keys", "values")]
+    leaves.append(tau.clone().requires_grad_())
+    output = pattention(*leaves[:3], theta, leaves[3])
+    grads = torch.autograd.grad(output, leaves, drawn["grad"])
+    return {"output": output.detach()} | dict(
+        zip(("x", "keys", "values", "tau"), grads, strict=True)
+    )
+
+
+@torch.no_grad()
+def measure_classes() -> list[int]:
+    """Return the classes of the first 1,000 test images of CIFAR-10."""
+    from PIL import Image
+    from pyarrow import parquet
+
+    folder = Path(os.environ["TOKENFORMER_TEST_DATA"], "cifar10/plain_text")
+    (file,) = folder.glob("test-*.parquet")
+    rows = parquet.read_table(file).slice(0, 1000).column("image").to_pylist()
+    model = timm.create_model("tokenformer_cifar10_micro", pretrained=True).eval()
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    images = [transform(Image.open(io.BytesIO(row["bytes"])).convert("RGB")) for row in rows]
+    return [c for part in torch.stack(images).split(250) for c in model(part).argmax(1).tolist()]
+
+
+def measure_speed() -> dict[str, dict[str, float]]:
+    """Return the median ratio of the ViT's time to ours, 1 for as fast, by case and mode."""
+    micro = {"img_size": 32, "patch_size": 8, "embed_dim": 96, "depth": 4, "num_heads": 3}
+    base = {"depth": 2, "num_classes": 10}
+    cases = {
+        "base_matched, 2 blocks, float32": ("tokenformer_base_matched", base, base, 4, None),
+        "base_matched, 2 blocks, bfloat16": ("tokenformer_base_matched", base, base, 4, 1),
+        "cifar10_micro, float32": (
+            "tokenformer_cifar10_micro",
+            {},
+            {**micro, "num_classes": 10},
+            64,
+            None,
+        ),
+    }
+    return {name: compare(*case) for name, case in cases.items()}
+
+
+def compare(name: str, own: dict, vit: dict, batch: int, bfloat16: int | None) -> dict[str, float]:
+    """Time a TokenFormer and a ViT in turn, both compiled by block with the same attention."""
+    set_fused_attn(not bfloat16)  # products are faster in bfloat16 on a CPU; for both models
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    models = [timm.create_model(name, **own), VisionTransformer(**vit)]
+    size = models[0].patch_embed.img_size
+    images = torch.randn(batch, 3, *size)
+    for model in models:
+        compile_blocks(model)
+
+    def step(model: torch.nn.Module, train: bool) -> float:
+        model.train(train)
+        begin = time.perf_counter()
+        with (
+            torch.set_grad_enabled(train),
+            torch.autocast("cpu", torch.bfloat16, enabled=bool(bfloat16)),
+        ):
+            output = model(images)
+        if train:
+            output.float().square().mean().backward()
+            for parameter in model.parameters():
+                parameter.grad = None
+        return time.perf_counter() - begin
+
+    result = {}
+    for mode in ("train", "inference"):
+        ratios = []
+        for round_ in range(ROUNDS + 2):
+            order = models if round_ % 2 else models[::-1]
+            times = {id(model): min(step(model, mode == "train") for _ in "ab") for model in order}
+            ratios.append(times[id(models[1])] / times[id(models[0])])
+        ordered = sorted(ratios[2:])
+        result[mode] = statistics.median(ordered)
+        result[f"{mode} p20"], result[f"{mode} p80"] = ordered[2], ordered[-3]
+    return {key: round(value, 3) for key, value in result.items()}
+
+
+@torch.no_grad()
+def measure_decoding() -> dict[str, float]:
+    """Return the median time of 32 greedy tokens relative to a GPT-NeoX of the same size."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    from tokenformer_vit.language import TokenFormerConfig, TokenFormerForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"vocab_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    names = {"embed_dim": 128, "depth": 4, "num_heads": 4, "context_length": 256}
+    ours = TokenFormerForCausalLM(TokenFormerConfig(vocab_size=512, **names)).eval()
+    neox = GPTNeoXConfig(
+        **shape,
+        hidden_size=128,
+        intermediate_size=1024,  # as many weights in a block
+        max_position_embeddings=256,
+        use_parallel_residual=False,
+    )
+    models = [ours, GPTNeoXForCausalLM(neox).eval()]
+    prompt = torch.randint(512, (1, 32))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more threads do not help a single token
+
+    def decode(model: torch.nn.Module) -> float:
+        output, token = model(prompt, use_cache=True), prompt[:, -1:]
+        name = "cache" if "cache" in output else "past_key_values"  # of transformers
+        cache = output[name]
+        begin = time.perf_counter()
+        for _ in range(32):
+            output = model(token, use_cache=True, **{name: cache})
+            token = output.logits[:, -1].argmax(-1, keepdim=True)
+        return time.perf_counter() - begin
+
+    ratios = []
+    for round_ in range(2 * ROUNDS):
+        order = models if round_ % 2 else models[::-1]
+        times = {id(model): decode(model) for model in order}
+        ratios.append(times[id(models[0])] / times[id(models[1])])
+    torch.set_num_threads(threads)
+    return {"ours / Transformer": round(statistics.median(ratios[2:]), 3)}
+
+
+def count_calls() -> int:
+    """Return how many Python functions of this package one block calls in a forward pass."""
+    import sys
+
+    block = blocks_of(timm.create_model("tokenformer_tiny", img_size=32))[0].train()
+    x = torch.randn(2, 5, 192, requires_grad=True)
+    block(x)
+    own, calls = str(Path(tokenformer_vit.__file__).parent), itertools.count()
+
+    def trace(frame, event, arg):
+        if event == "call" and frame.f_code.co_filename.startswith(own):
+            next(calls)
+
+    sys.setprofile(trace)
+    block(x)
+    sys.setprofile(None)
+    return next(calls)
+
+
+def compare_with_record(measured: dict) -> None:
+    """Say how errors and classes differ from the record."""
+    known = json.loads(RECORD.read_text(encoding="utf-8"))
+    worst = (
+        max(
+            (error / known["errors"][theta][dtype][name], theta, dtype, name)
+            for theta, dtypes in measured.get("errors", {}).items()
+            if theta in known["errors"]
+            for dtype, errors in dtypes.items()
+            for name, error in errors.items()
+        )
+        if "errors" in measured
+        else None
+    )
+    if worst:
+        print(f"largest error relative to the record: {worst}")
+    if "classes" in measured:
+        other = sum(a != b for a, b in zip(measured["classes"], known["classes"], strict=True))
+        print(f"other classes than the record: {other}")
+
+
+PARTS = {
+    "errors": measure_errors,
+    "classes": measure_classes,
+    "speed": measure_speed,
+    "decoding": measure_decoding,
+    "calls": count_calls,
+}
+
+
+def main() -> None:
+    """Measure the parts that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("parts", nargs="+", choices=[*PARTS])
+    parser.add_argument("--record", type=Path, help="file to add the measurements to")
+    args = parser.parse_args()
+    measured = {part: PARTS[part]() for part in args.parts}
+    print(json.dumps({k: v for k, v in measured.items() if k != "classes"}, indent=1))
+    if args.record:
+        old = json.loads(args.record.read_text()) if args.record.exists() else {}
+        root = Path(tokenformer_vit.__file__).parents[1]
+        commit = subprocess.check_output(["git", "-C", root, "rev-parse", "HEAD"], text=True)
+        about = {"commit": commit[:7], "torch": torch.__version__, "timm": timm.__version__}
+        about |= {"python": platform.python_version(), "threads": torch.get_num_threads()}
+        args.record.write_text(json.dumps({**old, "about": about, **measured}) + "\n")
+    elif RECORD.exists():
+        compare_with_record(measured)
+
+
+if __name__ == "__main__":
+    main()
