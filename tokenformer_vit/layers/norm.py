@@ -12,6 +12,7 @@ from tokenformer_vit.ops import layer_norm
 from tokenformer_vit.ops.norm import product_dtype
 
 torch.fx.wrap("layer_norm")  # fx must not trace into it, as with pattention()
+torch.fx.wrap("product_dtype")
 
 
 class BlockLayerNorm(nn.LayerNorm):
