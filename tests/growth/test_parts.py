@@ -17,7 +17,6 @@ from tokenformer_vit.growth import (
     prune,
     reorder,
 )
-from tokenformer_vit.layers import BlockRMSNorm
 from tokenformer_vit.models.checkpoints import load_model, save_model
 from tokenformer_vit.ops import THETAS
 
@@ -135,11 +134,3 @@ def test_merging_averages_registers_and_scales(build, x, rounding):
     ):
         with pytest.raises(ValueError, match=said):
             merge(a, build(**changes))
-
-
-def test_a_grown_model_uses_the_norms_backend(build):
-    model = grow(build(), **DOUBLED)
-    model.set_backend("reference")
-    norms = [norm for norm in model.modules() if isinstance(norm, BlockRMSNorm)]
-    assert len(norms) == 2 * 4
-    assert {norm.backend for norm in norms} == {"reference"}

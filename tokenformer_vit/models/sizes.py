@@ -22,7 +22,12 @@ Size = float | Mapping[str, float]
 
 def kind_of(name: str) -> str:
     """Return the kind of the layer with this full name."""
-    return KINDS[name.rpartition(".")[2]]
+    last = name.rpartition(".")[2]
+    if last not in KINDS:
+        raise InputError(
+            f"{name!r} is no layer of a TokenFormer; its layers are {', '.join(KINDS)}"
+        )
+    return KINDS[last]
 
 
 def find_layers(model: nn.Module) -> dict[str, Pattention]:
@@ -96,7 +101,7 @@ def nest_layers(
 ) -> tuple[Size, ...]:
     """Replace the nested sizes, return them with 1.0 at the end; τ is ``tau_of``, or scaled."""
     layers = find_layers(model)
-    if isinstance(nested, str | Mapping) or not isinstance(nested, Sequence):
+    if isinstance(nested, str | Mapping) or not isinstance(nested, Sequence) or None in nested:
         raise InputError(f"nested must be a list of sizes, such as (0.25, 0.5), but got {nested!r}")
     counted = [(size_counts(layers, size), size) for size in nested if size != 1]
     counted.sort(key=lambda each: sum(each[0].values()))
