@@ -105,11 +105,14 @@ def nest_layers(
         raise InputError(f"nested must be a list of sizes, such as (0.25, 0.5), but got {nested!r}")
     counted = [(size_counts(layers, size), size) for size in nested if size != 1]
     counted.sort(key=lambda each: sum(each[0].values()))
+    numbers = {name: [counts[name] for counts, _ in counted] for name in layers}
     for name, layer in layers.items():
-        numbers, tau = [counts[name] for counts, _ in counted], None
-        if tau_of is not None and numbers:
-            tau = torch.stack([tau_of(layer, number) for number in numbers])
-        layer.set_nested(numbers, tau)
+        layer.check_order(numbers[name])  # before anything changes
+    for name, layer in layers.items():
+        tau = None
+        if tau_of is not None and counted:
+            tau = torch.stack([tau_of(layer, number) for number in numbers[name]])
+        layer.set_nested(numbers[name], tau)
     return (*(size for _, size in counted), 1.0)
 
 
