@@ -114,14 +114,6 @@ def test_two_layers_side_by_side_are_the_documented_mean(theta, taus, eps):
     torch.testing.assert_close(merged(x), expected, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("theta", THETAS)
-def test_layers_of_equal_norms_have_their_mean(theta):
-    a = alone(24, theta)
-    b = alone(24, theta, keys=a[0].key_param_tokens)
-    x = torch.randn(50, 12, dtype=torch.float64)
-    torch.testing.assert_close(merge(a, b)[0](x), (a(x) + b(x)) / 2, rtol=1e-11, atol=1e-12)
-
-
 @pytest.mark.parametrize("which", ["a", "b", "both"])
 def test_a_gate_that_one_layer_has_is_1_in_the_other(which):
     a = alone(24, "softmax", gate="learned" if which != "b" else "none")
@@ -201,16 +193,6 @@ def test_grown_models_are_merged_and_stay_as_they_are(theta, tmp_path):
     assert torch.equal(logits(reloaded, x), logits(merged, x))
 
 
-def test_models_of_softmax_grown_behind_gates_have_the_pairs_of_both(rounding):
-    old = build("softmax", **OLD)
-    grown = [grow(copy.deepcopy(old), **NEW, seed=seed) for seed in range(2)]
-    merged, x = merge(*grown, old), torch.randn(4, 3, 32, 32)
-    # All gates of new pairs are closed yet.
-    assert_same(logits(merged, x), logits(old, x), rounding(merged))
-    assert isinstance(merged.blocks[0].mlp.gate, nn.Parameter)
-    assert merged.blocks[0].mlp.gate.sum() == 64
-
-
 def test_everything_else_is_the_mean():
     a, b = build(norm="weight+bias", init_values=0.1), build(norm="weight+bias", init_values=0.1)
     with torch.no_grad():
@@ -222,17 +204,6 @@ def test_everything_else_is_the_mean():
     merged = merge(a, b).state_dict()
     for name in names:
         torch.testing.assert_close(merged[name], (states[0][name] + states[1][name]) / 2)
-
-
-def test_all_pairs_of_a_merged_model_are_trained_and_a_selection_is_given_up():
-    model = build()
-    model.blocks[0].mlp.active = torch.arange(5)
-    merged = merge(model, build())
-    assert merged.blocks[0].mlp.active is None
-    F.cross_entropy(merged(torch.randn(4, 3, 32, 32)), torch.arange(4)).backward()
-    for layer in pattention_layers(merged).values():
-        for name in TOKENS:
-            assert (getattr(layer, name).grad != 0).any(dim=-1).all()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from tokenformer_vit.growth import (
     grow,
     grow_state_dict,
     measure_usage,
-    merge,
     nest,
     pattention_layers,
     prune,
@@ -164,15 +163,6 @@ def test_a_family_made_upwards_contains_its_small_models(theta, init, x, tmp_pat
         assert torch.equal(logits(family, x, size), expected)
 
 
-def test_a_family_with_gates_contains_its_small_models_up_to_rounding(x):
-    model = build(theta="softmax")
-    before = logits(model, x)
-    grow(model, **GROWN, nested=True)
-    torch.testing.assert_close(logits(model, x, model.sizes[0]), before, rtol=1e-4, atol=1e-5)
-    small = extract(model, model.sizes[0])
-    assert torch.equal(logits(small, x), logits(model, x, model.sizes[0]))
-
-
 def test_a_nested_model_grows_on_top(x):
     model = build(nested=(0.5,))
     before = [logits(model, x, size) for size in model.sizes]
@@ -193,21 +183,6 @@ def test_a_nested_model_grows_on_top(x):
     grow(ordinary, **GROWN, nested=True).load_state_dict(grown)
     with pytest.raises(InputError, match=r"'duplicate'.*another init"):
         grow(model, num_ffn_param_tokens=256, init="duplicate")
-
-
-def test_pruned_and_merged_models_are_ordinary(x):
-    model = build(nested=(0.25, 0.5))
-    usage = measure_usage(model, [x])
-    ordinary = nest(copy.deepcopy(model), ())
-    for nested, plain in (
-        (prune(copy.deepcopy(model), usage, 48, 20, None), prune(ordinary, usage, 48, 20, None)),
-        (merge(model, model), merge(nest(copy.deepcopy(model), ()), model)),
-    ):
-        assert nested.sizes == (1.0,)
-        assert nested.state_dict().keys() == plain.state_dict().keys()
-        assert torch.equal(logits(nested, x), logits(plain, x))
-    untouched = prune(model, usage)
-    assert untouched.sizes == (0.25, 0.5, 1.0)
 
 
 def test_a_learned_tau_stays_where_sizes_of_a_small_layer_are_equal(x):

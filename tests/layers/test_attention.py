@@ -116,7 +116,7 @@ def test_pair_counts_go_where_they_say():
 
 
 def test_shared_arguments_reach_all_four_projections():
-    layer = Attention(48, 3, 64, 72, pattention_args={"tau": 3.5, "learn_tau": True, "eps": 0.0})
+    layer = Attention(48, 3, 64, 72, tau=3.5, learn_tau=True, eps=0.0)
     projections = (layer.query, layer.key, layer.value, layer.proj)
     assert [p.tau.item() for p in projections] == [3.5] * 4
     assert all(p.tau.requires_grad and p.eps == 0 for p in projections)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn, optim
 
+from tokenformer_vit.growth.resize import Change, resize
 from tokenformer_vit.training.adamw import AdamW
 
 SHAPES = [(3, 5), (7,), (), (2, 3, 4)]
@@ -130,5 +131,17 @@ def test_moments_that_growth_resets():
     for optimizer in optimizers:
         for parameter in parameters(optimizer)[:2]:
             del optimizer.state[parameter]  # as stack_blocks(..., moments="reset")
+    step(optimizers)
+    check(optimizers)
+
+
+def test_parameters_and_moments_that_growth_makes_longer():
+    optimizers = pair()
+    step(optimizers)
+    for optimizer in optimizers:
+        changes = []
+        for p in parameters(optimizer)[:2]:
+            changes.append(Change(p, torch.cat((p.detach(), torch.ones_like(p))), (p,)))
+        resize(changes, optimizer, "keep")
     step(optimizers)
     check(optimizers)

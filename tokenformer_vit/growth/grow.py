@@ -158,24 +158,23 @@ def grow_state_dict(
 
     Args:
         state_dict: State dict of any model with TokenFormer blocks.
-        num_qkv_param_tokens: As in :func:`grow`, like all arguments that are not listed here.
+        num_qkv_param_tokens: As in :func:`grow`.
         num_proj_param_tokens: As in :func:`grow`.
         num_ffn_param_tokens: As in :func:`grow`.
         theta: Name of the model's Θ, which a state dict does not contain.
         init: As in :func:`grow`.
-        gate: As in :func:`grow`. With a gate, every layer of the state dict has a ``gate``; build
-            the model that loads it with ``pattention_args={"gate": "learned"}``.
+        gate: As in :func:`grow`. Then every layer has a ``gate``: build the model that loads it
+            with ``pattention_args={"gate": "learned"}``.
         nested: As in :func:`grow`.
         seed: As in :func:`grow`.
-        missing_tau: What to do if a layer stores no τ, as in the authors' checkpoints: ``error``,
-            or ``default`` for √P (P under an L1 norm).
+        missing_tau: If a layer stores no τ, as in the authors' checkpoints: ``error``, or
+            ``default`` for √P (P under an L1 norm).
 
     Returns:
         A new state dict. Tensors that did not grow are the same objects.
 
     Raises:
-        InputError: In the cases of :func:`grow`, and if there are no parameter tokens or a layer
-            has no τ.
+        InputError: As :func:`grow`, and if there are no parameter tokens or a layer has no τ.
     """
     suffix = f".{TOKENS[0]}"
     names = [key.removesuffix(suffix) for key in state_dict if key.endswith(suffix)]
@@ -253,16 +252,15 @@ def join_tokens(model: Model, optimizer: Optimizer | None = None, moments: str =
     This is not necessary for saving: a state dict always contains joined pairs.
 
     Args:
-        model: Any module with TokenFormer blocks. A joined parameter needs a gradient if one of its
-            parts needed one. Masks and sizes are reset.
+        model: Any module with TokenFormer blocks. Masks and sizes are reset.
         optimizer: Optimizer of the model's parameters, which continues.
-        moments: ``keep`` or ``reset`` the optimizer's state of these parameters.
+        moments: ``keep`` or ``reset`` its state of these parameters.
 
     Returns:
         ``model``, with the same outputs.
 
     Raises:
-        InputError: If the model is wrapped by DDP or FSDP, or the optimizer cannot continue.
+        InputError: If DDP or FSDP wraps the model, or the optimizer cannot continue.
     """
     layers = {name: each for name, each in whole_layers(model).items() if is_split(each)}
     tokens = {name: read_tokens(layer) for name, layer in layers.items()}

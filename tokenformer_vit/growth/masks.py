@@ -14,14 +14,7 @@ from .resize import pattention_layers
 
 
 def count_pairs(model: nn.Module) -> dict[str, int]:
-    """Count the pairs of each Pattention layer of a model, by layer name.
-
-    Args:
-        model: Any module with TokenFormer blocks.
-
-    Raises:
-        InputError: If the model has no Pattention layer.
-    """
+    """Count the pairs of each Pattention layer of a model, by layer name."""
     return {name: layer.num_param_tokens for name, layer in pattention_layers(model).items()}
 
 
@@ -99,22 +92,15 @@ class TokenMasks:
         Args:
             name: Name of the mask.
             before: Counts that :func:`count_pairs` returned before growth.
-
-        Raises:
-            InputError: If no pair is new.
         """
         if count_pairs(self._model) == before:
-            raise InputError(
-                f"mask {name!r}: the model has no more pairs than were counted before; call "
-                "count_pairs(model) before growth and add_appended() after it"
-            )
+            raise InputError(f"no pair is new for mask {name!r}; call count_pairs() before growth")
         self.add(name, {layer: slice(count, None) for layer, count in before.items()})
 
     def activate(self, *names: str) -> None:
         """Use only the pairs of some masks from now on; without names, use all pairs.
 
-        With gradient checkpointing, do not call it between a forward pass and its backward pass,
-        which computes the blocks again with the pairs that are active then.
+        With gradient checkpointing, do not call it between a forward and a backward pass.
 
         Args:
             names: Names of masks; a pair is active if it is in any of them.
@@ -154,8 +140,8 @@ class TokenMasks:
             names: Names of masks, as in :meth:`activate`.
 
         Raises:
-            InputError: In the cases of :meth:`activate`, or if the model trains with gradient
-                checkpointing: its backward pass would compute the blocks again with other pairs.
+            InputError: As :meth:`activate`, or if the model trains with gradient checkpointing,
+                which would compute the blocks again with other pairs.
         """
         check_not_recomputed(self._model)
         before = {name: layer.active for name, layer in self._layers.items()}

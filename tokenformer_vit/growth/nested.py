@@ -90,9 +90,8 @@ def nest(model: Model, sizes: Sequence[Size], usage: Mapping[str, Usage] | None 
         nest(reorder(model, usage), (0.25, 0.5), usage)
 
     Args:
-        model: Any module with TokenFormer blocks. Its outputs do not change. The sizes that it had
-            are replaced. Build optimizers afterwards: if τ is learned, τ of the sizes are new
-            parameters.
+        model: Any module with TokenFormer blocks. Its outputs do not change; the sizes that it had
+            are replaced. Build optimizers afterwards: a learned τ of a size is a new parameter.
         sizes: Sizes, as for ``model.set_size``. Empty for an ordinary model.
         usage: Usage by which :func:`reorder` has sorted the pairs. Then τ of a size is adapted as
             :func:`~tokenformer_vit.growth.prune` does; without it, τ is what ``set_size`` takes

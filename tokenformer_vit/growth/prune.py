@@ -145,8 +145,8 @@ def prune(
     Without this, the weights of the other pairs would grow.
 
     Args:
-        model: Any module with TokenFormer blocks. Build optimizers afterwards. A nested model
-            becomes an ordinary one, because its first pairs do not stay together. Masks are reset.
+        model: Any module with TokenFormer blocks. Build optimizers afterwards. Masks are reset, and
+            a nested model becomes an ordinary one.
         usage: Usage that :func:`measure_usage` returned for this model.
         num_qkv_param_tokens: Number of pairs to keep in each query, key and value projection, or a
             list with one for each block; None keeps all.
@@ -155,7 +155,7 @@ def prune(
         adapt_tau: Whether to adapt τ as above.
 
     Returns:
-        ``model``. The kept pairs are in their old order, in one parameter.
+        ``model``. The kept pairs are in their old order.
 
     Raises:
         InputError: If a count is not between 1 and the present one, or the usage is of another

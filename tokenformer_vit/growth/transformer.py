@@ -1,11 +1,6 @@
-"""Grow an ordinary Transformer, as a baseline for the growth of a TokenFormer.
-
-Net2Net widens hidden layers with copies of their neurons and keeps the outputs of the model.
-Stacking appends copies of blocks and changes the outputs.
-"""
+"""Grow an ordinary Transformer, as a baseline for the growth of a TokenFormer."""
 
 import copy
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +16,7 @@ from .resize import Change, add_parameters, resize, unwrapped
 # How much the shares of a neuron's copies in its outgoing weights differ. Equal copies would stay
 # equal forever.
 _SPREAD = 0.1
-# Of a ViT, a GPT-2 and a GPT-NeoX: the attribute with the blocks, names of the layers before and
+# Of a ViT, a GPT-2 and a GPT-NeoX, by the attribute with the blocks: names of the layers before and
 # after a hidden layer, their size attributes, and the hidden dimension of their weights.
 _FORMS = {
     "blocks": ("fc1", "fc2", "out_features", "in_features", 0, 1),
@@ -42,10 +37,10 @@ def widen_mlp(
     optimizer: Optimizer | None = None,
     moments: str = "keep",
 ) -> Model:
-    """Widen the hidden layers of a Transformer with copies of random neurons, in place.
+    """Widen hidden layers with copies of random neurons, in place; outputs do not change.
 
     The outgoing weights of a neuron are divided among it and its copies, in unequal shares, to let
-    them diverge. The outputs of the model do not change.
+    them diverge.
 
     Args:
         model: timm ``VisionTransformer`` with ordinary blocks, GPT-2 or GPT-NeoX of transformers,
@@ -56,7 +51,7 @@ def widen_mlp(
         moments: ``keep`` or ``reset`` its state of these layers.
 
     Returns:
-        ``model``. The arguments from which it is rebuilt have the new number.
+        ``model``.
 
     Raises:
         InputError: If there is no such model, or a hidden layer already has that width or more.
@@ -69,21 +64,23 @@ def widen_mlp(
     generator = torch.Generator().manual_seed(seed)
     changes = [change for mlp in mlps for change in _widen(mlp, form, hidden_features, generator)]
     resize(changes, optimizer, moments)
+    before, after, out_size, in_size, *_ = _FORMS[form]
     for mlp in mlps:
-        for layer, size in zip(_FORMS[form][:2], _FORMS[form][2:4], strict=True):
-            setattr(getattr(mlp, layer), size, hidden_features)
+        setattr(getattr(mlp, before), out_size, hidden_features)
+        setattr(getattr(mlp, after), in_size, hidden_features)
     if form in _CONFIG_KEYS:
         setattr(transformer.config, _CONFIG_KEYS[form], hidden_features)
     else:
-        _record(transformer, mlp_ratio=mlp_ratio(hidden_features, transformer.embed_dim))
+        ratio = mlp_ratio(hidden_features, transformer.embed_dim)
+        getattr(transformer, "_model_args", {}).update(mlp_ratio=ratio)
     return model
 
 
 def _widen(mlp: Any, form: str, hidden: int, generator: torch.Generator) -> list[Change]:
-    names, (size, _, inputs, outputs) = _FORMS[form][:2], _FORMS[form][2:]
+    *names, size, _, inputs, outputs = _FORMS[form]
     if form == "blocks" and not (type(mlp) is Mlp and isinstance(mlp.norm, nn.Identity)):
         raise InputError(f"the MLP is {type(mlp).__name__}, perhaps with a norm; give timm's Mlp")
-    before, after = map(partial(getattr, mlp), names)
+    before, after = (getattr(mlp, name) for name in names)
     old = getattr(before, size)
     if hidden <= old:
         raise InputError(f"an MLP has {old} hidden features; give more than that, not {hidden}")
@@ -114,7 +111,7 @@ def stack_blocks(
         model: timm ``VisionTransformer`` with ordinary blocks, or a module that holds one.
         depth: New number of blocks, usually twice the present number.
         optimizer: Optimizer of the model's parameters, which also gets the new ones.
-        moments: ``keep`` or ``reset`` the state of the old blocks.
+        moments: ``keep`` or ``reset`` its state of the old blocks.
 
     Returns:
         ``model``.
@@ -127,18 +124,16 @@ def stack_blocks(
     """
     vit = _find_vit(model)
     blocks: Any = vit.blocks
-    old = len(blocks)
+    old, new = len(blocks), []
     if depth <= old:
         raise InputError(f"the model has {old} blocks; give more than that, not {depth}")
-    if optimizer is not None and moments == "reset":
-        for parameter in blocks.parameters():
-            unwrapped(optimizer).state.pop(parameter, None)
-    _record(vit, depth=depth)
-    new = []
+    for parameter in blocks.parameters() if optimizer is not None and moments == "reset" else ():
+        unwrapped(optimizer).state.pop(parameter, None)
     for index in range(old, depth):
         blocks.append(copy.deepcopy(blocks[index % old]))
         both = zip(blocks[index].parameters(), blocks[index % old].parameters(), strict=True)
         new += [(parameter, (like,), 1.0) for parameter, like in both]
+    getattr(vit, "_model_args", {}).update(depth=depth)
     if optimizer is not None:
         add_parameters(optimizer, model, new)
     return model
@@ -169,8 +164,3 @@ def mlp_ratio(hidden: int, width: int) -> float:
     ratio = hidden / width
     # timm multiplies by the width again and rounds down.
     return ratio if int(width * ratio) == hidden else (hidden + 0.5) / width
-
-
-def _record(vit: VisionTransformer, **arguments: Any) -> None:
-    """Update the arguments from which timm rebuilds a model."""
-    getattr(vit, "_model_args", {}).update(arguments)

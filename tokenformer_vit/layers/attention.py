@@ -1,6 +1,6 @@
 """Multi-head self-attention with Pattention layers as its four projections."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
@@ -26,8 +26,8 @@ class Attention(nn.Module):
 
     ``num_qkv_param_tokens`` is the number of pairs in each of query, key and value. ``norm_layer``
     builds the norm of queries and keys from its width. A model sets ``rope``, the rotary positions
-    of the last tokens, and ``num_prefix_tokens``, the number of tokens before them. The other
-    arguments are those of :class:`~tokenformer_vit.layers.TokenFormerBlock`.
+    of the last tokens, and ``num_prefix_tokens``, the number of tokens before them. ``shared`` are
+    further arguments of all four projections.
 
     Raises:
         InputError: If ``num_heads`` does not divide ``dim``.
@@ -47,15 +47,12 @@ class Attention(nn.Module):
         num_heads: int,
         num_qkv_param_tokens: int,
         num_proj_param_tokens: int,
-        theta: str = "gelu_l2",
         qk_norm: bool = False,
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
         proj_init_gain: float = 1.0,
         norm_layer: Callable[[int], nn.Module] = BlockLayerNorm,
-        pattention_args: Mapping[str, Any] | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **shared: Any,
     ) -> None:
         super().__init__()
         if num_heads < 1 or dim % num_heads:
@@ -65,9 +62,7 @@ class Attention(nn.Module):
         self.scale = self.head_dim**-0.5
         self.fused_attn = use_fused_attn()
 
-        place: Any = {"device": device, "dtype": dtype}
-        shared = dict(pattention_args or {})
-        projection = partial(Pattention, dim, dim, theta=theta, **place, **shared)
+        projection = partial(Pattention, dim, dim, **shared)
         self.query = projection(num_param_tokens=num_qkv_param_tokens)
         self.key = projection(num_param_tokens=num_qkv_param_tokens)
         self.value = projection(num_param_tokens=num_qkv_param_tokens)
@@ -92,9 +87,8 @@ class Attention(nn.Module):
         if self.rope is None:
             return x
         prefix, patches = x[:, :, : self.num_prefix_tokens], x[:, :, self.num_prefix_tokens :]
-        return torch.cat(
-            (prefix, apply_rot_embed_cat(patches, self.rope.get_embed(), half=True)), dim=2
-        )
+        patches = apply_rot_embed_cat(patches, self.rope.get_embed(), half=True)
+        return torch.cat((prefix, patches), dim=2)
 
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False

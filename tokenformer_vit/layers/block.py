@@ -85,41 +85,31 @@ class TokenFormerBlock(nn.Module):
         if unknown := timm_only.keys() - TIMM_ONLY - {"depth"}:
             raise TypeError(f"unexpected keyword arguments: {', '.join(sorted(unknown))}")
 
-        def layer_scale() -> nn.Module:
-            if not init_values:
-                return nn.Identity()
-            return LayerScale(dim, init_values=init_values, device=device, dtype=dtype)
+        place: Any = {"device": device, "dtype": dtype}
+        shared: Any = dict(theta=theta, **place, **(pattention_args or {}))
 
-        self.norm1 = block_norm(norm, dim, norm_eps, device=device, dtype=dtype)
+        def layer_scale() -> nn.Module:
+            return LayerScale(dim, init_values, **place) if init_values else nn.Identity()
+
+        self.norm1 = block_norm(norm, dim, norm_eps, **place)
         self.attn = self.attention(
             dim,
             num_heads,
             dim if num_qkv_param_tokens is None else num_qkv_param_tokens,
             dim if num_proj_param_tokens is None else num_proj_param_tokens,
-            theta=theta,
             qk_norm=qk_norm,
             norm_layer=BlockRMSNorm if norm == "rms" else BlockLayerNorm,
             attn_drop=attn_drop,
             proj_drop=proj_drop,
             proj_init_gain=residual_init_gain,
-            pattention_args=pattention_args,
-            device=device,
-            dtype=dtype,
+            **shared,
         )
         self.ls1 = layer_scale()
         self.drop_path1 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
 
-        self.norm2 = block_norm(norm, dim, norm_eps, device=device, dtype=dtype)
-        self.mlp = Pattention(
-            dim,
-            dim,
-            int(dim * mlp_ratio) if num_ffn_param_tokens is None else num_ffn_param_tokens,
-            theta=theta,
-            init_gain=residual_init_gain,
-            device=device,
-            dtype=dtype,
-            **(pattention_args or {}),
-        )
+        self.norm2 = block_norm(norm, dim, norm_eps, **place)
+        pairs = int(dim * mlp_ratio) if num_ffn_param_tokens is None else num_ffn_param_tokens
+        self.mlp = Pattention(dim, dim, pairs, init_gain=residual_init_gain, **shared)
         self.mlp_drop = nn.Dropout(proj_drop)
         self.ls2 = layer_scale()
         self.drop_path2 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()

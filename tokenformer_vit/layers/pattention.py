@@ -170,7 +170,7 @@ class Pattention(NestedLayer):
         return self
 
     def _try_kernels(self) -> None:
-        keys = self.whole_tokens("key_param_tokens")
+        keys = next(self.parameters())
         if keys.is_cuda and self.theta in ("gelu_l2", "gelu_tanh_l2"):
             # Models with float32 parameters are mostly used under autocast.
             for dtype in {keys.dtype, torch.bfloat16}:
