@@ -66,9 +66,7 @@ class Pattention(NestedLayer):
         Initialisation: keys N(0, 1/C_in), so inputs of unit RMS (the output of a LayerNorm) give
         scores of unit variance. Values N(0, init_gain² / (P · E[Θ²])), with E[Θ²] for standard
         normal scores, so outputs have the standard deviation ``init_gain``.
-
-        Range: a row of scores must have an L2 norm below 1.8e19 (√ of the largest float32) under
-        the L2 variants, and each float16 score must be below 65504.
+        FSDP2 shards no 0-dimensional parameter: give it a learned τ in ``ignored_params``.
 
     Source:
         TokenFormer, arXiv:2410.23168, Eq. 4 to 6.
@@ -119,15 +117,9 @@ class Pattention(NestedLayer):
         self.key_param_tokens = nn.Parameter(torch.empty(num_param_tokens, in_features, **place))
         self.value_param_tokens = nn.Parameter(torch.empty(num_param_tokens, out_features, **place))
         start = torch.empty((), device=device, dtype=torch.float32)
-        if learn_tau:
-            self.tau = nn.Parameter(start)
-        else:
-            self.register_buffer("tau", start)
-        opened = torch.empty(num_param_tokens, **place)
-        if gate == "learned":
-            self.gate = nn.Parameter(opened)
-        else:
-            self.register_buffer("gate", opened if gate == "fixed" else None)
+        self._register("tau", start, learn_tau)
+        opened = None if gate == "none" else torch.empty(num_param_tokens, **place)
+        self._register("gate", opened, gate == "learned")
         self.register_buffer("active", None, persistent=False)
         self.set_nested(nested)
         self.reset_parameters()
@@ -153,17 +145,16 @@ class Pattention(NestedLayer):
         return getattr(self, name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Pattention":
-        # √768 has no close neighbour in bfloat16: a cast of the model must not change τ.
-        kept = [each for each in (self.tau, self.nested_tau) if each is not None]
-        kept += [each.grad for each in kept if each.grad is not None]
+        taus = [each for each in (self.tau, self.nested_tau) if each is not None]
+        taus += [each.grad for each in taus if each.grad is not None]
 
         def guarded(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            if all(tensor is not each for each in kept):
+            if all(tensor is not tau for tau in taus):
                 return moved
-            if tensor.is_meta:  # to_empty(): τ has memory now, but no value yet
-                return moved.to(tensor.dtype)
-            return tensor.detach().to(moved.device)
+            # √768 has no close neighbour in bfloat16: a cast of the model must not change τ. After
+            # to_empty() it has memory, but no value yet.
+            return moved.to(tensor.dtype) if tensor.is_meta else tensor.detach().to(moved.device)
 
         super()._apply(guarded, recurse)
         self._try_kernels()
