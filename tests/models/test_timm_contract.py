@@ -22,32 +22,6 @@ def test_registers_without_a_class_token(small, images):
     assert small().no_weight_decay() == {"pos_embed", "cls_token"}
 
 
-@pytest.mark.parametrize(("size", "tokens"), [(32, 5), (96, 37)])
-def test_image_size(small, images, size, tokens):
-    assert small(img_size=size).forward_features(images(size)).shape == (2, tokens, 48)
-    resized = small()
-    resized.set_input_size(img_size=(size, size))
-    assert resized.forward_features(images(size)).shape == (2, tokens, 48)
-
-
-def test_dynamic_image_size(small, images):
-    fixed, dynamic = small(), small(dynamic_img_size=True)
-    dynamic.load_state_dict(fixed.state_dict())
-    x = images()
-    torch.testing.assert_close(dynamic(x), fixed(x))
-    assert dynamic(torch.randn(2, 3, 96, 48)).shape == (2, 10)
-    with pytest.raises(AssertionError):
-        fixed(images(96))
-
-
-def test_features_only(small, images):
-    model = small(depth=4, features_only=True)
-    assert model.feature_info.channels() == [48, 48, 48]
-    assert model.feature_info.reduction() == [16, 16, 16]
-    assert [f.shape for f in model(images())] == [(2, 48, 4, 4)] * 3
-    assert len(small(depth=4, features_only=True, out_indices=[0, 2])(images())) == 2
-
-
 @pytest.mark.parametrize("with_parts", [False, True])
 def test_forward_intermediates(small, images, parts, with_parts):
     model, x = small(depth=3, **(parts if with_parts else {})), images()
@@ -71,19 +45,6 @@ def test_prune_intermediate_layers(small, images):
     assert parts == {"cls_token", "pos_embed", "patch_embed.proj", "blocks.0", "blocks.1"}
     actual = model.forward_intermediates(x, indices=[1], intermediates_only=True)[0]
     torch.testing.assert_close(actual, expected)
-
-
-def test_reset_classifier(small, images):
-    model, x = small().to(torch.float64), images().double()
-    pooled = model.forward_head(model.forward_features(x), pre_logits=True)
-    model.reset_classifier(0)
-    torch.testing.assert_close(model(x), pooled)
-    model.reset_classifier(7, "avg")
-    assert model(x).shape == (2, 7)
-    assert model.head.weight.dtype == torch.float64
-    assert model.global_pool == "avg"
-    model.reset_classifier(5)
-    assert model.global_pool == "avg"
 
 
 @pytest.mark.parametrize("with_parts", [False, True])

@@ -42,6 +42,8 @@ def load_language_model(folder: Path, mask: str | None = None) -> Any:
             "export both files again"
         )
     if mask is not None:
+        if not (folder / MASKS).is_file():
+            raise InputError(f"{folder} has no masks ({MASKS}), so there is no mask {mask!r}")
         TokenMasks(model, torch.load(folder / MASKS, weights_only=True)).activate(mask)
     return model.eval()
 

@@ -56,7 +56,8 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
             raise zipfile.BadZipFile
         # The command line of timm's and DeiT's trainings is a Namespace.
         with torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(path, map_location=map_location, weights_only=True)
+            content = torch.load(path, map_location=map_location, weights_only=True)
+        return content if isinstance(content, dict) else {type(content).__name__: content}
     except (*_UNREADABLE, RuntimeError, EOFError) as error:
         # Not PyTorch's message, which advises to run the code in the file.
         raise InputError(

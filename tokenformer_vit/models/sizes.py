@@ -22,7 +22,12 @@ Size = float | Mapping[str, float]
 
 def kind_of(name: str) -> str:
     """Return the kind of the layer with this full name."""
-    return KINDS[name.rpartition(".")[2]]
+    last = name.rpartition(".")[2]
+    if last not in KINDS:
+        raise InputError(
+            f"{name!r} is no layer of a TokenFormer; its layers are {', '.join(KINDS)}"
+        )
+    return KINDS[last]
 
 
 def find_layers(model: nn.Module) -> dict[str, Pattention]:
@@ -96,15 +101,18 @@ def nest_layers(
 ) -> tuple[Size, ...]:
     """Replace the nested sizes, return them with 1.0 at the end; τ is ``tau_of``, or scaled."""
     layers = find_layers(model)
-    if isinstance(nested, str | Mapping) or not isinstance(nested, Sequence):
+    if isinstance(nested, str | Mapping) or not isinstance(nested, Sequence) or None in nested:
         raise InputError(f"nested must be a list of sizes, such as (0.25, 0.5), but got {nested!r}")
     counted = [(size_counts(layers, size), size) for size in nested if size != 1]
     counted.sort(key=lambda each: sum(each[0].values()))
+    numbers = {name: [counts[name] for counts, _ in counted] for name in layers}
     for name, layer in layers.items():
-        numbers, tau = [counts[name] for counts, _ in counted], None
-        if tau_of is not None and numbers:
-            tau = torch.stack([tau_of(layer, number) for number in numbers])
-        layer.set_nested(numbers, tau)
+        layer.check_order(numbers[name])  # before anything changes
+    for name, layer in layers.items():
+        tau = None
+        if tau_of is not None and counted:
+            tau = torch.stack([tau_of(layer, number) for number in numbers[name]])
+        layer.set_nested(numbers[name], tau)
     return (*(size for _, size in counted), 1.0)
 
 

@@ -19,7 +19,7 @@ from timm.models.vision_transformer import checkpoint_filter_fn as vit_checkpoin
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.layers import BlockNorm, Pattention, TokenFormerBlock
+from tokenformer_vit.layers import BlockLayerNorm, Pattention, TokenFormerBlock
 from tokenformer_vit.layers.arguments import COUNTS, Counts, counts_by_block, model_pattention_args
 from tokenformer_vit.layers.block import TIMM_ONLY, token_arguments
 from tokenformer_vit.ops import check_backend
@@ -165,7 +165,7 @@ class TokenFormerViT(VisionTransformer):
         """Choose one of ``tokenformer_vit.ops.BACKENDS`` for all blocks; it is not saved."""
         check_backend(backend)
         for module in self.blocks.modules():
-            if isinstance(module, BlockNorm | Pattention):
+            if isinstance(module, BlockLayerNorm | Pattention):
                 module.backend = backend
 
     @torch.jit.ignore()
