@@ -12,7 +12,6 @@ from tokenformer_vit.benchmarking.cluster import Needs
 from tokenformer_vit.benchmarking.costs import PARTS, model_costs, total
 from tokenformer_vit.cli import costs
 from tokenformer_vit.command_line import run_tool
-from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow
 from tokenformer_vit.models import lm_config
 from tokenformer_vit.models.checkpoints import load_model
