@@ -26,7 +26,7 @@ from tokenformer_vit.growth import (
     prune,
     reorder,
 )
-from tokenformer_vit.layers import Attention, Pattention
+from tokenformer_vit.layers import Attention
 from tokenformer_vit.ops import THETAS, default_tau
 
 GELU = [theta for theta in THETAS if theta != "softmax"]
@@ -277,8 +277,6 @@ def test_other_models_and_state_dicts_are_refused():
         grow(nn.Linear(2, 2), num_ffn_param_tokens=4)
     with pytest.raises(InputError, match="give one of a TokenFormer"):
         grow_state_dict(nn.Linear(2, 2).state_dict(), num_ffn_param_tokens=4)
-    with pytest.raises(InputError, match="are query, key, value, proj, mlp"):
-        grow(nn.Sequential(Pattention(4, 4, 4)), num_ffn_param_tokens=8)
     with pytest.raises(InputError, match="no layer has a fixed gate"):
         open_gates(build(), 0.5)
     attention = Attention(8, 2, 8, 8)

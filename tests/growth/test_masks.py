@@ -69,7 +69,7 @@ def test_the_pairs_of_before_growth_compute_what_they_did(theta, init):
     grow(model, **LARGER, init=init)
     with torch.no_grad():  # as if the new pairs had been trained
         for layer in layers_of(model).values():
-            layer.key_param_tokens[-5:] += 1
+            layer.key_param_tokens[-5:] += torch.randn(5, layer.in_features)
             if layer.gate is not None:
                 layer.gate[-5:] = 0.8
     assert (logits(model, x) - before).abs().max() > 1e-4 * before.abs().max()

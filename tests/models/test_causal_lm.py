@@ -32,8 +32,7 @@ KINDS = {
 def build(**changes):
     config = {"vocab_size": 61, "context_length": 40, "embed_dim": 32, "depth": 2, "num_heads": 2}
     model = TokenFormerLM(LMConfig(**{**config, "rotary_share": 0.5, **changes})).double().eval()
-    with torch.no_grad():  # so that the token at hand is not drowned
-        model.embedding.weight.mul_(20)
+    model.embedding.weight.data.mul_(20)  # so that the token at hand is not drowned
     return model
 
 

@@ -102,7 +102,7 @@ def nest(model: Model, sizes: Sequence[Size], usage: Mapping[str, Usage] | None 
 
     Raises:
         InputError: If a size is out of range, a layer has more pairs in a smaller size, or the
-            usage is of another model. Then nothing is changed.
+            usage is of another model.
     """
     layers = whole_layers(model)
     if usage is not None:

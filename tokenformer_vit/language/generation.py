@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from tokenformer_vit.errors import InputError
@@ -10,7 +11,7 @@ from tokenformer_vit.files import new_folder
 from tokenformer_vit.growth import TokenMasks
 
 # File next to a model that has separate pairs for each text.
-MASKS = "masks.safetensors"
+MASKS = "masks.pt"
 
 
 def load_language_model(folder: Path, mask: str | None = None) -> Any:
@@ -18,7 +19,7 @@ def load_language_model(folder: Path, mask: str | None = None) -> Any:
 
     Args:
         folder: The folder. No code in it is run.
-        mask: Name of a mask in ``masks.safetensors``, to use only its pairs; None for all pairs.
+        mask: Name of a mask in ``masks.pt``, to use only its pairs; None for all pairs.
 
     Returns:
         The model on the CPU, in evaluation mode, in the dtype of the saved weights.
@@ -41,7 +42,9 @@ def load_language_model(folder: Path, mask: str | None = None) -> Any:
             "export both files again"
         )
     if mask is not None:
-        TokenMasks.load(folder / MASKS, model).activate(mask)
+        if not (folder / MASKS).is_file():
+            raise InputError(f"{folder} has no masks ({MASKS}), so there is no mask {mask!r}")
+        TokenMasks(model, torch.load(folder / MASKS, weights_only=True)).activate(mask)
     return model.eval()
 
 

@@ -227,9 +227,9 @@ class TokenFormerModel(TokenFormerDecoder, TokenFormerPreTrainedModel):
         """The shape of the model now, after growth or pruning."""
         return self.config.lm_config()
 
-    def take(self, config: LMConfig) -> None:
+    def take(self, shape: LMConfig) -> None:
         """Write a new shape into the configuration."""
-        self.config.take(config)
+        self.config.take(shape)
 
     @merge_with_config_defaults
     @capture_outputs

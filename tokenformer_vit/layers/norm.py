@@ -11,7 +11,8 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.ops import layer_norm
 from tokenformer_vit.ops.norm import product_dtype
 
-torch.fx.wrap("layer_norm")  # fx must not trace into it, as with pattention()
+# fx must not trace into them, as with pattention().
+torch.fx.wrap("layer_norm")
 torch.fx.wrap("product_dtype")
 
 

@@ -1,9 +1,7 @@
-"""Layers with two groups of pairs, old and new, that are trained differently.
+"""Layers with two groups of pairs, old and new, that are frozen or trained differently.
 
-An optimizer treats a tensor as a whole. To freeze the old pairs, or to train them with another
-learning rate, a layer holds keys and values as two parameters each: ``old_key_param_tokens`` and
-``new_key_param_tokens``, and the same for values. What the layer computes does not change, and its
-state dict is that of an ordinary layer.
+They hold keys and values as two parameters each, because an optimizer treats a tensor as a whole.
+What a layer computes does not change, and its state dict is that of an ordinary layer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,13 +38,10 @@ class SplitPattention(Pattention):
 
     @torch.jit.unused
     def whole_tokens(self, name: str) -> Tensor:
-        """Return the keys or values of all pairs as one tensor; the parts become views of it.
-
-        Code that averages weights by writing into a state dict (timm's ``ModelEmaV3``) thus
-        reaches both parts. Of a sharded layer (FSDP2) it is a copy.
-        """
+        """Return the keys or values of all pairs as one tensor; the parts become views of it."""
+        # So timm's ModelEmaV3, which writes into the tensors of a state dict, reaches both parts.
         old, new = token_segments(self, name)
-        if type(old.detach()) is not Tensor:
+        if type(old.detach()) is not Tensor:  # sharded by FSDP2
             return torch.cat((old.detach(), new.detach()))
         end = old.storage_offset() + old.numel()
         one = old.untyped_storage() is new.untyped_storage() and new.storage_offset() == end
@@ -78,10 +73,6 @@ class SplitPattention(Pattention):
                 for part, rows in zip(parts, (tokens[:num_old], tokens[num_old:]), strict=True):
                     state_dict[prefix + part] = rows
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-    def extra_repr(self) -> str:
-        """Describe the layer in ``repr``."""
-        return f"{super().extra_repr()}, num_old={len(self.old_key_param_tokens)}"
 
 
 def is_split(layer: Pattention) -> bool:

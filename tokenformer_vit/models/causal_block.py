@@ -25,7 +25,7 @@ class KVCache:
         Only the paged caches of transformers read ``kwargs``, and change them.
         """
         if layer == len(self._layers):
-            self._layers.append((keys, values))
+            self._layers.append((keys.clone(), values))  # a view of queries and keys
         else:
             before = self._layers[layer]
             both = torch.cat((before[0], keys), dim=2), torch.cat((before[1], values), dim=2)
@@ -37,13 +37,13 @@ class KVCache:
         return self._layers[0][0].shape[2] if self._layers else 0
 
 
-def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """Rotate the first R dimensions of (B, heads, N, D) queries or keys, as GPT-NeoX does.
-
-    ``turns`` are (B or 1, 1, N, 2 R) sines and cosines, in whose dtype it is computed.
-    """
-    rotated, rest = x.tensor_split((turns.shape[-1] // 2,), dim=-1)
-    return torch.cat((apply_rot_embed_cat(rotated, turns, half=True), rest), dim=-1)
+def rotate(queries: Tensor, keys: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys as GPT-NeoX does, by (B or 1, 1, N, 2 R) sines and cosines."""
+    both = torch.cat((queries, keys), dim=1)  # half of the operations, which decide in decoding
+    rotated, rest = both.tensor_split((turns.shape[-1] // 2,), dim=-1)
+    both = torch.cat((apply_rot_embed_cat(rotated, turns, half=True), rest), dim=-1)
+    queries, keys = both.chunk(2, dim=1)
+    return queries, keys
 
 
 def attend(
@@ -77,7 +77,7 @@ class CausalAttention(Attention):
         """Map (B, N, C) tokens to (B, N, C), and return the weights that ``attend`` returns."""
         q, k, v = self.project(x)  # (B, heads, N, D)
         if turns is not None:
-            q, k = rotate(q, turns), rotate(k, turns)
+            q, k = rotate(q, k, turns)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx, kwargs)  # a paged cache changes kwargs
         mixed, weights = attend(self, q, k, v, mask, scaling=self.scale, **kwargs)

@@ -6,6 +6,7 @@ A language run checks tokens and tokenizers, and writes a folder of transformers
 
 from pathlib import Path
 
+import torch
 from mmengine.dist import master_only
 from mmengine.registry import HOOKS
 
@@ -74,7 +75,7 @@ class LanguageExportHook(ExportHook):
     """Write model and tokenizer to the work directory after training, for transformers.
 
     The work directory gets ``model.safetensors``, ``config.json`` and the files of the tokenizer; a
-    model with masks also ``masks.safetensors``.
+    model with masks also ``masks.pt``.
     """
 
     purpose = "for transformers, generate and evaluate-lm"
@@ -91,4 +92,4 @@ class LanguageExportHook(ExportHook):
         folder = Path(runner.work_dir)
         save_language_model(model.model, folder, self._tokenizer)
         if model.masks is not None:
-            model.masks.save(folder / MASKS)
+            torch.save(model.masks.pairs, folder / MASKS)
