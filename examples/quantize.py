@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_  # pyright: ignore
 
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.ops import theta_weights
+from tokenformer_vit.ops.theta import theta_weights
 
 
 class LinearPattention(nn.Module):

@@ -21,20 +21,6 @@ def test_default_pair_counts_follow_the_width():
     assert block.mlp.num_param_tokens == 144
 
 
-def test_given_pair_counts():
-    block = TokenFormerBlock(48, 3, 10, 20, 30)
-    assert block.attn.value.num_param_tokens == 10
-    assert block.attn.proj.num_param_tokens == 20
-    assert block.mlp.num_param_tokens == 30
-
-
-@pytest.mark.parametrize("theta", THETAS)
-def test_theta_reaches_all_five_layers(theta):
-    block = TokenFormerBlock(48, 3, theta=theta)
-    thetas = [module.theta for module in block.modules() if hasattr(module, "theta")]
-    assert thetas == [theta] * 5
-
-
 def test_shared_arguments_reach_all_five_layers():
     arguments = {"tau": 3.5, "learn_tau": True, "eps": 1e-3, "key_init_scale": 1e-3}
     block = TokenFormerBlock(192, 3, pattention_args=arguments)

@@ -55,15 +55,6 @@ def test_equals_an_ordinary_layer_bit_by_bit(theta, gate, backend):
         assert torch.equal(grad, expected[1])
 
 
-def test_a_size_reads_views():
-    layer = build()
-    layer.size = 24
-    keys, values, _, _ = layer.used_tokens()
-    assert (len(keys), len(values), layer.num_used) == (24, 24, 24)
-    assert keys.data_ptr() == layer.key_param_tokens.data_ptr()
-    assert values.data_ptr() == layer.value_param_tokens.data_ptr()
-
-
 @pytest.mark.parametrize("theta", THETAS)
 def test_the_initial_tau_of_a_size_is_that_of_an_ordinary_layer(theta):
     layer = Pattention(8, 8, 48, theta=theta, nested=SIZES)
@@ -168,14 +159,6 @@ def test_of_equal_sizes_the_last_has_tau():
         assert layer.used_tokens()[3].item() == pytest.approx(tau)
         assert layer.tau_of(size).item() == pytest.approx(tau)
         assert layer(x).isfinite().all()
-
-
-def test_the_size_of_an_empty_layer_has_its_tau():
-    with torch.device("meta"):
-        layer = Pattention(8, 8, 48, nested=SIZES)
-        layer.size = 17
-    layer.to_empty(device="cpu").reset_parameters()
-    assert layer.used_tokens()[3].item() == pytest.approx(17**0.5)
 
 
 def test_tau_of_a_size_is_float32_whatever_the_default_type():
