@@ -34,7 +34,7 @@ _LOCAL = "local-dir:"
 _STATE_DICTS = ("state_dict_ema", "model_ema", "state_dict", "model")
 # How names begin in an mmpretrain classifier, and in timm.
 _BACKBONE = "backbone.model."
-_PARTS = {_BACKBONE: "", "head.fc.": "head.", "head.fc_dist.": "head_dist."}
+_PARTS = {"head.fc_dist.": "head_dist.", "head.fc.": "head.", _BACKBONE: ""}
 # Arguments that change what a model computes, but not the names or shapes of its tensors. Not the
 # base of rotary positions, which users change to read longer sequences.
 _HIDDEN = ("theta", "norm", "qk_norm", "num_heads", "norm_eps", "use_rot_pos_emb", "rotary_share")
@@ -94,10 +94,7 @@ def check_digest(path: Path) -> None:
 
 
 def computation_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of a model's arguments that its tensors do not show, as far as they are given.
-
-    ``arguments`` are a TokenFormerViT's, fields of an LMConfig, or a result of this function.
-    """
+    """Return those arguments of a model, or fields of an LMConfig, that tensors do not show."""
     found = {name: arguments[name] for name in (*_HIDDEN, "eps") if name in arguments}
     if "pattention_args" in arguments:
         found["eps"] = (arguments["pattention_args"] or {}).get("eps", EPS)
@@ -126,8 +123,7 @@ def check_computation(model: nn.Module, arguments: Mapping[str, Any], source: An
 def timm_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename the tensors of an mmpretrain classifier around a timm model; others keep their names.
 
-    The ``ClsBatchNormNeck`` of a linear probe becomes a part of the head.
-    The decoder of a masked autoencoder is left out.
+    The batch norm of a linear probe goes into the head, and an MAE's decoder is left out.
     """
     if not any(name.startswith(_BACKBONE) for name in state_dict):
         return dict(state_dict)
@@ -150,8 +146,8 @@ def classifier_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]
     """Rename the tensors of a timm model to the names in an mmpretrain classifier around it."""
     renamed = {}
     for name, tensor in state_dict.items():
-        old = next(old for old, new in reversed(_PARTS.items()) if name.startswith(new))
-        renamed[old + name.removeprefix(_PARTS[old])] = tensor
+        old, new = next(each for each in _PARTS.items() if name.startswith(each[1]))
+        renamed[old + name.removeprefix(new)] = tensor
     return renamed
 
 
@@ -173,11 +169,12 @@ def load_model(
     """
     if name is not None and name.startswith(_LOCAL):
         name, checkpoint = None, checkpoint or Path(name.removeprefix(_LOCAL))
-    if checkpoint is not None and checkpoint.is_dir():
-        checkpoint = checkpoint / WEIGHTS
-    resample = "img_size" in kwargs
-    content = read_checkpoint(checkpoint) if checkpoint else {}
-    described = description_of(checkpoint, content) if checkpoint else {}
+    described, weights, resample = {}, None, "img_size" in kwargs
+    if checkpoint is not None:
+        checkpoint = checkpoint / WEIGHTS if checkpoint.is_dir() else checkpoint
+        content = read_checkpoint(checkpoint)
+        described = description_of(checkpoint, content)
+        weights = timm_state_dict(state_dict_in(content, checkpoint))
     if name is None:
         if "architecture" not in described:
             raise InputError(
@@ -186,7 +183,6 @@ def load_model(
             )
         name = str(described["architecture"])
         kwargs = {**(described.get("model_args") or {}), **kwargs}
-    weights = timm_state_dict(state_dict_in(content, checkpoint)) if checkpoint else None
     try:
         model = _build(name, described, weights, num_classes, kwargs)
     except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:

@@ -36,9 +36,8 @@ class TokenFormerViT(VisionTransformer):
 
     Args:
         theta: Name of the Θ variant, a key of ``tokenformer_vit.ops.THETAS``.
-        norm: Parameters of the LayerNorms inside blocks: ``none``, ``bias`` or ``weight+bias``
-            (Table 5); the final norm has both. ``rms`` for RMSNorms, of which only the final one
-            has a weight.
+        norm: Parameters of the LayerNorms inside blocks: ``none``, ``bias`` or ``weight+bias``; or
+            ``rms`` for RMSNorms without a weight. The final norm always has its parameters.
         num_qkv_param_tokens: Number of pairs in each query, key and value projection; default
             ``embed_dim``. A list has a number for each block.
         num_proj_param_tokens: Number of pairs in each output projection; default ``embed_dim``.
@@ -47,26 +46,19 @@ class TokenFormerViT(VisionTransformer):
         pattention_args: Arguments of all :class:`~tokenformer_vit.layers.Pattention` layers, any of
             ``tau``, ``learn_tau``, ``eps``, ``key_init_scale``, ``gate``; and ``init``
             (``released``: initial parameter tokens as in the authors' code).
-        nested: Smaller sizes that are trained as well, each with a τ of its own, such as ``(0.25,
-            0.5)`` for the first quarter and half of the pairs of every layer; see :meth:`set_size`.
-        use_rot_pos_emb: Also give patches rotary positions by row and column, in each head. Class
-            and register tokens are not rotated. ``pos_embed="none"`` removes the learned positions.
-            With ``dynamic_img_size``, TorchScript cannot compile the model; ``torch.export`` can.
+        nested: Smaller sizes that are trained as well, such as ``(0.25, 0.5)``; see
+            :meth:`set_size`. The attribute ``sizes`` holds them, then 1.0 for the whole model.
+        use_rot_pos_emb: Also rotate queries and keys of patches by row and column. With
+            ``dynamic_img_size``, TorchScript cannot compile the model; ``torch.export`` can.
         rope_temperature: Base of the rotary frequencies.
-        embed_dim: Width C.
-        depth: Number of blocks.
-        num_heads: Number of heads.
         drop_path_uniform: Give all blocks ``drop_path_rate``; by default it rises from 0.
-        **kwargs: Other arguments of timm's ``VisionTransformer``, except those of linear layers
-            (``qkv_bias``, ``mlp_layer``, ...).
-
-    Attributes:
-        sizes: The nested sizes, smallest first, then 1.0 for the whole model.
+        embed_dim, depth, num_heads, **kwargs: Arguments of timm's ``VisionTransformer``, except
+            those of linear layers (``qkv_bias``, ``mlp_layer``, ...).
 
     Raises:
         TypeError: If an argument is unknown or belongs to linear layers.
-        InputError: If ``theta``, ``norm``, a size or a key of ``pattention_args`` is unknown, or a
-            list of numbers of pairs has another length than ``depth``.
+        InputError: If a value of the arguments above is unknown, out of range, or a list of another
+            length than ``depth``.
 
     Shape:
         (B, in_chans, H, W) -> (B, num_classes).
@@ -99,6 +91,8 @@ class TokenFormerViT(VisionTransformer):
             )
         if kwargs.get("global_pool") in ("map", "prr"):
             raise TypeError("attention pools have linear layers: choose another global_pool")
+        if rope_temperature <= 0:  # else every output is NaN
+            raise InputError(f"rope_temperature must be positive, but got {rope_temperature!r}")
         given = (num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens)
         counts = counts_by_block(depth, **dict(zip(COUNTS.values(), given, strict=True)))
         shared = model_pattention_args(pattention_args, embed_dim, max(depth, 1))
@@ -156,11 +150,6 @@ class TokenFormerViT(VisionTransformer):
         draw_prefix_tokens(self)
 
     @torch.jit.ignore()
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters without weight decay that have more than one dimension."""
-        return {name for name in super().no_weight_decay() if getattr(self, name, None) is not None}
-
-    @torch.jit.ignore()
     def set_backend(self, backend: str) -> None:
         """Choose one of ``tokenformer_vit.ops.BACKENDS`` for all blocks; it is not saved."""
         check_backend(backend)
@@ -172,8 +161,8 @@ class TokenFormerViT(VisionTransformer):
     def set_size(self, size: Size | None) -> None:
         """Use only the first pairs of every layer; it is not saved with the model.
 
-        :func:`~tokenformer_vit.growth.extract` makes a smaller model. With gradient checkpointing,
-        do not change the size before the backward pass, which computes the blocks again.
+        With gradient checkpointing, do not change the size before the backward pass, which computes
+        the blocks again.
 
         Args:
             size: Share of the pairs of every layer, above 0 and at most 1; or a dict of shares
@@ -208,11 +197,7 @@ class TokenFormerViT(VisionTransformer):
         self.record_param_tokens()
         return taken
 
-    def set_input_size(
-        self,
-        img_size: tuple[int, int] | None = None,
-        patch_size: tuple[int, int] | None = None,
-    ) -> None:
+    def set_input_size(self, img_size: Any = None, patch_size: Any = None) -> None:
         """Change the size of images and patches; learned and rotary positions follow."""
         super().set_input_size(img_size, patch_size)
         if self.rope is not None:
@@ -229,27 +214,19 @@ class TokenFormerViT(VisionTransformer):
         for rope in (self.rope, *(block.attn.rope for block in self.blocks)):  # type: ignore
             rope.update_feat_shape(grid)  # type: ignore
 
-    @torch.jit.ignore()
-    def load_pretrained(self, checkpoint_path: str, prefix: str = "") -> None:
-        """Refuse the ``.npz`` files of ViTs, which hold linear layers."""
-        raise InputError(f"{checkpoint_path} is of an ordinary ViT: give weights of a TokenFormer")
-
 
 class TokenFormerViTDistilled(TokenFormerViT, VisionTransformerDistilled):
     """TokenFormer with a distillation token and a second head, as timm has it for DeiT.
 
     A teacher trains the second head (``head_dist``), which reads the distillation token. Outputs
     are the mean of both heads; in training, after ``set_distilled_training()``, the outputs of
-    both.
+    both. Source: DeiT, arXiv:2012.12877, Section 4.
 
     Args:
-        **kwargs: Arguments of TokenFormerViT, except those in the error.
+        **kwargs: Arguments of :class:`TokenFormerViT`.
 
     Raises:
         InputError: If registers, a norm after the pooling or other positions are asked for.
-
-    Source:
-        DeiT, arXiv:2012.12877, Section 4.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -283,11 +260,8 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: TokenFormerViT) -> d
     source: Any = model.pretrained_cfg
     where = source.get("file") or source.get("hf_hub_id") or "the checkpoint"
     if source.get("state_dict") is None:  # timm prefers these tensors to a file
-        file = (
-            Path(where) / checkpoints.WEIGHTS
-            if source.get("source") == "local-dir"
-            else Path(where)
-        )
+        local = source.get("source") == "local-dir"
+        file = Path(where, checkpoints.WEIGHTS) if local else Path(where)
         checkpoints.check_digest(file)
         # timm knows the arguments of a model on the hub, but not those of a file.
         own: Any = model
