@@ -20,7 +20,7 @@ from timm.layers import resample_abs_pos_embed
 from timm.models import get_model_args, save_for_hf
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models import classifier_state_dict, timm_state_dict
+from tokenformer_vit.mmpretrain_names import classifier_state_dict, timm_state_dict
 from tokenformer_vit.models.checkpoints import (
     load_model,
     read_checkpoint,

@@ -40,7 +40,7 @@ def test_arguments_reach_every_layer_and_are_recorded(small, theta, norm):
     ("arguments", "error", "said"),
     [
         ({"num_heds": 3}, TypeError, "num_heds"),
-        ({"qkv_bias": True}, TypeError, "'qkv_bias': its blocks hold no linear layers"),
+        ({"qkv_bias": True}, TypeError, "no linear layers .*leave out 'qkv_bias'"),
         ({"global_pool": "map"}, TypeError, "attention pools .* another global_pool"),
         ({"theta": "relu"}, InputError, "softmax.*'relu'"),
         ({"norm": "weight"}, InputError, "none, bias, .*'weight'"),

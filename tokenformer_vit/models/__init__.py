@@ -2,7 +2,6 @@
 
 from . import presets  # noqa: F401, registers the models
 from .causal_lm import LM_PRESETS, KVCache, LMConfig, TokenFormerDecoder, TokenFormerLM, lm_config
-from .checkpoints import classifier_state_dict, timm_state_dict
 from .compilation import compile_blocks
 from .vit import TokenFormerViT, TokenFormerViTDistilled
 
@@ -14,8 +13,6 @@ __all__ = [
     "TokenFormerLM",
     "TokenFormerViT",
     "TokenFormerViTDistilled",
-    "classifier_state_dict",
     "compile_blocks",
     "lm_config",
-    "timm_state_dict",
 ]

@@ -68,10 +68,11 @@ class LMConfig:
             object.__setattr__(self, "nested", tuple(self.nested))
         if self.positions not in ("rotary", "learned"):
             raise InputError(f"positions must be rotary or learned, but got {self.positions!r}")
-        if self.positions == "rotary" and (self.rotary_dims < 2 or self.rotary_dims % 2):
+        dims = self.rotary_dims
+        if self.positions == "rotary" and (dims < 2 or dims % 2):
             raise InputError(
-                f"rotary_share {self.rotary_share} rotates {self.rotary_dims} dimensions of a "
-                "head: give a share that rotates an even number, at least 2"
+                f"rotary_share {self.rotary_share} rotates {dims} dimensions of a head: give a "
+                "share that rotates an even number, at least 2"
             )
 
     @property
@@ -100,7 +101,6 @@ LM_PRESETS: dict[str, dict[str, Any]] = {
     # authors' configuration files): 353,503,232 and 756,156,416 parameters.
     "released_354m": _pairs(768, **_RELEASED),
     "released_757m": _pairs(1792, **_RELEASED),
-    # For tests and small text.
     "tiny": {"embed_dim": 128, "depth": 4, "num_heads": 4, "context_length": 256},
 }
 
@@ -118,13 +118,8 @@ class KVCache:
     def __init__(self) -> None:
         self._layers: list[tuple[Tensor, Tensor]] = []
 
-    def update(
-        self, keys: Tensor, values: Tensor, layer: int, kwargs: Any = None
-    ) -> tuple[Tensor, Tensor]:
-        """Append (B, heads, N, D) keys and values of a layer; return all its keys and values.
-
-        Only the paged caches of transformers read ``kwargs``, and change them.
-        """
+    def update(self, keys: Tensor, values: Tensor, layer: int, _: Any = None) -> Any:
+        """Append (B, heads, N, D) keys and values of a layer; return all its keys and values."""
         if layer == len(self._layers):
             self._layers.append((keys.clone(), values))  # a view of queries and keys
         else:
@@ -152,8 +147,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attend by PyTorch's own function, in the form of an attention function of transformers.
 
-    The mask is true where attention is allowed; None for a causal mask over an empty cache, or one
-    token that sees all others.
+    The mask is true where attention is allowed; None if the cache is empty or one token sees all.
     """
     is_causal = attention_mask is None and query.shape[2] > 1
     x = F.scaled_dot_product_attention(query, key, value, attention_mask, 0.0, is_causal)
@@ -197,7 +191,7 @@ class CausalBlock(TokenFormerBlock):
 
 
 class TokenFormerDecoder(nn.Module):
-    """A causal language model without its head, and without linear layers.
+    """A causal language model without its head; TokenFormer, arXiv:2410.23168, Section 4.2.
 
     Args:
         config: Shape of the model.
@@ -206,9 +200,6 @@ class TokenFormerDecoder(nn.Module):
 
     Shape:
         (B, N) token numbers -> (B, N, C) normalised features.
-
-    Source:
-        TokenFormer, arXiv:2410.23168, Sections 3 and 4.2.
     """
 
     block: type[CausalBlock] = CausalBlock
@@ -290,17 +281,14 @@ class TokenFormerDecoder(nn.Module):
                 f"the sequence has {length} tokens, but context_length is {context}: shorten it"
             )
 
-    def run_blocks(
-        self, x: Tensor, positions: Tensor, mask: Any, cache: Any, **kwargs: Any
-    ) -> Tensor:
+    def run_blocks(self, x: Tensor, positions: Tensor, mask: Any, cache: Any, **how: Any) -> Tensor:
         """Compute the (B, N, C) features of (B, N, C) embedded tokens at (B or 1, N) positions."""
-        if self.positions is None:
-            turns = self._turns(positions)
-        else:
-            x, turns = x + self.positions(positions), None
+        turns = self._turns(positions) if self.positions is None else None
+        if self.positions is not None:
+            x = x + self.positions(positions)
         # transformers lowers the depth while the first blocks draft (assistant_early_exit).
         for block in list(self.blocks)[: self.config.depth]:
-            x = block(x, mask, turns, cache=cache, **kwargs)
+            x = block(x, mask, turns, cache=cache, **how)
         return self.norm(x)
 
     def _turns(self, positions: Tensor) -> Tensor:
@@ -326,15 +314,12 @@ class TokenFormerDecoder(nn.Module):
 
 
 class TokenFormerLM(TokenFormerDecoder):
-    """A :class:`TokenFormerDecoder` with a head: from (B, N) tokens to (B, N, V) logits.
-
-    ``head`` is a linear layer without bias, or None if the embedding is also the head.
-    """
+    """A :class:`TokenFormerDecoder` and a head without bias: (B, N) tokens -> (B, N, V) logits."""
 
     def build(self, config: LMConfig, **place: Any) -> None:
         """Make all layers."""
         super().build(config, **place)
-        self.head = None
+        self.head = None  # the embedding is also the head
         if not config.tie_embeddings:
             self.head = nn.Linear(config.embed_dim, config.vocab_size, bias=False, **place)
             nn.init.normal_(self.head.weight, std=EMBEDDING_STD)

@@ -63,15 +63,13 @@ def set_size(model: nn.Module, size: Size | None) -> None:
 
 def check_not_recomputed(model: nn.Module) -> None:
     """Refuse a model whose backward pass would compute its blocks again, with other pairs."""
-    if not (model.training and torch.is_grad_enabled()):
-        return
     # timm's, transformers' and our own.
     flags = ("grad_checkpointing", "gradient_checkpointing", "checkpoint_blocks")
-    if any(getattr(each, flag, False) for each in model.modules() for flag in flags):
+    on = any(getattr(each, flag, False) for each in model.modules() for flag in flags)
+    if on and model.training and torch.is_grad_enabled():
         raise InputError(
-            "gradient checkpointing is on, and the backward pass would compute the blocks again "
-            "with the size or mask of that moment: switch it off, or call set_size or activate "
-            "before the forward pass and change nothing until the backward pass has ended"
+            "gradient checkpointing is on, and the backward pass needs the same size or mask: "
+            "switch it off, or call set_size or activate and change nothing until that has ended"
         )
 
 
@@ -101,10 +99,8 @@ def nest_layers(
     for name, layer in layers.items():
         layer.check_order(numbers[name])  # before anything changes
     for name, layer in layers.items():
-        tau = None
-        if tau_of is not None and counted:
-            tau = torch.stack([tau_of(layer, number) for number in numbers[name]])
-        layer.set_nested(numbers[name], tau)
+        taus = [tau_of(layer, number) for number in numbers[name]] if tau_of else []
+        layer.set_nested(numbers[name], torch.stack(taus) if taus else None)
     return (*(size for _, size in counted), 1.0)
 
 
