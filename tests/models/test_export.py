@@ -1,35 +1,14 @@
-"""Exports and transformations of a timm model."""
+"""Programs that need no code of the package, and number types."""
 
 import copy
-import pickle
 import warnings
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from timm.layers import set_scriptable
-from timm.utils import ModelEmaV3
-from torchvision.models.feature_extraction import create_feature_extractor
 
 from tokenformer_vit.ops import THETAS
-
-
-def fx_traces_attention():
-    def attend(x, is_causal=False):
-        return F.scaled_dot_product_attention(x, x, x, is_causal=is_causal)
-
-    try:
-        torch.fx.symbolic_trace(attend)
-    except TypeError:
-        return False
-    return True
-
-
-needs_fx = pytest.mark.skipif(
-    not fx_traces_attention(),
-    reason="fx cannot trace the attention of this PyTorch (2.5), in timm's ViT no more than here",
-)
 
 
 @pytest.mark.parametrize("theta", THETAS)
@@ -45,15 +24,6 @@ def test_torchscript(small, images, theta):
         x = images()
         for model in models:
             torch.testing.assert_close(torch.jit.script(model)(x), model(x))
-
-
-@pytest.mark.parametrize("backend", ["auto", "reference"])
-def test_jit_trace_is_saved_whatever_the_backend(small, images, backend, tmp_path):
-    model, x = small(depth=1), images()
-    expected = model(x)
-    model.set_backend(backend)
-    torch.jit.save(torch.jit.trace(model, x), tmp_path / "model.pt")
-    torch.testing.assert_close(torch.jit.load(tmp_path / "model.pt")(x), expected)
 
 
 @pytest.mark.parametrize("theta", THETAS)
@@ -104,18 +74,7 @@ def test_onnx_with_a_free_batch_size(small, images, theta, tmp_path):
         torch.testing.assert_close(torch.from_numpy(logits), model(x), rtol=1e-4, atol=1e-5)
 
 
-@needs_fx
-@pytest.mark.parametrize("theta", THETAS)
-def test_fx_and_its_feature_extractor(small, images, theta):
-    model, x = small(theta=theta), images()
-    torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))
-    features = create_feature_extractor(model, {"blocks.1": "last", "head": "logits"})(x)
-    torch.testing.assert_close(features["logits"], model(x))
-    torch.testing.assert_close(model.norm(features["last"]), model.forward_features(x))
-
-
-@needs_fx
-def test_the_parts_of_vit5_are_exported(small, images, parts, tmp_path):
+def test_the_parts_of_vit5_are_exported(small, images, parts):
     model, x = small(depth=1, **parts), images()
     programs: list[Any] = []
     with warnings.catch_warnings(), set_scriptable(True):
@@ -123,7 +82,6 @@ def test_the_parts_of_vit5_are_exported(small, images, parts, tmp_path):
         scriptable = small(depth=1, **parts)
         scriptable.load_state_dict(model.state_dict())
         programs += [torch.jit.script(scriptable), torch.jit.trace(model, x)]
-    programs.append(torch.fx.symbolic_trace(model))
     programs.append(torch.export.export(model, (x,), dynamic_shapes=ANY_BATCH).module())
     for program in programs:
         torch.testing.assert_close(program(x), model(x))
@@ -137,30 +95,3 @@ def test_half_precision(small, images, theta, dtype, parts):
     out = model.to(dtype)(x.to(dtype))
     assert out.dtype == dtype
     assert (out.double() - exact).norm() < 0.1 * exact.norm()
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_are_independent_and_equal(small, images, duplicate):
-    model, x = small(theta="gelu_l1", norm="bias"), images()
-    twin = duplicate(model)
-    expected = model(x)
-    assert torch.equal(twin(x), expected)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    assert torch.equal(twin(x), expected)
-
-
-@pytest.mark.parametrize("exclude_buffers", [True, False])
-def test_ema_averages_parameters_and_leaves_tau(small, images, exclude_buffers):
-    model = small()
-    ema = ModelEmaV3(model, decay=0.9, exclude_buffers=exclude_buffers)
-    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1)
-    ema.update(model)
-    for name, tensor in ema.module.state_dict().items():
-        expected = start[name] if name.endswith("tau") else start[name] + 0.1
-        torch.testing.assert_close(tensor, expected)
-    assert ema(images()).isfinite().all()

@@ -6,47 +6,6 @@ import timm.optim
 import torch
 
 
-@pytest.mark.parametrize("pool", ["token", "avg", "avgmax"])
-@pytest.mark.parametrize(("channels", "classes"), [(3, 10), (1, 10), (3, 0)])
-def test_forward(small, images, channels, classes, pool):
-    model = small(in_chans=channels, num_classes=classes, global_pool=pool)
-    x = images(channels=channels)
-    assert model(x).shape == (2, classes or 48)
-    assert model.forward_features(x).shape == (2, 17, 48)
-
-
-def test_registers_without_a_class_token(small, images):
-    model = small(class_token=False, reg_tokens=4, global_pool="avg", qk_norm=True, init_values=0.1)
-    assert model(images()).shape == (2, 10)
-    assert model.no_weight_decay() == {"pos_embed", "reg_token"}
-    assert small().no_weight_decay() == {"pos_embed", "cls_token"}
-
-
-@pytest.mark.parametrize("with_parts", [False, True])
-def test_forward_intermediates(small, images, parts, with_parts):
-    model, x = small(depth=3, **(parts if with_parts else {})), images()
-    final, taps = model.forward_intermediates(x, output_fmt="NLC", return_prefix_tokens=True)
-    assert len(taps) == 3
-    torch.testing.assert_close(final, model.forward_features(x))
-    last = torch.cat([taps[-1][1], taps[-1][0]], dim=1)
-    torch.testing.assert_close(model.norm(last), final)
-    (normed,) = model.forward_intermediates(
-        x, indices=[2], norm=True, output_fmt="NLC", intermediates_only=True
-    )
-    torch.testing.assert_close(normed, final[:, model.num_prefix_tokens :])
-
-
-def test_prune_intermediate_layers(small, images):
-    model, x = small(depth=4), images()
-    expected = model.forward_intermediates(x, indices=[1], intermediates_only=True)[0]
-    assert model.prune_intermediate_layers([1], prune_norm=True) == [1]
-    assert len(model.blocks) == 2
-    parts = {".".join(name.split(".")[:2]) for name, _ in model.named_parameters()}
-    assert parts == {"cls_token", "pos_embed", "patch_embed.proj", "blocks.0", "blocks.1"}
-    actual = model.forward_intermediates(x, indices=[1], intermediates_only=True)[0]
-    torch.testing.assert_close(actual, expected)
-
-
 @pytest.mark.parametrize("with_parts", [False, True])
 def test_gradient_checkpointing_changes_nothing(small, images, parts, with_parts):
     model, x = small(depth=3, **(parts if with_parts else {})).train(), images()
