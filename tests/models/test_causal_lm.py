@@ -45,9 +45,8 @@ def test_presets_have_the_published_sizes(preset):
 
 def test_the_released_initialization_grows_and_is_rebuilt():
     model = build(embed_dim=64, pattention_args={"init": "released"})
-    values = torch.cat(
-        [layer.value_param_tokens.flatten() for layer in find_layers(model).values()]
-    )
+    layers = find_layers(model).values()
+    values = torch.cat([layer.value_param_tokens.flatten() for layer in layers])
     assert values.std().item() == pytest.approx(2 / (2 * 8), rel=0.05)
     grow(model, num_ffn_param_tokens=300, init="released")
     assert model.config.pattention_args == {"init": "released"}
@@ -139,15 +138,12 @@ def test_padding_on_either_side_changes_nothing(kind):
     model, tokens = build(**kind), torch.randint(61, (1, 9))
     expected = model(tokens)
     filling, other = torch.randint(61, (1, 5)), torch.randint(61, (1, 14))
-    for left in (True, False):
-        row = torch.cat((filling, tokens) if left else (tokens, filling), dim=1)
+    for parts, own in (((filling, tokens), slice(5, 14)), ((tokens, filling), slice(0, 9))):
         mask = torch.ones(2, 14)
-        mask[0, : 5 if left else None] = 0 if left else 1
-        if not left:
-            mask[0, 9:] = 0
-        logits = model(torch.cat((row, other)), attention_mask=mask)
-        own = logits[:1, 5:] if left else logits[:1, :9]
-        torch.testing.assert_close(own, expected)
+        mask[0] = 0
+        mask[0, own] = 1
+        logits = model(torch.cat((torch.cat(parts, dim=1), other)), attention_mask=mask)
+        torch.testing.assert_close(logits[:1, own], expected)
         torch.testing.assert_close(logits[1:], model(other))
         assert logits.isfinite().all()
 

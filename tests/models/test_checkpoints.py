@@ -80,10 +80,7 @@ def test_a_model_without_its_last_blocks_survives_a_folder(small, images, tmp_pa
         ({"num_heads": 6}, r"num_heads is 6, but .*set num_heads=3"),
         ({"qk_norm": True}, r"qk_norm is True, but .*set qk_norm=False"),
         ({"use_rot_pos_emb": True}, r"use_rot_pos_emb is True, but .*set use_rot_pos_emb=False"),
-        (
-            {"pattention_args": {"eps": 0.1, "learn_tau": True}},
-            r"eps is 0\.1, but .*set pattention_args=dict\(eps=1e-06",
-        ),
+        ({"pattention_args": {"eps": 0.1, "learn_tau": True}}, r"eps is 0\.1.*=dict\(eps=1e-06"),
     ],
 )
 def test_weights_for_another_computation_are_refused(small, saved, change, line):
@@ -172,17 +169,6 @@ def test_a_named_model_takes_the_preprocessing_of_the_file(saved, tmp_path, capl
         load_model(None, tmp_path / "x.pth")
 
 
-@pytest.mark.parametrize("key", ["state_dict_ema", "state_dict", "model", None])
-def test_files_of_torch_save(small, images, tmp_path, key):
-    model, x = small(), images()
-    state = {f"module.{name}": each for name, each in model.state_dict().items()}
-    args = argparse.Namespace(lr=0.1, data=["x"])  # as timm's and DeiT's trainings save it
-    torch.save({key: state, "args": args, "epoch": 3} if key else state, tmp_path / "x.pth")
-    loaded = load_model("tokenformer_tiny", tmp_path / "x.pth", **SHAPE)
-    assert loaded.num_classes == 10
-    assert torch.equal(loaded(x), model(x))
-
-
 def flip(path, start):
     """Flip one bit of a file after ``start``."""
     data = bytearray(path.read_bytes())
@@ -193,7 +179,9 @@ def flip(path, start):
 def test_other_weights_and_an_mmpretrain_checkpoint(saved, tmp_path):
     model, file = saved[0], saved[1] / "model.safetensors"
     named = classifier_state_dict(model.state_dict())
-    torch.save({"state_dict": named, "meta": {}}, tmp_path / "mm.pth")
+    named = {f"module.{name}": each for name, each in named.items()}
+    args = argparse.Namespace(lr=0.1, data=["x"])  # as timm's and DeiT's trainings save it
+    torch.save({"state_dict": named, "args": args}, tmp_path / "mm.pth")
     own = {**SHAPE, **PAIRS, "theta": "gelu_l1", "norm": "bias"}
     own |= {"pattention_args": {"learn_tau": True}}
     loaded = load_model("tokenformer_tiny", tmp_path / "mm.pth", **own)

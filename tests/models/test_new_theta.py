@@ -3,7 +3,6 @@
 import io
 import warnings
 
-import pytest
 import torch
 import torch.nn.functional as F
 from timm.layers import set_scriptable
@@ -18,26 +17,12 @@ def relu_l1(scores: torch.Tensor, tau: torch.Tensor, eps: float) -> torch.Tensor
     return activation / (activation.sum(dim=-1, keepdim=True) / tau + eps)
 
 
-@pytest.fixture(autouse=True)
-def _entry(monkeypatch):
+def test_folders_and_exported_programs(small, images, tmp_path, monkeypatch):
     monkeypatch.setitem(THETAS, "relu_l1", Theta(relu_l1, 1, False, torch.pi))
-
-
-@pytest.fixture
-def model(small):
-    return small(theta="relu_l1")
-
-
-def test_folder(model, images, tmp_path):
+    model, x, file = small(theta="relu_l1"), images(), io.BytesIO()
     save_model(model, tmp_path / "exported")
-    x = images()
     assert torch.equal(load_model(None, tmp_path / "exported")(x), model(x))
-
-
-def test_exported_programs(model, images):
-    x = images()
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x))
-    file = io.BytesIO()
     with set_scriptable(True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.jit.save(torch.jit.script(model), file)
