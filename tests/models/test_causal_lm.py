@@ -1,15 +1,12 @@
 """The language model against its definition: counts, causality, positions, cache, padding."""
 
 import math
-from dataclasses import asdict
 
 import pytest
 import torch
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import grow
 from tokenformer_vit.models import LM_PRESETS, KVCache, LMConfig, TokenFormerLM, lm_config
-from tokenformer_vit.models.sizes import find_layers
 from tokenformer_vit.ops import THETAS
 
 PARAMETERS = {
@@ -41,21 +38,6 @@ def test_presets_have_the_published_sizes(preset):
     model = TokenFormerLM(lm_config(preset), device="meta")
     count = sum(parameter.numel() for parameter in model.parameters())
     assert count == PARAMETERS.get(preset, count)
-
-
-def test_the_released_initialization_grows_and_is_rebuilt():
-    model = build(embed_dim=64, pattention_args={"init": "released"})
-    layers = find_layers(model).values()
-    values = torch.cat([layer.value_param_tokens.flatten() for layer in layers])
-    assert values.std().item() == pytest.approx(2 / (2 * 8), rel=0.05)
-    grow(model, num_ffn_param_tokens=300, init="released")
-    assert model.config.pattention_args == {"init": "released"}
-    again = TokenFormerLM(LMConfig(**asdict(model.config))).double()
-    again.load_state_dict(model.state_dict())
-    # As a model of that many pairs starts in the released code.
-    assert torch.equal(model.blocks[1].mlp.tau, again.blocks[1].mlp.tau)
-    # PyTorch's own square root of float32 is not rounded correctly on every CPU.
-    assert torch.equal(model.blocks[1].mlp.tau, torch.tensor(math.sqrt(300)))
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

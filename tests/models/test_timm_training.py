@@ -91,15 +91,3 @@ def test_weight_decay_is_for_matrices(small, layer_decay, norm, parts):
     matrices = {name for name in groups if name.endswith("param_tokens")}
     assert decayed == matrices | {"patch_embed.proj.weight", "head.weight"}
     assert all(groups[name][1] == 0 for name in groups.keys() - decayed)
-
-
-def test_layer_decay_rises_with_depth(small):
-    groups = layer_and_decay(small(depth=3, norm="weight+bias"), layer_decay=0.5)
-
-    def scales(prefix):
-        return {scale for name, (scale, _) in groups.items() if name.startswith(prefix)}
-
-    prefixes = ["patch_embed", "blocks.0.", "blocks.1.", "blocks.2.", "head"]
-    assert [scales(prefix) for prefix in prefixes] == [{0.5**i} for i in (4, 3, 2, 1, 0)]
-    assert scales("cls_token") == scales("pos_embed") == {0.5**4}
-    assert scales("norm.") == {0.5}
