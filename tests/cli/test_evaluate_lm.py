@@ -14,7 +14,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from tokenformer_vit.cli import evaluate_lm
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.growth import TokenMasks, count_pairs
 from tokenformer_vit.language import (
+    MASKS,
     TokenFormerConfig,
     TokenFormerForCausalLM,
     byte_tokenizer,
@@ -88,6 +90,24 @@ def test_prepared_tokens_give_what_the_text_gives(folder, text, tmp_path):
     prepare_text(texts, tmp_path / "other", train_tokenizer([TEXT], 270), 10)
     with pytest.raises(InputError, match=r"the tokenizers in .* differ: token 0 is"):
         run(folder, "--data", tmp_path / "other", "--split", "train")
+
+
+def test_a_mask_is_chosen_by_its_name(folder, text):
+    model = TokenFormerForCausalLM.from_pretrained(folder).eval()
+    masks = TokenMasks(model)
+    masks.add("half", {name: slice(count // 2) for name, count in count_pairs(model).items()})
+    torch.save(masks.pairs, folder / MASKS)
+    losses = []
+    for words in ((), ("--mask", "half")):
+        run(folder, "--text", text, *words)
+        losses.append(
+            json.loads((folder / "evaluation.json").read_text())["texts"][str(text)]["loss"]
+        )
+    masks.activate("half")
+    predicted, nats = measure_text(model, np.array([*TEXT.encode()]), 32)
+    assert losses[1] == pytest.approx(nats / predicted) != pytest.approx(losses[0], rel=1e-5)
+    with pytest.raises(InputError, match=r"there is no mask 'third'; choose from half"):
+        run(folder, "--text", text, "--mask", "third")
 
 
 def test_other_models_are_measured(text, tmp_path):

@@ -26,7 +26,7 @@ from tokenformer_vit.growth import (
     prune,
     reorder,
 )
-from tokenformer_vit.layers import Attention
+from tokenformer_vit.layers import Attention, Pattention
 from tokenformer_vit.ops import THETAS, default_tau
 
 GELU = [theta for theta in THETAS if theta != "softmax"]
@@ -331,6 +331,19 @@ def test_a_wrapped_model_is_refused(wrap, tmp_path):
     finally:
         dist.destroy_process_group()
     grow(plain, **SIZES)
+
+
+def test_a_layer_of_a_derived_class_is_not_split():
+    class Derived(Pattention):
+        pass
+
+    model = build()
+    model.blocks[1].mlp.__class__ = Derived
+    with pytest.raises(InputError, match=r"blocks\.1\.mlp is a Derived.* grow it without split"):
+        grow(model, **SIZES, split=True)
+    assert model.blocks[0].mlp.key_param_tokens.shape == (128, 32)  # nothing was changed
+    grow(model, **SIZES)
+    assert type(model.blocks[1].mlp) is Derived
 
 
 def test_nothing_that_is_frozen_takes_a_pending_step():

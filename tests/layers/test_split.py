@@ -5,13 +5,11 @@ import copy
 import pytest
 import torch
 
-from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.split import (
     TOKENS,
     fuse_tokens,
     is_split,
-    set_segments,
     split_tokens,
     token_segments,
 )
@@ -71,14 +69,3 @@ def test_parameters_keep_the_order_of_a_new_layer():
     fuse_tokens(layer)
     names = [name for name, _ in layer.named_parameters()]
     assert names == [name for name, _ in new.named_parameters()]
-
-
-def test_a_derived_layer_is_not_split():
-    class Derived(Pattention):
-        pass
-
-    layer = Derived(8, 12, 20)
-    with pytest.raises(InputError, match=r"Derived.* grow it without split"):
-        split_tokens(layer, 3)
-    set_segments(layer, {name: token_segments(layer, name) for name in TOKENS})
-    assert type(layer) is Derived

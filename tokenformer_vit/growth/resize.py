@@ -147,6 +147,11 @@ def write_tokens(
             elif new:
                 changes.append(Change(new[0], whole[num_old:]))
                 segments[name][token] = (old, *new)
+            elif type(layer) is not Pattention:  # it would become another class
+                raise InputError(
+                    f"{name} is a {type(layer).__name__}, derived from Pattention: grow it without "
+                    "split, freeze and new_lr_scale"
+                )
             else:
                 segments[name][token] = (old, nn.Parameter(whole[num_old:], trains))
         for old, whole in ((layer.gate, own.gate), (layer.nested_tau, own.nested_tau)):

@@ -11,22 +11,16 @@ from tokenformer_vit.ops import default_tau
 
 
 class NestedLayer(nn.Module):
-    """The part of :class:`~tokenformer_vit.layers.Pattention` that concerns sizes.
-
-    Attributes:
-        nested: The trained sizes below P, each at least as large as the one before.
-        nested_tau: (n,) float32 τ of these sizes; ``None`` in an ordinary layer.
-        nested_sizes: (n,) int64, ``nested`` for the state dict.
-    """
+    """The part of :class:`~tokenformer_vit.layers.Pattention` that concerns sizes."""
 
     theta: str
     num_param_tokens: int
     init_tau: float
     tau: Tensor
     active: Tensor | None
-    nested: tuple[int, ...]
-    nested_sizes: Tensor | None
-    nested_tau: Tensor | None
+    nested: tuple[int, ...]  # the trained sizes below P, each at least as large as the one before
+    nested_sizes: Tensor | None  # (n,) int64, the same for the state dict
+    nested_tau: Tensor | None  # (n,) float32, τ of these sizes
     # What `size` sets. TorchScript compiles attributes, but no property with a setter.
     _size: int | None
     _place: int
@@ -75,11 +69,7 @@ class NestedLayer(nn.Module):
         return self.tau * ratio
 
     def set_nested(self, sizes: Sequence[int], tau: Tensor | None = None) -> None:
-        """Give smaller sizes of this layer a τ of their own, in the state dict; use all pairs.
-
-        ``sizes`` are numbers of pairs, each at least as large as the one before. ``tau`` (n,) is
-        that of the sizes, ``None`` for the initial one. It is learned if τ of the layer is.
-        """
+        """Give smaller sizes a τ of their own, (n,), by default the initial one; use all pairs."""
         self.check_order(sizes)
         self.nested, self.size = tuple(sizes), None
         start = torch.empty(len(sizes), dtype=torch.float32, device=self.tau.device)
@@ -87,11 +77,16 @@ class NestedLayer(nn.Module):
         self.register_buffer("nested_sizes", numbers if sizes else None)
         for tensors in (self._parameters, self._buffers):
             tensors.pop("nested_tau", None)
-        if sizes and isinstance(self.tau, nn.Parameter):
-            self.nested_tau = nn.Parameter(start, self.tau.requires_grad)
-        else:
-            self.register_buffer("nested_tau", start if sizes else None)
+        self._register("nested_tau", start if sizes else None, isinstance(self.tau, nn.Parameter))
+        if isinstance(self.nested_tau, nn.Parameter):
+            self.nested_tau.requires_grad_(self.tau.requires_grad)
         self._fill_nested(tau)
+
+    def _register(self, name: str, tensor: Tensor | None, learned: bool) -> None:
+        if learned and tensor is not None:
+            self.register_parameter(name, nn.Parameter(tensor))
+        else:
+            self.register_buffer(name, tensor)
 
     def check_order(self, sizes: Sequence[int]) -> None:
         """Check sizes for :meth:`set_nested`, which raises the same error."""

@@ -66,9 +66,7 @@ class Pattention(NestedLayer):
         Initialisation: keys N(0, 1/C_in), so inputs of unit RMS (the output of a LayerNorm) give
         scores of unit variance. Values N(0, init_gain² / (P · E[Θ²])), with E[Θ²] for standard
         normal scores, so outputs have the standard deviation ``init_gain``.
-
-        Range: a row of scores must have an L2 norm below 1.8e19 (√ of the largest float32) under
-        the L2 variants, and each float16 score must be below 65504.
+        FSDP2 shards no 0-dimensional parameter: give it a learned τ in ``ignored_params``.
 
     Source:
         TokenFormer, arXiv:2410.23168, Eq. 4 to 6.
@@ -102,32 +100,23 @@ class Pattention(NestedLayer):
         if gate not in GATES or (gate != "none" and not variant.has_gate):
             allowed = ", ".join(GATES if variant.has_gate else GATES[:1])
             raise InputError(f"gate of theta {theta!r} must be one of {allowed}, but got {gate!r}")
-        self.in_features = in_features
-        self.out_features = out_features
+        self.in_features, self.out_features = in_features, out_features
         self.num_param_tokens = int(num_param_tokens)
         self.theta = theta
         # TorchScript cannot look functions up by name, but it compiles those that a module holds.
         self._theta_weights = variant.weights
         self.eps = eps
-        self.init_gain = init_gain
-        self.key_init_scale = key_init_scale
-        self.key_init_std = key_init_std
-        self.value_init_std = value_init_std
+        self.init_gain, self.key_init_scale = init_gain, key_init_scale
+        self.key_init_std, self.value_init_std = key_init_std, value_init_std
         self.backend = check_backend(backend)
         self.init_tau = default_tau(theta, num_param_tokens) if tau is None else float(tau)
         place: Any = {"device": device, "dtype": dtype}
         self.key_param_tokens = nn.Parameter(torch.empty(num_param_tokens, in_features, **place))
         self.value_param_tokens = nn.Parameter(torch.empty(num_param_tokens, out_features, **place))
         start = torch.empty((), device=device, dtype=torch.float32)
-        if learn_tau:
-            self.tau = nn.Parameter(start)
-        else:
-            self.register_buffer("tau", start)
-        opened = torch.empty(num_param_tokens, **place)
-        if gate == "learned":
-            self.gate = nn.Parameter(opened)
-        else:
-            self.register_buffer("gate", opened if gate == "fixed" else None)
+        self._register("tau", start, learn_tau)
+        opened = None if gate == "none" else torch.empty(num_param_tokens, **place)
+        self._register("gate", opened, gate == "learned")
         self.register_buffer("active", None, persistent=False)
         self.set_nested(nested)
         self.reset_parameters()
@@ -153,17 +142,16 @@ class Pattention(NestedLayer):
         return getattr(self, name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Pattention":
-        # √768 has no close neighbour in bfloat16: a cast of the model must not change τ.
-        kept = [each for each in (self.tau, self.nested_tau) if each is not None]
-        kept += [each.grad for each in kept if each.grad is not None]
+        taus = [each for each in (self.tau, self.nested_tau) if each is not None]
+        taus += [each.grad for each in taus if each.grad is not None]
 
         def guarded(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            if all(tensor is not each for each in kept):
+            if all(tensor is not tau for tau in taus):
                 return moved
-            if tensor.is_meta:  # to_empty(): τ has memory now, but no value yet
-                return moved.to(tensor.dtype)
-            return tensor.detach().to(moved.device)
+            # √768 has no close neighbour in bfloat16: a cast of the model must not change τ. After
+            # to_empty() it has memory, but no value yet.
+            return moved.to(tensor.dtype) if tensor.is_meta else tensor.detach().to(moved.device)
 
         super()._apply(guarded, recurse)
         self._try_kernels()
@@ -172,8 +160,7 @@ class Pattention(NestedLayer):
     def _try_kernels(self) -> None:
         keys = next(self.parameters())
         if keys.is_cuda and self.theta in ("gelu_l2", "gelu_tanh_l2"):
-            # Models with float32 parameters are mostly used under autocast.
-            for dtype in {keys.dtype, torch.bfloat16}:
+            for dtype in {keys.dtype, torch.bfloat16}:  # the latter under autocast
                 try_kernels(self.num_param_tokens, dtype, keys.device, "tanh" in self.theta)
 
     def _load_from_state_dict(
@@ -213,10 +200,7 @@ class Pattention(NestedLayer):
     @torch.jit.unused
     @torch.no_grad()
     def weights(self, x: Tensor) -> Tensor:
-        """Return the (..., P) weights Θ(X K_Pᵀ) of the pairs in use, without history.
-
-        They are float32, or float64 for float64 tokens.
-        """
+        """Return the (..., P) weights Θ(X K_Pᵀ) of the pairs in use, in float32 or float64."""
         return self.scores_and_weights(x)[1]
 
     @torch.jit.unused

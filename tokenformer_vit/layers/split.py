@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenformer_vit.errors import InputError
-
 from .pattention import Pattention
 
 TOKENS = ("key_param_tokens", "value_param_tokens")
@@ -88,11 +86,6 @@ def token_segments(layer: Pattention, name: str) -> tuple[nn.Parameter, ...]:
 def set_segments(layer: Pattention, segments: Mapping[str, Sequence[nn.Parameter]]) -> None:
     """Let a layer hold these parameters, one or two for keys and for values."""
     split = len(segments[TOKENS[0]]) == 2
-    if split and type(layer) not in (Pattention, SplitPattention):
-        raise InputError(
-            f"a {type(layer).__name__}, which is derived from Pattention, cannot hold old and new "
-            "pairs apart: grow it without split, freeze and new_lr_scale"
-        )
     own = layer._parameters
     others = {name: p for name, p in own.items() if not name.endswith(TOKENS)}
     own.clear()

@@ -16,12 +16,14 @@ class AdamW(optim.AdamW):
     """
 
     # For each group: the parameters with a gradient, their states, and the tensors of these.
-    _lists: dict[int, tuple[list[Tensor], list[dict[str, Tensor]], list[list[Tensor]]]] = {}
+    _lists: dict[int, tuple[list[Tensor], list[dict[str, Tensor]], list[list[Tensor]]]] | None = (
+        None
+    )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set the state; loading a state dict does this."""
         super().__setstate__(state)
-        self._lists = {}
+        self._lists = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -76,12 +78,12 @@ class AdamW(optim.AdamW):
         self, index: int, group: dict[str, Any], trained: list[Tensor]
     ) -> list[list[Tensor]]:
         """List the state of the parameters that have a gradient; growth replaces states."""
-        parameters, states, lists = self._lists.get(index, ([], [], []))
+        parameters, states, lists = (self._lists or {}).get(index, ([], [], []))
         alike = len(parameters) == len(trained) and all(map(is_, parameters, trained))
         if not (alike and all(map(is_, states, map(self.state.get, trained)))):
             _, _, *lists = every = [[] for _ in range(6)]
             self._init_group(group, *every)  # makes the state of new parameters
             lists.append([torch.ones_like(lists[-1][0])] * len(trained))
             states = [self.state[parameter] for parameter in trained]
-            self._lists = {**self._lists, index: (trained, states, lists)}
+            self._lists = {**(self._lists or {}), index: (trained, states, lists)}
         return lists
