@@ -160,8 +160,8 @@ def load_model(
         check_computation(model, described.get("model_args") or {}, checkpoint)
         weights = _fit(model, weights, resample, new_norm=not for_images)
         if faults := model_faults(model.state_dict(), weights):
-            way = "give the --model it was trained as, with its --model-kwargs"
-            raise InputError(f"{checkpoint} does not fit {name}, because {faults}: {way}")
+            way = "Give the --model it was trained as, with its --model-kwargs"
+            raise InputError(f"{checkpoint} does not fit {name}: {faults}. {way}")
         model.load_state_dict(weights)
     return model.eval()
 
