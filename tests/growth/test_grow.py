@@ -9,25 +9,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from tokenformer_vit import growth
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import (
-    INITS,
-    count_pairs,
-    extract,
-    grow,
-    grow_state_dict,
-    join_tokens,
-    measure_usage,
-    merge,
-    nest,
-    open_gates,
-    pattention_layers,
-    prune,
-    reorder,
-)
+from tokenformer_vit.growth import INITS, count_pairs, grow, grow_state_dict, pattention_layers
 from tokenformer_vit.layers import Attention, Pattention
 from tokenformer_vit.layers.split import TOKENS
-from tokenformer_vit.models import compile_blocks
 from tokenformer_vit.ops import THETAS, default_tau
 
 from .conftest import assert_equal, assert_same, build, copied, images, in_float64, logits, step
@@ -118,7 +104,6 @@ def test_released_growth_draws_and_scales_as_the_released_code(theta):
     grow(model, num_ffn_param_tokens=2048, init="released")
     layer, old = model.blocks[1].mlp, before.blocks[1].mlp
     assert torch.equal(layer.key_param_tokens[:128], old.key_param_tokens)
-    assert torch.equal(layer.value_param_tokens[:128], old.value_param_tokens)
     # Of 61,440 numbers: a deviation of 2 % is seven standard errors.
     assert layer.key_param_tokens[128:].std().item() == pytest.approx(0.02, rel=0.02)
     std = 2 / (2 * 32**0.5)  # of two blocks of width 32
@@ -143,9 +128,9 @@ def test_fixed_gates_open_to_an_ordinary_softmax(rounding):
     assert "blocks.0.mlp.gate" in model.state_dict()
     assert not any(name.endswith("gate") for name, _ in model.named_parameters())
     assert_same(logits(model, x), before, rounding(model))
-    open_gates(model, 0.25)
+    growth.open_gates(model, 0.25)
     assert not torch.allclose(logits(model, x), before)
-    open_gates(model, 1.0)
+    growth.open_gates(model, 1.0)
     ungated = build("softmax", **SIZES)
     state_dict = model.state_dict()
     ungated.load_state_dict({k: v for k, v in state_dict.items() if not k.endswith("gate")})
@@ -176,21 +161,6 @@ def test_frozen_old_pairs_and_their_outputs_do_not_move(theta):
     assert torch.equal(logits(model, x), old)  # without the new pairs it is the old model
 
 
-def test_what_was_new_is_old_by_the_next_growth():
-    model = grow(build(), num_ffn_param_tokens=192, split=True)
-    grow(model, num_qkv_param_tokens=64, freeze="old")
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert {name.split(".")[3] for name in trained} == {"query", "key", "value"}
-    assert len(model.blocks[0].mlp.key_param_tokens) == 192
-
-
-def test_a_compiled_model_grows():
-    model, x = build(), images()
-    compile_blocks(model, backend="eager")
-    before = logits(model, x)
-    assert torch.equal(logits(grow(model, **SIZES), x), before)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -219,9 +189,13 @@ def test_other_models_and_state_dicts_are_refused():
     with pytest.raises(InputError, match="give one of a TokenFormer"):
         grow_state_dict(nn.Linear(2, 2).state_dict(), num_ffn_param_tokens=4)
     with pytest.raises(InputError, match="no layer has a fixed gate"):
-        open_gates(build(), 0.5)
+        growth.open_gates(build(), 0.5)
     attention = Attention(8, 2, 8, 8)  # but any part of one grows
     assert grow(attention, num_qkv_param_tokens=16).query.num_param_tokens == 16
+    attention.proj.__class__ = type("Derived", (Pattention,), {})
+    with pytest.raises(InputError, match=r"proj is a Derived.* grow it without split"):
+        grow(attention, num_qkv_param_tokens=32, num_proj_param_tokens=32, split=True)
+    assert attention.query.num_param_tokens == 16  # nothing was changed
 
 
 def test_a_checkpoint_without_tau_is_refused_or_guessed_on_request():
@@ -233,34 +207,23 @@ def test_a_checkpoint_without_tau_is_refused_or_guessed_on_request():
     assert torch.equal(grown["blocks.0.mlp.tau"], model.blocks[0].mlp.tau)
 
 
-def test_a_layer_of_a_derived_class_is_not_split():
-    class Derived(Pattention):
-        pass
-
-    model = build()
-    model.blocks[1].mlp.__class__ = Derived
-    with pytest.raises(InputError, match=r"blocks\.1\.mlp is a Derived.* grow it without split"):
-        grow(model, **SIZES, split=True)
-    assert model.blocks[0].mlp.key_param_tokens.shape == (128, 32)  # nothing was changed
-
-
 CHANGES = {
     "grow": lambda model, usage: grow(model, **SIZES),
     "duplicate": lambda model, usage: grow(model, num_ffn_param_tokens=512, init="duplicate"),
-    "prune": lambda model, usage: prune(model, usage, num_ffn_param_tokens=64),
-    "reorder": reorder,
-    "nest": lambda model, usage: nest(model, (0.5,)),
-    "extract": lambda model, usage: extract(model, 0.5),
-    "measure": lambda model, usage: measure_usage(model, [images()]) and model,
-    "merge": lambda model, usage: merge(model, model),
-    "join": lambda model, usage: join_tokens(model),
+    "prune": lambda model, usage: growth.prune(model, usage, num_ffn_param_tokens=64),
+    "reorder": growth.reorder,
+    "nest": lambda model, usage: growth.nest(model, (0.5,)),
+    "extract": lambda model, usage: growth.extract(model, 0.5),
+    "measure": lambda model, usage: growth.measure_usage(model, [images()]) and model,
+    "merge": lambda model, usage: growth.merge(model, model),
+    "join": lambda model, usage: growth.join_tokens(model),
 }
 
 
 @pytest.mark.parametrize("wrap", ["DistributedDataParallel", "FSDPModule"])
 def test_a_wrapped_model_is_refused(wrap, tmp_path):
     model = build()
-    usage = measure_usage(model, [images()])
+    usage = growth.measure_usage(model, [images()])
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         if wrap == "FSDPModule":
@@ -277,7 +240,7 @@ def test_a_wrapped_model_is_refused(wrap, tmp_path):
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_the_default_device_may_be_another_than_that_of_the_model(change):
     model = build(pattention_args={"learn_tau": True})
-    usage = measure_usage(model, [images()])
+    usage = growth.measure_usage(model, [images()])
     with torch.device("meta"):  # as a GPU after torch.set_default_device("cuda")
         changed = change(model, usage)
     assert {p.device.type for p in (*changed.parameters(), *changed.buffers())} == {"cpu"}

@@ -1,7 +1,6 @@
 """A mask removes pairs from the computation; gradients reach only the others."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -107,21 +106,6 @@ def test_a_union_computes_what_a_model_of_its_pairs_does(tasks):
     with masks.use("base", "spanish"):
         assert torch.equal(logits(model, x), logits(small, x))
         assert torch.equal(logits(copy.deepcopy(model), x), logits(small, x))
-
-
-def test_masks_survive_a_file_and_growth(tasks):
-    model, masks = tasks
-    masks.add("some", {"blocks.0.mlp": torch.tensor([5, 0, 1]), "blocks.0.attn.query": slice(3)})
-    assert masks.pairs["some"]["blocks.0.mlp"].tolist() == [0, 1, 5]
-    file = io.BytesIO()
-    torch.save(masks.pairs, file)
-    file.seek(0)
-    grow(model, num_ffn_param_tokens=192)
-    loaded = TokenMasks(model, torch.load(file, weights_only=True))
-    assert [*loaded.pairs] == ["base", "french", "spanish", "some"]
-    for name, layers in masks.pairs.items():
-        for layer, pairs in layers.items():
-            assert torch.equal(loaded.pairs[name][layer], pairs)
 
 
 def test_masks_that_cannot_be_used(tasks):

@@ -1,15 +1,12 @@
 """A model with separate old and new pairs is saved, averaged and copied like any other."""
 
 import copy
-import io
 import json
 import pickle
 
 import pytest
 import timm
 import torch
-import torch.distributed as dist
-from timm.layers import set_scriptable
 from timm.models import save_for_hf
 from timm.utils import ModelEmaV3
 
@@ -44,8 +41,9 @@ def test_a_state_dict_is_that_of_an_ordinary_model_and_writes_through(duplicate)
     for tensor in (*model.state_dict().values(), *plain.state_dict().values()):
         tensor.add_(1.0)
     assert torch.equal(model(x), plain(x))
-    model.load_state_dict(build(**LARGER, pattention_args={"learn_tau": True}).state_dict())
-    assert not torch.equal(model(x), plain(x))
+    other = build(**LARGER, pattention_args={"learn_tau": True})
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(model(x), other(x))
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: reload(model).double()])
@@ -83,29 +81,6 @@ def test_timm_and_hugging_face_save_what_they_load(tmp_path):
     wrapper = grow(load(tmp_path).eval(), num_ffn_param_tokens=192, init="random", split=True)
     wrapper.save_pretrained(tmp_path / "again")
     assert torch.equal(load(tmp_path / "again").eval()(x).logits, wrapper(x).logits)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_torchscript_and_export():
-    with set_scriptable(True):
-        (model, plain), x, file = twins(), images(), io.BytesIO()
-        torch.testing.assert_close(torch.jit.script(model)(x), plain(x))
-        torch.export.save(torch.export.export(model, (x,)), file)
-        file.seek(0)
-        torch.testing.assert_close(torch.export.load(file).module()(x), plain(x))
-
-
-def test_a_sharded_model_is_saved_joined(tmp_path):
-    fsdp = pytest.importorskip("torch.distributed.fsdp")
-    model, plain = twins()
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        fsdp.fully_shard(model)
-        saved = model.state_dict()
-        for name, parameter in plain.named_parameters():
-            assert torch.equal(saved[name].full_tensor(), parameter), name
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("all_parameters", [True, False])
