@@ -126,7 +126,6 @@ def test_masks_that_cannot_be_used(tasks):
     with pytest.raises(InputError, match="gradient checkpointing is on"), masks.use("base"):
         model(images())
     model.eval()
-    assert active(model) == [None, None]
     prune(model, measure_usage(model, [images()]), num_qkv_param_tokens=20)
     with pytest.raises(InputError, match=r"base choose pair 31 of 20 .* after pruning"):
         masks.activate("base")

@@ -23,20 +23,16 @@ from .conftest import assert_equal, assert_same, build, copied, images, in_float
 LARGER = {"num_qkv_param_tokens": 48, "num_proj_param_tokens": 40, "num_ffn_param_tokens": 160}
 
 
-def alone(pairs, theta="gelu_l2", tau=None, eps=1e-6, gate="none") -> Any:
+def alone(pairs, theta, tau=None, eps=1e-6) -> Any:
     """Build a model that is one layer, in float64."""
-    model = in_float64(nn.Sequential(Pattention(12, 20, pairs, theta, tau, eps, gate=gate)))
-    if gate != "none":
-        model[0].gate.detach().copy_(torch.rand(pairs) + 0.1)
-    return model
+    return in_float64(nn.Sequential(Pattention(12, 20, pairs, theta, tau, eps)))
 
 
 def divide(layer, x):
     """Return the scores A, the divisor r, and the order p of its norm."""
     scores = x @ layer.key_param_tokens.T
     if layer.theta == "softmax":
-        h = scores.exp() if layer.gate is None else layer.gate * scores.exp()
-        return scores, h.sum(-1, keepdim=True) / layer.tau, 1
+        return scores, scores.exp().sum(-1, keepdim=True) / layer.tau, 1
     h = F.gelu(scores)
     if layer.theta == "gelu_l1":
         return scores, h.abs().sum(-1, keepdim=True) / layer.tau + layer.eps, 1

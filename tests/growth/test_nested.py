@@ -49,15 +49,6 @@ def test_an_extracted_model_equals_the_size_bit_by_bit(theta, backend):
     assert_equal(model.state_dict(), before)
 
 
-def test_a_model_that_uses_some_pairs_is_neither_extracted_nor_measured():
-    model = build()
-    model.blocks[0].mlp.active = torch.arange(5)
-    with pytest.raises(InputError, match=r"blocks.0.mlp has an active mask.*activate\(\)"):
-        extract(model, 0.5)
-    with pytest.raises(InputError, match=r"only 5 of its pairs; call .*set_size\(None\)"):
-        measure_usage(model, [])
-
-
 @pytest.mark.parametrize("theta", THETAS)
 def test_a_reordered_model_is_nested_as_pruning_would_make_it(theta):
     model, x = build(theta), images()

@@ -114,12 +114,6 @@ def test_new_pairs_have_a_learning_rate_of_their_own():
     assert newer not in optimizer.state
     step(model, optimizer)
 
-    # And without a rate of their own, all are one again.
-    moments = torch.cat([optimizer.state[each]["exp_avg"] for each in (older, newer)])
-    grow(model, num_ffn_param_tokens=320, optimizer=optimizer)
-    assert model.blocks[0].mlp.key_param_tokens is keys
-    assert torch.equal(optimizer.state[keys]["exp_avg"][:256], moments)
-
 
 def test_a_new_gate_is_no_matrix_has_no_decay_and_the_rate_of_old_pairs():
     model = build("softmax")
