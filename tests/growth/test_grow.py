@@ -144,8 +144,7 @@ def test_fixed_gates_open_to_an_ordinary_softmax(rounding):
 @pytest.mark.parametrize("theta", ["gelu_l2", "gelu_l1"])
 def test_frozen_old_pairs_and_their_outputs_do_not_move(theta):
     model, x = build(theta), images()
-    before, old = copied(model.state_dict()), logits(model, x)
-    optimizer = adamw(model, lr=0.01, weight_decay=0.5)
+    old, optimizer = logits(model, x), adamw(model, lr=0.01, weight_decay=0.5)
     F.cross_entropy(model(x), torch.arange(3)).backward()  # a pending gradient
     grow(model, **SIZES, freeze="old", optimizer=optimizer)
     F.cross_entropy(model(x), torch.arange(3)).backward()
@@ -154,10 +153,6 @@ def test_frozen_old_pairs_and_their_outputs_do_not_move(theta):
     assert (logits(model, x) - old).abs().max() > 1e-3
     for layer in pattention_layers(model).values():
         layer.active = torch.arange(32 if layer.num_param_tokens < 192 else 128)
-    after = model.state_dict()
-    assert all(
-        torch.equal(after[name][: len(t)] if t.dim() else t, t) for name, t in before.items()
-    )
     assert torch.equal(logits(model, x), old)  # without the new pairs it is the old model
 
 
@@ -207,17 +202,15 @@ def test_a_checkpoint_without_tau_is_refused_or_guessed_on_request():
     assert torch.equal(grown["blocks.0.mlp.tau"], model.blocks[0].mlp.tau)
 
 
-CHANGES = {
-    "grow": lambda model, usage: grow(model, **SIZES),
-    "duplicate": lambda model, usage: grow(model, num_ffn_param_tokens=512, init="duplicate"),
-    "prune": lambda model, usage: growth.prune(model, usage, num_ffn_param_tokens=64),
-    "reorder": growth.reorder,
-    "nest": lambda model, usage: growth.nest(model, (0.5,)),
-    "extract": lambda model, usage: growth.extract(model, 0.5),
-    "measure": lambda model, usage: growth.measure_usage(model, [images()]) and model,
-    "merge": lambda model, usage: growth.merge(model, model),
-    "join": lambda model, usage: growth.join_tokens(model),
-}
+CHANGES = [
+    lambda model, usage: grow(model, **SIZES),
+    lambda model, usage: growth.prune(model, usage, num_ffn_param_tokens=64),
+    lambda model, usage: growth.nest(model, (0.5,)),
+    lambda model, usage: growth.extract(model, 0.5),
+    lambda model, usage: growth.measure_usage(model, [images()]),
+    lambda model, usage: growth.join_tokens(model),
+    growth.reorder,
+]
 
 
 @pytest.mark.parametrize("wrap", ["DistributedDataParallel", "FSDPModule"])
@@ -230,18 +223,8 @@ def test_a_wrapped_model_is_refused(wrap, tmp_path):
             wrapped: nn.Module = pytest.importorskip("torch.distributed.fsdp").fully_shard(model)
         else:
             wrapped = nn.parallel.DistributedDataParallel(model)
-        for name in CHANGES.keys() - {"merge"}:
+        for change in CHANGES:
             with pytest.raises(InputError, match=rf"{wrap}.* before it is wrapped"):
-                CHANGES[name](wrapped, usage)
+                change(wrapped, usage)
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_the_default_device_may_be_another_than_that_of_the_model(change):
-    model = build(pattention_args={"learn_tau": True})
-    usage = growth.measure_usage(model, [images()])
-    with torch.device("meta"):  # as a GPU after torch.set_default_device("cuda")
-        changed = change(model, usage)
-    assert {p.device.type for p in (*changed.parameters(), *changed.buffers())} == {"cpu"}
-    assert logits(changed, images()).isfinite().all()

@@ -127,17 +127,13 @@ def test_padding_does_not_count(pad):
         torch.testing.assert_close(own.shares, expected[name].shares, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("count", "said"), [(129, r"use grow\(\)"), (0, "keep at least 1")])
-def test_counts_that_cannot_be(count, said):
-    model = build()
-    with pytest.raises(InputError, match=f"mlp has 128 pairs and .* pruned to {count}; .*{said}"):
-        prune(model, measure_usage(model, [images()]), 9, num_ffn_param_tokens=count)
-    assert model.blocks[0].attn.query.num_param_tokens == 32  # nothing was changed
-
-
-def test_usage_of_another_model_or_of_none():
+def test_counts_that_cannot_be_and_usage_of_another_model_or_of_none():
     model, x = build(), images()
     usage = measure_usage(model, [x])
+    for count, said in ((129, r"use grow\(\)"), (0, "keep at least 1")):
+        with pytest.raises(InputError, match=f"has 128 pairs and .* pruned to {count}; .*{said}"):
+            prune(model, usage, num_qkv_param_tokens=9, num_ffn_param_tokens=count)
+        assert model.blocks[0].attn.query.num_param_tokens == 32  # nothing was changed
     for other in (build(), build(num_ffn_param_tokens=64), reorder(copy.deepcopy(model), usage)):
         with pytest.raises(InputError, match=r"usage .* measured on .*; measure it again"):
             prune(other, usage, num_ffn_param_tokens=20)
