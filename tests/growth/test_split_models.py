@@ -6,6 +6,7 @@ import pickle
 import pytest
 import timm
 import torch
+import torch.distributed as dist
 from timm.models import save_for_hf
 from timm.utils import ModelEmaV3
 
@@ -94,3 +95,19 @@ def test_joining_keeps_what_is_computed_and_the_state_of_the_optimizer(all_param
     held = {p for group in optimizer.param_groups for p in group["params"]}
     assert {p for p in model.parameters() if p.requires_grad} <= held <= {*model.parameters()}
     step(model, optimizer)
+
+
+def test_a_sharded_model_computes_the_same_and_is_saved_joined(tmp_path):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    split, plain = twins()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        fsdp.fully_shard(split)
+        x = images()
+        torch.testing.assert_close(split(x), plain(x))
+        state = split.state_dict().items()
+        saved = {name: t.full_tensor() for name, t in state if hasattr(t, "full_tensor")}
+    finally:
+        dist.destroy_process_group()
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(saved[name], parameter), name
