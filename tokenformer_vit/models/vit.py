@@ -139,6 +139,11 @@ class TokenFormerViT(VisionTransformer):
         super().init_weights(mode, needs_reset)  # type: ignore[arg-type]
         draw_prefix_tokens(self)
 
+    @torch.jit.ignore()
+    def no_weight_decay(self) -> set[str]:
+        """Name the parameters that exist, of those that timm's ViTs may have."""
+        return {name for name in super().no_weight_decay() if getattr(self, name, None) is not None}
+
     def set_backend(self, backend: str) -> None:
         """Choose one of ``tokenformer_vit.ops.BACKENDS`` for all blocks; it is not saved."""
         check_backend(backend)
@@ -203,9 +208,6 @@ class TokenFormerViTDistilled(TokenFormerViT, VisionTransformerDistilled):
     A teacher trains the second head (``head_dist``), which reads the distillation token. Outputs
     are the mean of both heads; in training, after ``set_distilled_training()``, the outputs of
     both. Source: DeiT, arXiv:2012.12877, Section 4. The arguments are those of TokenFormerViT.
-
-    Raises:
-        InputError: If registers, a norm after the pooling or other positions are asked for.
     """
 
     def __init__(self, **kwargs: Any) -> None:
