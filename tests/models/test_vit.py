@@ -122,3 +122,10 @@ def test_rotary_positions_are_made_again_and_stay_precise(small, parts):
     assert torch.equal(model.rope.pos_embed, fresh.rope.pos_embed)
     assert small(**parts, dtype=torch.bfloat16).rope.pos_embed.dtype == torch.bfloat16
     assert small(**parts, depth=0)(torch.randn(2, 3, 64, 64)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"pos_embed": "none", "use_rot_pos_emb": True}])
+def test_weight_decay_leaves_out_parameters_that_exist(kwargs):
+    model = timm.create_model("tokenformer_tiny", img_size=32, depth=1, **kwargs)
+    names = {name for name, _ in model.named_parameters()}
+    assert "cls_token" in model.no_weight_decay() <= names
