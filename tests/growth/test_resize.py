@@ -12,8 +12,9 @@ import torch.nn.functional as F
 
 import tokenformer_vit  # noqa: F401
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import grow, join_tokens, stack_blocks, widen_mlp
+from tokenformer_vit.growth import grow, join_tokens
 from tokenformer_vit.layers.split import token_segments
+from tokenformer_vit.training.net2net import stack_blocks, widen_mlp
 
 SHAPE = {"embed_dim": 16, "depth": 2, "num_heads": 2, "img_size": 16, "patch_size": 8}
 X, Y = torch.randn(4, 3, 16, 16), torch.tensor([0, 1, 2, 1])

@@ -32,12 +32,9 @@ class TokenMasks:
             model(x)                               # as before growth
         with masks.use("english", "french"):
             model(x).sum().backward()              # uses the pairs of both
-        torch.save(masks.pairs, "masks.pt")        # and TokenMasks(model, torch.load("masks.pt"))
 
-    A mask removes the other pairs from their layers and keeps τ. Growth keeps τ as well. Therefore
-    a mask of the pairs from before growth gives exactly the outputs from before growth, for every
-    Θ, also for ``softmax`` without a gate. Multiplying other pairs by zero would be exact only for
-    the GELU variants: under ``softmax`` a pair with score 0 still takes a share.
+    A mask removes the other pairs from their layers and keeps τ, as growth does. Therefore a mask
+    of the pairs from before growth gives exactly the outputs from before growth, for every Θ.
 
     Args:
         model: Any module with TokenFormer blocks. Masks set ``active`` of its layers; they do not
@@ -45,7 +42,8 @@ class TokenMasks:
         pairs: Masks to start with, as in the attribute.
 
     Attributes:
-        pairs: (n,) sorted indices of each mask in each layer, by the names of mask and layer.
+        pairs: (n,) sorted indices of each mask in each layer, by the names of mask and layer. They
+            can be saved by ``torch.save``.
 
     Note:
         Inactive pairs get zero gradients, but an optimizer's momentum and weight decay still change
@@ -66,44 +64,30 @@ class TokenMasks:
     def add(self, name: str, pairs: Mapping[str, Any] | None = None) -> None:
         """Add or replace a mask. It does not contain pairs that are appended later.
 
-        Args:
-            name: Name of the mask.
-            pairs: What indexes the P pairs of each layer, by the layer's full name: a slice, a
-                tensor of numbers, or a boolean tensor. Other layers have no pairs in the mask. None
-                for all present pairs.
-
-        Raises:
-            InputError: If a layer does not exist.
+        ``pairs`` are what indexes the pairs of each layer, by the layer's full name: a slice, a
+        tensor of numbers, or a boolean tensor. Other layers have no pairs in the mask. None is for
+        all present pairs.
         """
         if unknown := set(pairs or ()) - self._layers.keys():
             raise InputError(
                 f"mask {name!r}: {min(unknown)!r} is not a Pattention layer of the model; give "
                 "names of pattention_layers(model)"
             )
-        counts = count_pairs(self._model)
-        numbers = {n: torch.arange(count, device="cpu") for n, count in counts.items()}
-        every, none = slice(None), slice(0)
-        chosen = {n: every if pairs is None else pairs.get(n, none) for n in numbers}
-        self.pairs[name] = {n: numbers[n][chosen[n]].unique() for n in numbers}
+        self.pairs[name] = {}
+        for layer, count in count_pairs(self._model).items():
+            chosen = slice(None) if pairs is None else pairs.get(layer, slice(0))
+            self.pairs[name][layer] = torch.arange(count, device="cpu")[chosen].unique()
 
     def add_appended(self, name: str, before: Mapping[str, int]) -> None:
-        """Add a mask of the pairs that growth appended.
-
-        Args:
-            name: Name of the mask.
-            before: Counts that :func:`count_pairs` returned before growth.
-        """
+        """Add a mask of the pairs that growth appended to these :func:`count_pairs`."""
         if count_pairs(self._model) == before:
             raise InputError(f"no pair is new for mask {name!r}; call count_pairs() before growth")
         self.add(name, {layer: slice(count, None) for layer, count in before.items()})
 
     def activate(self, *names: str) -> None:
-        """Use only the pairs of some masks from now on; without names, use all pairs.
+        """Use only the pairs of these masks from now on; without names, use all pairs.
 
         With gradient checkpointing, do not call it between a forward and a backward pass.
-
-        Args:
-            names: Names of masks; a pair is active if it is in any of them.
 
         Raises:
             InputError: If a mask does not exist or is of a larger model, a layer would have no
@@ -135,9 +119,6 @@ class TokenMasks:
     @contextmanager
     def use(self, *names: str) -> Iterator[None]:
         """Activate masks within a ``with`` block, then restore the former state.
-
-        Args:
-            names: Names of masks, as in :meth:`activate`.
 
         Raises:
             InputError: As :meth:`activate`, or if the model trains with gradient checkpointing,

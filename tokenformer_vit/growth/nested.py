@@ -52,8 +52,7 @@ def extract(model: Model, size: Size) -> Model:
         gate = None if gate is None else gate.clone()
         own = LayerTokens(keys.clone(), values.clone(), tau.clone(), gate, nested, nested_tau)
         tokens[name] = own
-    write_tokens(layers, tokens)
-    record_counts(smaller)
+    write_tokens(smaller, tokens)
     return smaller
 
 
@@ -75,8 +74,7 @@ def reorder(model: Model, usage: Mapping[str, Usage]) -> Model:
     layers = whole_layers(model)
     check_usage(layers, usage)
     tokens = {name: select_pairs(layer, usage[name].order) for name, layer in layers.items()}
-    write_tokens(layers, tokens)
-    record_counts(model)
+    write_tokens(model, tokens)
     return model
 
 

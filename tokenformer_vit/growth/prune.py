@@ -1,5 +1,6 @@
 """Find and remove the pairs that add little to a layer's output."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -13,14 +14,7 @@ from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.arguments import Counts
 from tokenformer_vit.ops import find_theta, norm_shares
 
-from .resize import (
-    LayerTokens,
-    counts_by_layer,
-    read_tokens,
-    record_counts,
-    whole_layers,
-    write_tokens,
-)
+from .resize import LayerTokens, counts_by_layer, read_tokens, whole_layers, write_tokens
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -57,8 +51,7 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
             is a choice that must not see test data.
 
     Returns:
-        The usage of each Pattention layer by name, averaged over all input tokens. It is computed
-        in float32 (float64 for a float64 model), and summed in float64.
+        The usage of each Pattention layer by name, averaged over all input tokens in float64.
 
     Raises:
         InputError: If there is no batch, a mask is active, a size is set, or a weight is not
@@ -73,12 +66,20 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
                 f"{name} uses only {layer.num_used} of its pairs; call TokenMasks.activate() and "
                 "model.set_size(None) to use all"
             )
-    sums = {layer: _Sums(layer) for layer in layers.values()}
+    # The sums of weights and shares of each pair, and the number of tokens.
+    sums = {
+        layer: _lengths(layer).new_zeros(2, layer.num_param_tokens) for layer in layers.values()
+    }
+    tokens = Counter[nn.Module]()
     mask: Tensor | None = None
 
     def add(layer: Any, inputs: tuple[Tensor, ...]) -> None:
         x = inputs[0].flatten(0, -2)  # (R, C_in)
-        sums[layer].add(layer, x if mask is None else x[mask.flatten() != 0])
+        x = x if mask is None else x[mask.flatten() != 0]
+        scores, weights = layer.scores_and_weights(x)  # (R, P)
+        both = weights.abs(), norm_shares(scores, weights, layer.theta)
+        sums[layer] += torch.stack([each.sum(dim=0, dtype=torch.float64) for each in both])
+        tokens[layer] += len(x)
 
     device = next(model.parameters()).device
     in_training = [module for module in model.modules() if module.training]
@@ -95,33 +96,18 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
                 model(**given)
             else:
                 model((batch[0] if isinstance(batch, tuple | list) else batch).to(device))
-    return {name: sums[layer].usage(name) for name, layer in layers.items()}
+    return {name: _usage(name, layer, sums[layer], tokens[layer]) for name, layer in layers.items()}
 
 
-class _Sums:
-    """Sums over input tokens for the usage of a layer."""
-
-    def __init__(self, layer: Pattention) -> None:
-        self.lengths = _lengths(layer)
-        self.count = 0
-        self.weights, self.shares = self.lengths.new_zeros(2, len(self.lengths))
-
-    def add(self, layer: Pattention, x: Tensor) -> None:
-        scores, weights = layer.scores_and_weights(x)  # (R, P)
-        shares = norm_shares(scores, weights, layer.theta)
-        self.count += len(x)
-        self.weights += weights.abs().sum(dim=0, dtype=torch.float64)
-        self.shares += shares.sum(dim=0, dtype=torch.float64)
-
-    def usage(self, name: str) -> Usage:
-        if not self.count:
-            raise InputError(f"the usage of {name} needs a batch; give at least one")
-        sizes, shares = self.weights * self.lengths / self.count, self.shares / self.shares.sum()
-        if not (sizes.isfinite() & shares.isfinite()).all():
-            raise InputError(
-                f"the usage of {name} is not finite: training diverged; use an earlier checkpoint"
-            )
-        return Usage(sizes.cpu(), shares.cpu(), self.lengths.cpu())
+def _usage(name: str, layer: Pattention, sums: Tensor, tokens: int) -> Usage:
+    lengths, (weights, shares) = _lengths(layer), sums
+    usage = Usage(*(t.cpu() for t in (weights * lengths / tokens, shares / shares.sum(), lengths)))
+    if not (usage.sizes.isfinite() & usage.shares.isfinite()).all():
+        raise InputError(
+            f"the usage of {name} is not finite: give at least one batch, or if training diverged, "
+            "an earlier checkpoint"
+        )
+    return usage
 
 
 def _lengths(layer: Pattention) -> Tensor:
@@ -139,14 +125,13 @@ def prune(
 ) -> Model:
     """Remove the least used pairs of every layer, in place.
 
-    The divisor r in the weight h/r of a pair depends on (Σ hᵖ)/τᵖ over all pairs (Aᵖ instead of hᵖ
-    for ``gelu_l2``), and becomes smaller when pairs are removed. To keep r, τ is reduced with the
-    sum: τ'ᵖ = τᵖ · E[Σ_kept hᵖ / Σ_all hᵖ], where the mean is the sum of the kept pairs' shares.
-    Without this, the weights of the other pairs would grow.
+    The divisor in Θ is a norm over all pairs, divided by τ, and becomes smaller when pairs are
+    removed. To keep the weights of the other pairs, τᵖ is reduced to the share of the kept pairs in
+    the p-th power of the norm.
 
     Args:
-        model: Any module with TokenFormer blocks. Build optimizers afterwards. Masks are reset, and
-            a nested model becomes an ordinary one.
+        model: Any module with TokenFormer blocks. Masks and nested sizes are reset. Build
+            optimizers afterwards.
         usage: Usage that :func:`measure_usage` returned for this model.
         num_qkv_param_tokens: Number of pairs to keep in each query, key and value projection, or a
             list with one for each block; None keeps all.
@@ -166,12 +151,8 @@ def prune(
         length of a vector instead of an activation.
     """
     layers = whole_layers(model)
-    counts = counts_by_layer(
-        layers,
-        num_qkv_param_tokens=num_qkv_param_tokens,
-        num_proj_param_tokens=num_proj_param_tokens,
-        num_ffn_param_tokens=num_ffn_param_tokens,
-    )
+    sizes = num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens
+    counts = counts_by_layer(layers, *sizes)
     check_usage(layers, usage)
     tokens = {}
     for name, layer in layers.items():
@@ -180,13 +161,12 @@ def prune(
         if not 1 <= wanted <= have:
             remedy = "to add pairs, use grow()" if wanted > have else "keep at least 1"
             raise InputError(f"{name} has {have} pairs and cannot be pruned to {wanted}; {remedy}")
-        tokens[name] = select_pairs(layer, kept_pairs(usage[name], wanted))
+        tokens[name] = select_pairs(layer, usage[name].order[:wanted].sort().values)
         if adapt_tau and wanted < have:
             tau = adapted_tau(layer, usage[name], wanted)
             tokens[name] = replace(tokens[name], tau=tau)
     if any(own.num < layers[name].num_param_tokens for name, own in tokens.items()):
-        write_tokens(layers, tokens)
-        record_counts(model)
+        write_tokens(model, tokens)
     return model
 
 
@@ -196,27 +176,21 @@ def check_usage(
     """Check that a usage was measured on these layers; ``reorder`` may have sorted them since."""
     for name, layer in layers.items():
         have, own = layer.num_param_tokens, usage.get(name)
-        if own is None or len(own.sizes) != have:
+        fits = own is not None and len(own.sizes) == have
+        if own is not None and fits and own.lengths is not None:
+            lengths = own.lengths[own.order] if reordered else own.lengths
+            fits = torch.allclose(lengths, _lengths(layer).cpu(), rtol=1e-3)
+        if not fits:
             raise InputError(
-                f"the usage was measured on another model: {name} has {have} pairs, the usage has "
-                f"{'none' if own is None else len(own.sizes)}; measure it again"
+                "the usage is of another model, or was measured on other pairs, or in another "
+                f"order; measure it again, and reorder before you nest ({name} has {have} pairs, "
+                f"the usage has {'none' if own is None else len(own.sizes)})"
             )
-        lengths = own.lengths if own.lengths is None or not reordered else own.lengths[own.order]
-        if lengths is not None and not torch.allclose(lengths, _lengths(layer).cpu(), rtol=1e-3):
-            raise InputError(
-                f"the usage of {name} was measured on other pairs, or in another order; measure it "
-                "again, and reorder before you nest"
-            )
-
-
-def kept_pairs(usage: Usage, count: int) -> Tensor:
-    """Return the numbers of the most used pairs of a layer, in increasing order."""
-    return usage.order[:count].sort().values
 
 
 def adapted_tau(layer: Pattention, usage: Usage, count: int) -> Tensor:
     """Return τ for a layer that keeps its most used pairs; see :func:`prune`."""
-    share = usage.shares[kept_pairs(usage, count)].sum().item()
+    share = usage.shares[usage.order[:count]].sum().item()
     if share > 0:  # pairs with zero keys have no share and need no τ
         return layer.tau.detach().double() * share ** (1 / find_theta(layer.theta).norm_order)
     return layer.tau.detach()

@@ -18,11 +18,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.arguments import COUNTS, Counts, counts_by_block
-from tokenformer_vit.layers.split import TOKENS, set_segments, token_segments
+from tokenformer_vit.layers.split import TOKENS, is_split, set_segments, token_segments
 from tokenformer_vit.models.sizes import find_layers, kind_of
 
 MOMENTS = ("keep", "reset")
-_SLOW_WEIGHTS = "lookahead_slow_buff"  # of timm's Lookahead around another optimizer
 
 
 @dataclass(frozen=True)
@@ -65,24 +64,24 @@ def pattention_layers(model: nn.Module) -> dict[str, Pattention]:
 
 
 def whole_layers(model: nn.Module) -> dict[str, Pattention]:
-    """Find the Pattention layers of a model that nothing but this process knows."""
+    """Find the Pattention layers of a model that no wrapper of PyTorch's watches."""
     # By name: torch.distributed may be missing, and FSDP2 makes a class of its own.
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
-    wrappers = kinds & {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
-    if wrappers or any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+    if found := kinds & {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}:
         raise InputError(
-            f"the model is wrapped by {', '.join(wrappers) or 'DTensor'}, which would not notice "
-            "other pairs: change the model before it is wrapped, or its full state dict"
+            f"the model is wrapped by {found.pop()}, which would not notice other pairs: change "
+            "the model before it is wrapped, or its full state dict"
         )
     return pattention_layers(model)
 
 
-def counts_by_layer(names: Iterable[str], **counts: Counts) -> dict[str, int | None]:
-    """Give each layer its number of pairs, from the arguments of a model; None without one."""
+def counts_by_layer(names: Iterable[str], *counts: Counts) -> dict[str, int | None]:
+    """Give each layer its number of pairs, from numbers by kind (qkv, proj, ffn)."""
     # The number of a block is the last one in a name; a block alone has none.
     blocks = {name: int(([0] + [p for p in name.split(".") if p.isdigit()])[-1]) for name in names}
-    by_block = counts_by_block(1 + max(blocks.values()), **counts)
-    return {name: by_block[block].get(COUNTS[kind_of(name)]) for name, block in blocks.items()}
+    by_name = dict(zip(COUNTS.values(), counts, strict=True))
+    by_block = counts_by_block(1 + max(blocks.values()), **by_name)
+    return {name: by_block[block][COUNTS[kind_of(name)]] for name, block in blocks.items()}
 
 
 def record_counts(model: nn.Module) -> None:
@@ -103,20 +102,14 @@ def record_counts(model: nn.Module) -> None:
 
 def read_tokens(layer: Pattention) -> LayerTokens:
     """Return the tensors of a layer, detached; without a copy unless the layer is split."""
-    gate, nested_tau = layer.gate, layer.nested_tau
-    return LayerTokens(
-        layer.key_param_tokens.detach(),
-        layer.value_param_tokens.detach(),
-        layer.tau.detach(),
-        None if gate is None else gate.detach(),
-        layer.nested,
-        None if nested_tau is None else nested_tau.detach(),
-    )
+    names = (*TOKENS, "tau", "gate", "nested_tau")
+    tensors = [None if (own := getattr(layer, name)) is None else own.detach() for name in names]
+    return LayerTokens(*tensors[:4], layer.nested, tensors[4])  # type: ignore[arg-type]
 
 
 @torch.no_grad()
 def write_tokens(
-    layers: Mapping[str, Pattention],
+    model: nn.Module,
     tokens: Mapping[str, LayerTokens],
     *,
     appended: bool = False,
@@ -124,73 +117,84 @@ def write_tokens(
     learn_gate: bool | None = None,
     optimizer: Optimizer | None = None,
     moments: str = "keep",
-) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Give layers new tensors, in all layers or in none. They use all pairs then.
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Give layers of a model new tensors, all or none. All layers use all pairs then.
 
     With ``appended`` the new tensors begin with the old ones, and gradients and optimizer state go
     on. ``split`` holds the appended pairs apart. ``learn_gate`` makes gates parameters or buffers;
-    None keeps their kind. Returns former parameters of new pairs, and those that hold them now.
+    None keeps their kind. Returns the parameter that holds the rows of each one that is gone.
     """
-    changes, segments, joined, trained = [], {}, [], []
+    layers = pattention_layers(model)
+    changes, trained, joined = [], [], {}
+    segments: dict[str, dict[str, tuple[nn.Parameter, ...]]] = {}
     for name, own in tokens.items():
         layer, segments[name] = layers[name], {}
         # Pairs that the last growth held apart are old now.
         num_old = layer.num_param_tokens if split else own.num
+        if num_old < own.num and type(layer) is not Pattention and not is_split(layer):
+            raise InputError(  # it would become another class
+                f"{name} is a {type(layer).__name__}, derived from Pattention: grow it without "
+                "split, freeze and new_lr_scale"
+            )
         for token, whole in zip(TOKENS, (own.keys, own.values), strict=True):
             old, *new = parts = token_segments(layer, token)
             trains = any(part.requires_grad for part in parts)
-            trained.append((old, trains))
+            trained += [old] * trains
             changes.append(Change(old, whole[:num_old], parts if appended else ()))
             if num_old == own.num:
-                joined += [(part, old) for part in new]
-                segments[name][token] = (old,)
+                joined |= dict.fromkeys(new, old)
+                new = []
             elif new:
                 changes.append(Change(new[0], whole[num_old:]))
-                segments[name][token] = (old, *new)
-            elif type(layer) is not Pattention:  # it would become another class
-                raise InputError(
-                    f"{name} is a {type(layer).__name__}, derived from Pattention: grow it without "
-                    "split, freeze and new_lr_scale"
-                )
             else:
-                segments[name][token] = (old, nn.Parameter(whole[num_old:], trains))
+                new = [nn.Parameter(whole[num_old:], trains)]
+            segments[name][token] = (old, *new)
         for old, whole in ((layer.gate, own.gate), (layer.nested_tau, own.nested_tau)):
             if isinstance(old, nn.Parameter) and whole is not None:
                 changes.append(Change(old, whole, (old,) if appended else ()))
     resize(changes, optimizer, moments)
-    for old, trains in trained:
-        old.requires_grad_(trains)
+    for old in trained:
+        old.requires_grad_()
     for layer in layers.values():
         layer.active, layer.size = None, None
     for name, own in tokens.items():
-        _rebuild(layers[name], own, learn_gate)
+        _set_others(layers[name], own, learn_gate)
         set_segments(layers[name], segments[name])
+    record_counts(model)
     return joined
 
 
-def _rebuild(layer: Pattention, tokens: LayerTokens, learn_gate: bool | None) -> None:
+def _set_others(layer: Pattention, own: LayerTokens, learn_gate: bool | None) -> None:
     """Set all of a layer but its parameter tokens; parameters have their new shapes already."""
-    layer.num_param_tokens = tokens.num
-    if tokens.tau.data_ptr() != layer.tau.data_ptr():  # a live graph may need an unchanged τ
-        layer.tau.copy_(tokens.tau)
+    layer.num_param_tokens = own.num
+    if own.tau.data_ptr() != layer.tau.data_ptr():  # a live graph may need an unchanged τ
+        layer.tau.copy_(own.tau)
     gate, nested_tau = layer.gate, layer.nested_tau
-    layer.set_nested(tokens.nested, tokens.nested_tau)
-    if tokens.nested and isinstance(nested_tau, nn.Parameter):
+    layer.set_nested(own.nested, own.nested_tau)
+    if own.nested and isinstance(nested_tau, nn.Parameter):
         layer.nested_tau = nested_tau
-    if tokens.gate is not None and not isinstance(gate, nn.Parameter):
+    if own.gate is not None and not isinstance(gate, nn.Parameter):
         del layer.gate
         if learn_gate or (learn_gate is None and gate is None):
-            layer.gate = nn.Parameter(tokens.gate)
+            layer.gate = nn.Parameter(own.gate)
         else:
-            layer.register_buffer("gate", tokens.gate)
+            layer.register_buffer("gate", own.gate)
 
 
 @torch.no_grad()
-def resize(changes: Sequence[Change], optimizer: Optimizer | None, moments: str) -> None:
+def resize(changes: Sequence[Change], optimizer: Any, moments: str) -> None:
     """Give parameters new data and, with an optimizer, a state of the new shapes; all or none."""
-    optimizer = unwrapped(optimizer)
-    states = _new_states(optimizer, changes, moments)
-    grads = [_fit(change, [p.grad for p in change.sources]) for change in changes]
+    if moments not in MOMENTS:
+        raise InputError(f"moments is {moments!r}; choose one of {', '.join(MOMENTS)}")
+    optimizer, states = unwrapped(optimizer), [{} for _ in changes]
+    if optimizer is not None:
+        _check_optimizer(optimizer, changes)
+        if moments == "keep":
+            states = [_new_state(optimizer, change) for change in changes]
+    grads = [
+        _fit(change, [p.grad for p in change.sources], torch.zeros_like(change.data))
+        for change in changes
+    ]
     # Nothing below fails. The cache of autocast holds weak references, which forbid a swap.
     torch.clear_autocast_cache()
     for (parameter, data, _), state, grad in zip(changes, states, grads, strict=True):
@@ -213,124 +217,96 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def _new_states(optimizer: Any, changes: Sequence[Change], moments: str) -> list[dict[str, Any]]:
-    """Check that an optimizer can follow, and compute its state of each parameter."""
-    if moments not in MOMENTS:
-        raise InputError(f"moments is {moments!r}; choose one of {', '.join(MOMENTS)}")
-    if optimizer is None:
-        return [{} for _ in changes]
-    kind = type(optimizer).__name__
+def _check_optimizer(optimizer: Optimizer, changes: Iterable[Change]) -> None:
+    """Refuse an optimizer that would not train what grows."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InputError(
-            f"{kind} keeps one state for all parameters together, which cannot grow: grow without "
+            "LBFGS keeps one state for all parameters together, which cannot grow: grow without "
             "optimizer=, and build a new one after growth"
         )
-    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-    if any(p.requires_grad and p not in groups for change in changes for p in change.sources):
+    known = {p for group in optimizer.param_groups for p in group["params"]}
+    if any(p.requires_grad and p not in known for change in changes for p in change.sources):
         raise InputError(
             "the optimizer does not have all parameters that grow: build it from "
             "model.parameters() before growth, or build a new one after growth"
         )
-    if moments == "reset":
-        return [{} for _ in changes]
-    starts: dict[Any, dict[str, bool]] = {}
-    states = []
-    for change in changes:
-        own = [optimizer.state.get(source) or {} for source in change.sources]
-        state: dict[str, Any] = {}
-        for name, value in next(filter(None, own), {}).items():
-            scalar = not isinstance(value, Tensor | list | tuple | dict)
-            if scalar or (isinstance(value, Tensor) and not value.dim()):
-                state[name] = value  # such as a step
-                continue
-            try:
-                group = next(groups[each] for each in change.sources if each in groups)
-                key = id(group), change.data.shape
-                if key not in starts:
-                    starts[key] = _start_of_state(optimizer, group, change.data)
-                state[name] = _fit(change, [each.get(name) for each in own], starts[key][name])
-            except Exception as error:
-                raise InputError(
-                    f"{kind} has a state ({name}) that cannot be carried over to a larger "
-                    f"parameter ({one_line(error)}): give moments='reset', or build a new "
-                    "optimizer after growth"
-                ) from error
-        states.append(state)
-    return states
 
 
-def _start_of_state(optimizer: Any, group: Mapping[str, Any], like: Tensor) -> dict[str, bool]:
-    """Take a step with a zero gradient on another parameter, to see where a state starts.
+def _new_state(optimizer: Optimizer, change: Change) -> dict[str, Any]:
+    """Compute the state of a parameter; numbers, such as a step, are those of the first source."""
+    own = [optimizer.state.get(source) or {} for source in change.sources]
+    state = dict(next(filter(None, own), {}))
+    sized = [
+        name
+        for name, value in state.items()
+        if isinstance(value, list | tuple | dict) or (isinstance(value, Tensor) and value.dim())
+    ]
+    try:
+        first = _first_state(optimizer, change) if sized else {}
+        for name in sized:
+            state[name] = _fit(change, [each.get(name) for each in own], first[name])
+    except Exception as error:
+        raise InputError(
+            f"{type(optimizer).__name__} has a state ({', '.join(sized)}) that cannot be carried "
+            f"over to a larger parameter ({one_line(error)}): give moments='reset', or build a new "
+            "optimizer after growth"
+        ) from error
+    return state
 
-    Returns True for an entry that starts at the parameter, as z of Schedule-Free does, and False
-    for one that starts at 0. There are no other entries.
+
+def _first_state(optimizer: Any, change: Change) -> dict[str, Any]:
+    """Take a step with a zero gradient on a copy of new data, to see where its state starts.
+
+    Moments start at 0, but z of Schedule-Free at the parameter, and steps of Rprop at the rate.
     """
-    rows = torch.linspace(1, 2, like.numel(), dtype=like.dtype, device=like.device).view_as(like)
-    parameter = nn.Parameter(rows.clone())
-    parameter.grad = torch.zeros_like(rows)
-    settings = {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}
-    settings.update({key: settings[key] * 0 for key in ("lr", "weight_decay") if key in settings})
+    parameter = nn.Parameter(change.data.clone())
+    parameter.grad = torch.zeros_like(parameter)
+    sources = {*change.sources}
+    like = next(g for g in optimizer.param_groups if not sources.isdisjoint(g["params"]))
+    group = {**_copied(like), "params": [parameter]}
+    if "weight_decay" in group:
+        group["weight_decay"] = 0.0
     tried = object.__new__(type(optimizer))
-    tried.__dict__.update(optimizer.__dict__)
-    tried.state, tried.param_groups = defaultdict(dict), [{**settings, "params": [parameter]}]
+    tried.__dict__ = {**vars(optimizer), "state": defaultdict(dict), "param_groups": [group]}
     inspect.unwrap(type(optimizer).step)(tried)  # without the hooks and schedulers of the real one
-    found = {k: v for k, v in tried.state[parameter].items() if isinstance(v, Tensor)}
-    at_rows = {k: True for k, v in found.items() if v.shape == rows.shape and torch.equal(v, rows)}
-    # Adamax and AdaBelief add an eps.
-    at_zero = {k: False for k, v in found.items() if (v.abs() < 1e-7).all()}
-    return at_zero | at_rows | {_SLOW_WEIGHTS: True}
+    # Of timm's Lookahead around another optimizer.
+    return {"lookahead_slow_buff": change.data.clone(), **tried.state[parameter]}
 
 
-def _fit(
-    change: Change, parts: Sequence[Tensor | None], start_at_data: bool = False
-) -> Tensor | None:
-    """Join tensors of the sources' shapes, and append the rows that a new entry starts with."""
-    like = next((part for part in parts if part is not None), None)
-    if like is None:
-        return None
-    filled = like.new_zeros(change.data.shape)
-    if type(filled) is not type(like) and type(like) is not nn.Parameter:
-        raise TypeError(f"a {type(like).__name__} of another shape would be another type")
-    if start_at_data:
-        filled.copy_(change.data)
+def _fit(change: Change, parts: Sequence[Tensor | None], filled: Tensor) -> Tensor | None:
+    """Write tensors of the sources' shapes into one of the new shape; None if there are none."""
     start = 0
     for part, source in zip(parts, change.sources, strict=True):
         if part is not None:
-            if part.shape != source.shape:
-                raise ValueError(f"its shape is {tuple(part.shape)}, not {tuple(source.shape)}")
+            if (type(part), part.shape) != (type(filled), source.shape):
+                raise ValueError(f"it is a {type(part).__name__} of shape {tuple(part.shape)}")
             filled[(slice(start, start + len(source)), *map(slice, source.shape[1:]))] = part
         start += len(source)
-    return filled
+    return None if all(part is None for part in parts) else filled
 
 
 def follow(
     optimizer: Any,
     model: nn.Module,
-    joined: Iterable[tuple[nn.Parameter, nn.Parameter]],
-    layers: Iterable[Pattention] = (),
+    layers: Iterable[Pattention],
+    joined: Mapping[nn.Parameter, nn.Parameter],
     new_lr_scale: float = 1.0,
 ) -> None:
     """Give an optimizer the new parameters of layers, and take out those that others hold now."""
     if optimizer is None:
         return
-    optimizer = unwrapped(optimizer)
-    for gone, holder in joined:
-        known = {p for group in optimizer.param_groups for p in group["params"]}
-        instead = [] if holder in known else [holder]  # it was frozen, and not in the optimizer
-        for group in optimizer.param_groups:
-            group.pop("param_names", None)  # optional, and wrong from here on
-            kept = [instead if p is gone else [p] for p in group["params"]]
-            group["params"] = [p for each in kept for p in each]
-    known = {p for group in optimizer.param_groups for p in group["params"]}
-    for gone in [p for p in optimizer.state if p not in known]:  # PyTorch could not save it
-        del optimizer.state[gone]
-    added = []
+    added = [(holder, (gone,), 1.0) for gone, holder in joined.items()]
     for layer in layers:
         own = dict(layer.named_parameters(recurse=False))
         for name, parameter in own.items():
             scale = new_lr_scale if name.startswith("new_") else 1.0
-            added.append((parameter, [own[name.replace("new_", "old_")], *own.values()], scale))
+            added.append((parameter, (own[name.replace("new_", "old_")], *own.values()), scale))
     add_parameters(optimizer, model, added)
+    optimizer = unwrapped(optimizer)
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter not in joined]
+    for gone in joined:
+        optimizer.state.pop(gone, None)  # PyTorch could not save it
 
 
 def add_parameters(
@@ -348,17 +324,13 @@ def add_parameters(
     places = {p: place for place, p in enumerate(model.parameters())}
     number = len(optimizer.param_groups)
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-    new = [each for each in added if each[0] not in groups and each[0].requires_grad]
-    for group in optimizer.param_groups if new else ():
-        group.pop("param_names", None)
-    for parameter, others, scale in new:
+    for group in optimizer.param_groups:
+        group.pop("param_names", None)  # optional, and wrong from here on
+    for parameter, others, scale in added:
+        if parameter in groups or not parameter.requires_grad:
+            continue
         like = next((groups[p] for p in others if p in groups), optimizer.param_groups[0])
-        # Some of timm's optimizers count the steps of a group in a tensor.
-        settings = {
-            key: value.clone() if isinstance(value, Tensor) else value
-            for key, value in like.items()
-            if key != "params"
-        }
+        settings = _copied(like)
         for key in ("lr", "initial_lr", "max_lr", "min_lr"):  # OneCycleLR reads the last three
             if key in settings:
                 settings[key] = settings[key] * scale
@@ -368,7 +340,7 @@ def add_parameters(
         # A scaled rate joins only groups of this growth: a resume repeats the growths of a run
         # before it loads the rates, when those of two growths are still the same.
         for group in optimizer.param_groups[number if scale != 1 else 0 :]:
-            if {**group, "params": None} == {**settings, "params": None}:
+            if {**group, "params": None} == settings:
                 own, place = group["params"], places[parameter]
                 before = [i for i, p in enumerate(own) if places.get(p, place) < place]
                 own.insert(before[-1] + 1 if before else 0, parameter)
@@ -376,6 +348,12 @@ def add_parameters(
         else:
             optimizer.add_param_group(group := {**settings, "params": [parameter]})
         groups[parameter] = group
+
+
+def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy the settings of a group; some of timm's optimizers count its steps in a tensor."""
+    copied = {key: v.clone() if isinstance(v, Tensor) else v for key, v in group.items()}
+    return copied | {"params": None}
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Grow an ordinary Transformer, as a baseline for the growth of a TokenFormer."""
+"""Net2Net and stacking: growth of an ordinary Transformer, as a baseline of experiments."""
 
 import copy
 from typing import Any, TypeVar
@@ -9,9 +9,9 @@ from timm.models import VisionTransformer
 from torch import nn
 from torch.optim import Optimizer
 
+from tokenformer_vit.benchmarking.matched import mlp_ratio
 from tokenformer_vit.errors import InputError
-
-from .resize import Change, add_parameters, resize, unwrapped
+from tokenformer_vit.growth.resize import Change, add_parameters, resize, unwrapped
 
 # How much the shares of a neuron's copies in its outgoing weights differ. Equal copies would stay
 # equal forever.
@@ -157,10 +157,3 @@ def _find_transformer(model: nn.Module) -> tuple[str, Any]:
             if hasattr(module, form) and hasattr(getattr(module, "config", None), key):
                 return form, module
     return "blocks", _find_vit(model)
-
-
-def mlp_ratio(hidden: int, width: int) -> float:
-    """Compute the ``mlp_ratio`` that gives exactly this number of hidden neurons in timm."""
-    ratio = hidden / width
-    # timm multiplies by the width again and rounds down.
-    return ratio if int(width * ratio) == hidden else (hidden + 0.5) / width

@@ -11,8 +11,8 @@ pytest.importorskip("transformers", reason="pip install '.[language]'")
 from transformers import AutoModelForCausalLM
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import stack_blocks, widen_mlp
 from tokenformer_vit.language import transformer_lm
+from tokenformer_vit.training.net2net import stack_blocks, widen_mlp
 
 TOKENS = torch.randint(61, (2, 9))
 POSITIONS = pytest.mark.parametrize("positions", ["learned", "rotary"])
