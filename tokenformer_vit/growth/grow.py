@@ -53,16 +53,6 @@ def grow(
 ) -> Model:
     """Append pairs of parameter tokens to every layer of a model, in place, or change nothing.
 
-    ============= ========================= ===================== ===========================
-    ``init``      new keys, values          τ                     outputs of the model
-    ============= ========================= ===================== ===========================
-    ``zero_key``  zero, random              kept                  stay (``softmax``: by gate)
-    ``duplicate`` keys of the old pair,     times m (L1 norms) or stay, for every Θ
-                  values / m ± δ            √m (L2 norms)
-    ``random``    random, random            kept                  change (stay with a gate)
-    ``released``  random, random            default of new count  change
-    ============= ========================= ===================== ===========================
-
     Args:
         model: Any module with TokenFormer blocks, before DDP or FSDP wrap it. Its Parameter objects
             stay; masks and sizes are reset. Do not grow under ``torch.inference_mode()``.
@@ -70,9 +60,9 @@ def grow(
             with one for each block; None keeps the present number.
         num_proj_param_tokens: The same for output projections.
         num_ffn_param_tokens: The same for feed-forward layers.
-        init: Values of new pairs. Random tokens have the root mean square of the layer's keys or
-            values. ``duplicate`` needs m times the present count. ``released`` draws as the
-            authors' language code. The README has the formulas.
+        init: Start of new pairs. ``zero_key`` (zero keys, random values) and ``duplicate`` (copies
+            that share the values, for a multiple of the present count) keep the outputs. ``random``
+            and ``released`` (random, τ of the new count) do not. The README has the formulas.
         gate: Gate of new pairs under ``softmax``, which starts at 0: ``learned``, or ``fixed`` and
             opened by :func:`open_gates`. None: ``learned`` for ``zero_key``, otherwise no gate.
         nested: Whether the present size becomes a nested size, as it does in a nested model. It
@@ -80,9 +70,9 @@ def grow(
         seed: Seed of the random numbers, which differ between layers and between old counts.
         split: Store new pairs in separate parameters. Those of an earlier growth become old pairs.
         freeze: ``old`` trains only the new pairs, not even the head; implies ``split``.
-        optimizer: Optimizer of the model's parameters. It continues, and so do its schedulers,
-            unless ``new_lr_scale`` or the first gates add a group. Averages of the weights, and
-            optimizers that are not given, must be made anew.
+        optimizer: Optimizer of the model's parameters, which continues; so do its schedulers,
+            unless ``new_lr_scale`` or the first gates add a group. Make anew all other optimizers,
+            and averages of the weights.
         moments: ``keep`` the optimizer's state of old pairs, or ``reset`` it in growing layers.
         new_lr_scale: Factor on the learning rate of new pairs; implies ``split`` unless it is 1.
 
@@ -95,8 +85,7 @@ def grow(
             or FSDP, or the optimizer cannot continue.
 
     Source:
-        TokenFormer, arXiv:2410.23168v2, Section 3.3 and Appendix B, for zero keys and the kept τ.
-        Duplicates and the gate are from this project.
+        Zero keys and the kept τ: arXiv:2410.23168v2, Section 3.3 and Appendix B.
     """
     if freeze not in (None, "old"):
         raise InputError(f"freeze must be 'old' or None, but got {freeze!r}")
@@ -117,16 +106,10 @@ def grow(
         # A gate, or pairs that were new in the last growth and are old now.
         if own is not before[name] or is_split(layers[name]) or own.gate is not None
     }
-    joined = write_tokens(
-        model,
-        growing,
-        appended=True,
-        split=split or freeze is not None or new_lr_scale != 1,
-        # Nothing would open a fixed gate that is shut, unless it is asked for.
-        learn_gate=False if gate == "fixed" else True if shut or gate else None,
-        optimizer=optimizer,
-        moments=moments,
-    )
+    split = split or freeze is not None or new_lr_scale != 1
+    # Nothing would open a fixed gate that is shut, unless it is asked for.
+    learn_gate = gate == "learned" or (bool(shut) and gate is None)
+    joined = write_tokens(model, growing, split, learn_gate, optimizer, moments)
     if freeze:  # before the optimizer, which takes only what is trained
         freeze_old(model)
     follow(optimizer, model, [layers[name] for name in growing], joined, new_lr_scale)
@@ -150,17 +133,16 @@ def grow_state_dict(
 
     Args:
         state_dict: State dict of any model with TokenFormer blocks.
-        num_qkv_param_tokens: As in :func:`grow`, like all arguments that are not described here.
+        num_qkv_param_tokens: As in :func:`grow`.
         num_proj_param_tokens: As in :func:`grow`.
         num_ffn_param_tokens: As in :func:`grow`.
         theta: Name of the model's Θ, which a state dict does not contain.
         init: As in :func:`grow`.
-        gate: As in :func:`grow`. Then every layer has a ``gate``: build the model that loads it
-            with ``pattention_args={"gate": "learned"}``.
+        gate: As in :func:`grow`. The model that loads it needs ``pattention_args={"gate": ...}``.
         nested: As in :func:`grow`.
         seed: As in :func:`grow`.
-        missing_tau: If a layer stores no τ, as in the authors' checkpoints: ``error``, or
-            ``default`` for √P (P under an L1 norm).
+        missing_tau: Without τ, as in the authors' checkpoints: ``error``, or ``default`` for √P
+            (P under an L1 norm).
 
     Returns:
         A new state dict. Tensors that did not grow are the same objects.
@@ -200,8 +182,7 @@ def freeze_old(model: nn.Module) -> None:
     """Freeze all parameters of a grown model except its new pairs.
 
     Args:
-        model: Model that was grown with ``split=True``. To train also its classifier, call
-            ``requires_grad_()`` of ``model.get_classifier()`` afterwards (of both if distilled).
+        model: Model that was grown with ``split=True``. Its classifier is frozen as well.
 
     Raises:
         InputError: If no layer stores new pairs in separate parameters.
@@ -240,7 +221,7 @@ def open_gates(model: nn.Module, opened: float) -> None:
 def join_tokens(model: Model, optimizer: Optimizer | None = None, moments: str = "keep") -> Model:
     """Store the old and the new pairs of a grown model in one parameter again, in place.
 
-    This is not necessary for saving: a state dict always contains joined pairs.
+    A state dict always contains joined pairs, also without this.
 
     Args:
         model: Any module with TokenFormer blocks; masks and sizes are reset.
@@ -255,7 +236,7 @@ def join_tokens(model: Model, optimizer: Optimizer | None = None, moments: str =
     """
     layers = {name: each for name, each in whole_layers(model).items() if is_split(each)}
     tokens = {name: read_tokens(layer) for name, layer in layers.items()}
-    joined = write_tokens(model, tokens, appended=True, optimizer=optimizer, moments=moments)
+    joined = write_tokens(model, tokens, optimizer=optimizer, moments=moments)
     follow(optimizer, model, layers.values(), joined)
     return model
 

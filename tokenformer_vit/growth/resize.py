@@ -46,7 +46,7 @@ class Change(NamedTuple):
 
     parameter: nn.Parameter
     data: Tensor
-    sources: Sequence[nn.Parameter] = ()
+    sources: Sequence[nn.Parameter]
 
 
 def pattention_layers(model: nn.Module) -> dict[str, Pattention]:
@@ -86,10 +86,9 @@ def counts_by_layer(names: Iterable[str], *counts: Counts) -> dict[str, int | No
 
 def record_counts(model: nn.Module) -> None:
     """Update the numbers of pairs in the arguments from which models are rebuilt."""
-    for module in model.modules():
+    for module in reversed([*model.modules()]):  # parts before what holds them
         if hasattr(module, "record_param_tokens"):
             module.record_param_tokens()  # type: ignore[operator]
-    for module in model.modules():
         # transformers' wrapper of timm's models saves arguments of its own.
         own: Any = getattr(getattr(module, "config", None), "model_args", None)
         inner: Any = getattr(getattr(module, "timm_model", None), "_model_args", None)
@@ -111,24 +110,20 @@ def read_tokens(layer: Pattention) -> LayerTokens:
 def write_tokens(
     model: nn.Module,
     tokens: Mapping[str, LayerTokens],
-    *,
-    appended: bool = False,
     split: bool = False,
-    learn_gate: bool | None = None,
+    learn_gate: bool = False,
     optimizer: Optimizer | None = None,
-    moments: str = "keep",
+    moments: str | None = None,
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Give layers of a model new tensors, all or none. All layers use all pairs then.
+    """Give layers new tensors, all or none; return who holds the rows of parameters that are gone.
 
-    With ``appended`` the new tensors begin with the old ones, and gradients and optimizer state go
-    on. ``split`` holds the appended pairs apart. ``learn_gate`` makes gates parameters or buffers;
-    None keeps their kind. Returns the parameter that holds the rows of each one that is gone.
+    With ``moments`` they begin with the old ones, whose gradients and optimizer state go on.
+    ``split`` holds the others apart. ``learn_gate`` makes a parameter of a gate that is none.
     """
-    layers = pattention_layers(model)
-    changes, trained, joined = [], [], {}
-    segments: dict[str, dict[str, tuple[nn.Parameter, ...]]] = {}
+    layers, changes, joined = pattention_layers(model), [], {}
+    segments: dict[str, dict[str, Sequence[nn.Parameter]]] = {name: {} for name in tokens}
     for name, own in tokens.items():
-        layer, segments[name] = layers[name], {}
+        layer = layers[name]
         # Pairs that the last growth held apart are old now.
         num_old = layer.num_param_tokens if split else own.num
         if num_old < own.num and type(layer) is not Pattention and not is_split(layer):
@@ -138,69 +133,61 @@ def write_tokens(
             )
         for token, whole in zip(TOKENS, (own.keys, own.values), strict=True):
             old, *new = parts = token_segments(layer, token)
-            trains = any(part.requires_grad for part in parts)
-            trained += [old] * trains
-            changes.append(Change(old, whole[:num_old], parts if appended else ()))
+            changes.append(Change(old, whole[:num_old], parts))
             if num_old == own.num:
                 joined |= dict.fromkeys(new, old)
                 new = []
             elif new:
-                changes.append(Change(new[0], whole[num_old:]))
+                changes.append(Change(new[0], whole[num_old:], ()))
             else:
-                new = [nn.Parameter(whole[num_old:], trains)]
-            segments[name][token] = (old, *new)
+                new = [nn.Parameter(whole[num_old:], old.requires_grad)]
+            segments[name][token] = [old, *new]
         for old, whole in ((layer.gate, own.gate), (layer.nested_tau, own.nested_tau)):
             if isinstance(old, nn.Parameter) and whole is not None:
-                changes.append(Change(old, whole, (old,) if appended else ()))
+                changes.append(Change(old, whole, [old]))
     resize(changes, optimizer, moments)
-    for old in trained:
-        old.requires_grad_()
     for layer in layers.values():
         layer.active, layer.size = None, None
     for name, own in tokens.items():
-        _set_others(layers[name], own, learn_gate)
-        set_segments(layers[name], segments[name])
+        layer = layers[name]
+        layer.num_param_tokens = own.num
+        if own.tau.data_ptr() != layer.tau.data_ptr():  # a live graph may need an unchanged τ
+            layer.tau.copy_(own.tau)
+        nested_tau = layer.nested_tau
+        layer.set_nested(own.nested, own.nested_tau)
+        if own.nested and isinstance(nested_tau, nn.Parameter):
+            layer.nested_tau = nested_tau
+        if own.gate is not None and not isinstance(layer.gate, nn.Parameter):
+            del layer.gate
+            layer._register("gate", own.gate, learn_gate)
+        set_segments(layer, segments[name])
     record_counts(model)
     return joined
 
 
-def _set_others(layer: Pattention, own: LayerTokens, learn_gate: bool | None) -> None:
-    """Set all of a layer but its parameter tokens; parameters have their new shapes already."""
-    layer.num_param_tokens = own.num
-    if own.tau.data_ptr() != layer.tau.data_ptr():  # a live graph may need an unchanged τ
-        layer.tau.copy_(own.tau)
-    gate, nested_tau = layer.gate, layer.nested_tau
-    layer.set_nested(own.nested, own.nested_tau)
-    if own.nested and isinstance(nested_tau, nn.Parameter):
-        layer.nested_tau = nested_tau
-    if own.gate is not None and not isinstance(gate, nn.Parameter):
-        del layer.gate
-        if learn_gate or (learn_gate is None and gate is None):
-            layer.gate = nn.Parameter(own.gate)
-        else:
-            layer.register_buffer("gate", own.gate)
-
-
 @torch.no_grad()
-def resize(changes: Sequence[Change], optimizer: Any, moments: str) -> None:
-    """Give parameters new data and, with an optimizer, a state of the new shapes; all or none."""
-    if moments not in MOMENTS:
+def resize(changes: Sequence[Change], optimizer: Any, moments: str | None) -> None:
+    """Give parameters new data, with their gradients and optimizer state; all or none."""
+    if moments not in (*MOMENTS, None):
         raise InputError(f"moments is {moments!r}; choose one of {', '.join(MOMENTS)}")
     optimizer, states = unwrapped(optimizer), [{} for _ in changes]
     if optimizer is not None:
-        _check_optimizer(optimizer, changes)
+        known = {p for group in optimizer.param_groups for p in group["params"]}
+        if any(p.requires_grad and p not in known for change in changes for p in change.sources):
+            raise InputError(
+                "the optimizer does not have all parameters that grow: build it from "
+                "model.parameters() before growth, or build a new one after growth"
+            )
         if moments == "keep":
             states = [_new_state(optimizer, change) for change in changes]
-    grads = [
-        _fit(change, [p.grad for p in change.sources], torch.zeros_like(change.data))
-        for change in changes
-    ]
+    grads = [_fit(each, [p.grad for p in each.sources]) if moments else None for each in changes]
     # Nothing below fails. The cache of autocast holds weak references, which forbid a swap.
     torch.clear_autocast_cache()
-    for (parameter, data, _), state, grad in zip(changes, states, grads, strict=True):
+    for (parameter, data, sources), state, grad in zip(changes, states, grads, strict=True):
+        trains = any(source.requires_grad for source in (parameter, *sources))
         # torch.utils.swap_tensors also refuses a parameter that a live graph has saved, as that of
         # the last outputs has. Here an old graph keeps the old tensor.
-        torch._C._swap_tensor_impl(parameter, nn.Parameter(data, parameter.requires_grad))
+        torch._C._swap_tensor_impl(parameter, nn.Parameter(data, trains))
         parameter.grad = grad
         if optimizer is not None:
             optimizer.state.pop(parameter, None)
@@ -217,30 +204,11 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def _check_optimizer(optimizer: Optimizer, changes: Iterable[Change]) -> None:
-    """Refuse an optimizer that would not train what grows."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise InputError(
-            "LBFGS keeps one state for all parameters together, which cannot grow: grow without "
-            "optimizer=, and build a new one after growth"
-        )
-    known = {p for group in optimizer.param_groups for p in group["params"]}
-    if any(p.requires_grad and p not in known for change in changes for p in change.sources):
-        raise InputError(
-            "the optimizer does not have all parameters that grow: build it from "
-            "model.parameters() before growth, or build a new one after growth"
-        )
-
-
 def _new_state(optimizer: Optimizer, change: Change) -> dict[str, Any]:
     """Compute the state of a parameter; numbers, such as a step, are those of the first source."""
     own = [optimizer.state.get(source) or {} for source in change.sources]
     state = dict(next(filter(None, own), {}))
-    sized = [
-        name
-        for name, value in state.items()
-        if isinstance(value, list | tuple | dict) or (isinstance(value, Tensor) and value.dim())
-    ]
+    sized = [k for k, v in state.items() if getattr(v, "shape", isinstance(v, list | tuple | dict))]
     try:
         first = _first_state(optimizer, change) if sized else {}
         for name in sized:
@@ -263,7 +231,7 @@ def _first_state(optimizer: Any, change: Change) -> dict[str, Any]:
     parameter.grad = torch.zeros_like(parameter)
     sources = {*change.sources}
     like = next(g for g in optimizer.param_groups if not sources.isdisjoint(g["params"]))
-    group = {**_copied(like), "params": [parameter]}
+    group = {**_settings(like), "params": [parameter]}
     if "weight_decay" in group:
         group["weight_decay"] = 0.0
     tried = object.__new__(type(optimizer))
@@ -273,16 +241,20 @@ def _first_state(optimizer: Any, change: Change) -> dict[str, Any]:
     return {"lookahead_slow_buff": change.data.clone(), **tried.state[parameter]}
 
 
-def _fit(change: Change, parts: Sequence[Tensor | None], filled: Tensor) -> Tensor | None:
-    """Write tensors of the sources' shapes into one of the new shape; None if there are none."""
-    start = 0
+def _fit(
+    change: Change, parts: Sequence[Tensor | None], first: Tensor | None = None
+) -> Tensor | None:
+    """Write tensors of the sources' shapes over the first rows; zeros, or ``first``, follow."""
+    if all(part is None for part in parts):
+        return None
+    filled, start = torch.zeros_like(change.data) if first is None else first, 0
     for part, source in zip(parts, change.sources, strict=True):
         if part is not None:
             if (type(part), part.shape) != (type(filled), source.shape):
                 raise ValueError(f"it is a {type(part).__name__} of shape {tuple(part.shape)}")
             filled[(slice(start, start + len(source)), *map(slice, source.shape[1:]))] = part
         start += len(source)
-    return None if all(part is None for part in parts) else filled
+    return filled
 
 
 def follow(
@@ -295,14 +267,14 @@ def follow(
     """Give an optimizer the new parameters of layers, and take out those that others hold now."""
     if optimizer is None:
         return
-    added = [(holder, (gone,), 1.0) for gone, holder in joined.items()]
+    optimizer = unwrapped(optimizer)
+    added = [(holder, [gone], 1.0) for gone, holder in joined.items()]
     for layer in layers:
         own = dict(layer.named_parameters(recurse=False))
         for name, parameter in own.items():
             scale = new_lr_scale if name.startswith("new_") else 1.0
-            added.append((parameter, (own[name.replace("new_", "old_")], *own.values()), scale))
+            added.append((parameter, [own[name.replace("new_", "old_")], *own.values()], scale))
     add_parameters(optimizer, model, added)
-    optimizer = unwrapped(optimizer)
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if parameter not in joined]
     for gone in joined:
@@ -314,11 +286,10 @@ def add_parameters(
     model: nn.Module,
     added: Iterable[tuple[nn.Parameter, Sequence[nn.Parameter], float]],
 ) -> None:
-    """Add trained parameters to an optimizer, with the settings of another one and a scaled rate.
+    """Add trained parameters, with the settings of the first of others and a scaled rate.
 
-    The other one is the first of those given that the optimizer has. A parameter of fewer than two
-    dimensions gets no weight decay. It joins a group with its settings, in the order of the model,
-    because PyTorch loads a state by position.
+    Each joins a group with its settings, in the order of the model, because PyTorch loads a state
+    by position. A parameter of fewer than two dimensions gets no weight decay.
     """
     optimizer = unwrapped(optimizer)
     places = {p: place for place, p in enumerate(model.parameters())}
@@ -330,13 +301,12 @@ def add_parameters(
         if parameter in groups or not parameter.requires_grad:
             continue
         like = next((groups[p] for p in others if p in groups), optimizer.param_groups[0])
-        settings = _copied(like)
-        for key in ("lr", "initial_lr", "max_lr", "min_lr"):  # OneCycleLR reads the last three
-            if key in settings:
-                settings[key] = settings[key] * scale
+        settings = _settings(like)
+        rates = settings.keys() & {"lr", "initial_lr", "max_lr", "min_lr"}  # of OneCycleLR as well
+        settings |= {key: settings[key] * scale for key in rates}
         if parameter.dim() < 2:  # Muon takes only matrices
             fixed = {"weight_decay": 0.0, "use_muon": False}
-            settings.update({key: value for key, value in fixed.items() if key in settings})
+            settings |= {key: fixed[key] for key in settings.keys() & fixed}
         # A scaled rate joins only groups of this growth: a resume repeats the growths of a run
         # before it loads the rates, when those of two growths are still the same.
         for group in optimizer.param_groups[number if scale != 1 else 0 :]:
@@ -350,10 +320,12 @@ def add_parameters(
         groups[parameter] = group
 
 
-def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy the settings of a group; some of timm's optimizers count its steps in a tensor."""
-    copied = {key: v.clone() if isinstance(v, Tensor) else v for key, v in group.items()}
-    return copied | {"params": None}
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    # Some of timm's optimizers count the steps of a group in a tensor.
+    own = {
+        key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()
+    }
+    return own | {"params": None}
 
 
 @functools.cache
@@ -369,8 +341,7 @@ def _check_fused(optimizer: Optimizer, *_: Any) -> None:
             for value in optimizer.state.get(parameter, {}).values():
                 if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
                     raise InputError(
-                        f"the state of this {type(optimizer).__name__} is of shape "
-                        f"{tuple(value.shape)}, but its parameter has grown to "
-                        f"{tuple(parameter.shape)}: call grow(..., optimizer=optimizer), or build "
-                        "a new optimizer"
+                        f"{type(optimizer).__name__} has a state of shape {tuple(value.shape)} for "
+                        f"a parameter that has grown to {tuple(parameter.shape)}: call grow(..., "
+                        "optimizer=optimizer), or build a new optimizer"
                     )
