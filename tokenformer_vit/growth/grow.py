@@ -158,7 +158,8 @@ def grow_state_dict(
         )
     before = {}
     for name in names:
-        keys, values, tau, gates, sizes, taus = (state_dict.get(f"{name}.{p}") for p in _PARTS)
+        keys, values = (state_dict[f"{name}.{part}"] for part in TOKENS)
+        tau, gates, sizes, taus = (state_dict.get(f"{name}.{part}") for part in _PARTS[2:])
         if tau is None and missing_tau == "default":
             tau = torch.tensor(default_tau(theta, len(keys)), device=keys.device)
         if tau is None:

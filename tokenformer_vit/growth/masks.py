@@ -29,28 +29,23 @@ class TokenMasks:
         grow(model, 1024, 1024, 4096)
         masks.add_appended("french", before)
         with masks.use("english"):
-            model(x)                               # as before growth
+            model(x)                               # exactly as before growth, for every Θ
         with masks.use("english", "french"):
             model(x).sum().backward()              # uses the pairs of both
 
-    A mask removes the other pairs from their layers and keeps τ, as growth does. Therefore a mask
-    of the pairs from before growth gives exactly the outputs from before growth, for every Θ.
+    A mask removes the other pairs from their layers and keeps τ. They get zero gradients, but an
+    optimizer's momentum and weight decay still change them: freeze what must not change. ``prune``
+    and ``reorder`` give pairs other numbers.
 
     Args:
-        model: Any module with TokenFormer blocks. Masks set ``active`` of its layers; they do not
-            hold parameters.
+        model: Any module with TokenFormer blocks. Masks set ``active`` of its layers.
         pairs: Masks to start with, as in the attribute.
 
     Attributes:
-        pairs: (n,) sorted indices of each mask in each layer, by the names of mask and layer. They
-            can be saved by ``torch.save``.
-
-    Note:
-        Inactive pairs get zero gradients, but an optimizer's momentum and weight decay still change
-        them: freeze pairs that must not change. ``prune`` and ``reorder`` give pairs other numbers.
+        pairs: (n,) sorted indices of each mask in each layer, by the names of mask and layer.
 
     Source:
-        This project. One mask for each task is the idea of PackNet, arXiv:1711.05769.
+        One mask for each task is the idea of PackNet, arXiv:1711.05769.
     """
 
     def __init__(
@@ -62,11 +57,10 @@ class TokenMasks:
             self.add(name, own)
 
     def add(self, name: str, pairs: Mapping[str, Any] | None = None) -> None:
-        """Add or replace a mask. It does not contain pairs that are appended later.
+        """Add or replace a mask of all present pairs, or of those that ``pairs`` chooses.
 
-        ``pairs`` are what indexes the pairs of each layer, by the layer's full name: a slice, a
-        tensor of numbers, or a boolean tensor. Other layers have no pairs in the mask. None is for
-        all present pairs.
+        It has what indexes the pairs of a layer by the layer's full name: a slice, a tensor of
+        numbers, or a boolean tensor. Other layers have no pairs in the mask.
         """
         if unknown := set(pairs or ()) - self._layers.keys():
             raise InputError(
@@ -87,8 +81,6 @@ class TokenMasks:
     def activate(self, *names: str) -> None:
         """Use only the pairs of these masks from now on; without names, use all pairs.
 
-        With gradient checkpointing, do not call it between a forward and a backward pass.
-
         Raises:
             InputError: If a mask does not exist or is of a larger model, a layer would have no
                 active pairs, or a size is set. Then nothing is changed.
@@ -99,12 +91,12 @@ class TokenMasks:
         active: dict[str, Tensor | None] = dict.fromkeys(self._layers)
         for name, layer in self._layers.items() if names else ():
             index = torch.cat([self.pairs[mask][name] for mask in names]).unique()
-            have = layer.num_param_tokens
             if layer.size is not None:
                 raise InputError(
                     f"{name} uses only its first {layer.size} pairs; call model.set_size(None) "
                     "before a mask is activated"
                 )
+            have = layer.num_param_tokens
             if not len(index) or index[-1] >= have:
                 what = f"pair {index[-1]} of" if len(index) else "no pair of the"
                 raise InputError(
@@ -121,8 +113,7 @@ class TokenMasks:
         """Activate masks within a ``with`` block, then restore the former state.
 
         Raises:
-            InputError: As :meth:`activate`, or if the model trains with gradient checkpointing,
-                which would compute the blocks again with other pairs.
+            InputError: As :meth:`activate`, or if the model trains with gradient checkpointing.
         """
         check_not_recomputed(self._model)
         before = {name: layer.active for name, layer in self._layers.items()}

@@ -35,12 +35,11 @@ def merge(model_a: Model, model_b: nn.Module, ancestor: nn.Module | None = None)
         A new, ordinary model. Stem, positions, norms, scales and head are the means of both.
 
     Raises:
-        InputError: If the models do not fit each other, or a layer does not begin with the pairs
-            and τ of the ancestor, bit for bit.
+        InputError: If the models do not fit, or a layer does not begin with the pairs and τ of
+            the ancestor, bit for bit.
 
     Source:
-        This project. Appending pairs is from TokenFormer, arXiv:2410.23168v2, Section 3.3. With an
-        ancestor, this is the task arithmetic of arXiv:2212.04089 on pairs instead of weights.
+        With an ancestor, this is the task arithmetic of arXiv:2212.04089 on pairs.
     """
     for other, name in ((model_b, "model_b"), (ancestor, "the ancestor")):
         ours, theirs = _facts(model_a), _facts(model_a if other is None else other)

@@ -24,8 +24,7 @@ class Usage:
     """Mean usage of each pair of a layer over input tokens; float64, on the CPU.
 
     Args:
-        sizes: (P,) mean of |weight| · ‖value‖₂: the length of the vector that a pair adds to an
-            output token.
+        sizes: (P,) mean of |weight| · ‖value‖₂, the length of what a pair adds to an output token.
         shares: (P,) mean share of a pair in the sum in Θ's divisor; the shares sum to 1.
         lengths: (P,) ‖value‖₂ of each pair, to recognize the layer; None for any layer.
     """
@@ -47,15 +46,13 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
     Args:
         model: Any module with TokenFormer blocks. It runs in evaluation mode.
         batches: Input tensors, tuples that begin with one, or dicts of keyword arguments, in which
-            tokens with an ``attention_mask`` of 0 do not count. Use training data, because pruning
-            is a choice that must not see test data.
+            tokens with an ``attention_mask`` of 0 do not count. No test data: pruning is a choice.
 
     Returns:
         The usage of each Pattention layer by name, averaged over all input tokens in float64.
 
     Raises:
-        InputError: If there is no batch, a mask is active, a size is set, or a weight is not
-            finite.
+        InputError: If there is no batch, not all pairs are in use, or a weight is not finite.
     """
     if isinstance(batches, Tensor):  # would be taken for a list of single images
         raise InputError("batches is one tensor: give a list of batches, such as [images]")
@@ -66,11 +63,9 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
                 f"{name} uses only {layer.num_used} of its pairs; call TokenMasks.activate() and "
                 "model.set_size(None) to use all"
             )
-    # The sums of weights and shares of each pair, and the number of tokens.
-    sums = {
-        layer: _lengths(layer).new_zeros(2, layer.num_param_tokens) for layer in layers.values()
-    }
+    # The number of tokens, and the sums of the weights and shares of each pair.
     tokens = Counter[nn.Module]()
+    sums = {layer: torch.stack([_lengths(layer).mul(0)] * 2) for layer in layers.values()}
     mask: Tensor | None = None
 
     def add(layer: Any, inputs: tuple[Tensor, ...]) -> None:
@@ -96,17 +91,16 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
                 model(**given)
             else:
                 model((batch[0] if isinstance(batch, tuple | list) else batch).to(device))
-    return {name: _usage(name, layer, sums[layer], tokens[layer]) for name, layer in layers.items()}
-
-
-def _usage(name: str, layer: Pattention, sums: Tensor, tokens: int) -> Usage:
-    lengths, (weights, shares) = _lengths(layer), sums
-    usage = Usage(*(t.cpu() for t in (weights * lengths / tokens, shares / shares.sum(), lengths)))
-    if not (usage.sizes.isfinite() & usage.shares.isfinite()).all():
-        raise InputError(
-            f"the usage of {name} is not finite: give at least one batch, or if training diverged, "
-            "an earlier checkpoint"
-        )
+    usage = {}
+    for name, layer in layers.items():
+        lengths, (weights, shares) = _lengths(layer), sums[layer]
+        sizes, shares = weights * lengths / tokens[layer], shares / shares.sum()
+        if not (sizes.isfinite() & shares.isfinite()).all():
+            raise InputError(
+                f"the usage of {name} is not finite: give at least one batch, or an earlier "
+                "checkpoint if training diverged"
+            )
+        usage[name] = Usage(sizes.cpu(), shares.cpu(), lengths.cpu())
     return usage
 
 
@@ -125,9 +119,8 @@ def prune(
 ) -> Model:
     """Remove the least used pairs of every layer, in place.
 
-    The divisor in Θ is a norm over all pairs, divided by τ, and becomes smaller when pairs are
-    removed. To keep the weights of the other pairs, τᵖ is reduced to the share of the kept pairs in
-    the p-th power of the norm.
+    Θ divides by a norm over all pairs, relative to τ, which becomes smaller when pairs are removed.
+    To keep the weights of the other pairs, τ is reduced with it; the README has the formula.
 
     Args:
         model: Any module with TokenFormer blocks. Masks and nested sizes are reset. Build
@@ -137,18 +130,16 @@ def prune(
             list with one for each block; None keeps all.
         num_proj_param_tokens: The same for output projections.
         num_ffn_param_tokens: The same for feed-forward layers.
-        adapt_tau: Whether to adapt τ as above.
+        adapt_tau: Whether to reduce τ.
 
     Returns:
         ``model``. The kept pairs are in their old order.
 
     Raises:
-        InputError: If a count is not between 1 and the present one, or the usage is of another
-            model.
+        InputError: If a count is not from 1 to the present one, or the usage is of another model.
 
     Source:
-        This project. The measure is the mean output norm of arXiv:1611.06440, Section 2.2, with the
-        length of a vector instead of an activation.
+        The measure is the mean output norm of arXiv:1611.06440, Section 2.2, of a vector.
     """
     layers = whole_layers(model)
     sizes = num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens

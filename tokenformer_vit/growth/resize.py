@@ -3,12 +3,13 @@
 Optimizers, schedulers and parameter groups hold Parameter objects, so they go on by themselves.
 """
 
+import copy
 import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ from tokenformer_vit.layers.split import TOKENS, is_split, set_segments, token_s
 from tokenformer_vit.models.sizes import find_layers, kind_of
 
 MOMENTS = ("keep", "reset")
+# A parameter, its new data, and the parameters with whose rows the data begin.
+Change = tuple[nn.Parameter, Tensor, Sequence[nn.Parameter]]
 
 
 @dataclass(frozen=True)
@@ -39,14 +42,6 @@ class LayerTokens:
     def num(self) -> int:
         """Number of pairs P."""
         return len(self.keys)
-
-
-class Change(NamedTuple):
-    """New data of a parameter. They begin with the rows of ``sources``, whose state goes on."""
-
-    parameter: nn.Parameter
-    data: Tensor
-    sources: Sequence[nn.Parameter]
 
 
 def pattention_layers(model: nn.Module) -> dict[str, Pattention]:
@@ -133,18 +128,18 @@ def write_tokens(
             )
         for token, whole in zip(TOKENS, (own.keys, own.values), strict=True):
             old, *new = parts = token_segments(layer, token)
-            changes.append(Change(old, whole[:num_old], parts))
+            changes.append((old, whole[:num_old], parts))
             if num_old == own.num:
                 joined |= dict.fromkeys(new, old)
                 new = []
             elif new:
-                changes.append(Change(new[0], whole[num_old:], ()))
+                changes.append((new[0], whole[num_old:], ()))
             else:
                 new = [nn.Parameter(whole[num_old:], old.requires_grad)]
             segments[name][token] = [old, *new]
         for old, whole in ((layer.gate, own.gate), (layer.nested_tau, own.nested_tau)):
             if isinstance(old, nn.Parameter) and whole is not None:
-                changes.append(Change(old, whole, [old]))
+                changes.append((old, whole, [old]))
     resize(changes, optimizer, moments)
     for layer in layers.values():
         layer.active, layer.size = None, None
@@ -173,14 +168,14 @@ def resize(changes: Sequence[Change], optimizer: Any, moments: str | None) -> No
     optimizer, states = unwrapped(optimizer), [{} for _ in changes]
     if optimizer is not None:
         known = {p for group in optimizer.param_groups for p in group["params"]}
-        if any(p.requires_grad and p not in known for change in changes for p in change.sources):
+        if any(p.requires_grad and p not in known for *_, parts in changes for p in parts):
             raise InputError(
                 "the optimizer does not have all parameters that grow: build it from "
                 "model.parameters() before growth, or build a new one after growth"
             )
         if moments == "keep":
             states = [_new_state(optimizer, change) for change in changes]
-    grads = [_fit(each, [p.grad for p in each.sources]) if moments else None for each in changes]
+    grads = [_fit(each, [p.grad for p in each[2]]) if moments else None for each in changes]
     # Nothing below fails. The cache of autocast holds weak references, which forbid a swap.
     torch.clear_autocast_cache()
     for (parameter, data, sources), state, grad in zip(changes, states, grads, strict=True):
@@ -206,7 +201,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 def _new_state(optimizer: Optimizer, change: Change) -> dict[str, Any]:
     """Compute the state of a parameter; numbers, such as a step, are those of the first source."""
-    own = [optimizer.state.get(source) or {} for source in change.sources]
+    own = [optimizer.state.get(source) or {} for source in change[2]]
     state = dict(next(filter(None, own), {}))
     sized = [k for k, v in state.items() if getattr(v, "shape", isinstance(v, list | tuple | dict))]
     try:
@@ -223,22 +218,20 @@ def _new_state(optimizer: Optimizer, change: Change) -> dict[str, Any]:
 
 
 def _first_state(optimizer: Any, change: Change) -> dict[str, Any]:
-    """Take a step with a zero gradient on a copy of new data, to see where its state starts.
-
-    Moments start at 0, but z of Schedule-Free at the parameter, and steps of Rprop at the rate.
-    """
-    parameter = nn.Parameter(change.data.clone())
+    """Take a step with a zero gradient on a copy of new data, to see where its state starts."""
+    # Moments start at 0, but z of Schedule-Free at the parameter, and steps of Rprop at the rate.
+    _, data, sources = change
+    parameter = nn.Parameter(data.clone())
     parameter.grad = torch.zeros_like(parameter)
-    sources = {*change.sources}
-    like = next(g for g in optimizer.param_groups if not sources.isdisjoint(g["params"]))
-    group = {**_settings(like), "params": [parameter]}
+    like = next(g for g in optimizer.param_groups if not {*sources}.isdisjoint(g["params"]))
+    group = {**copy.deepcopy({**like, "params": []}), "params": [parameter]}
     if "weight_decay" in group:
         group["weight_decay"] = 0.0
     tried = object.__new__(type(optimizer))
     tried.__dict__ = {**vars(optimizer), "state": defaultdict(dict), "param_groups": [group]}
     inspect.unwrap(type(optimizer).step)(tried)  # without the hooks and schedulers of the real one
     # Of timm's Lookahead around another optimizer.
-    return {"lookahead_slow_buff": change.data.clone(), **tried.state[parameter]}
+    return {"lookahead_slow_buff": data.clone(), **tried.state[parameter]}
 
 
 def _fit(
@@ -247,8 +240,9 @@ def _fit(
     """Write tensors of the sources' shapes over the first rows; zeros, or ``first``, follow."""
     if all(part is None for part in parts):
         return None
-    filled, start = torch.zeros_like(change.data) if first is None else first, 0
-    for part, source in zip(parts, change.sources, strict=True):
+    _, data, sources = change
+    filled, start = torch.zeros_like(data) if first is None else first, 0
+    for part, source in zip(parts, sources, strict=True):
         if part is not None:
             if (type(part), part.shape) != (type(filled), source.shape):
                 raise ValueError(f"it is a {type(part).__name__} of shape {tuple(part.shape)}")
@@ -301,7 +295,7 @@ def add_parameters(
         if parameter in groups or not parameter.requires_grad:
             continue
         like = next((groups[p] for p in others if p in groups), optimizer.param_groups[0])
-        settings = _settings(like)
+        settings = copy.deepcopy({**like, "params": None})
         rates = settings.keys() & {"lr", "initial_lr", "max_lr", "min_lr"}  # of OneCycleLR as well
         settings |= {key: settings[key] * scale for key in rates}
         if parameter.dim() < 2:  # Muon takes only matrices
@@ -318,14 +312,6 @@ def add_parameters(
         else:
             optimizer.add_param_group(group := {**settings, "params": [parameter]})
         groups[parameter] = group
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    # Some of timm's optimizers count the steps of a group in a tensor.
-    own = {
-        key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()
-    }
-    return own | {"params": None}
 
 
 @functools.cache

@@ -93,12 +93,12 @@ def _widen(mlp: Any, form: str, hidden: int, generator: torch.Generator) -> list
     shares /= shares.new_zeros(old).index_add_(0, source, shares)[source]
     source, shares = source.to(before.weight.device), shares.to(after.weight)
     shared = after.weight.index_select(outputs, source) * shares.unsqueeze(1 - outputs)
-    changes = [
-        Change(before.weight, before.weight.index_select(inputs, source), (before.weight,)),
-        Change(after.weight, shared, (after.weight,)),
+    changes: list[Change] = [
+        (before.weight, before.weight.index_select(inputs, source), [before.weight]),
+        (after.weight, shared, [after.weight]),
     ]
     if before.bias is not None:
-        changes.append(Change(before.bias, before.bias[source], (before.bias,)))
+        changes.append((before.bias, before.bias[source], [before.bias]))
     return changes
 
 
