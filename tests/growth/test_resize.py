@@ -372,8 +372,8 @@ def test_optimizers_of_torchao_follow_or_change_nothing(kind):
     step(model, optimizer)
 
 
-@pytest.mark.parametrize("make", [torch.optim.Adafactor, torch.optim.Rprop])
-def test_a_state_of_another_shape_or_start_is_refused(make):
+@pytest.mark.parametrize("make", [torch.optim.Adafactor])
+def test_a_state_of_another_shape_is_refused(make):
     model = build()
     optimizer = make(model.parameters(), lr=1e-3)
     step(model, optimizer)
@@ -387,7 +387,7 @@ def test_a_state_of_another_shape_or_start_is_refused(make):
 def test_other_optimizers_are_refused():
     model = build()
     for optimizer, how, said in (
-        (torch.optim.LBFGS(model.parameters()), {"moments": "reset"}, "LBFGS keeps one state"),
+        (torch.optim.LBFGS(model.parameters()), {"moments": "reset"}, "LBFGS .* build a new one"),
         (torch.optim.SGD(build().parameters(), 0.1), {}, "does not have all parameters"),
         (torch.optim.SGD(model.parameters(), 0.1), {"moments": "zero"}, "moments is 'zero'"),
     ):

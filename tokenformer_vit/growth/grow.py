@@ -309,21 +309,19 @@ def _grow_one(
         raise InputError(f"{name} has {own.num} pairs and cannot grow to {num} by {init}: {way}")
     tau, gate, new = own.tau, own.gate, num - own.num
     if init == "duplicate":
-        drawn = [_normal_like(own.values, own.num, generator) for _ in range(times)]
+        drawn = [_draw(own.values, own.num, generator, None) for _ in range(times)]
         spread = _SPREAD * torch.stack(drawn)  # (m, P, C_out)
         spread -= spread.mean(dim=0)
         values = (own.values / times + spread).flatten(0, 1)
         tau = tau * (default_tau(theta, num) / default_tau(theta, own.num))
         gate = None if gate is None else gate.repeat(times)
         return LayerTokens(own.keys.repeat(times, 1), values, tau, gate)
-    stds: tuple[float | None, float | None] = (None, None)
+    key_std = value_std = None
     if init == "released":
-        stds = released_stds(own.values.shape[1], depth)
+        key_std, value_std = released_stds(own.values.shape[1], depth)
         tau = torch.full_like(tau, default_tau(theta, num))
-    keys, values = (
-        _normal_like(tokens, new, generator, std)
-        for tokens, std in zip((own.keys, own.values), stds, strict=True)
-    )
+    keys = _draw(own.keys, new, generator, key_std)
+    values = _draw(own.values, new, generator, value_std)
     if init == "zero_key":
         keys.zero_()
     if gate is not None:
@@ -331,12 +329,8 @@ def _grow_one(
     return LayerTokens(torch.cat((own.keys, keys)), torch.cat((own.values, values)), tau, gate)
 
 
-def _normal_like(
-    tokens: Tensor, count: int, generator: torch.Generator, std: float | None = None
-) -> Tensor:
+def _draw(like: Tensor, rows: int, generator: torch.Generator, std: float | None) -> Tensor:
     """Draw rows on the CPU; their standard deviation is by default the root mean square."""
-    rms = tokens.double().square().mean().sqrt()
-    if std is not None:
-        rms = torch.full_like(rms, std)
-    drawn = torch.randn(count, tokens.shape[1], generator=generator, device="cpu")
-    return (drawn.to(rms) * rms).to(tokens.dtype)
+    rms = like.double().square().mean().sqrt()
+    drawn = torch.randn(rows, like.shape[1], generator=generator, device="cpu").to(rms)
+    return (drawn * (rms if std is None else std)).to(like.dtype)

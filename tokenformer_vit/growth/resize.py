@@ -115,10 +115,10 @@ def write_tokens(
     With ``moments`` they begin with the old ones, whose gradients and optimizer state go on.
     ``split`` holds the others apart. ``learn_gate`` makes a parameter of a gate that is none.
     """
-    layers, changes, joined = pattention_layers(model), [], {}
-    segments: dict[str, dict[str, Sequence[nn.Parameter]]] = {name: {} for name in tokens}
+    layers, plans, joined = pattention_layers(model), [], {}
+    changes: list[Change] = []
     for name, own in tokens.items():
-        layer = layers[name]
+        layer, segments = layers[name], {}
         # Pairs that the last growth held apart are old now.
         num_old = layer.num_param_tokens if split else own.num
         if num_old < own.num and type(layer) is not Pattention and not is_split(layer):
@@ -136,15 +136,15 @@ def write_tokens(
                 changes.append((new[0], whole[num_old:], ()))
             else:
                 new = [nn.Parameter(whole[num_old:], old.requires_grad)]
-            segments[name][token] = [old, *new]
+            segments[token] = [old, *new]
         for old, whole in ((layer.gate, own.gate), (layer.nested_tau, own.nested_tau)):
             if isinstance(old, nn.Parameter) and whole is not None:
                 changes.append((old, whole, [old]))
+        plans.append((layer, own, segments))
     resize(changes, optimizer, moments)
     for layer in layers.values():
         layer.active, layer.size = None, None
-    for name, own in tokens.items():
-        layer = layers[name]
+    for layer, own, segments in plans:
         layer.num_param_tokens = own.num
         if own.tau.data_ptr() != layer.tau.data_ptr():  # a live graph may need an unchanged τ
             layer.tau.copy_(own.tau)
@@ -155,7 +155,7 @@ def write_tokens(
         if own.gate is not None and not isinstance(layer.gate, nn.Parameter):
             del layer.gate
             layer._register("gate", own.gate, learn_gate)
-        set_segments(layer, segments[name])
+        set_segments(layer, segments)
     record_counts(model)
     return joined
 
@@ -168,14 +168,19 @@ def resize(changes: Sequence[Change], optimizer: Any, moments: str | None) -> No
     optimizer, states = unwrapped(optimizer), [{} for _ in changes]
     if optimizer is not None:
         known = {p for group in optimizer.param_groups for p in group["params"]}
-        if any(p.requires_grad and p not in known for *_, parts in changes for p in parts):
+        lacks = any(p.requires_grad and p not in known for *_, parts in changes for p in parts)
+        if lacks or isinstance(optimizer, torch.optim.LBFGS):
             raise InputError(
-                "the optimizer does not have all parameters that grow: build it from "
-                "model.parameters() before growth, or build a new one after growth"
+                f"{type(optimizer).__name__} does not have all parameters that grow, or keeps one "
+                "state for all: build it from model.parameters() before growth, or build a new one "
+                "after growth"
             )
         if moments == "keep":
             states = [_new_state(optimizer, change) for change in changes]
-    grads = [_fit(each, [p.grad for p in each[2]]) if moments else None for each in changes]
+    grads = [
+        _fit(each, [p.grad if moments else None for p in each[2]], torch.zeros_like(each[1]))
+        for each in changes
+    ]
     # Nothing below fails. The cache of autocast holds weak references, which forbid a swap.
     torch.clear_autocast_cache()
     for (parameter, data, sources), state, grad in zip(changes, states, grads, strict=True):
@@ -224,9 +229,7 @@ def _first_state(optimizer: Any, change: Change) -> dict[str, Any]:
     parameter = nn.Parameter(data.clone())
     parameter.grad = torch.zeros_like(parameter)
     like = next(g for g in optimizer.param_groups if not {*sources}.isdisjoint(g["params"]))
-    group = {**copy.deepcopy({**like, "params": []}), "params": [parameter]}
-    if "weight_decay" in group:
-        group["weight_decay"] = 0.0
+    group = {**copy.deepcopy({**like, "params": []}), "params": [parameter], "weight_decay": 0.0}
     tried = object.__new__(type(optimizer))
     tried.__dict__ = {**vars(optimizer), "state": defaultdict(dict), "param_groups": [group]}
     inspect.unwrap(type(optimizer).step)(tried)  # without the hooks and schedulers of the real one
@@ -234,21 +237,16 @@ def _first_state(optimizer: Any, change: Change) -> dict[str, Any]:
     return {"lookahead_slow_buff": data.clone(), **tried.state[parameter]}
 
 
-def _fit(
-    change: Change, parts: Sequence[Tensor | None], first: Tensor | None = None
-) -> Tensor | None:
-    """Write tensors of the sources' shapes over the first rows; zeros, or ``first``, follow."""
-    if all(part is None for part in parts):
-        return None
-    _, data, sources = change
-    filled, start = torch.zeros_like(data) if first is None else first, 0
-    for part, source in zip(parts, sources, strict=True):
+def _fit(change: Change, parts: Sequence[Tensor | None], filled: Tensor) -> Tensor | None:
+    """Write tensors of the sources' shapes over the first rows; None if there are none."""
+    start = 0
+    for part, source in zip(parts, change[2], strict=True):
         if part is not None:
             if (type(part), part.shape) != (type(filled), source.shape):
                 raise ValueError(f"it is a {type(part).__name__} of shape {tuple(part.shape)}")
             filled[(slice(start, start + len(source)), *map(slice, source.shape[1:]))] = part
         start += len(source)
-    return filled
+    return None if all(part is None for part in parts) else filled
 
 
 def follow(
@@ -282,8 +280,7 @@ def add_parameters(
 ) -> None:
     """Add trained parameters, with the settings of the first of others and a scaled rate.
 
-    Each joins a group with its settings, in the order of the model, because PyTorch loads a state
-    by position. A parameter of fewer than two dimensions gets no weight decay.
+    They join groups in the order of the model, because PyTorch loads a state by position.
     """
     optimizer = unwrapped(optimizer)
     places = {p: place for place, p in enumerate(model.parameters())}
@@ -298,7 +295,7 @@ def add_parameters(
         settings = copy.deepcopy({**like, "params": None})
         rates = settings.keys() & {"lr", "initial_lr", "max_lr", "min_lr"}  # of OneCycleLR as well
         settings |= {key: settings[key] * scale for key in rates}
-        if parameter.dim() < 2:  # Muon takes only matrices
+        if parameter.dim() < 2:  # Muon takes only matrices, and decay is for them
             fixed = {"weight_decay": 0.0, "use_muon": False}
             settings |= {key: fixed[key] for key in settings.keys() & fixed}
         # A scaled rate joins only groups of this growth: a resume repeats the growths of a run
