@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -91,9 +91,9 @@ def grow(
         raise InputError(f"freeze must be 'old' or None, but got {freeze!r}")
     layers = whole_layers(model)
     before = {name: read_tokens(layer) for name, layer in layers.items()}
-    sizes = num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens
     theta = next(iter(layers.values())).theta
-    grown = _grow_all(before, sizes, theta, init, gate, seed, nested)
+    counts = num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens
+    grown = _grow_all(before, theta, *counts, init, gate, nested, seed)
     shut = any(own.gate is not None and (own.gate == 0).any() for own in grown.values())
     if freeze and shut and gate != "fixed":
         raise InputError(
@@ -118,31 +118,20 @@ def grow(
 
 def grow_state_dict(
     state_dict: Mapping[str, Tensor],
-    num_qkv_param_tokens: Counts = None,
-    num_proj_param_tokens: Counts = None,
-    num_ffn_param_tokens: Counts = None,
     *,
     theta: str = "gelu_l2",
-    init: str = "zero_key",
-    gate: str | None = None,
-    nested: bool = False,
-    seed: int = 0,
     missing_tau: str = "error",
+    **how: Any,
 ) -> dict[str, Tensor]:
     """Append pairs of parameter tokens in a state dict, with the same numbers as :func:`grow`.
 
     Args:
         state_dict: State dict of any model with TokenFormer blocks.
-        num_qkv_param_tokens: As in :func:`grow`.
-        num_proj_param_tokens: As in :func:`grow`.
-        num_ffn_param_tokens: As in :func:`grow`.
         theta: Name of the model's Θ, which a state dict does not contain.
-        init: As in :func:`grow`.
-        gate: As in :func:`grow`. The model that loads it needs ``pattention_args={"gate": ...}``.
-        nested: As in :func:`grow`.
-        seed: As in :func:`grow`.
         missing_tau: Without τ, as in the authors' checkpoints: ``error``, or ``default`` for √P
             (P under an L1 norm).
+        **how: Numbers of pairs, ``init``, ``gate``, ``nested`` and ``seed`` of :func:`grow`. The
+            model that loads gates needs ``pattention_args={"gate": "learned"}``.
 
     Returns:
         A new state dict. Tensors that did not grow are the same objects.
@@ -169,9 +158,8 @@ def grow_state_dict(
             )
         own_sizes = () if sizes is None else tuple(sizes.tolist())
         before[name] = LayerTokens(keys, values, tau, gates, own_sizes, taus)
-    counts = num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens
     result = dict(state_dict)
-    for name, own in _grow_all(before, counts, theta, init, gate, seed, nested).items():
+    for name, own in _grow_all(before, theta, **how).items():
         sizes = own.keys.new_tensor(own.nested, dtype=torch.long) if own.nested else None
         parts = (own.keys, own.values, own.tau, own.gate, sizes, own.nested_tau)
         own_parts = zip(_PARTS, parts, strict=True)
@@ -226,8 +214,8 @@ def join_tokens(model: Model, optimizer: Optimizer | None = None, moments: str =
 
     Args:
         model: Any module with TokenFormer blocks; masks and sizes are reset.
-        optimizer: Optimizer of the model's parameters, which continues.
-        moments: ``keep`` or ``reset`` its state of these parameters.
+        optimizer: As in :func:`grow`.
+        moments: As in :func:`grow`.
 
     Returns:
         ``model``, with the same outputs.
@@ -244,12 +232,14 @@ def join_tokens(model: Model, optimizer: Optimizer | None = None, moments: str =
 
 def _grow_all(
     before: Mapping[str, LayerTokens],
-    sizes: tuple[Counts, Counts, Counts],
     theta: str,
-    init: str,
-    gate: str | None,
-    seed: int,
-    nested: bool,
+    num_qkv_param_tokens: Counts = None,
+    num_proj_param_tokens: Counts = None,
+    num_ffn_param_tokens: Counts = None,
+    init: str = "zero_key",
+    gate: str | None = None,
+    nested: bool = False,
+    seed: int = 0,
 ) -> dict[str, LayerTokens]:
     """Compute the tensors of all layers after growth; those of other layers are the same object."""
     needs_gate = find_theta(theta).has_gate
@@ -263,6 +253,7 @@ def _grow_all(
             f"gate is {gate!r}, but {theta} with init {init!r} needs no gate; leave it out, or use "
             "softmax with zero_key or random"
         )
+    sizes = num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens
     if all(count is None for count in sizes):
         raise InputError(f"no number of pairs is given: give {', '.join(COUNTS.values())}")
     wanted = {name: num for name, num in counts_by_layer(before, *sizes).items() if num is not None}

@@ -21,18 +21,6 @@ def count_pairs(model: nn.Module) -> dict[str, int]:
 class TokenMasks:
     """Named subsets of a model's pairs, such as one for each language or task.
 
-    ::
-
-        masks = TokenMasks(model)
-        masks.add("english")                       # all present pairs
-        before = count_pairs(model)
-        grow(model, 1024, 1024, 4096)
-        masks.add_appended("french", before)
-        with masks.use("english"):
-            model(x)                               # exactly as before growth, for every Θ
-        with masks.use("english", "french"):
-            model(x).sum().backward()              # uses the pairs of both
-
     A mask removes the other pairs from their layers and keeps τ. They get zero gradients, but an
     optimizer's momentum and weight decay still change them: freeze what must not change. ``prune``
     and ``reorder`` give pairs other numbers.

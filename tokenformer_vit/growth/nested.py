@@ -80,11 +80,6 @@ def reorder(model: Model, usage: Mapping[str, Usage]) -> Model:
 def nest(model: Model, sizes: Sequence[Size], usage: Mapping[str, Usage] | None = None) -> Model:
     """Give a trained model nested sizes, in place; train it afterwards at these sizes.
 
-    ::
-
-        usage = measure_usage(model, batches)
-        nest(reorder(model, usage), (0.25, 0.5), usage)
-
     Args:
         model: Any module with TokenFormer blocks. Its outputs do not change, and the sizes that it
             had are replaced. Build optimizers anew: a learned τ of a size is a new parameter.

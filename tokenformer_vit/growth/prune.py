@@ -154,8 +154,7 @@ def prune(
             raise InputError(f"{name} has {have} pairs and cannot be pruned to {wanted}; {remedy}")
         tokens[name] = select_pairs(layer, usage[name].order[:wanted].sort().values)
         if adapt_tau and wanted < have:
-            tau = adapted_tau(layer, usage[name], wanted)
-            tokens[name] = replace(tokens[name], tau=tau)
+            tokens[name] = replace(tokens[name], tau=adapted_tau(layer, usage[name], wanted))
     if any(own.num < layers[name].num_param_tokens for name, own in tokens.items()):
         write_tokens(model, tokens)
     return model
@@ -182,9 +181,8 @@ def check_usage(
 def adapted_tau(layer: Pattention, usage: Usage, count: int) -> Tensor:
     """Return τ for a layer that keeps its most used pairs; see :func:`prune`."""
     share = usage.shares[usage.order[:count]].sum().item()
-    if share > 0:  # pairs with zero keys have no share and need no τ
-        return layer.tau.detach().double() * share ** (1 / find_theta(layer.theta).norm_order)
-    return layer.tau.detach()
+    share = share or 1.0  # pairs with zero keys have no share and need no τ
+    return layer.tau.detach().double() * share ** (1 / find_theta(layer.theta).norm_order)
 
 
 def select_pairs(layer: Pattention, index: Tensor) -> LayerTokens:
