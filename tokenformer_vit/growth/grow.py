@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -77,12 +76,11 @@ def grow(
         new_lr_scale: Factor on the learning rate of new pairs; implies ``split`` unless it is 1.
 
     Returns:
-        ``model``. In float32 outputs stay equal to about 1e-6, because sums of another length
-        round differently.
+        ``model``. Outputs stay equal to about 1e-6: sums of another length round differently.
 
     Raises:
-        InputError: If an argument is unknown or does not fit the model, the model is wrapped by DDP
-            or FSDP, or the optimizer cannot continue.
+        InputError: If an argument does not fit the model, the model is wrapped, or the optimizer
+            cannot continue.
 
     Source:
         Zero keys and the kept τ: arXiv:2410.23168v2, Section 3.3 and Appendix B.
@@ -253,11 +251,11 @@ def _grow_all(
             f"gate is {gate!r}, but {theta} with init {init!r} needs no gate; leave it out, or use "
             "softmax with zero_key or random"
         )
-    sizes = num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens
-    if all(count is None for count in sizes):
+    counts = num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens
+    if all(count is None for count in counts):
         raise InputError(f"no number of pairs is given: give {', '.join(COUNTS.values())}")
-    wanted = {name: num for name, num in counts_by_layer(before, *sizes).items() if num is not None}
-    growing = {name: num for name, num in wanted.items() if num != before[name].num}
+    wanted = counts_by_layer(before, *counts)
+    growing = {n: num for n, num in wanted.items() if num not in (None, before[n].num)}
     nested = bool(growing) and (nested or any(own.nested for own in before.values()))
     if nested and init == "duplicate":
         raise InputError(
@@ -271,15 +269,15 @@ def _grow_all(
     for index, name in enumerate(sorted(before)):
         own = before[name]
         if gated and own.gate is None:  # a model is rebuilt with gates in all layers or in none
-            grown[name] = own = replace(own, gate=own.keys.new_ones(own.num))
+            grown[name] = own = own._replace(gate=own.keys.new_ones(own.num))
         if name in growing:
             draws = hashlib.sha256(f"{seed} {index} {own.num}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(draws[:7], "little"))
             grown[name] = _grow_one(name, own, growing[name], theta, init, shut, depth, generator)
         if nested:  # the present size becomes a nested one
             taus = [tau.reshape(-1) for tau in (own.nested_tau, own.tau) if tau is not None]
-            old_sizes = {"nested": (*own.nested, own.num), "nested_tau": torch.cat(taus)}
-            grown[name] = replace(grown[name], **old_sizes)
+            sizes = (*own.nested, own.num)
+            grown[name] = grown[name]._replace(nested=sizes, nested_tau=torch.cat(taus))
     return grown
 
 

@@ -3,7 +3,6 @@
 import copy
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -48,8 +47,8 @@ def extract(model: Model, size: Size) -> Model:
     for name, layer in layers.items():
         own = select_pairs(layer, torch.arange(layer.num_used, device="cpu"))
         taus = [layer.tau_of(count) for count in (*layer.nested[:fitting], layer.num_used)]
-        nested = {"nested": layer.nested[:fitting], "nested_tau": torch.stack(taus)[:-1]}
-        tokens[name] = replace(own, tau=taus[-1], **nested)
+        nested, nested_tau = layer.nested[:fitting], torch.stack(taus)[:-1]
+        tokens[name] = own._replace(tau=taus[-1], nested=nested, nested_tau=nested_tau)
     write_tokens(smaller, tokens)
     return smaller
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -154,7 +154,7 @@ def prune(
             raise InputError(f"{name} has {have} pairs and cannot be pruned to {wanted}; {remedy}")
         tokens[name] = select_pairs(layer, usage[name].order[:wanted].sort().values)
         if adapt_tau and wanted < have:
-            tokens[name] = replace(tokens[name], tau=adapted_tau(layer, usage[name], wanted))
+            tokens[name] = tokens[name]._replace(tau=adapted_tau(layer, usage[name], wanted))
     if any(own.num < layers[name].num_param_tokens for name, own in tokens.items()):
         write_tokens(model, tokens)
     return model

@@ -8,8 +8,7 @@ import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +26,7 @@ MOMENTS = ("keep", "reset")
 Change = tuple[nn.Parameter, Tensor, Sequence[nn.Parameter]]
 
 
-@dataclass(frozen=True)
-class LayerTokens:
+class LayerTokens(NamedTuple):
     """All tensors of a Pattention layer: keys (P, C_in), values (P, C_out), τ (), gates (P,)."""
 
     keys: Tensor
@@ -204,13 +202,27 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def _new_state(optimizer: Optimizer, change: Change) -> dict[str, Any]:
+def _new_state(optimizer: Any, change: Change) -> dict[str, Any]:
     """Compute the state of a parameter; numbers, such as a step, are those of the first source."""
-    own = [optimizer.state.get(source) or {} for source in change[2]]
+    _, data, sources = change
+    own = [optimizer.state.get(source) or {} for source in sources]
     state = dict(next(filter(None, own), {}))
     sized = [k for k, v in state.items() if getattr(v, "shape", isinstance(v, list | tuple | dict))]
+    if not sized:
+        return state
+    # A step with a zero gradient on a copy shows where a state starts: moments at 0, z of
+    # Schedule-Free at the parameter, steps of Rprop at the rate.
+    parameter = nn.Parameter(data.clone())
+    parameter.grad = torch.zeros_like(parameter)
+    tried = object.__new__(type(optimizer))
     try:
-        first = _first_state(optimizer, change) if sized else {}
+        like = next(g for g in optimizer.param_groups if not {*sources}.isdisjoint(g["params"]))
+        group = {**copy.deepcopy({**like, "params": []}), "weight_decay": 0.0}
+        group["params"] = [parameter]
+        tried.__dict__ = {**vars(optimizer), "state": defaultdict(dict), "param_groups": [group]}
+        inspect.unwrap(type(optimizer).step)(tried)  # without the hooks of the real one
+        # Of timm's Lookahead around another optimizer.
+        first = {"lookahead_slow_buff": data.clone(), **tried.state[parameter]}
         for name in sized:
             state[name] = _fit(change, [each.get(name) for each in own], first[name])
     except Exception as error:
@@ -220,21 +232,6 @@ def _new_state(optimizer: Optimizer, change: Change) -> dict[str, Any]:
             "optimizer after growth"
         ) from error
     return state
-
-
-def _first_state(optimizer: Any, change: Change) -> dict[str, Any]:
-    """Take a step with a zero gradient on a copy of new data, to see where its state starts."""
-    # Moments start at 0, but z of Schedule-Free at the parameter, and steps of Rprop at the rate.
-    _, data, sources = change
-    parameter = nn.Parameter(data.clone())
-    parameter.grad = torch.zeros_like(parameter)
-    like = next(g for g in optimizer.param_groups if not {*sources}.isdisjoint(g["params"]))
-    group = {**copy.deepcopy({**like, "params": []}), "params": [parameter], "weight_decay": 0.0}
-    tried = object.__new__(type(optimizer))
-    tried.__dict__ = {**vars(optimizer), "state": defaultdict(dict), "param_groups": [group]}
-    inspect.unwrap(type(optimizer).step)(tried)  # without the hooks and schedulers of the real one
-    # Of timm's Lookahead around another optimizer.
-    return {"lookahead_slow_buff": data.clone(), **tried.state[parameter]}
 
 
 def _fit(change: Change, parts: Sequence[Tensor | None], filled: Tensor) -> Tensor | None:
@@ -260,39 +257,21 @@ def follow(
     if optimizer is None:
         return
     optimizer = unwrapped(optimizer)
-    added = [(holder, [gone], 1.0) for gone, holder in joined.items()]
-    for layer in layers:
-        own = dict(layer.named_parameters(recurse=False))
-        for name, parameter in own.items():
-            scale = new_lr_scale if name.startswith("new_") else 1.0
-            added.append((parameter, [own[name.replace("new_", "old_")], *own.values()], scale))
-    add_parameters(optimizer, model, added)
-    for group in optimizer.param_groups:
-        group["params"] = [parameter for parameter in group["params"] if parameter not in joined]
-    for gone in joined:
-        optimizer.state.pop(gone, None)  # PyTorch could not save it
-
-
-def add_parameters(
-    optimizer: Any,
-    model: nn.Module,
-    added: Iterable[tuple[nn.Parameter, Sequence[nn.Parameter], float]],
-) -> None:
-    """Add trained parameters, with the settings of the first of others and a scaled rate.
-
-    They join groups in the order of the model, because PyTorch loads a state by position.
-    """
-    optimizer = unwrapped(optimizer)
     places = {p: place for place, p in enumerate(model.parameters())}
     number = len(optimizer.param_groups)
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     for group in optimizer.param_groups:
         group.pop("param_names", None)  # optional, and wrong from here on
-    for parameter, others, scale in added:
+    owners = [dict(layer.named_parameters(recurse=False)) for layer in layers]
+    for own, name in [(each, name) for each in owners for name in each]:
+        parameter = own[name]
         if parameter in groups or not parameter.requires_grad:
             continue
+        gone = (each for each, holder in joined.items() if holder is parameter)
+        others = (own[name.replace("new_", "old_")], *gone, *own.values())
         like = next((groups[p] for p in others if p in groups), optimizer.param_groups[0])
         settings = copy.deepcopy({**like, "params": None})
+        scale = new_lr_scale if name.startswith("new_") else 1.0
         rates = settings.keys() & {"lr", "initial_lr", "max_lr", "min_lr"}  # of OneCycleLR as well
         settings |= {key: settings[key] * scale for key in rates}
         if parameter.dim() < 2:  # Muon takes only matrices, and decay is for them
@@ -302,13 +281,18 @@ def add_parameters(
         # before it loads the rates, when those of two growths are still the same.
         for group in optimizer.param_groups[number if scale != 1 else 0 :]:
             if {**group, "params": None} == settings:
-                own, place = group["params"], places[parameter]
-                before = [i for i, p in enumerate(own) if places.get(p, place) < place]
-                own.insert(before[-1] + 1 if before else 0, parameter)
+                # In the order of the model, because PyTorch loads a state by position.
+                held, place = group["params"], places[parameter]
+                before = [i for i, p in enumerate(held) if places.get(p, place) < place]
+                held.insert(before[-1] + 1 if before else 0, parameter)
                 break
         else:
             optimizer.add_param_group(group := {**settings, "params": [parameter]})
         groups[parameter] = group
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter not in joined]
+    for gone in joined:
+        optimizer.state.pop(gone, None)  # PyTorch could not save it
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from tokenformer_vit.benchmarking.matched import mlp_ratio
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth.resize import Change, add_parameters, resize, unwrapped
+from tokenformer_vit.growth.resize import Change, resize, unwrapped
 
 # How much the shares of a neuron's copies in its outgoing weights differ. Equal copies would stay
 # equal forever.
@@ -124,18 +124,22 @@ def stack_blocks(
     """
     vit = _find_vit(model)
     blocks: Any = vit.blocks
-    old, new = len(blocks), []
+    old, copies = len(blocks), {}
     if depth <= old:
         raise InputError(f"the model has {old} blocks; give more than that, not {depth}")
     for parameter in blocks.parameters() if optimizer is not None and moments == "reset" else ():
         unwrapped(optimizer).state.pop(parameter, None)
     for index in range(old, depth):
         blocks.append(copy.deepcopy(blocks[index % old]))
-        both = zip(blocks[index].parameters(), blocks[index % old].parameters(), strict=True)
-        new += [(parameter, (like,), 1.0) for parameter, like in both]
+        copies |= zip(blocks[index].parameters(), blocks[index % old].parameters(), strict=True)
     getattr(vit, "_model_args", {}).update(depth=depth)
-    if optimizer is not None:
-        add_parameters(optimizer, model, new)
+    places = {parameter: place for place, parameter in enumerate(model.parameters())}
+    for group in unwrapped(optimizer).param_groups if optimizer is not None else ():
+        known = {*group["params"]}
+        group["params"] += [parameter for parameter, like in copies.items() if like in known]
+        # PyTorch loads a state by position.
+        group["params"].sort(key=lambda parameter: places.get(parameter, -1))
+        group.pop("param_names", None)
     return model
 
 
