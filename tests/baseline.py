@@ -29,7 +29,8 @@ from timm.layers import set_fused_attn
 from timm.models.vision_transformer import VisionTransformer
 
 import tokenformer_vit
-from tokenformer_vit.models import blocks_of, compile_blocks
+from tokenformer_vit.models import compile_blocks
+from tokenformer_vit.models.compilation import blocks_of
 from tokenformer_vit.ops import THETAS, default_tau, pattention
 
 RECORD = Path(__file__).with_suffix(".json")

@@ -19,7 +19,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.experiments import LANGUAGE, Texts
 from tokenformer_vit.experiments.plan import plan
 from tokenformer_vit.experiments.sweep import parse, sweep
-from tokenformer_vit.models import BLOCKS
+from tokenformer_vit.models.compilation import BLOCKS
 from tokenformer_vit.training.config import load_config
 
 pytest.importorskip("transformers", reason="language models need the extra [language]")

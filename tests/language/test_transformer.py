@@ -13,7 +13,8 @@ from transformers import (
 )
 
 from tokenformer_vit.language import matched_transformer, transformer_lm
-from tokenformer_vit.models import LMConfig, TokenFormerLM, blocks_of, lm_config
+from tokenformer_vit.models import LMConfig, TokenFormerLM, lm_config
+from tokenformer_vit.models.compilation import blocks_of
 
 SHAPE = {"vocab_size": 61, "context_length": 40, "embed_dim": 32, "depth": 2, "num_heads": 2}
 

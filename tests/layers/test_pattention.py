@@ -34,11 +34,6 @@ def test_state_dict_has_the_released_names_and_tau():
     assert shapes == {"key_param_tokens": (72, 24), "value_param_tokens": (72, 40), "tau": ()}
 
 
-@pytest.mark.parametrize("theta", THETAS)
-def test_tau_starts_from_the_number_of_pairs(theta):
-    assert Pattention(8, 8, 72, theta=theta).tau == torch.tensor(default_tau(theta, 72))
-
-
 @pytest.fixture(params=[False, True], ids=["stored", "learned"])
 def learn_tau(request):
     return request.param
@@ -123,18 +118,6 @@ def test_key_init_scale_is_that_of_the_keys_alone(theta, seed):
     assert same is THETAS[theta].normalizes_scores
 
 
-def test_a_loaded_tau_replaces_the_one_of_the_size():
-    grown, small = Pattention(8, 8, 96), Pattention(8, 8, 24)
-    assert grown.tau != small.tau
-    with torch.no_grad():
-        grown.key_param_tokens[24:] = 0
-        grown.key_param_tokens[:24] = small.key_param_tokens
-        grown.value_param_tokens[:24] = small.value_param_tokens
-    grown.load_state_dict({**grown.state_dict(), "tau": small.tau})
-    x = torch.randn(5, 8)
-    torch.testing.assert_close(grown(x), small(x))
-
-
 def test_meta_construction_then_reset(learn_tau):
     layer = Pattention(32, 32, 512, tau=3.5, learn_tau=learn_tau, device="meta")
     assert all(tensor.is_meta for tensor in layer.state_dict().values())
@@ -211,7 +194,3 @@ def test_every_parameter_gets_a_gradient(theta, learn_tau):
     layer = Pattention(24, 40, 72, theta=theta, learn_tau=learn_tau)
     layer(torch.randn(16, 24)).square().sum().backward()
     assert all((p.grad != 0).any(dim=-1).all() for p in layer.parameters())
-
-
-def test_repr_names_sizes_and_theta():
-    assert "24, 40, num_param_tokens=72, theta='softmax'" in repr(Pattention(24, 40, 72, "softmax"))

@@ -47,11 +47,16 @@ def test_the_readme_states_parameters_and_multiplications(name):
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_blocks_have_no_linear_layer_and_the_description_is_the_recipe_s(name):
-    model = timm.create_model(name, device="meta")
+    model: Any = timm.create_model(name, device="meta")
     heads = ["head", "head_dist"] if name.endswith("_distilled") else ["head"]
     assert [n for n, each in model.named_modules() if isinstance(each, torch.nn.Linear)] == heads
     assert len(pattention_layers(model)) == 5 * len(model.blocks)
     assert not list(model.blocks[0].norm1.parameters())
+    if name.endswith("_rope_reg4"):
+        assert (model.num_reg_tokens, model.num_prefix_tokens, model.global_pool) == (4, 5, "token")
+        assert all(block.attn.rope.pos_embed.shape == (196, 2 * 64) for block in model.blocks)
+        assert isinstance(model.blocks[0].attn.q_norm, BlockRMSNorm)
+        assert model.blocks[0].ls1.gamma.shape == (model.embed_dim,)
     final = ["weight"] if name.endswith("_rope_reg4") else ["weight", "bias"]
     assert [name for name, _ in model.norm.named_parameters()] == final
     cfg = timm.get_pretrained_cfg(name)
@@ -81,19 +86,3 @@ def test_a_distilled_model_has_two_heads_on_two_tokens():
     for name, value in (("reg_tokens", 4), ("pos_embed", "none"), ("patch_drop_rate", 0.5)):
         with pytest.raises(InputError, match=rf"{name} is .*leave it at"):
             timm.create_model("tokenformer_small_distilled", **sizes, **{name: value})
-
-
-@pytest.mark.parametrize("name", [name for name in PARAMETERS if name.endswith("_rope_reg4")])
-def test_the_parts_of_vit5(name):
-    model: Any = timm.create_model(name, device="meta")
-    assert model.pos_embed.shape == (1, 196, model.embed_dim)  # of patches alone
-    assert (model.num_reg_tokens, model.num_prefix_tokens, model.global_pool) == (4, 5, "token")
-    assert model.rope.pos_embed.shape == (196, 2 * 64)
-    for block in model.blocks:
-        assert block.attn.rope.pos_embed.shape == (196, 2 * 64)
-        assert block.attn.num_prefix_tokens == 5
-        norms = (block.norm1, block.norm2, block.attn.q_norm, block.attn.k_norm)
-        assert all(isinstance(norm, BlockRMSNorm) for norm in norms)
-        assert block.ls1.gamma.shape == block.ls2.gamma.shape == (model.embed_dim,)
-    block = timm.create_model(name, depth=1, num_classes=0).blocks[0]
-    assert torch.equal(block.ls1.gamma, torch.full_like(block.ls1.gamma, 1e-4))

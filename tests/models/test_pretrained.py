@@ -57,12 +57,6 @@ def test_other_heads_channels_sizes_and_features(images):
     assert [tuple(each.shape) for each in maps] == [(2, 96, 4, 4)] * 3
 
 
-def test_given_tensors_take_the_place_of_the_file():
-    given = {name: tensor + 1 for name, tensor in load_file(FILE).items()}
-    model = create(pretrained_cfg_overlay={"state_dict": given})
-    assert torch.equal(model.head.weight, given["head.weight"])
-
-
 def test_accuracy_on_test_images(shared_data):
     parquet = pytest.importorskip("pyarrow.parquet")
     file = shared_data("cifar10/plain_text/test-00000-of-00001.parquet")

@@ -95,14 +95,6 @@ def test_a_closed_pair_of_huge_score_stays_finite(score, dtype):
     assert gate.grad.isfinite().all()
 
 
-def test_scores_far_below_zero_do_not_empty_a_row():
-    scores = torch.tensor([[-1e4, -1e4 - 1.0, 0.0]])
-    gate = torch.tensor([1.0, 1.0, 0.0])
-    weights = theta_weights(scores, "softmax", torch.tensor(1.0), 1e-6, gate)
-    expected = [*torch.softmax(torch.tensor([0.0, -1.0]), 0).tolist(), 0.0]
-    torch.testing.assert_close(weights, torch.tensor([expected]))
-
-
 def test_layer_computes_with_its_gate():
     layer = Pattention(24, 32, OPEN, "softmax", gate="learned")
     x = torch.randn(5, 24)

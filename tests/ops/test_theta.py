@@ -53,15 +53,6 @@ def test_released_default_of_tau(theta):
 
 
 @pytest.mark.parametrize("theta", THETAS)
-def test_eps_hardly_moves_an_ordinary_row(theta):
-    scores = torch.randn(64, 100, dtype=torch.float64)
-    tau = double(default_tau(theta, 100))
-    exact = theta_weights(scores, theta, tau, 0.0)
-    change = (theta_weights(scores, theta, tau, 1e-6) - exact).norm() / exact.norm()
-    assert change < 1e-5
-
-
-@pytest.mark.parametrize("theta", THETAS)
 def test_zero_rows_are_finite(theta):
     scores = torch.randn(4, 64)
     scores[1] = 0

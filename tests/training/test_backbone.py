@@ -12,7 +12,7 @@ from timm.data import resolve_model_data_config
 from timm.optim import param_groups_layer_decay
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models import classifier_state_dict, timm_state_dict
+from tokenformer_vit.mmpretrain_names import classifier_state_dict, timm_state_dict
 from tokenformer_vit.training.backbone import as_timm_model
 from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.export import export_classifier, preprocessing

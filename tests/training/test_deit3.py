@@ -18,7 +18,7 @@ from timm.data.auto_augment import auto_augment_policy
 from torch import nn
 from torchvision.transforms import functional
 
-from tokenformer_vit.models import timm_state_dict
+from tokenformer_vit.mmpretrain_names import timm_state_dict
 from tokenformer_vit.training import labels
 from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.reports import read_scalars

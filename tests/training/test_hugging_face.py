@@ -212,7 +212,7 @@ def test_a_run_resumes_on_the_same_images_only(train_parquet, finished, source, 
     resume = ("--resume", "--data-root", "hf://datasets/owner/pictures@v1.0", *OPTIONS)
     assert "resumed epoch: 2, iter: 12" in train_parquet(work_dir, *resume)
     card = (work_dir / "README.md").read_text()
-    assert 'datasets: ["owner/pictures"]' in card
+    assert "datasets:\n- owner/pictures" in card
     assert "pictures@v1.0" in card
     path = hub / "data/train-00001-of-00002.parquet"
     table = pq.read_table(path).to_pydict()

@@ -11,7 +11,7 @@ import torch
 from mmengine.config import Config
 from safetensors.torch import load_file
 
-from tokenformer_vit.models import timm_state_dict
+from tokenformer_vit.mmpretrain_names import timm_state_dict
 from tokenformer_vit.models.checkpoints import save_model
 from tokenformer_vit.training.config import load_config
 

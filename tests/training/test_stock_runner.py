@@ -9,7 +9,7 @@ from mmengine.runner import Runner
 from mmpretrain import ImageClassificationInferencer
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models import timm_state_dict
+from tokenformer_vit.mmpretrain_names import timm_state_dict
 from tokenformer_vit.training.storage import load_plain_checkpoint
 
 PIPELINE = [

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tokenformer_vit.models import blocks_of
+from tokenformer_vit.models.compilation import blocks_of
 
 from .costs import model_costs, total
 from .variants import Group, as_released, set_backend

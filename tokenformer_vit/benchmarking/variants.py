@@ -96,7 +96,7 @@ def set_backend(model: Any, backend: str) -> Any:
     """Choose one of ``BACKENDS`` for the blocks of a model, in place."""
     for module in model.blocks.modules():
         if isinstance(module, BlockNorm | Pattention):
-            module.backend = backend
+            module.backend = backend  # type: ignore[assignment]
     return model
 
 

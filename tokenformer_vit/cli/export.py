@@ -27,7 +27,7 @@ from torch import nn
 from tokenformer_vit.command_line import command_parser
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import whole_file
-from tokenformer_vit.models import classifier_state_dict
+from tokenformer_vit.mmpretrain_names import classifier_state_dict
 from tokenformer_vit.models.checkpoints import (
     DESCRIPTION,
     describe_model,

@@ -28,8 +28,12 @@ from transformers.utils.output_capturing import capture_outputs
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.models import LMConfig, TokenFormerDecoder
-from tokenformer_vit.models.causal_block import CausalAttention, CausalBlock
-from tokenformer_vit.models.causal_lm import EMBEDDING_STD, find_positions
+from tokenformer_vit.models.causal_lm import (
+    EMBEDDING_STD,
+    CausalAttention,
+    CausalBlock,
+    find_positions,
+)
 from tokenformer_vit.models.checkpoints import check_computation
 from tokenformer_vit.models.sizes import Size
 
@@ -122,7 +126,7 @@ class TokenFormerConfig(PretrainedConfig):
 
 
 class TokenFormerLayer(GradientCheckpointingLayer, CausalBlock):
-    """A :class:`~tokenformer_vit.models.causal_block.CausalBlock` that transformers recognises."""
+    """A :class:`~tokenformer_vit.models.causal_lm.CausalBlock` that transformers recognises."""
 
 
 def _check_computation(model: nn.Module, source: Any, kwargs: Any) -> None:

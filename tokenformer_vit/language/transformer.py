@@ -8,7 +8,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForC
 
 from tokenformer_vit.benchmarking.matched import matched_hidden
 from tokenformer_vit.layers.arguments import released_stds
-from tokenformer_vit.models import LMConfig, blocks_of
+from tokenformer_vit.models import LMConfig
+from tokenformer_vit.models.compilation import blocks_of
 
 
 def transformer_lm(

@@ -16,15 +16,10 @@ COUNTS = {
 }
 
 EPS = 1e-6  # of a layer that is given none
-_INITIALIZATIONS = ("scaled", "released")
 
 
 def counts_by_block(depth: int, **counts: Counts) -> list[dict[str, Any]]:
-    """Return the numbers of pairs of each block, by name of the argument; ints or None.
-
-    Raises:
-        InputError: If there is a list with more or fewer numbers than blocks.
-    """
+    """Return the numbers of pairs of each block, by name of the argument; ints or None."""
     for name, count in counts.items():
         if isinstance(count, Sequence) and depth and len(count) != depth:
             raise InputError(
@@ -42,18 +37,13 @@ def model_pattention_args(
 ) -> dict[str, Any]:
     """Convert the ``pattention_args`` of a model to those of its blocks.
 
-    ``tau``, ``learn_tau``, ``eps``, ``key_init_scale`` and ``gate`` are those of
-    :class:`~tokenformer_vit.layers.Pattention`. ``init`` is ``scaled`` (the default), or
-    ``released`` for keys N(0, 0.02²) and values N(0, (2 / (depth · √width))²), as in the authors'
-    language code.
-
-    Raises:
-        InputError: If ``init`` is unknown.
+    They are arguments of :class:`~tokenformer_vit.layers.Pattention`, and ``init``: ``scaled`` (the
+    default), or ``released`` for :func:`released_stds`.
     """
     shared = dict(arguments or {})
     init = shared.pop("init", "scaled")
-    if init not in _INITIALIZATIONS:
-        raise InputError(f"init must be one of {', '.join(_INITIALIZATIONS)}, but got {init!r}")
+    if init not in ("scaled", "released"):
+        raise InputError(f"init must be one of scaled, released, but got {init!r}")
     if init == "released":
         shared["key_init_std"], shared["value_init_std"] = released_stds(width, depth)
     return shared

@@ -29,14 +29,7 @@ class Attention(nn.Module):
     of the last tokens, and ``num_prefix_tokens``, the number of tokens before them. ``shared`` are
     further arguments of all four projections.
 
-    Raises:
-        InputError: If ``num_heads`` does not divide ``dim``.
-
-    Shape:
-        (B, N, C) -> (B, N, C).
-
-    Source:
-        TokenFormer, arXiv:2410.23168, Eq. 7 to 9.
+    Source: TokenFormer, arXiv:2410.23168, Eq. 7 to 9.
     """
 
     fused_attn: Final[bool]
@@ -93,11 +86,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """Attend over (B, N, C) tokens.
-
-        A floating-point ``attn_mask``, which broadcasts to (B, heads, N, N), is added to the
-        scores; a boolean one is true where a token may be attended to. ``is_causal`` excludes it.
-        """
+        """Attend over (B, N, C) tokens; masks are those of ``F.scaled_dot_product_attention``."""
         B, N, C = x.shape
         q, k, v = self.project(x)
 

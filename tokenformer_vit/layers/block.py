@@ -26,18 +26,16 @@ class TokenFormerBlock(nn.Module):
         num_heads: Number of attention heads; must divide ``dim``.
         num_qkv_param_tokens: Number of pairs in each of query, key and value; default ``dim``.
         num_proj_param_tokens: Number of pairs in the output projection; default ``dim``.
-        num_ffn_param_tokens: Number of pairs in the feed-forward layer; ``None`` for
+        num_ffn_param_tokens: Number of pairs in the feed-forward layer; default
             ``mlp_ratio * dim``.
         theta: Name of the Θ variant.
-        norm: Parameters of the two LayerNorms: ``none``, ``bias`` or ``weight+bias``; or ``rms``
-            for RMSNorms without parameters.
+        norm: Parameters of both LayerNorms, ``none``, ``bias`` or ``weight+bias``; or ``rms``.
         norm_eps: Number that the norms add to the variance or mean square.
         residual_init_gain: Initial standard deviation of what is added to the residual stream;
             1/√(2·depth) keeps the stream at unit scale.
         pattention_args: Further arguments of all five :class:`Pattention` layers.
         mlp_ratio: Number of feed-forward pairs for each channel, if no count is given.
-        qk_norm: Normalise queries and keys, without parameters: RMSNorm if ``norm`` is ``rms``,
-            otherwise LayerNorm.
+        qk_norm: Normalise queries and keys, without parameters.
         proj_drop: Dropout rate after the output projection and the feed-forward layer.
         attn_drop: Dropout rate of the attention weights.
         init_values: Initial value of LayerScale; ``None`` for no LayerScale.
@@ -48,7 +46,6 @@ class TokenFormerBlock(nn.Module):
 
     Raises:
         TypeError: If an argument is neither listed here nor passed by timm.
-        InputError: If ``norm`` is unknown.
 
     Shape:
         (B, N, C) -> (B, N, C).

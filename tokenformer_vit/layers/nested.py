@@ -69,11 +69,7 @@ class NestedLayer(nn.Module):
         return self.tau * ratio
 
     def set_nested(self, sizes: Sequence[int], tau: Tensor | None = None) -> None:
-        """Give smaller sizes of this layer a τ of their own, in the state dict; use all pairs.
-
-        ``sizes`` are numbers of pairs, each at least as large as the one before. ``tau`` (n,) is
-        that of the sizes, ``None`` for the initial one. It is learned if τ of the layer is.
-        """
+        """Give smaller sizes a τ of their own, (n,), by default the initial one; use all pairs."""
         self.check_order(sizes)
         self.nested, self.size = tuple(sizes), None
         start = torch.empty(len(sizes), dtype=torch.float32, device=self.tau.device)

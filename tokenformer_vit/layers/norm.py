@@ -64,17 +64,9 @@ class BlockLayerNorm(nn.LayerNorm):
         else:  # TorchScript must not compile this branch
             return y.to(product_dtype(input))
 
-    def extra_repr(self) -> str:
-        """Describe the layer in ``repr``."""
-        return f"{self.normalized_shape[0]}, affine={self.affine!r}, eps={self.eps}"
-
 
 class BlockRMSNorm(nn.RMSNorm):
-    """RMSNorm without learnable parameters, of (..., ``num_channels``) tokens.
-
-    Sums and the output's dtype are as in :class:`BlockLayerNorm`. Source: Root Mean Square Layer
-    Normalization, arXiv:1910.07467.
-    """
+    """RMSNorm without parameters, arXiv:1910.07467; its precision is as in BlockLayerNorm."""
 
     def __init__(self, num_channels: int, eps: float = 1e-6) -> None:
         super().__init__(num_channels, eps=eps, elementwise_affine=False)

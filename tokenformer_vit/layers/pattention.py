@@ -100,17 +100,14 @@ class Pattention(NestedLayer):
         if gate not in GATES or (gate != "none" and not variant.has_gate):
             allowed = ", ".join(GATES if variant.has_gate else GATES[:1])
             raise InputError(f"gate of theta {theta!r} must be one of {allowed}, but got {gate!r}")
-        self.in_features = in_features
-        self.out_features = out_features
+        self.in_features, self.out_features = in_features, out_features
         self.num_param_tokens = int(num_param_tokens)
         self.theta = theta
         # TorchScript cannot look functions up by name, but it compiles those that a module holds.
         self._theta_weights = variant.weights
         self.eps = eps
-        self.init_gain = init_gain
-        self.key_init_scale = key_init_scale
-        self.key_init_std = key_init_std
-        self.value_init_std = value_init_std
+        self.init_gain, self.key_init_scale = init_gain, key_init_scale
+        self.key_init_std, self.value_init_std = key_init_std, value_init_std
         self.backend = check_backend(backend)
         self.init_tau = default_tau(theta, num_param_tokens) if tau is None else float(tau)
         place: Any = {"device": device, "dtype": dtype}
@@ -163,8 +160,7 @@ class Pattention(NestedLayer):
     def _try_kernels(self) -> None:
         keys = next(self.parameters())
         if keys.is_cuda and self.theta in ("gelu_l2", "gelu_tanh_l2"):
-            # Models with float32 parameters are mostly used under autocast.
-            for dtype in {keys.dtype, torch.bfloat16}:
+            for dtype in {keys.dtype, torch.bfloat16}:  # the latter under autocast
                 try_kernels(self.num_param_tokens, dtype, keys.device, "tanh" in self.theta)
 
     def _load_from_state_dict(
@@ -204,10 +200,7 @@ class Pattention(NestedLayer):
     @torch.jit.unused
     @torch.no_grad()
     def weights(self, x: Tensor) -> Tensor:
-        """Return the (..., P) weights Θ(X K_Pᵀ) of the pairs in use, without history.
-
-        They are float32, or float64 for float64 tokens.
-        """
+        """Return the (..., P) weights Θ(X K_Pᵀ) of the pairs in use, in float32 or float64."""
         return self.scores_and_weights(x)[1]
 
     @torch.jit.unused

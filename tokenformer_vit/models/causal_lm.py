@@ -1,26 +1,197 @@
 """Causal language models: the blocks of the vision models, positions, a cache and a head."""
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timm.layers import apply_rot_embed_cat
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.layers.arguments import COUNTS, counts_by_block, model_pattention_args
+from tokenformer_vit.layers import Attention, TokenFormerBlock
+from tokenformer_vit.layers.arguments import COUNTS, Counts, counts_by_block, model_pattention_args
 from tokenformer_vit.layers.block import token_arguments
 
-from .causal_block import CausalBlock, KVCache
 from .checkpoints import computation_of
-from .lm_config import LMConfig
 from .sizes import Size, nest_layers, nested_sizes, set_size
 
 EMBEDDING_STD = 0.02  # of the initial embeddings and head
 
 
+@dataclass(frozen=True)
+class LMConfig:
+    """The shape of a causal language model; the defaults are those of the released 150M model.
+
+    Args:
+        vocab_size: V, number of entries of the embedding.
+        context_length: Largest number of tokens in a sequence.
+        embed_dim: Width C.
+        depth: Number of blocks.
+        num_heads: Number of attention heads; divides ``embed_dim``.
+        num_qkv_param_tokens: Pairs of each q, k and v; None for C; a list has one for each block.
+        num_proj_param_tokens: Pairs of each output projection; None for C.
+        num_ffn_param_tokens: Pairs of each feed-forward layer; None for 4 C.
+        positions: ``rotary``, or ``learned``, which are added to the embedding.
+        rotary_share: Share of the dimensions of each head that are rotated, the first ones.
+        rotary_base: Base of the wavelengths.
+        tie_embeddings: Whether the embedding is also the head. The head has no bias.
+        theta: Name of the Θ variant.
+        norm: Parameters of the LayerNorms in blocks (not of the final one), or ``rms``.
+        norm_eps: Epsilon of all norms.
+        pattention_args: Arguments of all Pattention layers, and ``init``: scaled or released.
+        nested: Smaller sizes that are trained as well; see :meth:`TokenFormerLM.set_size`.
+    """
+
+    vocab_size: int = 50_304
+    context_length: int = 2048
+    embed_dim: int = 768
+    depth: int = 12
+    num_heads: int = 12
+    num_qkv_param_tokens: Counts = None
+    num_proj_param_tokens: Counts = None
+    num_ffn_param_tokens: Counts = None
+    positions: str = "rotary"
+    rotary_share: float = 0.25
+    rotary_base: float = 10_000.0
+    tie_embeddings: bool = True
+    theta: str = "gelu_l2"
+    norm: str = "none"
+    norm_eps: float = 1e-5
+    pattention_args: dict[str, Any] | None = None
+    nested: tuple[Size, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the values that no layer checks."""
+        if isinstance(self.nested, list):  # as JSON and configs have it
+            object.__setattr__(self, "nested", tuple(self.nested))
+        if self.positions not in ("rotary", "learned"):
+            raise InputError(f"positions must be rotary or learned, but got {self.positions!r}")
+        dims = self.rotary_dims
+        if self.positions == "rotary" and (dims < 2 or dims % 2):
+            raise InputError(
+                f"rotary_share {self.rotary_share} rotates {dims} dimensions of a head: give a "
+                "share that rotates an even number, at least 2"
+            )
+
+    @property
+    def rotary_dims(self) -> int:
+        """Dimensions of each head that are rotated."""
+        return int(self.embed_dim // self.num_heads * self.rotary_share)
+
+
+def _pairs(pairs: int, **shape: int) -> dict[str, int]:
+    return {**shape, **dict.fromkeys(COUNTS.values(), pairs), "num_ffn_param_tokens": 4 * pairs}
+
+
+_RELEASED = {"embed_dim": 1024, "depth": 24, "num_heads": 16, "context_length": 1024}
+LM_PRESETS: dict[str, dict[str, Any]] = {
+    # Released: 151,881,216, 454,166,528, 903,252,480 and 1,587,219,456 parameters.
+    "150m": {},
+    "450m": {"embed_dim": 1024, "depth": 24, "num_heads": 16},
+    "900m": {"embed_dim": 1280, "depth": 32, "num_heads": 16},
+    "1.5b": {"embed_dim": 1536, "depth": 40, "num_heads": 16},
+    # The growth series of the paper, Figure 3: each model is the one before with more pairs.
+    "grown_124m": _pairs(576),
+    "grown_354m": _pairs(2140),
+    "grown_757m": _pairs(4850),
+    "grown_1.4b": _pairs(8620),
+    # The growth series that is released, for OpenWebText2 (incremental_scaling_openwebtext2 of the
+    # authors' configuration files): 353,503,232 and 756,156,416 parameters.
+    "released_354m": _pairs(768, **_RELEASED),
+    "released_757m": _pairs(1792, **_RELEASED),
+    "tiny": {"embed_dim": 128, "depth": 4, "num_heads": 4, "context_length": 256},
+}
+
+
+def lm_config(preset: str, **changes: Any) -> LMConfig:
+    """Return the configuration of a preset of ``LM_PRESETS``, with changes of its fields."""
+    if preset not in LM_PRESETS:
+        raise InputError(f"preset must be one of {', '.join(LM_PRESETS)}, but got {preset!r}")
+    return LMConfig(**{**LM_PRESETS[preset], **changes})
+
+
+class KVCache:
+    """Keys and values of the tokens so far, for each layer, as in a cache of transformers."""
+
+    def __init__(self) -> None:
+        self._layers: list[tuple[Tensor, Tensor]] = []
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, _: Any = None) -> Any:
+        """Append (B, heads, N, D) keys and values of a layer; return all its keys and values."""
+        if layer == len(self._layers):
+            self._layers.append((keys.clone(), values))  # a view of queries and keys
+        else:
+            before = self._layers[layer]
+            both = torch.cat((before[0], keys), dim=2), torch.cat((before[1], values), dim=2)
+            self._layers[layer] = both
+        return self._layers[layer]
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens that the first layer has read."""
+        return self._layers[0][0].shape[2] if self._layers else 0
+
+
+def rotate(queries: Tensor, keys: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys as GPT-NeoX does, by (B or 1, 1, N, 2 R) sines and cosines."""
+    both = torch.cat((queries, keys), dim=1)  # half of the operations, which decide in decoding
+    rotated, rest = both.tensor_split((turns.shape[-1] // 2,), dim=-1)
+    both = torch.cat((apply_rot_embed_cat(rotated, turns, half=True), rest), dim=-1)
+    queries, keys = both.chunk(2, dim=1)
+    return queries, keys
+
+
+def attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float
+) -> tuple[Tensor, None]:
+    """Attend by PyTorch's own function, in the form of an attention function of transformers.
+
+    The mask is true where attention is allowed; None if the cache is empty or one token sees all.
+    """
+    is_causal = attention_mask is None and query.shape[2] > 1
+    x = F.scaled_dot_product_attention(query, key, value, attention_mask, 0.0, is_causal)
+    return x.transpose(1, 2), None  # (B, N, heads, D), no weights
+
+
+class CausalAttention(Attention):
+    """The attention of the vision models with a causal mask, rotation and a cache."""
+
+    is_causal = True  # attention functions of transformers look for this name, and the next
+    layer_idx: int  # number of the block in the cache
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        mask: Any,
+        turns: Tensor | None,
+        cache: Any = None,
+        attend: Callable[..., tuple[Tensor, Tensor | None]] = attend,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Map (B, N, C) tokens to (B, N, C), and return the weights that ``attend`` returns."""
+        q, k, v = self.project(x)  # (B, heads, N, D)
+        if turns is not None:
+            q, k = rotate(q, k, turns)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx, kwargs)  # a paged cache changes kwargs
+        mixed, weights = attend(self, q, k, v, mask, scaling=self.scale, **kwargs)
+        return self.proj(mixed.reshape(x.shape)), weights
+
+
+class CausalBlock(TokenFormerBlock):
+    """The block of the vision models, with :class:`CausalAttention` as its attention."""
+
+    attention = CausalAttention
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Map (B, N, C) tokens to (B, N, C); other arguments as in :class:`CausalAttention`."""
+        x = x + self.attn(self.norm1(x), *args, **kwargs)[0]
+        return x + self.mlp(self.norm2(x))
+
+
 class TokenFormerDecoder(nn.Module):
-    """A causal language model without its head, and without linear layers.
+    """A causal language model without its head; TokenFormer, arXiv:2410.23168, Section 4.2.
 
     Args:
         config: Shape of the model.
@@ -29,14 +200,6 @@ class TokenFormerDecoder(nn.Module):
 
     Shape:
         (B, N) token numbers -> (B, N, C) normalised features.
-
-    Note:
-        Embeddings start from N(0, 0.02²), parameter tokens as
-        :class:`~tokenformer_vit.layers.Pattention` says with a ``residual_init_gain`` of
-        1/√(2·depth), or as in the released code by ``pattention_args={"init": "released"}``.
-
-    Source:
-        TokenFormer, arXiv:2410.23168, Sections 3 and 4.2.
     """
 
     block: type[CausalBlock] = CausalBlock
@@ -118,17 +281,14 @@ class TokenFormerDecoder(nn.Module):
                 f"the sequence has {length} tokens, but context_length is {context}: shorten it"
             )
 
-    def run_blocks(
-        self, x: Tensor, positions: Tensor, mask: Any, cache: Any, **kwargs: Any
-    ) -> Tensor:
+    def run_blocks(self, x: Tensor, positions: Tensor, mask: Any, cache: Any, **how: Any) -> Tensor:
         """Compute the (B, N, C) features of (B, N, C) embedded tokens at (B or 1, N) positions."""
-        if self.positions is None:
-            turns = self._turns(positions)
-        else:
-            x, turns = x + self.positions(positions), None
+        turns = self._turns(positions) if self.positions is None else None
+        if self.positions is not None:
+            x = x + self.positions(positions)
         # transformers lowers the depth while the first blocks draft (assistant_early_exit).
         for block in list(self.blocks)[: self.config.depth]:
-            x = block(x, mask, turns, cache=cache, **kwargs)
+            x = block(x, mask, turns, cache=cache, **how)
         return self.norm(x)
 
     def _turns(self, positions: Tensor) -> Tensor:
@@ -154,15 +314,12 @@ class TokenFormerDecoder(nn.Module):
 
 
 class TokenFormerLM(TokenFormerDecoder):
-    """A :class:`TokenFormerDecoder` with a head: from (B, N) tokens to (B, N, V) logits.
-
-    ``head`` is a linear layer without bias, or None if the embedding is also the head.
-    """
+    """A :class:`TokenFormerDecoder` and a head without bias: (B, N) tokens -> (B, N, V) logits."""
 
     def build(self, config: LMConfig, **place: Any) -> None:
         """Make all layers."""
         super().build(config, **place)
-        self.head = None
+        self.head = None  # the embedding is also the head
         if not config.tie_embeddings:
             self.head = nn.Linear(config.embed_dim, config.vocab_size, bias=False, **place)
             nn.init.normal_(self.head.weight, std=EMBEDDING_STD)

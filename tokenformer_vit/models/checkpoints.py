@@ -1,18 +1,18 @@
 """Read and write checkpoints: weights, and the ``config.json`` that describes their model.
 
-Reading runs no code of a file. Damage is found: ``config.json`` holds the SHA-256 of the weights
-beside it, and a ``.pth`` file is a zip archive with checksums.
+Reading runs no code of a file. Damage is found: ``config.json`` has the SHA-256 of the weights, and
+a ``.pth`` file has checksums.
 """
 
 import argparse
 import json
 import logging
-import pickle
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from tempfile import TemporaryDirectory
 from typing import Any
+from zipfile import BadZipFile, ZipFile, is_zipfile
 
 import timm
 import torch
@@ -26,20 +26,17 @@ from torch import Tensor, nn
 from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.files import content_digest, new_folder
 from tokenformer_vit.layers.arguments import EPS
+from tokenformer_vit.mmpretrain_names import timm_state_dict
 
 # Files of an exported folder. A training checkpoint has the content of CONFIG under DESCRIPTION.
 WEIGHTS, CONFIG, CARD, DESCRIPTION = "model.safetensors", "config.json", "README.md", "timm_config"
-_LOCAL = "local-dir:"
 # Averaged weights first: timm's keys, then mmengine's, whose `state_dict` is the averaged model.
 _STATE_DICTS = ("state_dict_ema", "model_ema", "state_dict", "model")
-# How names begin in an mmpretrain classifier, and in timm.
-_BACKBONE = "backbone.model."
-_PARTS = {_BACKBONE: "", "head.fc.": "head.", "head.fc_dist.": "head_dist."}
 # Arguments that change what a model computes, but not the names or shapes of its tensors. Not the
 # base of rotary positions, which users change to read longer sequences.
 _HIDDEN = ("theta", "norm", "qk_norm", "num_heads", "norm_eps", "use_rot_pos_emb", "rotary_share")
 _LICENSE = "apache-2.0 # of the code; check what your data allow, and correct this line"
-_UNREADABLE = (SafetensorError, zipfile.BadZipFile, pickle.UnpicklingError)
+_UNREADABLE = (SafetensorError, BadZipFile, UnpicklingError, RuntimeError, EOFError)
 _log = logging.getLogger("tokenformer_vit")
 
 
@@ -52,13 +49,13 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
         if path.suffix == ".safetensors":
             check_digest(path)
             return {"state_dict": load_file(path, device=str(map_location or "cpu"))}
-        if zipfile.is_zipfile(path) and zipfile.ZipFile(path).testzip():  # PyTorch does not check
-            raise zipfile.BadZipFile
+        if is_zipfile(path) and ZipFile(path).testzip():  # PyTorch does not check
+            raise BadZipFile
         # The command line of timm's and DeiT's trainings is a Namespace.
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location=map_location, weights_only=True)
         return content if isinstance(content, dict) else {type(content).__name__: content}
-    except (*_UNREADABLE, RuntimeError, EOFError) as error:
+    except _UNREADABLE as error:
         # Not PyTorch's message, which advises to run the code in the file.
         raise InputError(
             f"{path} is damaged, or holds more than tensors and plain values, and loading it could "
@@ -88,16 +85,12 @@ def check_digest(path: Path) -> None:
     expected = description_of(path).get("sha256")
     if expected is not None and expected != content_digest([path]):
         raise InputError(
-            f"{path} is damaged or was replaced, because {CONFIG} has another SHA-256: copy or "
-            "export both files again"
+            f"{path} is damaged or was replaced ({CONFIG} has another SHA-256): copy both again"
         )
 
 
 def computation_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of a model's arguments that its tensors do not show, as far as they are given.
-
-    ``arguments`` are a TokenFormerViT's, fields of an LMConfig, or a result of this function.
-    """
+    """Return those arguments of a model, or fields of an LMConfig, that tensors do not show."""
     found = {name: arguments[name] for name in (*_HIDDEN, "eps") if name in arguments}
     if "pattention_args" in arguments:
         found["eps"] = (arguments["pattention_args"] or {}).get("eps", EPS)
@@ -123,38 +116,6 @@ def check_computation(model: nn.Module, arguments: Mapping[str, Any], source: An
             )
 
 
-def timm_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the tensors of an mmpretrain classifier around a timm model; others keep their names.
-
-    The ``ClsBatchNormNeck`` of a linear probe becomes a part of the head.
-    The decoder of a masked autoencoder is left out.
-    """
-    if not any(name.startswith(_BACKBONE) for name in state_dict):
-        return dict(state_dict)
-    renamed = {
-        new + name.removeprefix(old): tensor
-        for name, tensor in state_dict.items()
-        for old, new in _PARTS.items()
-        if name.startswith(old)
-    }
-    if "neck.bn.running_var" in state_dict:
-        scale = (state_dict["neck.bn.running_var"] + 1e-6).rsqrt()  # the neck's own eps
-        scale = scale * state_dict.get("neck.bn.weight", 1)
-        shift = state_dict.get("neck.bn.bias", 0) - state_dict["neck.bn.running_mean"] * scale
-        renamed["head.bias"] = renamed["head.bias"] + renamed["head.weight"] @ shift
-        renamed["head.weight"] = renamed["head.weight"] * scale
-    return renamed
-
-
-def classifier_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the tensors of a timm model to the names in an mmpretrain classifier around it."""
-    renamed = {}
-    for name, tensor in state_dict.items():
-        old = next(old for old, new in reversed(_PARTS.items()) if name.startswith(new))
-        renamed[old + name.removeprefix(_PARTS[old])] = tensor
-    return renamed
-
-
 def load_model(
     name: str | None,
     checkpoint: Path | None,
@@ -171,22 +132,22 @@ def load_model(
     of the model; with ``img_size``, position embeddings are resampled. With ``for_images=False``
     the model will be trained, and a norm after the pooling may be new, as MAE is fine-tuned.
     """
-    if name is not None and name.startswith(_LOCAL):
-        name, checkpoint = None, checkpoint or Path(name.removeprefix(_LOCAL))
-    if checkpoint is not None and checkpoint.is_dir():
-        checkpoint = checkpoint / WEIGHTS
-    resample = "img_size" in kwargs
-    content = read_checkpoint(checkpoint) if checkpoint else {}
-    described = description_of(checkpoint, content) if checkpoint else {}
+    if name is not None and name.startswith("local-dir:"):
+        name, checkpoint = None, checkpoint or Path(name.removeprefix("local-dir:"))
+    described, weights, resample = {}, None, "img_size" in kwargs
+    if checkpoint is not None:
+        checkpoint = checkpoint / WEIGHTS if checkpoint.is_dir() else checkpoint
+        content = read_checkpoint(checkpoint)
+        described = description_of(checkpoint, content)
+        weights = timm_state_dict(state_dict_in(content, checkpoint))
     if name is None:
         if "architecture" not in described:
+            place = checkpoint or "the command"
             raise InputError(
-                f"{checkpoint or 'the command'} names no timm model: name it with --model, or give "
-                "an exported folder"
+                f"{place} names no timm model: name it with --model, or give an exported folder"
             )
         name = str(described["architecture"])
         kwargs = {**(described.get("model_args") or {}), **kwargs}
-    weights = timm_state_dict(state_dict_in(content, checkpoint)) if checkpoint else None
     try:
         model = _build(name, described, weights, num_classes, kwargs)
     except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -199,10 +160,8 @@ def load_model(
         check_computation(model, described.get("model_args") or {}, checkpoint)
         weights = _fit(model, weights, resample, new_norm=not for_images)
         if faults := model_faults(model.state_dict(), weights):
-            raise InputError(
-                f"{checkpoint} does not fit {name}: {faults}. Give the --model it was trained as, "
-                "with its --model-kwargs"
-            )
+            way = "Give the --model it was trained as, with its --model-kwargs"
+            raise InputError(f"{checkpoint} does not fit {name}: {faults}. {way}")
         model.load_state_dict(weights)
     return model.eval()
 
@@ -217,8 +176,8 @@ def _build(
         head = getattr(timm.get_pretrained_cfg(name), "classifier", None) or "head"
         head = head if isinstance(head, str) else head[0]
         num_classes = len(weights.get(f"{head}.weight", ()))
-    known = described.get("pretrained_cfg") or {}
-    overlay = {**known, "label_names": described.get("label_names"), "num_classes": num_classes}
+    overlay = {**(described.get("pretrained_cfg") or {}), "num_classes": num_classes}
+    overlay["label_names"] = described.get("label_names")
     return timm.create_model(
         name,
         num_classes=num_classes,
@@ -242,12 +201,11 @@ def _fit(model: Any, weights: dict[str, Tensor], resample: bool, new_norm: bool)
 
 def model_faults(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
     """Name the first differences between the tensors of a model and of a file; "" without any."""
-    have, need = ({n: tuple(t.shape) for n, t in each.items()} for each in (found, wanted))
+    need, have = ({n: tuple(t.shape) for n, t in each.items()} for each in (wanted, found))
     faults = [
-        f"{name} is {have.get(name, 'absent')} in the file and {need.get(name, 'absent')} in the"
-        " model"
-        for name in need | have
-        if have.get(name) != need.get(name)
+        f"{n} is {have.get(n, 'absent')} in the file and {need.get(n, 'absent')} in the model"
+        for n in need | have
+        if have.get(n) != need.get(n)
     ]
     return "; ".join(faults[:3]) + (f" and {len(faults) - 3} more" if len(faults) > 3 else "")
 
@@ -308,6 +266,6 @@ output = model(transform(Image.open("image.png").convert("RGB"))[None])
     count = sum(each.numel() for each in model.parameters())
     about = {"Parameters": f"{count:,}", "Arguments": description["model_args"], **facts}
     task = "image-classification" if model.num_classes else "image-feature-extraction"
-    card = {"license": _LICENSE, "details": about, "usage": usage}
-    card["tags"] = [task, "timm", *(["tokenformer"] if own else [])]
+    tags = [task, "timm", *(["tokenformer"] if own else [])]
+    card = {"license": _LICENSE, "details": about, "usage": usage, "tags": tags}
     return generate_readme(card, description["architecture"], task)

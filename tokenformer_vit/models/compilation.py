@@ -20,19 +20,14 @@ def blocks_of(model: nn.Module) -> Any:
 def compile_blocks(
     model: nn.Module, how: bool | str | Mapping[str, Any] = True, **kwargs: Any
 ) -> None:
-    """Compile each transformer block of a model, in place.
+    """Compile each transformer block of a model, in place; the names of its tensors stay.
 
-    All blocks share one compilation, which takes seconds; the whole model would take minutes.
-    State-dict keys do not change, and a copy or a pickle of the model is not compiled. Options of
-    torch.compile change for the whole process: 64 versions, no ``optimize_ddp``.
+    The blocks share one compilation, which takes seconds; the whole model would take minutes.
 
     Args:
-        model: Model whose blocks are in an attribute of ``BLOCKS``, such as a ViT of timm.
+        model: Model with a list of blocks: a ViT of timm, or a language model without its head.
         how: Mode of ``torch.compile``, or a dict of its arguments; False to compile nothing.
         **kwargs: Arguments of ``torch.compile``.
-
-    Raises:
-        InputError: If the model has no blocks.
     """
     if how is False:
         return
@@ -41,9 +36,9 @@ def compile_blocks(
     blocks = blocks_of(model)
     if not isinstance(blocks, nn.Module):
         raise InputError(f"{type(model).__name__} has no transformer blocks: omit --compile")
-    # Training, evaluation, the last batch of an epoch and a first block without stochastic depth
-    # each need a version. By default PyTorch stops at eight and silently runs the rest uncompiled.
-    dynamo: Any = torch._dynamo.config
+    dynamo: Any = torch._dynamo.config  # of the whole process
+    # Training, evaluation, a last batch and a first block without stochastic depth each need a
+    # version. By default PyTorch stops at eight and silently runs the rest uncompiled.
     dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
     # It splits the graph of a whole model, and fails on the graphs of autograd functions.
     dynamo.optimize_ddp = False

@@ -62,9 +62,8 @@ def _cfg(name: str) -> dict[str, Any]:
     }
 
 
-_TAGS = {"tokenformer_cifar10_micro": "cifar10"}
 default_cfgs = generate_default_cfgs(
-    {f"{name}.{_TAGS.get(name, 'untrained')}": _cfg(name) for name in _MODELS}
+    {f"{name}.{'cifar10' if 'cifar10' in name else 'untrained'}": _cfg(name) for name in _MODELS}
 )
 
 
@@ -73,16 +72,9 @@ def _register(name: str, own: dict[str, Any]) -> Any:
     kind = TokenFormerViTDistilled if name.endswith("_distilled") else TokenFormerViT
 
     def create(pretrained: bool = False, **kwargs: Any) -> TokenFormerViT:
-        given = {"out_indices": 3, **own, **kwargs}
-        feature_cfg = {"out_indices": given.pop("out_indices"), "feature_cls": "getter"}
-        return build_model_with_cfg(
-            kind,
-            name,
-            pretrained,
-            pretrained_filter_fn=checkpoint_filter_fn,
-            feature_cfg=feature_cfg,
-            **given,
-        )
+        given = {"out_indices": 3, **own, **kwargs, "pretrained_filter_fn": checkpoint_filter_fn}
+        given["feature_cfg"] = {"out_indices": given.pop("out_indices"), "feature_cls": "getter"}
+        return build_model_with_cfg(kind, name, pretrained, **given)
 
     create.__name__ = create.__qualname__ = name
     return register_model(create)

@@ -22,12 +22,7 @@ Size = float | Mapping[str, float]
 
 def kind_of(name: str) -> str:
     """Return the kind of the layer with this full name."""
-    last = name.rpartition(".")[2]
-    if last not in KINDS:
-        raise InputError(
-            f"{name!r} is no layer of a TokenFormer; its layers are {', '.join(KINDS)}"
-        )
-    return KINDS[last]
+    return KINDS[name.rpartition(".")[2]]
 
 
 def find_layers(model: nn.Module) -> dict[str, Pattention]:
@@ -43,23 +38,20 @@ def size_counts(layers: Mapping[str, Pattention], size: Size | None) -> dict[str
         every = float(every)  # outside a dict, 1 is the share of all pairs
     for name in chosen.keys() - KINDS.values() - layers.keys():
         raise InputError(f"size has the key {name!r}, which is none of qkv, proj and ffn")
-    # nested_sizes gives a number by layer name where the layers of a kind differ.
-    return {
-        name: _count(name, layer, chosen.get(name, chosen.get(kind_of(name), every)))
-        for name, layer in layers.items()
-    }
-
-
-def _count(name: str, layer: Pattention, wanted: Any) -> int:
-    pairs = layer.num_param_tokens
-    if isinstance(wanted, int) and 1 <= wanted <= pairs:
-        return wanted
-    if isinstance(wanted, float) and 0 < wanted <= 1:
-        return max(1, round(wanted * pairs))
-    raise InputError(
-        f"{name} cannot use {wanted!r} of its {pairs} pairs; give a share above 0 and at most 1, "
-        f"or in a dict a whole number from 1 to {pairs}"
-    )
+    counts: dict[str, int] = {}
+    for name, layer in layers.items():
+        pairs = layer.num_param_tokens
+        # nested_sizes gives a number by layer name where the layers of a kind differ.
+        wanted = chosen.get(name, chosen.get(kind_of(name), every))
+        if isinstance(wanted, float) and 0 < wanted <= 1:
+            wanted = max(1, round(wanted * pairs))
+        if not isinstance(wanted, int) or not 1 <= wanted <= pairs:
+            raise InputError(
+                f"{name} cannot use {wanted!r} of its {pairs} pairs; give a share above 0 and at "
+                f"most 1, or in a dict a whole number from 1 to {pairs}"
+            )
+        counts[name] = wanted
+    return counts
 
 
 def set_size(model: nn.Module, size: Size | None) -> None:
@@ -71,15 +63,13 @@ def set_size(model: nn.Module, size: Size | None) -> None:
 
 def check_not_recomputed(model: nn.Module) -> None:
     """Refuse a model whose backward pass would compute its blocks again, with other pairs."""
-    if not (model.training and torch.is_grad_enabled()):
-        return
     # timm's, transformers' and our own.
     flags = ("grad_checkpointing", "gradient_checkpointing", "checkpoint_blocks")
-    if any(getattr(each, flag, False) for each in model.modules() for flag in flags):
+    on = any(getattr(each, flag, False) for each in model.modules() for flag in flags)
+    if on and model.training and torch.is_grad_enabled():
         raise InputError(
-            "gradient checkpointing is on, and the backward pass would compute the blocks again "
-            "with the size or mask of that moment: switch it off, or call set_size or activate "
-            "before the forward pass and change nothing until the backward pass has ended"
+            "gradient checkpointing is on, and the backward pass needs the same size or mask: "
+            "switch it off, or call set_size or activate and change nothing until that has ended"
         )
 
 
@@ -109,27 +99,22 @@ def nest_layers(
     for name, layer in layers.items():
         layer.check_order(numbers[name])  # before anything changes
     for name, layer in layers.items():
-        tau = None
-        if tau_of is not None and counted:
-            tau = torch.stack([tau_of(layer, number) for number in numbers[name]])
-        layer.set_nested(numbers[name], tau)
+        taus = [tau_of(layer, number) for number in numbers[name]] if tau_of else []
+        layer.set_nested(numbers[name], torch.stack(taus) if taus else None)
     return (*(size for _, size in counted), 1.0)
 
 
 def nested_sizes(model: nn.Module, known: Sequence[Size] = ()) -> tuple[Size, ...]:
     """Read the trained sizes of a model from its layers, in the words of ``known`` if they fit."""
     layers = find_layers(model)
-    number = min((len(layer.nested) for layer in layers.values()), default=0)
-    counted = [{name: layers[name].nested[i] for name in layers} for i in range(number)]
-    return (*(_shortest(layers, counts, known) for counts in counted), 1.0)
-
-
-def _shortest(
-    layers: Mapping[str, Pattention], counts: Mapping[str, int], known: Sequence[Size]
-) -> Size:
-    shares = {counts[name] / layers[name].num_param_tokens: None for name in layers}
-    for size in (*known, *shares, {kind_of(name): counts[name] for name in layers}):
-        with suppress(InputError):  # a known size may be of more pairs than a layer has now
-            if size_counts(layers, size) == counts:
-                return size
-    return dict(counts)
+    sizes: list[Size] = []
+    for index in range(min((len(each.nested) for each in layers.values()), default=0)):
+        counts = {name: each.nested[index] for name, each in layers.items()}
+        shares = {counts[name] / layers[name].num_param_tokens for name in layers}
+        by_kind = {kind_of(name): counts[name] for name in layers}
+        for size in (*known, *shares, by_kind, counts):
+            with suppress(InputError):  # a known size may be of more pairs than a layer has now
+                if size_counts(layers, size) == counts:
+                    sizes.append(size)
+                    break
+    return (*sizes, 1.0)

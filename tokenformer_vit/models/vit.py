@@ -1,8 +1,4 @@
-"""TokenFormer vision models: timm's VisionTransformer with TokenFormer blocks.
-
-Patch embedding, positions, pooling, the head and all methods for users are timm's. This file adds
-the block, its norm, the numbers of parameter tokens, and rotary positions.
-"""
+"""TokenFormer vision models: timm's VisionTransformer with TokenFormer blocks."""
 
 import copy
 import math
@@ -22,13 +18,11 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import BlockLayerNorm, Pattention, TokenFormerBlock
 from tokenformer_vit.layers.arguments import COUNTS, Counts, counts_by_block, model_pattention_args
 from tokenformer_vit.layers.block import TIMM_ONLY, token_arguments
+from tokenformer_vit.mmpretrain_names import timm_state_dict
 from tokenformer_vit.ops import check_backend
 
 from . import checkpoints
 from .sizes import Size, nest_layers, nested_sizes, set_size
-
-# Arguments of timm's ViT that need linear layers.
-_NOT_OURS = TIMM_ONLY | {"block_fn", "fix_init"}
 
 
 class TokenFormerViT(VisionTransformer):
@@ -36,37 +30,27 @@ class TokenFormerViT(VisionTransformer):
 
     Args:
         theta: Name of the Θ variant, a key of ``tokenformer_vit.ops.THETAS``.
-        norm: Parameters of the LayerNorms inside blocks: ``none``, ``bias`` or ``weight+bias``
-            (Table 5); the final norm has both. ``rms`` for RMSNorms, of which only the final one
-            has a weight.
+        norm: Parameters of the LayerNorms inside blocks: ``none``, ``bias`` or ``weight+bias``; or
+            ``rms`` for RMSNorms without a weight. The final norm always has its parameters.
         num_qkv_param_tokens: Number of pairs in each query, key and value projection; default
             ``embed_dim``. A list has a number for each block.
         num_proj_param_tokens: Number of pairs in each output projection; default ``embed_dim``.
         num_ffn_param_tokens: Number of pairs in each feed-forward layer; default
             ``mlp_ratio * embed_dim``.
-        pattention_args: Arguments of all :class:`~tokenformer_vit.layers.Pattention` layers, any of
-            ``tau``, ``learn_tau``, ``eps``, ``key_init_scale``, ``gate``; and ``init``
-            (``released``: initial parameter tokens as in the authors' code).
-        nested: Smaller sizes that are trained as well, each with a τ of its own, such as ``(0.25,
-            0.5)`` for the first quarter and half of the pairs of every layer; see :meth:`set_size`.
-        use_rot_pos_emb: Also give patches rotary positions by row and column, in each head. Class
-            and register tokens are not rotated. ``pos_embed="none"`` removes the learned positions.
-            With ``dynamic_img_size``, TorchScript cannot compile the model; ``torch.export`` can.
+        pattention_args: Arguments of all :class:`~tokenformer_vit.layers.Pattention` layers, such
+            as ``learn_tau``; and ``init`` (``released``: as in the authors' code).
+        nested: Smaller sizes that are trained as well, such as ``(0.25, 0.5)``; see
+            :meth:`set_size`. The attribute ``sizes`` holds them, then 1.0 for the whole model.
+        use_rot_pos_emb: Also rotate queries and keys of patches by row and column. With
+            ``dynamic_img_size``, TorchScript cannot compile the model; ``torch.export`` can.
         rope_temperature: Base of the rotary frequencies.
-        embed_dim: Width C.
-        depth: Number of blocks.
-        num_heads: Number of heads.
         drop_path_uniform: Give all blocks ``drop_path_rate``; by default it rises from 0.
-        **kwargs: Other arguments of timm's ``VisionTransformer``, except those of linear layers
-            (``qkv_bias``, ``mlp_layer``, ...).
-
-    Attributes:
-        sizes: The nested sizes, smallest first, then 1.0 for the whole model.
+        embed_dim, depth, num_heads, **kwargs: Arguments of timm's ``VisionTransformer``, except
+            those of linear layers (``qkv_bias``, ``mlp_layer``, ...).
 
     Raises:
         TypeError: If an argument is unknown or belongs to linear layers.
-        InputError: If ``theta``, ``norm``, a size or a key of ``pattention_args`` is unknown, or a
-            list of numbers of pairs has another length than ``depth``.
+        InputError: If a value is unknown or out of range, or a list has not ``depth`` entries.
 
     Shape:
         (B, in_chans, H, W) -> (B, num_classes).
@@ -93,12 +77,12 @@ class TokenFormerViT(VisionTransformer):
         drop_path_uniform: bool = False,
         **kwargs: Any,
     ) -> None:
-        for name in sorted(_NOT_OURS & kwargs.keys()):
-            raise TypeError(
-                f"TokenFormer has no {name!r}: its blocks hold no linear layers; leave it out"
-            )
+        for name in sorted(kwargs.keys() & {*TIMM_ONLY, "block_fn", "fix_init"}):
+            raise TypeError(f"TokenFormer has no linear layers in its blocks: leave out {name!r}")
         if kwargs.get("global_pool") in ("map", "prr"):
             raise TypeError("attention pools have linear layers: choose another global_pool")
+        if rope_temperature <= 0:  # else every output is NaN
+            raise InputError(f"rope_temperature must be positive, but got {rope_temperature!r}")
         given = (num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens)
         counts = counts_by_block(depth, **dict(zip(COUNTS.values(), given, strict=True)))
         shared = model_pattention_args(pattention_args, embed_dim, max(depth, 1))
@@ -155,12 +139,6 @@ class TokenFormerViT(VisionTransformer):
         super().init_weights(mode, needs_reset)  # type: ignore[arg-type]
         draw_prefix_tokens(self)
 
-    @torch.jit.ignore()
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters without weight decay that have more than one dimension."""
-        return {name for name in super().no_weight_decay() if getattr(self, name, None) is not None}
-
-    @torch.jit.ignore()
     def set_backend(self, backend: str) -> None:
         """Choose one of ``tokenformer_vit.ops.BACKENDS`` for all blocks; it is not saved."""
         check_backend(backend)
@@ -168,12 +146,10 @@ class TokenFormerViT(VisionTransformer):
             if isinstance(module, BlockLayerNorm | Pattention):
                 module.backend = backend
 
-    @torch.jit.ignore()
     def set_size(self, size: Size | None) -> None:
         """Use only the first pairs of every layer; it is not saved with the model.
 
-        :func:`~tokenformer_vit.growth.extract` makes a smaller model. With gradient checkpointing,
-        do not change the size before the backward pass, which computes the blocks again.
+        With gradient checkpointing, the backward pass needs the same size.
 
         Args:
             size: Share of the pairs of every layer, above 0 and at most 1; or a dict of shares
@@ -182,12 +158,10 @@ class TokenFormerViT(VisionTransformer):
         """
         set_size(self, size)
 
-    @torch.jit.ignore()
     def computation(self) -> dict[str, Any]:
         """Return the arguments that the tensors do not show."""
         return checkpoints.computation_of(self._model_args)
 
-    @torch.jit.ignore()
     def record_param_tokens(self) -> None:
         """Update the arguments from which timm rebuilds this model, after its pairs changed."""
         self.sizes = nested_sizes(self, self.sizes)
@@ -208,31 +182,19 @@ class TokenFormerViT(VisionTransformer):
         self.record_param_tokens()
         return taken
 
-    def set_input_size(
-        self,
-        img_size: tuple[int, int] | None = None,
-        patch_size: tuple[int, int] | None = None,
-    ) -> None:
+    def set_input_size(self, img_size: Any = None, patch_size: Any = None) -> None:
         """Change the size of images and patches; learned and rotary positions follow."""
         super().set_input_size(img_size, patch_size)
         if self.rope is not None:
             self._rotate_over(self.patch_embed.grid_size)  # type: ignore[arg-type]
 
-    @torch.jit.ignore()
     def _follow_grid(self, _module: nn.Module, _images: tuple[Tensor], patches: Tensor) -> None:
-        """Fit the rotary positions to (B, H, W, C) patches."""
         with torch.inference_mode(False):  # a later training also reads the new positions
             self._rotate_over(tuple(patches.shape[1:3]))
 
-    @torch.jit.ignore()
     def _rotate_over(self, grid: tuple[int, ...]) -> None:
         for rope in (self.rope, *(block.attn.rope for block in self.blocks)):  # type: ignore
             rope.update_feat_shape(grid)  # type: ignore
-
-    @torch.jit.ignore()
-    def load_pretrained(self, checkpoint_path: str, prefix: str = "") -> None:
-        """Refuse the ``.npz`` files of ViTs, which hold linear layers."""
-        raise InputError(f"{checkpoint_path} is of an ordinary ViT: give weights of a TokenFormer")
 
 
 class TokenFormerViTDistilled(TokenFormerViT, VisionTransformerDistilled):
@@ -240,16 +202,10 @@ class TokenFormerViTDistilled(TokenFormerViT, VisionTransformerDistilled):
 
     A teacher trains the second head (``head_dist``), which reads the distillation token. Outputs
     are the mean of both heads; in training, after ``set_distilled_training()``, the outputs of
-    both.
-
-    Args:
-        **kwargs: Arguments of TokenFormerViT, except those in the error.
+    both. Source: DeiT, arXiv:2012.12877, Section 4. The arguments are those of TokenFormerViT.
 
     Raises:
         InputError: If registers, a norm after the pooling or other positions are asked for.
-
-    Source:
-        DeiT, arXiv:2012.12877, Section 4.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -277,22 +233,18 @@ def draw_prefix_tokens(vit: Any, generator: torch.Generator | None = None) -> No
                 nn.init.trunc_normal_(token, std=0.02, generator=generator)
 
 
-def checkpoint_filter_fn(state_dict: dict[str, Any], model: TokenFormerViT) -> dict[str, Tensor]:
+def checkpoint_filter_fn(state_dict: dict[str, Any], model: Any) -> dict[str, Tensor]:
     """Check a checkpoint that timm has read, and adapt names and sizes to ``model``."""
-    state_dict = checkpoints.timm_state_dict(state_dict.get("state_dict", state_dict))
-    source: Any = model.pretrained_cfg
+    state_dict = timm_state_dict(state_dict.get("state_dict", state_dict))
+    source = model.pretrained_cfg
     where = source.get("file") or source.get("hf_hub_id") or "the checkpoint"
     if source.get("state_dict") is None:  # timm prefers these tensors to a file
-        file = (
-            Path(where) / checkpoints.WEIGHTS
-            if source.get("source") == "local-dir"
-            else Path(where)
-        )
+        local = source.get("source") == "local-dir"
+        file = Path(where, checkpoints.WEIGHTS) if local else Path(where)
         checkpoints.check_digest(file)
         # timm knows the arguments of a model on the hub, but not those of a file.
-        own: Any = model
-        trained = checkpoints.description_of(file).get("model_args") or own.pretrained_model_args
-        checkpoints.check_computation(model, trained, where)
+        known = checkpoints.description_of(file).get("model_args") or model.pretrained_model_args
+        checkpoints.check_computation(model, known, where)
     # timm draws what is missing if the number of classes differs, and says so at level INFO.
     pairs = (name for name in model.state_dict() if name.endswith(".key_param_tokens"))
     missing = [name for name in pairs if name not in state_dict]

@@ -10,14 +10,14 @@ from .theta import theta_weights
 from .theta_grad import fast_gelu_l2
 
 BACKENDS = ("auto", "reference")
-"""``reference`` is plain PyTorch, for any device and any order of derivatives."""
+
 
 # Variants with a gradient of their own, and the GELU of each.
 _FAST = {"gelu_l2": "none", "gelu_tanh_l2": "tanh"}
 
 
 def check_backend(backend: str) -> str:
-    """Return the name of a backend; raise InputError if there is no such backend."""
+    """Return the name of a backend, or raise InputError."""
     if backend not in BACKENDS:
         raise InputError(f"backend must be one of {', '.join(BACKENDS)}, but got {backend!r}")
     return backend

@@ -3,18 +3,11 @@
 :data:`THETAS` is the only place that lists variants.
 
 A variant maps the scores A (..., P) of input tokens against P parameter tokens to weights of the
-same shape, and normalises each row over its P entries. Each function has the signature
-``(scores, tau, eps) -> weights``, and TorchScript must be able to compile it:
-
-Args:
-    scores: (..., P) floating-point scores, one row for each input token.
-    tau: 0-dim tensor, the stored scale of the layer (see :func:`default_tau`).
-    eps: Number added to the divisor of a row, relative to ``tau``. It keeps the weights and
-        gradients of a row of zeros finite. 0 gives the authors' released formulas, which divide
-        zero by zero there.
-
-Returns:
-    (..., P) weights in the dtype of ``scores``.
+same shape and dtype, and normalises each row over its P entries. Each function has the signature
+``(scores, tau, eps) -> weights``, and TorchScript must be able to compile it. ``tau`` is 0-dim, the
+stored scale of the layer. ``eps`` is added to the divisor of a row, relative to ``tau``: it keeps
+the weights and gradients of a row of zeros finite. With 0 the formulas are the authors' released
+ones, which divide zero by zero there.
 
 Note:
     Everything between reading the scores and rounding the result once is float32 (float64 for

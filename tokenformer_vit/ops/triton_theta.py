@@ -189,8 +189,7 @@ def _layout(num_param_tokens: int, kept: int) -> dict[str, int]:
 def _launch(kernel: Any, kept: int, tanh: bool, scores: Tensor, tau: Tensor, *others: Any) -> None:
     # A program is compiled for one P, but any number of rows, which may be symbolic here.
     num_param_tokens = int(scores.shape[-1])
-    num_rows = scores.numel() // num_param_tokens
-    if num_rows == 0:
+    if not (num_rows := scores.numel() // num_param_tokens):
         return
     layout = _layout(num_param_tokens, kept)
     run = kernel if _INTERPRETED else wrap_triton(kernel)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow, pattention_layers
-from tokenformer_vit.models import TokenFormerViT, compile_blocks, timm_state_dict
+from tokenformer_vit.mmpretrain_names import timm_state_dict
+from tokenformer_vit.models import TokenFormerViT, compile_blocks
 from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.models.vit import draw_prefix_tokens
 

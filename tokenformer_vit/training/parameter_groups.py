@@ -16,7 +16,7 @@ from torch import nn, optim
 from torch.optim import Optimizer
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models import BLOCKS
+from tokenformer_vit.models.compilation import BLOCKS
 
 from .adamw import AdamW
 from .mmengine_internals import set_last_values

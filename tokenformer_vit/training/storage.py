@@ -21,7 +21,7 @@ from mmengine.runner import CheckpointLoader, save_checkpoint
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import whole_file
-from tokenformer_vit.models import classifier_state_dict
+from tokenformer_vit.mmpretrain_names import classifier_state_dict
 from tokenformer_vit.models.checkpoints import (
     DESCRIPTION,
     description_of,

@@ -23,7 +23,8 @@ from tokenformer_vit.language import (
     load_language_model,
     transformer_lm,
 )
-from tokenformer_vit.models import BLOCKS, LMConfig, compile_blocks, lm_config
+from tokenformer_vit.models import LMConfig, compile_blocks, lm_config
+from tokenformer_vit.models.compilation import BLOCKS
 from tokenformer_vit.models.sizes import at_size
 
 from ..nested import NestedTraining
