@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from tokenformer_vit.ops import default_tau, find_theta
 
 from .resize import (
     LayerTokens,
+    Model,
     counts_by_layer,
     follow,
     pattention_layers,
@@ -30,8 +31,6 @@ INITS = ("zero_key", "random", "duplicate", "released")
 _SPREAD = 0.1
 # Tensors of a layer in a state dict.
 _PARTS = (*TOKENS, "tau", "gate", "nested_sizes", "nested_tau")
-
-Model = TypeVar("Model", bound=nn.Module)
 
 
 def grow(

@@ -31,9 +31,6 @@ class TokenMasks:
 
     Attributes:
         pairs: (n,) sorted indices of each mask in each layer, by the names of mask and layer.
-
-    Source:
-        One mask for each task is the idea of PackNet, arXiv:1711.05769.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Merge two models of one shape into one model with the parameter tokens of both."""
 
 import copy
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.ops import find_theta
 
-from .resize import LayerTokens, pattention_layers, read_tokens, write_tokens
+from .resize import LayerTokens, Model, pattention_layers, read_tokens, write_tokens
 
-Model = TypeVar("Model", bound=nn.Module)
 # Arguments that outputs of equal shapes in evaluation do not depend on, by their first letters.
 _FREE = ("num_p", "num_q", "num_f", "num_c", "nested", "pattention_args", "img_size", "dynamic_img")
 _FREE += ("in_chans", "weight_init", "fix_init", "init_values", "drop_", "pos_drop", "patch_drop")
@@ -37,9 +36,6 @@ def merge(model_a: Model, model_b: nn.Module, ancestor: nn.Module | None = None)
     Raises:
         InputError: If the models do not fit, or a layer does not begin with the pairs and τ of
             the ancestor, bit for bit.
-
-    Source:
-        With an ancestor, this is the task arithmetic of arXiv:2212.04089 on pairs.
     """
     for other, name in ((model_b, "model_b"), (ancestor, "the ancestor")):
         ours, theirs = _facts(model_a), _facts(model_a if other is None else other)

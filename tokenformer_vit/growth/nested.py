@@ -3,19 +3,16 @@
 import copy
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.models.sizes import Size, nest_layers, set_size
 
 from .prune import Usage, adapted_tau, check_usage, select_pairs
-from .resize import pattention_layers, record_counts, whole_layers, write_tokens
-
-Model = TypeVar("Model", bound=nn.Module)
+from .resize import Model, pattention_layers, record_counts, whole_layers, write_tokens
 
 
 @torch.no_grad()

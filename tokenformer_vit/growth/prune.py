@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,7 @@ from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.arguments import Counts
 from tokenformer_vit.ops import find_theta, norm_shares
 
-from .resize import LayerTokens, counts_by_layer, read_tokens, whole_layers, write_tokens
-
-Model = TypeVar("Model", bound=nn.Module)
+from .resize import LayerTokens, Model, counts_by_layer, read_tokens, whole_layers, write_tokens
 
 
 @dataclass(frozen=True)
@@ -123,8 +121,7 @@ def prune(
     To keep the weights of the other pairs, τ is reduced with it; the README has the formula.
 
     Args:
-        model: Any module with TokenFormer blocks. Masks and nested sizes are reset. Build
-            optimizers afterwards.
+        model: Any module with TokenFormer blocks; masks and nested sizes are reset.
         usage: Usage that :func:`measure_usage` returned for this model.
         num_qkv_param_tokens: Number of pairs to keep in each query, key and value projection, or a
             list with one for each block; None keeps all.
@@ -133,13 +130,10 @@ def prune(
         adapt_tau: Whether to reduce τ.
 
     Returns:
-        ``model``. The kept pairs are in their old order.
+        ``model``, with the kept pairs in their old order. Build optimizers anew.
 
     Raises:
         InputError: If a count is not from 1 to the present one, or the usage is of another model.
-
-    Source:
-        The measure is the mean output norm of arXiv:1611.06440, Section 2.2, of a vector.
     """
     layers = whole_layers(model)
     sizes = num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens
@@ -165,16 +159,15 @@ def check_usage(
 ) -> None:
     """Check that a usage was measured on these layers; ``reorder`` may have sorted them since."""
     for name, layer in layers.items():
-        have, own = layer.num_param_tokens, usage.get(name)
-        fits = own is not None and len(own.sizes) == have
+        own = usage.get(name)
+        fits = own is not None and len(own.sizes) == layer.num_param_tokens
         if own is not None and fits and own.lengths is not None:
             lengths = own.lengths[own.order] if reordered else own.lengths
             fits = torch.allclose(lengths, _lengths(layer).cpu(), rtol=1e-3)
         if not fits:
             raise InputError(
-                "the usage is of another model, or was measured on other pairs, or in another "
-                f"order; measure it again, and reorder before you nest ({name} has {have} pairs, "
-                f"the usage has {'none' if own is None else len(own.sizes)})"
+                f"the usage of {name} was measured on another model, on other pairs, or in another "
+                "order; measure it again, and reorder before you nest"
             )
 
 

@@ -8,7 +8,7 @@ import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from tokenformer_vit.layers.arguments import COUNTS, Counts, counts_by_block
 from tokenformer_vit.layers.split import TOKENS, is_split, set_segments, token_segments
 from tokenformer_vit.models.sizes import find_layers, kind_of
 
+Model = TypeVar("Model", bound=nn.Module)
 MOMENTS = ("keep", "reset")
 # A parameter, its new data, and the parameters with whose rows the data begin.
 Change = tuple[nn.Parameter, Tensor, Sequence[nn.Parameter]]
