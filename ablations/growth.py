@@ -33,7 +33,7 @@ QUARTER = share_of_pairs(SHARES[0])
 def narrow_vit(backbone: Part, shape: Shape) -> Part:
     """Use the matched ViT with the hidden layers of the first stage."""
     hidden = shape.hidden(SHARES[0])["hidden_features"]
-    # The committed records have this ratio; growth.transformer.mlp_ratio gives 1.5 for them.
+    # The committed records have this ratio; matched.mlp_ratio gives 1.5 for them.
     return {**to_matched_vit(backbone, shape), "mlp_ratio": (hidden + 0.5) / shape.embed_dim}
 
 

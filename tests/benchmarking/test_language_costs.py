@@ -7,8 +7,9 @@ from torch import nn
 from tokenformer_vit.benchmarking.costs import PARTS, model_costs, total, training_flops
 from tokenformer_vit.benchmarking.measures import counted_flops
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import grow, widen_mlp
+from tokenformer_vit.growth import grow
 from tokenformer_vit.models import LMConfig, TokenFormerLM
+from tokenformer_vit.training.net2net import widen_mlp
 
 pytestmark = pytest.mark.usefixtures("plain_attention")
 SHAPE = {"vocab_size": 61, "context_length": 17, "embed_dim": 24, "depth": 2, "num_heads": 3}

@@ -196,7 +196,6 @@ ODD = {
     "subclass": lambda buffer: buffer.as_subclass(Plain),
     "other shape": lambda buffer: buffer[0].clone(),  # as Adafactor's rows
     "list": lambda buffer: [torch.eye(2)],  # as timm's Kron keeps its matrices
-    "other start": lambda buffer: buffer,
 }
 
 
@@ -204,8 +203,6 @@ ODD = {
 def test_growth_that_an_optimizer_cannot_follow_changes_nothing(odd):
     model, name = build(), "momentum_buffer"
     optimizer = OPTIMIZERS["sgd"](model.parameters())
-    if odd == "other start":  # at the learning rate
-        optimizer, name = torch.optim.Rprop(model.parameters()), "step_size"
     step(model, optimizer)
     state = optimizer.state[model.blocks[1].mlp.value_param_tokens]  # the last one that grows
     state[name] = ODD[odd](state[name])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from tokenformer_vit.growth.resize import Change, resize
+from tokenformer_vit.growth.resize import resize
 from tokenformer_vit.training.adamw import AdamW
 
 SHAPES = [(3, 5), (7,), (), (2, 3, 4)]
@@ -141,7 +141,7 @@ def test_parameters_and_moments_that_growth_makes_longer():
     for optimizer in optimizers:
         changes = []
         for p in parameters(optimizer)[:2]:
-            changes.append(Change(p, torch.cat((p.detach(), torch.ones_like(p))), (p,)))
+            changes.append((p, torch.cat((p.detach(), torch.ones_like(p))), [p]))
         resize(changes, optimizer, "keep")
     step(optimizers)
     check(optimizers)

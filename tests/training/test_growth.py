@@ -228,7 +228,7 @@ def test_growth_after_the_end_of_the_run_is_said(growing, tmp_path):
     [
         ({"schedule": [{"epoch": 1, "num_ffn_param_tokens": 60}]}, "cannot grow to 60"),
         ({"init": "zero_keys"}, "unknown init 'zero_keys'"),
-        ({"init": "duplicate"}, "is not a multiple"),
+        ({"init": "duplicate"}, "give a multiple"),
         ({"gate": "learned"}, "or use softmax with zero_key or random"),
     ],
 )

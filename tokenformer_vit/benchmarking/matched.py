@@ -9,7 +9,6 @@ from timm.models.vision_transformer import VisionTransformer
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import count_pairs
-from tokenformer_vit.growth.transformer import mlp_ratio
 from tokenformer_vit.models import TokenFormerViT
 
 
@@ -72,3 +71,10 @@ def matched_vit(model: TokenFormerViT) -> tuple[VisionTransformer, int]:
     }
     vit: Any = timm.create_model("vit_base_patch16_224", **{**arguments, **sizes})
     return vit, hidden
+
+
+def mlp_ratio(hidden: int, width: int) -> float:
+    """Compute the ``mlp_ratio`` that gives exactly this number of hidden neurons in timm."""
+    ratio = hidden / width
+    # timm multiplies by the width again and rounds down.
+    return ratio if int(width * ratio) == hidden else (hidden + 0.5) / width

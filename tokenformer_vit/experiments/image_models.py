@@ -11,9 +11,8 @@ from timm.models import VisionTransformer
 from torch import Tensor, nn
 
 from tokenformer_vit.benchmarking.costs import training_flops
-from tokenformer_vit.benchmarking.matched import matched_hidden
+from tokenformer_vit.benchmarking.matched import matched_hidden, mlp_ratio
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth.transformer import mlp_ratio
 from tokenformer_vit.models import TokenFormerViT
 
 from .fields import Field, Measure

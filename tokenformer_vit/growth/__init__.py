@@ -6,7 +6,6 @@ from .merge import merge
 from .nested import extract, nest, reorder
 from .prune import Usage, measure_usage, prune
 from .resize import MOMENTS, pattention_layers
-from .transformer import stack_blocks, widen_mlp
 
 __all__ = [
     "INITS",
@@ -26,6 +25,4 @@ __all__ = [
     "pattention_layers",
     "prune",
     "reorder",
-    "stack_blocks",
-    "widen_mlp",
 ]

@@ -1,9 +1,8 @@
 """Growth: append pairs of parameter tokens to a trained model without changing its outputs."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +16,11 @@ from tokenformer_vit.ops import default_tau, find_theta
 
 from .resize import (
     LayerTokens,
+    Model,
     counts_by_layer,
     follow,
     pattention_layers,
     read_tokens,
-    record_counts,
     whole_layers,
     write_tokens,
 )
@@ -32,8 +31,6 @@ INITS = ("zero_key", "random", "duplicate", "released")
 _SPREAD = 0.1
 # Tensors of a layer in a state dict.
 _PARTS = (*TOKENS, "tau", "gate", "nested_sizes", "nested_tau")
-
-Model = TypeVar("Model", bound=nn.Module)
 
 
 def grow(
@@ -54,64 +51,46 @@ def grow(
 ) -> Model:
     """Append pairs of parameter tokens to every layer of a model, in place, or change nothing.
 
-    ============= ========================= ===================== ===========================
-    ``init``      new keys, values          τ                     outputs of the model
-    ============= ========================= ===================== ===========================
-    ``zero_key``  zero, random              kept                  stay (``softmax``: by gate)
-    ``duplicate`` keys of the old pair,     times m (L1 norms) or stay, for every Θ
-                  values / m ± δ            √m (L2 norms)
-    ``random``    random, random            kept                  change (stay with a gate)
-    ``released``  random, random            default of new count  change
-    ============= ========================= ===================== ===========================
-
     Args:
-        model: Any module with TokenFormer blocks. Its Parameter objects stay; masks and sizes are
-            reset. Grow it before DDP or FSDP wrap it, and not under ``torch.inference_mode()``.
-        num_qkv_param_tokens: New number of pairs in each query, key and value projection; None
-            keeps the present number. A list has a number for each block.
-        num_proj_param_tokens: New number of pairs in each output projection.
-        num_ffn_param_tokens: New number of pairs in each feed-forward layer.
-        init: Values of new pairs. Random tokens have the root mean square of the layer's present
-            keys or values. ``duplicate`` needs m times the present count; δ has a tenth of the
-            values' root mean square, and the δ of the copies of a pair sum to zero. ``released``
-            draws keys from N(0, 0.02²) and values from N(0, (2 / (depth · √width))²).
+        model: Any module with TokenFormer blocks, before DDP or FSDP wrap it. Its Parameter objects
+            stay; masks and sizes are reset. Do not grow under ``torch.inference_mode()``.
+        num_qkv_param_tokens: New number of pairs in each query, key and value projection, or a list
+            with one for each block; None keeps the present number.
+        num_proj_param_tokens: The same for output projections.
+        num_ffn_param_tokens: The same for feed-forward layers.
+        init: Start of new pairs. ``zero_key`` (zero keys, random values) and ``duplicate`` (copies
+            that share the values, for a multiple of the present count) keep the outputs. ``random``
+            and ``released`` (random, τ of the new count) do not. The README has the formulas.
         gate: Gate of new pairs under ``softmax``, which starts at 0: ``learned``, or ``fixed`` and
             opened by :func:`open_gates`. None: ``learned`` for ``zero_key``, otherwise no gate.
-        nested: Whether the present size of an ordinary model becomes a nested size, as that of a
-            nested model does. It computes bit for bit what it did, if only new pairs are trained.
+        nested: Whether the present size becomes a nested size, as it does in a nested model. It
+            computes bit for bit what it did, if only new pairs are trained.
         seed: Seed of the random numbers, which differ between layers and between old counts.
         split: Store new pairs in separate parameters. Those of an earlier growth become old pairs.
         freeze: ``old`` trains only the new pairs, not even the head; implies ``split``.
-        optimizer: Optimizer of the model's parameters, which continues. So do its schedulers,
-            unless ``new_lr_scale`` or the first gates add a group. Any other optimizer with a state
-            fails at its next step. Averages of the weights must be made anew.
+        optimizer: Optimizer of the model's parameters, which continues; so do its schedulers,
+            unless ``new_lr_scale`` or the first gates add a group. Make anew all other optimizers,
+            and averages of the weights.
         moments: ``keep`` the optimizer's state of old pairs, or ``reset`` it in growing layers.
         new_lr_scale: Factor on the learning rate of new pairs; implies ``split`` unless it is 1.
 
     Returns:
-        ``model``.
+        ``model``. Outputs stay equal to about 1e-6: sums of another length round differently.
 
     Raises:
-        InputError: If an argument is unknown or does not fit the model, the model is wrapped by DDP
-            or FSDP, or the optimizer cannot continue.
-
-    Note:
-        In float32, outputs stay equal to about 1e-6, because sums of another length round
-        differently. With ``keep``, Adam does not correct the moments of new pairs for their start
-        at zero: their first steps are up to (1 − β₁)/√(1 − β₂) times the learning rate. Pairs of
-        ``split`` start with a state of their own.
+        InputError: If an argument does not fit the model, the model is wrapped, or the optimizer
+            cannot continue.
 
     Source:
-        TokenFormer, arXiv:2410.23168v2, Section 3.3 and Appendix B, for zero keys and the kept τ.
-        Duplicates and the gate are from this project.
+        Zero keys and the kept τ: arXiv:2410.23168v2, Section 3.3 and Appendix B.
     """
     if freeze not in (None, "old"):
         raise InputError(f"freeze must be 'old' or None, but got {freeze!r}")
     layers = whole_layers(model)
     before = {name: read_tokens(layer) for name, layer in layers.items()}
-    counts = _counts(layers, num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens)
     theta = next(iter(layers.values())).theta
-    grown = _grow_all(before, counts, theta, init, gate, seed, nested)
+    counts = num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens
+    grown = _grow_all(before, theta, *counts, init, gate, nested, seed)
     shut = any(own.gate is not None and (own.gate == 0).any() for own in grown.values())
     if freeze and shut and gate != "fixed":
         raise InputError(
@@ -124,51 +103,32 @@ def grow(
         # A gate, or pairs that were new in the last growth and are old now.
         if own is not before[name] or is_split(layers[name]) or own.gate is not None
     }
-    joined = write_tokens(
-        layers,
-        growing,
-        appended=True,
-        split=split or freeze is not None or new_lr_scale != 1,
-        # Nothing would open a fixed gate that is shut, unless it is asked for.
-        learn_gate=False if gate == "fixed" else True if shut or gate else None,
-        optimizer=optimizer,
-        moments=moments,
-    )
-    record_counts(model)
+    split = split or freeze is not None or new_lr_scale != 1
+    # Nothing would open a fixed gate that is shut, unless it is asked for.
+    learn_gate = gate == "learned" or (bool(shut) and gate is None)
+    joined = write_tokens(model, growing, split, learn_gate, optimizer, moments)
     if freeze:  # before the optimizer, which takes only what is trained
         freeze_old(model)
-    follow(optimizer, model, joined, [layers[name] for name in growing], new_lr_scale)
+    follow(optimizer, model, [layers[name] for name in growing], joined, new_lr_scale)
     return model
 
 
 def grow_state_dict(
     state_dict: Mapping[str, Tensor],
-    num_qkv_param_tokens: Counts = None,
-    num_proj_param_tokens: Counts = None,
-    num_ffn_param_tokens: Counts = None,
     *,
     theta: str = "gelu_l2",
-    init: str = "zero_key",
-    gate: str | None = None,
-    nested: bool = False,
-    seed: int = 0,
     missing_tau: str = "error",
+    **how: Any,
 ) -> dict[str, Tensor]:
     """Append pairs of parameter tokens in a state dict, with the same numbers as :func:`grow`.
 
     Args:
         state_dict: State dict of any model with TokenFormer blocks.
-        num_qkv_param_tokens: As in :func:`grow`.
-        num_proj_param_tokens: As in :func:`grow`.
-        num_ffn_param_tokens: As in :func:`grow`.
         theta: Name of the model's Θ, which a state dict does not contain.
-        init: As in :func:`grow`.
-        gate: As in :func:`grow`. Then every layer has a ``gate``: build the model that loads it
-            with ``pattention_args={"gate": "learned"}``.
-        nested: As in :func:`grow`.
-        seed: As in :func:`grow`.
-        missing_tau: If a layer stores no τ, as in the authors' checkpoints: ``error``, or
-            ``default`` for √P (P under an L1 norm).
+        missing_tau: Without τ, as in the authors' checkpoints: ``error``, or ``default`` for √P
+            (P under an L1 norm).
+        **how: Numbers of pairs, ``init``, ``gate``, ``nested`` and ``seed`` of :func:`grow`. The
+            model that loads gates needs ``pattention_args={"gate": "learned"}``.
 
     Returns:
         A new state dict. Tensors that did not grow are the same objects.
@@ -186,18 +146,17 @@ def grow_state_dict(
     for name in names:
         keys, values = (state_dict[f"{name}.{part}"] for part in TOKENS)
         tau, gates, sizes, taus = (state_dict.get(f"{name}.{part}") for part in _PARTS[2:])
-        if tau is None:
-            if missing_tau != "default":
-                raise InputError(
-                    f"{name} has no tau; if it was trained with {len(keys)} pairs, give "
-                    "missing_tau='default' (--missing-tau default) to compute tau from this number"
-                )
+        if tau is None and missing_tau == "default":
             tau = torch.tensor(default_tau(theta, len(keys)), device=keys.device)
+        if tau is None:
+            raise InputError(
+                f"{name} has no tau; if it was trained with {len(keys)} pairs, give "
+                "missing_tau='default' (--missing-tau default) to compute tau from this number"
+            )
         own_sizes = () if sizes is None else tuple(sizes.tolist())
         before[name] = LayerTokens(keys, values, tau, gates, own_sizes, taus)
-    counts = _counts(names, num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens)
     result = dict(state_dict)
-    for name, own in _grow_all(before, counts, theta, init, gate, seed, nested).items():
+    for name, own in _grow_all(before, theta, **how).items():
         sizes = own.keys.new_tensor(own.nested, dtype=torch.long) if own.nested else None
         parts = (own.keys, own.values, own.tau, own.gate, sizes, own.nested_tau)
         own_parts = zip(_PARTS, parts, strict=True)
@@ -209,8 +168,7 @@ def freeze_old(model: nn.Module) -> None:
     """Freeze all parameters of a grown model except its new pairs.
 
     Args:
-        model: Model that was grown with ``split=True``. To train also its classifier, call
-            ``requires_grad_()`` of ``model.get_classifier()`` afterwards (of both if distilled).
+        model: Model that was grown with ``split=True``. Its classifier is frozen as well.
 
     Raises:
         InputError: If no layer stores new pairs in separate parameters.
@@ -249,12 +207,12 @@ def open_gates(model: nn.Module, opened: float) -> None:
 def join_tokens(model: Model, optimizer: Optimizer | None = None, moments: str = "keep") -> Model:
     """Store the old and the new pairs of a grown model in one parameter again, in place.
 
-    This is not necessary for saving: a state dict always contains joined pairs.
+    A state dict always contains joined pairs, also without this.
 
     Args:
-        model: Any module with TokenFormer blocks. Masks and sizes are reset.
-        optimizer: Optimizer of the model's parameters, which continues.
-        moments: ``keep`` or ``reset`` its state of these parameters.
+        model: Any module with TokenFormer blocks; masks and sizes are reset.
+        optimizer: As in :func:`grow`.
+        moments: As in :func:`grow`.
 
     Returns:
         ``model``, with the same outputs.
@@ -264,26 +222,21 @@ def join_tokens(model: Model, optimizer: Optimizer | None = None, moments: str =
     """
     layers = {name: each for name, each in whole_layers(model).items() if is_split(each)}
     tokens = {name: read_tokens(layer) for name, layer in layers.items()}
-    joined = write_tokens(layers, tokens, appended=True, optimizer=optimizer, moments=moments)
-    follow(optimizer, model, joined)
+    joined = write_tokens(model, tokens, optimizer=optimizer, moments=moments)
+    follow(optimizer, model, layers.values(), joined)
     return model
-
-
-def _counts(names: Iterable[str], qkv: Counts, proj: Counts, ffn: Counts) -> dict[str, int | None]:
-    counts = dict(zip(COUNTS.values(), (qkv, proj, ffn), strict=True))
-    if all(count is None for count in counts.values()):
-        raise InputError(f"no number of pairs is given: give {', '.join(counts)}, or some of them")
-    return counts_by_layer(names, **counts)
 
 
 def _grow_all(
     before: Mapping[str, LayerTokens],
-    counts: Mapping[str, int | None],
     theta: str,
-    init: str,
-    gate: str | None,
-    seed: int,
-    nested: bool,
+    num_qkv_param_tokens: Counts = None,
+    num_proj_param_tokens: Counts = None,
+    num_ffn_param_tokens: Counts = None,
+    init: str = "zero_key",
+    gate: str | None = None,
+    nested: bool = False,
+    seed: int = 0,
 ) -> dict[str, LayerTokens]:
     """Compute the tensors of all layers after growth; those of other layers are the same object."""
     needs_gate = find_theta(theta).has_gate
@@ -297,91 +250,75 @@ def _grow_all(
             f"gate is {gate!r}, but {theta} with init {init!r} needs no gate; leave it out, or use "
             "softmax with zero_key or random"
         )
+    counts = num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens
+    if all(count is None for count in counts):
+        raise InputError(f"no number of pairs is given: give {', '.join(COUNTS.values())}")
+    wanted = counts_by_layer(before, *counts)
+    growing = {n: num for n, num in wanted.items() if num not in (None, before[n].num)}
+    nested = bool(growing) and (nested or any(own.nested for own in before.values()))
+    if nested and init == "duplicate":
+        raise InputError(
+            "init is 'duplicate', which changes the values of old pairs and with them the smaller "
+            "sizes of a nested model: choose another init"
+        )
     shut = gate is not None or (needs_gate and init == "zero_key")
+    gated = (growing and shut) or any(own.gate is not None for own in before.values())
     depth = max(1, sum(kind_of(name) == "proj" for name in before))
     grown = dict(before)
     for index, name in enumerate(sorted(before)):
-        own, num = before[name], counts[name]
-        if num is None or num == own.num:
-            continue
-        generator = _generator(f"{seed} {index} {own.num}")
-        times, rest = divmod(num, own.num)
-        if num < own.num or (init == "duplicate" and rest):
-            way = "give a multiple, or init='zero_key'" if times else "use prune() to remove pairs"
-            raise InputError(
-                f"{name} has {own.num} pairs and cannot grow to {num} by {init}: {way}"
-            )
-        if init == "duplicate":
-            grown[name] = _duplicate(own, times, theta, generator)
-        else:
-            grown[name] = _append(own, num - own.num, theta, init, shut, generator, depth)
-    if any(own.gate is not None for own in grown.values()):
-        # A model is rebuilt with gates in all layers or in none.
-        for name, own in grown.items():
-            if own.gate is None:
-                grown[name] = replace(own, gate=own.keys.new_ones(own.num))
-    nested = nested or any(own.nested for own in before.values())
-    if nested and any(grown[name].num > before[name].num for name in before):
-        if init == "duplicate":
-            raise InputError(
-                "init is 'duplicate', which changes the values of old pairs and with them the "
-                "smaller sizes of a nested model: choose another init"
-            )
-        for name, own in before.items():  # the present size becomes a nested one
+        own = before[name]
+        if gated and own.gate is None:  # a model is rebuilt with gates in all layers or in none
+            grown[name] = own = own._replace(gate=own.keys.new_ones(own.num))
+        if name in growing:
+            draws = hashlib.sha256(f"{seed} {index} {own.num}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(draws[:7], "little"))
+            grown[name] = _grow_one(name, own, growing[name], theta, init, shut, depth, generator)
+        if nested:  # the present size becomes a nested one
             taus = [tau.reshape(-1) for tau in (own.nested_tau, own.tau) if tau is not None]
             sizes = (*own.nested, own.num)
-            grown[name] = replace(grown[name], nested=sizes, nested_tau=torch.cat(taus))
+            grown[name] = grown[name]._replace(nested=sizes, nested_tau=torch.cat(taus))
     return grown
 
 
-def _append(
+def _grow_one(
+    name: str,
     own: LayerTokens,
-    new: int,
+    num: int,
     theta: str,
     init: str,
     shut: bool,
-    generator: torch.Generator,
     depth: int,
+    generator: torch.Generator,
 ) -> LayerTokens:
-    tau, stds = own.tau, (None, None)
+    """Compute the tensors of a layer with another number of pairs, without nested sizes."""
+    times, rest = divmod(num, own.num)
+    if num < own.num or (init == "duplicate" and rest):
+        way = "give a multiple, or init='zero_key'" if times else "use prune() to remove pairs"
+        raise InputError(f"{name} has {own.num} pairs and cannot grow to {num} by {init}: {way}")
+    tau, gate, new = own.tau, own.gate, num - own.num
+    if init == "duplicate":
+        drawn = [_draw(own.values, own.num, generator, None) for _ in range(times)]
+        spread = _SPREAD * torch.stack(drawn)  # (m, P, C_out)
+        spread -= spread.mean(dim=0)
+        values = (own.values / times + spread).flatten(0, 1)
+        tau = tau * (default_tau(theta, num) / default_tau(theta, own.num))
+        gate = None if gate is None else gate.repeat(times)
+        return LayerTokens(own.keys.repeat(times, 1), values, tau, gate)
+    key_std = value_std = None
     if init == "released":
-        stds = released_stds(own.values.shape[1], depth)
-        tau = torch.full_like(tau, default_tau(theta, own.num + new))
-    keys = _normal_like(own.keys, new, generator, stds[0])
+        key_std, value_std = released_stds(own.values.shape[1], depth)
+        tau = torch.full_like(tau, default_tau(theta, num))
+    keys = _draw(own.keys, new, generator, key_std)
+    values = _draw(own.values, new, generator, value_std)
     if init == "zero_key":
         keys.zero_()
-    values = _normal_like(own.values, new, generator, stds[1])
-    gates = own.gate
-    if shut or gates is not None:
-        gates = own.keys.new_ones(own.num) if gates is None else gates
-        gates = torch.cat((gates, gates.new_full((new,), 0.0 if shut else 1.0)))
-    tokens = torch.cat((own.keys, keys)), torch.cat((own.values, values))
-    return LayerTokens(*tokens, tau, gates)
+    if gate is not None:
+        gate = torch.cat((gate, gate.new_full((new,), 0.0 if shut else 1.0)))
+    return LayerTokens(torch.cat((own.keys, keys)), torch.cat((own.values, values)), tau, gate)
 
 
-def _duplicate(own: LayerTokens, times: int, theta: str, generator: torch.Generator) -> LayerTokens:
-    drawn = [_normal_like(own.values, own.num, generator) for _ in range(times)]
-    spread = _SPREAD * torch.stack(drawn)  # (times, P, C_out)
-    spread -= spread.mean(dim=0)
-    return LayerTokens(
-        own.keys.repeat(times, 1),
-        (own.values / times + spread).flatten(0, 1),
-        own.tau * (default_tau(theta, times * own.num) / default_tau(theta, own.num)),
-        None if own.gate is None else own.gate.repeat(times),
-    )
-
-
-def _generator(text: str) -> torch.Generator:
-    digest = hashlib.sha256(text.encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-
-
-def _normal_like(
-    tokens: Tensor, count: int, generator: torch.Generator, std: float | None = None
-) -> Tensor:
-    """Draw rows with a standard deviation; default: the root mean square of ``tokens``."""
-    rms = tokens.double().square().mean().sqrt()
-    if std is not None:
-        rms = torch.full_like(rms, std)
-    drawn = torch.randn(count, tokens.shape[1], generator=generator, device="cpu")
-    return (drawn.to(rms) * rms).to(tokens.dtype)
+def _draw(like: Tensor, rows: int, generator: torch.Generator, std: float | None) -> Tensor:
+    """Draw rows on the CPU; their standard deviation is by default the root mean square."""
+    rms = like.double().square().mean().sqrt()
+    drawn = torch.randn(rows, like.shape[1], generator=generator, device="cpu").to(rms)
+    return (drawn * (rms if std is None else std)).to(like.dtype)

@@ -21,38 +21,16 @@ def count_pairs(model: nn.Module) -> dict[str, int]:
 class TokenMasks:
     """Named subsets of a model's pairs, such as one for each language or task.
 
-    ::
-
-        masks = TokenMasks(model)
-        masks.add("english")                       # all present pairs
-        before = count_pairs(model)
-        grow(model, 1024, 1024, 4096)
-        masks.add_appended("french", before)
-        with masks.use("english"):
-            model(x)                               # as before growth
-        with masks.use("english", "french"):
-            model(x).sum().backward()              # uses the pairs of both
-        torch.save(masks.pairs, "masks.pt")        # and TokenMasks(model, torch.load("masks.pt"))
-
-    A mask removes the other pairs from their layers and keeps τ. Growth keeps τ as well. Therefore
-    a mask of the pairs from before growth gives exactly the outputs from before growth, for every
-    Θ, also for ``softmax`` without a gate. Multiplying other pairs by zero would be exact only for
-    the GELU variants: under ``softmax`` a pair with score 0 still takes a share.
+    A mask removes the other pairs from their layers and keeps τ. They get zero gradients, but an
+    optimizer's momentum and weight decay still change them: freeze what must not change. ``prune``
+    and ``reorder`` give pairs other numbers.
 
     Args:
-        model: Any module with TokenFormer blocks. Masks set ``active`` of its layers; they do not
-            hold parameters.
+        model: Any module with TokenFormer blocks. Masks set ``active`` of its layers.
         pairs: Masks to start with, as in the attribute.
 
     Attributes:
         pairs: (n,) sorted indices of each mask in each layer, by the names of mask and layer.
-
-    Note:
-        Inactive pairs get zero gradients, but an optimizer's momentum and weight decay still change
-        them: freeze pairs that must not change. ``prune`` and ``reorder`` give pairs other numbers.
-
-    Source:
-        This project. One mask for each task is the idea of PackNet, arXiv:1711.05769.
     """
 
     def __init__(
@@ -64,46 +42,29 @@ class TokenMasks:
             self.add(name, own)
 
     def add(self, name: str, pairs: Mapping[str, Any] | None = None) -> None:
-        """Add or replace a mask. It does not contain pairs that are appended later.
+        """Add or replace a mask of all present pairs, or of those that ``pairs`` chooses.
 
-        Args:
-            name: Name of the mask.
-            pairs: What indexes the P pairs of each layer, by the layer's full name: a slice, a
-                tensor of numbers, or a boolean tensor. Other layers have no pairs in the mask. None
-                for all present pairs.
-
-        Raises:
-            InputError: If a layer does not exist.
+        It has what indexes the pairs of a layer by the layer's full name: a slice, a tensor of
+        numbers, or a boolean tensor. Other layers have no pairs in the mask.
         """
         if unknown := set(pairs or ()) - self._layers.keys():
             raise InputError(
                 f"mask {name!r}: {min(unknown)!r} is not a Pattention layer of the model; give "
                 "names of pattention_layers(model)"
             )
-        counts = count_pairs(self._model)
-        numbers = {n: torch.arange(count, device="cpu") for n, count in counts.items()}
-        every, none = slice(None), slice(0)
-        chosen = {n: every if pairs is None else pairs.get(n, none) for n in numbers}
-        self.pairs[name] = {n: numbers[n][chosen[n]].unique() for n in numbers}
+        self.pairs[name] = {}
+        for layer, count in count_pairs(self._model).items():
+            chosen = slice(None) if pairs is None else pairs.get(layer, slice(0))
+            self.pairs[name][layer] = torch.arange(count, device="cpu")[chosen].unique()
 
     def add_appended(self, name: str, before: Mapping[str, int]) -> None:
-        """Add a mask of the pairs that growth appended.
-
-        Args:
-            name: Name of the mask.
-            before: Counts that :func:`count_pairs` returned before growth.
-        """
+        """Add a mask of the pairs that growth appended to these :func:`count_pairs`."""
         if count_pairs(self._model) == before:
             raise InputError(f"no pair is new for mask {name!r}; call count_pairs() before growth")
         self.add(name, {layer: slice(count, None) for layer, count in before.items()})
 
     def activate(self, *names: str) -> None:
-        """Use only the pairs of some masks from now on; without names, use all pairs.
-
-        With gradient checkpointing, do not call it between a forward and a backward pass.
-
-        Args:
-            names: Names of masks; a pair is active if it is in any of them.
+        """Use only the pairs of these masks from now on; without names, use all pairs.
 
         Raises:
             InputError: If a mask does not exist or is of a larger model, a layer would have no
@@ -115,12 +76,12 @@ class TokenMasks:
         active: dict[str, Tensor | None] = dict.fromkeys(self._layers)
         for name, layer in self._layers.items() if names else ():
             index = torch.cat([self.pairs[mask][name] for mask in names]).unique()
-            have = layer.num_param_tokens
             if layer.size is not None:
                 raise InputError(
                     f"{name} uses only its first {layer.size} pairs; call model.set_size(None) "
                     "before a mask is activated"
                 )
+            have = layer.num_param_tokens
             if not len(index) or index[-1] >= have:
                 what = f"pair {index[-1]} of" if len(index) else "no pair of the"
                 raise InputError(
@@ -136,12 +97,8 @@ class TokenMasks:
     def use(self, *names: str) -> Iterator[None]:
         """Activate masks within a ``with`` block, then restore the former state.
 
-        Args:
-            names: Names of masks, as in :meth:`activate`.
-
         Raises:
-            InputError: As :meth:`activate`, or if the model trains with gradient checkpointing,
-                which would compute the blocks again with other pairs.
+            InputError: As :meth:`activate`, or if the model trains with gradient checkpointing.
         """
         check_not_recomputed(self._model)
         before = {name: layer.active for name, layer in self._layers.items()}

@@ -1,7 +1,7 @@
 """Merge two models of one shape into one model with the parameter tokens of both."""
 
 import copy
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.ops import find_theta
 
-from .resize import LayerTokens, pattention_layers, read_tokens, record_counts, write_tokens
+from .resize import LayerTokens, Model, pattention_layers, read_tokens, write_tokens
 
-Model = TypeVar("Model", bound=nn.Module)
 # Arguments that outputs of equal shapes in evaluation do not depend on, by their first letters.
 _FREE = ("num_p", "num_q", "num_f", "num_c", "nested", "pattention_args", "img_size", "dynamic_img")
 _FREE += ("in_chans", "weight_init", "fix_init", "init_values", "drop_", "pos_drop", "patch_drop")
@@ -21,94 +20,79 @@ _FREE += ("in_chans", "weight_init", "fix_init", "init_values", "drop_", "pos_dr
 def merge(model_a: Model, model_b: nn.Module, ancestor: nn.Module | None = None) -> Model:
     """Join the parameter tokens of two models layer by layer; average everything else.
 
-    Without an ancestor, the merged layer has the keys [K_a; K_b], the values [V_a; V_b]/2 and
-    τᵖ = τ_aᵖ + τ_bᵖ. A model that is merged with itself keeps its outputs. With an ancestor, whose
-    pairs are the first pairs of both models, the merged layer has these pairs once, then the new
-    pairs of model_a, then those of model_b; values do not change, and τ is the ancestor's. The
-    README has the formulas of the outputs.
+    Without an ancestor, a layer has the keys [K_a; K_b], the values [V_a; V_b]/2 and τᵖ = τ_aᵖ +
+    τ_bᵖ; a model that is merged with itself keeps its outputs. With an ancestor, a layer has its
+    pairs and τ, then the new pairs of both models. The README has the formulas of the outputs.
 
     Args:
-        model_a: TokenFormer, or a module that holds its blocks. No model is changed; the merged
-            model is a copy of this one.
+        model_a: Any module with TokenFormer blocks; the merged model is a copy of it.
         model_b: Model of the same class and arguments. Its number of pairs may differ. If only one
             model has gates, the gates of the other are 1.
         ancestor: Model from which both models were grown, with its pairs frozen.
 
     Returns:
-        A new model with all pairs in one parameter, without nested sizes. Stem, positions, norms,
-        scales and head are the means of both models.
+        A new, ordinary model. Stem, positions, norms, scales and head are the means of both.
 
     Raises:
-        InputError: If the models do not fit each other, or a layer does not begin with the pairs
-            and τ of the ancestor, bit for bit.
-
-    Source:
-        This project. Appending pairs is from TokenFormer, arXiv:2410.23168v2, Section 3.3. With an
-        ancestor, this is the task arithmetic of arXiv:2212.04089 on pairs instead of weights.
+        InputError: If the models do not fit, or a layer does not begin with the pairs and τ of
+            the ancestor, bit for bit.
     """
     for other, name in ((model_b, "model_b"), (ancestor, "the ancestor")):
-        if other is not None:
-            _check_alike(_facts(model_a), _facts(other), name)
+        ours, theirs = _facts(model_a), _facts(model_a if other is None else other)
+        for key in [*ours, *theirs]:
+            mine, its = (facts.get(key, "absent") for facts in (ours, theirs))
+            if mine != its:
+                raise InputError(
+                    f"{key} is {mine} in model_a and {its} in {name}; merge models that differ "
+                    "only in pairs and weights"
+                )
     merged = copy.deepcopy(model_a)
     layers, layers_b = pattention_layers(merged), pattention_layers(model_b)
     layers_0 = {} if ancestor is None else pattention_layers(ancestor)
-    gates = [layer.gate for name in layers for layer in (layers_b[name], layers[name])]
-    tokens = {}
+    tokens, learned = {}, False
     for name, layer in layers.items():
-        like = layer.key_param_tokens
-        a, b = (_moved_to(read_tokens(each), like) for each in (layer, layers_b[name]))
+        a, b = read_tokens(layer), read_tokens(layers_b[name])
+        parts, tau, share = [_rows(a), _rows(b)], a.tau, 1.0
         if ancestor is None:
             order = find_theta(layer.theta).norm_order
-            tau = (a.tau.double() ** order + b.tau.double() ** order) ** (1 / order)
-            values = torch.cat((a.values, b.values)) / 2
-            tokens[name] = LayerTokens(torch.cat((a.keys, b.keys)), values, tau, _gates(a, b))
+            tau = (tau.double() ** order + b.tau.to(tau).double() ** order) ** (1 / order)
+            share = 0.5
         else:
-            tokens[name] = _appended(_moved_to(read_tokens(layers_0[name]), like), a, b, name)
+            old = read_tokens(layers_0[name])
+            new = (_new_rows(a, old, f"{name}: model_a"), _new_rows(b, old, f"{name}: model_b"))
+            parts = [_rows(old), *new]
+        keys, values, gate = (
+            torch.cat([rows.to(a.keys) for rows in of_parts])
+            for of_parts in zip(*parts, strict=True)
+        )
+        if a.gate is None and b.gate is None:
+            gate = None
+        tokens[name] = LayerTokens(keys, share * values, tau, gate)
+        learned |= any(isinstance(own.gate, nn.Parameter) for own in (layer, layers_b[name]))
     others = _others(model_b)
     for name, tensor in _others(merged).items():
         if tensor.is_floating_point():
             tensor.copy_((tensor + others[name].to(tensor)) / 2)
-    learned = any(isinstance(gate, nn.Parameter) for gate in gates)
-    write_tokens(layers, tokens, learn_gate=learned)
-    record_counts(merged)
+    write_tokens(merged, tokens, learn_gate=learned)
     return merged
 
 
-def _appended(old: LayerTokens, a: LayerTokens, b: LayerTokens, name: str) -> LayerTokens:
-    """Append the new pairs of two models to the ancestor's pairs, with which both must begin."""
-    num, parts = old.num, [old]
-    for model, own in (("model_a", a), ("model_b", b)):
-        for what, mine, theirs in (
-            ("keys", own.keys[:num], old.keys),
-            ("values", own.values[:num], old.values),
-            ("gates", _opened(own)[:num], _opened(old)),
-            ("τ", own.tau, old.tau),
-        ):
-            if not torch.equal(theirs, mine):
-                raise InputError(
-                    f"{name}: {model} does not begin with the {num} pairs of the ancestor, because "
-                    f"their {what} differ: freeze old pairs after growth, or merge without an "
-                    "ancestor"
-                )
-        gate = None if own.gate is None else own.gate[num:]
-        parts.append(LayerTokens(own.keys[num:], own.values[num:], own.tau, gate))
-    keys, values = (torch.cat([getattr(p, what) for p in parts]) for what in ("keys", "values"))
-    return LayerTokens(keys, values, old.tau, _gates(*parts))
+def _rows(own: LayerTokens) -> tuple[Tensor, Tensor, Tensor]:
+    """Return keys, values and gates, which are 1 in a layer without gates."""
+    return own.keys, own.values, own.keys.new_ones(own.num) if own.gate is None else own.gate
 
 
-def _opened(tokens: LayerTokens) -> Tensor:
-    return tokens.keys.new_ones(tokens.num) if tokens.gate is None else tokens.gate
-
-
-def _gates(*parts: LayerTokens) -> Tensor | None:
-    gated = any(part.gate is not None for part in parts)
-    return torch.cat([_opened(part) for part in parts]) if gated else None
-
-
-def _moved_to(own: LayerTokens, like: Tensor) -> LayerTokens:
-    gate = None if own.gate is None else own.gate.to(like)
-    # The dtype of τ is more precise than bfloat16.
-    return LayerTokens(own.keys.to(like), own.values.to(like), own.tau.to(like.device), gate)
+def _new_rows(own: LayerTokens, old: LayerTokens, name: str) -> list[Tensor]:
+    """Return the pairs after those of the ancestor, with which a layer must begin."""
+    begins = [rows[: old.num] for rows in _rows(own)]
+    pairs = zip((*begins, own.tau), (*_rows(old), old.tau), strict=True)
+    for what, (mine, theirs) in zip(("keys", "values", "gates", "τ"), pairs, strict=True):
+        if not torch.equal(mine, theirs.to(mine)):
+            raise InputError(
+                f"{name} does not begin with the {old.num} pairs of the ancestor, because their "
+                f"{what} differ: freeze old pairs after growth, or merge without an ancestor"
+            )
+    return [rows[old.num :] for rows in _rows(own)]
 
 
 def _others(model: nn.Module) -> dict[str, Tensor]:
@@ -130,13 +114,3 @@ def _facts(model: nn.Module) -> dict[str, Any]:
         for what in ("in_features", "out_features", "theta", "eps"):
             facts[f"{name}.{what}"] = getattr(layer, what)
     return facts | {f"the shape of {key}": [*t.shape] for key, t in _others(model).items()}
-
-
-def _check_alike(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> None:
-    for key in [*ours, *theirs]:
-        mine, other = (facts.get(key, "absent") for facts in (ours, theirs))
-        if mine != other:
-            raise InputError(
-                f"{key} is {mine} in model_a and {other} in {name}; merge models that differ only "
-                "in pairs and weights"
-            )

@@ -3,32 +3,28 @@
 import copy
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.models.sizes import Size, nest_layers, set_size
 
 from .prune import Usage, adapted_tau, check_usage, select_pairs
-from .resize import LayerTokens, pattention_layers, record_counts, whole_layers, write_tokens
-
-Model = TypeVar("Model", bound=nn.Module)
+from .resize import Model, pattention_layers, record_counts, whole_layers, write_tokens
 
 
 @torch.no_grad()
 def extract(model: Model, size: Size) -> Model:
-    """Copy the first pairs of every layer into a new, ordinary model.
+    """Copy the first pairs of every layer into a new model.
 
     Args:
         model: Any module with TokenFormer blocks; it does not change.
         size: Size, as for ``model.set_size``, whether it was trained or not.
 
     Returns:
-        A model without the other pairs, saved like any other. On a CPU its outputs equal those of
-        ``model.set_size(size)`` bit for bit. It keeps the smaller trained sizes.
+        A model with the outputs of this size, on a CPU bit for bit. It keeps smaller trained sizes.
 
     Raises:
         InputError: If the size is out of range, or a mask is active.
@@ -46,14 +42,11 @@ def extract(model: Model, size: Size) -> Model:
         fitting -= 1  # the whole of the new model
     tokens = {}
     for name, layer in layers.items():
-        keys, values, gate, tau = layer.used_tokens()
-        nested = layer.nested[:fitting]
-        nested_tau = torch.stack([layer.tau_of(each) for each in nested]) if nested else None
-        gate = None if gate is None else gate.clone()
-        own = LayerTokens(keys.clone(), values.clone(), tau.clone(), gate, nested, nested_tau)
-        tokens[name] = own
-    write_tokens(layers, tokens)
-    record_counts(smaller)
+        own = select_pairs(layer, torch.arange(layer.num_used, device="cpu"))
+        taus = [layer.tau_of(count) for count in (*layer.nested[:fitting], layer.num_used)]
+        nested, nested_tau = layer.nested[:fitting], torch.stack(taus)[:-1]
+        tokens[name] = own._replace(tau=taus[-1], nested=nested, nested_tau=nested_tau)
+    write_tokens(smaller, tokens)
     return smaller
 
 
@@ -62,8 +55,8 @@ def reorder(model: Model, usage: Mapping[str, Usage]) -> Model:
     """Sort the pairs of every layer by their usage, most used first, in place.
 
     Args:
-        model: Any module with TokenFormer blocks. Build optimizers afterwards: the moments of an
-            older one would belong to other pairs. A nested model becomes an ordinary one.
+        model: Any module with TokenFormer blocks, which is not nested afterwards. Build optimizers
+            anew: their moments would belong to other pairs.
         usage: Usage that :func:`~tokenformer_vit.growth.measure_usage` returned for this model.
 
     Returns:
@@ -75,8 +68,7 @@ def reorder(model: Model, usage: Mapping[str, Usage]) -> Model:
     layers = whole_layers(model)
     check_usage(layers, usage)
     tokens = {name: select_pairs(layer, usage[name].order) for name, layer in layers.items()}
-    write_tokens(layers, tokens)
-    record_counts(model)
+    write_tokens(model, tokens)
     return model
 
 
@@ -84,25 +76,19 @@ def reorder(model: Model, usage: Mapping[str, Usage]) -> Model:
 def nest(model: Model, sizes: Sequence[Size], usage: Mapping[str, Usage] | None = None) -> Model:
     """Give a trained model nested sizes, in place; train it afterwards at these sizes.
 
-    ::
-
-        usage = measure_usage(model, batches)
-        nest(reorder(model, usage), (0.25, 0.5), usage)
-
     Args:
-        model: Any module with TokenFormer blocks. Its outputs do not change; the sizes that it had
-            are replaced. Build optimizers afterwards: a learned τ of a size is a new parameter.
+        model: Any module with TokenFormer blocks. Its outputs do not change, and the sizes that it
+            had are replaced. Build optimizers anew: a learned τ of a size is a new parameter.
         sizes: Sizes, as for ``model.set_size``. Empty for an ordinary model.
-        usage: Usage by which :func:`reorder` has sorted the pairs. Then τ of a size is adapted as
-            :func:`~tokenformer_vit.growth.prune` does; without it, τ is what ``set_size`` takes
-            now.
+        usage: Usage by which :func:`reorder` has sorted the pairs, to adapt τ of the sizes as
+            :func:`~tokenformer_vit.growth.prune` does. None keeps what the sizes compute now.
 
     Returns:
         ``model``.
 
     Raises:
-        InputError: If a size is out of range, a layer has more pairs in a smaller size, or the
-            usage is of another model.
+        InputError: If a size is out of range, sizes do not contain one another, or the usage is
+            of another model.
     """
     layers = whole_layers(model)
     if usage is not None:
@@ -110,9 +96,8 @@ def nest(model: Model, sizes: Sequence[Size], usage: Mapping[str, Usage] | None 
     names = {layer: name for name, layer in layers.items()}
 
     def tau_of(layer: Pattention, count: int) -> Tensor:
-        if usage is not None:
-            return adapted_tau(layer, usage[names[layer]], count)
-        return layer.tau_of(count)
+        own = None if usage is None else usage[names[layer]]
+        return layer.tau_of(count) if own is None else adapted_tau(layer, own, count)
 
     models = [module for module in model.modules() if hasattr(module, "record_param_tokens")]
     for module in models or [model]:

@@ -1,9 +1,10 @@
 """Find and remove the pairs that add little to a layer's output."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +14,7 @@ from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.arguments import Counts
 from tokenformer_vit.ops import find_theta, norm_shares
 
-from .resize import (
-    LayerTokens,
-    counts_by_layer,
-    read_tokens,
-    record_counts,
-    whole_layers,
-    write_tokens,
-)
-
-Model = TypeVar("Model", bound=nn.Module)
+from .resize import LayerTokens, Model, counts_by_layer, read_tokens, whole_layers, write_tokens
 
 
 @dataclass(frozen=True)
@@ -30,8 +22,7 @@ class Usage:
     """Mean usage of each pair of a layer over input tokens; float64, on the CPU.
 
     Args:
-        sizes: (P,) mean of |weight| · ‖value‖₂: the length of the vector that a pair adds to an
-            output token.
+        sizes: (P,) mean of |weight| · ‖value‖₂, the length of what a pair adds to an output token.
         shares: (P,) mean share of a pair in the sum in Θ's divisor; the shares sum to 1.
         lengths: (P,) ‖value‖₂ of each pair, to recognize the layer; None for any layer.
     """
@@ -53,16 +44,13 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
     Args:
         model: Any module with TokenFormer blocks. It runs in evaluation mode.
         batches: Input tensors, tuples that begin with one, or dicts of keyword arguments, in which
-            tokens with an ``attention_mask`` of 0 do not count. Use training data, because pruning
-            is a choice that must not see test data.
+            tokens with an ``attention_mask`` of 0 do not count. No test data: pruning is a choice.
 
     Returns:
-        The usage of each Pattention layer by name, averaged over all input tokens. It is computed
-        in float32 (float64 for a float64 model), and summed in float64.
+        The usage of each Pattention layer by name, averaged over all input tokens in float64.
 
     Raises:
-        InputError: If there is no batch, a mask is active, a size is set, or a weight is not
-            finite.
+        InputError: If there is no batch, not all pairs are in use, or a weight is not finite.
     """
     if isinstance(batches, Tensor):  # would be taken for a list of single images
         raise InputError("batches is one tensor: give a list of batches, such as [images]")
@@ -73,12 +61,18 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
                 f"{name} uses only {layer.num_used} of its pairs; call TokenMasks.activate() and "
                 "model.set_size(None) to use all"
             )
-    sums = {layer: _Sums(layer) for layer in layers.values()}
+    # The number of tokens, and the sums of the weights and shares of each pair.
+    tokens = Counter[nn.Module]()
+    sums = {layer: torch.stack([_lengths(layer).mul(0)] * 2) for layer in layers.values()}
     mask: Tensor | None = None
 
     def add(layer: Any, inputs: tuple[Tensor, ...]) -> None:
         x = inputs[0].flatten(0, -2)  # (R, C_in)
-        sums[layer].add(layer, x if mask is None else x[mask.flatten() != 0])
+        x = x if mask is None else x[mask.flatten() != 0]
+        scores, weights = layer.scores_and_weights(x)  # (R, P)
+        both = weights.abs(), norm_shares(scores, weights, layer.theta)
+        sums[layer] += torch.stack([each.sum(dim=0, dtype=torch.float64) for each in both])
+        tokens[layer] += len(x)
 
     device = next(model.parameters()).device
     in_training = [module for module in model.modules() if module.training]
@@ -95,33 +89,17 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
                 model(**given)
             else:
                 model((batch[0] if isinstance(batch, tuple | list) else batch).to(device))
-    return {name: sums[layer].usage(name) for name, layer in layers.items()}
-
-
-class _Sums:
-    """Sums over input tokens for the usage of a layer."""
-
-    def __init__(self, layer: Pattention) -> None:
-        self.lengths = _lengths(layer)
-        self.count = 0
-        self.weights, self.shares = self.lengths.new_zeros(2, len(self.lengths))
-
-    def add(self, layer: Pattention, x: Tensor) -> None:
-        scores, weights = layer.scores_and_weights(x)  # (R, P)
-        shares = norm_shares(scores, weights, layer.theta)
-        self.count += len(x)
-        self.weights += weights.abs().sum(dim=0, dtype=torch.float64)
-        self.shares += shares.sum(dim=0, dtype=torch.float64)
-
-    def usage(self, name: str) -> Usage:
-        if not self.count:
-            raise InputError(f"the usage of {name} needs a batch; give at least one")
-        sizes, shares = self.weights * self.lengths / self.count, self.shares / self.shares.sum()
+    usage = {}
+    for name, layer in layers.items():
+        lengths, (weights, shares) = _lengths(layer), sums[layer]
+        sizes, shares = weights * lengths / tokens[layer], shares / shares.sum()
         if not (sizes.isfinite() & shares.isfinite()).all():
             raise InputError(
-                f"the usage of {name} is not finite: training diverged; use an earlier checkpoint"
+                f"the usage of {name} is not finite: give at least one batch, or an earlier "
+                "checkpoint if training diverged"
             )
-        return Usage(sizes.cpu(), shares.cpu(), self.lengths.cpu())
+        usage[name] = Usage(sizes.cpu(), shares.cpu(), lengths.cpu())
+    return usage
 
 
 def _lengths(layer: Pattention) -> Tensor:
@@ -139,39 +117,27 @@ def prune(
 ) -> Model:
     """Remove the least used pairs of every layer, in place.
 
-    The divisor r in the weight h/r of a pair depends on (Σ hᵖ)/τᵖ over all pairs (Aᵖ instead of hᵖ
-    for ``gelu_l2``), and becomes smaller when pairs are removed. To keep r, τ is reduced with the
-    sum: τ'ᵖ = τᵖ · E[Σ_kept hᵖ / Σ_all hᵖ], where the mean is the sum of the kept pairs' shares.
-    Without this, the weights of the other pairs would grow.
+    Θ divides by a norm over all pairs, relative to τ, which becomes smaller when pairs are removed.
+    To keep the weights of the other pairs, τ is reduced with it; the README has the formula.
 
     Args:
-        model: Any module with TokenFormer blocks. Build optimizers afterwards. Masks are reset, and
-            a nested model becomes an ordinary one.
+        model: Any module with TokenFormer blocks; masks and nested sizes are reset.
         usage: Usage that :func:`measure_usage` returned for this model.
         num_qkv_param_tokens: Number of pairs to keep in each query, key and value projection, or a
             list with one for each block; None keeps all.
         num_proj_param_tokens: The same for output projections.
         num_ffn_param_tokens: The same for feed-forward layers.
-        adapt_tau: Whether to adapt τ as above.
+        adapt_tau: Whether to reduce τ.
 
     Returns:
-        ``model``. The kept pairs are in their old order.
+        ``model``, with the kept pairs in their old order. Build optimizers anew.
 
     Raises:
-        InputError: If a count is not between 1 and the present one, or the usage is of another
-            model.
-
-    Source:
-        This project. The measure is the mean output norm of arXiv:1611.06440, Section 2.2, with the
-        length of a vector instead of an activation.
+        InputError: If a count is not from 1 to the present one, or the usage is of another model.
     """
     layers = whole_layers(model)
-    counts = counts_by_layer(
-        layers,
-        num_qkv_param_tokens=num_qkv_param_tokens,
-        num_proj_param_tokens=num_proj_param_tokens,
-        num_ffn_param_tokens=num_ffn_param_tokens,
-    )
+    sizes = num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens
+    counts = counts_by_layer(layers, *sizes)
     check_usage(layers, usage)
     tokens = {}
     for name, layer in layers.items():
@@ -180,13 +146,11 @@ def prune(
         if not 1 <= wanted <= have:
             remedy = "to add pairs, use grow()" if wanted > have else "keep at least 1"
             raise InputError(f"{name} has {have} pairs and cannot be pruned to {wanted}; {remedy}")
-        tokens[name] = select_pairs(layer, kept_pairs(usage[name], wanted))
+        tokens[name] = select_pairs(layer, usage[name].order[:wanted].sort().values)
         if adapt_tau and wanted < have:
-            tau = adapted_tau(layer, usage[name], wanted)
-            tokens[name] = replace(tokens[name], tau=tau)
+            tokens[name] = tokens[name]._replace(tau=adapted_tau(layer, usage[name], wanted))
     if any(own.num < layers[name].num_param_tokens for name, own in tokens.items()):
-        write_tokens(layers, tokens)
-        record_counts(model)
+        write_tokens(model, tokens)
     return model
 
 
@@ -195,31 +159,23 @@ def check_usage(
 ) -> None:
     """Check that a usage was measured on these layers; ``reorder`` may have sorted them since."""
     for name, layer in layers.items():
-        have, own = layer.num_param_tokens, usage.get(name)
-        if own is None or len(own.sizes) != have:
+        own = usage.get(name)
+        fits = own is not None and len(own.sizes) == layer.num_param_tokens
+        if own is not None and fits and own.lengths is not None:
+            lengths = own.lengths[own.order] if reordered else own.lengths
+            fits = torch.allclose(lengths, _lengths(layer).cpu(), rtol=1e-3)
+        if not fits:
             raise InputError(
-                f"the usage was measured on another model: {name} has {have} pairs, the usage has "
-                f"{'none' if own is None else len(own.sizes)}; measure it again"
+                f"the usage of {name} was measured on another model, on other pairs, or in another "
+                "order; measure it again, and reorder before you nest"
             )
-        lengths = own.lengths if own.lengths is None or not reordered else own.lengths[own.order]
-        if lengths is not None and not torch.allclose(lengths, _lengths(layer).cpu(), rtol=1e-3):
-            raise InputError(
-                f"the usage of {name} was measured on other pairs, or in another order; measure it "
-                "again, and reorder before you nest"
-            )
-
-
-def kept_pairs(usage: Usage, count: int) -> Tensor:
-    """Return the numbers of the most used pairs of a layer, in increasing order."""
-    return usage.order[:count].sort().values
 
 
 def adapted_tau(layer: Pattention, usage: Usage, count: int) -> Tensor:
     """Return τ for a layer that keeps its most used pairs; see :func:`prune`."""
-    share = usage.shares[kept_pairs(usage, count)].sum().item()
-    if share > 0:  # pairs with zero keys have no share and need no τ
-        return layer.tau.detach().double() * share ** (1 / find_theta(layer.theta).norm_order)
-    return layer.tau.detach()
+    share = usage.shares[usage.order[:count]].sum().item()
+    share = share or 1.0  # pairs with zero keys have no share and need no τ
+    return layer.tau.detach().double() * share ** (1 / find_theta(layer.theta).norm_order)
 
 
 def select_pairs(layer: Pattention, index: Tensor) -> LayerTokens:

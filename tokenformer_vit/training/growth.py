@@ -13,14 +13,7 @@ from torch.optim import Optimizer
 
 from tokenformer_vit.benchmarking.costs import training_flops
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import (
-    grow,
-    grow_state_dict,
-    open_gates,
-    pattention_layers,
-    stack_blocks,
-    widen_mlp,
-)
+from tokenformer_vit.growth import grow, grow_state_dict, open_gates, pattention_layers
 from tokenformer_vit.layers.arguments import COUNTS
 from tokenformer_vit.models.sizes import at_size
 
@@ -28,6 +21,7 @@ from .guard import check_finite, unwrap
 from .mae import MaskedAutoencoder
 from .mmengine_internals import is_resuming
 from .nested import NestedTraining
+from .net2net import stack_blocks, widen_mlp
 from .parameter_groups import align_schedulers, fit_groups
 from .schedule import check_schedule_is_kept
 

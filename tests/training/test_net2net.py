@@ -1,9 +1,11 @@
-"""Net2Net widens the hidden layers of a GPT-2 or a GPT-NeoX and keeps its outputs."""
+"""Net2Net widens the hidden layers of Transformers and keeps their outputs; stacking deepens."""
 
 from typing import Any
 
 import pytest
+import timm
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 pytest.importorskip("transformers", reason="pip install '.[language]'")
@@ -11,8 +13,8 @@ pytest.importorskip("transformers", reason="pip install '.[language]'")
 from transformers import AutoModelForCausalLM
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import stack_blocks, widen_mlp
 from tokenformer_vit.language import transformer_lm
+from tokenformer_vit.training.net2net import stack_blocks, widen_mlp
 
 TOKENS = torch.randint(61, (2, 9))
 POSITIONS = pytest.mark.parametrize("positions", ["learned", "rotary"])
@@ -101,3 +103,39 @@ def test_nothing_changes_where_one_block_cannot_be_widened():
         widen_mlp(model, 80)
     assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
     assert model.config.n_inner == 48
+
+
+def test_a_vit_and_its_optimizer_go_on():
+    shape = {"embed_dim": 16, "depth": 2, "num_heads": 2, "img_size": 16, "patch_size": 8}
+    vit: Any = timm.create_model("vit_tiny_patch16_224", **shape, num_classes=3).eval()
+    matrices = [p for p in vit.parameters() if p.dim() > 1]
+    others = [p for p in vit.parameters() if p.dim() < 2]
+    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    x = torch.randn(4, 3, 16, 16)
+
+    def step_vit():
+        optimizer.zero_grad()
+        F.cross_entropy(vit(x), torch.tensor([0, 1, 2, 1])).backward()
+        optimizer.step()
+
+    step_vit()
+    before, moments = vit(x), optimizer.state[vit.blocks[0].mlp.fc2.weight]["exp_avg"].clone()
+    widen_mlp(vit, 100, optimizer=optimizer)
+    torch.testing.assert_close(vit(x), before, rtol=0, atol=1e-5)
+    carried = optimizer.state[vit.blocks[0].mlp.fc2.weight]["exp_avg"]
+    assert torch.equal(carried[:, :64], moments)
+    assert not carried[:, 64:].any()
+    again = timm.create_model("vit_tiny_patch16_224", **{**shape, **vit._model_args})
+    again.load_state_dict(vit.state_dict())
+    step_vit()
+
+    stack_blocks(vit, 5, optimizer=optimizer)
+    for part, like in zip(vit.blocks[4].parameters(), vit.blocks[0].parameters(), strict=True):
+        assert torch.equal(part, like)
+    places = {parameter: place for place, parameter in enumerate(vit.parameters())}
+    for group, decays in zip(optimizer.param_groups, (True, False), strict=True):
+        expected = [places[p] for p in vit.parameters() if (p.dim() > 1) is decays]
+        assert [places[p] for p in group["params"]] == expected  # PyTorch loads by position
+    step_vit()
+    assert not torch.equal(vit.blocks[2].mlp.fc1.weight, vit.blocks[0].mlp.fc1.weight)

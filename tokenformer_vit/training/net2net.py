@@ -1,4 +1,4 @@
-"""Grow an ordinary Transformer, as a baseline for the growth of a TokenFormer."""
+"""Net2Net and stacking: growth of an ordinary Transformer, as a baseline of experiments."""
 
 import copy
 from typing import Any, TypeVar
@@ -9,9 +9,9 @@ from timm.models import VisionTransformer
 from torch import nn
 from torch.optim import Optimizer
 
+from tokenformer_vit.benchmarking.matched import mlp_ratio
 from tokenformer_vit.errors import InputError
-
-from .resize import Change, add_parameters, resize, unwrapped
+from tokenformer_vit.growth.resize import Change, resize, unwrapped
 
 # How much the shares of a neuron's copies in its outgoing weights differ. Equal copies would stay
 # equal forever.
@@ -93,12 +93,12 @@ def _widen(mlp: Any, form: str, hidden: int, generator: torch.Generator) -> list
     shares /= shares.new_zeros(old).index_add_(0, source, shares)[source]
     source, shares = source.to(before.weight.device), shares.to(after.weight)
     shared = after.weight.index_select(outputs, source) * shares.unsqueeze(1 - outputs)
-    changes = [
-        Change(before.weight, before.weight.index_select(inputs, source), (before.weight,)),
-        Change(after.weight, shared, (after.weight,)),
+    changes: list[Change] = [
+        (before.weight, before.weight.index_select(inputs, source), [before.weight]),
+        (after.weight, shared, [after.weight]),
     ]
     if before.bias is not None:
-        changes.append(Change(before.bias, before.bias[source], (before.bias,)))
+        changes.append((before.bias, before.bias[source], [before.bias]))
     return changes
 
 
@@ -124,18 +124,22 @@ def stack_blocks(
     """
     vit = _find_vit(model)
     blocks: Any = vit.blocks
-    old, new = len(blocks), []
+    old, copies = len(blocks), {}
     if depth <= old:
         raise InputError(f"the model has {old} blocks; give more than that, not {depth}")
     for parameter in blocks.parameters() if optimizer is not None and moments == "reset" else ():
         unwrapped(optimizer).state.pop(parameter, None)
     for index in range(old, depth):
         blocks.append(copy.deepcopy(blocks[index % old]))
-        both = zip(blocks[index].parameters(), blocks[index % old].parameters(), strict=True)
-        new += [(parameter, (like,), 1.0) for parameter, like in both]
+        copies |= zip(blocks[index].parameters(), blocks[index % old].parameters(), strict=True)
     getattr(vit, "_model_args", {}).update(depth=depth)
-    if optimizer is not None:
-        add_parameters(optimizer, model, new)
+    places = {parameter: place for place, parameter in enumerate(model.parameters())}
+    for group in unwrapped(optimizer).param_groups if optimizer is not None else ():
+        known = {*group["params"]}
+        group["params"] += [parameter for parameter, like in copies.items() if like in known]
+        # PyTorch loads a state by position.
+        group["params"].sort(key=lambda parameter: places.get(parameter, -1))
+        group.pop("param_names", None)
     return model
 
 
@@ -157,10 +161,3 @@ def _find_transformer(model: nn.Module) -> tuple[str, Any]:
             if hasattr(module, form) and hasattr(getattr(module, "config", None), key):
                 return form, module
     return "blocks", _find_vit(model)
-
-
-def mlp_ratio(hidden: int, width: int) -> float:
-    """Compute the ``mlp_ratio`` that gives exactly this number of hidden neurons in timm."""
-    ratio = hidden / width
-    # timm multiplies by the width again and rounds down.
-    return ratio if int(width * ratio) == hidden else (hidden + 0.5) / width
