@@ -169,9 +169,6 @@ def freeze_old(model: nn.Module) -> None:
 
     Args:
         model: Model that was grown with ``split=True``. Its classifier is frozen as well.
-
-    Raises:
-        InputError: If no layer stores new pairs in separate parameters.
     """
     split = [layer for layer in pattention_layers(model).values() if is_split(layer)]
     if not split:
@@ -192,9 +189,6 @@ def open_gates(model: nn.Module, opened: float) -> None:
     Args:
         model: Model that was grown with ``gate="fixed"``.
         opened: Value of the gates, from 0 (as at growth) to 1 (the pair counts fully).
-
-    Raises:
-        InputError: If no layer has a fixed gate.
     """
     gates = [layer.gate for layer in pattention_layers(model).values()]
     fixed = [gate for gate in gates if gate is not None and not isinstance(gate, nn.Parameter)]
@@ -216,9 +210,6 @@ def join_tokens(model: Model, optimizer: Optimizer | None = None, moments: str =
 
     Returns:
         ``model``, with the same outputs.
-
-    Raises:
-        InputError: If DDP or FSDP wraps the model, or the optimizer cannot continue.
     """
     layers = {name: each for name, each in whole_layers(model).items() if is_split(each)}
     tokens = {name: read_tokens(layer) for name, layer in layers.items()}

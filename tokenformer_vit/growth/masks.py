@@ -64,12 +64,7 @@ class TokenMasks:
         self.add(name, {layer: slice(count, None) for layer, count in before.items()})
 
     def activate(self, *names: str) -> None:
-        """Use only the pairs of these masks from now on; without names, use all pairs.
-
-        Raises:
-            InputError: If a mask does not exist or is of a larger model, a layer would have no
-                active pairs, or a size is set. Then nothing is changed.
-        """
+        """Use only the pairs of these masks from now on; without names, use all pairs."""
         if unknown := set(names) - self.pairs.keys():
             known = ", ".join(self.pairs)
             raise InputError(f"there is no mask {min(unknown)!r}; choose from {known}")
@@ -95,11 +90,7 @@ class TokenMasks:
 
     @contextmanager
     def use(self, *names: str) -> Iterator[None]:
-        """Activate masks within a ``with`` block, then restore the former state.
-
-        Raises:
-            InputError: As :meth:`activate`, or if the model trains with gradient checkpointing.
-        """
+        """Activate masks within a ``with`` block, then restore the former state."""
         check_not_recomputed(self._model)
         before = {name: layer.active for name, layer in self._layers.items()}
         self.activate(*names)

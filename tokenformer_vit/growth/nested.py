@@ -25,9 +25,6 @@ def extract(model: Model, size: Size) -> Model:
 
     Returns:
         A model with the outputs of this size, on a CPU bit for bit. It keeps smaller trained sizes.
-
-    Raises:
-        InputError: If the size is out of range, or a mask is active.
     """
     if masked := [name for name, layer in whole_layers(model).items() if layer.active is not None]:
         raise InputError(
@@ -61,9 +58,6 @@ def reorder(model: Model, usage: Mapping[str, Usage]) -> Model:
 
     Returns:
         ``model``, with the same outputs up to rounding.
-
-    Raises:
-        InputError: If the usage is of another model.
     """
     layers = whole_layers(model)
     check_usage(layers, usage)
@@ -85,10 +79,6 @@ def nest(model: Model, sizes: Sequence[Size], usage: Mapping[str, Usage] | None 
 
     Returns:
         ``model``.
-
-    Raises:
-        InputError: If a size is out of range, sizes do not contain one another, or the usage is
-            of another model.
     """
     layers = whole_layers(model)
     if usage is not None:

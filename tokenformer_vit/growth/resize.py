@@ -44,14 +44,7 @@ class LayerTokens(NamedTuple):
 
 
 def pattention_layers(model: nn.Module) -> dict[str, Pattention]:
-    """Find the Pattention layers of a model, by name and in its order.
-
-    Args:
-        model: Any module that holds TokenFormer blocks: a backbone, a classifier, a language model.
-
-    Raises:
-        InputError: If there are none.
-    """
+    """Return the Pattention layers of any module with TokenFormer blocks, by name, in its order."""
     if layers := find_layers(model):
         return layers
     raise InputError(f"{type(model).__name__} has no Pattention layer; give a TokenFormer")
