@@ -159,15 +159,3 @@ def test_of_equal_sizes_the_last_has_tau():
         assert layer.used_tokens()[3].item() == pytest.approx(tau)
         assert layer.tau_of(size).item() == pytest.approx(tau)
         assert layer(x).isfinite().all()
-
-
-def test_tau_of_a_size_is_float32_whatever_the_default_type():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        layer = Pattention(8, 8, 48, nested=SIZES)
-        layer.size = 17
-    finally:
-        torch.set_default_dtype(before)
-    assert layer.nested_tau.tolist() == pytest.approx([n**0.5 for n in SIZES], rel=1e-6)
-    assert layer.used_tokens()[3].item() == pytest.approx(17**0.5, rel=1e-6)
