@@ -261,7 +261,7 @@ def test_a_damaged_checkpoint_names_the_earlier_ones(train, run):
     data[len(data) // 2] ^= 1
     (run / "epoch_3.pth").write_bytes(data)
     line = train.fails(run, "--resume", *OPTIONS)
-    assert "epoch_3.pth is damaged: the checksum" in line
+    assert "epoch_3.pth is damaged" in line
     assert "epoch_2.pth" in line
 
 
