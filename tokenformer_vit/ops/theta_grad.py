@@ -29,9 +29,9 @@ class _GeluL2(torch.autograd.Function):
         if triton_theta.serves(scores):
             return triton_theta.gelu_l2(scores, tau, eps, approximate == "tanh")
         dtype = torch.promote_types(scores.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(scores, dim=-1, keepdim=True, dtype=dtype)
+        norm = torch.linalg.vector_norm(scores, dim=-1, keepdim=True, dtype=dtype).div_(tau)
         # In place, because a decoding step waits longer for memory than for these operations.
-        factor = once_a_row(norm.div_(tau).square_().add_(eps).rsqrt_())
+        factor = once_a_row(norm.mul_(norm).add_(eps).rsqrt_())
         return F.gelu(scores * factor, approximate=approximate).to(scores.dtype), factor
 
     @staticmethod
