@@ -10,8 +10,6 @@ from .theta import theta_weights
 from .theta_grad import fast_gelu_l2
 
 BACKENDS = ("auto", "reference")
-
-
 # Variants with a gradient of their own, and the GELU of each.
 _FAST = {"gelu_l2": "none", "gelu_tanh_l2": "tanh"}
 

@@ -1,6 +1,6 @@
 """Θ ``gelu_l2`` with a gradient of its own; ``gelu_tanh_l2`` is the same with another GELU.
 
-Plain autograd keeps six float32 numbers for each score. This keeps the scores as they are, and the
+Plain autograd keeps two float32 numbers for each score. This keeps the scores as they are, and the
 factor r of each row:
 
     z = r s,  r = 1 / √(‖s‖² / τ² + eps),  w = gelu(z)
