@@ -11,7 +11,14 @@ from torch import nn
 
 from tokenformer_vit import growth
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import INITS, count_pairs, grow, grow_state_dict, pattention_layers
+from tokenformer_vit.growth import (
+    INITS,
+    count_pairs,
+    grow,
+    grow_state_dict,
+    open_gates,
+    pattention_layers,
+)
 from tokenformer_vit.layers import Attention, Pattention
 from tokenformer_vit.layers.split import TOKENS
 from tokenformer_vit.ops import THETAS, default_tau
@@ -54,7 +61,7 @@ def test_growth_to_any_size_is_exact(theta, how, rounding):
         sizes = [{"num_qkv_param_tokens": 37}, {"num_ffn_param_tokens": 301}]
     exact = in_float64(copy.deepcopy(model))
     before, before64 = logits(model, x), logits(exact, x.double())
-    for counts in sizes:
+    for counts in sizes[: 1 if how.get("gate") == "fixed" else None]:
         grow(model, **counts, **how)
         grow(exact, **counts, **how)
         assert_same(logits(model, x), before, rounding(model))
@@ -228,3 +235,12 @@ def test_a_wrapped_model_is_refused(wrap, tmp_path):
                 change(wrapped, usage)
     finally:
         dist.destroy_process_group()
+
+
+def test_fixed_gates_are_opened_before_the_next_growth():
+    model = grow(build("softmax"), num_ffn_param_tokens=160, gate="fixed")
+    open_gates(model, 0.5)
+    with pytest.raises(InputError, match=r"not all open: .*open_gates\(model, 1\)"):
+        grow(model, num_ffn_param_tokens=192, gate="fixed")
+    open_gates(model, 1)
+    grow(model, num_ffn_param_tokens=192, gate="fixed")

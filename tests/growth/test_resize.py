@@ -10,7 +10,7 @@ import timm.scheduler
 import torch
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import grow, join_tokens
+from tokenformer_vit.growth import grow, join_tokens, measure_usage, nest, reorder
 from tokenformer_vit.layers.split import TOKENS, token_segments
 
 from .conftest import assert_equal, build, copied, images, step
@@ -270,3 +270,18 @@ def test_parameters_stay_in_the_order_of_the_model(arguments, how, one_group):
     rebuilt = grow(build(**arguments), 48, 48, 256, nested=how.get("nested", False))
     names = [name for name, _ in rebuilt.named_parameters()]
     assert names == [name for name, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize("change", ["split", "reorder", "nest"])
+def test_an_optimizer_that_cannot_follow_is_refused_at_its_next_step(change):
+    model = build(pattention_args={"learn_tau": True})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    usage = measure_usage(model, [images()])
+    if change == "split":
+        grow(model, num_ffn_param_tokens=160, split=True)
+    else:
+        nest(model, [0.5]) if change == "nest" else reorder(model, usage)
+    with pytest.raises(InputError, match=r"SGD .* without it: .* build a new one"):
+        step(model, optimizer)
+    step(model, torch.optim.SGD(model.parameters(), lr=0.1))

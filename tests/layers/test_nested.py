@@ -7,7 +7,6 @@ import torch
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
-from tokenformer_vit.layers.split import split_tokens
 from tokenformer_vit.ops import THETAS, default_tau
 
 SIZES = (12, 24, 30)
@@ -110,15 +109,6 @@ def test_an_empty_layer_is_filled_again():
     layer.reset_parameters()
     assert layer.nested_tau.tolist() == pytest.approx([n**0.5 for n in SIZES])
     assert layer.nested_sizes.tolist() == [*SIZES]
-
-
-def test_a_split_layer_has_the_same_sizes():
-    layer, x = build(), torch.randn(5, 16)
-    split = copy.deepcopy(layer)
-    split_tokens(split, 20)
-    for size in (12, 24, 40):
-        layer.size = split.size = size
-        assert torch.equal(split(x), layer(x))
 
 
 @pytest.mark.parametrize("size", [0, 49, -1])

@@ -65,9 +65,3 @@ def test_autocast_casts_once_for_all_layers_after_the_norm(norm):
     x = torch.randn(2, 5, 48, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         assert block_norm(norm, 48)(x).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("norm", NORMS)
-def test_tokens_of_another_width_are_refused(norm):
-    with pytest.raises(RuntimeError, match="normalized_shape"):
-        block_norm(norm, 8)(torch.randn(3, 9))

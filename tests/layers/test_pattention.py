@@ -103,21 +103,6 @@ def test_tau_is_learned_on_request_alone():
     assert [len(group["params"]) for group in groups if group["weight_decay"] == 0] == [1]
 
 
-@pytest.mark.parametrize("theta", THETAS)
-def test_key_init_scale_is_that_of_the_keys_alone(theta, seed):
-    x = torch.randn(64, 48)
-    layers = []
-    for scale in (1.0, 0.25):
-        torch.manual_seed(seed)
-        layers.append(Pattention(48, 40, 72, theta=theta, key_init_scale=scale))
-    plain, scaled = layers
-    torch.testing.assert_close(scaled.key_param_tokens, 0.25 * plain.key_param_tokens)
-    assert torch.equal(scaled.value_param_tokens, plain.value_param_tokens)
-    assert torch.equal(scaled.tau, plain.tau)
-    same = torch.allclose(scaled(x), plain(x), rtol=1e-3, atol=1e-3)
-    assert same is THETAS[theta].normalizes_scores
-
-
 def test_meta_construction_then_reset(learn_tau):
     layer = Pattention(32, 32, 512, tau=3.5, learn_tau=learn_tau, device="meta")
     assert all(tensor.is_meta for tensor in layer.state_dict().values())
@@ -135,6 +120,8 @@ def test_meta_construction_then_reset(learn_tau):
         ({"gate": "open", "theta": "softmax"}, "one of none, learned, fixed, but got 'open'"),
         ({"theta": "relu"}, "softmax, gelu_l1, gelu_l2, gelu_l2_post, gelu_tanh_l2"),
         ({"backend": "cuda"}, "auto, reference, but got 'cuda'"),
+        ({"eps": -1.0}, "eps must be at least 0 .* got -1.0"),
+        ({"tau": 0.0}, "tau positive, .* and 0.0"),
     ],
 )
 def test_refuses(arguments, message):

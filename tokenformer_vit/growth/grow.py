@@ -78,19 +78,25 @@ def grow(
         ``model``. Outputs stay equal to about 1e-6: sums of another length round differently.
 
     Raises:
-        InputError: If an argument does not fit the model, the model is wrapped, or the optimizer
-            cannot continue.
+        InputError: If an argument or the optimizer does not fit, or the model is wrapped.
 
-    Source:
-        Zero keys and the kept τ: arXiv:2410.23168v2, Section 3.3 and Appendix B.
+    Source: arXiv:2410.23168v2, Section 3.3 and Appendix B, for zero keys and the kept τ.
     """
     if freeze not in (None, "old"):
         raise InputError(f"freeze must be 'old' or None, but got {freeze!r}")
+    if new_lr_scale <= 0:
+        raise InputError(f"new_lr_scale must be positive, but got {new_lr_scale}")
     layers = whole_layers(model)
     before = {name: read_tokens(layer) for name, layer in layers.items()}
     theta = next(iter(layers.values())).theta
     counts = num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens
     grown = _grow_all(before, theta, *counts, init, gate, nested, seed)
+    gates = [layer.gate for layer in layers.values() if layer.gate is not None]
+    if gate == "fixed" and any(isinstance(g, nn.Parameter) or (g != 1).any() for g in gates):
+        raise InputError(
+            "gate is 'fixed', but the model's gates are learned, or not all open: give "
+            "gate='learned', or call open_gates(model, 1) first"
+        )
     shut = any(own.gate is not None and (own.gate == 0).any() for own in grown.values())
     if freeze and shut and gate != "fixed":
         raise InputError(
@@ -125,16 +131,11 @@ def grow_state_dict(
     Args:
         state_dict: State dict of any model with TokenFormer blocks.
         theta: Name of the model's Θ, which a state dict does not contain.
-        missing_tau: Without τ, as in the authors' checkpoints: ``error``, or ``default`` for √P
-            (P under an L1 norm).
-        **how: Numbers of pairs, ``init``, ``gate``, ``nested`` and ``seed`` of :func:`grow`. The
-            model that loads gates needs ``pattention_args={"gate": "learned"}``.
+        missing_tau: Without τ, as in the authors' checkpoints: ``error``, or ``default`` for √P.
+        **how: Numbers of pairs, ``init``, ``gate``, ``nested`` and ``seed`` of :func:`grow`.
 
     Returns:
         A new state dict. Tensors that did not grow are the same objects.
-
-    Raises:
-        InputError: As :func:`grow`, and if there are no parameter tokens or a layer has no τ.
     """
     suffix = f".{TOKENS[0]}"
     names = [key.removesuffix(suffix) for key in state_dict if key.endswith(suffix)]
@@ -165,11 +166,7 @@ def grow_state_dict(
 
 
 def freeze_old(model: nn.Module) -> None:
-    """Freeze all parameters of a grown model except its new pairs.
-
-    Args:
-        model: Model that was grown with ``split=True``. Its classifier is frozen as well.
-    """
+    """Freeze all parameters of a model grown with ``split=True``, but for its new pairs."""
     split = [layer for layer in pattention_layers(model).values() if is_split(layer)]
     if not split:
         raise InputError("no layer stores its new pairs separately: grow with split=True")
@@ -184,14 +181,11 @@ def freeze_old(model: nn.Module) -> None:
 
 @torch.no_grad()
 def open_gates(model: nn.Module, opened: float) -> None:
-    """Set the fixed gates of new pairs.
-
-    Args:
-        model: Model that was grown with ``gate="fixed"``.
-        opened: Value of the gates, from 0 (as at growth) to 1 (the pair counts fully).
-    """
+    """Set the fixed gates of new pairs, from 0 (as at growth) to 1 (the pair counts fully)."""
     gates = [layer.gate for layer in pattention_layers(model).values()]
     fixed = [gate for gate in gates if gate is not None and not isinstance(gate, nn.Parameter)]
+    if not 0 <= opened <= 1:
+        raise InputError(f"opened must be from 0 to 1, but got {opened}")
     if not fixed:
         raise InputError("no layer has a fixed gate: grow a softmax model with gate='fixed'")
     for gate in fixed:
@@ -201,15 +195,8 @@ def open_gates(model: nn.Module, opened: float) -> None:
 def join_tokens(model: Model, optimizer: Optimizer | None = None, moments: str = "keep") -> Model:
     """Store the old and the new pairs of a grown model in one parameter again, in place.
 
-    A state dict always contains joined pairs, also without this.
-
-    Args:
-        model: Any module with TokenFormer blocks; masks and sizes are reset.
-        optimizer: As in :func:`grow`.
-        moments: As in :func:`grow`.
-
-    Returns:
-        ``model``, with the same outputs.
+    A state dict always contains joined pairs, also without this. ``optimizer`` and ``moments`` are
+    as in :func:`grow`; masks and sizes are reset, and outputs stay.
     """
     layers = {name: each for name, each in whole_layers(model).items() if is_split(each)}
     tokens = {name: read_tokens(layer) for name, layer in layers.items()}

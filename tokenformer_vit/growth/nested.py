@@ -12,7 +12,14 @@ from tokenformer_vit.layers import Pattention
 from tokenformer_vit.models.sizes import Size, nest_layers, set_size
 
 from .prune import Usage, adapted_tau, check_usage, select_pairs
-from .resize import Model, pattention_layers, record_counts, whole_layers, write_tokens
+from .resize import (
+    Model,
+    leave_behind,
+    pattention_layers,
+    record_counts,
+    whole_layers,
+    write_tokens,
+)
 
 
 @torch.no_grad()
@@ -49,15 +56,9 @@ def extract(model: Model, size: Size) -> Model:
 
 @torch.no_grad()
 def reorder(model: Model, usage: Mapping[str, Usage]) -> Model:
-    """Sort the pairs of every layer by their usage, most used first, in place.
+    """Sort the pairs of every layer by their :class:`Usage`, most used first, in place.
 
-    Args:
-        model: Any module with TokenFormer blocks, which is not nested afterwards. Build optimizers
-            anew: their moments would belong to other pairs.
-        usage: Usage that :func:`~tokenformer_vit.growth.measure_usage` returned for this model.
-
-    Returns:
-        ``model``, with the same outputs up to rounding.
+    Outputs stay up to rounding. The model is not nested afterwards; build optimizers anew.
     """
     layers = whole_layers(model)
     check_usage(layers, usage)
@@ -71,14 +72,10 @@ def nest(model: Model, sizes: Sequence[Size], usage: Mapping[str, Usage] | None 
     """Give a trained model nested sizes, in place; train it afterwards at these sizes.
 
     Args:
-        model: Any module with TokenFormer blocks. Its outputs do not change, and the sizes that it
-            had are replaced. Build optimizers anew: a learned τ of a size is a new parameter.
+        model: Any module with TokenFormer blocks. Its outputs stay; build optimizers anew.
         sizes: Sizes, as for ``model.set_size``. Empty for an ordinary model.
         usage: Usage by which :func:`reorder` has sorted the pairs, to adapt τ of the sizes as
             :func:`~tokenformer_vit.growth.prune` does. None keeps what the sizes compute now.
-
-    Returns:
-        ``model``.
     """
     layers = whole_layers(model)
     if usage is not None:
@@ -93,4 +90,6 @@ def nest(model: Model, sizes: Sequence[Size], usage: Mapping[str, Usage] | None 
     for module in models or [model]:
         module.sizes = nest_layers(module, sizes, tau_of)  # type: ignore[assignment]
     record_counts(model)
+    if any(layer.tau.requires_grad for layer in layers.values()):  # a size has a new parameter
+        leave_behind(model)
     return model

@@ -131,9 +131,6 @@ def prune(
 
     Returns:
         ``model``, with the kept pairs in their old order. Build optimizers anew.
-
-    Raises:
-        InputError: If a count is not from 1 to the present one, or the usage is of another model.
     """
     layers = whole_layers(model)
     sizes = num_qkv_param_tokens, num_proj_param_tokens, num_ffn_param_tokens

@@ -5,7 +5,9 @@ Optimizers, schedulers and parameter groups hold Parameter objects, so they go o
 
 import copy
 import functools
+import gc
 import inspect
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -23,6 +25,7 @@ from tokenformer_vit.models.sizes import find_layers, kind_of
 
 Model = TypeVar("Model", bound=nn.Module)
 MOMENTS = ("keep", "reset")
+_left_behind: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 # A parameter, its new data, and the parameters with whose rows the data begin.
 Change = tuple[nn.Parameter, Tensor, Sequence[nn.Parameter]]
 
@@ -107,7 +110,7 @@ def write_tokens(
     With ``moments`` they begin with the old ones, whose gradients and optimizer state go on.
     ``split`` holds the others apart. ``learn_gate`` makes a parameter of a gate that is none.
     """
-    layers, plans, joined = pattention_layers(model), [], {}
+    layers, plans, joined, known = pattention_layers(model), [], {}, {*model.parameters()}
     changes: list[Change] = []
     for name, own in tokens.items():
         layer, segments = layers[name], {}
@@ -149,6 +152,8 @@ def write_tokens(
             layer._register("gate", own.gate, learn_gate)
         set_segments(layer, segments)
     record_counts(model)
+    if moments is None or not known.issuperset(model.parameters()):
+        leave_behind(model, optimizer)
     return joined
 
 
@@ -185,7 +190,7 @@ def resize(changes: Sequence[Change], optimizer: Any, moments: str | None) -> No
             optimizer.state.pop(parameter, None)
             if state:
                 optimizer.state[parameter] = state
-    _guard_fused_steps()
+    _watch_optimizers()
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -289,20 +294,32 @@ def follow(
         optimizer.state.pop(gone, None)  # PyTorch could not save it
 
 
+def leave_behind(model: nn.Module, followed: Any = None) -> None:
+    """Let other optimizers of a model fail: they lack parameters, or have moments of other rows."""
+    own, others = {*model.parameters()}, unwrapped(followed)
+    for each in [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]:
+        held = {p for group in each.param_groups for p in group["params"]}
+        if unwrapped(each) is not others and not own.isdisjoint(held):
+            _left_behind.add(each)
+    _watch_optimizers()
+
+
 @functools.cache
-def _guard_fused_steps() -> None:
+def _watch_optimizers() -> None:
     # Not at import: a process in which nothing grows needs no hook.
-    register_optimizer_step_pre_hook(_check_fused)
+    register_optimizer_step_pre_hook(_check_step)
 
 
-def _check_fused(optimizer: Optimizer, *_: Any) -> None:
-    """Fused steps do not compare shapes: they would read and write other memory."""
+def _check_step(optimizer: Optimizer, *_: Any) -> None:
+    kind, way = type(optimizer).__name__, "call grow(..., optimizer=optimizer), or build a new one"
+    if optimizer in _left_behind:
+        raise InputError(f"the pairs that this {kind} trains were changed without it: {way}")
+    # Fused steps do not compare shapes: they would read and write other memory.
     for group in optimizer.param_groups:
         for parameter in group["params"] if group.get("fused") else ():
             for value in optimizer.state.get(parameter, {}).values():
                 if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
                     raise InputError(
-                        f"{type(optimizer).__name__} has a state of shape {tuple(value.shape)} for "
-                        f"a parameter that has grown to {tuple(parameter.shape)}: call grow(..., "
-                        "optimizer=optimizer), or build a new optimizer"
+                        f"{kind} has a state of shape {tuple(value.shape)} for a parameter that "
+                        f"has grown to {tuple(parameter.shape)}: {way}"
                     )

@@ -20,4 +20,4 @@ class DropPath(timm.layers.DropPath):
             return x
         keep_prob = 1 - self.drop_prob
         kept = torch.rand_like(x[:, :1, :1], dtype=torch.float32) < keep_prob  # (B, 1, 1)
-        return x * (kept / keep_prob).to(x.dtype)
+        return x * (kept / max(keep_prob, 1e-6)).to(x.dtype)

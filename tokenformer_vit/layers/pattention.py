@@ -48,16 +48,14 @@ class Pattention(NestedLayer):
         key_init_std: Standard deviation of the initial keys; ``None`` for 1/√C_in.
         value_init_std: Standard deviation of the initial values; ``None`` to follow ``init_gain``.
         nested: Smaller numbers of pairs that will be trained as well; see :meth:`set_nested`.
-        device: Device of the parameters and buffers.
-        dtype: Type of the parameters. ``tau`` is always float32.
+        device, dtype: Those of the parameters. ``tau`` is always float32.
 
     Attributes:
         active: (S,) indices of the pairs to use, or ``None`` for all. The layer computes as if the
             other pairs did not exist, but ``tau`` stays. Not in the state dict.
 
     Raises:
-        InputError: If ``theta``, ``gate`` or ``backend`` is unknown, ``theta`` has no gate, or a
-            nested size is out of range.
+        InputError: If ``theta``, ``gate`` or ``backend`` is unknown, or a number out of range.
 
     Shape:
         (..., C_in) -> (..., C_out), of the input's dtype.
@@ -110,6 +108,8 @@ class Pattention(NestedLayer):
         self.key_init_std, self.value_init_std = key_init_std, value_init_std
         self.backend = check_backend(backend)
         self.init_tau = default_tau(theta, num_param_tokens) if tau is None else float(tau)
+        if eps < 0 or self.init_tau <= 0:  # outputs would be NaN, 0 or of the other sign
+            raise InputError(f"eps must be at least 0 and tau positive, but got {eps} and {tau}")
         place: Any = {"device": device, "dtype": dtype}
         self.key_param_tokens = nn.Parameter(torch.empty(num_param_tokens, in_features, **place))
         self.value_param_tokens = nn.Parameter(torch.empty(num_param_tokens, out_features, **place))
@@ -124,7 +124,7 @@ class Pattention(NestedLayer):
 
     def reset_parameters(self) -> None:
         """Draw new parameter tokens, as the class describes, and reset τ to its initial value."""
-        key_std = self.key_init_std or 1 / math.sqrt(self.in_features)
+        key_std = self.in_features**-0.5 if self.key_init_std is None else self.key_init_std
         value_std = self.value_init_std
         if value_std is None:
             square = self.num_param_tokens * find_theta(self.theta).second_moment

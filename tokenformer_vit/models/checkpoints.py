@@ -1,7 +1,6 @@
 """Read and write checkpoints: weights, and the ``config.json`` that describes their model.
 
-Reading runs no code of a file. Damage is found: ``config.json`` has the SHA-256 of the weights, and
-a ``.pth`` file has checksums.
+Reading runs no code, and finds damage by the SHA-256 in ``config.json`` or a ``.pth``'s checksums.
 """
 
 import argparse
@@ -236,10 +235,11 @@ def save_model(
 ) -> None:
     """Write a folder that ``timm.create_model("local-dir:FOLDER", pretrained=True)`` reads.
 
-    Names of classes and preprocessing, in timm's words, are by default those of the model.
-    ``facts`` are sections of the model card, such as ``{"Training": {"Epochs": 3}}``. The folder
-    appears complete; in an existing one files are replaced, but not a card that somebody edited.
+    Class names and preprocessing, in timm's words, are by default those of the model. ``facts`` are
+    sections of the card, such as ``{"Training": {"Epochs": 3}}``. An edited card stays.
     """
+    if hasattr(model, "record_param_tokens"):
+        model.record_param_tokens()  # only its blocks may have been grown
     description = describe_model(model, model.num_classes, label_names, data_config)
     card = folder / CARD
     with new_folder(folder) as partial:
