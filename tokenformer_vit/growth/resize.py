@@ -298,7 +298,7 @@ def leave_behind(model: nn.Module, followed: Any = None) -> None:
     """Let other optimizers of a model fail: they lack parameters, or have moments of other rows."""
     own, others = {*model.parameters()}, unwrapped(followed)
     for each in [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]:
-        held = {p for group in each.param_groups for p in group["params"]}
+        held = {p for group in getattr(each, "param_groups", ()) for p in group["params"]}
         if unwrapped(each) is not others and not own.isdisjoint(held):
             _left_behind.add(each)
     _watch_optimizers()
