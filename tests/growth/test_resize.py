@@ -276,6 +276,7 @@ def test_parameters_stay_in_the_order_of_the_model(arguments, how, one_group):
 def test_an_optimizer_that_cannot_follow_is_refused_at_its_next_step(change):
     model = build(pattention_args={"learn_tau": True})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    of_the_head = torch.optim.SGD(model.head.parameters(), lr=0.1)
     step(model, optimizer)
     usage = measure_usage(model, [images()])
     if change == "split":
@@ -284,4 +285,5 @@ def test_an_optimizer_that_cannot_follow_is_refused_at_its_next_step(change):
         nest(model, [0.5]) if change == "nest" else reorder(model, usage)
     with pytest.raises(InputError, match=r"SGD .* without it: .* build a new one"):
         step(model, optimizer)
+    step(model, of_the_head)
     step(model, torch.optim.SGD(model.parameters(), lr=0.1))

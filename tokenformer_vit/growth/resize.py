@@ -295,11 +295,11 @@ def follow(
 
 
 def leave_behind(model: nn.Module, followed: Any = None) -> None:
-    """Let other optimizers of a model fail: they lack parameters, or have moments of other rows."""
-    own, others = {*model.parameters()}, unwrapped(followed)
+    """Let other optimizers of pairs fail: they lack parameters, or have moments of other rows."""
+    own = {p for layer in pattention_layers(model).values() for p in layer.parameters()}
     for each in [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]:
         held = {p for group in getattr(each, "param_groups", ()) for p in group["params"]}
-        if unwrapped(each) is not others and not own.isdisjoint(held):
+        if unwrapped(each) is not unwrapped(followed) and not own.isdisjoint(held):
             _left_behind.add(each)
     _watch_optimizers()
 
