@@ -70,7 +70,8 @@ def test_error_is_that_of_plain_pytorch(device, tanh, rows, pairs, dtype):
     others = plain(scores, tau, grad, tanh), exact, sizes
     for ours, stock, truth, size in zip(kernels(scores, tau, grad, tanh), *others, strict=True):
         assert ours.dtype == dtype
-        standard = 1.2 * (stock - truth).norm() + (epsilon * size if rows * pairs < 20_000 else 0)
+        times = 1.5 if dtype == torch.float32 else 1.2
+        standard = times * (stock - truth).norm() + (epsilon * size if rows * pairs < 20_000 else 0)
         if INTERPRETED and dtype == torch.bfloat16:
             standard += 0.5 * epsilon * size
         assert (ours - truth).norm() <= standard

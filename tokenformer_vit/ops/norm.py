@@ -17,6 +17,12 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device)
 
 
+def is_exporting() -> bool:
+    """Return whether torch.export is at work."""
+    # The public torch.compiler.is_exporting() is also true in compiled code under PyTorch 2.11.
+    return torch.compiler._is_exporting_flag  # type: ignore[attr-defined]
+
+
 def once_a_row(numbers: Tensor) -> Tensor:
     """Let code compiled for a CPU compute (..., 1) numbers once for each row.
 
@@ -79,7 +85,7 @@ def layer_norm(x: Tensor, num_channels: int, eps: float = 1e-6, backend: str = "
     if torch.jit.is_scripting() or torch.jit.is_tracing() or backend == "reference":
         return F.layer_norm(x, [num_channels], None, None, eps)
     else:  # TorchScript must not compile this branch
-        if torch.compiler.is_exporting() or x.shape[-1] != num_channels:
+        if is_exporting() or x.shape[-1] != num_channels:
             return F.layer_norm(x, [num_channels], None, None, eps).to(product_dtype(x))
         if torch.is_grad_enabled() and x.requires_grad:
             return _LayerNorm.apply(x, eps, product_dtype(x))[0]

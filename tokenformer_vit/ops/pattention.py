@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 
+from .norm import is_exporting
 from .theta import theta_weights
 from .theta_grad import fast_gelu_l2
 
@@ -58,7 +59,7 @@ def pattention(
         TokenFormer, arXiv:2410.23168, Eq. 4.
     """
     scores = F.linear(x, key_param_tokens)  # (..., P)
-    plain = torch.jit.is_tracing() or torch.compiler.is_exporting()
+    plain = torch.jit.is_tracing() or is_exporting()
     if theta in _FAST and backend == "auto" and gate is None and not plain:
         weights = fast_gelu_l2(scores, tau, eps, _FAST[theta])
     else:
