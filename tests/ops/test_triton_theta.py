@@ -173,7 +173,7 @@ def test_a_layer_on_a_gpu_uses_the_kernels_and_waits_for_nothing(monkeypatch):
         torch.cuda.set_sync_debug_mode("default")
     with torch.profiler.profile() as profile:
         layer(x)
-    assert any("gelu_l2" in event.key for event in profile.key_averages())
+    assert any("forward_kernel" in event.key for event in profile.key_averages())
     samples = x.detach().view(197, 1, 48)  # torch.func has no kernels, and gets plain PyTorch
     grads = torch.func.vmap(torch.func.grad(lambda x: layer(x).sum()))(samples)
     single = torch.func.grad(lambda x: layer(x).sum())(samples[0])

@@ -55,7 +55,8 @@ def merge(model_a: Model, model_b: nn.Module, ancestor: nn.Module | None = None)
         parts, tau, share = [_rows(a), _rows(b)], a.tau, 1.0
         if ancestor is None:
             order = find_theta(layer.theta).norm_order
-            tau = (tau.double() ** order + b.tau.to(tau).double() ** order) ** (1 / order)
+            if order:
+                tau = (tau.double() ** order + b.tau.to(tau).double() ** order) ** (1 / order)
             share = 0.5
         else:
             old = read_tokens(layers_0[name])

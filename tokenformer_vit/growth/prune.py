@@ -92,7 +92,7 @@ def measure_usage(model: nn.Module, batches: Iterable[Any]) -> dict[str, Usage]:
     usage = {}
     for name, layer in layers.items():
         lengths, (weights, shares) = _lengths(layer), sums[layer]
-        sizes, shares = weights * lengths / tokens[layer], shares / shares.sum()
+        sizes, shares = weights * lengths / tokens[layer], shares / (shares.sum() or 1.0)
         if not (sizes.isfinite() & shares.isfinite()).all():
             raise InputError(
                 f"the usage of {name} is not finite: give at least one batch, or an earlier "
@@ -172,7 +172,8 @@ def adapted_tau(layer: Pattention, usage: Usage, count: int) -> Tensor:
     """Return τ for a layer that keeps its most used pairs; see :func:`prune`."""
     share = usage.shares[usage.order[:count]].sum().item()
     share = share or 1.0  # pairs with zero keys have no share and need no τ
-    return layer.tau.detach().double() * share ** (1 / find_theta(layer.theta).norm_order)
+    order = find_theta(layer.theta).norm_order
+    return layer.tau.detach().double() * (share ** (1 / order) if order else 1.0)
 
 
 def select_pairs(layer: Pattention, index: Tensor) -> LayerTokens:

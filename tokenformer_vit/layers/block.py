@@ -1,6 +1,7 @@
 """The TokenFormer block, with the arguments that timm's VisionTransformer passes."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ class TokenFormerBlock(nn.Module):
             dim if num_qkv_param_tokens is None else num_qkv_param_tokens,
             dim if num_proj_param_tokens is None else num_proj_param_tokens,
             qk_norm=qk_norm,
-            norm_layer=BlockRMSNorm if norm == "rms" else BlockLayerNorm,
+            norm_layer=partial(BlockRMSNorm if norm == "rms" else BlockLayerNorm, eps=norm_eps),
             attn_drop=attn_drop,
             proj_drop=proj_drop,
             proj_init_gain=residual_init_gain,

@@ -31,8 +31,9 @@ class Pattention(NestedLayer):
         out_features: C_out, width of the output tokens.
         num_param_tokens: P, number of key-value pairs of parameter tokens.
         theta: Name of the Θ variant, a key of ``tokenformer_vit.ops.THETAS``.
-        tau: Scale of Θ; ``None`` for P under an L1 norm and √P under an L2 norm. It is stored in
-            the state dict and never follows P, so a grown layer reloads to the same function.
+        tau: Scale of Θ; ``None`` for P under an L1 norm, √P under an L2 norm, and 1 without a norm.
+            It is stored in the state dict and never follows P, so a grown layer reloads to the same
+            function.
         eps: Number added to the divisor of Θ, relative to ``tau``. 0 gives the released formulas,
             which return NaN for a row of zeros.
         init_gain: Standard deviation of the initial outputs, for inputs of unit RMS. It has no
@@ -108,6 +109,8 @@ class Pattention(NestedLayer):
         self.key_init_std, self.value_init_std = key_init_std, value_init_std
         self.backend = check_backend(backend)
         self.init_tau = default_tau(theta, num_param_tokens) if tau is None else float(tau)
+        if not variant.norm_order and (learn_tau or self.init_tau != 1):
+            raise InputError(f"theta {theta!r} has no norm: leave out tau and learn_tau")
         if eps < 0 or self.init_tau <= 0:  # outputs would be NaN, 0 or of the other sign
             raise InputError(f"eps must be at least 0 and tau positive, but got {eps} and {tau}")
         place: Any = {"device": device, "dtype": dtype}

@@ -32,6 +32,7 @@ class TokenFormerViT(VisionTransformer):
         theta: Name of the Θ variant, a key of ``tokenformer_vit.ops.THETAS``.
         norm: Parameters of the LayerNorms inside blocks: ``none``, ``bias`` or ``weight+bias``; or
             ``rms`` for RMSNorms without a weight. The final norm always has its parameters.
+        norm_eps: Number that all norms add to the variance or mean square.
         num_qkv_param_tokens: Number of pairs in each query, key and value projection; default
             ``embed_dim``. A list has a number for each block.
         num_proj_param_tokens: Number of pairs in each output projection; default ``embed_dim``.
@@ -64,6 +65,7 @@ class TokenFormerViT(VisionTransformer):
         self,
         theta: str = "gelu_l2",
         norm: str = "none",
+        norm_eps: float = 1e-6,
         num_qkv_param_tokens: Counts = None,
         num_proj_param_tokens: Counts = None,
         num_ffn_param_tokens: Counts = None,
@@ -91,21 +93,22 @@ class TokenFormerViT(VisionTransformer):
         def block_fn(depth: int, **own: Any) -> TokenFormerBlock:  # timm gives the block's index
             if drop_path_uniform:
                 own["drop_path"] = kwargs.get("drop_path_rate", 0.0)
-            own |= {**counts[depth], "theta": theta, "norm": norm, "pattention_args": shared}
-            return TokenFormerBlock(**own, residual_init_gain=gain)
+            own |= {"theta": theta, "norm": norm, "norm_eps": norm_eps, **counts[depth]}
+            return TokenFormerBlock(**own, pattention_args=shared, residual_init_gain=gain)
 
         super().__init__(
             embed_dim=embed_dim,
             depth=depth,
             num_heads=num_heads,
             block_fn=block_fn,  # type: ignore[arg-type]
-            norm_layer=partial(RmsNorm if norm == "rms" else LayerNorm, eps=1e-6),  # type: ignore[arg-type]
+            norm_layer=partial(RmsNorm if norm == "rms" else LayerNorm, eps=norm_eps),  # type: ignore[arg-type]
             **kwargs,
         )
         # timm adds the arguments that it is given, once it has loaded the weights.
         self._model_args: dict[str, Any] = {
             "theta": theta,
             "norm": norm,
+            "norm_eps": norm_eps,
             "qk_norm": kwargs.get("qk_norm", False),
             "num_heads": num_heads,
             "use_rot_pos_emb": use_rot_pos_emb,

@@ -17,7 +17,8 @@ Note:
 Source:
     TokenFormer, arXiv:2410.23168: Eq. 5 and 6 for the definition, Table 4 for the variants. The
     factor of ``softmax`` and the post-normalised form come from the authors' language code.
-    ``gelu_tanh_l2`` is not in the paper: it measures the benefit of the exact GELU.
+    ``gelu_tanh_l2`` is not in the paper: it measures the benefit of the exact GELU. ``gelu`` and
+    ``gelu_tanh`` are not either: with them a Transformer's layers are Pattention layers.
 """
 
 import math
@@ -90,6 +91,16 @@ def _gelu(a: Tensor) -> Tensor:
     return 0.5 * a * torch.erfc(-math.sqrt(0.5) * a)
 
 
+def gelu(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
+    """gelu(A), without a norm: a converted Transformer has it. τ is 1 and not used, as eps is."""
+    return F.gelu(scores)  # PyTorch computes it in float32 and rounds once
+
+
+def gelu_tanh(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
+    """``gelu`` with the tanh approximation."""
+    return F.gelu(scores, approximate="tanh")
+
+
 class Theta(NamedTuple):
     """Facts about one Θ variant.
 
@@ -97,6 +108,7 @@ class Theta(NamedTuple):
         weights: Function from scores to weights.
         norm_order: 1 or 2, the p of the Lₚ norm that a row is divided by. Its p-th power is a sum
             over pairs. When pairs go, τᵖ must follow this sum to keep the weights of the others.
+            0 for no norm: then τ is 1 for any number of pairs, and has no effect.
         normalizes_scores: True if this norm is of the scores A, before the activation; False if it
             is of the activation. If True, the scale of the keys does not change the weights.
         second_moment: E[Θ(A)²] of a weight for standard normal scores and the default τ. The
@@ -123,6 +135,8 @@ THETAS = {
     "gelu_l2": Theta(gelu_l2, 2, True, 0.42522),
     "gelu_l2_post": Theta(gelu_l2_post, 2, False, 1.0),
     "gelu_tanh_l2": Theta(gelu_tanh_l2, 2, True, 0.42519),
+    "gelu": Theta(gelu, 0, False, 0.42522),
+    "gelu_tanh": Theta(gelu_tanh, 0, False, 0.42519),
 }
 """Every variant by name."""
 
@@ -149,9 +163,12 @@ def theta_weights(
 def norm_shares(scores: Tensor, weights: Tensor, theta: str) -> Tensor:
     """Return the share of each pair in the sum of p-th powers that Θ divides a row by.
 
-    The (..., P) shares of scores and their weights sum to 1; they are all 0 if the sum is 0.
+    The (..., P) shares of scores and their weights sum to 1; they are all 0 if the sum is 0, or if
+    there is no norm.
     """
     variant = find_theta(theta)
+    if not variant.norm_order:
+        return torch.zeros_like(weights)
     normed = scores if variant.normalizes_scores else weights
     powers = normed.abs() ** variant.norm_order
     tiny = torch.finfo(powers.dtype).tiny
@@ -159,10 +176,10 @@ def norm_shares(scores: Tensor, weights: Tensor, theta: str) -> Tensor:
 
 
 def default_tau(theta: str, num_param_tokens: int) -> float:
-    """Return the initial τ of a layer with P parameter tokens: P under an L1 norm, √P under L2.
+    """Return the initial τ of a layer with P parameter tokens: P under an L1 norm, √P under L2, or 1.
 
     A layer keeps its τ from then on. A τ that followed P while a model grows would change what
     the model computes (arXiv:2410.23168v2, Appendix B).
     """
     order = find_theta(theta).norm_order
-    return float(num_param_tokens) if order == 1 else math.sqrt(num_param_tokens)
+    return float(num_param_tokens) ** (1 / order) if order else 1.0
