@@ -3,6 +3,7 @@
 from . import presets  # noqa: F401, registers the models
 from .causal_lm import LM_PRESETS, KVCache, LMConfig, TokenFormerDecoder, TokenFormerLM, lm_config
 from .compilation import compile_blocks
+from .from_vit import from_vit
 from .vit import TokenFormerViT, TokenFormerViTDistilled
 
 __all__ = [
@@ -14,5 +15,6 @@ __all__ = [
     "TokenFormerViT",
     "TokenFormerViTDistilled",
     "compile_blocks",
+    "from_vit",
     "lm_config",
 ]
