@@ -19,9 +19,8 @@ def pattentions(model):
 @pytest.mark.parametrize("theta", THETAS)
 @pytest.mark.parametrize("norm", BlockLayerNorm.AFFINE)
 def test_arguments_reach_every_layer_and_are_recorded(small, theta, norm):
-    shared, tau = {"eps": 1e-3, "init": "released"}, 1.0
-    if learned := THETAS[theta].norm_order > 0:
-        shared |= {"tau": (tau := 3.5), "learn_tau": True}
+    tau, learned = (3.5, True) if THETAS[theta].norm_order else (1.0, False)
+    shared = {"tau": tau, "learn_tau": learned, "eps": 1e-3, "init": "released"}
     counts = {"num_qkv_param_tokens": [8, 12], "num_ffn_param_tokens": [32, 24]}
     given = {"theta": theta, "norm": norm, "norm_eps": 1e-4, "pattention_args": shared, **counts}
     model = small(**given, num_proj_param_tokens=16, qk_norm=True)
