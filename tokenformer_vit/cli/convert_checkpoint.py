@@ -10,7 +10,11 @@ folder. From a folder to a file of the released code::
 
     tokenformer-vit convert tokenformer_150m model.bin --to-released
 
-OUT appears only when it is complete.
+From a folder with a GPT-2 of transformers, to a TokenFormer with the same logits::
+
+    tokenformer-vit convert gpt2 tokenformer_gpt2
+
+The folder's tokenizer and generation configuration go along. OUT appears only when it is complete.
 """
 
 import argparse
@@ -36,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise InputError(f"{args.target} already exists; choose another OUT, or remove it")
     if args.to_released:
         _to_released(args)
+    elif _is_gpt2(args.source):
+        _from_gpt2(args)
     else:
         _from_released(args)
 
@@ -55,9 +61,53 @@ def _from_released(args: argparse.Namespace) -> None:
         f"{config.depth} blocks, width {config.embed_dim}, {config.num_heads} heads, "
         f"{config.num_qkv_param_tokens} / {config.num_ffn_param_tokens} pairs: "
         f"{model.num_parameters():,} parameters of {str(model.dtype).removeprefix('torch.')}\n"
-        f"Done. In {printable(str(args.target))}: a model for transformers"
-        + (" and its tokenizer" if tokenizer else "; no tokenizer (--tokenizer)")
+        f"Done. In {printable(str(args.target))}: a model for transformers{_with(tokenizer)}"
     )
+
+
+def _is_gpt2(source: Path) -> bool:
+    from transformers import PretrainedConfig
+
+    if not (source / "config.json").is_file():
+        return False
+    config, _ = PretrainedConfig.get_config_dict(source, local_files_only=True)
+    return config.get("model_type") == "gpt2"
+
+
+def _from_gpt2(args: argparse.Namespace) -> None:
+    from tokenformer_vit import language
+
+    if _of_released(args):
+        raise InputError(
+            f"{args.source} says its heads and context, and its layers have no eps: leave out "
+            "--num-heads, --context-length and --eps"
+        )
+    source = language.load_language_model(args.source).float()  # half precision would lose digits
+    files = ("tokenizer.json", "tokenizer_config.json", "merges.txt")
+    own = args.source if any((args.source / name).is_file() for name in files) else None
+    place, tokenizer = args.tokenizer or own, None
+    if place:
+        tokenizer = language.load_tokenizer(place, source.config.vocab_size)
+    model = language.from_gpt2(source)
+    shape = 2, min(64, model.config.context_length)
+    tokens = torch.randint(
+        model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0)
+    )
+    with torch.no_grad():
+        logits = torch.stack([each(tokens).logits.double() for each in (model, source)])
+    ours, theirs = logits - logits.mean(dim=-1, keepdim=True)  # a common offset changes nothing
+    errors = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
+    language.save_language_model(model, args.target, tokenizer)
+    print(
+        f"{model.num_parameters():,} parameters, {source.num_parameters():,} in GPT-2, in float32\n"
+        f"Relative error of the logits for {errors.numel()} random tokens: at most "
+        f"{errors.max().item():.1e}, mean {errors.mean().item():.1e}\n"
+        f"Done. In {printable(str(args.target))}: a model for transformers{_with(tokenizer)}"
+    )
+
+
+def _with(tokenizer: Any) -> str:
+    return " and its tokenizer" if tokenizer else "; no tokenizer (--tokenizer)"
 
 
 def _to_released(args: argparse.Namespace) -> None:
