@@ -26,8 +26,8 @@ from tokenformer_vit.ops.theta import theta_weights
 from .vit import TokenFormerViT
 
 Affine = tuple[Tensor, Tensor]  # weight (C_out, C_in) and bias (C_out,); (C,) and (C,) of a norm
-# Scores about the minimum of GELU, for a channel that is 1, and how far the channel is from it.
-_FLAT, _RANGE = (-3.0, -1.5, -1.0, -0.5), 1 / 8
+# GELUs of a channel near 1 times these factors add up to a constant, if it is at most 1/2 from 1.
+_FLAT, _RANGE = torch.linspace(-0.2, -6, 12, dtype=torch.float64), 1 / 2
 # The modules that have a counterpart, with a pattern of their names.
 _OUTER = VisionTransformer, VisionTransformerDistilled, layers.PatchEmbed, nn.Conv2d, nn.Sequential
 _INNER = Block, layers.Attention, layers.Mlp, layers.LayerScale, nn.GELU, layers.GELU
@@ -143,27 +143,19 @@ def write_block(
     target: Any, norm1: Affine, qkv: Iterable[Affine], proj: Affine, norm2: Affine, *mlp: Affine
 ) -> None:
     """Write the pairs of a Transformer's block into a TokenFormer's, whose norms have a bias."""
-    theta, (mix, offset) = target.mlp.theta, proj
-    query, key, (weight, bias) = (_after_norm(linear, norm1) for linear in qkv)
-    flat, carried = mix[:0], mix[:0]
-    if offset.any():
-        # One channel of the values gets a bias that makes it nearly constant: the one that costs
-        # the output the fewest digits. Attention keeps it, as its weights add up to 1.
-        reach = weight.norm(dim=1) * math.sqrt(weight.shape[1])  # |w · x̂| is at most this
-        height = (reach / _RANGE).clamp(min=float(reach.mean()) or 1.0)
-        j = int((mix.norm(dim=0) * height).argmin())
-        offset = offset - mix[:, j] * (height[j] - bias[j])
-        bias, flat = bias.clone(), mix.new_zeros(len(_FLAT), len(bias))
-        bias[j], flat[:, j] = height[j], mix.new_tensor(_FLAT) / height[j]
-        carried = _flat_weights(theta).to(mix) * offset
+    theta, heads = target.mlp.theta, target.attn.num_heads
+    query, key, value = (_after_norm(linear, norm1) for linear in qkv)
+    flat, mix = (proj[0][:0], proj[0][:0]), proj[0]
+    if proj[1].any():
+        value, mix, flat = _with_constant(value, proj, heads, theta)
     (first, first_bias), (second, second_bias) = _after_norm(mlp[0], norm2), mlp[1]
     one = torch.ones_like(first[:1])
     second_bias = second_bias / theta_weights(one[:, :1], theta, target.mlp.tau, 0.0)  # (1, C_out)
     pairs = {
         "attn.query": _linear_pairs(_on_shifted(*query)),
         "attn.key": _linear_pairs(_on_shifted(*key)),
-        "attn.value": _linear_pairs(_on_shifted(weight, bias)),
-        "attn.proj": map(torch.cat, zip(_linear_pairs(mix), (flat, carried), strict=True)),
+        "attn.value": _linear_pairs(_on_shifted(*value)),
+        "attn.proj": map(torch.cat, zip(_linear_pairs(mix), flat, strict=True)),
         "mlp": (
             torch.cat((_on_shifted(first, first_bias), one / first.shape[1])),
             torch.cat((second.t(), second_bias)),
@@ -180,6 +172,29 @@ def write_block(
         layer.tau.fill_(1.0)
     for norm in (target.norm1, target.norm2):
         nn.init.ones_(norm.bias)
+
+
+def _with_constant(
+    value: Affine, proj: Affine, heads: int, theta: str
+) -> tuple[Affine, Tensor, tuple[Tensor, Tensor]]:
+    """Return a value layer with a nearly constant channel, the matrix after it, and pairs for c."""
+    # Attention weights add up to 1, so what is constant in the values is constant in the output.
+    offset = proj[1] + proj[0] @ value[1]
+    # The values of a head may be transformed if the output takes it back: to the singular vectors
+    # of both matrices, of which the last one matters least.
+    left, of_mix = torch.linalg.qr(proj[0].unflatten(1, (heads, -1)).transpose(0, 1))
+    right, of_weight = torch.linalg.qr(value[0].unflatten(0, (heads, -1)).mT)
+    u, sizes, v = torch.linalg.svd(of_mix @ of_weight.mT)
+    mix = (left @ (u * sizes.sqrt()[:, None])).transpose(0, 1).flatten(1)
+    weight = (right @ (v.mT * sizes.sqrt()[:, None])).mT.flatten(0, 1)
+    reach = weight.norm(dim=1) * math.sqrt(weight.shape[1])  # |w · x̂| is at most this
+    channel = int(sizes.argmin())
+    height = max(reach[channel] / _RANGE, reach.mean()) or torch.ones_like(reach[0])
+    bias = torch.zeros_like(reach)
+    bias[channel] = height
+    keys = mix.new_zeros(len(_FLAT), len(bias))
+    keys[:, channel] = _FLAT.to(mix) / height
+    return (weight, bias), mix, (keys, _flat_weights(theta).to(mix) * (offset - mix @ bias))
 
 
 def _after_norm(linear: Affine, norm: Affine) -> Affine:
@@ -201,8 +216,8 @@ def _linear_pairs(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _flat_weights(theta: str) -> Tensor:
-    """Fit (4, 1) weights with which the GELUs of a nearly constant channel add up to 1."""
+    """Fit (12, 1) weights with which the GELUs of a nearly constant channel add up to 1."""
     channel = torch.linspace(1 - _RANGE, 1 + _RANGE, 201, dtype=torch.float64)[:, None]
     one = torch.ones_like(channel)
-    weights = theta_weights(channel * channel.new_tensor(_FLAT), theta, one[0, 0], 0.0)  # (201, 4)
+    weights = theta_weights(channel * _FLAT, theta, one[0, 0], 0.0)  # (201, 12)
     return torch.linalg.lstsq(weights, one).solution
