@@ -43,6 +43,7 @@ def measure_errors() -> dict[str, dict[str, dict[str, float]]]:
     return {
         theta: {name: theta_errors(theta, dtype) for name, dtype in DTYPES.items()}
         for theta in THETAS
+        if THETAS[theta].norm_order  # which the record has; without a norm τ has no gradient
     }
 
 

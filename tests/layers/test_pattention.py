@@ -20,10 +20,11 @@ def reload(state):
 
 @pytest.mark.parametrize("theta", THETAS)
 def test_computes_the_op_with_its_own_parameters(theta):
-    layer = Pattention(24, 40, 72, theta=theta, tau=5.5, eps=1e-4)
+    tau = 5.5 if THETAS[theta].norm_order else 1.0
+    layer = Pattention(24, 40, 72, theta=theta, tau=tau, eps=1e-4)
     x = torch.randn(2, 3, 5, 24)
     expected = pattention(
-        x, layer.key_param_tokens, layer.value_param_tokens, theta, torch.tensor(5.5), 1e-4
+        x, layer.key_param_tokens, layer.value_param_tokens, theta, torch.tensor(tau), 1e-4
     )
     assert layer(x).shape == (2, 3, 5, 40)
     assert torch.equal(layer(x), expected)
@@ -122,6 +123,8 @@ def test_meta_construction_then_reset(learn_tau):
         ({"backend": "cuda"}, "auto, reference, but got 'cuda'"),
         ({"eps": -1.0}, "eps must be at least 0 .* got -1.0"),
         ({"tau": 0.0}, "tau positive, .* and 0.0"),
+        ({"theta": "gelu", "tau": 2.0}, "'gelu' has no norm: leave out tau and learn_tau"),
+        ({"theta": "gelu_tanh", "learn_tau": True}, "'gelu_tanh' has no norm: leave out tau"),
     ],
 )
 def test_refuses(arguments, message):
@@ -173,11 +176,13 @@ def test_second_moment_is_that_of_normal_scores(theta):
         "gelu_l2_post": mean(activation**2) / mean(activation**2),
         "gelu_tanh_l2": mean(torch.nn.functional.gelu(scores, approximate="tanh") ** 2),
     }
+    expected |= {"gelu": expected["gelu_l2"], "gelu_tanh": expected["gelu_tanh_l2"]}
     assert THETAS[theta].second_moment == pytest.approx(expected[theta].item(), rel=2e-5)
 
 
 @pytest.mark.parametrize("theta", THETAS)
 def test_every_parameter_gets_a_gradient(theta, learn_tau):
+    learn_tau = learn_tau and THETAS[theta].norm_order > 0
     layer = Pattention(24, 40, 72, theta=theta, learn_tau=learn_tau)
     layer(torch.randn(16, 24)).square().sum().backward()
     assert all((p.grad != 0).any(dim=-1).all() for p in layer.parameters())

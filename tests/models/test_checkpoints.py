@@ -77,6 +77,7 @@ def test_a_model_without_its_last_blocks_survives_a_folder(small, images, tmp_pa
     [
         ({"theta": "softmax"}, r"theta is 'softmax', but .*set theta='gelu_l1'"),
         ({"norm": "none"}, r"norm is 'none', but .*set norm='bias'"),
+        ({"norm_eps": 1e-5}, r"norm_eps is 1e-05, but .*set norm_eps=1e-06"),
         ({"num_heads": 6}, r"num_heads is 6, but .*set num_heads=3"),
         ({"qk_norm": True}, r"qk_norm is True, but .*set qk_norm=False"),
         ({"use_rot_pos_emb": True}, r"use_rot_pos_emb is True, but .*set use_rot_pos_emb=False"),

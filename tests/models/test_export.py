@@ -21,9 +21,9 @@ def test_torchscript(small, images, theta):
         warnings.simplefilter("ignore")
         models = [
             small(theta=theta, norm="bias", qk_norm=True, pattention_args={"learn_tau": learned})
-            for learned in (False, True)
+            for learned in {False, THETAS[theta].norm_order > 0}
         ]
-        if THETAS[theta].has_gate:
+        if THETAS[theta].gated:
             models.append(small(theta=theta, pattention_args={"gate": "learned"}))
         x = images()
         for model in models:
@@ -33,7 +33,8 @@ def test_torchscript(small, images, theta):
 @pytest.mark.parametrize("theta", THETAS)
 def test_compile_fullgraph(small, images, theta):
     torch._dynamo.reset()
-    model, x = small(theta=theta, depth=1, pattention_args={"learn_tau": True}).train(), images()
+    learned = {"learn_tau": THETAS[theta].norm_order > 0}
+    model, x = small(theta=theta, depth=1, pattention_args=learned).train(), images()
     twin = copy.deepcopy(model)
     outputs = [model(x), torch.compile(twin, fullgraph=True, backend="aot_eager")(x)]
     torch.testing.assert_close(*outputs)
@@ -66,7 +67,7 @@ def test_export_with_a_free_batch_size(small, images, tmp_path):
 def test_onnx_with_a_free_batch_size(small, images, theta, tmp_path):
     pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript")
     runtime = pytest.importorskip("onnxruntime", reason="nothing else runs an ONNX file")
-    gate = {"pattention_args": {"gate": "fixed"}} if THETAS[theta].has_gate else {}
+    gate = {"pattention_args": {"gate": "fixed"}} if THETAS[theta].gated else {}
     model = small(theta=theta, depth=1, **gate)
     torch.onnx.export(
         model, (images(),), tmp_path / "model.onnx", dynamic_shapes=ANY_BATCH, verbose=False

@@ -19,17 +19,20 @@ def pattentions(model):
 @pytest.mark.parametrize("theta", THETAS)
 @pytest.mark.parametrize("norm", BlockLayerNorm.AFFINE)
 def test_arguments_reach_every_layer_and_are_recorded(small, theta, norm):
-    shared = {"tau": 3.5, "learn_tau": True, "eps": 1e-3, "init": "released"}
+    tau, learned = (3.5, True) if THETAS[theta].norm_order else (1.0, False)
+    shared = {"tau": tau, "learn_tau": learned, "eps": 1e-3, "init": "released"}
     counts = {"num_qkv_param_tokens": [8, 12], "num_ffn_param_tokens": [32, 24]}
-    given = {"theta": theta, "norm": norm, "pattention_args": shared, **counts}
-    model = small(**given, num_proj_param_tokens=16)
+    given = {"theta": theta, "norm": norm, "norm_eps": 1e-4, "pattention_args": shared, **counts}
+    model = small(**given, num_proj_param_tokens=16, qk_norm=True)
     layers = pattentions(model)
     assert [each.num_param_tokens for each in layers] == [8, 8, 8, 16, 32, 12, 12, 12, 16, 24]
-    assert {(each.theta, each.eps, each.tau.item()) for each in layers} == {(theta, 1e-3, 3.5)}
-    assert all(each.tau.requires_grad for each in layers)
+    assert {(each.theta, each.eps, each.tau.item()) for each in layers} == {(theta, 1e-3, tau)}
+    assert all(each.tau.requires_grad == learned for each in layers)
     keys = torch.cat([each.key_param_tokens.flatten() for each in layers])
     assert keys.std().item() == pytest.approx(0.02, rel=0.1)
     assert {n.affine for b in model.blocks for n in (b.norm1, b.norm2)} == {norm}
+    norms = [each for each in model.modules() if isinstance(each, torch.nn.LayerNorm)]
+    assert [each.eps for each in norms] == [1e-4] * 9
     assert len(list(model.norm.parameters())) == 2
     assert given.items() <= get_model_args(model).items()
     model.record_param_tokens()

@@ -106,7 +106,7 @@ def test_layer_computes_with_its_gate():
     torch.testing.assert_close(layer.weights(x) @ layer.value_param_tokens, few)
 
 
-@pytest.mark.parametrize("theta", [name for name in THETAS if not THETAS[name].has_gate])
+@pytest.mark.parametrize("theta", [name for name in THETAS if not THETAS[name].gated])
 def test_other_variants_have_none_because_zero_keys_close_pairs(theta):
     zero = theta_weights(torch.tensor([[1.0, 0.0]]), theta, torch.tensor(1.0), 1e-6)[0, 1]
     assert zero == 0

@@ -20,16 +20,17 @@ def gelu_tanh(a):
 
 
 def formula(theta, a, tau):
-    """The paper's Table 4 and the authors' language code, in the precision of ``a``."""
+    """The paper's Table 4, the authors' language code and GELUs, in the precision of ``a``."""
+    activate = gelu_tanh if "tanh" in theta else gelu
     if theta == "softmax":
         return tau * a.exp() / a.exp().sum(-1, keepdim=True)
     if theta == "gelu_l1":
         return tau * gelu(a) / gelu(a).abs().sum(-1, keepdim=True)
-    if theta == "gelu_l2":
-        return gelu(tau * a / torch.linalg.vector_norm(a, dim=-1, keepdim=True))
-    if theta == "gelu_tanh_l2":
-        return gelu_tanh(tau * a / torch.linalg.vector_norm(a, dim=-1, keepdim=True))
-    return tau * gelu(a) / torch.linalg.vector_norm(gelu(a), dim=-1, keepdim=True)
+    if theta in ("gelu_l2", "gelu_tanh_l2"):
+        return activate(tau * a / torch.linalg.vector_norm(a, dim=-1, keepdim=True))
+    if theta == "gelu_l2_post":
+        return tau * gelu(a) / torch.linalg.vector_norm(gelu(a), dim=-1, keepdim=True)
+    return activate(a)
 
 
 def double(value):
@@ -47,9 +48,8 @@ def test_is_the_published_formula_for_any_tau(theta, tokens, pairs):
 
 @pytest.mark.parametrize("theta", THETAS)
 def test_released_default_of_tau(theta):
-    expected = {"softmax": 576, "gelu_l1": 576, "gelu_l2": 24, "gelu_l2_post": 24}
-    expected["gelu_tanh_l2"] = expected["gelu_l2"]
-    assert default_tau(theta, 576) == expected[theta]
+    expected = {"softmax": 576, "gelu_l1": 576, "gelu": 1, "gelu_tanh": 1}
+    assert default_tau(theta, 576) == expected.get(theta, 24)  # √576 under L2
 
 
 @pytest.mark.parametrize("theta", THETAS)
@@ -109,10 +109,10 @@ def test_what_is_normed_is_what_the_weights_depend_on(theta):
     scores = torch.randn(5, 60, dtype=torch.float64)
     tau = double(default_tau(theta, 60))
     weights = theta_weights(scores, theta, tau, 0.0)
-    shares = norm_shares(scores, weights, theta)
-    torch.testing.assert_close(shares.sum(-1), torch.ones(5, dtype=torch.float64))
+    shares, order = norm_shares(scores, weights, theta), THETAS[theta].norm_order
+    torch.testing.assert_close(shares.sum(-1), double([float(order > 0)] * 5))
     # Without half the pairs, a τ that follows their shares leaves the weights of the others.
-    left = shares[:, 30:].sum(-1, keepdim=True) ** (1 / THETAS[theta].norm_order)
+    left = shares[:, 30:].sum(-1, keepdim=True) ** (1 / order) if order else 1 + shares
     for row in range(5):
         alone = theta_weights(scores[row, 30:], theta, tau * left[row, 0], 0.0)
         torch.testing.assert_close(alone, weights[row, 30:])

@@ -18,6 +18,10 @@ folder. From a folder to a file of the released code::
 
     tokenformer-vit convert tokenformer_150m model.bin --to-released
 
+A folder with a GPT-2 of transformers; its tokenizer and generation configuration go along::
+
+    tokenformer-vit convert gpt2 tokenformer_gpt2
+
 OUT appears only when it is complete.
 """
 
@@ -52,16 +56,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.to_released:
         _refuse(args, _VISION, "a language model")
         _to_released(args)
-    elif args.model or source_kind(args.source) == "vit":
+        return
+    kind = "vit" if args.model else source_kind(args.source)
+    if kind == "vit":
         _refuse(args, _LANGUAGE, "a ViT")
         convert_vit(args)
-    else:
-        _refuse(args, _VISION, "a language model")
-        _from_released(args)
+        return
+    _refuse(args, _VISION, "a language model")
+    (_from_gpt2 if kind == "gpt2" else _from_released)(args)
 
 
 def source_kind(source: str) -> str:
-    """Tell what IN is: ``vit``, or ``released`` for the authors' language models.
+    """Tell what IN is: ``vit``, ``gpt2``, or ``released`` for the authors' language models.
 
     Raises:
         InputError: If it is something else.
@@ -76,6 +82,8 @@ def source_kind(source: str) -> str:
         if "architecture" in about:
             return "vit"
         kind = about.get("model_type")
+        if kind == "gpt2":
+            return kind
         found = f"it is a model of type {kind}" if kind else f"no {CONFIG} in it names a timm model"
     elif path.is_file():
         content = {} if description_of(path) else _outline(path)
@@ -117,9 +125,44 @@ def _from_released(args: argparse.Namespace) -> None:
         f"{config.depth} blocks, width {config.embed_dim}, {config.num_heads} heads, "
         f"{config.num_qkv_param_tokens} / {config.num_ffn_param_tokens} pairs: "
         f"{model.num_parameters():,} parameters of {str(model.dtype).removeprefix('torch.')}\n"
-        f"Done. In {printable(str(args.target))}: a model for transformers"
-        + (" and its tokenizer" if tokenizer else "; no tokenizer (--tokenizer)")
+        f"Done. In {printable(str(args.target))}: a model for transformers{_with(tokenizer)}"
     )
+
+
+def _from_gpt2(args: argparse.Namespace) -> None:
+    language = _language()
+    folder = local_path(args.source)
+    if _of_released(args):
+        raise InputError(
+            f"{args.source} says its heads and context, and its layers have no eps: leave out "
+            "--num-heads, --context-length and --eps"
+        )
+    source = language.load_language_model(folder).float()  # half precision would lose digits
+    files = ("tokenizer.json", "tokenizer_config.json", "merges.txt")
+    own = folder if any((folder / name).is_file() for name in files) else None
+    place, tokenizer = args.tokenizer or own, None
+    if place:
+        tokenizer = language.load_tokenizer(place, source.config.vocab_size)
+    model = language.from_gpt2(source)
+    shape = 2, min(64, model.config.context_length)
+    tokens = torch.randint(
+        model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0)
+    )
+    with torch.no_grad():
+        logits = torch.stack([each(tokens).logits.double() for each in (model, source)])
+    ours, theirs = logits - logits.mean(dim=-1, keepdim=True)  # a common offset changes nothing
+    errors = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
+    language.save_language_model(model, args.target, tokenizer)
+    print(
+        f"{model.num_parameters():,} parameters, {source.num_parameters():,} in GPT-2, in float32\n"
+        f"Relative error of the logits for {errors.numel()} random tokens: at most "
+        f"{errors.max().item():.1e}, mean {errors.mean().item():.1e}\n"
+        f"Done. In {printable(str(args.target))}: a model for transformers{_with(tokenizer)}"
+    )
+
+
+def _with(tokenizer: Any) -> str:
+    return " and its tokenizer" if tokenizer else "; no tokenizer (--tokenizer)"
 
 
 def _to_released(args: argparse.Namespace) -> None:

@@ -217,7 +217,7 @@ def _grow_all(
     seed: int = 0,
 ) -> dict[str, LayerTokens]:
     """Compute the tensors of all layers after growth; those of other layers are the same object."""
-    needs_gate = find_theta(theta).has_gate
+    needs_gate = find_theta(theta).gated is not None
     if init not in INITS:
         hint = " (zero keys with zero values would never learn)" if init == "zero" else ""
         raise InputError(f"unknown init {init!r}{hint}; choose one of {', '.join(INITS)}")

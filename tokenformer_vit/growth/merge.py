@@ -54,8 +54,7 @@ def merge(model_a: Model, model_b: nn.Module, ancestor: nn.Module | None = None)
         a, b = read_tokens(layer), read_tokens(layers_b[name])
         parts, tau, share = [_rows(a), _rows(b)], a.tau, 1.0
         if ancestor is None:
-            order = find_theta(layer.theta).norm_order
-            if order:
+            if order := find_theta(layer.theta).norm_order:
                 tau = (tau.double() ** order + b.tau.to(tau).double() ** order) ** (1 / order)
             share = 0.5
         else:

@@ -23,7 +23,7 @@ class Usage:
 
     Args:
         sizes: (P,) mean of |weight| · ‖value‖₂, the length of what a pair adds to an output token.
-        shares: (P,) mean share of a pair in the sum in Θ's divisor; the shares sum to 1.
+        shares: (P,) mean share of a pair in the sum in Θ's divisor; they sum to 1, or are all 0.
         lengths: (P,) ‖value‖₂ of each pair, to recognize the layer; None for any layer.
     """
 
@@ -171,14 +171,13 @@ def check_usage(
 def adapted_tau(layer: Pattention, usage: Usage, count: int) -> Tensor:
     """Return τ for a layer that keeps its most used pairs; see :func:`prune`."""
     share = usage.shares[usage.order[:count]].sum().item()
-    share = share or 1.0  # pairs with zero keys have no share and need no τ
     order = find_theta(layer.theta).norm_order
-    return layer.tau.detach().double() * (share ** (1 / order) if order else 1.0)
+    # Pairs with zero keys have no share and need no τ, as all pairs without a norm.
+    return layer.tau.detach().double() * (share ** (1 / order) if order and share else 1.0)
 
 
 def select_pairs(layer: Pattention, index: Tensor) -> LayerTokens:
     """Return the tensors of a layer with these pairs alone, without nested sizes."""
     own = read_tokens(layer)
-    index = index.to(own.keys.device)
     gate = None if own.gate is None else own.gate[index]
     return LayerTokens(own.keys[index], own.values[index], own.tau, gate)

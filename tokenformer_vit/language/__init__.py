@@ -12,6 +12,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from .from_gpt2 import from_gpt2
 from .generation import MASKS, load_language_model, save_language_model
 from .modeling import (
     TokenFormerConfig,
@@ -31,6 +32,7 @@ __all__ = [
     "TokenFormerModel",
     "byte_tokenizer",
     "check_tokens_agree",
+    "from_gpt2",
     "from_released",
     "load_language_model",
     "load_tokenizer",

@@ -39,10 +39,7 @@ class NestedLayer(nn.Module):
                 f"size must be from 1 to {self.num_param_tokens} pairs, but got {size!r}"
             )
         if size not in (None, self.num_param_tokens) and self.active is not None:
-            raise InputError(
-                "a size cannot be set while a mask is active; call TokenMasks.activate() to use "
-                "all pairs"
-            )
+            raise InputError("a mask is active: call TokenMasks.activate() before you set a size")
         self._size = None if size == self.num_param_tokens else size
         self._place, self._ratio = self._find(self._size)
 

@@ -49,10 +49,9 @@ class BlockLayerNorm(nn.LayerNorm):
 
     def reset_parameters(self) -> None:
         """Set the weight to one and the bias to zero, if they exist."""
-        if self.weight is not None:
-            nn.init.ones_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        for parameter, value in ((self.weight, 1.0), (self.bias, 0.0)):
+            if parameter is not None:
+                nn.init.constant_(parameter, value)
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise (..., C) tokens."""

@@ -31,9 +31,8 @@ class Pattention(NestedLayer):
         out_features: C_out, width of the output tokens.
         num_param_tokens: P, number of key-value pairs of parameter tokens.
         theta: Name of the Θ variant, a key of ``tokenformer_vit.ops.THETAS``.
-        tau: Scale of Θ; ``None`` for P under an L1 norm, √P under an L2 norm, and 1 without a norm.
-            It is stored in the state dict and never follows P, so a grown layer reloads to the same
-            function.
+        tau: Scale of Θ; ``None`` for P under an L1 norm, √P under L2, 1 without a norm. It is
+            stored in the state dict and never follows P, so growth does not change the function.
         eps: Number added to the divisor of Θ, relative to ``tau``. 0 gives the released formulas,
             which return NaN for a row of zeros.
         init_gain: Standard deviation of the initial outputs, for inputs of unit RMS. It has no
@@ -96,8 +95,8 @@ class Pattention(NestedLayer):
     ) -> None:
         super().__init__()
         variant = find_theta(theta)
-        if gate not in GATES or (gate != "none" and not variant.has_gate):
-            allowed = ", ".join(GATES if variant.has_gate else GATES[:1])
+        if gate not in GATES or (gate != "none" and not variant.gated):
+            allowed = ", ".join(GATES if variant.gated else GATES[:1])
             raise InputError(f"gate of theta {theta!r} must be one of {allowed}, but got {gate!r}")
         self.in_features, self.out_features = in_features, out_features
         self.num_param_tokens = int(num_param_tokens)
@@ -201,7 +200,6 @@ class Pattention(NestedLayer):
             return pattention(x, keys, values, self.theta, tau, self.eps, self.backend, gate)
 
     @torch.jit.unused
-    @torch.no_grad()
     def weights(self, x: Tensor) -> Tensor:
         """Return the (..., P) weights Θ(X K_Pᵀ) of the pairs in use, in float32 or float64."""
         return self.scores_and_weights(x)[1]

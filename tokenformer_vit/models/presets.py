@@ -18,8 +18,7 @@ _VIT5 = {
     **{"reg_tokens": 4, "no_embed_class": True, "init_values": 1e-4},
 }
 _MODELS: dict[str, dict[str, Any]] = {
-    # For models that are described by their arguments, such as a converted ViT.
-    "tokenformer_vit": {},
+    "tokenformer_vit": {},  # for models that their arguments describe, such as a converted ViT
     "tokenformer_vit_distilled": {},
     "tokenformer_tiny": {**_SMALL, "embed_dim": 192, "num_heads": 3},
     "tokenformer_small": _SMALL,

@@ -96,14 +96,9 @@ class TokenFormerViT(VisionTransformer):
             own |= {"theta": theta, "norm": norm, "norm_eps": norm_eps, **counts[depth]}
             return TokenFormerBlock(**own, pattention_args=shared, residual_init_gain=gain)
 
-        super().__init__(
-            embed_dim=embed_dim,
-            depth=depth,
-            num_heads=num_heads,
-            block_fn=block_fn,  # type: ignore[arg-type]
-            norm_layer=partial(RmsNorm if norm == "rms" else LayerNorm, eps=norm_eps),  # type: ignore[arg-type]
-            **kwargs,
-        )
+        shape: Any = {"embed_dim": embed_dim, "depth": depth, "num_heads": num_heads}
+        norm_layer: Any = partial(RmsNorm if norm == "rms" else LayerNorm, eps=norm_eps)
+        super().__init__(**shape, block_fn=block_fn, norm_layer=norm_layer, **kwargs)  # type: ignore
         # timm adds the arguments that it is given, once it has loaded the weights.
         self._model_args: dict[str, Any] = {
             "theta": theta,

@@ -3,11 +3,11 @@
 :data:`THETAS` is the only place that lists variants.
 
 A variant maps the scores A (..., P) of input tokens against P parameter tokens to weights of the
-same shape and dtype, and normalises each row over its P entries. Each function has the signature
-``(scores, tau, eps) -> weights``, and TorchScript must be able to compile it. ``tau`` is 0-dim, the
-stored scale of the layer. ``eps`` is added to the divisor of a row, relative to ``tau``: it keeps
-the weights and gradients of a row of zeros finite. With 0 the formulas are the authors' released
-ones, which divide zero by zero there.
+same shape and dtype, and normalises each row over its P entries, except ``gelu`` and ``gelu_tanh``.
+Each function has the signature ``(scores, tau, eps) -> weights``, and TorchScript must be able to
+compile it. ``tau`` is 0-dim, the stored scale of the layer. ``eps`` is added to the divisor of a
+row, relative to ``tau``: it keeps the weights and gradients of a row of zeros finite. With 0 the
+formulas are the authors' released ones, which divide zero by zero there.
 
 Note:
     Everything between reading the scores and rounding the result once is float32 (float64 for
@@ -92,7 +92,7 @@ def _gelu(a: Tensor) -> Tensor:
 
 
 def gelu(scores: Tensor, tau: Tensor, eps: float) -> Tensor:
-    """gelu(A), without a norm: a converted Transformer has it. τ is 1 and not used, as eps is."""
+    """GELU without a norm over pairs, which ignores τ and eps."""
     return F.gelu(scores)  # PyTorch computes it in float32 and rounds once
 
 
@@ -122,11 +122,6 @@ class Theta(NamedTuple):
     normalizes_scores: bool
     second_moment: float
     gated: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-
-    @property
-    def has_gate(self) -> bool:
-        """Whether a pair can have a gate."""
-        return self.gated is not None
 
 
 THETAS = {
@@ -176,7 +171,7 @@ def norm_shares(scores: Tensor, weights: Tensor, theta: str) -> Tensor:
 
 
 def default_tau(theta: str, num_param_tokens: int) -> float:
-    """Return the initial τ of a layer with P parameter tokens: P under an L1 norm, √P under L2, or 1.
+    """Return the initial τ of a layer with P pairs: P under an L1 norm, √P under L2, else 1.
 
     A layer keeps its τ from then on. A τ that followed P while a model grows would change what
     the model computes (arXiv:2410.23168v2, Appendix B).

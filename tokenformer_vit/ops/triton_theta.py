@@ -1,8 +1,8 @@
 """Θ ``gelu_l2`` and its gradient in two Triton kernels, for NVIDIA GPUs.
 
-Each kernel reads a row once, holds it in registers, and writes its result once: 4 and 6 bytes for a
-bfloat16 score. A row of P entries is split into two power-of-two blocks where that pads less: 576 =
-512 + 64 leaves no idle lane, but a single block would be padded to 1024.
+Each kernel reads a row once, holds it in registers, and writes its result once. A row of P entries
+is split into two power-of-two blocks where that pads less: 576 = 512 + 64 leaves no idle lane, but
+a single block would be padded to 1024.
 """
 
 # pyright: reportPossiblyUnboundVariable=false, reportArgumentType=false, reportOperatorIssue=false
@@ -38,20 +38,13 @@ def _kernel(function):
 
 
 @_kernel
-def _approximate(instruction: tl.constexpr, x):
-    """Compute 2ˣ, or 1 / x for x ≥ 1, by one instruction of NVIDIA's, without checks of range."""
-    code: tl.constexpr = instruction + ".approx.ftz.f32 $0, $1;"
-    return tl.inline_asm_elementwise(code, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@_kernel
-def _exp2(x, PTX: tl.constexpr):
-    return _approximate("ex2", x) if PTX else tl.exp2(x)  # others lack the instruction
-
-
-@_kernel
-def _reciprocal(x, PTX: tl.constexpr):
-    return _approximate("rcp", x) if PTX else 1.0 / x
+def _fast(name: tl.constexpr, x, PTX: tl.constexpr):
+    """Compute 2ˣ (ex2), or 1 / x for x ≥ 1 (rcp), on NVIDIA by one instruction without checks."""
+    if PTX:
+        code: tl.constexpr = name + ".approx.ftz.f32 $0, $1;"
+        return tl.inline_asm_elementwise(code, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.exp2(x) if name == "ex2" else 1.0 / x
 
 
 @_kernel
@@ -65,14 +58,14 @@ def _density_and_tail(z, TANH: tl.constexpr, PTX: tl.constexpr):
     if TANH:  # Φ(z) ≈ (1 + tanh y) / 2 with y = √(2/π) (z + 0.044715 z³), and φ is its derivative
         square = z * z
         # exp(-2|y|); the constants are -2 √(2/π) log2(e), without and with 0.044715.
-        small = _exp2(tl.abs(z) * tl.fma(square, -0.10294324, -2.3022082), PTX)
-        tail = small * _reciprocal(1.0 + small, PTX)
+        small = _fast("ex2", tl.abs(z) * tl.fma(square, -0.10294324, -2.3022082), PTX)
+        tail = small * _fast("rcp", 1.0 + small, PTX)
         # 2y'; the constants are 2 √(2/π), with and without 3 · 0.044715.
         return tl.fma(-tail, tail, tail) * tl.fma(square, 0.21406445, 1.5957691), tail
     else:
         # exp(-z²/2) / √(2π); the constants are log2(e) / 2 and log2(√(2π)).
-        density = _exp2(tl.fma(z * -0.7213475204444817, z, -1.3257480647361592), PTX)
-        t = _reciprocal(tl.fma(tl.abs(z), 0.275, 1.0), PTX)
+        density = _fast("ex2", tl.fma(z * -0.7213475204444817, z, -1.3257480647361592), PTX)
+        t = _fast("rcp", tl.fma(tl.abs(z), 0.275, 1.0), PTX)
         ratio = tl.fma(t, -0.286170136, 1.12588669)
         ratio = tl.fma(t, ratio, -0.818132021)
         ratio = tl.fma(t, ratio, 0.827735057)
@@ -190,69 +183,46 @@ def _launch(kernel: Any, kept: int, tanh: bool, scores: Tensor, tau: Tensor, *ot
     num_param_tokens = int(scores.shape[-1])
     if not (num_rows := scores.numel() // num_param_tokens):
         return
-    layout = _layout(num_param_tokens, kept)
-    run = kernel if _INTERPRETED or type(scores) is Tensor else wrap_triton(kernel)
+    options = {
+        "P": num_param_tokens,
+        "TANH": tanh,
+        "PTX": _PTX,
+        **_layout(num_param_tokens, kept),
+    }
+    options["enable_fp_fusion"] = True  # the default depends on the version of Triton
+    programs = -(-num_rows // options["ROWS"])
+    run = kernel if _INTERPRETED else wrap_triton(kernel)
     with torch.cuda.device_of(scores):  # Triton launches on the current device
-        run[(-(-num_rows // layout["ROWS"]),)](
-            scores,
-            tau,
-            *others,
-            num_rows,
-            P=num_param_tokens,
-            TANH=tanh,
-            PTX=_PTX,
-            enable_fp_fusion=True,  # the default depends on the version of Triton
-            **layout,
-        )
+        run[(programs,)](scores, tau, *others, num_rows, **options)
 
 
-def _row_numbers(scores: Tensor) -> Tensor:
-    return scores.new_empty((*scores.shape[:-1], 1), dtype=torch.float32)
+def _empty(scores: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Return memory for a number for each score, and for a float32 number for each row."""
+    rows = scores.new_empty((*scores.shape[:-1], 1), dtype=torch.float32)
+    return torch.empty_like(scores, memory_format=torch.contiguous_format), rows
 
 
-def _forward(scores: Tensor, tau: Tensor, eps: float, tanh: bool) -> tuple[Tensor, Tensor]:
-    scores = scores.contiguous()
-    weights, factors = torch.empty_like(scores), _row_numbers(scores)
-    _launch(forward_kernel, 1, tanh, scores, tau, weights, factors, eps)
+@_operation("tokenformer_vit::gelu_l2", mutates_args=())
+def gelu_l2(scores: Tensor, tau: Tensor, eps: float, tanh: bool) -> tuple[Tensor, Tensor]:
+    """Compute the weights (..., P) of scores (..., P), and the factors (..., 1) of their rows."""
+    weights, factors = _empty(scores)
+    _launch(forward_kernel, 1, tanh, scores.contiguous(), tau, weights, factors, eps)
     return weights, factors
 
 
-def _backward(
+@_operation("tokenformer_vit::gelu_l2_backward", mutates_args=())
+def gelu_l2_backward(
     scores: Tensor, tau: Tensor, factors: Tensor, grad: Tensor, tanh: bool
 ) -> tuple[Tensor, Tensor]:
-    scores, grad = scores.contiguous(), grad.contiguous()
-    grad_scores, dots = torch.empty_like(scores), _row_numbers(scores)
-    others = factors.contiguous(), grad, grad_scores, dots
-    _launch(backward_kernel, 2, tanh, scores, tau, *others)
+    """Compute the gradient (..., P) of scores, and the dot products g · z (..., 1)."""
+    grad_scores, dots = _empty(scores)
+    others = factors.contiguous(), grad.contiguous(), grad_scores, dots
+    _launch(backward_kernel, 2, tanh, scores.contiguous(), tau, *others)
     return grad_scores, dots
 
 
-def _shapes(scores: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(scores, memory_format=torch.contiguous_format), _row_numbers(scores)
-
-
-_forward_op = _operation("tokenformer_vit::gelu_l2", _forward, mutates_args=())
-_backward_op = _operation("tokenformer_vit::gelu_l2_backward", _backward, mutates_args=())
-_forward_op.register_fake(_shapes)
-_backward_op.register_fake(_shapes)
-
-
-def _is_traced(scores: Tensor) -> bool:
-    # PyTorch's dispatch of an operation takes longer than a kernel on few tokens.
-    return torch.compiler.is_compiling() or type(scores) is not Tensor
-
-
-def gelu_l2(scores: Tensor, tau: Tensor, eps: float, tanh: bool) -> tuple[Tensor, Tensor]:
-    """Compute the weights (..., P) of scores (..., P), and the factors (..., 1) of their rows."""
-    return (_forward_op if _is_traced(scores) else _forward)(scores, tau, eps, tanh)
-
-
-def gelu_l2_backward(scores: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    """Compute the gradient (..., P) of scores, and the dot products g · z (..., 1).
-
-    The others are τ, the factors (..., 1), the gradient (..., P) of the weights, and ``tanh``.
-    """
-    return (_backward_op if _is_traced(scores) else _backward)(scores, *others)
+gelu_l2.register_fake(_empty)
+gelu_l2_backward.register_fake(_empty)
 
 
 def serves(scores: Tensor) -> bool:

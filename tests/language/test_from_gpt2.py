@@ -1,0 +1,119 @@
+"""A GPT-2 of random weights becomes a TokenFormer that computes and writes the same."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="pip install '.[language]'")
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from tokenformer_vit.cli import convert_checkpoint
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.growth import grow
+from tokenformer_vit.language import byte_tokenizer, from_gpt2, save_language_model
+
+SHAPE = {"vocab_size": 258, "n_positions": 40, "n_embd": 32, "n_layer": 3, "n_head": 4}
+SPECIAL = {"bos_token_id": 256, "eos_token_id": [256, 7], "pad_token_id": 257}
+OTHERS = {"activation_function": "relu", "scale_attn_weights": False, "add_cross_attention": True}
+OTHERS |= {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}
+
+
+def build(**changes):
+    """Return a GPT-2 whose norms, biases and sizes of weights are not those it starts with."""
+    model = GPT2LMHeadModel(GPT2Config(**SHAPE | SPECIAL | changes)).eval()
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if tensor.dim() == 1:
+                tensor.add_(torch.randn_like(tensor), alpha=0.3)
+            elif ".c_" in name:
+                tensor.mul_(8)
+    model.generation_config.repetition_penalty = 1.1
+    return model
+
+
+@torch.no_grad()
+def relative_error(model, gpt2):
+    """Return the error of the logits, relative to those of GPT-2 in float64."""
+    tokens = torch.randint(258, (3, 40))
+    exact = gpt2.double()(tokens).logits
+    gpt2.float()
+    logits = torch.stack((model(tokens).logits.double(), exact))
+    ours, theirs = logits - logits.mean(dim=-1, keepdim=True)
+    return (ours - theirs).norm() / theirs.norm()
+
+
+@pytest.mark.parametrize("draw", range(3))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": False, "layer_norm_epsilon": 1e-3, "n_inner": 50},
+        {"activation_function": "gelu"},
+    ],
+    ids=["plain", "untied", "erf"],
+)
+def test_the_logits_are_those_of_gpt2(seed, draw, changes):
+    torch.manual_seed(seed + draw)
+    gpt2 = build(**changes)
+    model = from_gpt2(gpt2)
+    assert relative_error(model, gpt2) < 2e-5
+    assert not model.training
+    is_tied = model.lm_head.weight is model.model.embedding.weight
+    assert is_tied == model.config.tie_embeddings == changes.get("tie_word_embeddings", True)
+
+
+def test_it_writes_the_same_text():
+    gpt2 = build()
+    model = from_gpt2(gpt2)
+    greedy = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
+    prompts = torch.randint(256, (3, 9))
+    mask = torch.ones_like(prompts)
+    prompts[0, :4], mask[0, :4] = 257, 0
+    for use_cache in (True, False):
+        how = {"attention_mask": mask, "use_cache": use_cache, **greedy}
+        text = model.generate(prompts, **how)
+        assert text.shape == (3, 29)
+        assert text.equal(gpt2.generate(prompts, **how))
+
+
+def test_it_is_saved_and_grows(tmp_path):
+    gpt2 = build()
+    from_gpt2(gpt2).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert relative_error(model, gpt2) < 2e-5
+    for config in (model.config, model.generation_config):
+        assert {name: getattr(config, name) for name in SPECIAL} == SPECIAL
+    assert model.generation_config.repetition_penalty == 1.1
+    grow(model, num_qkv_param_tokens=96, num_proj_param_tokens=160, num_ffn_param_tokens=256)
+    assert relative_error(model, gpt2) < 2e-5
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_forms_are_refused_by_name(name):
+    with pytest.raises(InputError, match=f"{name} is {OTHERS[name]!r}"):
+        from_gpt2(build(**{name: OTHERS[name]}))
+
+
+def test_other_models_and_layers_are_refused_by_name():
+    gpt2 = build()
+    with pytest.raises(InputError, match="it is a GPT2Model; give a plain GPT2LMHeadModel"):
+        from_gpt2(gpt2.transformer)
+    gpt2.transformer.h[1].mlp.c_fc = torch.nn.Linear(32, 128)  # its weight is not transposed
+    with pytest.raises(InputError, match=r"transformer\.h\.1\.mlp\.c_fc is a Linear"):
+        from_gpt2(gpt2)
+
+
+def test_the_command(tmp_path, capsys):
+    gpt2, source, target = build(), tmp_path / "gpt2", tmp_path / "tokenformer"
+    save_language_model(gpt2.half(), source, byte_tokenizer())
+    with pytest.raises(InputError, match="leave out --num-heads"):
+        convert_checkpoint.main([str(source), str(target), "--num-heads", "4"])
+    convert_checkpoint.main([str(source), str(target)])
+    out = capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained(target)
+    assert f"{model.num_parameters():,} parameters, {gpt2.num_parameters():,} in GPT-2" in out
+    assert "Relative error of the logits for 80 random tokens: at most" in out
+    assert "a model for transformers and its tokenizer" in out
+    assert relative_error(model, gpt2) < 2e-5
+    assert model.generation_config.to_diff_dict() == gpt2.generation_config.to_diff_dict()
+    assert AutoTokenizer.from_pretrained(target).decode([72, 105]) == "Hi"
