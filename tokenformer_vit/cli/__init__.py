@@ -1,8 +1,8 @@
 """The commands: ``tokenformer-vit train``, ``tokenformer-vit predict`` and so on.
 
-Every other module here, except ``arguments``, ``benchmark_loop`` and ``benchmark_all``, is one
-command and has a function ``main``. In a clone, ``python tools/train.py`` is the same as
-``tokenformer-vit train``.
+Every other module here, except ``arguments``, ``benchmark_loop``, ``benchmark_all`` and
+``convert_vit``, is one command and has a function ``main``. In a clone, ``python tools/train.py``
+is the same as ``tokenformer-vit train``.
 """
 
 import argparse
@@ -47,7 +47,7 @@ COMMANDS = {
     "generate": Command("generate", "continue a text with a language model"),
     "evaluate-lm": Command("evaluate_lm", "measure a language model"),
     "lm-eval": Command("harness", "run lm-evaluation-harness on TokenFormer models"),
-    "convert": Command("convert_checkpoint", "convert released language models"),
+    "convert": Command("convert_checkpoint", "convert a ViT, or released language models"),
     "timm": Command("timm_script", "run a script of timm with the TokenFormer models", 2),
 }
 

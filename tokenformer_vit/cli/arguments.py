@@ -79,16 +79,14 @@ def is_file_name(target: Path, suffix: str) -> bool:
 
     Args:
         target: OUT.
-        suffix: Suffix of the file.
+        suffix: Suffix of the file; "" if the command writes only folders.
 
     Raises:
         InputError: If it has the suffix of another kind of file.
     """
     if target.suffix != suffix and target.suffix.lower() in _OF_FILES:
-        raise InputError(
-            f"OUT is {target}, but this command writes no {target.suffix} file: give a folder, or "
-            f"a file *{suffix}"
-        )
+        way = f"give a folder, or a file *{suffix}" if suffix else "give a folder"
+        raise InputError(f"OUT is {target}, but this command writes no {target.suffix} file: {way}")
     return target.suffix == suffix
 
 

@@ -1,7 +1,15 @@
-"""Convert the authors' language checkpoints to folders for transformers, and back.
+"""Convert a model to a TokenFormer with the same outputs.
 
-From a file of the released 150M, 450M, 900M or 1.5B model, or from a checkpoint of the authors'
-training, a file or a folder with one for each layer::
+A ViT: a timm name with its pretrained weights, hf-hub:USER/NAME, an exported folder, or a
+checkpoint of this trainer (with --model of any other)::
+
+    tokenformer-vit convert vit_small_patch16_224 converted --images photos
+
+Both models are compared on the images, or on noise. The folder is read by timm and the other
+commands. Images that cannot be read end the command.
+
+A language model of the authors: a file of the released 150M, 450M, 900M or 1.5B model, or a
+checkpoint of their training, a file or a folder with one for each layer::
 
     tokenformer-vit convert model.bin tokenformer_150m --tokenizer tokenizer.json
 
@@ -10,46 +18,102 @@ folder. From a folder to a file of the released code::
 
     tokenformer-vit convert tokenformer_150m model.bin --to-released
 
-From a folder with a GPT-2 of transformers, to a TokenFormer with the same logits::
+A folder with a GPT-2 of transformers; its tokenizer and generation configuration go along::
 
     tokenformer-vit convert gpt2 tokenformer_gpt2
 
-The folder's tokenizer and generation configuration go along. OUT appears only when it is complete.
+OUT appears only when it is complete.
 """
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import timm
 import torch
+from safetensors import safe_open
 
 from tokenformer_vit.command_line import command_parser, printable, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import whole_file
+from tokenformer_vit.models.checkpoints import CONFIG, description_of, read_checkpoint
+
+from .arguments import model_arguments
+from .convert_vit import convert_vit, local_path
+
+# What can be given for one kind of model only.
+_LANGUAGE = ("tokenizer", "num_heads", "context_length", "eps")
+_VISION = ("images", "model", "model_kwargs", "num_classes")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     args = _parse(argv)
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     if args.target.exists():
         raise InputError(f"{args.target} already exists; choose another OUT, or remove it")
     if args.to_released:
+        _refuse(args, _VISION, "a language model")
         _to_released(args)
-    elif _is_gpt2(args.source):
-        _from_gpt2(args)
-    else:
-        _from_released(args)
+        return
+    kind = "vit" if args.model else source_kind(args.source)
+    if kind == "vit":
+        _refuse(args, _LANGUAGE, "a ViT")
+        convert_vit(args)
+        return
+    _refuse(args, _VISION, "a language model")
+    (_from_gpt2 if kind == "gpt2" else _from_released)(args)
+
+
+def source_kind(source: str) -> str:
+    """Tell what IN is: ``vit``, ``gpt2``, or ``released`` for the authors' language models.
+
+    Raises:
+        InputError: If it is something else.
+    """
+    path = local_path(source)
+    found = "it is neither a file, a folder, nor a name of timm"
+    if path.is_dir():
+        config = path / CONFIG
+        about = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        if any(path.glob("layer_*-model_*-model_states.pt")):
+            return "released"
+        if "architecture" in about:
+            return "vit"
+        kind = about.get("model_type")
+        if kind == "gpt2":
+            return kind
+        found = f"it is a model of type {kind}" if kind else f"no {CONFIG} in it names a timm model"
+    elif path.is_file():
+        content = {} if description_of(path) else _outline(path)
+        if description_of(path, content):
+            return "vit"
+        if any(str(name).startswith("sequential.") for name in content.get("module", content)):
+            return "released"
+        found = "it does not name its model: if it is a ViT, give its name with --model"
+    elif source.startswith("hf-hub:") or timm.is_model(source):
+        return "vit"
+    raise InputError(f"{source} cannot be converted: {found}")
+
+
+def _outline(path: Path) -> dict[str, Any]:
+    """Return the content of a file without the numbers of its tensors."""
+    if path.suffix == ".safetensors":
+        with safe_open(path, "pt") as file:
+            return dict.fromkeys(file.keys())
+    return read_checkpoint(path, "meta")
+
+
+def _refuse(args: argparse.Namespace, names: Sequence[str], kind: str) -> None:
+    if given := [name for name in names if getattr(args, name) not in (None, {})]:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise InputError(f"{args.source} is {kind}: leave out {options}")
 
 
 def _from_released(args: argparse.Namespace) -> None:
-    from tokenformer_vit import language
-
-    tensors = language.read_released(args.source)
+    language = _language()
+    tensors = language.read_released(Path(args.source))
     config, state_dict = language.from_released(tensors, **_of_released(args))
     tokenizer = args.tokenizer and language.load_tokenizer(args.tokenizer, config.vocab_size)
     with torch.device("meta"):
@@ -65,26 +129,17 @@ def _from_released(args: argparse.Namespace) -> None:
     )
 
 
-def _is_gpt2(source: Path) -> bool:
-    from transformers import PretrainedConfig
-
-    if not (source / "config.json").is_file():
-        return False
-    config, _ = PretrainedConfig.get_config_dict(source, local_files_only=True)
-    return config.get("model_type") == "gpt2"
-
-
 def _from_gpt2(args: argparse.Namespace) -> None:
-    from tokenformer_vit import language
-
+    language = _language()
+    folder = local_path(args.source)
     if _of_released(args):
         raise InputError(
             f"{args.source} says its heads and context, and its layers have no eps: leave out "
             "--num-heads, --context-length and --eps"
         )
-    source = language.load_language_model(args.source).float()  # half precision would lose digits
+    source = language.load_language_model(folder).float()  # half precision would lose digits
     files = ("tokenizer.json", "tokenizer_config.json", "merges.txt")
-    own = args.source if any((args.source / name).is_file() for name in files) else None
+    own = folder if any((folder / name).is_file() for name in files) else None
     place, tokenizer = args.tokenizer or own, None
     if place:
         tokenizer = language.load_tokenizer(place, source.config.vocab_size)
@@ -111,9 +166,8 @@ def _with(tokenizer: Any) -> str:
 
 
 def _to_released(args: argparse.Namespace) -> None:
-    from tokenformer_vit import language
-
-    state_dict = language.to_released(language.load_language_model(args.source))
+    language = _language()
+    state_dict = language.to_released(language.load_language_model(Path(args.source)))
     args.target.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(args.target) as file:
         torch.save({name: tensor.detach() for name, tensor in state_dict.items()}, file)
@@ -121,11 +175,23 @@ def _to_released(args: argparse.Namespace) -> None:
     print(f"Done. In {target}: {len(state_dict)} tensors under the released names")
 
 
+def _language() -> Any:
+    from transformers.utils import logging
+
+    from tokenformer_vit import language
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    return language
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_parser(__doc__)
+    parser = command_parser(__doc__, parents=[model_arguments()])
     add = parser.add_argument
-    add("source", type=Path, metavar="IN", help="checkpoint of the authors, or folder")
+    add("source", metavar="IN", help="timm name, checkpoint or folder")
     add("target", type=Path, metavar="OUT", help="folder, or released file")
+    what = "folder of images, or one image, on which a ViT is compared; default: noise"
+    add("--images", type=Path, metavar="FOLDER", help=what)
     add("--to-released", action="store_true", help="from a folder to a file")
     add("--tokenizer", type=Path, metavar="PATH", help="folder or file that is saved in OUT")
     add(
@@ -151,5 +217,4 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _of_released(args: argparse.Namespace) -> dict[str, Any]:
     """Return what was given of the options that a released file does not answer."""
-    names = ("num_heads", "context_length", "eps")
-    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return {name: getattr(args, name) for name in _LANGUAGE[1:] if getattr(args, name) is not None}

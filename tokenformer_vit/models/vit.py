@@ -213,7 +213,7 @@ class TokenFormerViTDistilled(TokenFormerViT, VisionTransformerDistilled):
         usual = {"reg_tokens": 0, "pos_embed": "learn", "no_embed_class": False}
         usual |= {"fc_norm": None, "patch_drop_rate": 0.0}
         for name, value in usual.items():
-            if kwargs.get(name, value) != value:
+            if kwargs.get(name, value) not in (value, False):  # timm takes False for None
                 raise InputError(
                     f"{name} is {kwargs[name]!r}, but distilled heads read exactly a class and a "
                     f"distillation token: leave it at {value!r}"
