@@ -74,10 +74,10 @@ def from_gpt2(model: GPT2LMHeadModel) -> TokenFormerForCausalLM:
         norm="bias",
         norm_eps=source.layer_norm_epsilon,
     )
-    with torch.device("meta"):
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)  # for the values of pairs that are left over
         result: Any = TokenFormerForCausalLM(config)
-    result = result.to(embedding.dtype).to_empty(device=embedding.device)
-    result.tie_weights()
+    result.to(embedding)
     outer = {"model.embedding.weight": embedding, "model.positions.weight": positions}
     outer |= {f"model.norm.{name}": tensor for name, tensor in decoder.ln_f.named_parameters()}
     result.load_state_dict({**outer, "lm_head.weight": head}, strict=False)

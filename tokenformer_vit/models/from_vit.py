@@ -1,14 +1,13 @@
 """Convert a Vision Transformer to a TokenFormer that computes the same; derived in README.md.
 
-With Θ ``gelu`` every layer of a Transformer is a Pattention layer. The weight and bias of a norm go
-into the next layer, whose rows are then centred, as channels after the norm sum to 0. A norm bias
-of 1 gives each key an offset: w + b/d scores w · x̂ + b. As gelu(a) - gelu(-a) = a, a linear layer
-U Σ Vᵀ is pairs of keys ±v and values ±σu. All is computed in float64 and rounded once.
+With Θ ``gelu``, each layer of a Transformer is a Pattention layer. A norm's weight and bias go into
+the next layer, whose rows may be centred; with a norm bias of 1, the key w + b/d scores w · x̂ + b.
+As gelu(a) - gelu(-a) = a, a linear layer U Σ Vᵀ has keys ±v and values ±σu. All is in float64.
 """
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import timm
@@ -31,13 +30,14 @@ _FLAT, _RANGE = torch.linspace(-0.2, -6, 12, dtype=torch.float64), 1 / 2
 # The modules that have a counterpart, with a pattern of their names.
 _OUTER = VisionTransformer, VisionTransformerDistilled, layers.PatchEmbed, nn.Conv2d, nn.Sequential
 _INNER = Block, layers.Attention, layers.Mlp, layers.LayerScale, nn.GELU, layers.GELU
-_IDLE = nn.Identity, nn.Dropout, layers.PatchDropout, layers.DropPath  # when it is evaluated
 _PARTS = {
-    **dict.fromkeys((*_OUTER, *_INNER, layers.GELUTanh, *_IDLE), ".*"),
+    **dict.fromkeys((*_OUTER, *_INNER, layers.GELUTanh, nn.Dropout), ".*"),
+    **dict.fromkeys((layers.PatchDropout, layers.DropPath), ".*"),  # idle in evaluation
+    nn.Identity: r".*(drop|norm|head|ls|path)\w*",
     nn.Linear: r"head|head_dist|blocks.*\.(qkv|proj|fc1|fc2)",
     nn.LayerNorm: r"norm|norm_pre|fc_norm|blocks.*\.(norm1|norm2|q_norm|k_norm)",
 }
-_SAME = ("num_classes", "embed_dim", "global_pool", "no_embed_class", "dynamic_img_size")
+_SAME = ("num_classes", "in_chans", "embed_dim", "global_pool", "no_embed_class")
 
 
 @torch.no_grad()
@@ -60,22 +60,21 @@ def from_vit(vit: VisionTransformer) -> TokenFormerViT:
         The relative error of logits is near 1e-6 in float32. A block has 24d² weights in place of
         12d². Keep weight decay off the bias of the norms, on which all offsets rest.
     """
-    if obstacle := _obstacle(vit):
-        raise InputError(
-            f"this model has no exact TokenFormer: {obstacle}; give timm's VisionTransformer with "
-            "plain blocks"
-        )
+    for obstacle in _obstacles(vit):
+        raise InputError(f"no exact TokenFormer: {obstacle}; give timm's plain VisionTransformer")
     blocks: Any = vit.blocks
     config: Any = getattr(vit, "pretrained_cfg", None) or {}
-    overlay = timm.data.resolve_model_data_config(vit)  # type: ignore[attr-defined]
+    overlay = {"num_classes": vit.num_classes}  # otherwise timm drops the names
+    overlay |= timm.data.resolve_model_data_config(vit)  # type: ignore[attr-defined]
     overlay |= {key: config[key] for key in ("label_names", "license") if config.get(key)}
     name = "tokenformer_vit" + "_distilled" * isinstance(vit, VisionTransformerDistilled)
-    with torch.device("meta"):
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)  # for the values of pairs that are left over
         model: Any = timm.create_model(name, pretrained_cfg_overlay=overlay, **_arguments(vit))
-    stem: Any = vit.patch_embed.proj
-    model = model.to(stem.weight.dtype).to_empty(device=stem.weight.device)
-    copied = {n: t for n, t in vit.state_dict().items() if not n.startswith("blocks") or ".ls" in n}
-    model.load_state_dict(copied, strict=False)
+    model.to(blocks[0].mlp.fc1.weight)
+    inner = {n: t for n, t in model.state_dict().items() if n.startswith("blocks")}
+    outer = {n: t for n, t in vit.state_dict().items() if n[:6] != "blocks" or ".ls" in n}
+    model.load_state_dict(inner | outer)
     for block, target in zip(tqdm(blocks, "converting", disable=None), model.blocks, strict=True):
         qkv = zip(*(part.chunk(3) for part in affine(block.attn.qkv)), strict=True)
         others = (block.attn.proj, block.norm2, block.mlp.fc1, block.mlp.fc2)
@@ -83,27 +82,20 @@ def from_vit(vit: VisionTransformer) -> TokenFormerViT:
     return model.eval()
 
 
-def _obstacle(vit: Any) -> str:
-    """Name the first part that has no counterpart; "" without any."""
+def _obstacles(vit: Any) -> Iterator[str]:
+    """Name each part that has no counterpart."""
     norms = [module for module in vit.modules() if isinstance(module, nn.LayerNorm)]
     for name, module in vit.named_modules():
         kind = nn.LayerNorm if module in norms else type(module)
         if kind not in _PARTS or not re.fullmatch(_PARTS[kind], name):
-            return f"{name or 'it'} is a {type(module).__name__}"
-        if module in norms and name.endswith(("q_norm", "k_norm")):
-            weight, bias = affine(module)
-            if (weight != 1).any() or bias.any():
-                return f"{name} has parameters"
-    blocks = {(b.attn.num_heads, _theta(b), type(b.ls1), type(b.ls2)) for b in vit.blocks}
-    if len(blocks) != 1 or len({norm.eps for norm in norms}) != 1:
-        return "it has no blocks, or they differ in heads, GELU, LayerScale or eps"
-    return ""
-
-
-def _theta(block: Any) -> str:
-    act = block.mlp.act
-    is_tanh = isinstance(act, layers.GELUTanh) or getattr(act, "approximate", "none") == "tanh"
-    return "gelu_tanh" if is_tanh else "gelu"
+            yield f"{name or 'it'} is a {type(module).__name__}"
+        if name.endswith(("q_norm", "k_norm")):
+            start = {"weight": 1, "bias": 0}
+            if any((tensor != start[n]).any() for n, tensor in module.named_parameters()):
+                yield f"{name} has parameters"
+    kinds = {(b.attn.num_heads, *map(repr, (b.mlp.act, b.attn.k_norm, b.ls1))) for b in vit.blocks}
+    if len(kinds) != 1 or len({norm.eps for norm in norms}) != 1:
+        yield "it has no blocks, or they differ in GELU, heads, norms or LayerScale"
 
 
 def _arguments(vit: Any) -> dict[str, Any]:
@@ -111,18 +103,18 @@ def _arguments(vit: Any) -> dict[str, Any]:
     counts = [num_pairs(vit.embed_dim, each.mlp.fc1.out_features) for each in vit.blocks]
     has = {name: not isinstance(each, nn.Identity) for name, each in vit.named_children()}
     return {
-        **{name: getattr(vit, name) for name in (*_SAME, "pool_include_prefix")},
+        **{
+            name: getattr(vit, name) for name in (*_SAME, "dynamic_img_size", "pool_include_prefix")
+        },
         **{name: getattr(embed, name) for name in ("img_size", "patch_size", "dynamic_img_pad")},
         **{name: [count[name] for count in counts] for name in counts[0]},
-        **{"theta": _theta(block), "norm": "bias", "norm_eps": block.norm1.eps},
-        **{"depth": len(counts), "num_heads": block.attn.num_heads},
-        "in_chans": embed.proj.in_channels,
-        "qk_norm": not isinstance(block.attn.q_norm, nn.Identity),
+        "theta": "gelu_tanh" if "tanh" in repr(block.mlp.act).lower() else "gelu",
+        **{"norm": "bias", "norm_eps": block.norm1.eps, "num_heads": block.attn.num_heads},
+        **{"depth": len(counts), "qk_norm": not isinstance(block.attn.q_norm, nn.Identity)},
         "init_values": None if isinstance(block.ls1, nn.Identity) else 1.0,
         **{"class_token": vit.cls_token is not None, "reg_tokens": vit.num_reg_tokens},
-        "pos_embed": "none" if vit.pos_embed is None else "learn",
-        **{"pre_norm": has["norm_pre"], "fc_norm": has["fc_norm"]},
-        "final_norm": has["norm"] or has["fc_norm"],
+        **{"pos_embed": "none" if vit.pos_embed is None else "learn", "pre_norm": has["norm_pre"]},
+        **{"fc_norm": has["fc_norm"], "final_norm": has["norm"] or has["fc_norm"]},
     }
 
 
@@ -134,8 +126,9 @@ def num_pairs(width: int, hidden: int) -> dict[str, int]:
 
 def affine(layer: Any) -> Affine:
     """Read weight and bias in float64; 1 and 0 where there is none."""
-    weight = torch.ones(layer.normalized_shape) if layer.weight is None else layer.weight.double()
-    return weight, weight.new_zeros(len(weight)) if layer.bias is None else layer.bias.double()
+    weight = torch.ones(layer.normalized_shape) if layer.weight is None else layer.weight
+    bias = weight.new_zeros(len(weight)) if layer.bias is None else layer.bias
+    return weight.double(), bias.double()
 
 
 @torch.no_grad()
@@ -143,81 +136,67 @@ def write_block(
     target: Any, norm1: Affine, qkv: Iterable[Affine], proj: Affine, norm2: Affine, *mlp: Affine
 ) -> None:
     """Write the pairs of a Transformer's block into a TokenFormer's, whose norms have a bias."""
-    theta, heads = target.mlp.theta, target.attn.num_heads
-    query, key, value = (_after_norm(linear, norm1) for linear in qkv)
-    flat, mix = (proj[0][:0], proj[0][:0]), proj[0]
+    query, key, value = (_on_shifted(linear, norm1) for linear in qkv)
+    mix, *constant = proj[0], proj[0][:0], proj[0][:0]
     if proj[1].any():
-        value, mix, flat = _with_constant(value, proj, heads, theta)
-    (first, first_bias), (second, second_bias) = _after_norm(mlp[0], norm2), mlp[1]
-    one = torch.ones_like(first[:1])
-    second_bias = second_bias / theta_weights(one[:, :1], theta, target.mlp.tau, 0.0)  # (1, C_out)
+        value, mix, *constant = _with_constant(value, proj, target)
+    hidden, (second, second_bias) = _on_shifted(mlp[0], norm2), mlp[1]
+    one = torch.ones_like(hidden[:1])
+    second_bias = second_bias / theta_weights(one[:, :1], target.mlp.theta, target.mlp.tau, 0.0)
     pairs = {
-        "attn.query": _linear_pairs(_on_shifted(*query)),
-        "attn.key": _linear_pairs(_on_shifted(*key)),
-        "attn.value": _linear_pairs(_on_shifted(*value)),
-        "attn.proj": map(torch.cat, zip(_linear_pairs(mix), flat, strict=True)),
-        "mlp": (
-            torch.cat((_on_shifted(first, first_bias), one / first.shape[1])),
-            torch.cat((second.t(), second_bias)),
-        ),
+        "attn.query": _linear_pairs(query),
+        "attn.key": _linear_pairs(key),
+        "attn.value": _linear_pairs(value),
+        "attn.proj": map(torch.cat, zip(_linear_pairs(mix), constant, strict=True)),
+        "mlp": (torch.cat((hidden, one / len(one[0]))), torch.cat((second.t(), second_bias))),
     }
-    random = torch.Generator().manual_seed(0)
     for name, (keys, values) in pairs.items():
         layer = target.get_submodule(name)
-        # The pairs that fill up have zero keys, and values with which they can learn.
-        drawn = torch.randn(layer.value_param_tokens.shape, generator=random).to(values)
-        drawn *= values.square().mean().sqrt()
-        layer.value_param_tokens.copy_(torch.cat((values, drawn[len(values) :])))
+        # Pairs that are left over have zero keys, and keep their values, with which they can learn.
         layer.key_param_tokens.zero_()[: len(keys)] = keys
-        layer.tau.fill_(1.0)
+        layer.value_param_tokens[: len(values)] = values
     for norm in (target.norm1, target.norm2):
         nn.init.ones_(norm.bias)
 
 
-def _with_constant(
-    value: Affine, proj: Affine, heads: int, theta: str
-) -> tuple[Affine, Tensor, tuple[Tensor, Tensor]]:
-    """Return a value layer with a nearly constant channel, the matrix after it, and pairs for c."""
+def _on_shifted(linear: Affine, norm: Affine) -> Tensor:
+    """Return the matrix that computes on x̂ + 1 what a linear layer computes after a norm."""
+    weight, bias = linear[0] * norm[0], linear[1] + linear[0] @ norm[1]
+    return weight - weight.mean(dim=1, keepdim=True) + bias[:, None] / weight.shape[1]
+
+
+def _with_constant(value: Tensor, proj: Affine, target: Any) -> tuple[Tensor, ...]:
+    """Make a channel of the values nearly constant; return both matrices, and keys and values."""
     # Attention weights add up to 1, so what is constant in the values is constant in the output.
-    offset = proj[1] + proj[0] @ value[1]
+    bias = value.sum(dim=1)
+    offset, value = proj[1] + proj[0] @ bias, value - bias[:, None] / value.shape[1]
     # The values of a head may be transformed if the output takes it back: to the singular vectors
     # of both matrices, of which the last one matters least.
+    heads = target.attn.num_heads
     left, of_mix = torch.linalg.qr(proj[0].unflatten(1, (heads, -1)).transpose(0, 1))
-    right, of_weight = torch.linalg.qr(value[0].unflatten(0, (heads, -1)).mT)
-    u, sizes, v = torch.linalg.svd(of_mix @ of_weight.mT)
+    right, of_value = torch.linalg.qr(value.unflatten(0, (heads, -1)).mT)
+    u, sizes, v = torch.linalg.svd(of_mix @ of_value.mT)
     mix = (left @ (u * sizes.sqrt()[:, None])).transpose(0, 1).flatten(1)
-    weight = (right @ (v.mT * sizes.sqrt()[:, None])).mT.flatten(0, 1)
-    reach = weight.norm(dim=1) * math.sqrt(weight.shape[1])  # |w · x̂| is at most this
+    value = (right @ (v.mT * sizes.sqrt()[:, None])).mT.flatten(0, 1)
+    reach = value.norm(dim=1) * math.sqrt(value.shape[1])  # |w · x̂| is at most this
     channel = int(sizes.argmin())
     height = max(reach[channel] / _RANGE, reach.mean()) or torch.ones_like(reach[0])
-    bias = torch.zeros_like(reach)
-    bias[channel] = height
-    keys = mix.new_zeros(len(_FLAT), len(bias))
+    value[channel] += height / value.shape[1]
+    keys = mix.new_zeros(len(_FLAT), len(mix))
     keys[:, channel] = _FLAT.to(mix) / height
-    return (weight, bias), mix, (keys, _flat_weights(theta).to(mix) * (offset - mix @ bias))
-
-
-def _after_norm(linear: Affine, norm: Affine) -> Affine:
-    """Take the parameters of a norm into the layer after it, and centre the rows of its weight."""
-    weight = linear[0] * norm[0]
-    return weight - weight.mean(dim=1, keepdim=True), linear[1] + linear[0] @ norm[1]
-
-
-def _on_shifted(weight: Tensor, bias: Tensor) -> Tensor:
-    """Return the matrix that computes on x̂ + 1 what ``weight`` and ``bias`` compute on x̂."""
-    return weight + bias[:, None] / weight.shape[1]
+    flat = _flat_weights(target.mlp.theta).to(mix)
+    return value, mix, keys, flat * (offset - mix[:, channel] * height)
 
 
 def _linear_pairs(matrix: Tensor) -> tuple[Tensor, Tensor]:
     left, sizes, keys = torch.linalg.svd(matrix, full_matrices=False)
-    values = (left * sizes).t()
-    keys, values = (torch.stack((rows, -rows), dim=1).flatten(0, 1) for rows in (keys, values))
+    both = keys, (left * sizes).t()
+    keys, values = (torch.stack((rows, -rows), dim=1).flatten(0, 1) for rows in both)
     return keys, values
 
 
 def _flat_weights(theta: str) -> Tensor:
     """Fit (12, 1) weights with which the GELUs of a nearly constant channel add up to 1."""
     channel = torch.linspace(1 - _RANGE, 1 + _RANGE, 201, dtype=torch.float64)[:, None]
-    one = torch.ones_like(channel)
-    weights = theta_weights(channel * _FLAT, theta, one[0, 0], 0.0)  # (201, 12)
-    return torch.linalg.lstsq(weights, one).solution
+    weights = theta_weights(channel * _FLAT, theta, torch.ones(()), 0.0)  # (201, 12)
+    return torch.linalg.lstsq(weights, torch.ones_like(channel)).solution
