@@ -86,7 +86,8 @@ def read_rows(path: Path) -> Any:
 
 def load_data(args: argparse.Namespace) -> dict[str, tuple[Tensor, Tensor]]:
     """Return uint8 images and labels of both parts on the device; decode them only once."""
-    cache, data = args.work_dir / "cifar10.pt", {}
+    first = f"_first_{args.limit}" if args.limit else ""
+    cache, data = args.work_dir / f"cifar10{first}.pt", {}
     if not cache.exists():
         import pyarrow.parquet
         from PIL import Image
@@ -95,7 +96,7 @@ def load_data(args: argparse.Namespace) -> dict[str, tuple[Tensor, Tensor]]:
             file = next(args.data.rglob(f"{part}-*.parquet"), None) if args.data else None
             if file is None:
                 raise InputError(f"--data {args.data} has no {part}-*.parquet of CIFAR-10")
-            table = pyarrow.parquet.read_table(file)
+            table = pyarrow.parquet.read_table(file).slice(0, args.limit)
             column = "image" if "image" in table.column_names else "img"
             files = (io.BytesIO(row["bytes"]) for row in table[column].to_pylist())
             pixels = np.stack([np.asarray(Image.open(each).convert("RGB")) for each in files])
@@ -105,10 +106,7 @@ def load_data(args: argparse.Namespace) -> dict[str, tuple[Tensor, Tensor]]:
         with whole_file(cache) as file:
             torch.save(data, file)
     data = torch.load(cache, weights_only=True)
-    return {
-        part: tuple(each[: args.limit].to(args.device) for each in both)
-        for part, both in data.items()
-    }
+    return {name: (x.to(args.device), y.to(args.device)) for name, (x, y) in data.items()}
 
 
 @functools.cache
@@ -349,6 +347,7 @@ def size(args: argparse.Namespace, data: Any, rows: Rows, models: dict[str, Any]
             mode = f"time, {'compiled' if compiled else 'eager'}"
             if rows.has("size", mode, dtype):
                 continue
+            torch.compiler.reset()  # it compiles a module's code only eight times
             calls = [torch.compile(m) if compiled else m for m in models.values()]
             with torch.no_grad(), autocast(images.device, dtype):
                 seconds = torch.tensor([seconds_of(calls, images) for _ in range(ROUNDS + 3)])
@@ -399,35 +398,31 @@ def cell(values: Any) -> str:
 
 def chart(path: Path) -> None:
     """Draw the accuracy over the pairs that are kept."""
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
-    rows = read_rows(path)
+    figure = Figure(figsize=(5, 3.5), layout="constrained")
+    axis, rows = figure.subplots(), read_rows(path)
     rows = rows[rows["part"] == "pairs"]
-    models = rows.groupby(["model", "hardware"], sort=False)
-    _, axes = plt.subplots(
-        1, max(len(models), 1), figsize=(5 * len(models) + 0.1, 3.5), squeeze=False
-    )
-    for ((model, _), of_model), axis in zip(models, axes[0], strict=True):
-        for variant, own in of_model.groupby("variant", sort=False):
-            shares = own["name"].str.split("/").map(lambda both: int(both[0]) / int(both[1]))
-            values = own.groupby(shares)["value"].agg(["mean", "std"]).fillna(0.0)
-            axis.errorbar(values.index, values["mean"], values["std"], label=variant, capsize=3)
-        axis.set(xscale="log", xlabel="share of pairs kept in q, k, v", ylabel="top-1 (%)")
-        axis.set_xticks(
-            [1 / share for share in KEPT], [f"1/{share}" for share in KEPT], minor=False
-        )
-        axis.minorticks_off()
-        axis.set_title(model, fontsize=9)
-        axis.legend()
-    plt.tight_layout()
-    plt.savefig(path.with_suffix(".png"), dpi=80)
+    several = rows["model"].nunique() > 1
+    for (model, variant), own in rows.groupby(["model", "variant"], sort=False):
+        shares = own["name"].map(lambda name: int(name.split("/")[0]) / int(name.split("/")[1]))
+        values = own.groupby(shares)["value"].agg(["mean", "std"]).fillna(0.0)
+        name = f"{variant}, {model}" if several else variant
+        axis.errorbar(values.index, values["mean"], values["std"], label=name, capsize=3)
+    axis.set(xscale="log", xlabel="share of pairs kept in q, k and v", ylabel="top-1 (%)")
+    axis.set_xticks([1 / share for share in KEPT], [f"1/{share}" for share in KEPT])
+    axis.minorticks_off()
+    axis.legend()
+    figure.savefig(path.with_suffix(".png"), dpi=80)
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; sizes depend on the device."""
     parser = argparse.ArgumentParser(description="Train ViTs on CIFAR-10, convert and measure.")
     parser.add_argument("--data", type=Path, help="folder with the parquet files of CIFAR-10")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", choices=DEFAULTS, default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     every = ["train", *PARTS]
     parser.add_argument("--parts", nargs="+", choices=every, default=every)
@@ -457,6 +452,7 @@ def main(words: Sequence[str] | None = None) -> None:
         set_fused_attn(False)  # in bfloat16, PyTorch's fused CPU kernel is 2.5 times slower
     data = load_data(args)
     for seed in args.seeds:
+        torch.compiler.reset()
         if "train" in args.parts:
             train(args, data, seed)
         if measured := [PARTS[part] for part in args.parts if part in PARTS]:
