@@ -40,7 +40,7 @@ RESULTS = Path(__file__).parent / "results" / "from_vit.csv"
 COLUMNS = ["date", "commit", "torch", "hardware", "model", "seed", "part", "variant", "dtype"]
 COLUMNS += ["name", "value", "n"]
 CUTOUT = 8
-# On one CPU core, three seeds train in 45 minutes.
+# On one CPU core, three seeds train in about 45 minutes.
 DEFAULTS = {
     "cuda": {"patch": 4, "width": 192, "depth": 6, "epochs": 60, "batch_size": 512},
     "cpu": {"patch": 8, "width": 96, "depth": 5, "epochs": 40, "batch_size": 128},
@@ -286,7 +286,7 @@ def pairs(args: argparse.Namespace, data: Any, rows: Rows, models: dict[str, Any
     """Keep fewer pairs in q, k and v: by falling σ, or by their usage on training images."""
     model = models["converted"]
     count = 2 * model.embed_dim  # all but zero keys that fill up
-    if rows.has("pairs", "usage of both", "float32", f"{count // KEPT[-1]}/{count}"):
+    if rows.has("pairs", "usage of ±", "float32", f"{count // KEPT[-1]}/{count}"):
         return
     images, labels = data["test"]
     usage = measure_usage(model, [normalize(b) for b in data["train"][0][:2000].split(500)])
@@ -299,7 +299,7 @@ def pairs(args: argparse.Namespace, data: Any, rows: Rows, models: dict[str, Any
         kept = count // share
         model.set_size({"qkv": kept} if share > 1 else None)
         cut = {"σ": model}
-        for variant, order in (("usage", usage), ("usage of both", both)):
+        for variant, order in (("usage", usage), ("usage of ±", both)):
             other = copy.deepcopy(models["converted"])
             other.set_size(None)
             cut[variant] = prune(other, order, num_qkv_param_tokens=kept)
@@ -410,7 +410,9 @@ def chart(path: Path) -> None:
         name = f"{variant}, {model}" if several else variant
         axis.errorbar(values.index, values["mean"], values["std"], label=name, capsize=3)
     axis.set(xscale="log", xlabel="share of pairs kept in q, k and v", ylabel="top-1 (%)")
-    axis.set_xticks([1 / share for share in KEPT], [f"1/{share}" for share in KEPT])
+    axis.set_xticks(
+        [1 / share for share in KEPT], [f"1/{share}" if share > 1 else "all" for share in KEPT]
+    )
     axis.minorticks_off()
     axis.legend()
     figure.savefig(path.with_suffix(".png"), dpi=80)
