@@ -103,9 +103,7 @@ def _arguments(vit: Any) -> dict[str, Any]:
     counts = [num_pairs(vit.embed_dim, each.mlp.fc1.out_features) for each in vit.blocks]
     has = {name: not isinstance(each, nn.Identity) for name, each in vit.named_children()}
     return {
-        **{
-            name: getattr(vit, name) for name in (*_SAME, "dynamic_img_size", "pool_include_prefix")
-        },
+        **{n: getattr(vit, n) for n in (*_SAME, "dynamic_img_size", "pool_include_prefix")},
         **{name: getattr(embed, name) for name in ("img_size", "patch_size", "dynamic_img_pad")},
         **{name: [count[name] for count in counts] for name in counts[0]},
         "theta": "gelu_tanh" if "tanh" in repr(block.mlp.act).lower() else "gelu",
