@@ -68,6 +68,8 @@ _SMALL = {
     "depth": None,
 }
 _OURS = ("auto", "fused")  # the records of `fused` are of an earlier implementation
+# End of the name of a record whose `auto` did not use the kernels in compiled code.
+_PLAIN = "_plain_cuda"
 # Groups that every GPU should have.
 _GPU_GROUPS = [
     f"{mode}, bfloat16 autocast, batch {batch}"
@@ -167,20 +169,23 @@ def _run(root: Path, link: Link, name: str, what: str, length: str, *results: st
 def _image_speed(root: Path, link: Link) -> str:
     """Render the benchmarks of the base model and of a small one, each compiled as its ViT is."""
     rows: list[list[str]] = []
-    gpus: dict[str, list[str]] = {}  # the groups that each of them has
+    gpus: dict[str, set[str]] = {}  # the groups that each of them has
     small = []
     for path in sorted((root / SPEED).glob("speed_*.json")):
         record = read_record(path)
         name = link(record["hardware"], f"{SPEED}/{path.name}")
         name += f", products by {record['products']}" if "products" in record else ""
+        plain = path.stem.endswith(_PLAIN)
+        name += ", plain formulas" if plain else ""
         if _BASE.items() <= record.items():
-            own = _speed_rows(name, record, "image")
-            if record["device"] == "cuda":
-                gpus[name] = [row[0].removeprefix(f"{name}, ") for row in own]
+            own = _speed_rows(name, record, "image", ("reference",) if plain else _OURS)
+            if record["device"] == "cuda" and not plain:
+                groups = {row[0].removeprefix(f"{name}, ") for row in own}
+                gpus.setdefault(record["hardware"], set()).update(groups)
             rows += own
         elif _SMALL.items() <= record.items():
             small += _speed_rows(f"`{record['model']}`, {name}", record, "image")
-    for name, groups in (gpus or {ANY_GPU: []}).items():
+    for name, groups in (gpus or {ANY_GPU: set()}).items():
         rows += [[f"{name}, {each}", "not run"] for each in _GPU_GROUPS if each not in groups]
     return _table(_speed_headings("ViT", "ViT", "images", "MB an image"), rows + small)
 
@@ -254,13 +259,15 @@ def _speed_headings(theirs: str, short: str, things: str, unit: str) -> str:
     )
 
 
-def _speed_rows(link: str, record: dict[str, Any], unit: str) -> list[list[str]]:
+def _speed_rows(
+    link: str, record: dict[str, Any], unit: str, backends: Sequence[str] = _OURS
+) -> list[list[str]]:
     """Render the groups of a benchmark that have all variants of a row."""
     rows = []
     for group in record["groups"]:
         variants = {row["variant"]: row for row in group["variants"]}
         how = "eager" if group["mode"] == "decode" else "compiled"  # decoding is not compiled
-        ours = [f"{name} {how}" for name in _OURS if f"{name} {how}" in variants]
+        ours = [f"{name} {how}" for name in backends if f"{name} {how}" in variants]
         names = [*ours[:1], f"baseline {how}", "released eager"]
         if ours and variants.keys() >= set(names):
             name = f"{link}, {group['mode']}, {group['dtype']}, batch {group['batch_size']}"
