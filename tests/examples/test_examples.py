@@ -81,6 +81,14 @@ def test_appended_pairs_learn_more_than_a_linear_probe(monkeypatch, capsys):
     assert pairs > 90
 
 
+def test_a_converted_vit_has_its_outputs(monkeypatch, capsys, tmp_path):
+    errors = column(run(monkeypatch, capsys, "from_vit.py"), r"relative error of the outputs (\S+)")
+    assert len(errors) == 2
+    assert max(errors) < 1e-5
+    run(monkeypatch, capsys, "from_vit.py", "--draw", str(tmp_path / "from_vit.png"))
+    assert (tmp_path / "from_vit.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_quantised_pairs_change_outputs_little(monkeypatch, capsys):
     pytest.importorskip("torchao", reason="pip install torchao")
     (change,) = column(run(monkeypatch, capsys, "quantize.py"), r"change of the outputs: ([\d.]+)%")

@@ -47,7 +47,7 @@ COMMANDS = {
     "generate": Command("generate", "continue a text with a language model"),
     "evaluate-lm": Command("evaluate_lm", "measure a language model"),
     "lm-eval": Command("harness", "run lm-evaluation-harness on TokenFormer models"),
-    "convert": Command("convert_checkpoint", "convert a ViT, or released language models"),
+    "convert": Command("convert_checkpoint", "convert a ViT, GPT-2, or released language models"),
     "timm": Command("timm_script", "run a script of timm with the TokenFormer models", 2),
 }
 

@@ -1,4 +1,4 @@
-"""Convert a model to a TokenFormer with the same outputs.
+"""Convert a ViT, a GPT-2 or the authors' language models to a TokenFormer with the same outputs.
 
 A ViT: a timm name with its pretrained weights, hf-hub:USER/NAME, an exported folder, or a
 checkpoint of this trainer (with --model of any other)::
