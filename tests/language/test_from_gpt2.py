@@ -1,5 +1,8 @@
 """A GPT-2 of random weights becomes a TokenFormer that computes and writes the same."""
 
+import copy
+import json
+
 import pytest
 import torch
 
@@ -102,12 +105,30 @@ def test_other_models_and_layers_are_refused_by_name():
     with pytest.raises(InputError, match=r"transformer\.h\.1\.mlp\.c_fc is a Linear"):
         from_gpt2(gpt2)
 
+    with_bias = build(tie_word_embeddings=False)
+    with_bias.lm_head = torch.nn.Linear(*with_bias.lm_head.weight.shape[::-1])
+    with pytest.raises(InputError, match="lm_head has a bias"):
+        from_gpt2(with_bias)
+
 
 def test_the_command(tmp_path, capsys):
     gpt2, source, target = build(), tmp_path / "gpt2", tmp_path / "tokenformer"
     save_language_model(gpt2.half(), source, byte_tokenizer())
     with pytest.raises(InputError, match="leave out --num-heads"):
         convert_checkpoint.main([str(source), str(target), "--num-heads", "4"])
+    classifier, other = build(), tmp_path / "classifier"
+    save_language_model(classifier, other)
+    config = json.loads((other / "config.json").read_text())
+    config["architectures"] = ["GPT2ForSequenceClassification"]
+    (other / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="is a GPT2ForSequenceClassification"):
+        convert_checkpoint.main([str(other), str(target)])
+    broken = copy.deepcopy(gpt2)
+    broken.transformer.h[1].mlp.c_fc.weight.data[0, 0] = torch.nan
+    save_language_model(broken, tmp_path / "broken")
+    with pytest.raises(InputError, match="logits are not finite"):
+        convert_checkpoint.main([str(tmp_path / "broken"), str(target)])
+    assert not target.exists()
     convert_checkpoint.main([str(source), str(target)])
     out = capsys.readouterr().out
     model = AutoModelForCausalLM.from_pretrained(target)

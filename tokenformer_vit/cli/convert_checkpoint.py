@@ -86,8 +86,8 @@ def source_kind(source: str) -> str:
             return kind
         found = f"it is a model of type {kind}" if kind else f"no {CONFIG} in it names a timm model"
     elif path.is_file():
-        content = {} if description_of(path) else _outline(path)
-        if description_of(path, content):
+        content = {} if "architecture" in description_of(path) else _outline(path)
+        if "architecture" in description_of(path, content):
             return "vit"
         if any(str(name).startswith("sequential.") for name in content.get("module", content)):
             return "released"
@@ -137,6 +137,9 @@ def _from_gpt2(args: argparse.Namespace) -> None:
             f"{args.source} says its heads and context, and its layers have no eps: leave out "
             "--num-heads, --context-length and --eps"
         )
+    classes = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("architectures")
+    if classes not in (None, ["GPT2LMHeadModel"], ["GPT2Model"]):
+        raise InputError(f"{args.source} is a {classes[0]}: give a GPT2LMHeadModel")
     source = language.load_language_model(folder).float()  # half precision would lose digits
     files = ("tokenizer.json", "tokenizer_config.json", "merges.txt")
     own = folder if any((folder / name).is_file() for name in files) else None
@@ -152,6 +155,8 @@ def _from_gpt2(args: argparse.Namespace) -> None:
         logits = torch.stack([each(tokens).logits.double() for each in (model, source)])
     ours, theirs = logits - logits.mean(dim=-1, keepdim=True)  # a common offset changes nothing
     errors = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
+    if not errors.isfinite().all():
+        raise InputError("the logits are not finite: give weights of a training that converged")
     language.save_language_model(model, args.target, tokenizer)
     print(
         f"{model.num_parameters():,} parameters, {source.num_parameters():,} in GPT-2, in float32\n"

@@ -56,6 +56,7 @@ def from_gpt2(model: GPT2LMHeadModel) -> TokenFormerForCausalLM:
         of GPT-2. Convert a half-precision model as ``model.float()``. A block has 24d² weights in
         place of 12d². Keep weight decay off the bias of the norms, on which all offsets rest.
         Positions start after padding on the left, as in GPT-2's ``generate``, not its ``forward``.
+        ``token_type_ids`` have no effect.
     """
     if obstacle := _obstacle(model):
         raise InputError(
@@ -104,6 +105,8 @@ def _obstacle(model: GPT2LMHeadModel) -> str:
         if (value := getattr(model.config, name)) not in allowed:
             return f"{name} is {value!r}"
     kinds = *_PARTS, type(ACT2FN[model.config.activation_function])
+    if model.lm_head.bias is not None:
+        return "lm_head has a bias"
     for name, module in model.named_modules():  # adapters and quantised layers are of other types
         if type(module) not in kinds or (name == "lm_head") != isinstance(module, nn.Linear):
             return f"{name} is a {type(module).__name__}"

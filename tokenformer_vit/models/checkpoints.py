@@ -267,5 +267,7 @@ output = model(transform(Image.open("image.png").convert("RGB"))[None])
     about = {"Parameters": f"{count:,}", "Arguments": description["model_args"], **facts}
     task = "image-classification" if model.num_classes else "image-feature-extraction"
     tags = [task, "timm", *(["tokenformer"] if own else [])]
-    card = {"license": _LICENSE, "details": about, "usage": usage, "tags": tags}
+    of_weights = description["pretrained_cfg"].get("license", "apache-2.0")
+    license_line = _LICENSE if of_weights == "apache-2.0" else of_weights
+    card = {"license": license_line, "details": about, "usage": usage, "tags": tags}
     return generate_readme(card, description["architecture"], task)

@@ -30,12 +30,13 @@ _FLAT, _RANGE = torch.linspace(-0.2, -6, 12, dtype=torch.float64), 1 / 2
 # The modules that have a counterpart, with a pattern of their names.
 _OUTER = VisionTransformer, VisionTransformerDistilled, layers.PatchEmbed, nn.Conv2d, nn.Sequential
 _INNER = Block, layers.Attention, layers.Mlp, layers.LayerScale, nn.GELU, layers.GELU
+_NORM = r"norm|norm_pre|fc_norm|blocks.*\.(norm1|norm2|q_norm|k_norm)"
 _PARTS = {
     **dict.fromkeys((*_OUTER, *_INNER, layers.GELUTanh, nn.Dropout), ".*"),
     **dict.fromkeys((layers.PatchDropout, layers.DropPath), ".*"),  # idle in evaluation
     nn.Identity: r".*(drop|norm|head|ls|path)\w*",
     nn.Linear: r"head|head_dist|blocks.*\.(qkv|proj|fc1|fc2)",
-    nn.LayerNorm: r"norm|norm_pre|fc_norm|blocks.*\.(norm1|norm2|q_norm|k_norm)",
+    **dict.fromkeys((nn.LayerNorm, layers.LayerNorm, layers.LayerNormFp32), _NORM),
 }
 _SAME = ("num_classes", "in_chans", "embed_dim", "global_pool", "no_embed_class")
 
@@ -45,8 +46,7 @@ def from_vit(vit: VisionTransformer) -> TokenFormerViT:
     """Build a TokenFormer with the outputs of an ordinary ViT in evaluation mode.
 
     Args:
-        vit: timm's ``VisionTransformer`` or ``VisionTransformerDistilled``, with plain blocks: an
-            MLP with GELU (exact or tanh), LayerNorms of one eps, a linear head or none.
+        vit: ``VisionTransformer`` or ``VisionTransformerDistilled`` of timm, with plain blocks.
 
     Returns:
         A ``tokenformer_vit`` with Θ ``gelu`` or ``gelu_tanh``, in evaluation mode, on the device
@@ -66,7 +66,9 @@ def from_vit(vit: VisionTransformer) -> TokenFormerViT:
     config: Any = getattr(vit, "pretrained_cfg", None) or {}
     overlay = {"num_classes": vit.num_classes}  # otherwise timm drops the names
     overlay |= timm.data.resolve_model_data_config(vit)  # type: ignore[attr-defined]
-    overlay |= {key: config[key] for key in ("label_names", "license") if config.get(key)}
+    overlay |= {key: config.get(key) for key in ("license", "fixed_input_size", "test_crop_pct")}
+    if len(config.get("label_names") or ()) == vit.num_classes:
+        overlay["label_names"] = config.get("label_names")
     name = "tokenformer_vit" + "_distilled" * isinstance(vit, VisionTransformerDistilled)
     with torch.random.fork_rng([]):
         torch.manual_seed(0)  # for the values of pairs that are left over
@@ -83,18 +85,16 @@ def from_vit(vit: VisionTransformer) -> TokenFormerViT:
 
 
 def _obstacles(vit: Any) -> Iterator[str]:
-    """Name each part that has no counterpart."""
-    norms = [module for module in vit.modules() if isinstance(module, nn.LayerNorm)]
     for name, module in vit.named_modules():
-        kind = nn.LayerNorm if module in norms else type(module)
-        if kind not in _PARTS or not re.fullmatch(_PARTS[kind], name):
+        if not re.fullmatch(_PARTS.get(type(module), "-"), name):
             yield f"{name or 'it'} is a {type(module).__name__}"
-        if name.endswith(("q_norm", "k_norm")):
-            start = {"weight": 1, "bias": 0}
-            if any((tensor != start[n]).any() for n, tensor in module.named_parameters()):
-                yield f"{name} has parameters"
-    kinds = {(b.attn.num_heads, *map(repr, (b.mlp.act, b.attn.k_norm, b.ls1))) for b in vit.blocks}
-    if len(kinds) != 1 or len({norm.eps for norm in norms}) != 1:
+        of_norm = module.named_parameters() if name.endswith(("q_norm", "k_norm")) else ()
+        if any((t != float(n == "weight")).any() for n, t in of_norm):
+            yield f"{name} has parameters"  # other than a weight of 1 and a bias of 0
+    blocks = [(b, norm) for b in vit.blocks for norm in (b.attn.q_norm, b.attn.k_norm)]
+    kinds = {repr((b.attn.num_heads, b.mlp.act, norm, b.ls1)) for b, norm in blocks}
+    eps = {norm.eps for norm in vit.modules() if isinstance(norm, nn.LayerNorm)}
+    if len(kinds) != 1 or len(eps) != 1:
         yield "it has no blocks, or they differ in GELU, heads, norms or LayerScale"
 
 
