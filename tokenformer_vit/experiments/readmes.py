@@ -3,11 +3,13 @@
 A README has a table between two markers, ``<!-- NAME -->`` and ``<!-- /NAME -->``.
 """
 
+import csv
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from typing import Any
 
 import timm
@@ -101,6 +103,43 @@ LOOP_PARTS = {
 GPU_LOOP = f"`imagenet_base_matched`, {ANY_GPU}, bfloat16 autocast, batch 128, synthetic data"
 GPU_PROFILE = f"`tokenformer_base_matched`, {ANY_GPU}, train, bfloat16 autocast, batch 128"
 
+_BOTH, _CONVERTED, _CUTS = ["vit", "converted"], ["converted"], ["σ", "usage"]
+# Rows of the table of converted ViTs: what, the part, dtype, name and variants of values, a format.
+_FROM_VIT = [
+    ("top-1 %, float32: ViT / converted", "accuracy", "float32", "accuracy", _BOTH, ".2f"),
+    ("top-1 %, bfloat16", "accuracy", "bfloat16", "accuracy", _BOTH, ".2f"),
+    ("same class as the ViT, float32, %", "accuracy", "float32", "same_class", _CONVERTED, ".2f"),
+    ("error of logits, float32", "accuracy", "float32", "relative_error", _CONVERTED, ".1e"),
+    ("error of logits, bfloat16", "accuracy", "bfloat16", "relative_error", _BOTH, ".4f"),
+    *(
+        (
+            f"top-1 %, {n} of 192 pairs: by σ / by usage",
+            "pairs",
+            "float32",
+            f"{n}/192",
+            _CUTS,
+            ".2f",
+        )
+        for n in (96, 48, 24, 12)
+    ),
+    ("top-1 %, 200 more steps, rate 3e-4", "tune", "bfloat16", "lr 0.0003", _BOTH, ".2f"),
+    ("top-1 %, 200 more steps, rate 1e-3", "tune", "bfloat16", "lr 0.001", _BOTH, ".2f"),
+    ("parameters", "size", "float32", "parameters", _BOTH, ",.0f"),
+    ("FLOPs of an image", "size", "float32", "flops", _BOTH, ",.0f"),
+    *(
+        (
+            f"time, × ViT, {mode}, {dtype}",
+            "size",
+            dtype,
+            "converted_over_vit",
+            [f"time, {mode}"],
+            ".2f",
+        )
+        for mode in ("eager", "compiled")
+        for dtype in ("float32", "bfloat16")
+    ),
+]
+
 Link = Callable[[str, str], str]  # of a text and a path, as Markdown
 
 
@@ -127,6 +166,7 @@ def _filled(path: Path, root: Path, groups: Groups) -> str:
         "profiles": lambda: _profiles(root, link),
         "growth": lambda: _growth(IMAGES, groups, link),
         "language-growth": lambda: _growth(LANGUAGE, groups, link),
+        "from-vit": lambda: _from_vit(root / "ablations/results/from_vit.csv"),
     }
     return re.sub(
         r"(<!-- ([\w-]+) -->\n).*?(<!-- /\2 -->)",
@@ -331,6 +371,31 @@ def _growth(field: Field, groups: Groups, link: Link) -> str:
             text += f"| **{link(name, f'ablations/results/{folder}')}**, {hardware} | | | | |\n"
             text += question.summary(records)
     return text or _table("", [["not run"]])
+
+
+def _from_vit(path: Path) -> str:
+    """Render what trained ViTs keep when they are converted."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    values: dict[tuple[str, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        name = row["name"].partition(" data ")[0]
+        key = row["part"], row["dtype"], name, row["variant"], row["model"]
+        values[key][row["seed"]].append(float(row["value"]))
+
+    def cell(*key: str, form: str) -> str:
+        seeds = [mean(each) for each in values[key].values()]
+        if not seeds:
+            return "–"
+        spread = f" ± {stdev(seeds):{form}}" if len({*seeds}) > 1 else ""
+        return f"{mean(seeds):{form}}{spread}"
+
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    table = []
+    for what, part, dtype, name, variants, form in _FROM_VIT:
+        keys = [[(part, dtype, name, variant, model) for variant in variants] for model in models]
+        table.append([what, *(" / ".join(cell(*key, form=form) for key in own) for own in keys)])
+    return _table(" | ".join(["", *models]), table)
 
 
 def _gpus() -> str:
