@@ -16,7 +16,6 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.experiments.readmes import converted_vits
 from tokenformer_vit.files import whole_file
 from tokenformer_vit.growth import measure_usage, prune
 from tokenformer_vit.models import from_vit
@@ -286,24 +286,17 @@ def pairs(args: argparse.Namespace, data: Any, rows: Rows, models: dict[str, Any
     """Keep fewer pairs in q, k and v: by falling σ, or by their usage on training images."""
     model = models["converted"]
     count = 2 * model.embed_dim  # all but zero keys that fill up
-    if rows.has("pairs", "usage of ±", "float32", f"{count // KEPT[-1]}/{count}"):
+    if rows.has("pairs", "usage", "float32", f"{count // KEPT[-1]}/{count}"):
         return
     images, labels = data["test"]
     usage = measure_usage(model, [normalize(b) for b in data["train"][0][:2000].split(500)])
-    both = {}
-    for name, own in usage.items():  # the pairs ± of a singular vector as one
-        sums = own.sizes.view(-1, 2).sum(dim=1, keepdim=True).expand(-1, 2).flatten()
-        fits = len(sums) == len(own.sizes) and name.endswith(("query", "key", "value"))
-        both[name] = replace(own, sizes=sums) if fits else own
     for share in KEPT:
         kept = count // share
         model.set_size({"qkv": kept} if share > 1 else None)
-        cut = {"σ": model}
-        for variant, order in (("usage", usage), ("usage of ±", both)):
-            other = copy.deepcopy(models["converted"])
-            other.set_size(None)
-            cut[variant] = prune(other, order, num_qkv_param_tokens=kept)
-        for variant, each in cut.items():
+        whole = copy.deepcopy(model)
+        whole.set_size(None)
+        used = prune(whole, usage, num_qkv_param_tokens=kept)
+        for variant, each in (("σ", model), ("usage", used)):
             value = top1(logits_of(each, images), labels)
             rows.add("pairs", variant, "float32", len(labels), **{f"{kept}/{count}": value})
     model.set_size(None)
@@ -370,32 +363,6 @@ def seconds_of(calls: Sequence[Any], images: Tensor) -> list[float]:
 PARTS = {"accuracy": accuracy, "pairs": pairs, "tune": tune, "size": size}
 
 
-def report(path: Path) -> None:
-    """Print mean ± standard deviation over seeds as Markdown, a table for each part."""
-    rows = read_rows(path)
-    rows["name"] = rows["name"].str.replace(r" data \d+$", "", regex=True)
-    for (model, hardware), of_model in rows.groupby(["model", "hardware"], sort=False):
-        print(f"\n## {model}, {hardware}, {' '.join(of_model['torch'].unique())}")
-        for part, own in of_model.groupby("part", sort=False):
-            names = own["name"].unique()
-            print(f"\n| {part} | dtype | " + " | ".join(names) + " |")
-            print("|---|---|" + "--:|" * len(names))
-            for (variant, dtype), line in own.groupby(["variant", "dtype"], sort=False):
-                seeds = line.groupby(["name", "seed"])["value"].mean()
-                cells = (cell(seeds.get(name, pd.Series(dtype=float))) for name in names)
-                print(f"| {variant} | {dtype} | " + " | ".join(cells) + " |")
-    print(f"\nMean ± standard deviation over seeds. All values: {path}")
-
-
-def cell(values: Any) -> str:
-    """Format the mean and standard deviation of the values of seeds."""
-    if not len(values):
-        return ""
-    mean = values.mean()
-    style = ",.0f" if mean > 1e4 else ".2f" if mean > 0.1 else ".1e"
-    return f"{mean:{style}}" + (f" ± {values.std():{style}}" if values.std() > 0 else "")
-
-
 def chart(path: Path) -> None:
     """Draw the accuracy over the pairs that are kept."""
     from matplotlib.figure import Figure
@@ -449,7 +416,7 @@ def main(words: Sequence[str] | None = None) -> None:
     args = parse(words)
     if args.report:
         chart(args.csv)
-        return report(args.csv)
+        return print(converted_vits(args.csv))
     if args.device == "cpu":
         set_fused_attn(False)  # in bfloat16, PyTorch's fused CPU kernel is 2.5 times slower
     data = load_data(args)
@@ -464,7 +431,7 @@ def main(words: Sequence[str] | None = None) -> None:
             models = {"vit": vit, "converted": from_vit(vit)}
             for part in measured:
                 part(args, data, rows, models)
-    report(args.csv)
+    print(converted_vits(args.csv), f"All values: {args.csv}", sep="\n")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def test_measures_each_part_once(script, tmp_path, capsys):
     assert set(rows["part"]) == {"train", *from_vit.PARTS}
     assert script().equals(rows)  # nothing is measured again
     script("--report")
-    assert "| converted | float32 |" in capsys.readouterr().out
+    assert "| same class as the ViT, float32, % | 100.00 |" in capsys.readouterr().out
     assert (tmp_path / "rows.png").exists()
 
 

@@ -152,14 +152,6 @@ def test_rows_of_images_name_the_gpu_that_was_measured(tmp_path):
     assert measured[0].startswith(f"| {names['cpu']}, train, bfloat16 autocast, batch 3 | 1,234 ")
     assert measured[1].startswith(f"| {names['cuda']}, train, bfloat16 autocast, batch 128 | 1,234")
     assert measured[2:] == [f"| NVIDIA X1 8GB, {row}" for row in not_run[1:]]
-    # The kernels did not serve in compiled code there: `auto` is not quoted, and they are not run.
-    for row in one["variants"]:
-        row["variant"] = row["variant"].replace("auto", "reference")
-    one["variants"].append({**one["variants"][-1], "variant": "auto compiled", "seconds": []})
-    record |= {"device": "cuda", "hardware": "NVIDIA X2", "groups": [one]}
-    (folder / "speed_plain_cuda.json").write_text(json.dumps(record))
-    (plain,) = (row for row in rows() if "NVIDIA X2" in row)
-    assert "), plain formulas, train, bfloat16 autocast, batch 3 | 1,234 | 87.7 |" in plain
 
 
 def test_rows_of_profiles(tmp_path):

@@ -56,10 +56,7 @@ def convert_vit(args: argparse.Namespace) -> None:
     ):
         old, new = (getattr(each, name) / unit for each in costs)
         shown.append(f"{label}: {old:{form}} -> {new:{form}} ({new / old:.2f} times)")
-    if own := vit.pretrained_cfg.get("license"):
-        facts["License of the weights"] = own
-    names = vit.pretrained_cfg.get("label_names")
-    save_model(model.cpu(), args.target, names, facts={"Converted from": facts})
+    save_model(model.cpu(), args.target, facts={"Converted from": facts})
     target = printable(str(args.target))
     print(*shown, f"Done. In {target}: model.safetensors, config.json and README.md", sep="\n")
 

@@ -70,8 +70,6 @@ _SMALL = {
     "depth": None,
 }
 _OURS = ("auto", "fused")  # the records of `fused` are of an earlier implementation
-# End of the name of a record whose `auto` did not use the kernels in compiled code.
-_PLAIN = "_plain_cuda"
 # Groups that every GPU should have.
 _GPU_GROUPS = [
     f"{mode}, bfloat16 autocast, batch {batch}"
@@ -104,6 +102,7 @@ GPU_LOOP = f"`imagenet_base_matched`, {ANY_GPU}, bfloat16 autocast, batch 128, s
 GPU_PROFILE = f"`tokenformer_base_matched`, {ANY_GPU}, train, bfloat16 autocast, batch 128"
 
 _BOTH, _CONVERTED, _CUTS = ["vit", "converted"], ["converted"], ["σ", "usage"]
+_TIME = "converted_over_vit"
 # Rows of the table of converted ViTs: what, the part, dtype, name and variants of values, a format.
 _FROM_VIT = [
     ("top-1 %, float32: ViT / converted", "accuracy", "float32", "accuracy", _BOTH, ".2f"),
@@ -111,33 +110,18 @@ _FROM_VIT = [
     ("same class as the ViT, float32, %", "accuracy", "float32", "same_class", _CONVERTED, ".2f"),
     ("error of logits, float32", "accuracy", "float32", "relative_error", _CONVERTED, ".1e"),
     ("error of logits, bfloat16", "accuracy", "bfloat16", "relative_error", _BOTH, ".4f"),
-    *(
-        (
-            f"top-1 %, {n} of 192 pairs: by σ / by usage",
-            "pairs",
-            "float32",
-            f"{n}/192",
-            _CUTS,
-            ".2f",
-        )
-        for n in (96, 48, 24, 12)
-    ),
+    ("top-1 %, 96 of 192 pairs: by σ / by usage", "pairs", "float32", "96/192", _CUTS, ".2f"),
+    ("top-1 %, 48 of 192 pairs", "pairs", "float32", "48/192", _CUTS, ".2f"),
+    ("top-1 %, 24 of 192 pairs", "pairs", "float32", "24/192", _CUTS, ".2f"),
+    ("top-1 %, 12 of 192 pairs", "pairs", "float32", "12/192", _CUTS, ".2f"),
     ("top-1 %, 200 more steps, rate 3e-4", "tune", "bfloat16", "lr 0.0003", _BOTH, ".2f"),
     ("top-1 %, 200 more steps, rate 1e-3", "tune", "bfloat16", "lr 0.001", _BOTH, ".2f"),
     ("parameters", "size", "float32", "parameters", _BOTH, ",.0f"),
     ("FLOPs of an image", "size", "float32", "flops", _BOTH, ",.0f"),
-    *(
-        (
-            f"time, × ViT, {mode}, {dtype}",
-            "size",
-            dtype,
-            "converted_over_vit",
-            [f"time, {mode}"],
-            ".2f",
-        )
-        for mode in ("eager", "compiled")
-        for dtype in ("float32", "bfloat16")
-    ),
+    ("time, × ViT, eager, float32", "size", "float32", _TIME, ["time, eager"], ".2f"),
+    ("time, × ViT, eager, bfloat16", "size", "bfloat16", _TIME, ["time, eager"], ".2f"),
+    ("time, × ViT, compiled, float32", "size", "float32", _TIME, ["time, compiled"], ".2f"),
+    ("time, × ViT, compiled, bfloat16", "size", "bfloat16", _TIME, ["time, compiled"], ".2f"),
 ]
 
 Link = Callable[[str, str], str]  # of a text and a path, as Markdown
@@ -166,7 +150,7 @@ def _filled(path: Path, root: Path, groups: Groups) -> str:
         "profiles": lambda: _profiles(root, link),
         "growth": lambda: _growth(IMAGES, groups, link),
         "language-growth": lambda: _growth(LANGUAGE, groups, link),
-        "from-vit": lambda: _from_vit(root / "ablations/results/from_vit.csv"),
+        "from-vit": lambda: converted_vits(root / "ablations/results/from_vit.csv"),
     }
     return re.sub(
         r"(<!-- ([\w-]+) -->\n).*?(<!-- /\2 -->)",
@@ -215,11 +199,9 @@ def _image_speed(root: Path, link: Link) -> str:
         record = read_record(path)
         name = link(record["hardware"], f"{SPEED}/{path.name}")
         name += f", products by {record['products']}" if "products" in record else ""
-        plain = path.stem.endswith(_PLAIN)
-        name += ", plain formulas" if plain else ""
         if _BASE.items() <= record.items():
-            own = _speed_rows(name, record, "image", ("reference",) if plain else _OURS)
-            if record["device"] == "cuda" and not plain:
+            own = _speed_rows(name, record, "image")
+            if record["device"] == "cuda":
                 groups = {row[0].removeprefix(f"{name}, ") for row in own}
                 gpus.setdefault(record["hardware"], set()).update(groups)
             rows += own
@@ -299,15 +281,13 @@ def _speed_headings(theirs: str, short: str, things: str, unit: str) -> str:
     )
 
 
-def _speed_rows(
-    link: str, record: dict[str, Any], unit: str, backends: Sequence[str] = _OURS
-) -> list[list[str]]:
+def _speed_rows(link: str, record: dict[str, Any], unit: str) -> list[list[str]]:
     """Render the groups of a benchmark that have all variants of a row."""
     rows = []
     for group in record["groups"]:
         variants = {row["variant"]: row for row in group["variants"]}
         how = "eager" if group["mode"] == "decode" else "compiled"  # decoding is not compiled
-        ours = [f"{name} {how}" for name in backends if f"{name} {how}" in variants]
+        ours = [f"{name} {how}" for name in _OURS if f"{name} {how}" in variants]
         names = [*ours[:1], f"baseline {how}", "released eager"]
         if ours and variants.keys() >= set(names):
             name = f"{link}, {group['mode']}, {group['dtype']}, batch {group['batch_size']}"
@@ -373,7 +353,7 @@ def _growth(field: Field, groups: Groups, link: Link) -> str:
     return text or _table("", [["not run"]])
 
 
-def _from_vit(path: Path) -> str:
+def converted_vits(path: Path) -> str:
     """Render what trained ViTs keep when they are converted."""
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))

@@ -52,9 +52,9 @@ def from_gpt2(model: GPT2LMHeadModel) -> TokenFormerForCausalLM:
         InputError: If a part of ``model`` has no exact counterpart; the message names it.
 
     Note:
-        The relative error of logits is 1e-6 to 1e-5 in float32; in bfloat16, up to 2.5 times that
-        of GPT-2. Convert a half-precision model as ``model.float()``. A block has 24d² weights in
-        place of 12d². Keep weight decay off the bias of the norms, on which all offsets rest.
+        The relative error of logits is 1e-6 to 1e-5 in float32. Convert a half-precision model as
+        ``model.float()``. A block has 24d² weights in place of 12d². Keep weight decay off the bias
+        of the norms, on which all offsets rest.
         Positions start after padding on the left, as in GPT-2's ``generate``, not its ``forward``.
         ``token_type_ids`` have no effect.
     """

@@ -262,7 +262,7 @@ def try_kernels(
         for ours, theirs, truth in zip(own, plain(drawn), plain(drawn.double()), strict=True):
             error, usual = float((ours - truth).norm()), float((theirs - truth).norm())
             # On an H100 our gradient has up to 1.3 times PyTorch's error in float32, 1.0 in others.
-            if not error <= 1.5 * usual:
+            if not error <= (1.5 if dtype == torch.float32 else 1.2) * usual:
                 raise ArithmeticError(f"an error of {error:.1e}, PyTorch's is {usual:.1e}")
     except Exception as error:  # of any kind: Triton needs a compiler, ptxas, a driver
         _trusted = False
