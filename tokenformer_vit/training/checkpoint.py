@@ -1,8 +1,10 @@
 """Checkpoints for an exact resume: a killed run continues as if it had not been killed."""
 
+import math
 import time
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +52,7 @@ STOPPED, TIMED = "stopped.pth", "timed.pth"
 # What a checkpoint has under "exact_resume".
 _PARTS = {
     *("rng", "sampler_seed", "iters_per_epoch", "schedule", "training", "run", "gradients"),
-    "early_stopping",
+    *("early_stopping", "without_state"),
 }
 
 
@@ -318,6 +320,13 @@ class ExactCheckpointHook(CheckpointHook):
         assert self._resumed is not None
         check_schedule_is_kept(runner, self._resumed)  # PyTorch refuses other groups without a name
         check_training_is_kept(runner.cfg, self._resumed["training"])
+        fault = state_fault(runner, checkpoint, self._resumed["without_state"])
+        if fault is not None:
+            raise InputError(
+                f"the checkpoint's state of the run is damaged: {fault}; resume from another "
+                "checkpoint, or start a new run from its weights with `--cfg-options "
+                "load_from=CHECKPOINT`"
+            )
 
     def _take(self, runner, checkpoint: dict) -> None:
         resumed: dict[str, Any] = checkpoint.pop("exact_resume")
@@ -431,10 +440,93 @@ class ExactCheckpointHook(CheckpointHook):
             "training": training_settings(runner.cfg),
             "run": self._identity,
             "gradients": gradients,
+            "without_state": len(_without_state(runner.optim_wrapper.optimizer)),
             "early_stopping": [
                 (hook.wait_count, float(hook.best_score)) for hook in _early_stopping_hooks(runner)
             ],
         }
+
+
+def state_fault(runner: Any, checkpoint: dict[str, Any], without_state: int) -> str | None:
+    """Find what does not fit in the state of a run, before any of it is loaded.
+
+    PyTorch compares only the sizes of groups, and a fused optimiser writes outside moments of
+    another shape.
+
+    Args:
+        runner: The runner that resumes.
+        checkpoint: Checkpoint with the state.
+        without_state: Number of trained parameters that had no state when it was saved.
+    """
+    done, end = checkpoint["meta"]["iter"], runner.max_iters
+    if not 0 <= done <= end:
+        return f"it is of iteration {done} of {end}"
+    schedules = runner.param_schedulers or []
+    if len(checkpoint.get("param_schedulers", ())) != len(schedules):
+        return f"it has {len(checkpoint.get('param_schedulers', ()))} of {len(schedules)} schedules"
+    own = {"state_dict": unwrap(runner.model).state_dict()}
+    for hook in runner.hooks:
+        if isinstance(hook, EMAHook) and "ema_state_dict" in checkpoint:
+            own["ema_state_dict"] = hook.ema_model.state_dict()
+    for part, tensors in own.items():
+        if fault := _tensor_fault(tensors, checkpoint[part]):
+            return f"{part}: {fault}"
+    return _optimizer_fault(runner.optim_wrapper.optimizer, checkpoint["optimizer"], without_state)
+
+
+def _optimizer_fault(optimizer: Any, saved: dict[str, Any], without_state: int) -> str | None:
+    states, kinds = saved["state"], (saved["param_groups"], optimizer.param_groups)
+    numbers, groups = ([group["params"] for group in kind] for kind in kinds)
+    if [*map(len, numbers)] != [*map(len, groups)]:
+        return "the groups of parameters have other sizes"
+    indices = [*chain(*numbers)]
+    parameters = dict(zip(indices, chain(*groups), strict=True))
+    if len(parameters) != len(indices) or not states.keys() <= parameters.keys():
+        return "the optimiser's state is misnumbered"
+    absent = [n for n, each in parameters.items() if each.requires_grad and n not in states]
+    if len(absent) != without_state:
+        return f"{len(absent)} parameters have no state of the optimiser, and {without_state} had"
+    for number, state in states.items():
+        own = parameters[number]
+        expected = {name: _like(name, value, own) for name, value in state.items()}
+        if fault := _tensor_fault(expected, state):
+            return f"state {number} of the optimiser: {fault}"
+    return None
+
+
+# State of PyTorch's optimisers that is one number for a parameter.
+_SCALARS = ("step", "mu_product", "eta", "mu")
+
+
+def _like(name: str, value: Any, parameter: torch.Tensor) -> Any:
+    """Return what has the form of a parameter's state; of other kinds, the state itself."""
+    if not isinstance(value, torch.Tensor) or name.endswith(("_row", "_col")):  # Adafactor's
+        return value
+    return torch.empty((), dtype=value.dtype) if name in _SCALARS else parameter
+
+
+def _tensor_fault(own: dict[str, Any], saved: dict[str, Any]) -> str | None:
+    """Return the first difference of names, shapes and types, or a value that is not finite."""
+    if odd := sorted(own.keys() ^ saved.keys()):
+        return f"{odd[0]} is missing or unknown"
+    for name, value in saved.items():
+        if isinstance(value, torch.Tensor):
+            expected = own[name]
+            if (value.shape, value.dtype) != (expected.shape, expected.dtype):
+                return (
+                    f"{name} is {tuple(value.shape)} {value.dtype} instead of "
+                    f"{tuple(expected.shape)} {expected.dtype}"
+                )
+            if not value.isfinite().all():
+                return f"{name} is not finite"
+        elif isinstance(value, float) and not math.isfinite(value):
+            return f"{name} is {value}"
+    return None
+
+
+def _without_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    every = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return [each for each in every if each.requires_grad and each not in optimizer.state]
 
 
 def _early_stopping_hooks(runner) -> list[EarlyStoppingHook]:

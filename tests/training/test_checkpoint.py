@@ -1,0 +1,112 @@
+"""A checkpoint whose state does not fit the run is found before any of it is loaded."""
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from tokenformer_vit.training.checkpoint import state_fault
+
+
+@pytest.fixture
+def run():
+    """A model with a frozen layer after two steps, as far as a runner shows it."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 1))
+    model[1].requires_grad_(False)
+    groups = [{"params": [each]} for each in model.parameters()]
+    optimizer = torch.optim.AdamW(groups, fused=True)
+    for _ in range(2):
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+    return SimpleNamespace(
+        max_iters=9,
+        hooks=[],
+        model=model,
+        param_schedulers=[None],
+        optim_wrapper=SimpleNamespace(optimizer=optimizer),
+    )
+
+
+def checkpoint_of(run):
+    state = run.optim_wrapper.optimizer.state_dict()
+    state = {**state, "state": {n: dict(each) for n, each in state["state"].items()}}
+    return {
+        "meta": {"iter": 2},
+        "state_dict": run.model.state_dict(),
+        "optimizer": state,
+        "param_schedulers": [{}],
+    }
+
+
+def set_moment(change):
+    def damage(checkpoint):
+        state = checkpoint["optimizer"]["state"][0]
+        state["exp_avg"] = change(state["exp_avg"])
+
+    return damage
+
+
+def of_state(damage):
+    return lambda checkpoint: damage(checkpoint["optimizer"]["state"])
+
+
+DAMAGES = {
+    "transposed": set_moment(torch.t),
+    "doubled": set_moment(lambda moment: torch.cat([moment, moment])),
+    "short": set_moment(lambda moment: moment[:1]),
+    "0-d": set_moment(torch.sum),
+    "half": set_moment(torch.Tensor.half),
+    "infinite": set_moment(lambda moment: moment / 0),
+    "a step for each number": of_state(lambda state: state[0].update(step=torch.ones(2, 3))),
+    "an infinite step": of_state(lambda state: state[0].update(step=torch.tensor(float("nan")))),
+    "no state": of_state(dict.clear),
+    "a part of the state": of_state(lambda state: state.pop(5)),
+    "unknown parameters": of_state(lambda state: state.update({9: state.pop(5)})),
+    "exchanged": of_state(lambda state: state.update({0: state[5], 5: state[0]})),
+    "fewer groups": lambda checkpoint: checkpoint["optimizer"]["param_groups"].pop(),
+    "a parameter twice": lambda checkpoint: checkpoint["optimizer"]["param_groups"][1].update(
+        params=[0]
+    ),
+    "no schedule": lambda checkpoint: checkpoint.pop("param_schedulers"),
+    "after the end": lambda checkpoint: checkpoint["meta"].update(iter=10**6),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_state_that_does_not_fit_is_found(run, name):
+    checkpoint = checkpoint_of(run)
+    assert state_fault(run, checkpoint, without_state=0) is None
+    DAMAGES[name](checkpoint)
+    assert state_fault(run, checkpoint, without_state=0)
+
+
+def test_parameters_that_never_had_a_gradient_have_no_state(run):
+    checkpoint = checkpoint_of(run)
+    del checkpoint["optimizer"]["state"][5]
+    assert state_fault(run, checkpoint, without_state=1) is None
+
+
+def shorten(tensors):
+    name = max(tensors, key=lambda name: tensors[name].dim())
+    tensors[name] = tensors[name][:-1]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: shorten(content["optimizer"]["state"][0]),
+        lambda content: shorten(content["ema_state_dict"]),
+        lambda content: content["ema_state_dict"].pop("module.head.fc.bias"),
+    ],
+)
+def test_a_damaged_state_is_refused(train, trained, tmp_path, damage):
+    run = shutil.copytree(trained.work_dir, tmp_path / "run")
+    content = torch.load(run / "epoch_2.pth", weights_only=True)
+    damage(content)
+    torch.save(content, run / "epoch_2.pth")
+    more = ("--amp", "--seed", "5", "--cfg-options", "train_cfg.max_epochs=2")
+    more += ("optim_wrapper.optimizer.lr=5e-3", "default_hooks.ema.momentum=0.5")
+    line = train.fails(run, "--resume", *more, "optim_wrapper.accumulative_counts=2")
+    assert "state of the run is damaged" in line or "size mismatch" in line
