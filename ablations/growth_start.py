@@ -29,7 +29,7 @@ from tokenformer_vit.experiments import (
 )
 from tokenformer_vit.experiments.language_models import share
 from tokenformer_vit.growth import pattention_layers
-from tokenformer_vit.training.guard import unwrap
+from tokenformer_vit.training.distributed import unwrap
 
 STEPS = 50  # between two validations; each takes about as long as 40 training steps
 AGAINST = (("not grown", "same"), ("zero keys", "zero_key"))

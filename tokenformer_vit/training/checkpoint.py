@@ -27,8 +27,9 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import DESCRIPTION, model_computation
 
 from .background import BackgroundWriter
+from .distributed import unwrap
 from .export import describe_classifier, run_facts
-from .guard import check_finite, unwrap
+from .guard import check_finite
 from .identity import check_identity, check_processes, run_identity, say_identity
 from .loop import EndlessSampler, ResumableEpochLoop, ResumableSampler, validation_is_due
 from .metrics import RowMetric

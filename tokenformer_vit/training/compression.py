@@ -17,8 +17,8 @@ from tokenformer_vit.growth import measure_usage, nest, reorder
 from tokenformer_vit.models import TokenFormerViT
 from tokenformer_vit.vision.compression import candidates
 
+from .distributed import unwrap
 from .export import export_classifier, run_facts
-from .guard import unwrap
 from .reports import BEFORE_RECORD, validated_model
 
 

@@ -21,7 +21,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.split import fuse_tokens
 
-from .guard import unwrap
+from .distributed import unwrap
 from .mae import MaskedAutoencoder
 from .random_state import rng_state, set_rng_state
 

@@ -17,7 +17,8 @@ from tokenformer_vit.growth import grow, grow_state_dict, open_gates, pattention
 from tokenformer_vit.layers.arguments import COUNTS
 from tokenformer_vit.models.sizes import at_size
 
-from .guard import check_finite, unwrap
+from .distributed import unwrap
+from .guard import check_finite
 from .mae import MaskedAutoencoder
 from .mmengine_internals import is_resuming
 from .nested import NestedTraining

@@ -12,7 +12,6 @@ import torch
 from mmengine.dist import all_reduce
 from mmengine.hooks import EMAHook, Hook, LoggerHook, RuntimeInfoHook
 from mmengine.logging import HistoryBuffer, MessageHub
-from mmengine.model import is_model_wrapper
 from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop
 from mmpretrain.datasets import MultiLabelDataset
@@ -23,6 +22,7 @@ from tokenformer_vit.models.checkpoints import check_computation, description_of
 
 from .backbone import num_classes
 from .distillation import DistilledClassifier
+from .distributed import unwrap
 from .mmengine_internals import is_resuming
 from .nested import NestedTraining
 from .steps import samples_per_step
@@ -217,11 +217,6 @@ def classes_of(checkpoint: Mapping[str, Any]) -> list[str] | None:
     for key in ("meta", "dataset_meta", "classes"):
         found = found.get(key) if isinstance(found, Mapping) else None
     return [str(name) for name in found] if isinstance(found, list | tuple) and found else None
-
-
-def unwrap(model: nn.Module) -> Any:
-    """Return the model inside a data-parallel wrapper, or the model itself."""
-    return model.module if is_model_wrapper(model) else model
 
 
 def check_finite(runner) -> None:

@@ -9,7 +9,7 @@ from mmengine.dist import get_world_size
 from tokenformer_vit.errors import InputError
 
 from .distillation import DistilledClassifier
-from .guard import unwrap
+from .distributed import unwrap
 
 # What each entry is called in messages.
 _WORDS = {

@@ -24,7 +24,7 @@ from tokenformer_vit.errors import InputError, is_lost_connection, one_line
 from .background import BackgroundWriter
 from .checkpoint import ExactCheckpointHook
 from .config import write_config
-from .guard import unwrap
+from .distributed import unwrap
 from .mmengine_internals import accumulation
 from .storage import secure_files
 

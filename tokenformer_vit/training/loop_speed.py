@@ -47,7 +47,7 @@ from tokenformer_vit.benchmarking.reports import named_percentiles
 from tokenformer_vit.benchmarking.variants import short
 from tokenformer_vit.errors import InputError
 
-from .guard import unwrap
+from .distributed import unwrap
 from .launch import run_training
 from .mmengine_internals import accumulation
 from .progress import ProgressHook, dtype_of

@@ -17,7 +17,8 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from tokenformer_vit.layers import Pattention
 
-from .guard import losses_are_due, unwrap
+from .distributed import unwrap
+from .guard import losses_are_due
 from .loop import validations_left
 from .mmengine_internals import accumulation
 from .optim import AutocastOptimWrapper

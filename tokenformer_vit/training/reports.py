@@ -20,8 +20,8 @@ from tokenformer_vit.files import write_figure
 from tokenformer_vit.records import TRAINING_PACKAGES, environment, write_record
 
 from .backbone import check_exportable, num_classes
+from .distributed import unwrap
 from .export import export_classifier, preprocessing, resizes_with_opencv, run_facts
-from .guard import unwrap
 from .metrics import RECONSTRUCTION, VAL_LOSS
 from .progress import dtype_of
 from .steps import samples_per_step

@@ -13,7 +13,8 @@ from mmengine.registry import HOOKS
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.language import MASKS, check_tokens_agree, load_tokenizer, save_language_model
 
-from ..guard import GuardHook, unwrap
+from ..distributed import unwrap
+from ..guard import GuardHook
 from ..reports import ExportHook, validated_model
 from .model import CausalLM
 
