@@ -59,7 +59,7 @@ train_dataloader = dict(
 val_dataloader = dict(
     train_dataloader,
     num_batch_per_epoch=None,  # a number takes evenly spaced images, the same each time
-    sampler=dict(type="DefaultSampler", shuffle=False),
+    sampler=dict(type="DefaultSampler", shuffle=False, round_up=False),
     dataset=dict(type="ImageNet", data_root="data/imagenet", split="val", pipeline=test_pipeline),
 )
 test_dataloader = val_dataloader

@@ -30,7 +30,7 @@ train_dataloader = dict(
 )
 val_dataloader = dict(
     train_dataloader,
-    sampler=dict(type="DefaultSampler", shuffle=False),
+    sampler=dict(type="DefaultSampler", shuffle=False, round_up=False),
     dataset=dict(type="TokenDataset", data_root="data/text", split="val"),
 )
 test_dataloader = val_dataloader

@@ -18,7 +18,6 @@ import pytest
 import torch
 from mmengine.logging import MessageHub
 from mmengine.optim import OptimWrapper
-from mmpretrain.datasets import CustomDataset
 from mmpretrain.registry import MODELS
 from PIL import Image
 
@@ -349,7 +348,7 @@ def test_a_model_for_several_labels_an_image_trains(train, config, data_root, tm
     assert "multi-label/mAP" in done.output
     done = command("test", str(own), str(run / "epoch_1.pth"), "--out", str(tmp_path / "tested"))
     assert done.status == 1
-    assert re.search(r"an image has \d labels, but AccuracyAndLoss", done.output)
+    assert "several labels or none, but AccuracyAndLoss" in done.output
 
 
 @pytest.mark.parametrize("resume", [None, "auto"])
@@ -389,22 +388,6 @@ def test_a_corrupt_image_stops_training_with_its_name(train, data_root, tmp_path
     )
     assert "cannot read image" in line
     assert "dark/3.png" in line
-
-
-@pytest.mark.slow
-def test_an_empty_class_folder_is_named(config, data_root, tmp_path):
-    root = shutil.copytree(data_root, tmp_path / "images")
-    for image in (root / "val" / "split").iterdir():
-        image.unlink()
-    loaders = {
-        f"{split}_dataloader": SimpleNamespace(dataset=CustomDataset(str(root), split, pipeline=[]))
-        for split in ("train", "val")
-    }
-    counts = SimpleNamespace(num_classes=3)
-    model = SimpleNamespace(head=counts, data_preprocessor=counts)
-    runner = SimpleNamespace(**loaders, model=model, val_loop=object(), _resume=False)
-    with pytest.raises(InputError, match=r"no images in 1 classes .*: split; fill or remove"):
-        GuardHook().check_training(runner)
 
 
 def test_unknown_theta_lists_the_known(train, tmp_path):

@@ -51,8 +51,8 @@ from .in_memory import HuggingFaceImagesInMemory, ImagesInMemory
 from .labels import BinaryCrossEntropy, DistilledHead, LabelHead, LabelPreprocessor, PackLabels
 from .loop import EndlessSampler, ResumableEpochLoop, ResumableIterLoop, ResumableSampler
 from .lora import LoRABackbone
-from .mae import MaskedAutoencoder, ReconstructionError, ReconstructionHook
-from .metrics import AccuracyAndLoss
+from .mae import MaskedAutoencoder, ReconstructionHook
+from .metrics import AccuracyAndLoss, ReconstructionError
 from .nested import NestedClassifier, SizeRule
 from .optim import AccumulationEMAHook, AutocastOptimWrapper
 from .parallel import CompressingDataParallel

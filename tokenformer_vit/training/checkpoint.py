@@ -32,7 +32,7 @@ from .export import describe_classifier, run_facts
 from .guard import check_finite
 from .identity import check_identity, check_processes, run_identity, say_identity
 from .loop import EndlessSampler, ResumableEpochLoop, ResumableSampler, validation_is_due
-from .metrics import RowMetric
+from .metrics import SumMetric
 from .mmengine_internals import is_resuming
 from .nested import NestedTraining
 from .parameter_groups import fit_groups
@@ -116,7 +116,7 @@ class ExactCheckpointHook(CheckpointHook):
         super().before_train(runner)
         self._keep_best_within(runner)
         metrics = [] if runner.val_loop is None else runner.val_loop.evaluator.metrics
-        known = [metric for metric in metrics if isinstance(metric, RowMetric)]
+        known = [metric for metric in metrics if isinstance(metric, SumMetric)]
         if self.save_best and known and len(known) == len(metrics):
             # The first validation finds the sizes of a nested model.
             self._check_best({name for each in known for name in each.figures()}, "_at_")

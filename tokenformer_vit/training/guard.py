@@ -1,7 +1,6 @@
 """Checks that stop a run early, with a one-line error; mmengine would continue or fail later."""
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -14,7 +13,6 @@ from mmengine.hooks import EMAHook, Hook, LoggerHook, RuntimeInfoHook
 from mmengine.logging import HistoryBuffer, MessageHub
 from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop
-from mmpretrain.datasets import MultiLabelDataset
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
@@ -262,10 +260,10 @@ def diverged(runner, what: str, iteration: int, lr: float) -> InputError:
 
 
 def check_dataset(dataset: Any, split: str, model: Any) -> None:
-    """Check that a data set has as many classes as the head, if any, and images of each.
+    """Check that a data set has as many classes as the head, if any.
 
     Raises:
-        InputError: If it does not; the message gives both numbers, or the empty classes.
+        InputError: If it does not; the message gives both numbers.
     """
     classes = dataset.metainfo.get("classes") or ()
     heads = {
@@ -280,17 +278,6 @@ def check_dataset(dataset: Any, split: str, model: Any) -> None:
                 + " ".join(f"{key}={len(classes)}" for key in heads)
                 + "`, or give another --data-root"
             )
-    if not classes or not hasattr(dataset, "get_gt_labels"):
-        return  # no labels, or a wrapper: mmpretrain has scanned its data set
-    if isinstance(dataset, MultiLabelDataset):
-        return  # its list of images may have all classes and still use few of them
-    counts = Counter(dataset.get_gt_labels().tolist())
-    empty = [name for index, name in enumerate(classes) if not counts[index]]
-    if empty:
-        raise InputError(
-            f"there are no images in {len(empty)} classes of {dataset.img_prefix}: "
-            f"{', '.join(empty[:5])}{', ...' if len(empty) > 5 else ''}; fill or remove them"
-        )
 
 
 def check_same_classes(owner: str, classes: Sequence[str] | None, dataset: Any) -> None:

@@ -3,7 +3,7 @@
 Decoder, target and loss are mmpretrain's; the encoder is the timm model itself.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmpretrain.models import MAE
 from mmpretrain.models.utils import build_2d_sincos_position_embedding
-from mmpretrain.registry import METRICS, MODELS
+from mmpretrain.registry import MODELS
 from timm.models import VisionTransformer
 from torch import Tensor
 from torch.utils.data import Subset
@@ -23,7 +23,6 @@ from tokenformer_vit.benchmarking.costs import Cost, model_costs, total
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.vision.drawing import draw_reconstructions
 
-from .metrics import RowMetric, precise
 from .reports import BEFORE_RECORD, validated_model
 
 
@@ -216,22 +215,6 @@ def _grid(vit: Any, name: str) -> tuple[int, int]:
             f"{stem.patch_size}, which MAE needs: change img_size or patch_size"
         )
     return rows, patch
-
-
-@METRICS.register_module()
-class ReconstructionError(RowMetric):
-    """Mean reconstruction loss of the masked patches of the validation images."""
-
-    default_prefix, num_columns = "reconstruction", 1
-
-    def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
-        """Note the error of each image."""
-        errors = torch.stack([sample["error"] for sample in data_samples])
-        self.results.append(precise(errors[:, None]))
-
-    def compute_metrics(self, results: Tensor) -> dict[str, float]:  # type: ignore[override]
-        """Average the errors, (N, 1)."""
-        return {"error": results.mean().item()}
 
 
 @HOOKS.register_module()

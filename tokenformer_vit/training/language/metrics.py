@@ -14,11 +14,11 @@ from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 
-from ..metrics import RowMetric, endings, precise
+from ..metrics import SumMetric, endings, sum_dtype
 
 
 @METRICS.register_module()
-class Perplexity(RowMetric):
+class Perplexity(SumMetric):
     """exp(mean cross-entropy per token), over all rows and over the rows of each text.
 
     Every token of a text except the first counts once. It is predicted from the tokens before it in
@@ -26,54 +26,54 @@ class Perplexity(RowMetric):
     ``perplexity_at_0.25``.
     """
 
-    default_prefix = ""  # none, and no warning of it
+    def _texts(self) -> list[str]:
+        """Return the ends of the names of the figures of single texts."""
+        names = (self.dataset_meta or {}).get("sources", ())
+        return [f"/{name}" for name in names] if len(names) > 1 else []
 
-    @property
-    def num_columns(self) -> int:  # type: ignore[override]
-        """Number of the text, number of tokens, and the sum of losses at each size."""
-        return 2 + len(self._sizes)
+    def figures(self) -> list[str]:
+        """Return ``perplexity``; with several texts also ``perplexity/<name of the folder>``."""
+        return [f"perplexity{text}" for text in ["", *self._texts()]]
 
-    def process(self, data_batch: Any, data_samples: Sequence[dict[str, Tensor]]) -> None:
-        """Collect the sums of a batch."""
-        self._sizes = endings(data_samples[0], "losses")
-        sums = [
-            torch.stack([precise(row[f"losses{size}"]).sum() for row in data_samples])
-            for size in self._sizes
-        ]
-        sources = torch.stack([row["source"] for row in data_samples])
-        tokens = torch.full_like(sums[0], len(data_samples[0]["losses"]))
-        self.results.append(torch.stack([sources, tokens, *sums], dim=1))
-
-    def compute_metrics(self, results: Tensor) -> dict[str, float]:  # type: ignore[override]
-        """Return ``perplexity``; with several texts also ``perplexity/<name of the folder>``.
-
-        Args:
-            results: (N, 2 + sizes), for each row the number of its text, the number of its tokens
-                and, for each size, the sum of its losses.
-        """
-        names = (self.dataset_meta or {}).get("sources", ("",))
-        parts = {"": results}
-        if len(names) > 1:
-            parts |= {
-                f"/{name}": results[results[:, 0] == number] for number, name in enumerate(names)
-            }
-        return {
-            f"perplexity{size}{part}": _perplexity(own[:, 2 + index], own[:, 1])
-            for index, size in enumerate(self._sizes)
-            for part, own in parts.items()
+    def sums(self, data_samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Add up tokens and losses, of all rows and of the rows of each text."""
+        sources = torch.stack([row["source"] for row in data_samples])  # (B,)
+        rows = {"": torch.ones_like(sources, dtype=torch.bool)}
+        rows |= {text: sources == number for number, text in enumerate(self._texts())}
+        found = {
+            f"tokens{text}": own.sum() * len(data_samples[0]["losses"])
+            for text, own in rows.items()
         }
+        for size in endings(data_samples[0], "losses"):
+            losses = torch.stack(
+                [row[f"losses{size}"].sum(dtype=sum_dtype()) for row in data_samples]
+            )
+            found |= {
+                f"perplexity{size}{text}": torch.where(own, losses, 0).sum()
+                for text, own in rows.items()
+            }
+        return found
+
+    def compute_metrics(self, results: dict[str, float]) -> dict[str, float]:  # type: ignore[override]
+        """Return the perplexities."""
+        found = {}
+        for name, total in results.items():
+            _, slash, text = name.partition("/")
+            tokens = results.get(f"tokens{slash}{text}")
+            if name.startswith("perplexity") and tokens:  # a shortened validation may lack a text
+                found[name] = _exp(total / tokens)
+        return found
 
 
-def _perplexity(sums: Tensor, counts: Tensor) -> float:
-    total, tokens = sum(sums.tolist()), sum(counts.tolist())
+def _exp(loss: float) -> float:
     try:
-        return math.exp(total / tokens)
+        return math.exp(loss)
     except OverflowError:
         return math.inf
 
 
 @METRICS.register_module()
-class AnswerAccuracy(RowMetric):
+class AnswerAccuracy(SumMetric):
     """Percentage of answers in which every token is the most likely one.
 
     An answer is the tokens after a start token, up to and with an end token. Each token is
@@ -88,14 +88,15 @@ class AnswerAccuracy(RowMetric):
         InputError: If no row has an answer.
     """
 
-    default_prefix = ""  # none, and no warning of it
-    num_columns = 2
-
     def __init__(self, start: int, end: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._start, self._end = start, end
 
-    def process(self, data_batch: Any, data_samples: Sequence[dict[str, Tensor]]) -> None:
+    def figures(self) -> list[str]:
+        """Return ``answers/accuracy`` and ``answers/count``."""
+        return ["answers/accuracy", "answers/count"]
+
+    def sums(self, data_samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Count the answers of a batch, and those that are right."""
         targets, right = (
             torch.stack([row[key] for row in data_samples]) for key in ("targets", "right")
@@ -110,17 +111,11 @@ class AnswerAccuracy(RowMetric):
         answers = end & (begin > ended)
         wrong = (~right).cumsum(dim=1)
         none_wrong = wrong == wrong.gather(1, begin.clamp(min=0))
-        self.results.append(
-            precise(torch.stack([answers.sum(dim=1), (answers & none_wrong).sum(dim=1)], dim=1))
-        )
+        return {"answers": answers.sum(), "right": (answers & none_wrong).sum()}
 
-    def compute_metrics(self, results: Tensor) -> dict[str, float]:  # type: ignore[override]
-        """Return ``answers/accuracy`` in percent, and ``answers/count``, the number of answers.
-
-        Args:
-            results: (N, 2), the answers of each row, and the right ones among them.
-        """
-        answers, right = results.sum(dim=0).long().tolist()
+    def compute_metrics(self, results: dict[str, float]) -> dict[str, float]:  # type: ignore[override]
+        """Return ``answers/accuracy`` in percent, and ``answers/count``, the number of answers."""
+        answers, right = int(results["answers"]), int(results["right"])
         if not answers:
             raise InputError(
                 f"no row of the validation text has an answer between the tokens {self._start} "
