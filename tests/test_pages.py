@@ -25,8 +25,6 @@ PAGES = sorted(
     + [page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md")]
 )
 PASS_ON = ("lm-eval", "timm")  # commands whose options are those of another program
-# Words after which a command has other options.
-FORMS = {"tools/benchmark.py": [("--loop", "CONFIG"), ("--all",)]}
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"(`+)(.+?)\1", re.DOTALL)
 
@@ -101,15 +99,14 @@ def options(script):
     """The options of a script in the repository, from its ``--help``."""
     handler = signal.getsignal(signal.SIGINT)
     found = {"--debug"}
-    for first in [(), *FORMS.get(script, ())]:
-        told = io.StringIO()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("sys.argv", [script, *first, "--help"])
-            patch.syspath_prepend(str((ROOT / script).parent))
-            patch.setattr("logging.raiseExceptions", True)
-            with contextlib.redirect_stdout(told), contextlib.suppress(SystemExit):
-                runpy.run_path(str(ROOT / script), run_name="__main__")
-        found.update(re.findall(r"--[\w-]+", told.getvalue().partition("\n\n")[0]))
+    told = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", [script, "--help"])
+        patch.syspath_prepend(str((ROOT / script).parent))
+        patch.setattr("logging.raiseExceptions", True)
+        with contextlib.redirect_stdout(told), contextlib.suppress(SystemExit):
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+    found.update(re.findall(r"--[\w-]+", told.getvalue().partition("\n\n")[0]))
     signal.signal(signal.SIGINT, handler)
     return found
 

@@ -11,7 +11,6 @@ from torch import nn
 
 import tokenformer_vit  # noqa: F401
 from tokenformer_vit.benchmarking.costs import PARTS, model_costs, total, training_flops
-from tokenformer_vit.benchmarking.lengths import transformer_of_width
 from tokenformer_vit.benchmarking.measures import counted_flops
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
@@ -198,12 +197,3 @@ def test_blocks_cost_the_same_for_images_and_for_words():
     words = model_costs(TokenFormerLM(config, device="meta"), 17)
     for part in ("qkv", "token_token", "output", "feed_forward"):
         assert images[part] == words[part]
-
-
-def test_a_transformer_costs_what_its_width_says():
-    vit = model_costs(build("vit_tiny_patch16_224"))
-    sizes = model_costs(transformer_of_width(LMConfig(depth=2), 24), 17)
-    assert vit["token_token"] == sizes["token_token"]
-    parts = ("qkv", "output", "feed_forward")
-    of = [sum(costs[part].forward_flops for part in parts) for costs in (vit, sizes)]
-    assert of[0] == of[1]

@@ -1,15 +1,12 @@
 """The tool prints what the package counts; bad input ends in one line."""
 
 import json
-import sys
 
 import pytest
 import timm
-from matplotlib.figure import Figure
 from timm.models import save_for_hf
 
-from tokenformer_vit.benchmarking.cluster import Needs
-from tokenformer_vit.benchmarking.costs import PARTS, model_costs, total
+from tokenformer_vit.benchmarking.costs import PARTS, model_costs
 from tokenformer_vit.cli import costs
 from tokenformer_vit.command_line import run_tool
 from tokenformer_vit.growth import grow
@@ -134,57 +131,6 @@ def test_every_tool_takes_the_number_of_classes_from_either_place():
         assert load_model("tokenformer_tiny", None, *given, **SMALL, **more).num_classes == 7
 
 
-@pytest.fixture
-def figures(monkeypatch):
-    """List the figures that are saved."""
-    saved, save = [], Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, *args, **kw: (saved.append(self), save(self, *args, **kw))
-    )
-    return saved
-
-
-def test_plot_is_of_the_models_that_are_named(tmp_path, capsys, figures):
-    path = tmp_path / "lengths.png"
-    costs.main([*TINY, "--json", "--plot", str(path)])
-    captured = capsys.readouterr()
-    ours, theirs = json.loads(captured.out)
-    assert captured.err == f"chart: {path}, of tokenformer_tiny, vit_tiny_patch16_224\n"
-    assert path.read_bytes().startswith(b"\x89PNG")
-    for axes in figures[0].axes:
-        for line, record in zip(axes.lines, (ours, theirs), strict=True):
-            millions = record["total"]["parameters"] / 1e6
-            assert line.get_label() == f"{record['model']}, {millions:.1f}M"
-    model = timm.create_model("tokenformer_tiny", **SMALL)
-    lengths, values = figures[0].axes[0].lines[0].get_data()
-    for length, value in list(zip(lengths, values, strict=True))[::20]:
-        assert value == total(model_costs(model, length)).training_flops / length / 1e9
-
-
-def test_plot_of_language_models_and_of_the_paper(tmp_path, capsys, figures):
-    pytest.importorskip("tokenformer_vit.language", exc_type=ImportError)
-    path = str(tmp_path / "lengths.png")
-    costs.main(["--lm", "tiny", "--plot", path])
-    assert [line.get_label()[:5] for line in figures[0].axes[0].lines] == ["tiny,", "Trans"]
-    costs.main(["--plot", path])
-    assert len(figures[1].axes[0].lines) == 8
-    assert "of the paper's growing language models" in capsys.readouterr().err
-
-
-def test_a_plot_without_matplotlib_names_the_extra(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    line = failure(capsys, *TINY, "--plot", tmp_path / "a.png")
-    assert line == "error: matplotlib is not installed: in the clone, run pip install '.[train]'\n"
-
-
-def test_plot_that_cannot_be_written(tmp_path, capsys):
-    path = tmp_path / "nowhere" / "lengths.png"
-    assert str(path) in failure(capsys, *TINY, "--plot", path)
-    (tmp_path / "folder.png").mkdir()
-    path = tmp_path / "folder.png"
-    assert str(path) in failure(capsys, *TINY, "--plot", path)
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -213,31 +159,9 @@ def test_bad_input(arguments, said, capsys):
         (["--model-kwargs", "depth"], "KEY=VALUE"),
         (["--lm", "tiny", "--model", "tokenformer_tiny"], "--lm cannot be combined"),
         (["--against-kwargs", "depth=1"], "--against-kwargs needs --against"),
-        (["--plot", "costs.txt"], "a PNG file, but got costs.txt: give a name that ends in .png"),
     ],
 )
 def test_slips_on_the_command_line(arguments, said, capsys):
     with pytest.raises(SystemExit):
         costs.main(arguments)
     assert said in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_what_many_gpus_need(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    costs.main([*TINY[:2], "--gpus", "8", "64", "--speed", "1000"])
-    printed = capsys.readouterr().out
-    model = timm.create_model("tokenformer_tiny")
-    count = sum(parameter.numel() for parameter in model.parameters())
-    assert f"{count:,} parameters, 1000 images/s" in printed
-    assert f"A checkpoint has {16 * count / 1e9:.2f} GB." in printed
-    for gpus in (8, 64):
-        row = next(line for line in printed.splitlines() if line.startswith(f"│ {gpus} "))
-        cells = [cell.strip() for cell in row.strip("│").split("│")]
-        assert cells == Needs(gpus, count, 1000).cells()
-    for words in (["--json"], ["--tokens", "7"], ["--against-kwargs", "depth=2"]):
-        with pytest.raises(SystemExit):
-            costs.main([*TINY[:2], "--gpus", "8", *words])
-        assert "--gpus takes only" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        costs.main([*TINY[:2], "--speed", "1000"])
-    assert "--speed needs --gpus" in capsys.readouterr().err

@@ -86,39 +86,6 @@ def test_a_ratio_of_two_libraries_is_not_bold(changes, library, tmp_path):
     assert f", train, float32, batch 3{library} | 1,234 | 87.7 | {ratio} (0.70–0.90) " in text
 
 
-def test_rows_of_training_loops(tmp_path):
-    readme, folder = tmp_path / "README.md", tmp_path / readmes.SPEED
-    readme.write_text("<!-- loop-speed -->\nold\n<!-- /loop-speed -->\n")
-    seconds = dict(zip(("seconds_p20", "seconds_p50", "seconds_p80"), (0.1, 0.2, 0.3), strict=True))
-    parts = [
-        {"part": part, "seconds_p50": index / 100} for index, part in enumerate(readmes.LOOP_PARTS)
-    ]
-    run = {"images_per_s": 1234.5, "overhead_p50": 0.0025, "parts": parts[::-1], **seconds}
-    record = {"config": "some_config", "hardware": "2 cores", "processes": 1, "dtype": "float32"}
-    record |= {"device": "cpu", "batch_size": 64, "unit": "image", "small_tensors": False}
-    two_processes = {**record, "processes": 2, "small_tensors": True}
-    record["runs"] = [
-        {**run, "data": "synthetic", "peak_mib": 4321},
-        {**run, "data": "real", "peak_mib": None, "images_per_s": 12.345},
-    ]
-    two_processes["runs"] = record["runs"][:1]
-    folder.mkdir(parents=True)
-    for name, each in (("loop_a", record), ("loop_b", two_processes)):
-        (folder / f"{name}.json").write_text(json.dumps(each))
-    (text,) = readmes.render(tmp_path, {}).values()
-    link = f"[`some_config`]({readmes.SPEED}/loop_a.json)"
-    times = "**200.0** (100.0–300.0) | 0.0 | 10.0 | 20.0 | 30.0 | 40.0 | 50.0 | 60.0 | 2.5"
-    rows = [
-        f"| {link}, 2 cores, float32, batch 64, synthetic data | 1,234 | {times} | 4,321 |",
-        f"| {link}, 2 cores, float32, batch 64, real data | 12.3 | {times} | – |",
-        f"| {link.replace('loop_a', 'loop_b')}, small tensors, 2 cores, 2 processes, float32, "
-        f"batch 64, synthetic data | 1,234 | {times} | 4,321 |",
-    ]
-    assert "\n".join(rows) in text
-    assert f"\n| {readmes.GPU_LOOP} | not run |" in text
-    assert "old" not in text
-
-
 def test_rows_of_images_name_the_gpu_that_was_measured(tmp_path):
     readme, folder = tmp_path / "README.md", tmp_path / readmes.SPEED
     readme.write_text("<!-- speed -->\nold\n<!-- /speed -->\n")
@@ -152,28 +119,6 @@ def test_rows_of_images_name_the_gpu_that_was_measured(tmp_path):
     assert measured[0].startswith(f"| {names['cpu']}, train, bfloat16 autocast, batch 3 | 1,234 ")
     assert measured[1].startswith(f"| {names['cuda']}, train, bfloat16 autocast, batch 128 | 1,234")
     assert measured[2:] == [f"| NVIDIA X1 8GB, {row}" for row in not_run[1:]]
-
-
-def test_rows_of_profiles(tmp_path):
-    readme, folder = tmp_path / "README.md", tmp_path / readmes.SPEED
-    readme.write_text("<!-- profiles -->\nold\n<!-- /profiles -->\n")
-    (text,) = readmes.render(tmp_path, {}).values()
-    assert f"\n| {readmes.GPU_PROFILE} | not run |" in text
-    parts = [
-        {"part": part, "seconds": index / 100}
-        for index, part in enumerate(reversed(readmes.PROFILE_PARTS))
-    ]
-    record = {"model": "some_model", "hardware": "NVIDIA X1 8GB", "device": "cuda"}
-    record |= {"mode": "train", "dtype": "bfloat16 autocast", "batch_size": 128}
-    record["profiles"] = [{"variant": "auto compiled", "seconds": 0.28, "parts": parts}]
-    folder.mkdir(parents=True)
-    (folder / "profile_x.json").write_text(json.dumps(record))
-    (text,) = readmes.render(tmp_path, {}).values()
-    assert text.splitlines()[3:-1] == [
-        f"| [`some_model`]({readmes.SPEED}/profile_x.json), NVIDIA X1 8GB, train, "
-        "bfloat16 autocast, batch 128, auto compiled "
-        "| 280.0 | 25 | 21 | 18 | 14 | 11 | 7 | 4 | 0 |"
-    ]
 
 
 @pytest.mark.parametrize(

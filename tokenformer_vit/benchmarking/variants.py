@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from tokenformer_vit.errors import one_line
 from tokenformer_vit.layers import BlockLayerNorm, BlockNorm, Pattention
@@ -157,6 +158,33 @@ class PreparedVariant:
         return measures.tensor_bytes([*self.model.parameters(), *self.model.buffers(), *state])
 
 
+def _draw(setting: Setting, group: Group) -> list[tuple[Tensor, Tensor]]:
+    """Draw three batches for a group."""
+    random, batches = torch.Generator().manual_seed(setting.seed), []
+    for _ in range(3):
+        inputs, targets = setting.subject.draw(group, random)
+        dtype = PRECISIONS[group.precision].weights if inputs.is_floating_point() else inputs.dtype
+        batches.append((inputs.to(setting.device, dtype), targets.to(setting.device)))
+    return batches
+
+
+def profile_step(setting: Setting, group: Group, variant: BenchmarkVariant) -> str:
+    """Return the profiler's table of five steps of a variant, the slowest kernels first."""
+    on_gpu = setting.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
+    with measures.many_compilations():
+        run = PreparedVariant(setting, group, variant, _draw(setting, group))
+        for _ in range(3):
+            run.step()
+        with profile(activities=activities) as profiler:
+            for _ in range(5):
+                run.step()
+            if on_gpu:
+                torch.cuda.synchronize()
+    order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    return profiler.key_averages().table(sort_by=order, row_limit=20, max_name_column_width=60)
+
+
 def measure_group(
     setting: Setting,
     group: Group,
@@ -178,12 +206,7 @@ def measure_group(
     """
     precision = PRECISIONS[group.precision]
     subject, device = setting.subject, setting.device
-    random = torch.Generator().manual_seed(setting.seed)
-    batches = []
-    for _ in range(3):
-        inputs, targets = subject.draw(group, random)
-        dtype = precision.weights if inputs.is_floating_point() else inputs.dtype
-        batches.append((inputs.to(device, dtype), targets.to(device)))
+    batches = _draw(setting, group)
     runs: dict[str, PreparedVariant] = {}
     rows: dict[str, dict[str, Any]] = {
         v.name: {"variant": v.name, "implementation": v.implementation, "compiled": v.compiled}

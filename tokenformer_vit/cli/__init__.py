@@ -1,8 +1,7 @@
 """The commands: ``tokenformer-vit train``, ``tokenformer-vit predict`` and so on.
 
-Every other module here, except ``arguments``, ``benchmark_loop``, ``benchmark_all`` and
-``convert_vit``, is one command and has a function ``main``. In a clone, ``python tools/train.py``
-is the same as ``tokenformer-vit train``.
+Every module here but ``arguments``, ``tables`` and ``convert_vit`` is one command, with a function
+``main``. In a clone, ``python tools/train.py`` is the same as ``tokenformer-vit train``.
 """
 
 import argparse

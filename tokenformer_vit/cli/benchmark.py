@@ -7,14 +7,10 @@ blocks. Needs only torch and timm, and matplotlib for the chart::
     tokenformer-vit benchmark --quick                              # two minutes on two CPU cores
     tokenformer-vit benchmark --batch-sizes 128 256 --precisions autocast bfloat16
     tokenformer-vit benchmark --lm 150m --num-tokens 1024          # needs transformers
-    tokenformer-vit benchmark --loop configs/digits_demo.py        # needs mmengine and mmpretrain
     tokenformer-vit benchmark --profile                            # kernels of a training step
-    tokenformer-vit benchmark --all                                # all of this, and trainings
 
-With ``--loop`` it measures the parts of a training step, with the trainer of a config. ``--all``
-runs all that this project measures on a machine, stage by stage. ``--loop CONFIG --help`` and
-``--all --help`` list their options. All of the following is without both. ``--profile`` splits a
-step of the first group by kernels, for each compiled variant.
+``--profile`` prints the table of PyTorch's profiler instead, of steps of the first group by each
+compiled variant.
 
 With ``--lm`` it measures a language model. The baseline is a Transformer in GPT-2's form with the
 same width, depth, heads and vocabulary, and as many weights in its blocks; with ``--positions
@@ -48,8 +44,6 @@ from tqdm import tqdm
 
 from tokenformer_vit.benchmarking.images import MATCHED, Images
 from tokenformer_vit.benchmarking.language import Language
-from tokenformer_vit.benchmarking.profiles import profile_variant
-from tokenformer_vit.benchmarking.profiles import table as profile_table
 from tokenformer_vit.benchmarking.records import (
     counted,
     group_of,
@@ -67,13 +61,13 @@ from tokenformer_vit.benchmarking.variants import (
     Group,
     Setting,
     measure_group,
+    profile_step,
 )
 from tokenformer_vit.command_line import command_parser, whole_number
 from tokenformer_vit.errors import InputError, one_line
 from tokenformer_vit.models import LM_PRESETS, lm_config
 from tokenformer_vit.records import device_in_name, write_record
 
-from . import benchmark_all, benchmark_loop
 from .arguments import choose_device
 
 # Defaults of --quick.
@@ -98,17 +92,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         InputError: If options cannot be used, or, after all is measured, if something other than
             memory kept a variant from being measured.
     """
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    forms = first.add_mutually_exclusive_group()
-    forms.add_argument("--loop")
-    forms.add_argument("--all", action="store_true")
-    form, others = first.parse_known_args(argv)
-    if form.all:
-        benchmark_all.main(others)
-        return
-    if form.loop is not None:
-        benchmark_loop.main(form.loop, others)
-        return
     args = parse(argv)
     if args.draw:
         print(chart(args.draw, read_benchmark(args.draw)))
@@ -117,10 +100,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.set_num_threads(args.threads)
     subject, models = _language_subject(args) if args.lm else _image_subject(args)
     setting = Setting(subject, torch.device(args.device), args.seed, args.rounds)
-    record = new_record(setting, models)
     if args.profile:
-        _profile(args, setting, record)
+        group = Group(args.modes[0], args.precisions[0], args.batch_sizes[0])
+        variants = _variants_of(group.mode, args)
+        for variant in [each for each in variants if each.compiled] or variants:
+            print(f"{variant.name}\n{profile_step(setting, group, variant)}")
         return
+    record = new_record(setting, models)
     if args.resume and args.out.exists():
         resume(args.out, record)
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -172,23 +158,6 @@ def _measured(entry: dict[str, Any]) -> list[BenchmarkVariant]:
     ]
 
 
-def _profile(args: argparse.Namespace, setting: Setting, record: dict[str, Any]) -> None:
-    """Profile the variants of the first group: the compiled ones, if there are any."""
-    group = Group(args.modes[0], args.precisions[0], args.batch_sizes[0])
-    kept = {key: value for key, value in record.items() if key not in ("n", "ceilings", "groups")}
-    record = {**kept, **group._asdict(), "dtype": PRECISIONS[group.precision].words}
-    variants = [
-        each for each in _variants_of(group.mode, args) if each.implementation != "released"
-    ]
-    variants = [each for each in variants if each.compiled] or variants
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    record["profiles"] = []
-    for variant in variants:
-        record["profiles"].append(profile_variant(setting, group, variant))
-        write_record(args.out, record)  # it is kept if a later one fails
-    print(f"{profile_table(record)}\n\nDone. Record: {args.out}")
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line.
 
@@ -235,7 +204,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="B",
         help="default: 128 (CPU: 4); language: 8 (CPU: 1)",
     )
-    add("--rounds", type=positive, metavar="N", help=f"default: {_ROUNDS}; not for --profile")
+    add("--rounds", type=positive, metavar="N", help=f"default: {_ROUNDS}")
     add("--depth", type=positive, metavar="N", help="blocks; default: the depth of each model")
     add("--device", choices=["cpu", "cuda"], help="default: cuda if available")
     add("--threads", type=positive, metavar="N", help="threads of a CPU operation")
@@ -245,14 +214,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--eager", action="store_true", help="compile nothing: no C++ compiler, no ratios")
     add("--quick", action="store_true", help="two blocks and a few variants")
     add("--draw", type=Path, metavar="RECORD", help="only draw the charts of a record")
-    add("--profile", action="store_true", help="profile a step of each variant of a group")
-    add("--loop", metavar="CONFIG", help="measure the parts of a training step")
-    add("--all", action="store_true", help="run all stages of a whole measurement")
+    add("--profile", action="store_true", help="print the kernels of the first group")
     args = parser.parse_args(argv)
-    if args.profile and args.resume:
-        parser.error("--profile measures everything again: leave out --resume")
-    if args.profile and args.rounds:
-        parser.error("--profile has its own number of steps: leave out --rounds")
     if args.quick:
         parser.set_defaults(**_QUICK)
         args = parser.parse_args(argv)
@@ -299,8 +262,7 @@ def _complete(args: argparse.Namespace) -> None:
     if args.out is None:
         model = f"lm_{args.lm}_{args.num_tokens}" if args.lm else args.model
         model += "_rotary" if args.positions == "rotary" else ""
-        kind = "profile" if args.profile else "speed"
-        name = f"{kind}_{model}_{device_in_name(args.device)}"
+        name = f"speed_{model}_{device_in_name(args.device)}"
         args.out = Path("work_dirs", f"{name}_quick.json" if args.quick else f"{name}.json")
 
 

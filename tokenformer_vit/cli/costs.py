@@ -5,9 +5,8 @@ The models are built without weights: large ones need no memory::
     tokenformer-vit costs
     tokenformer-vit costs --model tokenformer_large --against vit_large_patch16_224 --tokens 577
     tokenformer-vit costs --model-kwargs num_ffn_param_tokens=1536 --json
-    tokenformer-vit costs --model local-dir:work_dirs/grown --plot lengths.png
+    tokenformer-vit costs --model local-dir:work_dirs/grown
     tokenformer-vit costs --lm 150m --tokens 1024
-    tokenformer-vit costs --model tokenformer_large_matched --gpus 8 64 --speed 800
 
 Without ``--against``, the Transformer has the same width and depth, and as many weights in its
 blocks. With ``--lm``, both are language models with the same vocabulary.
@@ -16,14 +15,10 @@ FLOPs are per image or per sequence. A multiplication and an addition are two FL
 takes three times the forward FLOPs. As in Table 3 of the paper (arXiv:2410.23168), the FLOPs of Θ
 and other activations, softmax, norms, biases and sums are not counted. The formulas are in
 tokenformer_vit/benchmarking/costs.py.
-
-With ``--gpus``, the command prints instead what training on so many GPUs needs of network, disks
-and processors; tokenformer_vit/benchmarking/cluster.py has the formulas.
 """
 
 import argparse
 import json
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -35,11 +30,9 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from tokenformer_vit.benchmarking.cluster import ASSUMED_SPEED, CHECKPOINT_BYTES, Needs
 from tokenformer_vit.benchmarking.costs import PARTS, Cost, model_costs, total
-from tokenformer_vit.benchmarking.lengths import draw_lengths
 from tokenformer_vit.benchmarking.matched import matched_vit
-from tokenformer_vit.command_line import command_parser, positive_number, whole_number
+from tokenformer_vit.command_line import command_parser, whole_number
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import LM_PRESETS, TokenFormerLM, TokenFormerViT, lm_config
 from tokenformer_vit.models.checkpoints import load_model
@@ -53,20 +46,8 @@ _MODEL = "tokenformer_base"
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
     args = parse(argv)
-    if args.gpus:
-        name = args.model or _MODEL
-        model = _build(name, args.model_kwargs)
-        print_table(_gpus_table(name, model, args.gpus, args.speed or ASSUMED_SPEED))
-        return
     names, models = _build_language(args.lm) if args.lm else _build_vision(args)
     costs = [model_costs(model, args.tokens) for model in models]
-    if args.plot:
-        asked = args.lm or args.model or args.against
-        lengths = range(1024, 32 * 1024 + 1, 1024) if args.lm or not asked else range(64, 4097, 64)
-        drawn = dict(zip(names, models, strict=True)) if asked else None
-        draw_lengths(args.plot, drawn, lengths)
-        what = ", ".join(names) if asked else "the paper's growing language models"
-        print(f"chart: {args.plot}, of {what}", file=sys.stderr)
     if args.json:
         print(json.dumps([_as_json(name, each) for name, each in zip(names, costs, strict=True)]))
     else:
@@ -108,37 +89,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "model's size, or the whole context",
     )
     add("--json", action="store_true", help="print the counts as JSON")
-    add(
-        "--plot",
-        type=Path,
-        metavar="FILE.png",
-        help="also draw the costs of the given models against the sequence length; without models, "
-        "draw the paper's growing language models",
-    )
-    add(
-        "--gpus",
-        type=whole_number(2, 4096),
-        nargs="+",
-        metavar="N",
-        help="print what training --model on N GPUs needs, with 4,096 images a step",
-    )
-    add(
-        "--speed",
-        type=positive_number,
-        metavar="IMAGES",
-        help=f"images a second of one GPU, for --gpus; default: {ASSUMED_SPEED}, a published "
-        "figure of one H100 with 87 M parameters",
-    )
     args = parser.parse_args(argv)
-    others = (args.lm, args.against, args.against_kwargs, args.tokens, args.json, args.plot)
-    if args.gpus and any(others):
-        parser.error("--gpus takes only --model, --model-kwargs and --speed")
-    if args.plot and args.plot.suffix.lower() != ".png":
-        parser.error(
-            f"--plot writes a PNG file, but got {args.plot}: give a name that ends in .png"
-        )
-    if args.speed and not args.gpus:
-        parser.error("--speed needs --gpus")
     if args.lm and (args.model or args.against):
         parser.error("--lm cannot be combined with --model or --against")
     if args.against_kwargs and not args.against:
@@ -219,17 +170,6 @@ def _as_table(names: Sequence[str], costs: Sequence[dict[str, Cost]], item: str)
         table.add_column("GFLOPs", flops, justify="right")
     for part, label in PARTS.items():
         table.add_row(label, *(cell for each in costs for cell in _figures(each[part])))
-    return table
-
-
-def _gpus_table(name: str, model: nn.Module, gpus: Sequence[int], speed: float) -> Table:
-    """Lay out what training on several numbers of GPUs needs."""
-    count = sum(parameter.numel() for parameter in model.parameters())
-    title = f"{name}, {count:,} parameters, {speed:g} images/s on each GPU"
-    checkpoint = f"A checkpoint has {CHECKPOINT_BYTES * count / 1e9:.2f} GB."
-    table = Table(*Needs.HEADINGS, title=Text(title, "bold"), caption=checkpoint)
-    for number in gpus:
-        table.add_row(*Needs(number, count, speed).cells())
     return table
 
 

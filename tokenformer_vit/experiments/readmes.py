@@ -12,13 +12,7 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
-import timm
-import torch
-
-from tokenformer_vit.benchmarking.cluster import STATE_BYTES, Needs
-from tokenformer_vit.benchmarking.costs import model_costs, total
 from tokenformer_vit.benchmarking.images import MATCHED
-from tokenformer_vit.models import TokenFormerLM, lm_config
 from tokenformer_vit.records import read_record
 
 from .fields import Field
@@ -76,30 +70,7 @@ _GPU_GROUPS = [
     for mode in ("train", "infer")
     for batch in (128, 256)
 ]
-# A part of a step in records of profiles, and its column.
-PROFILE_PARTS = {
-    "matrix products": "matrix products %",
-    "theta": "Θ",
-    "attention": "attention",
-    "layer norm": "LayerNorm",
-    "optimizer": "optimiser",
-    "copies": "copies",
-    "other": "other kernels",
-    "idle": "idle",
-}
 ANY_GPU = "an NVIDIA GPU"  # until one is measured
-# A part of a step in records of loops, and its column.
-LOOP_PARTS = {
-    "data": "data",
-    "copy": "copy",
-    "preprocess": "mixing",
-    "forward_backward": "forward and backward",
-    "optimizer": "optimiser",
-    "ema": "EMA",
-    "hooks": "hooks",
-}
-GPU_LOOP = f"`imagenet_base_matched`, {ANY_GPU}, bfloat16 autocast, batch 128, synthetic data"
-GPU_PROFILE = f"`tokenformer_base_matched`, {ANY_GPU}, train, bfloat16 autocast, batch 128"
 
 _BOTH, _CONVERTED, _CUTS = ["vit", "converted"], ["converted"], ["σ", "usage"]
 _TIME = "converted_over_vit"
@@ -144,10 +115,6 @@ def _filled(path: Path, root: Path, groups: Groups) -> str:
         "language-runs": lambda: _runs(_LANGUAGE_RUNS, root, link),
         "speed": lambda: _image_speed(root, link),
         "language-speed": lambda: _language_speed(root, link),
-        "loop-speed": lambda: _loop_speed(root, link),
-        "gpus": _gpus,
-        "memory": _memory,
-        "profiles": lambda: _profiles(root, link),
         "growth": lambda: _growth(IMAGES, groups, link),
         "language-growth": lambda: _growth(LANGUAGE, groups, link),
         "from-vit": lambda: converted_vits(root / "ablations/results/from_vit.csv"),
@@ -223,55 +190,6 @@ def _language_speed(root: Path, link: Link) -> str:
         rows += _speed_rows(link(what, f"{SPEED}/{path.name}"), record, "token")
     headings = _speed_headings("Transformer", "Transformer", "tokens", "kB a token")
     return _table(headings, rows or [["not run"]])
-
-
-def _loop_speed(root: Path, link: Link) -> str:
-    """Render the parts of training steps; times are medians in milliseconds."""
-    rows, on_gpu = [], False
-    for path in sorted((root / SPEED).glob("loop_*.json")):
-        record = read_record(path)
-        on_gpu = on_gpu or record["device"] == "cuda"
-        parts = [
-            link(f"`{record['config']}`", f"{SPEED}/{path.name}"),
-            *["small tensors"] * record["small_tensors"],
-            record["hardware"],
-            *[f"{record['processes']} processes"] * (record["processes"] > 1),
-            f"{record['dtype']}, batch {record['batch_size']}",
-        ]
-        for run in record["runs"]:
-            rate = run[f"{record['unit']}s_per_s"]
-            low, middle, high = (1e3 * run[f"seconds_{point}"] for point in ("p20", "p50", "p80"))
-            row = {part["part"]: f"{1e3 * part['seconds_p50']:.1f}" for part in run["parts"]}
-            rows.append(
-                [
-                    f"{', '.join(parts)}, {run['data']} data",
-                    f"{rate:.3g}" if rate < 1000 else f"{rate:,.0f}",
-                    f"**{middle:.1f}** ({low:.1f}–{high:.1f})",
-                    *(row[part] for part in LOOP_PARTS),
-                    f"{1e3 * run['overhead_p50']:.1f}",
-                    "–" if run["peak_mib"] is None else f"{run['peak_mib']:,}",
-                ]
-            )
-    rows += [] if on_gpu else [[GPU_LOOP, "not run"]]
-    headings = f"| images/s | step (p20–p80) | {' | '.join(LOOP_PARTS.values())}"
-    return _table(f"{headings} | host | peak MiB", rows)
-
-
-def _profiles(root: Path, link: Link) -> str:
-    """Render the shares of the parts of a step."""
-    rows, on_gpu = [], False
-    for path in sorted((root / SPEED).glob("profile_*.json")):
-        record = read_record(path)
-        on_gpu = on_gpu or record["device"] == "cuda"
-        name = link(f"`{record['model']}`", f"{SPEED}/{path.name}")
-        name += f", {record['hardware']}, {record['mode']}, {record['dtype']}, "
-        name += f"batch {record['batch_size']}"
-        for each in record["profiles"]:
-            shares = {part["part"]: part["seconds"] / each["seconds"] for part in each["parts"]}
-            cells = (f"{100 * shares[part]:.0f}" for part in PROFILE_PARTS)
-            rows.append([f"{name}, {each['variant']}", f"{1e3 * each['seconds']:,.1f}", *cells])
-    rows += [] if on_gpu else [[GPU_PROFILE, "not run"]]
-    return _table(f"| step, ms | {' | '.join(PROFILE_PARTS.values())}", rows)
 
 
 def _speed_headings(theirs: str, short: str, things: str, unit: str) -> str:
@@ -376,27 +294,6 @@ def converted_vits(path: Path) -> str:
         keys = [[(part, dtype, name, variant, model) for variant in variants] for model in models]
         table.append([what, *(" / ".join(cell(*key, form=form) for key in own) for own in keys)])
     return _table(" | ".join(["", *models]), table)
-
-
-def _gpus() -> str:
-    """Render what training on many GPUs needs."""
-    with torch.device("meta"):
-        count = total(model_costs(timm.create_model(_BASE["model"]))).parameters
-    rows = [Needs(number, count) for number in (8, 64, 512)]
-    rows.append(Needs(512, count, batch_size=512 * 64))
-    return _table(" | ".join(Needs.HEADINGS), [row.cells() for row in rows])
-
-
-def _memory() -> str:
-    """Render the memory of training language models, without activations."""
-    rows = []
-    for preset in ("150m", "450m", "900m", "1.5b"):
-        model = TokenFormerLM(lm_config(preset), device="meta")
-        count = sum(parameter.numel() for parameter in model.parameters())
-        state = STATE_BYTES * count / 1e9
-        shares = [f"{state / gigabytes:.0%}" for gigabytes in (80, 141)]
-        rows.append([f"`{preset}`", f"{count:,}", f"{state:.1f}", *shares])
-    return _table("preset | parameters | state, GB | of 80 GB | of 141 GB", rows)
 
 
 def _table(headings: str, rows: Sequence[Sequence[str]]) -> str:
