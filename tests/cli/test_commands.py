@@ -70,7 +70,7 @@ def test_every_command_has_its_module_and_its_door():
     modules = {command.module for command in cli.COMMANDS.values()}
     assert all(find_spec(f"tokenformer_vit.cli.{module}") for module in modules)
     doors = {path.stem: path.read_text() for path in (ROOT / "tools").glob("*.py")}
-    assert doors.keys() == modules
+    assert doors.keys() - {"loading_speed"} == modules
     for name, command in cli.COMMANDS.items():
         assert f'run("{name}")' in doors[command.module]
         assert f"`tokenformer-vit {name}`" in doors[command.module]
