@@ -15,8 +15,7 @@ from mmpretrain.registry import DATA_SAMPLERS, DATASETS, METRICS, MODELS
 
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.models import lm_config
-from tokenformer_vit.training.config import load_config
-from tokenformer_vit.training.schedule import check_schedule
+from tokenformer_vit.training.config import check_schedule, load_config
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("lm_*.py"))

@@ -1,17 +1,14 @@
 """A user's mistake ends in one line with the mistake and the way out."""
 
-import argparse
 import copy
 import errno
 import json
-import logging
 import os
 import pickle
 import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -21,7 +18,7 @@ from mmengine.optim import OptimWrapper
 from mmpretrain.registry import MODELS
 from PIL import Image
 
-from tokenformer_vit.command_line import run_tool, whole_number
+from tokenformer_vit.command_line import run_tool
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import DESCRIPTION
 from tokenformer_vit.training import (
@@ -32,53 +29,16 @@ from tokenformer_vit.training import (
     LoadImage,
     load_plain_checkpoint,
 )
-from tokenformer_vit.training.background import BackgroundWriter
 from tokenformer_vit.training.config import (
-    add_run_arguments,
-    check_data_folders,
-    choose_checkpoint,
     load_config,
-    parse_run_arguments,
-    write_config,
 )
 from tokenformer_vit.training.guard import check_same_classes, check_weights
 from tokenformer_vit.training.launch import TrainingRunner, run_training
 from tokenformer_vit.training.processes import start_processes
 from tokenformer_vit.training.schedule import (
-    check_schedule,
     check_training_is_kept,
     training_settings,
 )
-
-
-@pytest.mark.parametrize(
-    ("key", "message"),
-    [
-        ("optim_wrapper.optimizer.lrr", "optim_wrapper.optimizer has no 'lrr'; it has lr"),
-        ("train_dataloder.batch_size", "the config has no 'train_dataloder'; it has train_dataloa"),
-        ("param_scheduler.2.end", "param_scheduler has no '2'"),
-        ("load_from.path", "load_from has no 'path'"),
-    ],
-)
-def test_a_misspelt_option_is_refused(config, key, message):
-    with pytest.raises(InputError) as raised:
-        load_config(config, {key: 1})
-    assert f"--cfg-options {key}: {message}" in str(raised.value)
-    assert "\n" not in str(raised.value)
-
-
-def test_options_reach_into_lists_and_every_loader(config):
-    cfg = load_config(config, {"param_scheduler.1.eta_min": 0.5}, data_root="d")
-    assert cfg.param_scheduler[1].eta_min == 0.5
-    for name in ("train_dataloader", "val_dataloader", "test_dataloader"):
-        assert cfg[name].dataset.data_root == "d"
-    assert cfg.work_dir == "work_dirs/small"
-
-
-def test_compilation_of_a_backbone_that_is_not_ours_is_refused(config):
-    assert load_config(config, compile=True).model.backbone.compile
-    with pytest.raises(InputError, match="--compile needs a TimmClassificationBackbone"):
-        load_config(config, {"model.backbone.type": "VisionTransformer"}, compile=True)
 
 
 @pytest.mark.parametrize("enable", [True, False])
@@ -95,24 +55,6 @@ def test_scaling_the_learning_rate_counts_accumulated_images(config, tmp_path, e
     factor = 4 * 8 / 16 if enable else 1
     after = [group["lr"] for group in runner.optim_wrapper.optimizer.param_groups]
     assert after == [factor * lr for lr in before]
-
-
-def test_a_config_of_your_own_in_its_work_directory_is_not_replaced(config, tmp_path):
-    own = tmp_path / "own.py"
-    own.write_text(f"# why\n_base_ = {str(config)!r}\n")
-    before = own.read_bytes()
-    write_config(load_config(own, work_dir=str(tmp_path)), replace=False)
-    assert own.read_bytes() == before
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "own.py").symlink_to(own)
-    write_config(load_config(own, work_dir=str(tmp_path / "run")), replace=False)
-    assert own.read_bytes() == before
-    assert load_config(tmp_path / "run" / "own.py").model == load_config(own).model
-
-
-def test_accuracy_is_taken_among_as_many_classes_as_there_are(config):
-    cfg = load_config(config, {"val_evaluator.topk": [1, 5]})
-    assert (cfg.val_evaluator.topk, cfg.model.head.num_classes) == ((1,), 3)
 
 
 @pytest.mark.parametrize("content", [[1, 2], {}, {"weight": "text"}])
@@ -136,76 +78,6 @@ def test_a_run_does_not_take_weights_of_another_theta(trained, name):
     cfg.model.backbone.num_heads = 2
     checkpoint[DESCRIPTION] = {"model_args": "not a dict"}
     check_weights(MODELS.build(cfg.model), checkpoint)
-
-
-def test_missing_config_and_data_root(config, tmp_path):
-    with pytest.raises(InputError, match=r"there is no config .*nothing\.py"):
-        load_config(tmp_path / "nothing.py")
-    with pytest.raises(InputError, match=r"there is no folder .*absent/train: give `--data-root`"):
-        check_data_folders(load_config(config, data_root=str(tmp_path / "absent")))
-
-
-@pytest.mark.parametrize(
-    ("name", "root", "said"),
-    [
-        ("lm_shakespeare", "absent", "there is no folder absent; make .* prepare-text"),
-        ("lm_culturax_en", "absent", "there is no folder absent; make .* prepare-text"),
-        ("imagenet_base_parquet", "absent", r"there is no folder absent; .* \*\.parquet"),
-        ("imagenet_base_parquet", "hf://nothing", "hf://nothing is not a data set of the hub"),
-        ("imagenet_base", "absent", "there is no folder absent/train"),
-    ],
-)
-def test_data_that_are_not_there_leave_no_work_directory(
-    name, root, said, command, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    done = command("train", name, "--data-root", root)
-    assert done.status == 1
-    assert re.search(f"^error: {said}", done.err, re.MULTILINE), done.err
-    assert not list(tmp_path.iterdir())
-
-
-def test_class_folders_unlike_the_head(config, data_root):
-    options = {"model.head.num_classes": 7, "data_preprocessor.num_classes": 7}
-    cfg = load_config(config, options, str(data_root))
-    with pytest.raises(InputError, match="holds 3 class folders, but the head has 7 classes"):
-        check_data_folders(cfg)
-
-
-def test_a_new_run_does_not_overwrite_an_old_one(config, tmp_path):
-    (tmp_path / "last_checkpoint").write_text("/elsewhere/epoch_1.pth")
-    cfg = load_config(config, work_dir=str(tmp_path))
-    with pytest.raises(InputError, match="already holds a run: add --resume"):
-        choose_checkpoint(cfg, None)
-    with pytest.raises(InputError, match=r"there is no checkpoint .*epoch_1\.pth to resume from"):
-        choose_checkpoint(cfg, "auto")
-
-
-def test_a_checkpoint_to_resume_from_is_there_and_in_the_work_directory(config, tmp_path):
-    run, other = tmp_path / "run", tmp_path / "other"
-    for folder in (run, other):
-        folder.mkdir()
-        (folder / "epoch_1.pth").touch()
-    cfg = load_config(config, work_dir=str(run))
-    with pytest.raises(InputError, match=r"there is no checkpoint .*nope\.pth to resume from"):
-        choose_checkpoint(cfg, str(tmp_path / "nope.pth"))
-    with pytest.raises(InputError, match=r"other is a folder: give a \*\.pth .*--work-dir .*other"):
-        choose_checkpoint(cfg, str(other))
-    with pytest.raises(InputError, match=r"other/epoch_1\.pth is not in .*run, which already hol"):
-        choose_checkpoint(cfg, str(other / "epoch_1.pth"))
-    choose_checkpoint(cfg, str(run / "epoch_1.pth"))
-    assert cfg.load_from == str(run / "epoch_1.pth")
-
-
-def test_the_config_of_a_run_elsewhere_says_where_to_resume(config, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "last_checkpoint").write_text("epoch_1.pth")
-    path = tmp_path / "run" / "own.py"
-    path.write_text(f"_base_ = {str(config)!r}\n")
-    cfg = load_config(path, work_dir=str(tmp_path / "new"))
-    with pytest.raises(InputError, match=r"own\.py is the config of the run in .*add --work-dir"):
-        choose_checkpoint(cfg, "auto")
-    choose_checkpoint(cfg, None)
 
 
 def test_a_resumed_run_does_not_train_the_average(train, trained, tmp_path):
@@ -351,15 +223,6 @@ def test_a_model_for_several_labels_an_image_trains(train, config, data_root, tm
     assert "several labels or none, but AccuracyAndLoss" in done.output
 
 
-@pytest.mark.parametrize("resume", [None, "auto"])
-def test_only_the_command_line_resumes_a_run(config, tmp_path, resume):
-    path = tmp_path / "old.py"
-    path.write_text(f"_base_ = {str(config)!r}\nresume = True\nload_from = 'old/epoch_2.pth'\n")
-    cfg = load_config(path, work_dir=str(tmp_path / "new"))
-    with pytest.raises(InputError, match=r"load_from is old/epoch_2\.pth.*set resume=False"):
-        choose_checkpoint(cfg, resume)
-
-
 @pytest.mark.parametrize("content", ["truncated", "text", "missing"])
 @pytest.mark.parametrize("suffix", ["jpg", "png"])
 def test_an_unreadable_image_is_named(tmp_path, content, suffix, seed):
@@ -468,34 +331,12 @@ def test_weights_that_are_not_finite_are_not_saved(runner):
         hook._save_checkpoint_with_step(runner, 2, {})
 
 
-@pytest.mark.parametrize("name", ["acc", "accuracy/top5"])
-def test_the_best_checkpoint_is_chosen_by_what_is_measured(train, tmp_path, name):
-    line = train.fails(tmp_path, "--cfg-options", f"default_hooks.checkpoint.save_best={name}")
-    assert f"save_best is {name!r}, but validation measures accuracy/top1, cross_entropy: " in line
-    assert not list(tmp_path.glob("*.pth"))  # it ends before the first epoch
-
-
 def test_a_metric_whose_names_are_unknown_is_checked_at_the_first_validation(runner):
     hook = ExactCheckpointHook(save_best="accuracy/top1_at_0.5")
     hook._check_best(["accuracy/top1"], "_at_")  # it may be of a nested model
     with pytest.raises(InputError, match=r"'accuracy/top1_at_0\.5', but .* multi-label/mAP: give"):
         hook.after_val_epoch(runner, {"multi-label/mAP": 1.0})
     ExactCheckpointHook(save_best="auto")._check_best(["loss"])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"train_cfg.max_epochs": 1}, "param_scheduler.1 has begin=1, but train_cfg.max_epochs is"),
-        ({"param_scheduler.0.end": 9}, "param_scheduler.0 has end=9"),
-        ({"train_cfg.max_epochs": "abc"}, "'abc', but must be a whole number of at least 1"),
-    ],
-)
-def test_a_schedule_longer_than_the_run_is_refused(config, options, message):
-    cfg = load_config(config)
-    check_schedule(cfg)
-    with pytest.raises(InputError, match=message):
-        check_schedule(load_config(config, options))
 
 
 def test_labels_of_other_classes_are_refused():
@@ -506,24 +347,6 @@ def test_labels_of_other_classes_are_refused():
     check_same_classes("checkpoint", None, other)
     with pytest.raises(InputError, match="label 1 is 'bee' there and 'cat' in these data"):
         check_same_classes("checkpoint", known, other)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--batch-size", "0"], "'0' is not a whole number of at least 1"),
-        (["--seed", "-1"], "'-1' is not a whole number of at least 0"),
-        (["--cfg-options", "foo"], "--cfg-options must be KEY=VALUE"),
-        (["--cfg-options", "a=[dict(b=1,c=2)]"], "put dicts into a config file"),
-    ],
-)
-def test_slips_on_the_command_line(config, capsys, arguments, message):
-    parser = argparse.ArgumentParser()
-    add_run_arguments(parser)
-    parser.add_argument("--seed", type=whole_number(0))
-    with pytest.raises(SystemExit):
-        parse_run_arguments(parser, arguments)
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -551,64 +374,6 @@ def test_tools_end_in_one_line(capsys, error, status, line):
         run_tool(main)
     assert raised.value.code == status
     assert capsys.readouterr().err == f"{line}\n"
-
-
-@pytest.mark.parametrize("text", ["x = undefined", "model = dict(", "a = 1"])
-def test_a_config_that_is_none(tmp_path, text):
-    (tmp_path / "broken.py").write_text(text)
-    with pytest.raises(InputError, match=r"broken\.py cannot be read as a config") as raised:
-        load_config(tmp_path / "broken.py")
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    "imports", [["tokenformer_vit.integrations"], "tokenformer_vit.integrations.language"]
-)
-def test_a_config_of_an_early_version_is_told_the_new_name(config, tmp_path, imports):
-    path = tmp_path / "early.py"
-    path.write_text(f"_base_ = {str(config)!r}\ncustom_imports = dict(imports={imports!r})\n")
-    with pytest.raises(InputError, match=r"early\.py .* now called tokenformer_vit\.training"):
-        load_config(path)
-
-
-@pytest.fixture
-def failing(monkeypatch):
-    """Build what a config names, then fail at a point of the run."""
-
-    def prepare(point, early=False):
-        class Built:
-            logger = logging.getLogger("test")
-            terminal = SimpleNamespace(built=False)
-            hooks: ClassVar[list] = []
-            writer = BackgroundWriter()
-
-            def register_hook(self, hook):
-                self.hooks = [hook]
-
-            def train(self):
-                self.hooks[0].before_run(self)
-                if not early:
-                    self.hooks[0].before_train(self)
-                raise RuntimeError(point)
-
-        monkeypatch.setattr(TrainingRunner, "from_cfg", lambda cfg: Built())
-
-    return prepare
-
-
-def test_only_errors_of_building_are_blamed_on_the_config(config, failing):
-    cfg = load_config(config)
-    failing("an initialisation", early=True)
-    with pytest.raises(InputError, match=r"small\.py .*RuntimeError: an initialisation"):
-        run_training(cfg)
-    lost = "[/gloo/pair.cc:5] Connection closed by peer"  # of a process that failed
-    failing(lost, early=True)
-    with pytest.raises(RuntimeError, match="closed by peer") as raised:
-        run_training(cfg)
-    assert not isinstance(raised.value, InputError)
-    failing("a resumed validation")
-    with pytest.raises(RuntimeError, match="a resumed validation"):
-        run_training(cfg)
 
 
 def test_an_epoch_without_a_whole_batch_is_refused(config, data_root, tmp_path):

@@ -29,7 +29,7 @@ from tokenformer_vit.language import (
     save_language_model,
 )
 from tokenformer_vit.training import EndlessSampler
-from tokenformer_vit.training.config import choose_checkpoint, load_config
+from tokenformer_vit.training.config import check_schedule, choose_checkpoint, load_config
 from tokenformer_vit.training.evaluation import configure_test
 from tokenformer_vit.training.language import (
     AnswerAccuracy,
@@ -38,7 +38,6 @@ from tokenformer_vit.training.language import (
     TokenDataset,
 )
 from tokenformer_vit.training.reports import read_scalars
-from tokenformer_vit.training.schedule import check_schedule
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTH = 16

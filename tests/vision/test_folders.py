@@ -1,6 +1,5 @@
 """All readers find the same images in a folder, and say what they leave out."""
 
-import os
 import shutil
 from collections import Counter
 
@@ -10,7 +9,7 @@ from mmpretrain.datasets import CustomDataset
 from PIL import Image
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.training.config import check_data_folders
+from tokenformer_vit.training.config import check_folders
 from tokenformer_vit.vision.compression import labelled_images, sample_images
 from tokenformer_vit.vision.folders import check_images
 from tokenformer_vit.vision.images import (
@@ -41,9 +40,9 @@ def root(tmp_path):
     return tmp_path / "data"
 
 
-def config(root, **more):
-    dataset = {"type": "CustomDataset", "data_root": str(root), "data_prefix": "train", **more}
-    return Config({"model": {"head": {"num_classes": 2}}, "train_dataloader": {"dataset": dataset}})
+def config(root):
+    dataset = {"type": "CustomDataset", "data_root": str(root), "data_prefix": "train"}
+    return Config({"train_dataloader": {"dataset": dataset}})
 
 
 LEFT_OUT = "left out: 2 .txt, 1 broken link, 1 without a suffix in {}\n"
@@ -64,12 +63,9 @@ def test_all_readers_find_the_same_images(root, capsys):
     assert sorted(map(str, sample_images(train, 1000, 0, root / "val"))) == sorted(expected)
     capsys.readouterr()
 
-    cfg = config(root)
-    check_data_folders(cfg, ("train_dataloader",))
+    check_folders(config(root), ("train_dataloader",))
     assert capsys.readouterr().err == LEFT_OUT.format(train)
-    dataset = cfg.train_dataloader.dataset.to_dict()
-    assert dataset.pop("type") == "CustomDataset"
-    trained = CustomDataset(**dataset).load_data_list()
+    trained = CustomDataset(str(root), "train", extensions=IMAGE_SUFFIXES).load_data_list()
     assert sorted(each["img_path"] for each in trained) == sorted(expected)
     assert {each["img_path"]: each["gt_label"] for each in trained} == {
         str(path): label for path, label in samples
@@ -81,60 +77,23 @@ def test_all_readers_find_the_same_images(root, capsys):
     assert captured.err.startswith(LEFT_OUT.format(train)[:-1])
 
 
-def test_suffixes_that_a_config_names_stay(root, capsys):
-    cfg = config(root, extensions=[".WEBP"])
-    check_data_folders(cfg, ("train_dataloader",))
-    assert cfg.train_dataloader.dataset.extensions == [".WEBP"]
-    said = capsys.readouterr().err
-    assert "3 .png" in said
-    assert ".webp" not in said
-
-
 def test_one_folder_of_two_loaders_is_said_once(root, capsys):
     cfg = config(root)
     cfg.val_dataloader = cfg.train_dataloader
-    check_data_folders(cfg, ("train_dataloader", "val_dataloader"))
+    check_folders(cfg, ("train_dataloader", "val_dataloader"))
     assert capsys.readouterr().err.count("left out") == 1
 
 
 def test_other_processes_do_not_say_it_again(root, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    check_data_folders(config(root), ("train_dataloader",))
+    check_folders(config(root), ("train_dataloader",))
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_training_does_not_pass_over_an_image_that_is_no_file(kind, root):
-    path = root / "train/ant/deep/lost.jpg"
-    if kind == "link":
-        path.symlink_to(root / "nowhere")
-    else:
-        os.mkfifo(path)
-    with pytest.raises(InputError, match=f"{path} is a broken link or not a regular file"):
-        check_data_folders(config(root), ("train_dataloader",))
-    assert path in find_images([root / "train"])  # the reader says what is wrong with it
-
-
-@pytest.mark.parametrize("prefix", ["train", {"img_path": "train"}])
-def test_a_listed_image_must_exist(root, prefix):
-    train = root / "train"
-    listed = root / "listed.txt"
-    listed.write_text("ant/upper.PNG 0\n\nbee/two words.png 1\n")
-    cfg = config(root, ann_file="listed.txt")
-    cfg.train_dataloader.dataset.data_prefix = prefix
-    path = train / "bee" / "two words.png"
-    path.symlink_to(root / "nowhere")
-    with pytest.raises(InputError, match=f"{path} is .*a broken link.*remove it from {listed}"):
-        check_data_folders(cfg, ("train_dataloader",))
-    path.unlink()
-    shutil.copy(train / "ant/upper.PNG", path)
-    check_data_folders(cfg, ("train_dataloader",))
 
 
 def test_images_beside_the_class_folders_are_counted(root, capsys):
     shutil.copy(root / "train/ant/upper.PNG", root / "train/loose.png")
     (root / "train/README").touch()
-    check_data_folders(config(root), ("train_dataloader",))
+    check_folders(config(root), ("train_dataloader",))
     assert "1 in no class folder" in capsys.readouterr().err
 
 
@@ -147,8 +106,8 @@ def test_copies_in_hidden_folders_are_no_images(place, root, capsys):
     assert find_images([root / "train"]) == before
     assert "1 hidden folder, " in capsys.readouterr().err
     assert len(labelled_images(root / "train", num_classes=2)) == len(before)
-    with pytest.raises(InputError, match=r"train holds hidden folders, .* mmpretrain would read"):
-        check_data_folders(config(root), ("train_dataloader",))
+    with pytest.raises(InputError, match="train holds hidden folders, which mmpretrain reads"):
+        check_folders(config(root), ("train_dataloader",))
 
 
 def test_of_many_kinds_of_files_the_commonest_are_named(root, capsys):

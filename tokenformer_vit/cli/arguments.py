@@ -1,6 +1,7 @@
 """Options that several commands share."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,46 @@ def model_arguments() -> argparse.ArgumentParser:
     add("--batch-size", type=whole_number(1), default=32, metavar="B", help="default: 32")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     return parser
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that training and testing share."""
+    from mmengine.config import DictAction  # only training has it
+
+    add = parser.add_argument
+    add("--data-root", help="folder that holds train/ and val/, parquet files or tokens")
+    add(
+        "--batch-size",
+        type=whole_number(1),
+        help="images, or sequences of tokens, per process and iteration of training or, in "
+        "`tokenformer-vit test`, of the test; validation keeps the batch size of its config",
+    )
+    add(
+        "--cfg-options",
+        nargs="+",
+        action=DictAction,
+        metavar="KEY=VALUE",
+        help="override keys that the config has, such as train_cfg.max_epochs=100",
+    )
+    add(
+        "--compile",
+        action="store_true",
+        help="compile each block with torch.compile: faster after a first minute",
+    )
+    add("--launcher", choices=("none", "pytorch", "slurm", "mpi"), default="none")
+
+
+def parse_run_arguments(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> argparse.Namespace:
+    """Parse a command line that has the options of :func:`add_run_arguments`."""
+    try:
+        return parser.parse_args(argv)
+    except (ValueError, AssertionError, RecursionError):  # DictAction trusts what it splits
+        parser.error(
+            "--cfg-options must be KEY=VALUE, with numbers, words and lists of them; put dicts "
+            "into a config file"
+        )
 
 
 def add_images(parser: argparse.ArgumentParser) -> None:

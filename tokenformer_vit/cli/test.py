@@ -3,13 +3,15 @@
 import argparse
 from pathlib import Path
 
+from .arguments import add_run_arguments, parse_run_arguments
+
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
-    from tokenformer_vit.training import config  # isort: skip  # says why, if mmengine fails
     from mmengine.dist import is_main_process
     from rich.console import Console
 
+    from tokenformer_vit.training import config
     from tokenformer_vit.training.evaluation import (
         FILES,
         configure_test,
@@ -17,8 +19,7 @@ def main(argv: list[str] | None = None) -> None:
         run_test,
         write_evaluation,
     )
-    from tokenformer_vit.training.launch import config_explained
-    from tokenformer_vit.training.processes import start_processes
+    from tokenformer_vit.training.processes import is_first, start_processes
 
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
@@ -29,9 +30,9 @@ def main(argv: list[str] | None = None) -> None:
         help="exported folder, its model.safetensors, or a training checkpoint (epoch_*.pth), "
         "whose validated weights are tested: averaged ones, if the run averages",
     )
-    config.add_run_arguments(parser)
+    add_run_arguments(parser)
     add("--out", type=Path, help="folder of the results (default: test/ beside the weights)")
-    args = config.parse_run_arguments(parser, argv)
+    args = parse_run_arguments(parser, argv)
 
     options = {"log_level": "WARNING", **(args.cfg_options or {})}  # a test logs little
     cfg = config.load_config(
@@ -42,8 +43,8 @@ def main(argv: list[str] | None = None) -> None:
         compile=args.compile,
         batched="test_dataloader",
     )
-    with config_explained(cfg):
-        config.check_data_folders(cfg, ("test_dataloader",))
+    if is_first(args.launcher):
+        config.check_folders(cfg, ("test_dataloader",))
     folder = args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent
     out = args.out or folder / "test"
     configure_test(cfg, args.checkpoint, out)

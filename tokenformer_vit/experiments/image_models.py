@@ -83,9 +83,9 @@ class ImageField(Field):
         """Check that the images of a config can be read; see :class:`Field`."""
         from mmengine.config import Config
 
-        from tokenformer_vit.training.config import check_data_folders
+        from tokenformer_vit.training.config import check_folders
 
-        check_data_folders(Config(dict(cfg)), ("train_dataloader", "val_dataloader"))
+        check_folders(Config(dict(cfg)), ("train_dataloader", "val_dataloader"))
 
     def build(self, cfg: Mapping[str, Any]) -> nn.Module:
         """Build the classifier of a config; see :class:`Field`."""

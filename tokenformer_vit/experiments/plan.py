@@ -13,9 +13,13 @@ from typing import Any
 from mmengine.config import Config
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.training.config import load_config
-from tokenformer_vit.training.schedule import check_schedule
-from tokenformer_vit.training.shipped import find_config, shipped_bases
+from tokenformer_vit.training.config import (
+    check_config,
+    check_schedule,
+    find_config,
+    load_config,
+    read_config,
+)
 
 from .questions import Question
 from .run import ROOT, Run, difference, shown
@@ -43,10 +47,9 @@ def plan(
             parameter counts differ that should be equal.
     """
     args.config = str(find_config(args.config))
-    load_config(args.config, args.cfg_options)  # checks both
+    check_config(load_config(args.config, args.cfg_options))
     field = question.field
-    with shipped_bases():
-        base = Config.fromfile(args.config).to_dict()
+    base = read_config(args.config).to_dict()
     chosen = _chosen(question, base, args)
     check_schedule(Config(chosen))
     shape, parameters = field.shape_of(question.start(chosen))
@@ -126,8 +129,7 @@ def _chosen(question: Question, base: dict[str, Any], args: argparse.Namespace) 
 
 def changes_between(old: str, new: str) -> dict[str, Any]:
     """Return the settings with which a config that inherits from ``old`` equals ``new``."""
-    with shipped_bases():
-        first, second = (Config.fromfile(find_config(path)).to_dict() for path in (old, new))
+    first, second = (read_config(path).to_dict() for path in (old, new))
     return difference(first, second)
 
 

@@ -141,7 +141,7 @@ def _best_rates(question: Question, runs: Sequence[Run]) -> dict[str, float | No
 
 def parse(question: Question, argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line of a question."""
-    from tokenformer_vit.training.config import add_run_arguments, parse_run_arguments
+    from tokenformer_vit.cli.arguments import add_run_arguments, parse_run_arguments
 
     parser = argparse.ArgumentParser(description=question.text)
     add = parser.add_argument

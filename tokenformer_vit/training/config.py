@@ -1,24 +1,20 @@
 """Read a config, apply the options of the command line, and check both."""
 
-import argparse
-import copy
 import difflib
 import os
+import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-from mmengine.config import Config, DictAction
-from mmengine.utils import import_modules_from_strings
-from mmpretrain.registry import DATASETS
+from mmengine.config import Config
 
-from tokenformer_vit.command_line import whole_number
-from tokenformer_vit.errors import InputError, one_line
-from tokenformer_vit.files import make_folder, write_whole
+import tokenformer_vit
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.files import write_whole
 from tokenformer_vit.vision.images import (
     HIDDEN,
     IMAGE_SUFFIXES,
@@ -28,66 +24,61 @@ from tokenformer_vit.vision.images import (
 )
 
 from .in_memory import IN_MEMORY
-from .mmengine_internals import base_files
-from .schema import check_values
-from .shipped import find_config, shipped_bases
 
-# What custom_imports named in configs of early versions.
-_FORMER_NAME = "tokenformer_vit.integrations"
-# Environment variables with the number of processes on this machine.
-_PROCESSES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+_PACKAGE = Path(tokenformer_vit.__file__).parent
+_INSTALLED = _PACKAGE / ".mim" / "configs"  # as in OpenMMLab's packages
+CONFIGS = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "configs"
+LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
 # Sixteen cores prepare 5,000 photographs a second, more than a GPU takes; each worker needs memory.
 _MOST_WORKERS = 16
-LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
-_KEYS = (
-    *("model", *LOADERS, "val_evaluator", "test_evaluator", "optim_wrapper", "param_scheduler"),
-    *("train_cfg", "randomness"),
-)
+# Environment variables with the number of processes on this machine.
+_PROCESSES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+# Data sets whose classes are folders.
+_FOLDERS = ("ImageNet", "CustomDataset", "ImagesInMemory")
+_FIND_BASE = Config._get_cfg_path
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that training and testing share."""
-    parser.add_argument(
-        "--data-root", help="folder that holds train/ and val/, parquet files or tokens"
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=whole_number(1),
-        help="images, or sequences of tokens, per process and iteration of training or, in "
-        "`tokenformer-vit test`, of the test; validation keeps the batch size of its config",
-    )
-    parser.add_argument(
-        "--cfg-options",
-        nargs="+",
-        action=DictAction,
-        metavar="KEY=VALUE",
-        help="override keys that the config has, such as train_cfg.max_epochs=100",
-    )
-    parser.add_argument(
-        "--compile",
-        action="store_true",
-        help="compile each block with torch.compile: faster after a first minute",
-    )
-    parser.add_argument("--launcher", choices=("none", "pytorch", "slurm", "mpi"), default="none")
-    # torch.distributed.launch passes it; torchrun sets the variable instead.
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+def find_config(name: str | Path) -> Path:
+    """Find a config: a file, or else one that comes with the package.
+
+    Args:
+        name: Path of a file, or the name of a shipped config: ``configs/digits_demo.py``,
+            ``digits_demo.py`` or ``digits_demo``.
+
+    Raises:
+        InputError: If there is no such config; the message gives similar names.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    shipped = _shipped(path.name)
+    if str(path.parent) in (".", "configs") and shipped.is_file():
+        return shipped
+    names = [file.stem for file in CONFIGS.glob("*.py")]
+    close = ", ".join(difflib.get_close_matches(path.stem, names)) or f"those in {CONFIGS}"
+    what = "is a folder, not a config" if path.is_dir() else "is not there"
+    raise InputError(f"{path} {what}; give a file *.py, or a shipped config: {close}")
 
 
-def parse_run_arguments(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None
-) -> argparse.Namespace:
-    """Parse a command line that has the options of :func:`add_run_arguments`."""
-    try:
-        args = parser.parse_args(argv)
-    except ValueError:  # DictAction splits at "=" and trusts that there is one
-        parser.error("--cfg-options must be KEY=VALUE")
-    except (AssertionError, RecursionError):  # from brackets that DictAction cannot read
-        parser.error(
-            "--cfg-options takes numbers, words and lists of them; put dicts into a config file"
-        )
-    if args.local_rank is not None:
-        os.environ.setdefault("LOCAL_RANK", str(args.local_rank))
-    return args
+def read_config(path: str | Path) -> Config:
+    """Read a config, which may inherit from ``tokenformer_vit::NAME``, a shipped one."""
+    path = find_config(path)
+    if path.suffix != ".py":
+        raise InputError(f"{path} is not a Python config: write it as a .py file")
+    # mmengine finds `package::config` only in OpenMMLab's packages, and has no public way to add.
+    with mock.patch.object(Config, "_get_cfg_path", staticmethod(_find_base)):
+        return Config.fromfile(path)
+
+
+def _find_base(name: str, file: str) -> tuple[str, str | None]:
+    package, _, shipped = name.rpartition("::")
+    if package == tokenformer_vit.__name__:
+        return str(_shipped(shipped)), None
+    return _FIND_BASE(name, file)
+
+
+def _shipped(name: str) -> Path:
+    return CONFIGS / f"{name.removesuffix('.py')}.py"
 
 
 def load_config(
@@ -99,7 +90,9 @@ def load_config(
     compile: bool = False,
     batched: str = "train_dataloader",
 ) -> Config:
-    """Read a config file, override parts of it, and check the values.
+    """Read a config file, and override parts of it.
+
+    A config of mmpretrain trains as it is, with our hooks, loop and sampler.
 
     Args:
         path: Python config with classic ``_base_`` inheritance, or the name of a shipped one.
@@ -111,65 +104,111 @@ def load_config(
         batched: Loader that ``batch_size`` is for; the others keep the config's batch size.
 
     Raises:
-        InputError: If the file is missing or is not a Python config, an option names an unknown
-            key, or a value is not allowed.
+        InputError: If the file is missing, or an option names an unknown key.
     """
-    cfg = _read(find_config(path))
-    missing = [key for key in _KEYS if key not in cfg]
-    if missing:
-        raise InputError(
-            f"{path} is not a training config: it has no {', '.join(missing)}; start from a copy "
-            "of one in configs/"
-        )
-    for key, value in {"resume": False, "load_from": None}.items():  # as in mmengine's Runner
-        cfg.setdefault(key, value)
+    cfg = read_config(path)
+    _complete(cfg)
     for key in options or {}:
         _check_option(cfg, key)
-    try:
-        cfg.merge_from_dict(dict(options or {}))
-    except (AttributeError, KeyError, TypeError) as error:
-        raise InputError(
-            f"--cfg-options {' '.join(options or {})}: {path} cannot take this value ({error}); "
-            "set a whole list, as in key=[1,5]"
-        ) from error
-    check_values(cfg.to_dict(), str(path))
-    for name in ("val_evaluator", "test_evaluator"):
-        if isinstance(cfg[name], dict) and "topk" in cfg[name] and cfg.model.get("head"):
-            if "num_classes" not in cfg.model.head:
-                raise InputError(
-                    f"{path}: {name}.topk is {cfg[name].topk}, but model.head has no num_classes: "
-                    f"give a MaskedAutoencoder {name}=dict(_delete_=True, "
-                    "type='ReconstructionError')"
-                )
-            topk = [cfg[name].topk] if isinstance(cfg[name].topk, int) else cfg[name].topk
-            cfg[name].topk = tuple(k for k in topk if k <= cfg.model.head.num_classes)
+    cfg.merge_from_dict(dict(options or {}))
+    _limit_ranks(cfg)
     if compile:
         compiled = cfg.model.get("backbone", cfg.model)
         if compiled.type not in ("TimmClassificationBackbone", "CausalLM"):
-            raise InputError(
-                f"--compile needs a TimmClassificationBackbone or a CausalLM, but {path} has "
-                f"{compiled.type}: leave it out"
-            )
+            raise InputError(f"--compile is not for a {compiled.type}: leave it out")
         compiled.compile = compiled.get("compile") or True
     cfg.work_dir = work_dir or cfg.get("work_dir") or f"work_dirs/{Path(path).stem}"
-    _make_resumable(cfg)
     if batch_size is not None:
         cfg[batched].batch_size = batch_size
-    for name in LOADERS:
-        loader = cfg[name]
-        if data_root is not None:
-            loader.dataset.data_root = data_root
-        if loader.dataset.get("type") in IN_MEMORY:
-            loader.update(num_workers=0, pin_memory=False, collate_fn={"type": "collate_fetched"})
-        if loader.get("num_workers") == "auto":
-            loader.num_workers = data_workers()
-        # PyTorch refuses to keep workers where there are none, and warns of pinning without a GPU.
-        loader.persistent_workers = (
-            loader.get("persistent_workers", True) and loader.setdefault("num_workers", 0) > 0
-        )
-        loader.pin_memory = loader.get("pin_memory", True) and torch.cuda.is_available()
-        _shorten(loader, name)
+    for name, loader in loaders(cfg):
+        for dataset in datasets(loader.dataset):
+            if data_root is not None:
+                dataset.data_root = data_root
+            if dataset.type in _FOLDERS:
+                dataset.setdefault("extensions", list(IMAGE_SUFFIXES))  # mmpretrain's are fewer
+            if dataset.type in IN_MEMORY:
+                loader.update(num_workers=0, collate_fn={"type": "collate_fetched"})
+        _set_loading(loader, name)
     return cfg
+
+
+def loaders(cfg: Config) -> Iterator[tuple[str, Any]]:
+    """Yield names and configs of the loaders that a config has."""
+    for name in LOADERS:
+        if cfg.get(name):
+            yield name, cfg[name]
+
+
+def datasets(dataset: Any) -> Iterator[Any]:
+    """Yield the configs of the data sets inside wrappers, such as ConcatDataset."""
+    inner = dataset.get("datasets") or dataset.get("dataset")
+    if inner is None:
+        yield dataset
+    for each in _listed(inner):
+        yield from datasets(each)
+
+
+def _complete(cfg: Config) -> None:
+    """Add what a config leaves out, and put our loop and sampler in place of mmengine's.
+
+    They train in the same way, and can also resume in the middle of an epoch.
+    """
+    for key, value in {"resume": False, "load_from": None, "randomness": {}}.items():
+        cfg.setdefault(key, value)  # as in mmengine's Runner
+    for name in ("val", "test"):
+        if not cfg.get(f"{name}_dataloader"):
+            cfg.update({f"{name}_{part}": None for part in ("dataloader", "cfg", "evaluator")})
+    for _, loader in loaders(cfg):
+        loader.setdefault("num_batch_per_epoch", None)
+    ours = Config.fromfile(CONFIGS / "_base_" / "runtime.py").default_hooks
+    hooks = cfg.setdefault("default_hooks", {})
+    for name in ours:
+        hooks.setdefault(name, ours[name])
+    if hooks.get("checkpoint") and hooks.checkpoint.type == "CheckpointHook":
+        hooks.checkpoint.type = ours.checkpoint.type
+    loop: Any = cfg.get("train_cfg") or {}
+    if loop.get("type") == "EpochBasedTrainLoop" or ("type" not in loop and loop.get("by_epoch")):
+        loop.pop("by_epoch", None)
+        loop.type = "ResumableEpochLoop"
+    sampler: Any = (cfg.get("train_dataloader") or {}).get("sampler") or {}
+    if sampler.get("type") == "DefaultSampler":
+        sampler.type = "ResumableSampler"
+
+
+def _limit_ranks(cfg: Config) -> None:
+    """Leave out the ranks of ``topk`` above the number of classes, down to top-1."""
+    classes = (cfg.model.get("head") or {}).get("num_classes")
+    for evaluator in (*_listed(cfg.val_evaluator), *_listed(cfg.test_evaluator)):
+        if classes and "topk" in evaluator:
+            evaluator.topk = tuple(k for k in _listed(evaluator.topk) if k <= classes) or (1,)
+
+
+def _set_loading(loader: Any, name: str) -> None:
+    """Set the workers of a loader, and let the sampler shorten epochs; mmengine cuts them off."""
+    if loader.get("num_workers") == "auto":
+        loader.num_workers = data_workers()
+    # Workers of validation end with it: those of training already take all cores.
+    loader.persistent_workers = (
+        name == "train_dataloader"
+        and loader.setdefault("num_workers", 0) > 0
+        and loader.get("persistent_workers", True)
+    )
+    loader.pin_memory = torch.cuda.is_available() and loader.get("pin_memory", True)
+    batches = loader.pop("num_batch_per_epoch")
+    if batches is not None:
+        if loader.sampler.type == "DefaultSampler":
+            loader.sampler.type = "ResumableSampler"  # which does the same
+        loader.sampler.num_samples = batches * loader.get("batch_size", 1)
+
+
+def set_autocast(cfg: Config) -> None:
+    """Let a run train and validate under bfloat16 autocast."""
+    cfg.optim_wrapper.type = "AutocastOptimWrapper"
+    for key in ("loss_scale", "dtype"):  # of mmengine's AmpOptimWrapper
+        cfg.optim_wrapper.pop(key, None)
+    if cfg.val_cfg is not None:
+        cfg.val_cfg.fp16 = True  # mmengine's name for autocast, which is in float16 by default
+        torch.set_autocast_dtype("cuda", torch.bfloat16)
 
 
 def data_workers() -> int:
@@ -190,231 +229,177 @@ def data_workers() -> int:
     return max(1, min(cores // max(1, *processes), _MOST_WORKERS))
 
 
-def _read(path: Path) -> Config:
-    """Read a config in Python, and refuse one in another language."""
-    try:
-        _check_is_python(path)
-        with shipped_bases():
-            cfg = Config.fromfile(path, import_custom_modules=False)
-        imports = cfg.get("custom_imports") or {}
-        if _FORMER_NAME in str(imports.get("imports")):
-            raise InputError(
-                f"{path} imports {_FORMER_NAME}, which is now called tokenformer_vit.training: "
-                "change the name in its custom_imports"
-            )
-        import_modules_from_strings(**imports)
-        return cfg
-    except InputError:
-        raise
-    except Exception as error:  # a config is Python: it may fail in any way
-        raise InputError(
-            f"{path} cannot be read as a config ({type(error).__name__}: {one_line(error)}): "
-            "correct the file"
-        ) from error
-
-
-def _check_is_python(path: Path) -> None:
-    """Refuse a config in another language, or one that inherits from such a file."""
-    if path.suffix != ".py":
-        raise InputError(
-            f"{path} is not a Python config: write it as a .py file, like the files in configs/"
-        )
-    for base in base_files(str(path)):
-        inherited = path.parent / base
-        if "::" in base:  # from a package; this package has only Python configs
-            inherited = Path(base.rpartition("::")[2])
-        if inherited.is_file() or inherited.suffix != ".py":
-            _check_is_python(inherited)
-
-
-def _make_resumable(cfg: Config) -> None:
-    """Let our loop and sampler take the place of mmengine's, of which they are extensions.
-
-    They train in the same way, and can also resume in the middle of an epoch.
-    """
-    loop: Any = cfg.train_cfg
-    sampler: Any = cfg.train_dataloader.get("sampler") or {}
-    if loop.get("type") == "EpochBasedTrainLoop" or ("type" not in loop and loop.get("by_epoch")):
-        loop.pop("by_epoch", None)
-        loop.type = "ResumableEpochLoop"
-    if sampler.get("type") == "DefaultSampler":
-        sampler.type = "ResumableSampler"
-
-
-def _shorten(loader: Any, name: str) -> None:
-    """Let the sampler choose the images of a shortened epoch; mmengine takes the first."""
-    batches = loader.pop("num_batch_per_epoch", None)
-    if batches is None:
-        return
-    sampler: Any = loader.get("sampler") or {}
-    kind = sampler.get("type")
-    if kind not in ("DefaultSampler", "ResumableSampler", "EndlessSampler"):
-        raise InputError(
-            f"{name}.num_batch_per_epoch is {batches}, but {kind} does not support it: use "
-            "ResumableSampler, or num_batch_per_epoch=None"
-        )
-    if kind == "DefaultSampler":
-        sampler.type = "ResumableSampler"  # which does the same
-    sampler.num_samples = batches * loader.get("batch_size", 1)
-
-
-def set_batch_size(loader: Any, batch_size: int) -> None:
-    """Change the batch size of a loader whose config is complete; the number of batches stays."""
-    sampler: Any = loader.get("sampler") or {}
-    if sampler.get("num_samples"):
-        sampler.num_samples = sampler.num_samples // loader.batch_size * batch_size
-    loader.batch_size = batch_size
-
-
 def _check_option(cfg: Config, key: str) -> None:
     """Refuse a dotted key that the config does not have; mmengine adds it silently."""
     node: Any = cfg
-    parts = key.split(".")
-    for depth, part in enumerate(parts):
+    for part in key.split("."):
         if isinstance(node, list | tuple):
-            node = dict(zip(map(str, range(len(node))), node, strict=True))
-        known = list(node) if isinstance(node, dict | Config) else []
+            node = dict(enumerate(node))
+            part = int(part) if part.isdecimal() else part
+        known = list(node) if isinstance(node, Mapping | Config) else []
         if part not in known:
-            where = ".".join(parts[:depth]) or "the config"
-            close = difflib.get_close_matches(part, known, n=3, cutoff=0.5) or sorted(known)
+            close = difflib.get_close_matches(str(part), map(str, known), cutoff=0.5)
             raise InputError(
-                f"--cfg-options {key}: {where} has no {part!r}"
-                + (f"; it has {', '.join(close)}" if close else "")
-                + ". Add a new key in your own config file"
+                f"--cfg-options {key}: there is no {part!r}; there is "
+                f"{', '.join(close or sorted(map(str, known)))}. Add new keys in a config of yours"
             )
         node = node[part]
 
 
-def check_data_folders(cfg: Config, loaders: tuple[str, ...] = LOADERS) -> None:
-    """Check the data of a config, and allow all image suffixes in folders.
-
-    mmpretrain looks for fewer suffixes than our other readers, and skips broken links. Files that
-    are not images are counted on stderr. Data sets of this package without folders check their
-    files by ``check_files``.
-
-    Args:
-        cfg: The config; ``extensions`` of its data sets is set where the config does not set it.
-        loaders: Names of the loaders to check.
+def check_config(cfg: Config) -> None:
+    """Check what would give wrong numbers, or fail hours later, without a word.
 
     Raises:
-        InputError: If a folder is missing, its number of class folders is not the head's number of
-            classes, there is a hidden folder, or an image, in a folder or in an ``ann_file``, is a
-            broken link or not a regular file. Also if a data set's own files are missing.
-        OSError: If a folder cannot be read; ``filename`` names it.
+        InputError: If two parts of the config do not fit each other.
     """
-    said = set()
-    for name in loaders:
-        dataset = cfg[name].dataset
-        kinds = ("ImageNet", "CustomDataset", "ImagesInMemory")
-        if dataset.type not in kinds:
-            kind: Any = DATASETS.get(dataset.type) if isinstance(dataset.type, str) else None
-            if hasattr(kind, "check_files"):
-                kind.check_files(**{key: dataset[key] for key in dataset if key != "type"})
-            continue  # another data set checks its own files when it is built
-        if dataset.get("ann_file"):
-            _check_listed_images(dataset)
-            continue
-        if "extensions" not in dataset:
-            dataset.extensions = list(IMAGE_SUFFIXES)
-        root = Path(dataset.data_root)
-        split = dataset.get("split") or dataset.data_prefix
-        if (root / "meta" / f"{split}.txt").is_file():
-            continue  # annotated data keep their images in one folder
-        folder = root / split
+    needed = ("train_dataloader", "train_cfg", "optim_wrapper")
+    if missing := [key for key in needed if not cfg.get(key)]:
+        raise InputError(f"{cfg.filename} is no training config: it has no {', '.join(missing)}")
+    head = cfg.model.get("head") or {}
+    classes = head.get("num_classes")
+    preprocessor = cfg.model.get("data_preprocessor") or cfg.get("data_preprocessor") or {}
+    mixes = (cfg.model.get("train_cfg") or {}).get("augments")
+    if classes and mixes and preprocessor.get("num_classes") != classes:
+        raise InputError(
+            f"model.head.num_classes is {classes}, but data_preprocessor.num_classes is "
+            f"{preprocessor.get('num_classes')}: set both to the number of classes"
+        )
+    check_schedule(cfg)
+    if "sampler" in cfg.train_dataloader and cfg.train_dataloader.sampler is None:
+        raise InputError(
+            "train_dataloader.sampler is None, which takes images in the order of their files: set "
+            "dict(type='ResumableSampler', shuffle=True)"
+        )
+    steps = cfg.optim_wrapper.get("accumulative_counts", 1)
+    if steps > 1 and (cfg.get("model_wrapper_cfg") or {}).get("static_graph"):
+        raise InputError(
+            f"accumulative_counts is {steps}, but PyTorch accumulates no gradients in a static "
+            "graph: set model_wrapper_cfg.static_graph=False"
+        )
+    nested = cfg.model.type == "NestedClassifier" or "size_rule" in cfg.model
+    if nested and cfg.get("activation_checkpointing"):
+        raise InputError(
+            "a nested model needs activation_checkpointing=None: the backward pass would compute "
+            "blocks again at another size"
+        )
+    optimizer = str((cfg.optim_wrapper.get("optimizer") or {}).get("type")).rpartition(".")[2]
+    starts = [each for each in _listed(head.get("init_cfg")) if each.get("type") == "Constant"]
+    if optimizer.lower() in ("lamb", "lars") and not all(each.get("val") for each in starts):
+        warnings.warn(
+            f"{optimizer} hardly moves a head that starts at 0: set model.head.init_cfg="
+            "dict(_delete_=True, type='TruncNormal', layer='Linear', std=0.02)",
+            stacklevel=2,
+        )
+    figures = _figures(cfg)
+    for key, name in _monitors(cfg):
+        if figures is not None and name.partition("_at_")[0] not in (*figures, "auto"):
+            raise InputError(
+                f"{key} is {name!r}, but validation measures "
+                f"{', '.join(sorted(figures)) or 'nothing'}: give one of these"
+            )
+
+
+def check_schedule(cfg: Config) -> None:
+    """Check that the learning rate schedule fits into the run.
+
+    Raises:
+        InputError: If a part begins or ends after the end of the run, or has no length.
+    """
+    limit = "max_iters" if "max_iters" in cfg.train_cfg else "max_epochs"
+    length = cfg.train_cfg[limit]
+    for index, part in enumerate(_listed(cfg.get("param_scheduler"))):
+        by_epoch, begin = part.get("by_epoch", True), part.get("begin", 0)
+        if by_epoch and limit == "max_iters" and not part.get("convert_to_iter_based"):
+            raise InputError(
+                f"param_scheduler.{index} counts epochs, but the run counts iterations: set "
+                "by_epoch=False, and begin and end in iterations"
+            )
+        end = part.get("end", max(begin + 1, length))
+        if by_epoch == (limit == "max_epochs") and not begin < end <= length:
+            raise InputError(
+                f"param_scheduler.{index} is from {begin} to {end}, but train_cfg.{limit} is "
+                f"{length}: also set param_scheduler.{index}.begin and end, or param_scheduler=[]"
+            )
+
+
+def _figures(cfg: Config) -> set[str] | None:
+    """Return the names of what validation measures; None if they are unknown."""
+    names: set[str] = set()
+    for metric in _listed(cfg.get("val_evaluator")):
+        kind = metric["type"]
+        if kind in ("Accuracy", "AccuracyAndLoss") and not metric.keys() & {"thrs", "prefix"}:
+            names |= {f"accuracy/top{k}" for k in _listed(metric.get("topk", 1))}
+            names |= {"cross_entropy"} if kind == "AccuracyAndLoss" else set()
+        elif kind == "ReconstructionError":
+            names.add("reconstruction/error")
+        else:
+            return None
+    return names
+
+
+def _monitors(cfg: Config) -> Iterator[tuple[str, str]]:
+    """Yield keys of the config that name a figure of validation, and the names."""
+    for name in _listed((cfg.default_hooks.get("checkpoint") or {}).get("save_best")):
+        yield "default_hooks.checkpoint.save_best", name
+    for index, part in enumerate(_listed(cfg.get("param_scheduler"))):
+        if "ReduceOnPlateau" in str(part["type"]):
+            yield f"param_scheduler.{index}.monitor", part.get("monitor", "val_loss")
+    for index, hook in enumerate(_listed(cfg.get("custom_hooks"))):
+        if hook["type"] == "EarlyStoppingHook":
+            yield f"custom_hooks.{index}.monitor", hook["monitor"]
+
+
+def _listed(value: Any) -> list[Any]:
+    """Return a list; a config may have one dict or number instead of a list, or None."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def check_folders(cfg: Config, names: Sequence[str]) -> None:
+    """Look through the folders of images: mmpretrain leaves out files without a word.
+
+    Files that are no images are counted on stderr.
+
+    Args:
+        cfg: The config.
+        names: Names of the loaders whose data are checked.
+
+    Raises:
+        InputError: If there is no such folder, or an image is a broken link.
+    """
+    found = [each for name in names if cfg.get(name) for each in datasets(cfg[name].dataset)]
+    for root, part, labels in dict.fromkeys(
+        (each.data_root, each.get("split") or each.get("data_prefix"), each.get("with_label", True))
+        for each in found
+        if each.type in _FOLDERS and not each.get("ann_file")
+    ):
+        folder, left_out = Path(root, part or ""), Counter()
+        if Path(root, "meta", f"{part}.txt").is_file():
+            continue  # ImageNet's list of images
         if not folder.is_dir():
             raise InputError(
                 f"there is no folder {folder}: give `--data-root` a folder that holds train/ and "
                 "val/ with a folder for each class (`tokenformer-vit prepare-data` makes one)"
             )
-        if not dataset.get("with_label", True):
-            continue  # for a pre-training without labels; mmpretrain lists the images
-        left_out: Counter[str] = Counter()
-        folders = class_folders(folder, left_out)
-        classes, expected = len(folders), cfg.model.head.get("num_classes", len(folders))
-        if classes != expected:
-            raise InputError(
-                f"{folder} holds {classes} class folder{'s' * (classes != 1)}, but the head has "
-                f"{expected} class{'es' * (expected != 1)}: set "
-                f"`--cfg-options model.head.num_classes={classes} "
-                f"data_preprocessor.num_classes={classes}`, or give another data root"
-            )
-        suffixes = [suffix.lower() for suffix in dataset.extensions]
-        for each in folders:
-            for entry in scan_images(each, left_out, suffixes):
+        for each in class_folders(folder, left_out) if labels else [folder]:
+            for entry in scan_images(each, left_out):
                 if not entry.is_file():
-                    raise InputError(
-                        f"{entry.path} is a broken link or not a regular file; replace or delete it"
-                    )
+                    raise InputError(f"{entry.path} is a broken link: replace or delete it")
         if left_out[HIDDEN]:
-            raise InputError(
-                f"{folder} holds hidden folders, such as Jupyter's .ipynb_checkpoints, and "
-                "mmpretrain would read their images: move them elsewhere, or delete them"
-            )
-        if folder not in said:
-            say_left_out(left_out, folder)
-        said.add(folder)
+            raise InputError(f"{folder} holds hidden folders, which mmpretrain reads: move them")
+        say_left_out(left_out, folder)
 
 
-def _check_listed_images(dataset: Any) -> None:
-    """Check the images that an ``ann_file`` lists, one ``path label`` a line."""
-    root = dataset.get("data_root") or ""
-    prefix = dataset.get("data_prefix") or dataset.get("split") or ""
-    listed = Path(root, dataset.ann_file)
-    folder = Path(root, prefix if isinstance(prefix, str) else prefix.get("img_path", ""))
-    if not listed.is_file():
-        return  # mmpretrain names it
-
-    @cache
-    def files_in(place: str) -> set[str]:
-        """List the files of a folder once: a look at each image would take long on a network."""
-        with suppress(OSError), os.scandir(place) as entries:
-            return {entry.name for entry in entries if entry.is_file()}
-        return set()
-
-    with listed.open(encoding="utf-8", errors="surrogateescape") as lines:
-        for line in filter(None, map(str.strip, lines)):
-            image = line.rsplit(" ", 1)[0] if dataset.get("with_label", True) else line
-            place, name = os.path.split(os.path.join(folder, image))
-            if name not in files_in(place):
-                raise InputError(
-                    f"{os.path.join(place, name)} is missing, a broken link or not a regular file: "
-                    f"restore it, or remove it from {listed}"
-                )
-
-
-def make_work_dir(cfg: Config) -> Path:
-    """Make the folder of a run.
-
-    Raises:
-        InputError: If the folder cannot be made or written to.
-    """
-    work_dir = Path(cfg.work_dir)
-    make_folder(work_dir, "--work-dir")
-    return work_dir
-
-
-def write_config(cfg: Config, replace: bool) -> None:
-    """Write the config of a run into its work directory; a copy of the file starts a new run.
-
-    Args:
-        cfg: The config, as it is before a checkpoint is chosen.
-        replace: Whether to replace the file that the config was read from, if it lies there.
-
-    Raises:
-        OSError: If the file cannot be written.
-    """
-    source, work_dir = Path(cfg.filename), Path(cfg.work_dir)
-    if not replace and source.parent.samefile(work_dir):
-        return
-    written = copy.deepcopy(cfg)
-    written.pop("work_dir")  # a copy gets its own
-    for name in LOADERS:
-        written[name].setdefault("num_batch_per_epoch", None)  # the option must exist again
-    write_whole(work_dir / source.name, written.pretty_text.encode())
+def write_config(cfg: Config) -> None:
+    """Write a config into the work directory, unless it was read there: a copy repeats the run."""
+    path = Path(cfg.work_dir, Path(cfg.filename).name)
+    if not (path.exists() and path.samefile(cfg.filename)):
+        write_whole(path, Config({k: cfg[k] for k in cfg if k != "work_dir"}).pretty_text.encode())
 
 
 def choose_checkpoint(cfg: Config, resume: str | None) -> None:
-    """Choose the checkpoint that a run starts from, and protect other runs.
+    """Choose the checkpoint that a run resumes from, and protect other runs.
 
     Args:
         cfg: The config; its ``resume`` and ``load_from`` are set.
@@ -422,63 +407,31 @@ def choose_checkpoint(cfg: Config, resume: str | None) -> None:
             directory, if any, or the file of a checkpoint.
 
     Raises:
-        InputError: If the checkpoint does not exist, a new run would overwrite another, the run
-            to resume is in another folder, or the config itself says to resume a run.
+        InputError: If there is no such checkpoint, or a new run would overwrite another.
     """
     work_dir = Path(cfg.work_dir)
     pointer = work_dir / "last_checkpoint"
-    # Newest first. The checkpoint of the best epoch has only weights: no run can resume from it.
+    # The checkpoint of the best epoch has only weights.
     written = [path for path in work_dir.glob("*.pth") if not path.name.startswith("best_")]
-    written.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-    named = None if resume in (None, "auto") else Path(resume)
-    if named is not None and not named.is_file():
-        raise _no_checkpoint(named)
-    if (resume is None or named) and (pointer.is_file() or written):
-        if named is None:
-            raise InputError(
-                f"{cfg.work_dir} already holds a run: add --resume to continue it, or choose "
-                "another --work-dir"
-            )
-        if named.resolve().parent != work_dir.resolve():
-            raise InputError(
-                f"{named} is not in {cfg.work_dir}, which already holds a run: give --resume "
-                "without a file to continue that run, or choose another --work-dir"
-            )
-    nothing_there = resume == "auto" and not pointer.is_file() and not written
-    own = Path(cfg.filename or "").parent
-    if nothing_there and (own / pointer.name).is_file():
+    has_run = bool(written) or pointer.is_file()
+    if resume is None and has_run:
         raise InputError(
-            f"{cfg.work_dir} has no run to resume, but {cfg.filename} is the config of the run in "
-            f"{own}: add --work-dir {own}"
+            f"{work_dir} already holds a run: add --resume to continue it, or choose another "
+            "--work-dir"
         )
-    if resume is None or nothing_there:
-        if cfg.get("resume"):  # as mmengine writes it into the config of a resumed run
-            raise InputError(
-                f"{cfg.filename}: resume is True and load_from is {cfg.get('load_from')}, but only "
-                "--resume resumes a run: set resume=False and load_from=None for a new run"
-            )
+    if resume is None or (resume == "auto" and not has_run):
         return
     if resume == "auto":
-        text = pointer.read_text(errors="replace") if pointer.is_file() else ""
         # By name, because the folder may have been moved.
-        last = work_dir / Path(text.strip()).name
-        if not last.is_file() and written:
-            named = f"names {last.name!r}, which is not there" if text.strip() else "is missing"
+        name = Path(pointer.read_text().strip()).name if pointer.is_file() else "last_checkpoint"
+        path = work_dir / name
+    else:
+        path = Path(resume)
+        if has_run and path.resolve().parent != work_dir.resolve():
             raise InputError(
-                f"{cfg.work_dir}: last_checkpoint {named}; there are "
-                f"{', '.join(path.name for path in written[:3])}: give one of them, as in --resume "
-                f"{written[0]}"
+                f"{path} is not in {work_dir}, which already holds a run: choose another --work-dir"
             )
-        resume = str(last)
-    if not Path(resume).is_file():
-        raise _no_checkpoint(Path(resume))
-    cfg.resume, cfg.load_from = True, resume
-
-
-def _no_checkpoint(path: Path) -> InputError:
-    if path.is_dir():
-        return InputError(
-            f"--resume {path} is a folder: give a *.pth file in it, or --resume without a file and "
-            f"--work-dir {path}"
-        )
-    return InputError(f"there is no checkpoint {path} to resume from; give an existing file")
+    if not path.is_file():
+        there = ", ".join(sorted(map(str, written))) or "another --work-dir"
+        raise InputError(f"there is no checkpoint {path}: give --resume one of {there}")
+    cfg.resume, cfg.load_from = True, str(path)

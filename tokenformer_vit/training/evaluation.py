@@ -30,10 +30,8 @@ from tokenformer_vit.files import make_folder, write_whole
 from tokenformer_vit.models.checkpoints import WEIGHTS
 
 from .export import forget_start
-from .launch import config_explained
 from .loop import loading_explained
 from .reports import environment
-from .schedule import growth_hooks
 from .storage import secure_files
 
 FILES = ("metrics.json", "per_class.csv", "confusion_matrix.png")
@@ -115,7 +113,8 @@ def configure_test(cfg: Config, checkpoint: str | Path, out: str | Path) -> None
     # None removes mmengine's default hooks; its logger would print the whole matrix.
     unwanted = ("timer", "sampler_seed", "logger", "param_scheduler", "checkpoint")
     cfg.default_hooks = ConfigDict({"guard": {"type": "GuardHook"}, **dict.fromkeys(unwanted)})
-    cfg.custom_hooks = growth_hooks(cfg)
+    hooks = cfg.get("custom_hooks") or []
+    cfg.custom_hooks = [hook for hook in hooks if hook.type == "GrowthHook"]
 
 
 class _TestHook(Hook):
@@ -166,8 +165,7 @@ def run_test(cfg: Config, cfg_options: Mapping[str, Any] | None = None) -> Evalu
             or the model's output is not finite.
     """
     secure_files()
-    with config_explained(cfg):
-        runner = Runner.from_cfg(cfg)
+    runner = Runner.from_cfg(cfg)
     hook = _TestHook()
     runner.register_hook(hook)
     with loading_explained():

@@ -19,8 +19,7 @@ from tokenformer_vit.models.checkpoints import WEIGHTS, describe_model, load_mod
 from tokenformer_vit.vision.images import class_folders, read_image, say_left_out, scan_images
 
 from .backbone import check_classifier
-from .config import choose_checkpoint, load_config
-from .shipped import CONFIGS
+from .config import CONFIGS, choose_checkpoint, load_config
 
 HELD_OUT = 0.2  # of each class
 _SAMPLE = 100  # images that are opened to see their size

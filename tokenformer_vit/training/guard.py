@@ -268,7 +268,7 @@ def check_dataset(dataset: Any, split: str, model: Any) -> None:
     classes = dataset.metainfo.get("classes") or ()
     heads = {
         "model.head.num_classes": getattr(model.head, "num_classes", None),  # MAE's has none
-        "data_preprocessor.num_classes": model.data_preprocessor.num_classes,
+        "data_preprocessor.num_classes": getattr(model.data_preprocessor, "num_classes", None),
     }
     for name, number in heads.items():
         if number is not None and number != len(classes):

@@ -2,13 +2,10 @@
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, cast
 
 import mmengine
-import torch
 from mmengine.config import Config
 from mmengine.dist import master_only
 from mmengine.fileio import join_path
@@ -19,11 +16,10 @@ from mmengine.runner import Runner
 from mmengine.utils import get_git_hash
 from torch.utils.data import DataLoader
 
-from tokenformer_vit.errors import InputError, is_lost_connection, one_line
+from tokenformer_vit.errors import InputError
 
 from .background import BackgroundWriter
 from .checkpoint import ExactCheckpointHook
-from .config import write_config
 from .distributed import unwrap
 from .mmengine_internals import accumulation
 from .storage import secure_files
@@ -142,59 +138,12 @@ class _Terminal(logging.Filter):
 
 
 class _Built(Hook):
-    """Notes that everything a config names is built, weights included."""
+    """Lets the log reach the terminal once everything a config names is built."""
 
     priority = "VERY_HIGH"  # another hook may validate before training
-    done = False
 
     def before_run(self, runner) -> None:
         runner.terminal.built = True
-
-    def before_train(self, runner) -> None:
-        self.done = True  # mmengine initialises and loads weights after before_run
-
-
-class ConfigHook(Hook):
-    """Writes the config of a resumed run once all checks have let it begin.
-
-    Otherwise an option that is refused would stay in the config, and the next resume be refused.
-
-    Args:
-        begun: The config, as it was before a checkpoint was chosen.
-    """
-
-    priority = "LOWEST"
-
-    def __init__(self, begun: Config) -> None:
-        self.begun = begun
-
-    def before_train(self, runner) -> None:
-        """Replace the config in the work directory."""
-        write_config(self.begun, replace=True)
-
-
-@contextmanager
-def config_explained(cfg: Config, built: _Built | None = None) -> Iterator[None]:
-    """Report an error in a ``with`` block as an error in the config.
-
-    Args:
-        cfg: The config that the block builds from.
-        built: An error after everything was built is not blamed on the config.
-
-    Raises:
-        InputError: Instead of any error that does not explain itself; the message names the config.
-    """
-    try:
-        yield
-    except (InputError, OSError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # a config may name anything, so any error may follow
-        if (built is not None and built.done) or is_lost_connection(error):
-            raise
-        raise InputError(
-            f"{cfg.filename} cannot be used ({type(error).__name__}: {one_line(error)}); --debug "
-            "shows where it fails"
-        ) from error
 
 
 def _end_workers(*loops: Any) -> None:
@@ -208,34 +157,19 @@ def _end_workers(*loops: Any) -> None:
             loader._iterator = None
 
 
-def run_training(cfg: Config, *hooks: Hook) -> Runner:
-    """Build what a config names, and train.
-
-    Args:
-        cfg: The config.
-        *hooks: Hooks besides those of the config.
-
-    Returns:
-        The runner, at the end of its training.
-
-    Raises:
-        InputError: If a part cannot be built, or stops the run for a reason that a user can
-            correct.
-    """
+def run_training(cfg: Config) -> Runner:
+    """Build what a config names, train, and return the runner."""
     secure_files()
-    built = _Built()
-    with config_explained(cfg, built):
-        runner: Any = TrainingRunner.from_cfg(cfg)
-        for hook in (built, *hooks):
-            runner.register_hook(hook)
+    runner: Any = TrainingRunner.from_cfg(cfg)
+    runner.register_hook(_Built())
+    try:
+        runner.train()
+        _end_workers(runner.train_loop, runner.val_loop)
+    finally:
         try:
-            runner.train()
-            _end_workers(runner.train_loop, runner.val_loop)
+            runner.writer.wait()  # another run may start when the lock is released
         finally:
-            try:
-                runner.writer.wait()  # another run may start when the lock is released
-            finally:
-                for hook in runner.hooks:
-                    if isinstance(hook, ExactCheckpointHook):
-                        hook.release()
+            for hook in runner.hooks:
+                if isinstance(hook, ExactCheckpointHook):
+                    hook.release()
     return runner

@@ -6,12 +6,9 @@ each against the installed version, so an upgrade fails there first and says whi
 :func:`tokenformer_vit.training.storage.secure_files` replaces parts of mmengine.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from mmengine.config import Config
 from mmengine.dataset import BaseDataset
 from mmengine.hooks import CheckpointHook, EMAHook
 from mmengine.model import BaseDataPreprocessor
@@ -45,18 +42,6 @@ INTERNALS = (
     Internal(OptimWrapper, "_accumulative_counts", "Batches of one optimiser step."),
     Internal(_ParamScheduler, "_last_value", "Growth adds groups of parameters to a schedule."),
     Internal(CheckpointLoader, "_schemes", "Lists the prefixes whose loaders unpickle."),
-    Internal(
-        Config,
-        "_get_base_files",
-        "Finds inherited configs before they are run: a YAML file among them could run code.",
-        ("filename",),
-    ),
-    Internal(
-        Config,
-        "_get_cfg_path",
-        "mmengine looks for `package::config` only in OpenMMLab's own packages.",
-        ("cfg_path", "filename"),
-    ),
     # Used by a subclass of its owner.
     Internal(
         BaseDataPreprocessor, "_non_blocking", "mmpretrain's preprocessor has no argument for it."
@@ -120,33 +105,6 @@ def accumulation(runner: Any) -> int:
 def set_last_values(scheduler: Any, values: Sequence[float]) -> None:
     """Set the present values of a schedule, one for each group of parameters."""
     scheduler._last_value = list(values)
-
-
-def base_files(path: str) -> list[str]:
-    """List the files that a config inherits from, as written in ``_base_``."""
-    return Config._get_base_files(path)
-
-
-@contextmanager
-def bases_of_package(package: str, find: Callable[[str], Path]) -> Iterator[None]:
-    """Let configs that are read in a ``with`` block inherit from ``package::name``.
-
-    Args:
-        package: Name of the package.
-        find: Returns the file of a name.
-    """
-    find_others = Config._get_cfg_path
-
-    def find_base(cfg_path: str, filename: str) -> tuple[str, str | None]:
-        if cfg_path.startswith(f"{package}::"):
-            return str(find(cfg_path.partition("::")[2])), None
-        return find_others(cfg_path, filename)
-
-    Config._get_cfg_path = staticmethod(find_base)
-    try:
-        yield
-    finally:
-        Config._get_cfg_path = staticmethod(find_others)
 
 
 def checkpoint_schemes() -> dict[str, Callable[..., Any]]:

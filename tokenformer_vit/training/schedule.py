@@ -1,4 +1,4 @@
-"""The schedule of a run: whether it fits into the run, and whether a resumed run keeps it.
+"""The schedule of a run: whether a resumed run keeps it.
 
 A resumed run also keeps what it trains: model, augmentation, order of the data and averaging.
 """
@@ -21,41 +21,6 @@ _FREE = {
 _EMA = "default_hooks.ema"
 _DATASET = "train_dataloader.dataset"
 _SEED = "randomness.seed"
-
-
-def check_schedule(cfg: Config) -> None:
-    """Check that the learning rate schedule has room in the epochs, or iterations, of the run.
-
-    Raises:
-        InputError: If a part of the schedule begins or ends after the end of the run
-            (``train_cfg.max_epochs`` or ``max_iters``), or would never step; the message gives
-            options that fit.
-    """
-    length = "max_iters" if "max_iters" in cfg.train_cfg else "max_epochs"
-    number = cfg.train_cfg[length]
-    parts = {}
-    for index, part in enumerate(_parts(cfg)):
-        by_epoch, begin = part.get("by_epoch", True), part.get("begin", 0)
-        if by_epoch and length == "max_iters" and not part.get("convert_to_iter_based"):
-            raise InputError(
-                f"param_scheduler.{index} counts epochs, but the run counts iterations: set "
-                f"`--cfg-options param_scheduler.{index}.by_epoch=False`, and its begin and end in "
-                "iterations"
-            )
-        if part.get("end", begin + 1) <= begin:
-            raise InputError(
-                f"param_scheduler.{index} has end={part['end']}, but it begins at {begin}: give an "
-                "end after that"
-            )
-        if by_epoch == (length == "max_epochs"):
-            parts[index] = part
-    for index, part in parts.items():
-        for key, room in (("begin", number - 1), ("end", number)):
-            if part.get(key, 0) > room:
-                raise InputError(
-                    f"param_scheduler.{index} has {key}={part[key]}, but train_cfg.{length} is "
-                    f"{number}: {_shorter(parts, number)}"
-                )
 
 
 def schedule_settings(runner) -> dict[str, Any]:
@@ -176,42 +141,6 @@ def _parts(cfg: Config) -> Sequence[Any]:
     """List the parts of the schedule; a config may have a single one without a list."""
     parts = cfg.param_scheduler or ()
     return [parts] if isinstance(parts, dict) else parts
-
-
-def _shorter(parts: Mapping[int, Any], number: int) -> str:
-    """Return options with which a schedule fits into a run.
-
-    Args:
-        parts: Parts of the schedule, by their place in the config's list.
-        number: Length of the run, in epochs or iterations.
-    """
-    begins = sorted({part.get("begin", 0) for part in parts.values()} - {0})
-    # Each part needs at least one epoch before the next.
-    moved = {begin: min(begin, number - len(begins) + n) for n, begin in enumerate(begins)}
-    if all(moved.values()):
-        said = "also shorten the schedule"
-        fitting = {
-            index: {
-                key: moved.get(part[key], min(part[key], number))
-                for key in ("begin", "end")
-                if key in part
-            }
-            for index, part in parts.items()
-        }
-    else:
-        first, *others = parts.values()
-        if len(others) != 1 or not {"start_factor", "end"} <= first.keys():
-            return "keep the rate constant by `--cfg-options param_scheduler=[]`"
-        said = "there is no room for a warm-up, remove it"
-        last = {"begin": 0, "end": number} if "end" in others[0] else {"begin": 0}
-        fitting = dict(zip(parts, ({"start_factor": 1, "end": number}, last), strict=True))
-    options = " ".join(
-        f"param_scheduler.{index}.{key}={value}"
-        for index, new in fitting.items()
-        for key, value in new.items()
-        if parts[index][key] != value
-    )
-    return f"{said} by `--cfg-options {options}`"
 
 
 def _recipe(optimizer: Mapping[str, Any]) -> dict[str, Any]:
