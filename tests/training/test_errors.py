@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import pickle
-import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
