@@ -45,6 +45,17 @@ def newest(session: nox.Session) -> None:
 
 
 @nox.session
+def forks(session: nox.Session) -> None:
+    """Run the tests of training on the maintained forks of mmengine and mmpretrain."""
+    session.install("--editable", ".[dev]")
+    # The forks install the same packages under other names. mmcv-lite, which needs mmengine by its
+    # own name, stays: onedl-mmcv is compiled, and nothing compiled is used here.
+    session.run_install("uv", "pip", "uninstall", "mmengine", "mmpretrain")
+    session.install("--no-deps", "onedl-mmengine", "onedl-mmpretrain")
+    session.run("python", "-m", "pytest", "-n", "2", "tests/training", "tests/test_configs.py")
+
+
+@nox.session
 def clients(session: nox.Session) -> None:
     """Train language models with TRL and peft, evaluate them with lm-eval, quantise one."""
     # Not in [dev]: TRL needs Python 3.11.
