@@ -25,7 +25,7 @@ train_dataloader = dict(
     persistent_workers=True,
     pin_memory=True,
     collate_fn=dict(type="default_collate"),
-    sampler=dict(type="EndlessSampler", shuffle=True),
+    sampler=dict(type="ResumableSampler", shuffle=True, endless=True),
     dataset=dict(type="TokenDataset", data_root="data/text", split="train"),
 )
 val_dataloader = dict(

@@ -147,7 +147,7 @@ def test_a_resumed_run_keeps_the_order_of_its_data(config):
     cfg = load_config(config, {"train_dataloader.num_batch_per_epoch": 4})
     changes = [
         ({"sampler": {**cfg.train_dataloader.sampler, "repeats": 2}}, "sampler.repeats was 1"),
-        ({"sampler": {"type": "EndlessSampler"}}, "sampler.type was ResumableSampler"),
+        ({"sampler": {"endless": True}}, "sampler.endless was"),
         ({"collate_fn": {"type": "pseudo_collate"}}, "collate_fn.type was default_collate"),
         ({"drop_last": True}, "drop_last was False in the checkpoint and is True now"),
         ({"batch_sampler": {"type": "BatchSampler"}}, "batch_sampler.type was not set"),

@@ -13,14 +13,12 @@ import pytest
 import torch
 from mmengine.registry import DefaultScope
 from mmengine.runner import Runner
-from mmpretrain.datasets import CustomDataset
 from PIL import Image
 from torch.utils.data import DataLoader
 
 from tokenformer_vit.training import HuggingFaceImages
 from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.reports import read_scalars
-from tokenformer_vit.training.transforms import seeded_transforms
 from tokenformer_vit.vision.folders import folder_names, unpack
 from tokenformer_vit.vision.sources import parquet_splits
 
@@ -145,41 +143,6 @@ def test_a_run_equals_a_run_on_the_unpacked_folders(train, finished, unpacked, t
 
 def make(source, split="train", pipeline=PIPELINE, **options):
     return HuggingFaceImages(str(source), split, pipeline=pipeline, **options)
-
-
-@pytest.mark.slow
-def test_samples_are_those_of_the_unpacked_folders(source, unpacked):
-    dataset = make(source)
-    folders = CustomDataset(str(unpacked), "train", pipeline=PIPELINE)
-    assert dataset.metainfo == folders.metainfo
-    assert np.array_equal(dataset.get_gt_labels(), folders.get_gt_labels())
-    assert len(dataset) == len(folders) == 48
-    for each in (dataset, folders):
-        for transform in seeded_transforms(each):
-            transform.set_epoch(7, 3)
-    for one, other in zip(dataset, folders, strict=True):
-        assert torch.equal(one["inputs"], other["inputs"])
-        assert one["data_samples"] == other["data_samples"]
-    assert dataset.get_cat_ids(-1) == [2]
-    assert "img_bytes" not in make(source, pipeline=PIPELINE[:1])[0]  # freed once it is decoded
-
-
-def test_images_in_memory_are_those_of_the_unpacked_folders(
-    parquet_config, config, source, unpacked
-):
-    options = {"train_dataloader.dataset.type": "HuggingFaceImagesInMemory"}
-    cfg = load_config(parquet_config, options, str(source))
-    in_memory = {"train_dataloader.dataset.type": "ImagesInMemory"}
-    folders = load_config(config, in_memory, str(unpacked))
-    batches = [
-        [(batch["inputs"], batch["data_samples"]) for batch in loader]
-        for loader in (
-            Runner.build_dataloader(each.train_dataloader, seed=0) for each in (cfg, folders)
-        )
-    ]
-    assert len(batches[0]) == 6
-    for one, other in zip(*batches, strict=True):
-        assert all(map(torch.equal, one, other))
 
 
 def test_shortened_epochs_and_subsets(parquet_config, source):

@@ -17,7 +17,6 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.training import ImagesInMemory
 from tokenformer_vit.training.batch_transforms import BatchTransforms
 from tokenformer_vit.training.config import load_config
-from tokenformer_vit.training.loop import Copy
 
 POLICIES = {
     "type": "RandAugment",
@@ -234,44 +233,6 @@ def test_a_share_of_the_images_has_as_many_of_each_class(data_root, seed):
     assert chosen[0.01] < chosen[0.25] < chosen[0.5]
     other = make(data_root, share=0.5, share_seed=seed + 1)
     assert {other.get_data_info(index)["img_path"] for index in range(24)} != chosen[0.5]
-
-
-def test_augmentation_depends_on_seed_epoch_and_image_alone(data_root):
-    dataset, other = (make(data_root, CROP, POLICIES) for _ in range(2))
-    indices = torch.randperm(48).tolist()
-    set_epoch(dataset, 3, 0)
-    first = dataset.__getitems__(indices)["inputs"]
-    set_epoch(dataset, 3, 1)
-    second = dataset.__getitems__(indices)["inputs"]
-    assert (first != second).flatten(1).any(1).float().mean() > 0.9
-    set_epoch(dataset, 4, 0)
-    assert not torch.equal(dataset.__getitems__(indices)["inputs"], first)
-    set_epoch(other, 3, 1)  # another process, in other batches
-    parts = [other.__getitems__(indices[start : start + 7])["inputs"] for start in range(0, 48, 7)]
-    assert torch.equal(torch.cat(parts), second)
-    assert torch.equal(other.__getitems__(indices)["inputs"], second)
-
-
-def test_copies_of_an_image_are_augmented_unlike_each_other(data_root):
-    dataset = make(data_root, CROP, POLICIES)
-    indices = torch.randperm(48).tolist()
-    first = dataset.__getitems__(indices)["inputs"]
-    copies = [[Copy(index, index + 48 * number) for index in indices] for number in range(3)]
-    last, same = (dataset.__getitems__(copies[number])["inputs"] for number in (2, 0))
-    assert torch.equal(same, first)
-    assert (last != first).flatten(1).any(1).float().mean() > 0.9
-    assert torch.equal(dataset.__getitems__(copies[2])["inputs"], last)
-
-
-def test_a_run_by_iterations_keeps_the_random_numbers_of_few_passes(data_root):
-    dataset, other = (make(data_root, CROP, POLICIES) for _ in range(2))
-    passes = [[Copy(index, index + 48 * number) for index in range(48)] for number in range(20)]
-    images = [dataset.__getitems__(indices)["inputs"] for indices in passes]
-    assert len(dataset._draws) < 10
-    mixed = [*passes[19][:5], *passes[3][5:]]  # a batch at the end of a pass, on resume
-    expected = torch.cat([images[19][:5], images[3][5:]])
-    assert torch.equal(other.__getitems__(mixed)["inputs"], expected)
-    assert (images[3] != images[19]).flatten(1).any(1).float().mean() > 0.9
 
 
 def test_a_config_only_names_the_data_set(data_root, config, monkeypatch):

@@ -15,7 +15,6 @@ import torch
 pytest.importorskip("transformers", reason="language models need the extra [language]")
 pytest.importorskip("datasets", reason="language models need the extra [language]")
 
-from mmengine.dataset import DefaultSampler
 from mmengine.hooks import Hook
 from mmengine.runner import Runner
 from torch._dynamo.testing import CompileCounter
@@ -28,7 +27,6 @@ from tokenformer_vit.language import (
     load_tokenizer,
     save_language_model,
 )
-from tokenformer_vit.training import EndlessSampler
 from tokenformer_vit.training.config import check_schedule, choose_checkpoint, load_config
 from tokenformer_vit.training.evaluation import configure_test
 from tokenformer_vit.training.language import (
@@ -258,34 +256,6 @@ def test_accumulation_makes_the_step_of_the_whole_batch(run, tmp_path):
     assert accumulated[1] == pytest.approx(expected[1], rel=1e-4)
     for each, other in zip(one.model.parameters(), two.model.parameters(), strict=True):
         torch.testing.assert_close(each, other, rtol=1e-3, atol=1e-5)
-
-
-def test_the_order_of_the_data_has_no_end_and_starts_anywhere():
-    rows = list(range(10))
-    sampler = EndlessSampler(rows, shuffle=True, seed=3)
-    first = list(itertools.islice(sampler, 35))
-    epochs = [first[start : start + 10] for start in (0, 10, 20)]
-    assert all(sorted(epoch) == rows for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2]
-    for start in (0, 4, 10, 27):
-        sampler.start = start
-        assert list(itertools.islice(sampler, 35 - start)) == first[start:]
-    assert list(itertools.islice(sampler, 35)) == first  # it holds for one pass
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_several_processes_share_an_epoch_as_mmengine_deals_it(shuffle):
-    for rank in range(3):
-        samplers = [kind(range(10), shuffle, seed=7) for kind in (EndlessSampler, DefaultSampler)]
-        for sampler in samplers:
-            sampler.rank, sampler.world_size = rank, 3
-            sampler.num_samples, sampler.total_size = 4, 12
-        ours, theirs = samplers
-        found = list(itertools.islice(ours, 8))
-        for epoch in (0, 1):
-            theirs.set_epoch(epoch)
-            assert found[4 * epoch : 4 * epoch + 4] == list(theirs)
-        assert all(isinstance(number, int) for number in found)  # not of NumPy
 
 
 def test_perplexity_of_several_texts_is_that_of_their_tokens():

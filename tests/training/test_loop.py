@@ -1,28 +1,20 @@
 """Shortened epochs have all classes; resumed ones continue; failed data loading is explained."""
 
 import os
-import pickle
 import signal
 import sys
-from itertools import islice
 from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from mmengine.config import ConfigDict
 from mmengine.runner import IterBasedTrainLoop
-from timm.data.distributed_sampler import RepeatAugSampler
-from torch.utils.data import DataLoader
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.training import EndlessSampler, LoadImage, ResumableSampler
-from tokenformer_vit.training.config import load_config, set_batch_size
+from tokenformer_vit.training import LoadImage
+from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.loop import (
     copied_ahead,
     loading_explained,
-    place_of,
     validations_left,
 )
 from tokenformer_vit.training.reports import read_scalars
@@ -33,156 +25,12 @@ STOCK_LOOP = "train_cfg = dict(_delete_=True, by_epoch=True, max_epochs=3, val_i
 SAMPLER = "train_dataloader = dict(sampler=dict(_delete_=True, type={!r}, shuffle=True{}))\n"
 
 
-@pytest.fixture(params=[ResumableSampler, EndlessSampler])
-def sampler(request, monkeypatch):
-    """Make a sampler over data in the order of their classes, on one process of several."""
-
-    def make(rank=0, world=1, **kwargs):
-        dist = "mmengine.dataset.sampler.get_dist_info"
-        monkeypatch.setattr(dist, lambda: (rank, world))
-        return request.param(range(PER_CLASS * CLASSES), seed=3, **kwargs)
-
-    return make
-
-
-def epochs(sampler, number):
-    """List the indices of each epoch, as the loops and the seed hook of mmengine take them."""
-    if isinstance(sampler, EndlessSampler):
-        indices = iter(sampler)
-        return [[next(indices) for _ in range(len(sampler))] for _ in range(number)]
-    found = []
-    for epoch in range(number):
-        sampler.set_epoch(epoch)
-        found.append(list(sampler))
-    return found
-
-
-def test_copies_of_a_wrapped_data_set_are_refused():
-    wrapped = torch.utils.data.ConcatDataset([[1, 2], [3]])
-    with pytest.raises(InputError, match="repeats is 3, but a ConcatDataset"):
-        ResumableSampler(wrapped, repeats=3)
-    assert len(ResumableSampler(wrapped)) == 3
-
-
-@pytest.mark.parametrize("samples", [1000, 160])  # rounded down to 768; all
-@pytest.mark.parametrize("world", [1, 2, 8])
-@pytest.mark.parametrize("kind", [ResumableSampler, EndlessSampler])
-def test_copies_are_those_of_timms_sampler(kind, world, samples, monkeypatch):
-    taken: list[int] = []
-    for rank in range(world):
-        dist = "mmengine.dataset.sampler.get_dist_info"
-        monkeypatch.setattr(dist, lambda rank=rank: (rank, world))
-        mine = kind(range(samples), seed=0, repeats=3)
-        stock = RepeatAugSampler(range(samples), world, rank)
-        expected = []
-        for number in (0, 1):
-            stock.set_epoch(number)
-            expected.append(list(stock))
-        assert epochs(mine, 2) == expected
-        assert len(mine) == len(stock)
-        mine.set_epoch(1)
-        mine.start = 7 if kind is ResumableSampler else len(mine) + 7
-        copies = [index for _, index in zip(range(len(mine) - 7), mine, strict=False)]
-        assert copies == expected[1][7:]
-        taken += map(place_of, pickle.loads(pickle.dumps(copies)))  # as workers get them
-        assert [place % samples for place in map(place_of, copies)] == copies
-    assert len(set(taken)) == len(taken)  # no copy is there twice
-    later = 3 if kind is EndlessSampler else 0  # these are of its second epoch
-    assert {place // samples - later for place in taken} == {0, 1, 2}
-
-
-def test_each_pass_of_an_endless_sampler_has_copies_of_its_own():
-    sampler = EndlessSampler(range(5), seed=3)
-    copies = list(islice(sampler, 15))
-    assert sorted(map(place_of, copies)) == list(range(15))
-    assert [place_of(copy) % 5 for copy in copies] == copies
-    sampler.start = 7
-    resumed = list(islice(sampler, 8))
-    assert list(map(place_of, resumed)) == list(map(place_of, copies[7:]))
-
-
 def test_a_run_by_iterations_needs_an_endless_sampler(train, tmp_path, config):
     path = tmp_path / "by_iterations.py"
-    loop = "train_cfg = dict(_delete_=True, type={!r}, max_iters=3)\nparam_scheduler = []\n"
-    for kind in ("ResumableIterLoop", "IterBasedTrainLoop"):
-        path.write_text(f"_base_ = {str(config)!r}\n" + loop.format(kind))
-        line = train.of(path).fails(tmp_path / kind)
-        assert "ResumableSampler" in line
-        assert "train_dataloader.sampler.type='EndlessSampler'" in line
-
-
-def test_a_shortened_epoch_is_a_random_subset_that_is_redrawn(sampler):
-    made = sampler(num_samples=40)
-    assert len(made) == 40
-    assert len(DataLoader(range(160), batch_size=8, sampler=made)) == 5
-    first, second = epochs(made, 2)
-    for epoch in (first, second):
-        assert len(set(epoch)) == 40
-        assert {index // PER_CLASS for index in epoch} == set(range(CLASSES))
-    assert set(first) != set(second)
-    whole, _ = epochs(sampler(), 2)
-    assert first == whole[:40]  # of the order that the whole epoch has
-
-
-@pytest.mark.parametrize("batches", [None, 4])  # all 160 samples, or a part
-def test_other_numbers_of_processes_take_the_same_samples_in_each_step(sampler, batches):
-    def steps(world):
-        loader = ConfigDict(batch_size=2, sampler={"num_samples": batches and batches * 2})
-        set_batch_size(loader, 16 // world)
-        size: Any = loader.batch_size
-        shares = []
-        for rank in range(world):
-            shares.append(sampler(rank, world, num_samples=loader.sampler.num_samples))
-            shares[-1].start = size  # resumed after the first step
-        orders = [
-            [index for _, index in zip(range(3 * size), each, strict=False)] for each in shares
-        ]
-        return [
-            sorted(index for order in orders for index in order[step * size : (step + 1) * size])
-            for step in range(3)
-        ]
-
-    assert steps(8) == steps(4) == steps(1)
-
-
-def test_a_shortened_epoch_goes_on_in_its_middle(sampler):
-    whole = epochs(sampler(num_samples=40), 3)
-    resumed = sampler(num_samples=40)
-    if isinstance(resumed, EndlessSampler):
-        resumed.start = 40 + 16
-        assert [index for _, index in zip(range(64), resumed, strict=False)] == [
-            *whole[1][16:],
-            *whole[2],
-        ]
-    else:
-        resumed.set_epoch(1)
-        resumed.start = 16
-        assert [list(resumed), list(resumed)] == [whole[1][16:], whole[1]]
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_processes_share_a_shortened_epoch(sampler, shuffle):
-    shares = [epochs(sampler(rank, 2, shuffle=shuffle, num_samples=20), 2) for rank in range(2)]
-    (one,) = [epochs(sampler(shuffle=shuffle, num_samples=40), 2)]
-    for epoch, (mine, yours) in zip(one, zip(*shares, strict=True), strict=True):
-        assert not set(mine) & set(yours)
-        assert set(mine) | set(yours) == set(epoch)  # as one process takes them
-
-
-def test_a_shortened_validation_takes_even_distances(sampler):
-    first, second = epochs(sampler(shuffle=False, num_samples=40), 2)
-    assert first == second == list(range(0, 160, 4))
-    (uneven,) = epochs(sampler(shuffle=False, num_samples=67), 1)
-    assert set(np.diff(uneven)) == {2, 3}
-    assert {index // PER_CLASS for index in uneven} == set(range(CLASSES))
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_more_samples_than_there_are_leave_the_epoch_whole(sampler, shuffle):
-    for kwargs in ({}, {"num_samples": 160}, {"num_samples": 1000}):
-        made = sampler(shuffle=shuffle, **kwargs)
-        assert len(made) == 160
-        assert epochs(made, 2) == epochs(sampler(shuffle=shuffle), 2)
+    loop = "train_cfg = dict(_delete_=True, type='ResumableIterLoop', max_iters=3)"
+    path.write_text(f"_base_ = {str(config)!r}\n{loop}\nparam_scheduler = []\n")
+    line = train.of(path).fails(tmp_path / "run")
+    assert "dict(type='ResumableSampler', endless=True)" in line
 
 
 def test_a_config_tells_the_sampler_how_short_an_epoch_is(tmp_path, config):
@@ -277,14 +125,6 @@ def test_another_sampler_resumes_only_between_epochs(train, tmp_path, config):
     train(tmp_path / "b", "--resume", str(tmp_path / "whole" / "iter_6.pth"), *options)
 
 
-def test_copies_that_would_be_augmented_alike_are_refused(train, tmp_path, config):
-    path = tmp_path / "own.py"
-    path.write_text(f"_base_ = {str(config)!r}\n{SAMPLER.format('RepeatAugSampler', '')}")
-    line = train.of(path).fails(tmp_path / "run")
-    assert "RepeatAugSampler with SeededTransforms would augment the 3 copies" in line
-    assert "dict(type='ResumableSampler', repeats=3)" in line
-
-
 def test_mmengines_loop_by_iterations_resumes_where_it_was(train, tmp_path, config):
     path = tmp_path / "own.py"
     loop = "train_cfg = dict(_delete_=True, by_epoch=False, max_iters=5, val_interval=5)"
@@ -308,7 +148,7 @@ def test_workers_of_a_run_by_iterations_survive_the_sigterm_of_a_job(
 ):
     path = tmp_path / "by_iterations.py"
     loop = "dict(_delete_=True, type='ResumableIterLoop', max_iters=3, val_interval=3)"
-    data = "dict(num_workers=1, sampler=dict(type='EndlessSampler'))"
+    data = "dict(num_workers=1, sampler=dict(endless=True))"
     path.write_text(
         f"_base_ = {str(config)!r}\ntrain_cfg = {loop}\ntrain_dataloader = {data}\n"
         "param_scheduler = []\ndefault_hooks = dict(checkpoint=dict(by_epoch=False))\n"

@@ -35,6 +35,7 @@ from .averaging import ForeachMovingAverage
 from .backbone import TimmClassificationBackbone
 from .checkpoint import ExactCheckpointHook
 from .compression import CompressionHook
+from .data.sampler import ResumableSampler, Seeded
 from .diagnostics import DiagnosticsHook, read_diagnostics
 from .distillation import DistilledClassifier
 from .fast_transforms import (
@@ -49,7 +50,7 @@ from .guard import GuardHook
 from .hugging_face import HuggingFaceImages
 from .in_memory import HuggingFaceImagesInMemory, ImagesInMemory
 from .labels import BinaryCrossEntropy, DistilledHead, LabelHead, LabelPreprocessor, PackLabels
-from .loop import EndlessSampler, ResumableEpochLoop, ResumableIterLoop, ResumableSampler
+from .loop import ResumableEpochLoop, ResumableIterLoop
 from .lora import LoRABackbone
 from .mae import MaskedAutoencoder, ReconstructionHook
 from .metrics import AccuracyAndLoss, ReconstructionError
@@ -75,7 +76,6 @@ __all__ = [
     "DiagnosticsHook",
     "DistilledClassifier",
     "DistilledHead",
-    "EndlessSampler",
     "ExactCheckpointHook",
     "ExportHook",
     "FastCenterCrop",
@@ -105,6 +105,7 @@ __all__ = [
     "ResumableEpochLoop",
     "ResumableIterLoop",
     "ResumableSampler",
+    "Seeded",
     "SeededTransforms",
     "SizeRule",
     "TimmClassificationBackbone",

@@ -27,11 +27,12 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import DESCRIPTION, model_computation
 
 from .background import BackgroundWriter
+from .data.sampler import ResumableSampler, Seeded
 from .distributed import unwrap
 from .export import describe_classifier, run_facts
 from .guard import check_finite
 from .identity import check_identity, check_processes, run_identity, say_identity
-from .loop import EndlessSampler, ResumableEpochLoop, ResumableSampler, validation_is_due
+from .loop import ResumableEpochLoop, validation_is_due
 from .metrics import SumMetric
 from .mmengine_internals import is_resuming
 from .nested import NestedTraining
@@ -46,13 +47,21 @@ from .schedule import (
 )
 from .storage import plain_values, secure_files
 from .termination import STATUS, Agreement, PatientWorker, Termination
-from .transforms import check_copies, seeded_transforms
 
 # Checkpoints written at a SIGTERM and after some minutes; the next checkpoint replaces them.
 STOPPED, TIMED = "stopped.pth", "timed.pth"
 # What a checkpoint has under "exact_resume".
 _PARTS = {
-    *("rng", "sampler_seed", "iters_per_epoch", "schedule", "training", "run", "gradients"),
+    *(
+        "rng",
+        "sampler_seed",
+        "data_seed",
+        "iters_per_epoch",
+        "schedule",
+        "training",
+        "run",
+        "gradients",
+    ),
     *("early_stopping", "without_state"),
 }
 
@@ -136,28 +145,11 @@ class ExactCheckpointHook(CheckpointHook):
         for each in loaders:
             each.generator = torch.Generator()
             each.worker_init_fn = PatientWorker(each.worker_init_fn, self._termination.running)
-        endless = isinstance(loader.sampler, EndlessSampler)
-        check_copies(loader.dataset, endless)
-        images = "classes" in loader.dataset.metainfo  # text is not augmented
-        seeded = any(seeded_transforms(loader.dataset))
-        if seeded and not endless and isinstance(runner.train_loop, IterBasedTrainLoop):
-            raise InputError(
-                f"{type(runner.train_loop).__name__} with {type(loader.sampler).__name__} "
-                "would augment an image alike in each pass through the data: set "
-                "train_cfg.type='ResumableIterLoop' and "
-                "train_dataloader.sampler.type='EndlessSampler'"
-            )
-        copies = getattr(loader.sampler, "num_repeats", 1)  # of mmpretrain's RepeatAugSampler
-        if seeded and copies > 1:
-            raise InputError(
-                f"{type(loader.sampler).__name__} with SeededTransforms would augment the {copies} "
-                "copies of an image alike: set train_dataloader.sampler to "
-                f"dict(type='ResumableSampler', repeats={copies}), or num_repeats to 1"
-            )
-        if images and not seeded:
+        if not isinstance(loader.dataset, Seeded):
             runner.logger.warning(
-                "The training pipeline has no SeededTransforms: after a resume, the augmentation "
-                "differs from that of an uninterrupted run."
+                f"With {type(loader.sampler).__name__}, the augmentation after a resume differs "
+                "from that of an uninterrupted run: train_dataloader.sampler.type="
+                "'ResumableSampler' repeats it exactly."
             )
         if self._resumed is None:
             return
@@ -173,6 +165,8 @@ class ExactCheckpointHook(CheckpointHook):
         _check_resumable_here(runner)
         check_identity(self._resumed["run"], self._identity)
         loader.sampler.seed = self._resumed["sampler_seed"]
+        if isinstance(loader.dataset, Seeded):
+            loader.dataset.seed = self._resumed["data_seed"]
         parameters = dict(unwrap(runner.model).named_parameters())
         for name, gradient in self._resumed["gradients"].items():
             parameters[name].grad = gradient.to(parameters[name])
@@ -216,12 +210,6 @@ class ExactCheckpointHook(CheckpointHook):
         own = Path(self.out_dir, name)
         is_best = name.startswith("best_") and name.endswith(".pth")
         return str(own) if is_best and own.is_file() and not own.is_symlink() else None
-
-    def before_train_epoch(self, runner) -> None:
-        """Give the augmentations of this epoch their seed."""
-        loader = runner.train_dataloader
-        for transform in seeded_transforms(loader.dataset):
-            transform.set_epoch(loader.sampler.seed, runner.epoch)
 
     def before_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
         """Restore the random generators after a resume; draw the sizes of a nested model."""
@@ -436,6 +424,7 @@ class ExactCheckpointHook(CheckpointHook):
         return {
             "rng": all_gather_object(rng_state()),
             "sampler_seed": runner.train_dataloader.sampler.seed,
+            "data_seed": getattr(runner.train_dataloader.dataset, "seed", None),
             "iters_per_epoch": len(runner.train_dataloader),
             "schedule": schedule_settings(runner),
             "training": training_settings(runner.cfg),

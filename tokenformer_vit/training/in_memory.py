@@ -21,10 +21,7 @@ from .batch_crops import without_waiting
 from .batch_transforms import BatchTransforms
 from .hugging_face import HuggingFaceImages
 from .labels import PackLabels
-from .loop import place_of
 from .transforms import SeededTransforms
-
-_MOST_COPIES = 8  # of an image, whose random numbers are kept; a batch rarely has more
 
 
 @FUNCTIONS.register_module()
@@ -38,8 +35,7 @@ class _InMemory(BaseDataset):
 
     The pipeline is that of the data set. What precedes ``SeededTransforms`` is done once for
     each image, at the start; the results must have one size. The transforms in ``SeededTransforms``
-    are applied to a batch at a time. As with ``CustomDataset``, they depend only on the seed, the
-    epoch and the image, but the random numbers are different.
+    are applied to a batch at a time.
 
     The images are on the GPU if there is one. The data loader needs ``num_workers=0``,
     ``pin_memory=False`` and :func:`collate_fetched`; ``load_config`` sets all three.
@@ -50,14 +46,12 @@ class _InMemory(BaseDataset):
     """
 
     _images: Tensor | None = None  # (number of images, 3, H, W) uint8, BGR
-    _draws: dict[tuple[tuple[int, ...], int], Tensor]  # by seed and epoch, and number of the copy
 
     def full_init(self) -> None:
         """Find the images, and read them."""
         super().full_init()
         if self._images is not None:
             return
-        self._draws = {}
         self._read_by = self.pipeline
         once, self._seeded = _split(self.pipeline.transforms)
         self._augment = BatchTransforms(self._seeded.transforms if self._seeded else [])
@@ -106,32 +100,12 @@ class _InMemory(BaseDataset):
         rows = torch.tensor(indices)
         images = self._images.index_select(0, without_waiting(rows, self._images.device))
         if self._seeded is not None:
-            places = torch.tensor([place_of(index) for index in indices])
-            images = self._augment(images, self._numbers(self._seeded, places))
+            numbers = torch.rand(len(rows), self._augment.num_draws, dtype=torch.float64)
+            images = self._augment(images, numbers)
         labels: Any = self._labels[rows]
         if not isinstance(self.pipeline.transforms[-1], PackLabels):
             labels = [DataSample().set_gt_label(label) for label in labels]
         return {"inputs": images, "data_samples": labels}
-
-    def _numbers(self, seeded: SeededTransforms, places: Tensor) -> Tensor:
-        """Return random numbers of this epoch: a row for each of ``places``."""
-        key, rows, copies = tuple(seeded.key.tolist()), places % len(self), places // len(self)
-        numbers = torch.empty(len(places), self._augment.num_draws, dtype=torch.float64)
-        for copy in copies.unique().tolist():
-            own = copies == copy
-            numbers[own] = self._draw(key, copy)[rows[own]]
-        return numbers
-
-    def _draw(self, key: tuple[int, ...], copy: int) -> Tensor:
-        """Return the random numbers of one copy of each image; all copies share one stream."""
-        if (key, copy) not in self._draws:
-            shape = len(self), self._augment.num_draws
-            stream = np.random.PCG64(key).advance(copy * shape[0] * shape[1])
-            # A run by iterations goes through ever more copies in one epoch.
-            kept = [each for each in self._draws if each[0] == key][1 - _MOST_COPIES :]
-            self._draws = {each: self._draws[each] for each in kept}
-            self._draws[key, copy] = torch.from_numpy(np.random.Generator(stream).random(shape))
-        return self._draws[key, copy]
 
 
 @DATASETS.register_module()

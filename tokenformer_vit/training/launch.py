@@ -20,6 +20,7 @@ from tokenformer_vit.errors import InputError
 
 from .background import BackgroundWriter
 from .checkpoint import ExactCheckpointHook
+from .data.sampler import seeded_loader
 from .distributed import unwrap
 from .mmengine_internals import accumulation
 from .storage import secure_files
@@ -39,9 +40,11 @@ class TrainingRunner(Runner):
         writer: Writes the checkpoints.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
         self.writer = BackgroundWriter()
-        super().__init__(*args, **kwargs)
+        seed = (kwargs.get("randomness") or {}).get("seed") or 0
+        loader = seeded_loader(train_dataloader, seed)
+        super().__init__(*args, train_dataloader=loader, **kwargs)
 
     def build_logger(self, *args: Any, **kwargs: Any) -> MMLogger:
         """Build the logger, and keep the start of a run off the terminal."""

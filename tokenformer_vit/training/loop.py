@@ -1,149 +1,19 @@
-"""Loops and samplers of mmengine that can start in the middle of an epoch."""
+"""Loops of mmengine that can start in the middle of an epoch."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count, islice
+from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
-from mmengine.dataset import DefaultSampler
 from mmengine.device import get_device
-from mmengine.registry import DATA_SAMPLERS, LOOPS
+from mmengine.registry import LOOPS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 
 from .mmengine_internals import accumulation
-
-_ROUND = 256  # of the samples of an epoch with copies, which all processes share
-
-
-class Copy(int):
-    """Index of a sample that an epoch, or a run by iterations, takes several times.
-
-    Args:
-        index: Index of the sample.
-        place: A number that no other copy has: ``index`` for the first copy, and as many more for
-            each later one as there are samples.
-    """
-
-    place: int
-
-    def __new__(cls, index: int, place: int = 0) -> "Copy":
-        """Make a copy; without ``place``, for pickle, which then restores it."""
-        self = super().__new__(cls, index)
-        self.place = place
-        return self
-
-
-def place_of(index: int) -> int:
-    """Return the number that selects the augmentation of a sample, or of one of its copies."""
-    return getattr(index, "place", index)
-
-
-@DATA_SAMPLERS.register_module()
-class ResumableSampler(DefaultSampler):
-    """mmengine's sampler; it can skip the samples that an interrupted epoch has already used.
-
-    Args:
-        dataset: The data set.
-        shuffle: Draw a new order in each epoch.
-        seed: Seed of the orders, the same on all processes; None to let them agree on one.
-        round_up: Repeat samples until all processes have the same number.
-        num_samples: Number of samples of each process in a shortened epoch; None for all. With
-            ``shuffle``, all processes together take a random subset, a new one in each epoch.
-            Without, they take evenly spaced samples, the same each time.
-        repeats: Number of copies of a sample, one after another, in different processes if there
-            are several; each is augmented on its own. An epoch stays as long, so it has a random
-            part of the samples. Its length is rounded down to a multiple of 256, as by timm's
-            ``RepeatAugSampler``.
-
-    Raises:
-        InputError: If ``repeats`` is above 1 for a data set that wraps others, which would augment
-            all copies of a sample alike.
-
-    Attributes:
-        start: Number of this process's samples that the next pass skips.
-
-    Source:
-        Repeated augmentation: Augment your batch, arXiv:1901.09335.
-    """
-
-    start: int = 0
-
-    def __init__(
-        self,
-        dataset: Sized,
-        shuffle: bool = True,
-        seed: int | None = None,
-        round_up: bool = True,
-        num_samples: int | None = None,
-        repeats: int = 1,
-    ) -> None:
-        super().__init__(dataset, shuffle, seed, round_up)
-        self._spread, self._repeats = False, repeats
-        if repeats > 1 and (hasattr(dataset, "dataset") or hasattr(dataset, "datasets")):
-            raise InputError(
-                f"train_dataloader.sampler.repeats is {repeats}, but a {type(dataset).__name__} "
-                "around the data would augment all copies of an image alike: give one data set, or "
-                "set repeats=1"
-            )
-        samples = len(dataset)
-        if repeats > 1 and samples >= _ROUND:
-            self.num_samples = samples // _ROUND * _ROUND // self.world_size
-            self.total_size = self.num_samples * self.world_size
-        if num_samples is not None and num_samples * self.world_size < samples:
-            self.num_samples, self.total_size = num_samples, num_samples * self.world_size
-            self._spread = not shuffle
-
-    def __iter__(self) -> Iterator[int]:
-        """Iterate over the indices of this process for the present epoch."""
-        start, self.start = self.start, 0
-        return self._indices(start)
-
-    def _indices(self, start: int) -> Iterator[int]:
-        """Iterate over the indices of this process from the one with number ``start`` on.
-
-        The order is that of mmengine's sampler, in a fifth of the memory. A corpus has too many
-        rows to hold them as Python's numbers in each process.
-        """
-        rows, own = len(self.dataset), np.arange(self.rank, self.total_size, self.world_size)
-        if self._spread:
-            return map(int, own[start:] * rows // self.total_size)
-        order = torch.arange(rows)
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = torch.randperm(rows, generator=generator)
-        own = own[start:] % (rows * self._repeats)  # from the beginning again, after the last
-        indices = map(int, order.numpy()[own // self._repeats])
-        if self._repeats == 1:
-            return indices
-        places = map(int, own % self._repeats * rows)
-        return (Copy(index, index + more) for index, more in zip(indices, places, strict=True))
-
-
-@DATA_SAMPLERS.register_module()
-class EndlessSampler(ResumableSampler):
-    """A sampler without an end: one epoch after another, each in a new order.
-
-    Its indices are copies of the samples, so each epoch also augments them anew. Workers fetch
-    samples of the next epoch ahead, so nothing that they share could tell them the epoch.
-
-    Attributes:
-        start: Number of this process's samples that the next pass skips, over all epochs.
-    """
-
-    def __iter__(self) -> Iterator[int]:
-        """Iterate over the indices of this process, from ``start`` on."""
-        first, skip = divmod(self.start, self.num_samples)
-        self.start = 0
-        for epoch in count(first):
-            self.set_epoch(epoch)
-            before = epoch * self._repeats * len(self.dataset)
-            yield from (Copy(i, place_of(i) + before) for i in self._indices(skip))
-            skip = 0
 
 
 @contextmanager
@@ -235,7 +105,7 @@ class ResumableIterLoop(IterBasedTrainLoop):
     intervals always count steps. A resumed run does not read the data before its start.
 
     Raises:
-        InputError: If the sampler is no :class:`EndlessSampler`.
+        InputError: If the sampler is not endless.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -246,10 +116,11 @@ class ResumableIterLoop(IterBasedTrainLoop):
         del self.dataloader_iterator
         loader._iterator = None
         sampler = getattr(loader, "sampler", None)
-        if not isinstance(sampler, EndlessSampler):
+        if not getattr(sampler, "endless", False):
             raise InputError(
                 f"train_dataloader.sampler is {type(sampler).__name__}, but ResumableIterLoop "
-                "needs an EndlessSampler: set train_dataloader.sampler.type='EndlessSampler'"
+                "needs an endless one: set train_dataloader.sampler=dict(type='ResumableSampler', "
+                "endless=True)"
             )
 
     @loading_explained()

@@ -1,0 +1,1 @@
+"""Data of a training: images, augmentation, mixing and the order of the samples."""
