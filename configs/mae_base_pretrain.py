@@ -67,5 +67,5 @@ param_scheduler = [
 ]
 train_cfg = dict(max_epochs=800, val_interval=20)
 
-default_hooks = dict(ema=None, record=dict(metrics=["reconstruction"]))
+default_hooks = dict(ema=None)
 custom_hooks = [dict(type="ReconstructionHook")]

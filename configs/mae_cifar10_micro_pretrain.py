@@ -44,5 +44,5 @@ param_scheduler = [
     dict(type="CosineAnnealingLR", eta_min=0.0, by_epoch=True, begin=2, convert_to_iter_based=True),
 ]
 train_cfg = dict(max_epochs=40, val_interval=4)
-default_hooks = dict(ema=None, record=dict(metrics=["reconstruction"]))
+default_hooks = dict(ema=None)
 custom_hooks = [dict(type="ReconstructionHook")]

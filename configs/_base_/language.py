@@ -67,12 +67,7 @@ default_hooks = dict(
     guard=dict(type="LanguageGuardHook"),
     logger=dict(log_metric_by_epoch=False),
     checkpoint=dict(by_epoch=False, interval=1000),
-    record=dict(
-        unit="sequences",
-        metrics=["perplexity", "answers"],
-        packages=["transformers", "tokenizers", "datasets"],
-    ),
-    export=dict(type="LanguageExportHook"),
+    results=dict(type="LanguageResultsHook"),
 )
 custom_hooks = [dict(type="CostHook")]
 

@@ -18,9 +18,7 @@ default_hooks = dict(
         background=True,  # False: the run waits for each write
     ),
     progress=dict(type="ProgressHook"),
-    curves=dict(type="CurvesHook"),
-    record=dict(type="RecordHook"),
-    export=dict(type="ExportHook"),
+    results=dict(type="ResultsHook", export=True),
 )
 
 env_cfg = dict(

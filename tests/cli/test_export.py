@@ -121,9 +121,3 @@ def test_a_folder_does_not_get_the_name_of_a_file(name, tmp_path):
     with pytest.raises(InputError, match=rf"no {suffix} file: give a folder, or a file \*\.pth"):
         run(tmp_path / "timm", tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == ["timm"]
-
-
-def test_a_config_is_for_a_folder(tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        run(tmp_path / "epoch_3.pth", tmp_path / "start.pth", "--config", "digits_demo.py")
-    assert "--config is for a folder as OUT" in capsys.readouterr().err

@@ -24,7 +24,7 @@ from timm.data import (
 from tokenformer_vit.cli import export
 from tokenformer_vit.cli import test as tool
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.models.checkpoints import DESCRIPTION, load_model
+from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.evaluation import (
     Evaluation,
@@ -311,18 +311,12 @@ def test_of_a_thousand_classes_the_most_frequent_confusions_are_drawn(monkeypatc
     assert "10,000 of 10,040 images are right" in figures[0].get_suptitle()
 
 
-@pytest.mark.parametrize("source", ["epoch_2.pth", "exported", "old"])
+@pytest.mark.parametrize("source", ["epoch_2.pth", "exported"])
 def test_a_checkpoint_answers_images_as_the_test_does(run, tmp_path, source):
     """A training checkpoint contains all that predict and compress need."""
     checkpoint = run.work_dir / "epoch_2.pth"
     if source != "epoch_2.pth":
-        extra = []
-        if source == "old":  # as of LoRA
-            checkpoint = changed_checkpoint(run, tmp_path / "old.pth", lambda c: c.pop(DESCRIPTION))
-            with pytest.raises(InputError, match=r"old\.pth names no timm model"):
-                load_model(None, checkpoint)
-            extra = ["--config", str(run.config)]
-        export.main([str(checkpoint), str(tmp_path / "folder"), *extra])
+        export.main([str(checkpoint), str(tmp_path / "folder")])
         checkpoint = tmp_path / "folder"
     model = load_model(None, checkpoint)
     assert class_names(model) == sorted(VAL_IMAGES)

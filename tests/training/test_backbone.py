@@ -13,9 +13,8 @@ from timm.optim import param_groups_layer_decay
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.mmpretrain_names import classifier_state_dict, timm_state_dict
-from tokenformer_vit.training.backbone import as_timm_model
 from tokenformer_vit.training.config import load_config
-from tokenformer_vit.training.export import export_classifier, preprocessing
+from tokenformer_vit.training.export import as_timm_model, export_classifier, preprocessing
 
 SIZES = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 2}
 BACKBONES = {

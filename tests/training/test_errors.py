@@ -177,21 +177,6 @@ def own_head(config, path, head, more=""):
     return path
 
 
-def test_a_head_that_cannot_be_exported_is_refused_before_training(train, config, tmp_path):
-    own = own_head(config, tmp_path / "own.py", ARC)
-    line = train.of(own).fails(tmp_path / "run")
-    assert "model.head.type is ArcFaceClsHead" in line
-    assert "default_hooks.export=None" in line
-    assert not list((tmp_path / "run").glob("*.pth"))
-
-
-def test_a_head_that_cannot_be_exported_trains_without_an_export(train, config, tmp_path):
-    own = own_head(config, tmp_path / "own.py", ARC, "default_hooks = dict(export=None)")
-    train.of(own)(tmp_path / "run")
-    content = torch.load(tmp_path / "run" / "epoch_1.pth", weights_only=True)
-    assert DESCRIPTION not in content  # timm's model would not compute these scores
-
-
 def test_a_model_for_several_labels_an_image_trains(train, config, data_root, tmp_path, command):
     files = sorted(data_root.glob("train/*/*.png"))
     labelled = [
@@ -210,7 +195,7 @@ def test_a_model_for_several_labels_an_image_trains(train, config, data_root, tm
         f"val_dataloader = dict(dataset=dict({of_several!r}, pipeline={PACKED!r}))\n"
         "test_dataloader = val_dataloader\n"
         "val_evaluator = dict(_delete_=True, type='AveragePrecision')\n"
-        "test_evaluator = val_evaluator\ndefault_hooks = dict(export=None)",
+        "test_evaluator = val_evaluator",
     )
     run = tmp_path / "run"
     words = [str(own), "--work-dir", str(run)]

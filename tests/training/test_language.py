@@ -136,7 +136,7 @@ class Stop(Hook):
 def run(config, texts):
     """Run a training as tools/train.py does, within this process."""
 
-    def start(work_dir, resume=None, stop=None, text: Any = "abc", curves=False, **options):
+    def start(work_dir, resume=None, stop=None, text: Any = "abc", **options):
         root = texts[text] if isinstance(text, str) else [texts[each] for each in text]
         # mmengine keeps what it logs by this name, for the whole process
         cfg = load_config(config, work_dir=str(work_dir))
@@ -144,8 +144,6 @@ def run(config, texts):
         cfg.train_dataloader.dataset.data_root = texts[text] if isinstance(text, str) else root[-1]
         cfg.val_dataloader.dataset.data_root = root
         cfg.log_level = "ERROR"
-        if not curves:  # drawing takes longer than these runs
-            del cfg.default_hooks.curves
         cfg.merge_from_dict(options)
         check_schedule(cfg)
         choose_checkpoint(cfg, resume)
@@ -175,7 +173,7 @@ def scalars(work_dir):
 
 
 def test_a_run_ends_with_a_folder_for_transformers_and_a_record(run, texts, tmp_path):
-    run(tmp_path / "run", curves=True, **{"optim_wrapper.type": "AutocastOptimWrapper"})
+    run(tmp_path / "run", **{"optim_wrapper.type": "AutocastOptimWrapper"})
     model = load_language_model(tmp_path / "run")
     tokenizer = load_tokenizer(tmp_path / "run", model.config.vocab_size)
     prompt = tokenizer("aab ", return_tensors="pt").input_ids

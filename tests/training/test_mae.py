@@ -23,9 +23,9 @@ from torch import nn
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.training import CostHook, DiagnosticsHook, GuardHook, MaskedAutoencoder, mae
-from tokenformer_vit.training.backbone import as_timm_model
 from tokenformer_vit.training.config import load_config
-from tokenformer_vit.training.reports import ExportHook, read_scalars
+from tokenformer_vit.training.export import as_timm_model
+from tokenformer_vit.training.reports import read_scalars
 
 TOKENFORMER = {
     "type": "TimmClassificationBackbone",
@@ -340,7 +340,6 @@ val_evaluator = dict(_delete_=True, type="ReconstructionError", collect_device="
 test_evaluator = val_evaluator
 default_hooks = dict(
     ema=None,
-    record=dict(metrics=["reconstruction"]),
     checkpoint=dict(by_epoch=False, interval=4),
 )
 custom_hooks = [dict(type="ReconstructionHook", images=5)]
@@ -629,25 +628,6 @@ def test_the_norm_of_a_linear_probe_becomes_a_part_of_the_exported_head():
 def test_a_share_that_masks_nothing_is_refused():
     with pytest.raises(InputError, match=r"mask_ratio.*above 0 and below 1"):
         load_config("mae_cifar10_micro_pretrain.py", {"model.mask_ratio": 1.0})
-
-
-def test_an_export_is_checked_before_the_training(config):
-    cfg = load_config(config)
-
-    def purpose(model):
-        hook = ExportHook()
-        hook.before_train(SimpleNamespace(cfg=cfg, model=model))
-        return hook.purpose
-
-    assert "predict" in purpose(build_probe())
-    # The last line of a pre-training: `predict` needs classes.
-    assert "predict" not in purpose(build())
-    assert "model.backbone.checkpoint_path" in purpose(build())
-    affine = build_probe(affine=True)
-    for probe in (affine, build_probe(eps=1e-3)):
-        for check in (purpose, as_timm_model):
-            with pytest.raises(InputError, match=r"affine=.*eps=.*default_hooks.export=None"):
-                check(probe)
 
 
 def test_hooks_that_need_a_classifier_are_refused():

@@ -11,8 +11,8 @@ from mmpretrain.registry import MODELS
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.mmpretrain_names import timm_state_dict
-from tokenformer_vit.training.backbone import as_timm_model
 from tokenformer_vit.training.config import load_config
+from tokenformer_vit.training.export import as_timm_model
 from tokenformer_vit.training.parameter_groups import (
     align_schedulers,
     check_start,

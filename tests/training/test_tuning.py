@@ -11,8 +11,8 @@ from mmpretrain.registry import MODELS
 from safetensors.torch import load_file, save_file
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.training.backbone import as_timm_model
 from tokenformer_vit.training.config import load_config
+from tokenformer_vit.training.export import as_timm_model
 
 SIZES = {"img_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2}
 TOKENFORMER = {"model_name": "tokenformer_tiny", **SIZES}

@@ -5,10 +5,7 @@ A folder for timm and the other commands, from any checkpoint of a run::
     tokenformer-vit export work_dirs/run/epoch_3.pth exported
 
 The folder gets model.safetensors (the weights that the run validates: averaged ones, if it
-averages) and config.json (architecture, arguments, preprocessing, class names). Checkpoints of old
-versions and of LoRA do not describe their model; give the config that they were trained with::
-
-    tokenformer-vit export old/epoch_3.pth exported --config configs/imagenet_base.py
+averages) and config.json (architecture, arguments, preprocessing, class names).
 
 A checkpoint for mmpretrain (load_from, init_cfg), from a folder or a checkpoint of timm::
 
@@ -45,29 +42,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="IN", help="checkpoint or exported folder")
     add("target", type=Path, metavar="OUT", help="new folder, or file *.pth")
-    add("--config", metavar="CONFIG", help="config of the training")
     add("--model", metavar="NAME", help="timm name of the model; default: the name in IN")
     args = parser.parse_args(argv)
-    to_file = is_file_name(args.target, ".pth")
-    if to_file and args.config:
-        parser.error(
-            "--config is for a folder as OUT: give one, and export that folder to the file"
-        )
     if args.target.exists():
         raise InputError(f"{args.target} already exists; choose another OUT, or remove it")
-    if to_file:
+    if is_file_name(args.target, ".pth"):
         _save_classifier(load_model(args.model, args.checkpoint), args.target)
         print(f"Done. In {args.target}: the state dict of an mmpretrain classifier")
         return
-    if args.config is None:
-        model = load_model(args.model, args.checkpoint)
-        content = read_checkpoint(args.checkpoint) if args.checkpoint.is_file() else {}
-        save_model(model, args.target, facts=content.get(DESCRIPTION, {}).get("card"))
-    else:
-        from tokenformer_vit.training import config  # says why, if mmengine fails
-        from tokenformer_vit.training.export import export_checkpoint
-
-        export_checkpoint(config.load_config(args.config), args.checkpoint, args.target)
+    model = load_model(args.model, args.checkpoint)
+    content = read_checkpoint(args.checkpoint) if args.checkpoint.is_file() else {}
+    save_model(model, args.target, facts=content.get(DESCRIPTION, {}).get("card"))
     print(f"Done. In {args.target}: model.safetensors, config.json and README.md")
 
 

@@ -59,7 +59,7 @@ from .optim import AccumulationEMAHook, AutocastOptimWrapper
 from .parallel import CompressingDataParallel
 from .parameter_groups import MergedLayerDecayConstructor, MergedOptimWrapperConstructor
 from .progress import ProgressHook
-from .reports import CurvesHook, ExportHook, RecordHook
+from .reports import ResultsHook
 from .storage import AtomicLocalBackend, load_plain_checkpoint, secure_files
 from .transforms import LoadImage, SeededTransforms
 
@@ -72,12 +72,10 @@ __all__ = [
     "CompressingDataParallel",
     "CompressionHook",
     "CostHook",
-    "CurvesHook",
     "DiagnosticsHook",
     "DistilledClassifier",
     "DistilledHead",
     "ExactCheckpointHook",
-    "ExportHook",
     "FastCenterCrop",
     "FastColorJitter",
     "FastRandAugment",
@@ -101,7 +99,7 @@ __all__ = [
     "ProgressHook",
     "ReconstructionError",
     "ReconstructionHook",
-    "RecordHook",
+    "ResultsHook",
     "ResumableEpochLoop",
     "ResumableIterLoop",
     "ResumableSampler",

@@ -6,20 +6,17 @@ from typing import Any, Literal
 import timm
 import torch
 from mmengine.model import BaseModule
-from mmpretrain.models import LinearClsHead, MAEPretrainHead
 from mmpretrain.registry import MODELS
-from timm.models import VisionTransformer, get_model_args, group_parameters
+from timm.models import VisionTransformer, group_parameters
 from timm.models.deit import VisionTransformerDistilled
 from torch import Tensor, nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow, pattention_layers
-from tokenformer_vit.mmpretrain_names import timm_state_dict
 from tokenformer_vit.models import TokenFormerViT, compile_blocks
 from tokenformer_vit.models.checkpoints import load_model
 from tokenformer_vit.models.vit import draw_prefix_tokens
 
-from .lora import merge_lora
 from .storage import secure_files
 
 
@@ -205,50 +202,3 @@ def check_classifier(model: Any, name: str) -> None:
 def num_classes(classifier: Any) -> int:
     """Return the number of classes of a head; 0 for a masked autoencoder."""
     return getattr(classifier.head, "num_classes", 0)
-
-
-def check_exportable(classifier: Any) -> None:
-    """Check that neck and head of a classifier can become the head of a timm model.
-
-    Raises:
-        InputError: If the head is not linear, or the norm of a linear probe has weights of its own,
-            or an ``eps`` that a state dict would lose.
-    """
-    if not isinstance(classifier.head, LinearClsHead | MAEPretrainHead):
-        raise InputError(
-            f"model.head.type is {type(classifier.head).__name__}, which cannot be exported, "
-            "because the head of a timm model is linear and for one label an image: give "
-            "LabelHead or LinearClsHead, or set `default_hooks.export=None` to train without an "
-            "export"
-        )
-    norm = getattr(getattr(classifier, "neck", None), "bn", None)
-    if norm is not None and (norm.affine or norm.eps != 1e-6):
-        raise InputError(
-            f"model.neck has affine={norm.affine} and eps={norm.eps}, which cannot be exported: "
-            "leave out both, or set `default_hooks.export=None` to train without an export"
-        )
-
-
-def as_timm_model(classifier: Any) -> nn.Module:
-    """Convert an mmpretrain classifier into a timm model with a head and the same outputs.
-
-    Args:
-        classifier: ``ImageClassifier`` with this backbone, or a ``LoRABackbone``, and a
-            ``LinearClsHead``; or a ``MaskedAutoencoder``, whose timm model has no head.
-
-    Returns:
-        A copy on the CPU.
-
-    Raises:
-        InputError: If neck or head cannot be exported.
-    """
-    check_exportable(classifier)
-    model = classifier.backbone.model
-    # Built from the recorded arguments, which timm then writes into config.json.
-    args = {name: value for name, value in get_model_args(model).items() if name != "num_classes"}
-    rebuilt = timm.create_model(
-        model.pretrained_cfg["architecture"], num_classes=num_classes(classifier), **args
-    )
-    state_dict = merge_lora(classifier.state_dict(), classifier)
-    rebuilt.load_state_dict(timm_state_dict(state_dict))
-    return rebuilt

@@ -28,10 +28,9 @@ from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import make_folder, write_whole
 from tokenformer_vit.models.checkpoints import WEIGHTS
+from tokenformer_vit.records import environment
 
-from .export import forget_start
 from .loop import loading_explained
-from .reports import environment
 from .storage import secure_files
 
 FILES = ("metrics.json", "per_class.csv", "confusion_matrix.png")
@@ -115,6 +114,14 @@ def configure_test(cfg: Config, checkpoint: str | Path, out: str | Path) -> None
     cfg.default_hooks = ConfigDict({"guard": {"type": "GuardHook"}, **dict.fromkeys(unwanted)})
     hooks = cfg.get("custom_hooks") or []
     cfg.custom_hooks = [hook for hook in hooks if hook.type == "GrowthHook"]
+
+
+def forget_start(cfg: Config) -> None:
+    """Leave out the weights that a training started from: their file may not exist any more."""
+    backbone = cfg.model.backbone.get("module", cfg.model.backbone)  # LoRA wraps it
+    for start in ("checkpoint_path", "pretrained"):
+        if backbone.get(start):
+            backbone[start] = type(backbone[start])()
 
 
 class _TestHook(Hook):

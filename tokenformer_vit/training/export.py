@@ -1,119 +1,210 @@
 """Export a trained classifier to timm: weights, arguments, preprocessing and class names."""
 
+import math
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
-from mmengine.config import Config
+import timm
+import torch
 from mmengine.hooks import EMAHook
 from mmengine.runner import IterBasedTrainLoop
-from mmpretrain.registry import MODELS
+from mmpretrain.models import ClsBatchNormNeck, LinearClsHead, MAEPretrainDecoder, MAEPretrainHead
+from timm.models import get_model_args
+from torch import nn
 
-from tokenformer_vit.errors import InputError
+from tokenformer_vit.errors import InputError, one_line
+from tokenformer_vit.mmpretrain_names import timm_state_dict
 from tokenformer_vit.models.checkpoints import describe_model, save_model
 from tokenformer_vit.vision.image_rows import hub_name
 
-from .backbone import TimmClassificationBackbone, as_timm_model, check_exportable, num_classes
-from .guard import check_weights, classes_of
+from .backbone import num_classes
+from .distributed import unwrap
 from .loop import validation_is_due
 from .metrics import RECONSTRUCTION, VAL_LOSS
 from .progress import dtype_of
-from .steps import highest_rate, sample_noun, samples_per_step
-from .storage import load_plain_checkpoint
+from .steps import highest_rate, samples_per_step
 
-_LOADERS = ("LoadImage", "LoadImageFromFile")  # both give BGR
-# Steps that do not change what an image shows.
-_NEUTRAL = (*_LOADERS, "PackInputs")
-# Metrics of a validation: their titles in the card, and units.
+_BGR = ("LoadImage", "LoadImageFromFile")  # steps that give images in BGR
+_NEUTRAL = (*_BGR, "PackInputs")  # steps that do not change what an image shows
+# Figures of a validation in the card, and their units.
 _RESULTS = {
     "accuracy/top1": ("Top-1 accuracy", " %"),
     "accuracy/top5": ("Top-5 accuracy", " %"),
     VAL_LOSS: ("Cross-entropy", ""),
     RECONSTRUCTION: ("Reconstruction loss of masked patches", ""),
-    "perplexity": ("Perplexity", ""),
 }
 
 
+def pipeline_of(dataset: Any) -> list[dict[str, Any]]:
+    """Return the pipeline in the config of a data set, or of the first data set that it wraps."""
+    while "pipeline" not in dataset:
+        dataset = dataset["dataset"] if "dataset" in dataset else dataset["datasets"][0]
+    return dataset["pipeline"]
+
+
 def preprocessing(cfg: Any) -> dict[str, Any]:
-    """Translate the test pipeline of a config into timm's preprocessing.
+    """Translate the test pipeline and the normalisation of a config into timm's data config.
 
     Args:
         cfg: Config of an image classifier.
 
     Returns:
-        ``mean``, ``std``, ``input_size``, ``crop_pct``, ``interpolation`` and ``crop_mode``.
+        ``mean``, ``std``, ``crop_pct``, ``interpolation``, ``crop_mode`` and ``input_size``;
+        without ``input_size`` the images have the model's own.
 
     Raises:
         InputError: If timm cannot express the pipeline.
     """
     preprocessor = cfg.model.get("data_preprocessor") or cfg.data_preprocessor
-    if not (preprocessor.get("mean") and preprocessor.get("std")):
+    pipeline = pipeline_of(cfg.test_dataloader.dataset)
+    mean = preprocessor.get("mean") or [0.0] * 3
+    in_bgr = any(step["type"] in _BGR for step in pipeline)
+    if len(mean) == 3 and in_bgr != bool(preprocessor.get("to_rgb")):
         raise InputError(
-            f"{cfg.filename}: the export needs data_preprocessor.mean and .std; set both"
-        )
-    pipeline = cfg.test_dataloader.dataset.pipeline
-    in_bgr = any(step["type"] in _LOADERS for step in pipeline) and not preprocessor.get("to_rgb")
-    if in_bgr and len(preprocessor["mean"]) == 3:
-        raise InputError(
-            f"{cfg.filename}: data_preprocessor.to_rgb is False, but timm gives a model RGB "
-            "images: set `default_hooks.export=None` to train without an export, or, for a new "
-            "run, set to_rgb=True, with mean and std in RGB"
+            "data_preprocessor.to_rgb gives the model images in BGR, but timm gives it RGB"
         )
     steps = [step for step in pipeline if step["type"] not in _NEUTRAL]
-    kinds = [step["type"] for step in steps]
-    config = {
-        "mean": [value / 255 for value in preprocessor["mean"]],
-        "std": [value / 255 for value in preprocessor["std"]],
-    }
-    channels = len(preprocessor["mean"])
-    in_two = kinds == ["ResizeEdge", "CenterCrop"] and steps[0].get("edge", "short") == "short"
-    if in_two or kinds == ["FastCenterCrop"]:
-        crop, resize = steps[-1]["crop_size"], steps[0]
-        if isinstance(crop, int):
-            return config | {
-                "input_size": (channels, crop, crop),
-                "crop_pct": crop / resize["scale"],
-                "interpolation": resize.get("interpolation", "bilinear" if in_two else "bicubic"),
-                "crop_mode": "center",
-            }
+    config = _geometry(steps)
+    if "input_size" in config:
+        config["input_size"] = (len(mean), *config["input_size"][-2:])
+    scaled = {"mean": mean, "std": preprocessor.get("std") or [1.0] * 3}
+    return {**{key: [v / 255 for v in values] for key, values in scaled.items()}, **config}
+
+
+def _geometry(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """Translate the steps that resize and crop."""
+    kinds = tuple(step["type"] for step in steps)
+    if not kinds:  # the images have the size of the model
+        return {"crop_pct": 1.0, "crop_mode": "squash"}
+    first, last = steps[0], steps[-1]
+    if kinds == ("EvalTransform",):
+        defaults = {"crop_pct": 0.875, "interpolation": "bicubic", "crop_mode": "center"}
+        return {**defaults, **{key: value for key, value in first.items() if key != "type"}}
+    how = {"interpolation": first.get("interpolation", "bilinear")}
+    if kinds == ("Resize",) and "scale" in first and not first.get("keep_ratio"):
+        scale = first["scale"]
+        size = (scale, scale) if isinstance(scale, int) else (scale[1], scale[0])
+        return {**how, "input_size": size, "crop_pct": 1.0, "crop_mode": "squash"}
+    short = kinds == ("ResizeEdge", "CenterCrop") and first.get("edge", "short") == "short"
+    if kinds == ("FastCenterCrop",):
+        how, short = {"interpolation": first.get("interpolation", "bicubic")}, True
+    if short and isinstance(crop := last["crop_size"], int):
+        share = crop / first["scale"]
+        if math.floor(crop / share) != first["scale"]:  # timm would resize to a pixel less
+            share = crop / (first["scale"] + 0.5)
+        return {**how, "input_size": (crop, crop), "crop_pct": share, "crop_mode": "center"}
     raise InputError(
-        f"the test pipeline of {cfg.filename} ({', '.join(kinds) or 'nothing'}) cannot be "
-        "exported: give FastCenterCrop, or ResizeEdge (edge 'short') and CenterCrop (one number), "
-        "or set `default_hooks.export=None` to train without an export"
+        f"timm cannot express the test pipeline ({', '.join(kinds)}): use EvalTransform"
     )
 
 
 def resizes_with_opencv(cfg: Any) -> bool:
     """Tell whether the test pipeline resizes with OpenCV, mmpretrain's default."""
     return any(
-        step["type"] == "ResizeEdge" and step.get("backend", "cv2") == "cv2"
-        for step in cfg.test_dataloader.dataset.pipeline
+        step["type"] in ("Resize", "ResizeEdge") and step.get("backend", "cv2") == "cv2"
+        for step in pipeline_of(cfg.test_dataloader.dataset)
     )
 
 
-def describe_classifier(
-    classifier: Any, cfg: Any, metainfo: dict[str, Any]
-) -> dict[str, Any] | None:
-    """Describe an mmpretrain classifier as the ``config.json`` of its export does.
+def check_exportable(classifier: Any) -> None:
+    """Check that timm has the model of a classifier.
+
+    Raises:
+        InputError: If a part of it would be lost.
+    """
+    backbone, head = getattr(classifier, "backbone", None), getattr(classifier, "head", None)
+    neck = getattr(classifier, "neck", None)
+    if not hasattr(getattr(backbone, "model", None), "pretrained_cfg"):
+        raise InputError(f"{type(backbone).__name__} is not a model of timm")
+    if not isinstance(head, LinearClsHead | MAEPretrainHead):
+        raise InputError(f"the head of a timm model is linear, but this is {type(head).__name__}")
+    if not isinstance(neck, ClsBatchNormNeck | MAEPretrainDecoder | None):
+        raise InputError(f"a timm model has no {type(neck).__name__} before its head")
+    norm = getattr(neck, "bn", None)  # of a linear probe, which goes into the head
+    if norm is not None and (norm.affine or norm.eps != 1e-6):
+        raise InputError(f"model.neck has affine={norm.affine} and eps={norm.eps}: omit both")
+
+
+def as_timm_model(classifier: Any) -> nn.Module:
+    """Convert an mmpretrain classifier into a timm model with a head and the same outputs.
 
     Args:
-        classifier: The classifier, or a masked autoencoder.
-        cfg: Config of the run.
-        metainfo: ``metainfo`` of the data set; ``classes`` names the labels.
+        classifier: ``ImageClassifier`` with a ``TimmClassificationBackbone`` and a linear head; or
+            a ``MaskedAutoencoder``, whose timm model has no head.
 
     Returns:
-        The description in plain values. None for a language model and LoRA, and if timm cannot
-        express preprocessing, neck or head.
+        A copy on the CPU.
+
+    Raises:
+        InputError: If timm has no such model.
     """
-    backbone = getattr(classifier, "backbone", None)
-    if not isinstance(backbone, TimmClassificationBackbone):
-        return None
+    check_exportable(classifier)
+    backbone, state_dict = classifier.backbone, classifier.state_dict()
+    if hasattr(backbone, "exported"):  # LoRA adds its products to the weights
+        state_dict = backbone.exported(state_dict)
+    # Built from the recorded arguments, which timm then writes into config.json.
+    args = {**get_model_args(backbone.model), "num_classes": num_classes(classifier)}
+    with torch.random.fork_rng(devices=[]):  # a run goes on with its own random numbers
+        model = timm.create_model(backbone.model.pretrained_cfg["architecture"], **args)
+    model.load_state_dict(timm_state_dict(state_dict))
+    return model
+
+
+def export_problem(classifier: Any, cfg: Any) -> str | None:
+    """Convert a classifier as its export would; return why that is impossible, or None."""
+    try:
+        describe_model(as_timm_model(classifier), num_classes(classifier), None, preprocessing(cfg))
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        return f"{one_line(error)} ({type(error).__name__})"
+    return None
+
+
+def describe_classifier(
+    classifier: Any, cfg: Any, metainfo: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Return the ``config.json`` of a classifier's export; None if its weights are not timm's."""
     try:
         check_exportable(classifier)
         images = preprocessing(cfg)
-    except InputError:
+    except (InputError, KeyError):
+        return None
+    if hasattr(classifier.backbone, "exported"):
         return None
     number = num_classes(classifier)
-    return describe_model(backbone.model, number, metainfo["classes"] if number else None, images)
+    names = metainfo["classes"] if number else None
+    return describe_model(classifier.backbone.model, number, names, images)
+
+
+def export_classifier(
+    classifier: Any,
+    cfg: Any,
+    metainfo: Mapping[str, Any],
+    folder: str | Path,
+    facts: Mapping[str, Any] | None = None,
+) -> None:
+    """Write an mmpretrain classifier as a timm folder, with a model card.
+
+    Args:
+        classifier: As for :func:`as_timm_model`.
+        cfg: Config of the run; its test pipeline gives the preprocessing.
+        metainfo: ``metainfo`` of the data set; ``classes`` names the labels.
+        folder: Folder for the files; existing ones are replaced.
+        facts: Data, recipe and results for the model card.
+
+    Raises:
+        InputError: If timm has no such model or preprocessing.
+    """
+    names = metainfo["classes"] if num_classes(classifier) else None
+    save_model(as_timm_model(classifier), Path(folder), names, preprocessing(cfg), facts)
+
+
+def validated_model(runner: Any) -> Any:
+    """Return the model that is validated: the averaged one, if there is an ``EMAHook`` for it."""
+    for hook in runner.hooks:
+        if isinstance(hook, EMAHook) and getattr(hook, "validated", True):
+            return hook.ema_model.module
+    return unwrap(runner.model)
 
 
 def run_facts(runner: Any) -> dict[str, Any]:
@@ -123,113 +214,41 @@ def run_facts(runner: Any) -> dict[str, Any]:
     their paths, because a path may be private.
     """
     cfg, info = runner.cfg, runner.train_dataloader.dataset.metainfo
-    unit, groups = sample_noun(runner), runner.optim_wrapper.param_groups
-    teacher = (cfg.model.get("distillation") or {}).get("teacher")
     root = cfg.train_dataloader.dataset.get("data_root") or ""
     folders = [root] if isinstance(root, str) else list(root)
-    validation = None if runner.val_loop is None else f"{len(runner.val_dataloader.dataset):,}"
+    averaged = validated_model(runner) is not unwrap(runner.model)
     by_iteration = isinstance(runner.train_loop, IterBasedTrainLoop)
-    averaged = any(
-        isinstance(hook, EMAHook) and getattr(hook, "validated", True) for hook in runner.hooks
-    )
-    scalars = runner.message_hub.log_scalars
-    found = {}
-    if runner.val_loop is not None and validation_is_due(runner.train_loop):
-        found = {
-            title: f"{scalars[f'val/{key}'].current():.4g}{unit_of}"
-            for key, (title, unit_of) in _RESULTS.items()
-            if f"val/{key}" in scalars
-        }
-    imagenet = cfg.train_dataloader.dataset.type == "ImageNet" and len(info["classes"]) == 1000
-    on_hub = [name for name in map(hub_name, folders) if name]
-    sections: dict[str, dict[str, Any]] = {
+    teacher = (cfg.model.get("distillation") or {}).get("teacher")
+    facts: dict[str, Any] = {
         "Data": {
-            "Folder": ", ".join(PurePath(folder).name for folder in folders) or None,
-            f"Training {unit}": f"{len(runner.train_dataloader.dataset):,}",
-            f"Validation {unit}": validation,
+            "Folder": ", ".join(PurePath(folder).name for folder in folders),
+            "Training images": f"{len(runner.train_dataloader.dataset):,}",
         },
         "Training": {
-            "Config": PurePath(cfg.filename).name if cfg.filename else None,
-            "Epochs": None if by_iteration else runner.epoch,
+            "Config": PurePath(cfg.filename or "").name,
+            "Epochs": "" if by_iteration else f"{runner.epoch}",
             "Iterations": f"{runner.iter:,}",
             "Optimiser": type(runner.optim_wrapper.optimizer).__name__,
             "Learning rate": f"{highest_rate(runner):.3g} (highest)",
-            "Weight decay": f"{max(group.get('weight_decay', 0) for group in groups):.3g}",
-            f"Batch size ({unit} a step)": f"{samples_per_step(runner):,}",
+            "Batch size (images a step)": f"{samples_per_step(runner):,}",
             "Precision": dtype_of(runner),
             "Weights": "exponential moving average" if averaged else "those of the last step",
-            "Teacher": teacher and PurePath(teacher).name,
-            "Seed": runner.seed,
+            "Teacher": PurePath(teacher or "").name,
+            "Seed": f"{runner.seed}",
         },
-        "Validation": found,
     }
-    facts: dict[str, Any] = {
-        title: {key: value for key, value in section.items() if value is not None}
-        for title, section in sections.items()
-        if section
-    }
-    if datasets := ["imagenet-1k"] if imagenet else on_hub:
+    if runner.val_loop is not None:
+        facts["Data"]["Validation images"] = f"{len(runner.val_dataloader.dataset):,}"
+        scalars = runner.message_hub.log_scalars
+        if validation_is_due(runner.train_loop):
+            facts["Validation"] = {
+                title: f"{scalars[f'val/{key}'].current():.4g}{unit}"
+                for key, (title, unit) in _RESULTS.items()
+                if f"val/{key}" in scalars
+            }
+    for section, entries in facts.items():
+        facts[section] = {key: value for key, value in entries.items() if value}
+    imagenet = cfg.train_dataloader.dataset.type == "ImageNet" and len(info["classes"]) == 1000
+    if datasets := ["imagenet-1k"] if imagenet else [n for n in map(hub_name, folders) if n]:
         facts["Dataset"] = datasets  # timm also names these in the front matter
     return facts
-
-
-def export_classifier(
-    classifier: Any,
-    cfg: Any,
-    metainfo: dict[str, Any],
-    folder: str | Path,
-    facts: dict[str, Any] | None = None,
-) -> None:
-    """Write an mmpretrain classifier as a timm folder, with a model card.
-
-    Args:
-        classifier: ``ImageClassifier`` with a ``TimmClassificationBackbone``, or a
-            ``MaskedAutoencoder``, whose encoder is written, without a head.
-        cfg: Config of the run; its test pipeline gives the preprocessing.
-        metainfo: ``metainfo`` of the data set; ``classes`` names the labels.
-        folder: Folder for the files; existing ones are replaced.
-        facts: Data, recipe and results for the model card.
-
-    Raises:
-        InputError: If timm cannot express the preprocessing.
-        OSError: If the files cannot be written.
-    """
-    model = as_timm_model(classifier)
-    names = metainfo["classes"] if num_classes(classifier) else None
-    save_model(model, Path(folder), names, preprocessing(cfg), facts)
-
-
-def forget_start(cfg: Config) -> None:
-    """Leave out the weights that a training started from: their file may not exist any more."""
-    backbone = cfg.model.backbone.get("module", cfg.model.backbone)  # LoRA wraps it
-    for start in ("checkpoint_path", "pretrained"):
-        if backbone.get(start):
-            backbone[start] = type(backbone[start])()
-
-
-def export_checkpoint(cfg: Config, checkpoint: Path, folder: Path) -> None:
-    """Write the validated weights of a training checkpoint as a timm folder.
-
-    It is for checkpoints without a description: those of LoRA.
-
-    Args:
-        cfg: Config of the training.
-        checkpoint: File of the checkpoint.
-        folder: Folder for the files.
-
-    Raises:
-        InputError: If the checkpoint cannot be read, belongs to another model, or does not name
-            its classes.
-    """
-    content = load_plain_checkpoint(str(checkpoint))
-    classes = classes_of(content)
-    if classes is None:
-        raise InputError(
-            f"{checkpoint} does not name its classes: export the last checkpoint of the run"
-        )
-    preprocessor = cfg.model.get("data_preprocessor") or cfg.data_preprocessor
-    forget_start(cfg)
-    classifier = MODELS.build({**cfg.model, "data_preprocessor": preprocessor})
-    check_weights(classifier, content)
-    classifier.load_state_dict(content["state_dict"])
-    export_classifier(classifier, cfg, {"classes": classes}, folder)

@@ -44,24 +44,15 @@ class LoRABackbone(LoRAModel):
     def _register_state_dict_hooks(self) -> None:
         """Keep state dicts complete."""
 
-
-def merge_lora(state_dict: Mapping[str, Tensor], classifier: nn.Module) -> dict[str, Tensor]:
-    """Add LoRA's products to the weights of their layers.
-
-    Args:
-        state_dict: State dict of an mmpretrain classifier.
-        classifier: The classifier, for the scale of each product.
-
-    Returns:
-        The state dict of the same classifier without LoRA.
-    """
-    merged = dict(state_dict)
-    for name, layer in classifier.named_modules():
-        if not isinstance(layer, LoRALinear):
-            continue
-        down, up = (merged.pop(f"{name}.lora_{part}.weight") for part in ("down", "up"))
-        weight = merged.pop(f"{name}.original_layer.weight")  # (C_out, C_in)
-        merged[f"{name}.weight"] = weight + layer.scaling * (up @ down)
-        if (bias := merged.pop(f"{name}.original_layer.bias", None)) is not None:
-            merged[f"{name}.bias"] = bias
-    return {name.replace(_WRAPPER, "backbone.", 1): tensor for name, tensor in merged.items()}
+    def exported(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Add LoRA's products to the weights of their layers, in the state dict of a classifier."""
+        merged = dict(state_dict)
+        for own, layer in self.named_modules(prefix="backbone"):
+            if not isinstance(layer, LoRALinear):
+                continue
+            down, up = (merged.pop(f"{own}.lora_{part}.weight") for part in ("down", "up"))
+            weight = merged.pop(f"{own}.original_layer.weight")  # (C_out, C_in)
+            merged[f"{own}.weight"] = weight + layer.scaling * (up @ down)
+            if (bias := merged.pop(f"{own}.original_layer.bias", None)) is not None:
+                merged[f"{own}.bias"] = bias
+        return {name.replace(_WRAPPER, "backbone.", 1): part for name, part in merged.items()}

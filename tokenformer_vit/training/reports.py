@@ -1,4 +1,4 @@
-"""Results of a run: a record, curves, and weights for timm."""
+"""Results of a run: curves, weights for timm, and a record."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 from mmengine.dist import master_only
-from mmengine.hooks import EMAHook, Hook
+from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop
 
@@ -19,121 +19,148 @@ from tokenformer_vit.command_line import typed_command
 from tokenformer_vit.files import write_figure
 from tokenformer_vit.records import TRAINING_PACKAGES, environment, write_record
 
-from .backbone import check_exportable, num_classes
 from .distributed import unwrap
-from .export import export_classifier, preprocessing, resizes_with_opencv, run_facts
+from .export import (
+    export_classifier,
+    export_problem,
+    resizes_with_opencv,
+    run_facts,
+    validated_model,
+)
 from .metrics import RECONSTRUCTION, VAL_LOSS
 from .progress import dtype_of
-from .steps import samples_per_step
+from .steps import sample_noun, samples_per_step
 
-BEFORE_RECORD = 99  # RecordHook has 100, mmengine's lowest priority
+BEFORE_RECORD = 99  # ResultsHook has 100, mmengine's lowest priority
+# What other hooks note in the message hub for the record.
+_NOTED = ("growth", "flops", "compression", "teacher", "config_changes")
 
 
 @HOOKS.register_module()
-class RecordHook(Hook):
-    """Write ``record.json``: the command, hardware, versions, settings and results of a run.
+class ResultsHook(Hook):
+    """At the end of a run, draw its curves, export its model, and write its record.
 
-    It is the last file of a run, so a run with a record is finished. ``seconds`` counts from the
-    start of the last process; ``resumed_at_iteration`` tells where that process started.
+    The work directory gets
+
+    - ``curves.png``: loss, learning rate and validation of the whole run, resumed parts included.
+    - ``model.safetensors``, ``config.json`` and the model card ``README.md``, for
+      ``timm.create_model("local-dir:WORK_DIR", pretrained=True)``, with class names and
+      preprocessing. The weights are the validated ones: the EMA, or the model's own without an
+      ``EMAHook`` or with ``validated=False``. A run whose model or preprocessing timm cannot
+      express says so at its start, and has ``not_exported`` in its record.
+    - ``record.json``: the command, hardware, versions, settings and results. It is the last file,
+      so a run with a record is finished. ``seconds`` counts from the start of the last process;
+      ``resumed_at_iteration`` tells where that process started.
 
     Args:
-        unit: Name of what a batch consists of.
-        metrics: Prefixes of the validation figures to record.
-        packages: Packages whose versions are recorded, in addition to the packages of all runs.
+        export: Whether to export the model.
+
+    Attributes:
+        not_exported: Why there is no export; None if there is one.
+        packages: Packages whose versions are recorded, in addition to those of all runs.
     """
 
     priority = "LOWEST"
+    packages: tuple[str, ...] = ()
 
-    def __init__(
-        self,
-        unit: str = "images",
-        metrics: Sequence[str] = ("accuracy",),
-        packages: Sequence[str] = (),
-    ) -> None:
-        self._unit, self._metrics, self._packages = unit, tuple(metrics), tuple(packages)
+    def __init__(self, export: bool = True) -> None:
+        self.not_exported = None if export else "the config says export=False"
 
+    @master_only
     def before_train(self, runner) -> None:
-        """Start the clock, and note the commit of the source code before it can change."""
+        """Start the clock, note the commit before it can change, and try the export."""
         self._start, self._first = time.monotonic(), runner.iter
-        self._environment = environment((*TRAINING_PACKAGES, *self._packages))
+        self._environment = environment((*TRAINING_PACKAGES, *self.packages))
+        self.not_exported = self.not_exported or self.prepare_export(runner)
+        if self.not_exported:
+            runner.logger.warning(f"This run exports no model: {self.not_exported}")
+
+    def prepare_export(self, runner) -> str | None:
+        """Convert the model as the export will; return why that is impossible, or None."""
+        problem = export_problem(unwrap(runner.model), runner.cfg)
+        if problem is None and resizes_with_opencv(runner.cfg):
+            runner.logger.warning(
+                "The test pipeline resizes with OpenCV, but the exported model's preprocessing "
+                "with Pillow, which smooths images that it shrinks: for the same numbers use "
+                'EvalTransform, or set backend="pillow"'
+            )
+        return problem
+
+    def export(self, runner) -> None:
+        """Write the validated model into the work directory."""
+        metainfo, facts = runner.train_dataloader.dataset.metainfo, run_facts(runner)
+        export_classifier(validated_model(runner), runner.cfg, metainfo, runner.work_dir, facts)
 
     @master_only
     def after_train(self, runner) -> None:
-        """Write the record."""
-        path = Path(runner.work_dir) / "record.json"
-        if runner.iter == self._first and path.is_file():
-            return  # nothing was trained; the earlier record stays
-        seconds = time.monotonic() - self._start
+        """Write curves, export and record, in this order."""
+        work_dir = Path(runner.work_dir)
+        logs = sorted(work_dir.glob("*/vis_data/scalars.json"))
+        train, val = read_scalars(logs)
         by_iteration = isinstance(runner.train_loop, IterBasedTrainLoop)
-        scalars = runner.message_hub.log_scalars
-        loss = scalars["train/loss"].data[0]
+        grown = runner.message_hub.runtime_info.get("growth") or ()
+        draw_curves(
+            train,
+            val,
+            work_dir / "curves.png",
+            growth=[growth["iteration"] for growth in grown],
+            iters_per_epoch=None if by_iteration else len(runner.train_dataloader),
+            title=Path(runner.cfg.filename or "").stem,
+        )
+        if self.not_exported is None:
+            self.export(runner)
+        path = work_dir / "record.json"
+        if runner.iter > self._first or not path.is_file():  # else nothing was trained
+            memory = (line.get("memory", 0) for line in [*train.values(), *val.values()])
+            write_record(path, self._record(runner, max(memory, default=0)))
+
+    def _record(self, runner, logged_mib: int) -> dict[str, Any]:
+        """Return the content of ``record.json``; ``logged_mib`` is the peak memory in the log."""
+        by_iteration = isinstance(runner.train_loop, IterBasedTrainLoop)
+        unit, hub = sample_noun(runner), runner.message_hub
+        loss = hub.log_scalars["train/loss"].data[0]
+        figures = {
+            name.removeprefix("val/"): round(float(scalar.current()), 3)
+            for name, scalar in sorted(hub.log_scalars.items())
+            if name.startswith("val/") and name not in ("val/time", "val/data_time")
+        }
         record = {
             "command": typed_command(),
             **self._environment,
             "config": Path(runner.cfg.filename or "").name,
             "processes": runner.world_size,
             "dtype": dtype_of(runner),
-            f"{self._unit}_per_step": samples_per_step(runner),
+            f"{unit}_per_step": samples_per_step(runner),
             "seed": runner.seed,
             "n": 1,
-            f"train_{self._unit}": len(runner.train_dataloader.dataset),
+            f"train_{unit}": len(runner.train_dataloader.dataset),
             **({} if by_iteration else {"epochs": runner.epoch}),
             "iterations": runner.iter,
-            **{
-                key: runner.message_hub.runtime_info[key]
-                for key in ("growth", "flops", "compression", "teacher")
-                if key in runner.message_hub.runtime_info
-            },
+            **{key: hub.runtime_info[key] for key in _NOTED if key in hub.runtime_info},
             "resumed_at_iteration": self._first,
-            "seconds": round(seconds, 1),
-            "peak_mib": _peak_mib(),
+            "seconds": round(time.monotonic() - self._start, 1),
+            "peak_mib": _peak_mib(logged_mib),
             "loss_first": round(float(loss[0]), 4),
             "loss_last_20_mean": round(float(loss[-20:].mean()), 4),
-            **{
-                name.removeprefix("val/"): round(float(scalars[name].current()), 3)
-                for name in sorted(scalars)
-                if name.removeprefix("val/").startswith(self._metrics)
-            },
+            **({"not_exported": self.not_exported} if self.not_exported else {}),
         }
-        write_record(path, record)
+        return {**figures, **record}  # validation also logs FLOPs so far
 
 
-def _peak_mib() -> int | None:
+def _peak_mib(logged: int) -> int | None:
     """Return the peak memory of tensors on the GPU, or of this process on the CPU.
 
+    mmengine's logger starts a new peak at each of its lines, so the largest of these counts too.
     Returns None on a CPU under Windows, where it is unknown.
     """
     if torch.cuda.is_available():
-        return round(torch.cuda.max_memory_allocated() / 2**20)
+        return max(logged, round(torch.cuda.max_memory_allocated() / 2**20))
     try:
         import resource
     except ImportError:  # Windows does not have it
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return round(peak / (2**20 if sys.platform == "darwin" else 2**10))  # bytes on macOS, else KiB
-
-
-@HOOKS.register_module()
-class CurvesHook(Hook):
-    """Draw loss, learning rate and validation of the whole run, resumed parts included."""
-
-    priority = BEFORE_RECORD
-
-    @master_only
-    def after_train(self, runner) -> None:
-        """Write ``curves.png`` into the work directory."""
-        logs = sorted(Path(runner.work_dir).glob("*/vis_data/scalars.json"))
-        train, val = read_scalars(logs)
-        grown = runner.message_hub.runtime_info.get("growth") or ()
-        by_iteration = isinstance(runner.train_loop, IterBasedTrainLoop)
-        draw_curves(
-            train,
-            val,
-            Path(runner.work_dir) / "curves.png",
-            growth=[growth["iteration"] for growth in grown],
-            iters_per_epoch=None if by_iteration else len(runner.train_dataloader),
-            title=Path(runner.cfg.filename or "").stem,
-        )
 
 
 def read_scalars(logs: Iterable[Path]) -> tuple[dict[int, dict], dict[int, dict]]:
@@ -224,50 +251,3 @@ def draw_curves(
     loss.legend()
     figure.suptitle(": ".join(part for part in (title, ", ".join(last)) if part))
     write_figure(path, figure, dpi=120)
-
-
-@HOOKS.register_module()
-class ExportHook(Hook):
-    """At the end, write the validated weights as a folder that timm loads.
-
-    The work directory gets ``model.safetensors``, ``config.json`` and the model card ``README.md``.
-    ``timm.create_model("local-dir:WORK_DIR", pretrained=True)`` then gives the trained model with
-    class names and preprocessing. Validation uses the same weights: the EMA, or the model's own
-    weights without an ``EMAHook`` or with ``validated=False``.
-
-    Attributes:
-        purpose: Purpose of the files, for the last line of the command.
-    """
-
-    priority = BEFORE_RECORD
-    purpose = "for timm and `tokenformer-vit predict`"
-
-    def before_train(self, runner) -> None:
-        """Check that timm can express preprocessing, neck and head; warn of another resizing."""
-        preprocessing(runner.cfg)
-        if resizes_with_opencv(runner.cfg):
-            runner.logger.warning(
-                "The test pipeline resizes with OpenCV, but predictions with the exported model "
-                "resize with Pillow, which smooths images that it shrinks: for the same numbers "
-                'set backend="pillow" in ResizeEdge.'
-            )
-        model = unwrap(runner.model)
-        check_exportable(model)
-        if not num_classes(model):  # of a masked autoencoder
-            self.purpose = "for timm and fine-tuning by model.backbone.checkpoint_path"
-
-    @master_only
-    def after_train(self, runner) -> None:
-        """Write the files."""
-        metainfo = runner.train_dataloader.dataset.metainfo
-        export_classifier(
-            validated_model(runner), runner.cfg, metainfo, runner.work_dir, run_facts(runner)
-        )
-
-
-def validated_model(runner) -> Any:
-    """Return the model that is validated: the averaged one, if there is an ``EMAHook`` for it."""
-    for hook in runner.hooks:
-        if isinstance(hook, EMAHook) and getattr(hook, "validated", True):
-            return hook.ema_model.module
-    return unwrap(runner.model)

@@ -7,15 +7,15 @@ data set, the model, the metrics, and its own checks and export.
 """
 
 from .data import TokenDataset
-from .hooks import LanguageExportHook, LanguageGuardHook
+from .hooks import LanguageGuardHook, LanguageResultsHook
 from .metrics import AnswerAccuracy, Perplexity
 from .model import CausalLM
 
 __all__ = [
     "AnswerAccuracy",
     "CausalLM",
-    "LanguageExportHook",
     "LanguageGuardHook",
+    "LanguageResultsHook",
     "Perplexity",
     "TokenDataset",
 ]

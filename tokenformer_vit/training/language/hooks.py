@@ -7,15 +7,15 @@ A language run checks tokens and tokenizers, and writes a folder of transformers
 from pathlib import Path
 
 import torch
-from mmengine.dist import master_only
 from mmengine.registry import HOOKS
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.language import MASKS, check_tokens_agree, load_tokenizer, save_language_model
 
 from ..distributed import unwrap
+from ..export import validated_model
 from ..guard import GuardHook
-from ..reports import ExportHook, validated_model
+from ..reports import ResultsHook
 from .model import CausalLM
 
 
@@ -72,22 +72,21 @@ class LanguageGuardHook(GuardHook):
 
 
 @HOOKS.register_module()
-class LanguageExportHook(ExportHook):
-    """Write model and tokenizer to the work directory after training, for transformers.
+class LanguageResultsHook(ResultsHook):
+    """At the end of a run, draw its curves, export model and tokenizer, and write its record.
 
-    The work directory gets ``model.safetensors``, ``config.json`` and the files of the tokenizer; a
-    model with masks also ``masks.pt``.
+    The export is for transformers: ``model.safetensors``, ``config.json`` and the files of the
+    tokenizer; of a model with masks also ``masks.pt``.
     """
 
-    purpose = "for transformers, generate and evaluate-lm"
+    packages = ("transformers", "tokenizers", "datasets")
 
-    def before_train(self, runner) -> None:
+    def prepare_export(self, runner) -> None:
         """Load the tokenizer: an error now costs no training."""
         text = runner.train_dataloader.dataset.folders[0]
         self._tokenizer = load_tokenizer(text, unwrap(runner.model).vocab_size)
 
-    @master_only
-    def after_train(self, runner) -> None:
+    def export(self, runner) -> None:
         """Write the files."""
         model: CausalLM = validated_model(runner)
         folder = Path(runner.work_dir)
