@@ -98,7 +98,7 @@ def file_exists(page, name):
 def options(script):
     """The options of a script in the repository, from its ``--help``."""
     handler = signal.getsignal(signal.SIGINT)
-    found = {"--debug"}
+    found = set()
     told = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", [script, "--help"])

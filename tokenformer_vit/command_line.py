@@ -1,8 +1,6 @@
 """Shared parts of the commands: errors and exit status, printed text, types of arguments."""
 
 import argparse
-import datetime
-import errno
 import logging
 import math
 import os
@@ -11,15 +9,13 @@ import select
 import shlex
 import signal
 import sys
-import tempfile
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from .errors import LOST, InputError, is_lost_connection, is_out_of_memory, one_line
+from .errors import InputError
 from .interrupts import INTERRUPTED, leave_on_interrupt
 
 # Modules that the extras of setup.py install.
@@ -31,32 +27,26 @@ EXTRAS = {
     "language": ("transformers", "tokenizers", "datasets", "zstandard"),
     "evaluation": ("lm_eval", "accelerate"),
 }
-_DEBUG = "--debug"
-# Libraries report these write errors without the name of the file.
-_NO_SPACE = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 # Characters that change the direction of the text after them; Python calls some printable.
 _BIDI = set(map(chr, (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))))
 
 
 def run_tool(main: Callable[[], None], status: int = 1) -> None:
-    """Run the ``main`` of a command and end it in one line, whatever happens.
+    """Run the ``main`` of a command.
 
-    If the user can correct an error, the line says how. Any other error is a defect: the line names
-    a file with the traceback. With ``--debug`` the traceback is printed. A first Ctrl-C ends the
-    command in one line, a second one ends it at once.
+    An error that the user can correct ends it in one line, any other with Python's traceback. A
+    first Ctrl-C ends the command in one line, a second one ends it at once.
 
     Args:
         main: Takes its arguments from ``sys.argv``.
-        status: Exit status after an error.
+        status: Exit status after an error that the user can correct.
 
     Raises:
-        SystemExit: With ``status`` after an error, 130 after Ctrl-C, otherwise as ``main`` does.
+        SystemExit: With ``status`` after such an error, 130 after Ctrl-C, else as ``main`` does.
     """
     logging.raiseExceptions = False  # on a full disk, each log line would print a traceback
     if sys.stderr is None:  # closed, as by 2>&-, where progress bars and errors are written
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # until the process ends
-    debug = _DEBUG in sys.argv
-    sys.argv = [word for word in sys.argv if word != _DEBUG]
     try:
         # Python allows signal handlers only in the main thread.
         with suppress(ValueError):
@@ -71,9 +61,10 @@ def run_tool(main: Callable[[], None], status: int = 1) -> None:
             sys.exit(130)
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
             sys.exit(1)  # such as `head`, which has seen enough
-        if debug:
+        line = _explain(error)
+        if line is None:
             raise
-        _say(f"error: {_explain(error)}")
+        _say(f"error: {line}")
         sys.exit(status)
 
 
@@ -117,43 +108,19 @@ def _end_if_interrupted(lost: Any) -> None:
 _PROCESS = os.getpid()
 
 
-def _explain(error: BaseException) -> str:
-    """Say in one line what went wrong and what to do."""
+def _explain(error: BaseException) -> str | None:
+    """Say in one line what a user can correct, if anything."""
     if isinstance(error, InputError):
         # A data loader's worker puts its traceback before the message.
         return str(error).rpartition(f"{InputError.__module__}.InputError: ")[2].rstrip()
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
-    if isinstance(error, OSError) and error.errno in _NO_SPACE:
-        return f"{error.strerror}: free some space, then run the same command again"
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         module = error.name.partition(".")[0]
         for extra, modules in EXTRAS.items():
             if module in modules:
                 return f"{module} is not installed: in the clone, run pip install '.[{extra}]'"
-    what, kind = one_line(error), type(error).__name__
-    if part := re.search(r"(/\S+\.so): file too short", what):
-        return (
-            f"{part[1]} is an incomplete part of PyTorch's cache of compiled code, left by an "
-            "interrupted compilation: delete it, then run the same command again"
-        )
-    if is_lost_connection(error):
-        return f"{LOST}: its own output says why ({one_line(error, 100)})"
-    if is_out_of_memory(error):
-        return f"not enough memory: use a smaller --batch-size ({what})"
-    line = kind if what == kind else f"{kind}: {what}"
-    try:
-        return f"{line} (unexpected; the traceback is in {_keep_traceback(error)})"
-    except OSError:
-        return f"{line} (unexpected; {_DEBUG} prints the traceback)"
-
-
-def _keep_traceback(error: BaseException) -> Path:
-    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    descriptor, name = tempfile.mkstemp(".txt", f"tokenformer-vit-{now}-")
-    with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(f"{sys.argv}\n\n{''.join(traceback.format_exception(error))}")
-    return Path(name)
+    return None
 
 
 def typed_command() -> str:
@@ -196,8 +163,7 @@ def error_line(output: str, status: int) -> str:
         if re.match(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b", line)
         and "ChildFailedError" not in line
     ]
-    causes = [line for line in ours if not line.startswith(LOST)]
-    line = (causes or raised or ours or lines or [f"exit status {status}, and no output"])[-1]
+    line = (ours or raised or lines or [f"exit status {status}, and no output"])[-1]
     return line.replace(f"{Path.cwd()}{os.sep}", "")
 
 

@@ -28,18 +28,6 @@ _TYPES = {
 }
 
 
-# Begins the error of a process that waits for another one in vain.
-LOST = "another process of this run ended or does not answer"
-
-
-def is_lost_connection(error: BaseException) -> bool:
-    """Tell whether an error is PyTorch's about another process, which ended or does not answer."""
-    if any(kind.__name__ == "DistError" for kind in type(error).__mro__):
-        return True  # of NCCL, or where the processes meet
-    text = str(error)
-    return isinstance(error, RuntimeError) and "/gloo/" in text and "enforce fail" not in text
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether memory was missing; that of a CPU is a plain RuntimeError of PyTorch."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # PyTorch's

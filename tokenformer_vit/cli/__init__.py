@@ -68,8 +68,7 @@ def main() -> None:
         prog="tokenformer-vit",
         usage="%(prog)s COMMAND ...",
         description=f"TokenFormer vision transformers and language models.\n\ncommands:\n{listed}",
-        epilog="`tokenformer-vit COMMAND --help` explains a command. With --debug, a command that "
-        "fails\nprints its traceback.",
+        epilog="`tokenformer-vit COMMAND --help` explains a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     version = f"%(prog)s {tokenformer_vit.__version__}"
