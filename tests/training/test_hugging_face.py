@@ -195,7 +195,7 @@ def test_test_and_predict_know_the_classes(finished, parquet_config, source, com
     )
     assert done.status == 0, done.output
     measured = json.loads((tmp_path / "metrics.json").read_text())
-    assert measured["accuracy"]["top1"] == pytest.approx(scalars(finished)[1][2])
+    assert measured["metrics"]["accuracy/top1"] == pytest.approx(scalars(finished)[1][2])
     assert [row["class"] for row in measured["classes"]] == CLASSES
     table = pq.read_table(source / "data/validation-00000-of-00001.parquet")
     (tmp_path / "x.png").write_bytes(table["image"][0].as_py()["bytes"])

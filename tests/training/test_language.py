@@ -28,7 +28,7 @@ from tokenformer_vit.language import (
     save_language_model,
 )
 from tokenformer_vit.training.config import check_schedule, choose_checkpoint, load_config
-from tokenformer_vit.training.evaluation import configure_test
+from tokenformer_vit.training.evaluate import configure_test
 from tokenformer_vit.training.language import (
     AnswerAccuracy,
     CausalLM,

@@ -9,16 +9,9 @@ from .arguments import add_run_arguments, parse_run_arguments
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     from mmengine.dist import is_main_process
-    from rich.console import Console
 
     from tokenformer_vit.training import config
-    from tokenformer_vit.training.evaluation import (
-        FILES,
-        configure_test,
-        print_evaluation,
-        run_test,
-        write_evaluation,
-    )
+    from tokenformer_vit.training.evaluate import configure_test, run_test
     from tokenformer_vit.training.processes import is_first, start_processes
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -51,8 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     cfg.launcher = args.launcher
     start_processes(cfg)
 
-    evaluation = run_test(cfg, args.cfg_options)
+    run_test(cfg, args.cfg_options)
     if is_main_process():
-        print_evaluation(evaluation, Console())
-        write_evaluation(evaluation, out)
-        print(f"\nDone. In {out}: {', '.join(FILES)}")
+        files = ("metrics.json", "per_class.csv", "predictions.csv", "confusion_matrix.png")
+        print(f"\nDone. In {out}: {', '.join(name for name in files if (out / name).is_file())}")
