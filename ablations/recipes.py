@@ -47,18 +47,20 @@ def change(shape: Shape, length: int, recipe: str) -> Part:
     changes = RECIPES[recipe][1]
     if recipe != "deit3":
         return changes
-    colour = {"type": "ColorTransform", "magnitude": -1.0, "random_negative_prob": 0.0, "prob": 1.0}
     blur = {"type": "GaussianBlur", "magnitude_range": (0.1, 2.0), "magnitude_std": "inf"}
-    choices = [colour, {"type": "Solarize", "thr": 128, "prob": 1.0}, {**blur, "prob": 1.0}]
+    choices = [
+        {"type": "v2/Grayscale", "num_output_channels": 3},
+        {"type": "v2/RandomSolarize", "threshold": 128, "p": 1.0},
+        {**blur, "prob": 1.0},
+    ]
     side = shape.outside["img_size"]
     transforms = [
-        {"type": "RandomCrop", "crop_size": side, "padding": side // 8},
-        {"type": "RandomFlip", "prob": 0.5, "direction": "horizontal"},
+        {"type": "v2/RandomCrop", "size": side, "padding": side // 8},
+        {"type": "v2/RandomHorizontalFlip", "p": 0.5},
         {"type": "RandomChoice", "transforms": [[each] for each in choices]},
-        {"type": "ColorJitter", "brightness": 0.3, "contrast": 0.3, "saturation": 0.3},
+        {"type": "v2/ColorJitter", "brightness": 0.3, "contrast": 0.3, "saturation": 0.3},
     ]
-    seeded = {"type": "SeededTransforms", "transforms": transforms}
-    pipeline = [{"type": "LoadImage"}, seeded, {"type": "PackLabels"}]
+    pipeline = [{"type": "LoadImage"}, *transforms, {"type": "PackLabels"}]
     return {**changes, "train_dataloader": {"dataset": {"pipeline": pipeline}}}
 
 

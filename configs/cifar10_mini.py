@@ -17,13 +17,8 @@ model = dict(
 )
 train_pipeline = [
     dict(type="LoadImage"),
-    dict(
-        type="SeededTransforms",
-        transforms=[
-            dict(type="RandomCrop", crop_size=32, padding=4),
-            dict(type="RandomFlip", prob=0.5, direction="horizontal"),
-        ],
-    ),
+    dict(type="v2/RandomCrop", size=32, padding=4),
+    dict(type="v2/RandomHorizontalFlip", p=0.5),
     dict(type="PackLabels"),
 ]
 train_dataloader = dict(

@@ -13,33 +13,31 @@ model = dict(
     backbone=dict(model_name="tokenformer_tiny", img_size=32, patch_size=4),
     head=dict(num_classes=10, in_channels=192),
 )
-data_preprocessor = dict(
-    num_classes=10, mean=[125.3, 123.0, 113.9], std=[63.0, 62.1, 66.7], to_rgb=True
-)
+data_preprocessor = dict(num_classes=10, mean=[125.3, 123.0, 113.9], std=[63.0, 62.1, 66.7])
 train_pipeline = [
     dict(type="LoadImage"),
+    dict(type="v2/RandomCrop", size=32, padding=4),
+    dict(type="v2/RandomHorizontalFlip", p=0.5),
     dict(
-        type="SeededTransforms",
-        transforms=[
-            dict(type="RandomCrop", crop_size=32, padding=4),
-            dict(type="RandomFlip", prob=0.5, direction="horizontal"),
-            dict(
-                type="RandAugment",
-                policies="timm_increasing",
-                num_policies=2,
-                total_level=10,
-                magnitude_level=9,
-                magnitude_std=0.5,
-                hparams=dict(pad_val=[114, 123, 125], interpolation="bicubic"),
-            ),
-        ],
+        type="FastRandAugment",
+        policies="timm_increasing",
+        num_policies=2,
+        total_level=10,
+        magnitude_level=9,
+        magnitude_std=0.5,
+        hparams=dict(pad_val=[125, 123, 114], interpolation="bicubic"),
     ),
     dict(type="PackLabels"),
 ]
 test_pipeline = [
     dict(type="LoadImage"),
-    dict(type="ResizeEdge", scale=32, edge="short", backend="pillow", interpolation="bicubic"),
-    dict(type="CenterCrop", crop_size=32),
+    dict(
+        type="EvalTransform",
+        input_size=(3, 32, 32),
+        crop_pct=1.0,
+        interpolation="bicubic",
+        crop_mode="center",
+    ),
     dict(type="PackInputs"),
 ]
 train_dataloader = dict(

@@ -13,9 +13,9 @@ model = dict(
     head=dict(in_channels=384),
 )
 train_pipeline = _base_.train_pipeline
-train_pipeline[1].transforms[0].scale = 224
+train_pipeline[1].size = 224
 test_pipeline = _base_.test_pipeline
-test_pipeline[1].update(scale=224, crop_size=224)
+test_pipeline[1].input_size = (3, 224, 224)
 train_dataloader = dict(dataset=dict(pipeline=train_pipeline))
 val_dataloader = dict(dataset=dict(pipeline=test_pipeline))
 test_dataloader = val_dataloader

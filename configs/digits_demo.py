@@ -24,16 +24,18 @@ model = dict(
 data_preprocessor = dict(num_classes=10, mean=[78.0] * 3, std=[96.0] * 3)
 train_pipeline = [
     dict(type="LoadImage"),
-    dict(
-        type="SeededTransforms",
-        transforms=[dict(type="Rotate", angle=10.0, prob=0.5)],
-    ),
+    dict(type="Rotate", angle=10.0, prob=0.5),
     dict(type="PackLabels"),
 ]
 test_pipeline = [
     dict(type="LoadImage"),
-    dict(type="ResizeEdge", scale=8, edge="short", backend="pillow", interpolation="bicubic"),
-    dict(type="CenterCrop", crop_size=8),
+    dict(
+        type="EvalTransform",
+        input_size=(3, 8, 8),
+        crop_pct=1.0,
+        interpolation="bicubic",
+        crop_mode="center",
+    ),
     dict(type="PackInputs"),
 ]
 train_dataloader = dict(

@@ -16,34 +16,28 @@ model = dict(
 data_preprocessor = dict(num_classes=10)
 train_pipeline = [
     dict(type="LoadImage"),
+    dict(type="v2/RandomResizedCrop", size=128, scale=(0.25, 1.0), interpolation="bicubic"),
+    dict(type="v2/RandomHorizontalFlip", p=0.5),
     dict(
-        type="SeededTransforms",
-        transforms=[
-            dict(
-                type="RandomResizedCrop",
-                scale=128,
-                crop_ratio_range=(0.25, 1.0),
-                backend="pillow",
-                interpolation="bicubic",
-            ),
-            dict(type="RandomFlip", prob=0.5, direction="horizontal"),
-            dict(
-                type="RandAugment",
-                policies="timm_increasing",
-                num_policies=2,
-                total_level=10,
-                magnitude_level=9,
-                magnitude_std=0.5,
-                hparams=dict(pad_val=[104, 116, 124], interpolation="bicubic"),
-            ),
-        ],
+        type="FastRandAugment",
+        policies="timm_increasing",
+        num_policies=2,
+        total_level=10,
+        magnitude_level=9,
+        magnitude_std=0.5,
+        hparams=dict(pad_val=[124, 116, 104], interpolation="bicubic"),
     ),
     dict(type="PackLabels"),
 ]
 test_pipeline = [
     dict(type="LoadImage"),
-    dict(type="ResizeEdge", scale=128, edge="short", backend="pillow", interpolation="bicubic"),
-    dict(type="CenterCrop", crop_size=128),
+    dict(
+        type="EvalTransform",
+        input_size=(3, 128, 128),
+        crop_pct=1.0,
+        interpolation="bicubic",
+        crop_mode="center",
+    ),
     dict(type="PackInputs"),
 ]
 train_dataloader = dict(

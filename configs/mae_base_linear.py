@@ -26,13 +26,8 @@ model = dict(
 )
 train_pipeline = [
     dict(type="LoadImage"),
-    dict(
-        type="SeededTransforms",
-        transforms=[
-            dict(type="FastRandomResizedCrop", scale=224, interpolation="bicubic"),
-            dict(type="FastRandomFlip", prob=0.5),
-        ],
-    ),
+    dict(type="v2/RandomResizedCrop", size=224, interpolation="bicubic"),
+    dict(type="v2/RandomHorizontalFlip", p=0.5),
     dict(type="PackLabels"),
 ]
 train_dataloader = dict(drop_last=True, dataset=dict(pipeline=train_pipeline))

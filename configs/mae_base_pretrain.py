@@ -36,18 +36,8 @@ model = dict(
 data_preprocessor = dict(num_classes=None)
 train_pipeline = [
     dict(type="LoadImage"),
-    dict(
-        type="SeededTransforms",
-        transforms=[
-            dict(
-                type="FastRandomResizedCrop",
-                scale=224,
-                crop_ratio_range=(0.2, 1.0),
-                interpolation="bicubic",
-            ),
-            dict(type="FastRandomFlip", prob=0.5),
-        ],
-    ),
+    dict(type="v2/RandomResizedCrop", size=224, scale=(0.2, 1.0), interpolation="bicubic"),
+    dict(type="v2/RandomHorizontalFlip", p=0.5),
     dict(type="PackLabels"),
 ]
 train_dataloader = dict(dataset=dict(pipeline=train_pipeline))

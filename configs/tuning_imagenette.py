@@ -25,19 +25,8 @@ model = dict(
 )
 train_pipeline = [
     dict(type="LoadImage"),
-    dict(
-        type="SeededTransforms",
-        transforms=[
-            dict(
-                type="RandomResizedCrop",
-                scale=32,
-                crop_ratio_range=(0.5, 1.0),
-                backend="pillow",
-                interpolation="bicubic",
-            ),
-            dict(type="RandomFlip", prob=0.5, direction="horizontal"),
-        ],
-    ),
+    dict(type="v2/RandomResizedCrop", size=32, scale=(0.5, 1.0), interpolation="bicubic"),
+    dict(type="v2/RandomHorizontalFlip", p=0.5),
     dict(type="PackLabels"),
 ]
 train_dataloader = dict(

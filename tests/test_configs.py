@@ -79,7 +79,7 @@ def build_model(cfg):
 
 
 def flat(pipeline):
-    """List the transforms by type, those in SeededTransforms included."""
+    """List the transforms by type, those of a RandomChoice included."""
     steps = {}
     for step in pipeline:
         if isinstance(step, list):  # a choice of RandomChoice
@@ -87,6 +87,12 @@ def flat(pipeline):
         else:
             steps |= {step.type: step, **flat(step.get("transforms", ()))}
     return steps
+
+
+def evaluated(side, crop_pct):
+    """The evaluation transform of an ImageNet recipe."""
+    how = {"crop_pct": crop_pct, "interpolation": "bicubic", "crop_mode": "center"}
+    return {"type": "EvalTransform", "input_size": (3, side, side), **how}
 
 
 def header(name):
@@ -214,20 +220,17 @@ def test_pipelines_build_and_evaluation_is_that_of_timm(name, tmp_path, seed):
     run(cfg.train_dataloader, size, size + 50 * resized)  # the others' images have one size
 
     prepare = MODELS.build({"type": "ClsDataPreprocessor", **preprocessor})
-    resize = cfg.test_dataloader.dataset.pipeline[1]
-    assert resize.type in ("ResizeEdge", "FastCenterCrop")
+    evaluation = cfg.test_dataloader.dataset.pipeline[1]
     reference = create_transform(
-        (3, size, size),
-        crop_pct=size / resize.scale,
-        interpolation="bicubic",
+        **{key: value for key, value in evaluation.items() if key != "type"},
         mean=[value / 255 for value in preprocessor.mean],
         std=[value / 255 for value in preprocessor.std],
     )
     for loader in (cfg.val_dataloader, cfg.test_dataloader):
-        image, pixels = run(loader, 2 * resize.scale - 3, 3 * resize.scale)
+        image, pixels = run(loader, 2 * size - 3, 3 * size)
         inputs = prepare({"inputs": pixels[None]})["inputs"][0]
         # PyTorch's resize may round to a neighbour of Pillow's value.
-        level = 1 / min(preprocessor.std) if resize.type == "FastCenterCrop" else 0
+        level = 1 / min(preprocessor.std)
         torch.testing.assert_close(inputs, reference(image), rtol=1e-5, atol=1e-5 + level)
 
 
@@ -299,32 +302,31 @@ def test_recipe_of_the_paper(name):
     assert (augment.num_policies, augment.magnitude_level, augment.total_level) == (2, 9, 10)
     assert augment.magnitude_std == 0.5
     assert augment.hparams.interpolation == "bicubic"
-    assert augment.hparams.pad_val == [104, 116, 124]  # the mean, in BGR
+    assert augment.hparams.pad_val == [124, 116, 104]  # the mean, in RGB
     assert train["RandomErasing"].erase_prob == 0.25
     assert train["RandomErasing"].mode == "rand"
     assert train["RandomErasing"].min_area_ratio == 0.02
     assert train["RandomErasing"].max_area_ratio == 1 / 3
-    assert train["RandomErasing"].fill_color == cfg.data_preprocessor.mean[::-1]
-    assert train["RandomErasing"].fill_std == cfg.data_preprocessor.std[::-1]
-    assert train["FastRandomResizedCrop"].scale == 224
-    assert train["FastRandomResizedCrop"].interpolation == "bicubic"
-    assert train["FastRandomFlip"].prob == 0.5
+    assert train["RandomErasing"].fill_color == cfg.data_preprocessor.mean
+    assert train["RandomErasing"].fill_std == cfg.data_preprocessor.std
+    # torchvision's share of the area is from 0.08 to 1, its aspect ratio from 3/4 to 4/3.
+    crop = {"type": "v2/RandomResizedCrop", "size": 224, "interpolation": "bicubic"}
+    assert train["v2/RandomResizedCrop"] == crop
+    assert train["v2/RandomHorizontalFlip"] == {"type": "v2/RandomHorizontalFlip", "p": 0.5}
     # Flips before colours, erasing last.
-    order = ["FastRandomResizedCrop", "FastRandomFlip", "FastRandAugment", "RandomErasing"]
+    order = ["v2/RandomResizedCrop", "v2/RandomHorizontalFlip", "FastRandAugment", "RandomErasing"]
     assert [kind for kind in train if "Rand" in kind] == order
     for loader in (cfg.val_dataloader, cfg.test_dataloader):
         evaluation = flat(loader.dataset.pipeline)
-        assert list(evaluation) == ["LoadImage", "FastCenterCrop", "PackInputs"]
-        assert evaluation["FastCenterCrop"].scale == 256
-        assert evaluation["FastCenterCrop"].crop_size == 224
-        assert evaluation["FastCenterCrop"].interpolation == "bicubic"
+        assert list(evaluation) == ["LoadImage", "EvalTransform", "PackInputs"]
+        assert evaluation["EvalTransform"] == evaluated(224, 0.875)
         assert loader.dataset.type == "ImageNet"
         assert loader.dataset.split == "val"
     assert cfg.train_dataloader.dataset.split == "train"
     preprocessor = cfg.data_preprocessor
     for stated, standard in ((preprocessor.mean, IMAGENET_MEAN), (preprocessor.std, IMAGENET_STD)):
         assert stated == pytest.approx([255 * value for value in standard])
-    assert (preprocessor.num_classes, preprocessor.to_rgb) == (1000, True)
+    assert (preprocessor.num_classes, "to_rgb" in preprocessor) == (1000, False)
 
 
 @pytest.mark.parametrize("name", DEIT3)
@@ -387,9 +389,9 @@ def test_recipe_of_deit3(name):
     assert cfg.train_dataloader.sampler.repeats == (1 if second else 3)
     assert cfg.train_dataloader.drop_last
     train = flat(cfg.train_dataloader.dataset.pipeline)
-    crop = train["FastRandomResizedCrop"]
-    assert (crop.scale, crop.crop_ratio_range, crop.interpolation) == (side, (0.08, 1), "bicubic")
-    assert train["FastRandomFlip"].prob == 0.5
+    crop = {"size": side, "scale": (0.08, 1), "interpolation": "bicubic"}
+    assert train["v2/RandomResizedCrop"] == {"type": "v2/RandomResizedCrop", **crop}
+    assert train["v2/RandomHorizontalFlip"].p == 0.5
     assert "RandomErasing" not in train
     if second:
         reference = flat(load("imagenet_base").train_dataloader.dataset.pipeline)
@@ -398,23 +400,20 @@ def test_recipe_of_deit3(name):
     else:
         choice = train["RandomChoice"]
         assert [[step.type for step in steps] for steps in choice.transforms] == [
-            ["ColorTransform"],
-            ["Solarize"],
+            ["v2/Grayscale"],
+            ["v2/RandomSolarize"],
             ["GaussianBlur"],
         ]
-        assert all(steps[0].prob == 1 for steps in choice.transforms)
-        gray = train["ColorTransform"]
-        assert (gray.magnitude, gray.random_negative_prob) == (-1, 0)
-        assert train["Solarize"].thr == 128
-        blur = train["GaussianBlur"]
-        assert (blur.magnitude_range, blur.magnitude_std) == ((0.1, 2.0), "inf")
-        jitter = train["FastColorJitter"]
+        solarize, blur = train["v2/RandomSolarize"], train["GaussianBlur"]
+        assert (solarize.threshold, solarize.p) == (128, 1)
+        assert (blur.magnitude_range, blur.magnitude_std, blur.prob) == ((0.1, 2.0), "inf", 1)
+        jitter = train["v2/ColorJitter"]
         assert (jitter.brightness, jitter.contrast, jitter.saturation) == (0.3, 0.3, 0.3)
-        assert list(train)[-2:] == ["FastColorJitter", "PackLabels"]
+        assert list(train)[-2:] == ["v2/ColorJitter", "PackLabels"]
     for loader in (cfg.val_dataloader, cfg.test_dataloader):
         evaluation = flat(loader.dataset.pipeline)
-        assert list(evaluation) == ["LoadImage", "FastCenterCrop", "PackInputs"]
-        assert evaluation["FastCenterCrop"].scale == evaluation["FastCenterCrop"].crop_size == side
+        assert list(evaluation) == ["LoadImage", "EvalTransform", "PackInputs"]
+        assert evaluation["EvalTransform"] == evaluated(side, 1.0)
 
 
 def test_learning_rate_of_deit3(tmp_path):

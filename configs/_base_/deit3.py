@@ -25,46 +25,35 @@ model = dict(
 # 3-Augment: one of grayscale, solarisation and blur, then colours.
 train_pipeline = [
     dict(type="LoadImage"),
+    dict(type="v2/RandomResizedCrop", size=192, scale=(0.08, 1.0), interpolation="bicubic"),
+    dict(type="v2/RandomHorizontalFlip", p=0.5),
     dict(
-        type="SeededTransforms",
+        type="RandomChoice",
         transforms=[
-            dict(
-                type="FastRandomResizedCrop",
-                scale=192,
-                crop_ratio_range=(0.08, 1.0),
-                interpolation="bicubic",
-            ),
-            dict(type="FastRandomFlip", prob=0.5),
-            dict(
-                type="RandomChoice",
-                transforms=[
-                    [
-                        dict(
-                            type="ColorTransform",
-                            magnitude=-1.0,
-                            random_negative_prob=0.0,
-                            prob=1.0,
-                        )
-                    ],
-                    [dict(type="Solarize", thr=128, prob=1.0)],
-                    [
-                        dict(
-                            type="GaussianBlur",
-                            magnitude_range=(0.1, 2.0),
-                            magnitude_std="inf",  # a uniform radius
-                            prob=1.0,
-                        )
-                    ],
-                ],
-            ),
-            dict(type="FastColorJitter", brightness=0.3, contrast=0.3, saturation=0.3),
+            [dict(type="v2/Grayscale", num_output_channels=3)],
+            [dict(type="v2/RandomSolarize", threshold=128, p=1.0)],
+            [
+                dict(
+                    type="GaussianBlur",
+                    magnitude_range=(0.1, 2.0),
+                    magnitude_std="inf",  # a uniform radius
+                    prob=1.0,
+                )
+            ],
         ],
     ),
+    dict(type="v2/ColorJitter", brightness=0.3, contrast=0.3, saturation=0.3),
     dict(type="PackLabels"),
 ]
 test_pipeline = [
     dict(type="LoadImage"),
-    dict(type="FastCenterCrop", scale=192, crop_size=192, interpolation="bicubic"),
+    dict(
+        type="EvalTransform",
+        input_size=(3, 192, 192),
+        crop_pct=1.0,
+        interpolation="bicubic",
+        crop_mode="center",
+    ),
     dict(type="PackInputs", meta_keys=()),
 ]
 train_dataloader = dict(

@@ -13,8 +13,8 @@ model = dict(
 )
 
 train_pipeline = _base_.train_pipeline
-train_pipeline[1].transforms[0].scale = 224
-train_pipeline[1].transforms[2:] = [
+train_pipeline[1].size = 224
+train_pipeline[3:-1] = [
     dict(
         type="FastRandAugment",
         policies="timm_increasing",
@@ -22,11 +22,11 @@ train_pipeline[1].transforms[2:] = [
         total_level=10,
         magnitude_level=9,
         magnitude_std=0.5,
-        hparams=dict(pad_val=[104, 116, 124], interpolation="bicubic"),
+        hparams=dict(pad_val=[124, 116, 104], interpolation="bicubic"),
     )
 ]
 test_pipeline = _base_.test_pipeline
-test_pipeline[1].update(scale=224, crop_size=224)
+test_pipeline[1].input_size = (3, 224, 224)
 train_dataloader = dict(
     batch_size=64, sampler=dict(repeats=1), dataset=dict(pipeline=train_pipeline)
 )

@@ -6,41 +6,41 @@ data_preprocessor = dict(
     num_classes=1000,
     mean=[123.675, 116.28, 103.53],
     std=[58.395, 57.12, 57.375],
-    to_rgb=True,
 )
 
 train_pipeline = [
     dict(type="LoadImage"),
+    dict(type="v2/RandomResizedCrop", size=224, interpolation="bicubic"),
+    dict(type="v2/RandomHorizontalFlip", p=0.5),
     dict(
-        type="SeededTransforms",
-        transforms=[
-            dict(type="FastRandomResizedCrop", scale=224, interpolation="bicubic"),
-            dict(type="FastRandomFlip", prob=0.5),
-            dict(
-                type="FastRandAugment",
-                policies="timm_increasing",
-                num_policies=2,
-                total_level=10,
-                magnitude_level=9,
-                magnitude_std=0.5,
-                hparams=dict(pad_val=[104, 116, 124], interpolation="bicubic"),
-            ),
-            dict(
-                type="RandomErasing",
-                erase_prob=0.25,
-                mode="rand",
-                min_area_ratio=0.02,
-                max_area_ratio=1 / 3,
-                fill_color=[103.53, 116.28, 123.675],
-                fill_std=[57.375, 57.12, 58.395],
-            ),
-        ],
+        type="FastRandAugment",
+        policies="timm_increasing",
+        num_policies=2,
+        total_level=10,
+        magnitude_level=9,
+        magnitude_std=0.5,
+        hparams=dict(pad_val=[124, 116, 104], interpolation="bicubic"),
+    ),
+    dict(
+        type="RandomErasing",
+        erase_prob=0.25,
+        mode="rand",
+        min_area_ratio=0.02,
+        max_area_ratio=1 / 3,
+        fill_color=[123.675, 116.28, 103.53],
+        fill_std=[58.395, 57.12, 57.375],
     ),
     dict(type="PackLabels"),
 ]
 test_pipeline = [
     dict(type="LoadImage"),
-    dict(type="FastCenterCrop", scale=256, crop_size=224, interpolation="bicubic"),
+    dict(
+        type="EvalTransform",
+        input_size=(3, 224, 224),
+        crop_pct=0.875,
+        interpolation="bicubic",
+        crop_mode="center",
+    ),
     dict(type="PackInputs", meta_keys=()),
 ]
 

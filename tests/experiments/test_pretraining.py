@@ -41,8 +41,8 @@ share = scope.get("train_dataloader", {}).get("dataset", {}).get("share", 1)
 
 @pytest.fixture
 def words(tmp_path, config, digits):
-    text = config.read_text().replace("digits_demo.py", "digits_demo_in_memory.py")
-    config.write_text(f"{text}train_dataloader['dataset'] = dict(share=1.0)\n")
+    in_memory = "train_dataloader['dataset'] = dict(type='ImagesInMemory', share=1.0)\n"
+    config.write_text(config.read_text() + in_memory)
     options = {"config": config, "data-root": digits, "work-dir": tmp_path / "work"}
     options["out"] = tmp_path / "results" / "mae_small"
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]

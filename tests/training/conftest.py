@@ -24,7 +24,13 @@ model = dict(
     train_cfg=dict(_delete_=True, augments=[dict(type="Mixup", alpha=0.8)]),
 )
 data_preprocessor = dict(num_classes=3)
-train_dataloader = dict(batch_size=8)
+train_pipeline = [
+    dict(type="LoadImage"),
+    dict(type="v2/RandomCrop", size=8, padding=1),
+    dict(type="v2/RandomHorizontalFlip", p=0.5),
+    dict(type="PackLabels"),
+]
+train_dataloader = dict(batch_size=8, dataset=dict(pipeline=train_pipeline))
 val_dataloader = dict(batch_size=8)
 test_dataloader = dict(batch_size=8)
 val_evaluator = dict(topk=(1,))

@@ -192,10 +192,11 @@ def cfg(config):
     return cfg
 
 
-def test_the_fast_center_crop_is_exported(cfg):
+def test_the_evaluation_transform_is_exported(cfg):
     pipeline = cfg.test_dataloader.dataset.pipeline
     expected = {**preprocessing(cfg), "interpolation": "bicubic"}
-    pipeline[1:3] = [{"type": "FastCenterCrop", "scale": 20, "crop_size": 16}]
+    size = {"input_size": (3, 16, 16), "crop_pct": 0.8}
+    pipeline[1:3] = [{"type": "EvalTransform", **size}]
     assert preprocessing(cfg) == expected
     assert (expected["crop_pct"], expected["input_size"]) == (0.8, (3, 16, 16))
 

@@ -19,7 +19,6 @@ from torch import nn
 from torchvision.transforms import functional
 
 from tokenformer_vit.mmpretrain_names import timm_state_dict
-from tokenformer_vit.training import labels
 from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.reports import read_scalars
 
@@ -35,8 +34,8 @@ model = dict(
 )
 data_preprocessor = dict(num_classes=10)
 train_pipeline, test_pipeline = _base_.train_pipeline, _base_.test_pipeline
-train_pipeline[1].transforms[0].scale = {size}
-test_pipeline[1].update(scale={size}, crop_size={size})
+train_pipeline[1].size = {size}
+test_pipeline[1].input_size = (3, {size}, {size})
 train_dataloader = dict(
     batch_size=32,
     dataset=dict(
@@ -82,6 +81,9 @@ def config(tmp_path):
     return path
 
 
+_FACTORS = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")
+
+
 @pytest.mark.parametrize("kind", ["Mixup", "CutMix"])
 def test_a_step_is_that_of_timms_loss_mixing_and_optimiser(config, kind, monkeypatch, seed):
     cfg = load_config(config)
@@ -95,25 +97,31 @@ def test_a_step_is_that_of_timms_loss_mixing_and_optimiser(config, kind, monkeyp
     for block in model.blocks:
         assert block.drop_path1.drop_prob == 0.05
 
-    def beta(*_):
-        np.random.seed(seed)  # noqa: NPY002  # both draw a box next
-        return 0.3
-
-    monkeypatch.setattr(np.random, "beta", beta)
-    # timm mixes each image with that from the other end of the batch.
-    monkeypatch.setattr(labels, "_draw_order", lambda images: torch.arange(len(images)).flip(0))
-    images = torch.randint(0, 256, (8, 3, 32, 32), dtype=torch.uint8)
-    targets = torch.randint(0, 10, (8,))
-    batch = {"inputs": images.clone(), "data_samples": targets}
+    # With two images, a neighbour is also the image at the other end, which timm takes. Both draw
+    # a share and, for a box of half the height and width, a place.
+    share, place = 0.75, (9, 21)
+    images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    targets = torch.tensor([3, 8])
+    monkeypatch.setattr(torch, "randperm", torch.arange)
+    monkeypatch.setattr(torch.distributions.Beta, "sample", lambda *_: torch.tensor(share))
+    with monkeypatch.context() as patched:
+        columns_first = iter(place[::-1])
+        patched.setattr(torch, "randint", lambda *_, **__: torch.tensor([next(columns_first)]))
+        batch = classifier.data_preprocessor({"inputs": images, "data_samples": targets}, True)
+    monkeypatch.setattr(np.random, "beta", lambda *_: share)
+    rows_first = iter(place)
+    monkeypatch.setattr(np.random, "randint", lambda *_, **__: next(rows_first))
     torch.manual_seed(seed)
-    logged = classifier.train_step(batch, wrapper)
+    loss = classifier(**batch, mode="loss")["loss"]
+    logged = {"loss": loss.detach()}
+    wrapper.update_params(loss)
 
     mean, std = (
         torch.tensor(cfg.data_preprocessor[name])[:, None, None] for name in ("mean", "std")
     )
     alphas = {"Mixup": (0.8, 0.0), "CutMix": (0.0, 1.0)}[kind]
     mix = timm.data.Mixup(*alphas, prob=1.0, label_smoothing=0.0, num_classes=10)
-    mixed, scores = mix((images.flip(1) - mean) / std, targets)
+    mixed, scores = mix((images - mean) / std, targets)
     torch.manual_seed(seed)
     loss = nn.BCEWithLogitsLoss()(model(mixed), scores.gt(0.0).float())
     optimizer = timm.optim.create_optimizer_v2(model, "lamb", 4e-3, 0.05, eps=1e-8)
@@ -126,13 +134,13 @@ def test_a_step_is_that_of_timms_loss_mixing_and_optimiser(config, kind, monkeyp
 
 
 def test_three_augment_is_that_of_timm_and_torchvision(config, monkeypatch, generator):
-    steps = load_config(config).train_dataloader.dataset.pipeline[1].transforms
-    _, _, choice, jitter = map(TRANSFORMS.build, steps)
+    steps = load_config(config).train_dataloader.dataset.pipeline
+    *_, choice, jitter, _ = map(TRANSFORMS.build, steps)
     pixels = generator.integers(0, 256, (24, 20, 3), dtype=np.uint8)
-    image = Image.fromarray(pixels[:, :, ::-1])
+    image = Image.fromarray(pixels)
 
     def gap(result, expected):
-        return np.abs(result[:, :, ::-1].astype(int) - np.asarray(expected)).max()
+        return np.abs(result.astype(int) - np.asarray(expected)).max()
 
     solarize, gray, blur = (operations[0] for operations in auto_augment_policy("3a"))
     choice.transforms[2].transforms[0].random_magnitude = lambda: 1.3
@@ -141,8 +149,9 @@ def test_three_augment_is_that_of_timm_and_torchvision(config, monkeypatch, gene
         choice.random_pipeline_index = lambda index=index: index
         assert gap(choice({"img": pixels.copy()})["img"], operation(image)) <= (index == 0)
     for order in ((2, 0, 1, 3), (1, 3, 2, 0)):
-        factors = generator.uniform(0.7, 1.3, 3)
-        jitter._rand_params = lambda order=order, factors=factors: (order, *factors, None)
+        factors = generator.uniform(0.7, 1.3, 3).tolist()
+        drawn = dict(zip(_FACTORS, (*factors, None), strict=True), fn_idx=torch.tensor(order))
+        jitter.inner.make_params = lambda _, drawn=drawn: drawn
         change = functional.adjust_brightness, functional.adjust_contrast
         change += (functional.adjust_saturation, lambda image, _: image)
         expected = image

@@ -39,7 +39,7 @@ def export(folder, kind="vit", names=CLASSES, num_classes=3):
     return model.eval().double()
 
 
-def build(teacher, num_classes=3, to_rgb=True, token=False, **distillation):
+def build(teacher, num_classes=3, token=False, **distillation):
     model = {
         "type": "DistilledClassifier",
         "distillation": {"teacher": str(teacher), **distillation},
@@ -55,7 +55,7 @@ def build(teacher, num_classes=3, to_rgb=True, token=False, **distillation):
         },
         "data_preprocessor": {
             "type": "LabelPreprocessor",
-            **{"mean": [100.0, 110.0, 120.0], "std": [50.0, 60.0, 70.0], "to_rgb": to_rgb},
+            **{"mean": [100.0, 110.0, 120.0], "std": [50.0, 60.0, 70.0]},
         },
     }
     with DefaultScope.overwrite_default_scope("mmpretrain"):
@@ -227,7 +227,6 @@ def test_what_cannot_teach_is_refused(teacher, tmp_path):
         ({"teacher": "test_vit2", "checkpoint_path": str(tmp_path / "text.pth")}, "text.pth"),
         ({"teacher": "test_vit2", "checkpoint_path": str(tmp_path / "gone.pth")}, "gone.pth"),
         ({"teacher": tmp_path / "text.pth"}, "text.pth"),
-        ({"teacher": teacher[0], "to_rgb": False}, "to_rgb is False.*True"),
     ]
     for arguments, words in wrong:
         with pytest.raises(InputError, match=words):

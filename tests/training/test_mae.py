@@ -301,11 +301,10 @@ def test_the_recipe_of_mae_value_by_value(name):
     found = {key: value_of(cfg, key) for key in RECIPE[name]}
     assert found == RECIPE[name]
     assert all(part.convert_to_iter_based for part in cfg.param_scheduler)
-    _, seeded, _ = cfg.train_dataloader.dataset.pipeline
-    crop, flip, *others = seeded.transforms
-    assert (crop.type, crop.scale, crop.interpolation) == ("FastRandomResizedCrop", 224, "bicubic")
-    assert crop.get("crop_ratio_range") == CROPS[name]  # the default is (0.08, 1)
-    assert (flip.type, flip.prob) == ("FastRandomFlip", 0.5)
+    _, crop, flip, *others, _ = cfg.train_dataloader.dataset.pipeline
+    assert (crop.type, crop.size, crop.interpolation) == ("v2/RandomResizedCrop", 224, "bicubic")
+    assert crop.get("scale") == CROPS[name]  # the default is (0.08, 1)
+    assert (flip.type, flip.p) == ("v2/RandomHorizontalFlip", 0.5)
     kinds = [step.type for step in others]
     assert kinds == (["FastRandAugment", "RandomErasing"] if name == "mae_base_finetune" else [])
 

@@ -16,7 +16,7 @@ from PIL.TiffImagePlugin import ImageFileDirectory_v2
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.training import LoadImage
 from tokenformer_vit.vision.folders import check_images
-from tokenformer_vit.vision.images import IMAGE_SUFFIXES, read_bgr, read_image, read_images
+from tokenformer_vit.vision.images import IMAGE_SUFFIXES, read_image, read_images, read_rgb
 
 ORIENTATION = 0x0112
 CONFIG = {
@@ -48,7 +48,7 @@ def readers(path):
     [[(_, tensor)]] = read_images([path], config, 1)
     assert isinstance(tensor, torch.Tensor), tensor
     predicted = (tensor * 255).round().byte().permute(1, 2, 0).numpy()
-    return loaded["img"][:, :, ::-1], predicted
+    return loaded["img"], predicted
 
 
 def grey(values):
@@ -195,10 +195,7 @@ def in_training_and_elsewhere(path, data):
     """What training and the other readers make of a file: its pixels, or the error."""
     path.write_bytes(data)
     results = []
-    for read in (
-        lambda file: read_bgr(file)[:, :, ::-1],
-        lambda file: np.asarray(read_image(file)),
-    ):
+    for read in (read_rgb, lambda file: np.asarray(read_image(file))):
         try:
             results.append(read(path))
         except InputError as error:
@@ -241,7 +238,7 @@ def test_exif_after_the_frame_of_a_jpeg_counts(kind, orientation, tmp_path, seed
 def test_training_decodes_a_common_jpeg_with_opencv(kind, monkeypatch, seed):
     data = jpeg(np.random.default_rng(seed), **JPEGS[kind])
     monkeypatch.setattr("tokenformer_vit.vision.images.read_image", None)
-    assert read_bgr("x.jpg", data).shape == (45, 37, 3)
+    assert read_rgb("x.jpg", data).shape == (45, 37, 3)
 
 
 def test_training_and_others_agree_on_damaged_jpegs(tmp_path, seed):

@@ -40,7 +40,7 @@ _IMAGE_RUNS = {
     "digits_demo": "`make demo`: 8 px digits, 0.6 M parameters",
     "cifar10_micro_pretrained": "`cifar10_micro_pretrained`: 32 px, 0.6 M parameters",
     "cifar10_tiny_5000": "`cifar10_tiny` on a 5,000-image slice",
-    "cifar10_tiny_full": "`cifar10_tiny_in_memory`, all 50,000 images, GPU",
+    "cifar10_tiny_full": "`cifar10_tiny`, all 50,000 images, GPU",
     "imagenet_base_20_iterations": "`imagenet_base`, 20 iterations at batch 4, random images",
     "imagenet_base": "`imagenet_base`, the full recipe",
 }

@@ -35,21 +35,15 @@ from .averaging import ForeachMovingAverage
 from .backbone import TimmClassificationBackbone
 from .checkpoint import ExactCheckpointHook
 from .compression import CompressionHook
+from .data.augment import EvalTransform, FastRandAugment
+from .data.images import HuggingFaceImages, ImagesInMemory, LoadImage, PackLabels
+from .data.mixing import BinaryCrossEntropy, LabelHead, LabelPreprocessor
 from .data.sampler import ResumableSampler, Seeded
 from .diagnostics import DiagnosticsHook, read_diagnostics
 from .distillation import DistilledClassifier
-from .fast_transforms import (
-    FastCenterCrop,
-    FastColorJitter,
-    FastRandAugment,
-    FastRandomFlip,
-    FastRandomResizedCrop,
-)
 from .growth import CostHook, GrowthHook
 from .guard import GuardHook
-from .hugging_face import HuggingFaceImages
-from .in_memory import HuggingFaceImagesInMemory, ImagesInMemory
-from .labels import BinaryCrossEntropy, DistilledHead, LabelHead, LabelPreprocessor, PackLabels
+from .labels import DistilledHead
 from .loop import ResumableEpochLoop, ResumableIterLoop
 from .lora import LoRABackbone
 from .mae import MaskedAutoencoder, ReconstructionHook
@@ -61,7 +55,6 @@ from .parameter_groups import MergedLayerDecayConstructor, MergedOptimWrapperCon
 from .progress import ProgressHook
 from .reports import ResultsHook
 from .storage import AtomicLocalBackend, load_plain_checkpoint, secure_files
-from .transforms import LoadImage, SeededTransforms
 
 __all__ = [
     "AccumulationEMAHook",
@@ -75,17 +68,13 @@ __all__ = [
     "DiagnosticsHook",
     "DistilledClassifier",
     "DistilledHead",
+    "EvalTransform",
     "ExactCheckpointHook",
-    "FastCenterCrop",
-    "FastColorJitter",
     "FastRandAugment",
-    "FastRandomFlip",
-    "FastRandomResizedCrop",
     "ForeachMovingAverage",
     "GrowthHook",
     "GuardHook",
     "HuggingFaceImages",
-    "HuggingFaceImagesInMemory",
     "ImagesInMemory",
     "LabelHead",
     "LabelPreprocessor",
@@ -104,7 +93,6 @@ __all__ = [
     "ResumableIterLoop",
     "ResumableSampler",
     "Seeded",
-    "SeededTransforms",
     "SizeRule",
     "TimmClassificationBackbone",
     "load_plain_checkpoint",

@@ -23,8 +23,6 @@ from tokenformer_vit.vision.images import (
     scan_images,
 )
 
-from .in_memory import IN_MEMORY
-
 _PACKAGE = Path(tokenformer_vit.__file__).parent
 _INSTALLED = _PACKAGE / ".mim" / "configs"  # as in OpenMMLab's packages
 CONFIGS = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "configs"
@@ -126,7 +124,7 @@ def load_config(
                 dataset.data_root = data_root
             if dataset.type in _FOLDERS:
                 dataset.setdefault("extensions", list(IMAGE_SUFFIXES))  # mmpretrain's are fewer
-            if dataset.type in IN_MEMORY:
+            if dataset.type == "ImagesInMemory":
                 loader.update(num_workers=0, collate_fn={"type": "collate_fetched"})
         _set_loading(loader, name)
     return cfg
@@ -271,6 +269,12 @@ def check_config(cfg: Config) -> None:
         raise InputError(
             f"model.head.num_classes is {classes}, but data_preprocessor.num_classes is "
             f"{preprocessor.get('num_classes')}: set both to the number of classes"
+        )
+    pack = (cfg.train_dataloader.dataset.get("pipeline") or [{}])[-1].get("type")
+    if mixes and pack == "PackLabels" and preprocessor.get("type") != "LabelPreprocessor":
+        raise InputError(
+            "only a LabelPreprocessor mixes images whose labels PackLabels packs: set "
+            "data_preprocessor.type='LabelPreprocessor', or end the pipeline with PackInputs"
         )
     check_schedule(cfg)
     if "sampler" in cfg.train_dataloader and cfg.train_dataloader.sampler is None:

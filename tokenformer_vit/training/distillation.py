@@ -86,8 +86,7 @@ class Teacher:
         digest: SHA-256 of the weights.
 
     Raises:
-        InputError: If the teacher cannot be loaded, has another number of classes, or is not for
-            RGB images.
+        InputError: If the teacher cannot be loaded, or has another number of classes.
     """
 
     def __init__(self, settings: Distillation, preprocessor: Any, num_classes: int) -> None:
@@ -97,10 +96,6 @@ class Teacher:
                 f"the teacher {settings.teacher} has {self._model.num_classes} classes, but "
                 f"model.head.num_classes is {num_classes}: give a teacher of the same classes in "
                 "model.distillation.teacher"
-            )
-        if not preprocessor.to_rgb:
-            raise InputError(
-                "data_preprocessor.to_rgb is False, but a teacher takes RGB images: set it to True"
             )
         names = self._model.pretrained_cfg.get("label_names")
         named = isinstance(names, list | tuple) and len(names) == num_classes

@@ -25,8 +25,8 @@ from .metrics import RECONSTRUCTION, VAL_LOSS
 from .progress import dtype_of
 from .steps import highest_rate, samples_per_step
 
-_BGR = ("LoadImage", "LoadImageFromFile")  # steps that give images in BGR
-_NEUTRAL = (*_BGR, "PackInputs")  # steps that do not change what an image shows
+_BGR = "LoadImageFromFile"  # mmcv's step, which gives images in BGR
+_NEUTRAL = ("LoadImage", _BGR, "PackInputs")  # steps that do not change what an image shows
 # Figures of a validation in the card, and their units.
 _RESULTS = {
     "accuracy/top1": ("Top-1 accuracy", " %"),
@@ -59,7 +59,7 @@ def preprocessing(cfg: Any) -> dict[str, Any]:
     preprocessor = cfg.model.get("data_preprocessor") or cfg.data_preprocessor
     pipeline = pipeline_of(cfg.test_dataloader.dataset)
     mean = preprocessor.get("mean") or [0.0] * 3
-    in_bgr = any(step["type"] in _BGR for step in pipeline)
+    in_bgr = any(step["type"] == _BGR for step in pipeline)
     if len(mean) == 3 and in_bgr != bool(preprocessor.get("to_rgb")):
         raise InputError(
             "data_preprocessor.to_rgb gives the model images in BGR, but timm gives it RGB"
@@ -87,8 +87,6 @@ def _geometry(steps: list[dict[str, Any]]) -> dict[str, Any]:
         size = (scale, scale) if isinstance(scale, int) else (scale[1], scale[0])
         return {**how, "input_size": size, "crop_pct": 1.0, "crop_mode": "squash"}
     short = kinds == ("ResizeEdge", "CenterCrop") and first.get("edge", "short") == "short"
-    if kinds == ("FastCenterCrop",):
-        how, short = {"interpolation": first.get("interpolation", "bicubic")}, True
     if short and isinstance(crop := last["crop_size"], int):
         share = crop / first["scale"]
         if math.floor(crop / share) != first["scale"]:  # timm would resize to a pixel less

@@ -285,8 +285,7 @@ def _set_model(cfg: Config, start: Start, size: int, count: int, classes: int) -
     cfg.model.backbone = {**options, "stem_seed": None, **new}
     cfg.model.head.merge({"num_classes": classes, "in_channels": model.num_features})
     cfg.data_preprocessor.num_classes = classes
-    resize, crop = cfg.val_dataloader.dataset.pipeline[1:3]
-    resize.scale, crop.crop_size = round(size / crop_pct), size
+    cfg.val_dataloader.dataset.pipeline[1].update(input_size=(3, size, size), crop_pct=crop_pct)
     return f"{text} and {size} x {size} pixels"
 
 
@@ -309,15 +308,15 @@ def _build(name: str, classes: int, given: dict[str, Any]) -> Any:
 def _set_pipelines(cfg: Config) -> None:
     """Give the training pipeline the image size and the resizing of the validation pipeline."""
     pipeline = cfg.train_dataloader.dataset.pipeline
-    resize, crop = cfg.val_dataloader.dataset.pipeline[1:3]
-    first = pipeline[1].transforms[0]
-    if first.type == "RandomResizedCrop":
-        first.scale, first.interpolation = crop.crop_size, resize.interpolation
+    evaluation = cfg.val_dataloader.dataset.pipeline[1]
+    first, side = pipeline[1], evaluation.input_size[-1]
+    if first.type == "v2/RandomResizedCrop":
+        first.size, first.interpolation = side, evaluation.interpolation
         return
-    if first.type == "RandomCrop":
-        first.crop_size = crop.crop_size
+    if first.type == "v2/RandomCrop":
+        first.size = side
     # The recipes without RandomResizedCrop are for images of one size.
-    pipeline[1:1] = [{**resize, "scale": crop.crop_size}, dict(crop)]
+    pipeline[1:1] = [{**evaluation, "crop_pct": 1.0}]
 
 
 def _set_data(cfg: Config, images: _Images, work_dir: Path) -> None:

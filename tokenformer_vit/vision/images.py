@@ -76,15 +76,15 @@ def read_image(path: str | Path, content: bytes | None = None) -> Image.Image:
         raise InputError(f"{printable(os.fspath(path))}: {_reason(error, path)}") from error
 
 
-def read_bgr(path: str | Path, content: bytes | None = None) -> np.ndarray:
-    """Decode an image file for OpenCV, which has to be installed: faster, with the same pixels.
+def read_rgb(path: str | Path, content: bytes | None = None) -> np.ndarray:
+    """Decode an image file by OpenCV, which has to be installed: faster, with the same pixels.
 
     Args:
         path: As for :func:`read_image`.
         content: As for :func:`read_image`.
 
     Returns:
-        (H, W, 3) uint8, the image of :func:`read_image` in BGR.
+        (H, W, 3) uint8, the image of :func:`read_image`.
 
     Raises:
         InputError: As :func:`read_image` does.
@@ -96,11 +96,11 @@ def read_bgr(path: str | Path, content: bytes | None = None) -> np.ndarray:
         if data is None and stat.S_ISREG(os.stat(path).st_mode):
             data = Path(path).read_bytes()
         if data is not None and _is_plain_jpeg(data):
-            flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
+            flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
             pixels = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
             if pixels is not None:
                 return pixels
-    return np.ascontiguousarray(np.asarray(read_image(path, content))[:, :, ::-1])
+    return np.array(read_image(path, content))
 
 
 def _is_plain_jpeg(data: bytes) -> bool:

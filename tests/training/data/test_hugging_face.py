@@ -2,11 +2,8 @@
 
 import io
 import json
-import os
 import re
 import shutil
-import signal
-import time
 
 import numpy as np
 import pytest
@@ -28,13 +25,10 @@ pytest.importorskip("datasets")
 pytestmark = pytest.mark.usefixtures("arrow_cache")
 
 CLASSES = ["bright", "dark", "split"]
-RANDOM = [
-    {"type": "RandomCrop", "crop_size": 8, "padding": 2},
-    {"type": "RandomErasing", "erase_prob": 0.5, "mode": "rand"},
-]
 PIPELINE = [
     {"type": "LoadImage"},
-    {"type": "SeededTransforms", "transforms": RANDOM},
+    {"type": "v2/RandomCrop", "size": 8, "padding": 2},
+    {"type": "RandomErasing", "erase_prob": 0.5, "mode": "rand"},
     {"type": "PackLabels"},
 ]
 CONFIG = """
@@ -187,22 +181,6 @@ def test_a_run_resumes_on_the_same_images_only(train_parquet, finished, source, 
     assert "hash of training images" in train_parquet.fails(work_dir, *resume)
 
 
-@pytest.mark.slow
-def test_test_and_predict_know_the_classes(finished, parquet_config, source, command, tmp_path):
-    done = command(
-        *("test", parquet_config, finished / "model.safetensors"),
-        *("--data-root", source, "--out", tmp_path),
-    )
-    assert done.status == 0, done.output
-    measured = json.loads((tmp_path / "metrics.json").read_text())
-    assert measured["metrics"]["accuracy/top1"] == pytest.approx(scalars(finished)[1][2])
-    assert [row["class"] for row in measured["classes"]] == CLASSES
-    table = pq.read_table(source / "data/validation-00000-of-00001.parquet")
-    (tmp_path / "x.png").write_bytes(table["image"][0].as_py()["bytes"])
-    done = command("predict", tmp_path / "x.png", "--checkpoint", finished, "--json")
-    assert all(f'"{name}"' in done.out for name in CLASSES)
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -232,43 +210,3 @@ def test_a_corrupt_image_names_its_file_and_row(workers, train_parquet, source, 
     )
     assert f"cannot read image {path}, row 17: " in line
     assert line.endswith("download the file again, or remove the row")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_that_is_killed_or_stopped_goes_on_exactly(processes, train_parquet, tmp_path):
-    launched: dict = {}
-    often = ("default_hooks.checkpoint.by_epoch=False", "default_hooks.checkpoint.interval=4")
-    options = (*OPTIONS, *often, "train_cfg.max_epochs=5")
-    if processes > 1:
-        names = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
-        launched = {"launcher": names}
-        options = ("--launcher", "pytorch", "--batch-size", "4", *options)
-    train_parquet(tmp_path / "whole", *options, **launched)
-    process = train_parquet.start(tmp_path / "killed", *options, **launched, start_new_session=True)
-    deadline = time.monotonic() + 200
-    while max(scalars(tmp_path / "killed")[0], default=0) < 6:
-        assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    # The workers of a torchrun that is killed outlive it for a while.
-    os.killpg(process.pid, signal.SIGKILL if processes == 1 else signal.SIGTERM)
-    process.communicate()
-    assert max(scalars(tmp_path / "killed")[0]) < 30  # it was in fact cut off
-    train_parquet(tmp_path / "killed", "--resume", *options, **launched)
-    assert scalars(tmp_path / "killed") == scalars(tmp_path / "whole")
-    one, other = (tmp_path / name / "model.safetensors" for name in ("whole", "killed"))
-    assert one.read_bytes() == other.read_bytes()
-
-
-@pytest.mark.slow
-def test_two_processes_follow_the_curve_of_one(train_parquet, tmp_path):
-    plain = (*OPTIONS, "model.train_cfg=None", "model.backbone.drop_path_rate=0.0")
-    train_parquet(tmp_path / "one", "--batch-size", "8", *plain)
-    train_parquet(
-        *(tmp_path / "two", "--batch-size", "4", "--launcher", "pytorch", *plain),
-        launcher=("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
-    )
-    one, two = (list(scalars(tmp_path / name)[0].values()) for name in ("one", "two"))
-    assert len(one) == 12
-    torch.testing.assert_close(torch.tensor(two), torch.tensor(one), rtol=2e-5, atol=2e-6)

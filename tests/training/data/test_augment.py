@@ -1,0 +1,204 @@
+"""Transforms of images: timm's, torchvision's and mmpretrain's are the references."""
+
+import copy
+import random
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from mmengine.registry import DefaultScope
+from mmpretrain.registry import TRANSFORMS
+from PIL import Image
+from timm.data import create_transform
+from torchvision.transforms import InterpolationMode, v2
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.training.config import load_config
+from tokenformer_vit.vision.images import read_image, read_rgb
+
+AUGMENT = {
+    "policies": "timm_increasing",
+    "num_policies": 2,
+    "total_level": 10,
+    "magnitude_level": 9,
+    "magnitude_std": 0.5,
+    "hparams": {"pad_val": [124, 116, 104], "interpolation": "bicubic"},
+}
+
+
+@pytest.fixture(autouse=True)
+def scope():
+    with DefaultScope.overwrite_default_scope("mmpretrain"):
+        yield
+
+
+def photograph(rng, height, width):
+    """Smooth shapes with some noise."""
+    few = rng.uniform(0, 255, (6, 6, 3)).astype(np.float32)
+    smooth = cv2.resize(few, (int(width), int(height)), interpolation=cv2.INTER_CUBIC)
+    return (smooth + rng.normal(0, 5, smooth.shape)).clip(0, 255).astype(np.uint8)
+
+
+def build(kind, **options):
+    return TRANSFORMS.build({"type": kind, **options})
+
+
+def gap(one, other):
+    """Difference of each value, in levels of 255."""
+    return np.abs(one.astype(int) - other)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("RandomResizedCrop", {"size": 24, "scale": (0.2, 1.0), "interpolation": "bicubic"}),
+        ("RandomCrop", {"size": 32, "padding": 4}),
+        ("RandomHorizontalFlip", {"p": 0.5}),
+        ("ColorJitter", {"brightness": 0.3, "contrast": 0.3, "saturation": 0.3}),
+        ("Grayscale", {"num_output_channels": 3}),
+        ("RandomSolarize", {"threshold": 128, "p": 1.0}),
+    ],
+)
+def test_a_pipeline_names_transforms_of_torchvision(name, options, generator, seed):
+    ours = build(f"v2/{name}", **options)
+    if "interpolation" in options:
+        options = {**options, "interpolation": InterpolationMode.BICUBIC}
+    reference = getattr(v2, name)(**options)
+    for number in range(4):
+        pixels = photograph(generator, 40, 33)
+        torch.manual_seed(seed + number)
+        results = ours({"img": pixels})
+        torch.manual_seed(seed + number)
+        expected = reference(torch.from_numpy(pixels).permute(2, 0, 1))
+        assert results["img_shape"] == results["img"].shape[:2]
+        np.testing.assert_array_equal(results["img"], expected.permute(1, 2, 0))
+
+
+SIZES = [(96, 130), (160, 65), (64, 64), (65, 64), (63, 90), (30, 21), (64, 500), (7, 8)]
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear", "lanczos"])
+@pytest.mark.parametrize("crop_mode", ["center", "squash"])
+@pytest.mark.parametrize("crop_pct", [0.75, 0.875, 1.0])
+def test_evaluation_is_that_of_timm(crop_pct, crop_mode, interpolation, generator):
+    """Up to Pillow's rounding where PyTorch resizes, and exactly elsewhere."""
+    config = {"crop_pct": crop_pct, "crop_mode": crop_mode, "interpolation": interpolation}
+    ours = build("EvalTransform", input_size=(3, 48, 48), **config)
+    reference = create_transform((3, 48, 48), normalize=False, **config)
+    for size in (*SIZES, (48, 48)):
+        pixels = photograph(generator, *size)
+        expected = reference(Image.fromarray(pixels)).permute(1, 2, 0).numpy()
+        results = ours({"img": pixels.copy()})
+        by_pytorch = crop_mode == "center" and interpolation != "lanczos"
+        untouched = min(size) == int(48 / crop_pct)
+        assert results["img_shape"] == (48, 48)
+        assert gap(results["img"], expected).max() <= (2 if by_pytorch and not untouched else 0)
+
+
+@pytest.mark.parametrize("config", [{"crop_mode": "center"}, {"crop_mode": "squash"}])
+def test_images_that_are_not_squares_are_those_of_timm(config, generator):
+    ours = build("EvalTransform", input_size=(3, 32, 48), crop_pct=0.9, **config)
+    reference = create_transform((3, 32, 48), crop_pct=0.9, interpolation="bicubic", **config)
+    pixels = photograph(generator, 70, 90)
+    expected = reference(Image.fromarray(pixels)).numpy().transpose(1, 2, 0)
+    scaled = (ours({"img": pixels})["img"] / 255 - (0.485, 0.456, 0.406)) / (0.229, 0.224, 0.225)
+    np.testing.assert_allclose(scaled, expected, atol=1e-5)
+
+
+def test_photographs_are_evaluated_as_by_timm(shared_data):
+    files = sorted(shared_data("imagenet_samples").glob("val/*/*"))[::20]
+    config = load_config("imagenet_base.py").test_dataloader.dataset.pipeline[1].to_dict()
+    ours = TRANSFORMS.build(config)
+    reference = create_transform(
+        **{key: value for key, value in config.items() if key != "type"}, normalize=False
+    )
+    differing = []
+    for file in files:
+        expected = reference(read_image(file)).permute(1, 2, 0).numpy()
+        differences = gap(ours({"img": read_rgb(file)})["img"], expected)
+        assert differences.max() <= 2
+        differing.append((differences > 0).mean())
+    assert len(files) == 50
+    assert np.mean(differing) < 0.01
+
+
+def test_a_border_is_refused():
+    with pytest.raises(InputError, match=r"'border': set center or squash"):
+        build("EvalTransform", input_size=(3, 8, 8), crop_mode="border")
+
+
+def assert_as_mmpretrain(fast, stock, image, seed):
+    """Compare an image in RGB with mmpretrain's in BGR, and the next random number."""
+    found = []
+    for transform, channels in ((fast, 1), (stock, -1)):
+        np.random.seed(seed)  # noqa: NPY002
+        changed = transform({"img": image[:, :, ::channels].copy()})["img"]
+        assert changed.dtype == np.uint8
+        found.append((changed[:, :, ::channels], np.random.rand()))  # noqa: NPY002
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
+def both(**changes):
+    """Our RandAugment, and mmpretrain's with the fill colour in BGR."""
+    options = {**AUGMENT, **changes}
+    bgr = {**options["hparams"], "pad_val": options["hparams"]["pad_val"][::-1]}
+    return build("FastRandAugment", **options), build("RandAugment", **{**options, "hparams": bgr})
+
+
+def test_every_operation_of_randaugment(generator):
+    fast, stock = both()
+    assert len(fast.transforms) == 15
+    images = [photograph(generator, 40, 50) for _ in range(6)]
+    images += [np.full((9, 9, 3), 77, np.uint8), np.zeros((5, 5, 3), np.uint8)]
+    for operation, own in zip(stock.transforms, fast.transforms, strict=True):
+        alone = copy.copy(fast)
+        alone.transforms, alone.num_policies = [own], 1
+        alone.policies = fast.policies[:1]
+        for number, image in enumerate(images):
+
+            def chosen(results, operation=operation):
+                np.random.choice(np.arange(1), size=1)  # noqa: NPY002
+                return operation(results)
+
+            assert_as_mmpretrain(alone, chosen, image, number)
+
+
+def test_randaugment(generator):
+    fast, stock = both()
+    for number in range(40):
+        assert_as_mmpretrain(fast, stock, photograph(generator, 32, 32), number)
+
+
+def test_randaugment_with_fixed_values(generator):
+    policies = [
+        {"type": "Rotate", "angle": 12.0, "prob": 0.8},
+        {"type": "Posterize", "bits": 3},
+        {"type": "Solarize", "thr": 90},
+        {"type": "SolarizeAdd", "magnitude": 50, "thr": 100},
+        {"type": "Cutout", "shape": 5},  # left to mmpretrain
+    ]
+    fast, stock = both(policies=policies, num_policies=3)
+    for number in range(20):
+        assert_as_mmpretrain(fast, stock, photograph(generator, 20, 24), number)
+
+
+def test_transforms_draw_from_the_global_generators_alone(tmp_path, generator):
+    """So their seeds decide what a pipeline makes of an image."""
+    file = tmp_path / "x.png"
+    Image.fromarray(photograph(generator, 60, 70)).save(file)
+    for name in ("imagenet_base", "deit3_base", "cifar10_tiny", "digits_demo"):
+        _, *steps, _ = load_config(f"{name}.py").train_dataloader.dataset.pipeline
+        transforms = [TRANSFORMS.build(each) for each in steps]
+        found = []
+        for seed in (1, 1, 2, 3, 4, 5):
+            results = {"img": read_rgb(file), "img_shape": (60, 70)}
+            random.seed(seed)
+            np.random.seed(seed)  # noqa: NPY002
+            torch.manual_seed(seed)
+            for transform in transforms:
+                results = transform(results)
+            found.append(results["img"].tobytes())
+        assert found[0] == found[1]
+        assert len(set(found)) > 1

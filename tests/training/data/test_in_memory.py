@@ -1,0 +1,126 @@
+"""Images in memory equal the files; crops, flips and cutouts are those of the whole pipeline."""
+
+import numpy as np
+import pytest
+import torch
+from mmengine.registry import DefaultScope
+from mmengine.runner import Runner
+from mmpretrain.datasets import CustomDataset
+from mmpretrain.registry import TRANSFORMS
+from PIL import Image
+from torch import nn
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.training import ImagesInMemory
+from tokenformer_vit.training.config import load_config
+from tokenformer_vit.training.data.images import _divide
+
+CROP = {"type": "v2/RandomCrop", "size": 8, "padding": 2}
+FLIP = {"type": "v2/RandomHorizontalFlip", "p": 0.5}
+CUTOUT = {"type": "Cutout", "shape": 4, "pad_val": (1, 2, 3), "prob": 0.75}
+LOAD, LABELS = {"type": "LoadImage"}, {"type": "PackLabels"}
+
+
+@pytest.fixture(autouse=True)
+def scope():
+    with DefaultScope.overwrite_default_scope("mmpretrain"):
+        yield
+
+
+def make(data_root, *transforms, pack=LABELS, split="train", **kwargs):
+    pipeline = [LOAD, *transforms, pack]
+    return ImagesInMemory(data_root=str(data_root), data_prefix=split, pipeline=pipeline, **kwargs)
+
+
+def apply(transform, image, count):
+    """Apply a transform to so many copies of an image."""
+    _, (change,) = _divide([TRANSFORMS.build(transform)])
+    return change(image.expand(count, -1, -1, -1).clone())
+
+
+def test_images_and_labels_are_those_of_the_files(data_root):
+    pack = {"type": "PackInputs"}
+    stock = CustomDataset(str(data_root), "val", pipeline=[LOAD, pack])
+    batch = make(data_root, split="val", pack=pack).__getitems__([5, 40, 0])
+    for index, image, sample in zip(
+        [5, 40, 0], batch["inputs"], batch["data_samples"], strict=True
+    ):
+        assert torch.equal(image.cpu(), stock[index]["inputs"])
+        assert sample.gt_label == stock[index]["data_samples"].gt_label
+    labels = make(data_root, split="val").__getitems__([5, 40, 0])
+    assert labels["data_samples"].tolist() == [0, 2, 0]
+
+
+def test_crops_are_those_of_the_padded_image_and_equally_frequent():
+    image = torch.randint(1, 256, (1, 3, 8, 8), dtype=torch.uint8)
+    windows = nn.functional.pad(image, (2, 2, 2, 2)).unfold(2, 8, 1).unfold(3, 8, 1)
+    windows = windows[0].permute(1, 2, 0, 3, 4).flatten(0, 1)
+    place = (apply(CROP, image, 5000)[:, None] == windows).flatten(2).all(2).int()
+    assert (place.sum(1) == 1).all()
+    assert place.sum(0).min() > 100  # of 5000 in 25 places
+
+
+def test_half_of_the_images_are_flipped():
+    image = torch.randint(0, 256, (1, 3, 8, 8), dtype=torch.uint8)
+    flipped = apply(FLIP, image, 2000)
+    as_it_was = (flipped == image).flatten(1).all(1)
+    assert (flipped[~as_it_was] == image.flip(3)).all()
+    assert 850 < as_it_was.sum() < 1150
+
+
+def test_cutouts_are_those_of_mmpretrain():
+    image = torch.full((1, 3, 9, 8), 100, dtype=torch.uint8)
+    stock = TRANSFORMS.build(CUTOUT)
+    expected = {
+        stock({"img": image[0].permute(1, 2, 0).numpy().copy()})["img"].tobytes()
+        for _ in range(4000)
+    }
+    changed = apply(CUTOUT, image, 4000).permute(0, 2, 3, 1).contiguous().numpy()
+    found = {each.tobytes() for each in changed}
+    assert found == expected
+    untouched = (changed.reshape(4000, -1) == 100).all(1).mean()
+    assert untouched == pytest.approx(0.25, abs=0.03)
+
+
+def test_a_share_of_the_images_has_as_many_of_each_class(data_root, seed):
+    chosen = {}
+    for share in (0.25, 0.5, 0.01):
+        dataset = make(data_root, share=share, share_seed=seed)
+        assert np.bincount(dataset.get_gt_labels()).tolist() == [max(1, round(16 * share))] * 3
+        chosen[share] = {dataset.get_data_info(index)["img_path"] for index in range(len(dataset))}
+    assert chosen[0.01] < chosen[0.25] < chosen[0.5]
+    other = make(data_root, share=0.5, share_seed=seed + 1)
+    assert {other.get_data_info(index)["img_path"] for index in range(24)} != chosen[0.5]
+
+
+def test_a_config_only_names_the_data_set(data_root, config):
+    cfg = load_config(config, {"train_dataloader.dataset.type": "ImagesInMemory"}, str(data_root))
+    loader = Runner.build_dataloader(cfg.train_dataloader, seed=0)
+    batches = list(loader)
+    assert [batch["inputs"].shape for batch in batches] == [(8, 3, 8, 8)] * 6
+    assert batches[0]["data_samples"].dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("transforms", "message"),
+    [
+        ([{"type": "Rotate", "angle": 9.0}], "^Rotate cannot"),
+        ([FLIP, {"type": "ResizeEdge", "scale": 8}], "^ResizeEdge cannot .*CustomDataset"),
+        ([{"type": "v2/RandomResizedCrop", "size": 8}], "^RandomResizedCrop cannot"),
+    ],
+)
+def test_other_transforms_are_refused(data_root, transforms, message):
+    with pytest.raises(InputError, match=message):
+        make(data_root, *transforms)
+
+
+def test_images_of_another_size_are_named(tmp_path):
+    for name, size in (("a", 8), ("b", 9)):
+        folder = tmp_path / "train" / name
+        folder.mkdir(parents=True)
+        Image.fromarray(np.zeros((size, 8, 3), np.uint8)).save(folder / "0.png")
+    for data in (make, lambda root: CustomDataset(str(root), "train", pipeline=[LOAD, LABELS])):
+        with pytest.raises(InputError, match=r"b/0\.png has 9x8 pixels, but .*a/0\.png has 8x8"):
+            list(data(tmp_path))
+    resized = make(tmp_path, {"type": "EvalTransform", "input_size": (3, 6, 6), "crop_pct": 1.0})
+    assert resized.__getitems__([0, 1])["inputs"].shape == (2, 3, 6, 6)

@@ -1,0 +1,162 @@
+"""Labels as one tensor, mixed images and their losses, against mmpretrain, timm and formulas."""
+
+import copy
+
+import pytest
+import torch
+from mmpretrain.models import ClsDataPreprocessor, LabelSmoothLoss
+from mmpretrain.registry import MODELS
+from mmpretrain.structures import DataSample
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.training import BinaryCrossEntropy, LabelHead, LabelPreprocessor
+from tokenformer_vit.training.config import check_config, load_config
+
+CLASSES = 5
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+MIXUP, CUTMIX = {"type": "Mixup", "alpha": 0.8}, {"type": "CutMix", "alpha": 1.0}
+
+
+def numbered(count, side=8):
+    """Images whose every value is the number of the image."""
+    return torch.arange(count).float().view(-1, 1, 1, 1).expand(-1, 3, side, side).contiguous()
+
+
+def mixed(augments, count, labels, **options):
+    """Mix numbered images."""
+    options = {"num_classes": CLASSES, "batch_augments": {"augments": augments, **options}}
+    batch = {"inputs": numbered(count), "data_samples": labels}
+    return LabelPreprocessor(**options)(batch, training=True).values()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("augments", [MIXUP, CUTMIX, [MIXUP, CUTMIX]])
+def test_labels_are_mixed_as_the_pixels_are(augments, device):
+    """The label of image i is i: the mean of an image tells the shares of the two labels."""
+    preprocessor = LabelPreprocessor(num_classes=16, batch_augments={"augments": augments})
+    for _ in range(5):
+        batch = {"inputs": numbered(16).to(device), "data_samples": torch.arange(16, device=device)}
+        images, scores = preprocessor.to(device)(batch, training=True).values()
+        assert images.device == scores.device == batch["inputs"].device
+        torch.testing.assert_close(scores.sum(1), torch.ones_like(scores[:, 0]))
+        assert (scores > 0).sum(1).max() <= 2
+        means = scores @ torch.arange(16.0, device=device)
+        torch.testing.assert_close(images.mean((1, 2, 3)), means, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(scores.sum(0), torch.ones_like(scores[0]))  # each image twice
+
+
+def test_repeated_augmentation_does_not_mix_an_image_with_its_copies():
+    """Three copies of each of 32 images follow one another, as ResumableSampler takes them."""
+    labels = torch.arange(32).repeat_interleave(3)
+    preprocessor = LabelPreprocessor(num_classes=32, batch_augments={"augments": MIXUP})
+    alone = 0
+    for _ in range(40):
+        scores = preprocessor({"inputs": numbered(96, 1), "data_samples": labels}, True)
+        alone += int((scores["data_samples"] > 0).sum(1).eq(1).sum())
+    # A partner is a copy in 2 of 95 cases; among neighbours it would be in 64 of 96.
+    assert alone / (40 * 96) < 0.05
+
+
+def test_probabilities_leave_a_part_of_the_batches_as_they_are():
+    kept = []
+    for _ in range(60):
+        images, scores = mixed([MIXUP, CUTMIX], 4, torch.arange(4), probs=[0.3, 0.2])
+        kept.append(bool((scores > 0).sum(1).max() == 1) and images.flatten(1).std(1).max() == 0)
+    assert 10 < sum(kept) < 50
+
+
+def test_data_samples_are_mixed_as_well():
+    samples = [DataSample().set_gt_label(label) for label in (0, 1, 2, 3)]
+    images, samples = mixed(MIXUP, 4, samples)
+    scores = torch.stack([sample.gt_score for sample in samples])
+    torch.testing.assert_close(images.mean((1, 2, 3)), scores @ torch.arange(5.0))
+
+
+def test_other_mixers_are_refused():
+    with pytest.raises(InputError, match=r"has ResizeMix, .*Mixup and CutMix: leave"):
+        mixed([MIXUP, {"type": "ResizeMix", "alpha": 1.0}], 4, torch.arange(4))
+
+
+@pytest.mark.parametrize("options", [{}, {"to_rgb": True}, {"pad_size_divisor": 8}])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float])
+def test_images_are_normalised_as_by_mmpretrain(options, dtype):
+    options = {"mean": [3.0, 50.0, 99.0], "std": [57.0, 58.0, 59.0], "num_classes": 5, **options}
+    images, labels = torch.randint(256, (4, 3, 7, 9)).to(dtype), torch.randint(CLASSES, (4,))
+    given = images.clone()
+    got = LabelPreprocessor(**options)({"inputs": images, "data_samples": labels})
+    expected = ClsDataPreprocessor(**options)({"inputs": given.clone()})
+    assert torch.equal(got["inputs"], expected["inputs"])
+    assert torch.equal(images, given)
+
+
+def test_every_class_of_a_mixed_image_is_a_target_of_binary_cross_entropy():
+    head = LabelHead(num_classes=5, in_channels=7, loss={"type": "BinaryCrossEntropy"})
+    features = (torch.randn(4, 7),)
+    scores = torch.zeros(4, 5).scatter_(1, torch.tensor([[0, 3], [1, 2], [4, 0], [2, 3]]), 0.3)
+    scores[0, 0] = 0.7
+    expected = binary_cross_entropy_with_logits(head(features), scores.gt(0).float())
+    assert torch.equal(head.loss(features, scores)["loss"], expected)  # the mean over classes
+    labels = torch.tensor([3, 0, 0, 4])
+    expected = binary_cross_entropy_with_logits(head(features), one_hot(labels, 5).float())
+    assert torch.equal(head.loss(features, labels)["loss"], expected)
+    samples = [DataSample().set_gt_label(label) for label in labels]
+    assert torch.equal(head.loss(features, samples)["loss"], expected)
+
+
+def test_smoothing_needs_scores_that_are_kept():
+    with pytest.raises(InputError, match=r"smoothing 0\.1 .* target_threshold 0\.0 .* smoothing=0"):
+        BinaryCrossEntropy(smoothing=0.1)
+    assert BinaryCrossEntropy(0.1, None)(torch.randn(3, 5), torch.tensor([0, 1, 4])) > 0
+
+
+def test_smoothed_labels_give_the_loss_of_mmpretrain_and_pytorch():
+    features, labels = (torch.randn(7, 4),), torch.randint(0, CLASSES, (7,))
+    head = LabelHead(CLASSES, 4, loss={"type": "LabelSmoothLoss", "label_smooth_val": 0.1})
+    own = head.loss(features, labels)["loss"]
+    assert torch.equal(own, LabelSmoothLoss(0.1, CLASSES)(head(features), labels, avg_factor=7))
+    smoothed = nn.CrossEntropyLoss(label_smoothing=0.1)
+    torch.testing.assert_close(own, smoothed(head(features), labels))
+    scores = torch.rand(7, CLASSES).softmax(1)
+    torch.testing.assert_close(
+        head.loss(features, scores)["loss"], smoothed(head(features), scores)
+    )
+
+
+def test_the_accuracy_of_a_batch_is_that_of_mmpretrain():
+    head = LabelHead(CLASSES, 4, cal_acc=True, topk=(1, 3))
+    features, labels = (torch.randn(7, 4),), torch.randint(0, CLASSES, (7,))
+    got = head.loss(features, labels)
+    expected = head.loss(features, [DataSample().set_gt_label(label) for label in labels])
+    assert got.keys() == expected.keys() == {"loss", "accuracy_top-1", "accuracy_top-3"}
+    assert got == expected
+    with pytest.raises(InputError, match=r"cal_acc is True, but mixed images.*cal_acc=False"):
+        head.loss(features, one_hot(labels, CLASSES).float())
+
+
+@pytest.mark.parametrize("augments", [None, [MIXUP]])
+def test_labels_as_one_tensor_give_the_gradients_of_data_samples(config, augments, seed):
+    cfg = load_config(config)
+    cfg.model.train_cfg = {"augments": augments} if augments else None
+    model = MODELS.build({**cfg.model, "data_preprocessor": cfg.data_preprocessor})
+    nn.init.normal_(model.head.fc.weight)
+    images, labels = torch.randint(256, (10, 3, 8, 8), dtype=torch.uint8), torch.arange(10) % 3
+    found = []
+    for given in (labels, [DataSample().set_gt_label(label) for label in labels]):
+        twin = copy.deepcopy(model).train()
+        twin.backbone.eval()  # no drop path
+        torch.manual_seed(seed)
+        batch = twin.data_preprocessor({"inputs": images, "data_samples": given}, True)
+        twin(**batch, mode="loss")["loss"].backward()
+        found.append([parameter.grad for parameter in twin.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_labels_that_would_not_be_mixed_are_refused(config):
+    stock = load_config(config, {"data_preprocessor.type": "ClsDataPreprocessor"})
+    with pytest.raises(InputError, match="only a LabelPreprocessor mixes.*PackInputs"):
+        check_config(stock)
+    stock.model.train_cfg = None
+    check_config(stock)

@@ -1,0 +1,178 @@
+"""Mixing of images, and labels as one tensor from the pipeline to the loss.
+
+mmpretrain makes a ``DataSample`` for each image. In training that costs pickling in the workers,
+and a small kernel for each image on the GPU, although only the label is used.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import timm.loss
+import torch
+from mmpretrain.evaluation import Accuracy
+from mmpretrain.models import ClsDataPreprocessor, LabelSmoothLoss, LinearClsHead
+from mmpretrain.registry import MODELS
+from torch import Tensor, nn
+from torch.nn.functional import one_hot
+from torchvision.transforms import v2
+
+from tokenformer_vit.errors import InputError
+
+from .images import without_waiting
+
+__all__ = ["BinaryCrossEntropy", "LabelHead", "LabelPreprocessor"]
+
+_MIXERS = {"Mixup": v2.MixUp, "CutMix": v2.CutMix}
+
+
+class _Mix:
+    """One of torchvision's mixers for each batch, by mmpretrain's words ``augments`` and ``probs``.
+
+    A batch is put into a random order first: torchvision pairs neighbours, and with repeated
+    augmentation a neighbour is often a copy of the same image.
+    """
+
+    def __init__(self, augments: Any, probs: Sequence[float] | None = None) -> None:
+        augments = [augments] if isinstance(augments, dict) else augments
+        if others := [str(each["type"]) for each in augments if each["type"] not in _MIXERS]:
+            raise InputError(
+                f"model.train_cfg.augments has {', '.join(others)}, but LabelPreprocessor mixes by "
+                f"{' and '.join(_MIXERS)}: leave the others out"
+            )
+        with torch.device("cpu"):  # whatever the device on which a model is built
+            choices = [_MIXERS[each["type"]](alpha=each["alpha"]) for each in augments]
+        if probs is not None:
+            choices, probs = [*choices, v2.Identity()], [*probs, 1 - sum(probs)]
+        self._choice = v2.RandomChoice(choices, p=probs)
+
+    def __call__(self, images: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Mix images, (N, C, H, W), and the scores of their labels, (N, K)."""
+        order = without_waiting(torch.randperm(len(images)), images.device)
+        return self._choice(images[order], scores[order].float())
+
+
+@MODELS.register_module()
+class LabelPreprocessor(ClsDataPreprocessor):
+    """mmpretrain's ``ClsDataPreprocessor``, which also takes labels as one tensor.
+
+    With these, nothing waits for the GPU. torchvision's ``MixUp`` and ``CutMix`` mix the images.
+
+    Args:
+        batch_augments: ``augments``, configs of ``Mixup`` and ``CutMix`` with their ``alpha``, of
+            which a batch gets one, and perhaps ``probs``. ``ImageClassifier`` gives its
+            ``train_cfg``.
+        **kwargs: As for ``ClsDataPreprocessor``.
+
+    Raises:
+        InputError: If ``augments`` has another type.
+    """
+
+    def __init__(self, *args: Any, batch_augments: dict | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if batch_augments:
+            self.batch_augments, self.to_onehot = _Mix(**batch_augments), True
+
+    def forward(self, data: dict, training: bool = False) -> dict:
+        """Normalise the images of a batch, and mix them in training.
+
+        Args:
+            data: ``inputs``, and as ``data_samples`` a list of ``DataSample`` or the labels, (N,)
+                int64.
+            training: Whether to mix images.
+
+        Returns:
+            The same entries. Labels become (N, K) scores if images are mixed.
+        """
+        images, labels = data["inputs"], data.get("data_samples")
+        if isinstance(images, Tensor):
+            images = images.to(self.device, non_blocking=True)
+        if not isinstance(labels, Tensor):
+            return super().forward({**data, "inputs": images}, training)
+        images = self._normalized(images)
+        labels = labels.to(self.device, non_blocking=True)
+        if self.to_onehot:  # always, where images are mixed
+            labels = one_hot(labels, cast(int, self.num_classes)).float()
+            if training and self.batch_augments is not None:
+                images, labels = self.batch_augments(images, labels)
+        return {"inputs": images, "data_samples": labels}
+
+    def _normalized(self, images: Any) -> Tensor:
+        """Normalise images as mmpretrain does; where it is possible, in the memory of one copy."""
+        usual = hasattr(self, "mean") and self.pad_size_divisor <= 1
+        if not usual or not isinstance(images, Tensor) or images.dtype != torch.uint8:
+            return super().forward({"inputs": images})["inputs"]
+        if self.to_rgb and images.shape[1] == 3:
+            images = images.flip(1)
+        return images.float().sub_(self.mean).div_(self.std)
+
+
+@MODELS.register_module()
+class BinaryCrossEntropy(timm.loss.BinaryCrossEntropy):
+    """timm's binary cross-entropy, in which each class of a mixed image has the target 1.
+
+    Args:
+        smoothing: Smoothing of labels, (N,), of images that are not mixed.
+        target_threshold: Scores above it become 1, others 0; ``None`` keeps the scores.
+        **kwargs: As for timm's loss. ``sum_classes=True`` adds the classes, instead of their mean.
+
+    Raises:
+        InputError: If both ``smoothing`` and a ``target_threshold`` are given.
+
+    Shape:
+        (N, K) scores of the model and (N, K) scores of the labels, or (N,) int64 labels -> ().
+
+    Source:
+        DeiT III, arXiv:2204.07118. Its code has the mean over images and classes.
+    """
+
+    def __init__(
+        self, smoothing: float = 0.0, target_threshold: float | None = 0.0, **kwargs: Any
+    ) -> None:
+        if smoothing and target_threshold is not None:
+            raise InputError(
+                f"smoothing {smoothing} gives every class a score above 0, and target_threshold "
+                f"{target_threshold} would make each of them a target of 1: set smoothing=0, or "
+                "target_threshold=None"
+            )
+        super().__init__(smoothing, target_threshold, **kwargs)
+
+    def forward(self, x: Tensor, target: Tensor, avg_factor: int | None = None) -> Tensor:
+        """Compute the loss; ``avg_factor``, which mmpretrain's heads give, changes nothing."""
+        return super().forward(x, target)
+
+
+@MODELS.register_module()
+class LabelHead(LinearClsHead):
+    """mmpretrain's ``LinearClsHead``, which also takes labels, or scores, as one tensor."""
+
+    def _get_loss(self, cls_score: Tensor, data_samples: Any, **kwargs: Any) -> dict:
+        """Compute the loss of a batch.
+
+        Args:
+            cls_score: (N, K) scores of the classes.
+            data_samples: List of ``DataSample``, or (N,) int64 labels, or (N, K) scores.
+            **kwargs: Passed to the loss.
+
+        Returns:
+            The mean ``loss`` of the batch and, with ``cal_acc``, its accuracy; for a list of
+            ``DataSample``, the result of mmpretrain's head.
+
+        Raises:
+            InputError: If ``cal_acc`` is given, and images are mixed.
+        """
+        if not isinstance(data_samples, Tensor):
+            return super()._get_loss(cls_score, data_samples, **kwargs)
+        loss, found = cast(nn.Module, self.loss_module), {}
+        if self.cal_acc:
+            if data_samples.ndim > 1:
+                raise InputError(
+                    "model.head.cal_acc is True, but mixed images have no single label: set "
+                    "cal_acc=False, or model.train_cfg.augments=None"
+                )
+            topk: Any = self.topk  # a tuple; mmpretrain also declares a number
+            right: Any = Accuracy.calculate(cls_score, data_samples, topk=topk)
+            found = {f"accuracy_top-{k}": own for k, own in zip(topk, right, strict=True)}
+        if isinstance(loss, LabelSmoothLoss) and data_samples.ndim == 1:
+            # The loss would make the same, but read the labels from the GPU to check them.
+            data_samples = one_hot(data_samples, cls_score.shape[1])
+        return {"loss": loss(cls_score, data_samples, avg_factor=len(cls_score), **kwargs), **found}
