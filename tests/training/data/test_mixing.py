@@ -156,7 +156,7 @@ def test_labels_as_one_tensor_give_the_gradients_of_data_samples(config, augment
 
 def test_labels_that_would_not_be_mixed_are_refused(config):
     stock = load_config(config, {"data_preprocessor.type": "ClsDataPreprocessor"})
-    with pytest.raises(InputError, match="only a LabelPreprocessor mixes.*PackInputs"):
+    with pytest.raises(InputError, match=r"only a LabelPreprocessor mixes.*PackInputs"):
         check_config(stock)
     stock.model.train_cfg = None
     check_config(stock)
