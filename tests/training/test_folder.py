@@ -234,7 +234,7 @@ def test_the_size_of_the_images_chooses_the_recipe(size, side, recipe, tmp_path,
     assert cfg.model.backbone.img_size == side
     assert cfg.model.backbone.embed_dim == 96  # few images
     for loader in (cfg.train_dataloader, cfg.test_dataloader):
-        assert re.search(rf"(crop_size|scale)': {side}\b", str(loader.dataset.pipeline))
+        assert re.search(rf"'(size': |input_size': \(3, ){side}\b", str(loader.dataset.pipeline))
     assert (cfg.train_dataloader.batch_size, cfg.default_hooks.logger.interval) == (8, 1)
 
 
