@@ -183,20 +183,17 @@ def test_the_timm_model_computes_the_same_logits(backbone, images):
 def cfg(config):
     cfg = load_config(config)
     # Unlike in this config, and unlike timm's defaults.
-    for step in cfg.test_dataloader.dataset.pipeline:
-        if step.type == "ResizeEdge":
-            step.scale, step.interpolation = 20, "bilinear"
-        elif step.type == "CenterCrop":
-            step.crop_size = 16
+    step = cfg.test_dataloader.dataset.pipeline[1]
+    step.update(input_size=(3, 16, 16), crop_pct=0.8, interpolation="bilinear")
     cfg.data_preprocessor.update(mean=[51.0, 102.0, 127.5], std=[25.5, 51.0, 76.5])
     return cfg
 
 
-def test_the_evaluation_transform_is_exported(cfg):
+def test_a_resize_and_a_crop_are_exported(cfg):
+    expected = preprocessing(cfg)
+    resize = {"type": "ResizeEdge", "scale": 20, "interpolation": "bilinear"}
     pipeline = cfg.test_dataloader.dataset.pipeline
-    expected = {**preprocessing(cfg), "interpolation": "bicubic"}
-    size = {"input_size": (3, 16, 16), "crop_pct": 0.8}
-    pipeline[1:3] = [{"type": "EvalTransform", **size}]
+    pipeline[1:2] = [resize, {"type": "CenterCrop", "crop_size": 16}]
     assert preprocessing(cfg) == expected
     assert (expected["crop_pct"], expected["input_size"]) == (0.8, (3, 16, 16))
 

@@ -221,7 +221,7 @@ _pipeline = [
 ]
 test_dataloader = dict(dataset=dict(pipeline=_pipeline))
 """
-BGR = "data_preprocessor = dict(to_rgb=False)"
+BGR = "data_preprocessor = dict(to_rgb=True)"  # of images that are RGB
 
 
 @pytest.mark.parametrize(

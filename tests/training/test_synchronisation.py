@@ -8,12 +8,14 @@ import pytest
 import torch
 from mmengine.hooks import EMAHook
 from torch import Tensor
+from torch.distributions import Beta
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tokenformer_vit.training import ResumableEpochLoop, labels
+from tokenformer_vit.training import ResumableEpochLoop
 from tokenformer_vit.training.config import load_config
+from tokenformer_vit.training.data import mixing
 from tokenformer_vit.training.launch import run_training
 
 # Operators whose result decides what the processor does next: numbers and variable sizes.
@@ -76,6 +78,17 @@ class Methods(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def on_cpu(draw):
+    """Mark what is drawn as a tensor that is on the CPU on any machine."""
+
+    def drawn(*args, **kwargs):
+        tensor = draw(*args, **kwargs)
+        tensor.on_cpu = True
+        return tensor
+
+    return drawn
+
+
 def _by_mask(func, args):
     """Tell whether an operator takes the elements where a mask is true."""
     is_index = func.overloadpacket.__name__ in ("index", "index_put", "index_put_")
@@ -124,7 +137,9 @@ def test_a_step_reads_no_tensor_between_two_lines_of_the_log(
 
     monkeypatch.setattr(ResumableEpochLoop, "run_iter", watched)
     # PyTorch's reads the labels on a CPU alone, to check them.
-    monkeypatch.setattr(labels, "one_hot", lambda y, k: (y[:, None] == torch.arange(k)).long())
+    for owner, name in ((torch, "multinomial"), (torch, "randint"), (Beta, "sample")):
+        monkeypatch.setattr(owner, name, on_cpu(getattr(owner, name)))  # what mixing draws
+    monkeypatch.setattr(mixing, "one_hot", lambda y, k: (y[:, None] == torch.arange(k)).long())
     run_training(configured(recipe, **options))
     assert len(reads) == 12
     # The first loss is read, too, and the first step makes the optimiser's counters.
