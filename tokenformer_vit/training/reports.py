@@ -32,6 +32,7 @@ from .progress import dtype_of
 from .steps import sample_noun, samples_per_step
 
 BEFORE_RECORD = 99  # ResultsHook has 100, mmengine's lowest priority
+_DRAWN = ("accuracy/", "perplexity", RECONSTRUCTION)  # figures of validation with a curve
 # What other hooks note in the message hub for the record.
 _NOTED = ("growth", "flops", "compression", "teacher", "config_changes")
 
@@ -194,7 +195,7 @@ def draw_curves(
     iters_per_epoch: int | None = 1,
     title: str = "",
 ) -> None:
-    """Draw loss, accuracy or perplexity, and learning rate into a PNG file.
+    """Draw loss, figures of validation, and learning rate into a PNG file.
 
     All panels share one x axis: epochs, or iterations where validation counts these.
 
@@ -208,46 +209,37 @@ def draw_curves(
     """
     figure = Figure(figsize=(12, 3.8), layout="constrained")
     loss, validation, rate = figure.subplots(1, 3, sharex=True)
-    scale = iters_per_epoch or 1
+    scale, last = iters_per_epoch or 1, []
     times = [iteration / scale for iteration in train]
     loss.plot(times, [record["loss"] for record in train.values()], label="training")
-    measured = dict.fromkeys(name for record in val.values() for name in record)
-    texts = [name for name in measured if name.split("/")[0] == "perplexity"]
-    losses = {step: record[VAL_LOSS] for step, record in val.items() if VAL_LOSS in record}
-    if "perplexity" in measured:
-        losses = {s: math.log(r["perplexity"]) for s, r in val.items() if "perplexity" in r}
-    if losses:
-        loss.plot(list(losses), list(losses.values()), marker=".", label="validation")
-    loss.set(title="loss" if RECONSTRUCTION in measured else "loss (nats)")
-    # With several texts, one curve for each text, without the perplexity over all texts.
-    names = {name: name.removeprefix("perplexity/") for name in texts[1:] or texts}
-    kind = "validation perplexity"
-    if not names:
-        names = {"accuracy/top1": "top-1", "accuracy/top5": "top-5"}
-        kind = "validation accuracy (%)"
-    if RECONSTRUCTION in measured:
-        names, kind = {RECONSTRUCTION: "error"}, "validation loss of masked patches"
-    last = []
-    for name, label in names.items():
-        points = {step: record[name] for step, record in val.items() if name in record}
-        if points:
-            validation.plot(list(points), list(points.values()), marker=".", label=label)
+    rate.plot(times, [record["lr"] for record in train.values()], color="C2")
+    curves: dict[str, dict[int, float]] = {}
+    for step, record in val.items():
+        for name, value in record.items():
+            curves.setdefault(name, {})[step] = value
+            if name == "perplexity":
+                curves.setdefault(VAL_LOSS, {})[step] = math.log(value)
+    for name, curve in curves.items():
+        axes = loss if name == VAL_LOSS else validation
+        if axes is loss or name.startswith(_DRAWN):
+            label = "validation" if axes is loss else name
+            axes.plot(list(curve), list(curve.values()), marker=".", label=label)
+        if axes is validation and name.startswith(_DRAWN):
+            last.append(f"{name} {list(curve.values())[-1]:.2f}")
             validation.legend()
-            last.append(f"{label} {list(points.values())[-1]:.2f}".strip())
-    if texts:
+    if "perplexity" in curves:
         validation.set(yscale="log")
         validation.yaxis.set_major_formatter("{x:g}")
         validation.yaxis.set_minor_formatter("{x:g}")
-    validation.set(title=kind)
-    rate.plot(times, [record["lr"] for record in train.values()], color="C2")
-    rate.set(title="learning rate", ylim=(0, None))
-    rate.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
-    for axes in (loss, validation, rate):
-        axes.set_xlabel("epoch" if iters_per_epoch else "iteration")
-        axes.grid(alpha=0.3)
-        for index, iteration in enumerate(growth):
-            label = "_growth" if index or axes is not loss else "model grew"
+    for index, iteration in enumerate(growth):
+        for axes in (loss, validation, rate):
+            label = "model grew" if axes is loss and not index else "_"  # once in the legend
             axes.axvline(iteration / scale, color="0.6", linestyle=":", label=label)
+    rate.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+    rate.set(ylim=(0, None))
+    for axes, name in ((loss, "loss"), (validation, "validation"), (rate, "learning rate")):
+        axes.set(title=name, xlabel="epoch" if iters_per_epoch else "iteration")
+        axes.grid(alpha=0.3)
     loss.legend()
-    figure.suptitle(": ".join(part for part in (title, ", ".join(last)) if part))
+    figure.suptitle(": ".join(part for part in (title, ", ".join(last[:3])) if part))
     write_figure(path, figure, dpi=120)
