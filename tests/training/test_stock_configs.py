@@ -39,7 +39,6 @@ def imagenet(tmp_path_factory):
         pytest.param("convnext/convnext-tiny_32xb128_in1k", marks=slow),
         pytest.param("vision_transformer/vit-base-p16_32xb128-mae_in1k", marks=slow),
         pytest.param("mae/mae_vit-base-p16_8xb512-amp-coslr-300e_in1k", marks=slow),
-        pytest.param("mae/benchmarks/vit-base-p16_8xb128-coslr-100e_in1k", marks=slow),
     ],
 )
 def test_a_config_of_mmpretrain_trains_as_it_is(name, imagenet, tmp_path, command):
