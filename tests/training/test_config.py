@@ -149,14 +149,14 @@ def test_a_config_of_mmpretrain_gets_our_hooks_loop_and_sampler(tmp_path):
         " data_root=''), sampler=dict(type='DefaultSampler', shuffle=True))\n"
         "optim_wrapper = dict(type='AmpOptimWrapper', optimizer=dict(type='SGD', lr=0.1))\n"
         "train_cfg = dict(by_epoch=True, max_epochs=3)\n"
-        "default_hooks = dict(checkpoint=dict(type='CheckpointHook', interval=2), export=None)\n"
+        "default_hooks = dict(checkpoint=dict(type='CheckpointHook', interval=2), progress=None)\n"
     )
     cfg = load_config(path)
     check_config(cfg)
     runtime = Config.fromfile(CONFIGS / "_base_" / "runtime.py")
     assert cfg.default_hooks.keys() == runtime.default_hooks.keys()
     assert cfg.default_hooks.checkpoint.type == runtime.default_hooks.checkpoint.type
-    assert (cfg.default_hooks.checkpoint.interval, cfg.default_hooks.export) == (2, None)
+    assert (cfg.default_hooks.checkpoint.interval, cfg.default_hooks.progress) == (2, None)
     assert cfg.train_cfg == {"type": "ResumableEpochLoop", "max_epochs": 3}
     assert cfg.train_dataloader.sampler == {"type": "ResumableSampler", "shuffle": True}
     assert [cfg[f"val_{part}"] for part in ("dataloader", "cfg", "evaluator")] == [None] * 3
