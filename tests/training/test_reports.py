@@ -179,12 +179,13 @@ def test_the_validation_loss_is_the_cross_entropy_of_the_exported_model(trained,
     files = sorted((data_root / "val").glob("*/*.png"))
     images = torch.stack([transform(Image.open(file)) for file in files])
     labels = torch.tensor([CLASSES.index(file.parent.name) for file in files])
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # as the run validates
+    with torch.no_grad():
         expected = torch.nn.functional.cross_entropy(model(images), labels).item()
     _, val = read_scalars(sorted(trained.work_dir.glob("*/vis_data/scalars.json")))
     assert list(val) == [1, 2]
-    assert val[2]["cross_entropy"] == pytest.approx(expected, rel=1e-4)
-    assert val[1]["cross_entropy"] != pytest.approx(expected, rel=1e-3)
+    # The run validates in bfloat16; tests/cli/test_test.py compares in float32.
+    assert val[2]["cross_entropy"] == pytest.approx(expected, rel=2e-3)
+    assert val[1]["cross_entropy"] != pytest.approx(expected, rel=1e-2)
 
 
 def test_the_peak_on_a_gpu_is_that_of_all_lines_of_the_log(monkeypatch):

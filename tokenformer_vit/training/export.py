@@ -19,6 +19,7 @@ from tokenformer_vit.models.checkpoints import describe_model, save_model
 from tokenformer_vit.vision.image_rows import hub_name
 
 from .backbone import num_classes
+from .config import datasets
 from .distributed import unwrap
 from .loop import validation_is_due
 from .metrics import RECONSTRUCTION, VAL_LOSS
@@ -36,13 +37,6 @@ _RESULTS = {
 }
 
 
-def pipeline_of(dataset: Any) -> list[dict[str, Any]]:
-    """Return the pipeline in the config of a data set, or of the first data set that it wraps."""
-    while "pipeline" not in dataset:
-        dataset = dataset["dataset"] if "dataset" in dataset else dataset["datasets"][0]
-    return dataset["pipeline"]
-
-
 def preprocessing(cfg: Any) -> dict[str, Any]:
     """Translate the test pipeline and the normalisation of a config into timm's data config.
 
@@ -57,51 +51,50 @@ def preprocessing(cfg: Any) -> dict[str, Any]:
         InputError: If timm cannot express the pipeline.
     """
     preprocessor = cfg.model.get("data_preprocessor") or cfg.data_preprocessor
-    pipeline = pipeline_of(cfg.test_dataloader.dataset)
-    mean = preprocessor.get("mean") or [0.0] * 3
+    pipeline = _test_pipeline(cfg)
+    mean, std = preprocessor.get("mean") or [0.0] * 3, preprocessor.get("std") or [1.0] * 3
     in_bgr = any(step["type"] == _BGR for step in pipeline)
     if len(mean) == 3 and in_bgr != bool(preprocessor.get("to_rgb")):
-        raise InputError(
-            "data_preprocessor.to_rgb gives the model images in BGR, but timm gives it RGB"
-        )
-    steps = [step for step in pipeline if step["type"] not in _NEUTRAL]
-    config = _geometry(steps)
+        raise InputError("the model sees images in BGR (data_preprocessor.to_rgb), timm's are RGB")
+    config = _geometry([step for step in pipeline if step["type"] not in _NEUTRAL])
     if "input_size" in config:
         config["input_size"] = (len(mean), *config["input_size"][-2:])
-    scaled = {"mean": mean, "std": preprocessor.get("std") or [1.0] * 3}
-    return {**{key: [v / 255 for v in values] for key, values in scaled.items()}, **config}
+    return {"mean": [v / 255 for v in mean], "std": [v / 255 for v in std], **config}
+
+
+def _test_pipeline(cfg: Any) -> list[dict[str, Any]]:
+    """Return the steps of the test pipeline, inside wrappers of the data set."""
+    return next(datasets(cfg.test_dataloader.dataset)).pipeline
 
 
 def _geometry(steps: list[dict[str, Any]]) -> dict[str, Any]:
     """Translate the steps that resize and crop."""
-    kinds = tuple(step["type"] for step in steps)
+    kinds = [step["type"] for step in steps]
     if not kinds:  # the images have the size of the model
         return {"crop_pct": 1.0, "crop_mode": "squash"}
     first, last = steps[0], steps[-1]
-    if kinds == ("EvalTransform",):
+    if kinds == ["EvalTransform"]:
         defaults = {"crop_pct": 0.875, "interpolation": "bicubic", "crop_mode": "center"}
         return {**defaults, **{key: value for key, value in first.items() if key != "type"}}
-    how = {"interpolation": first.get("interpolation", "bilinear")}
-    if kinds == ("Resize",) and "scale" in first and not first.get("keep_ratio"):
+    how = {"interpolation": first.get("interpolation", "bilinear"), "crop_mode": "squash"}
+    if kinds == ["Resize"] and "scale" in first and not first.get("keep_ratio"):
         scale = first["scale"]
         size = (scale, scale) if isinstance(scale, int) else (scale[1], scale[0])
-        return {**how, "input_size": size, "crop_pct": 1.0, "crop_mode": "squash"}
-    short = kinds == ("ResizeEdge", "CenterCrop") and first.get("edge", "short") == "short"
+        return {**how, "input_size": size, "crop_pct": 1.0}
+    short = kinds == ["ResizeEdge", "CenterCrop"] and first.get("edge", "short") == "short"
     if short and isinstance(crop := last["crop_size"], int):
         share = crop / first["scale"]
         if math.floor(crop / share) != first["scale"]:  # timm would resize to a pixel less
             share = crop / (first["scale"] + 0.5)
         return {**how, "input_size": (crop, crop), "crop_pct": share, "crop_mode": "center"}
-    raise InputError(
-        f"timm cannot express the test pipeline ({', '.join(kinds)}): use EvalTransform"
-    )
+    raise InputError(f"timm has no such test pipeline ({', '.join(kinds)}): use EvalTransform")
 
 
 def resizes_with_opencv(cfg: Any) -> bool:
     """Tell whether the test pipeline resizes with OpenCV, mmpretrain's default."""
     return any(
         step["type"] in ("Resize", "ResizeEdge") and step.get("backend", "cv2") == "cv2"
-        for step in pipeline_of(cfg.test_dataloader.dataset)
+        for step in _test_pipeline(cfg)
     )
 
 
@@ -212,7 +205,8 @@ def run_facts(runner: Any) -> dict[str, Any]:
     their paths, because a path may be private.
     """
     cfg, info = runner.cfg, runner.train_dataloader.dataset.metainfo
-    root = cfg.train_dataloader.dataset.get("data_root") or ""
+    data = next(datasets(cfg.train_dataloader.dataset))
+    root = data.get("data_root") or ""
     folders = [root] if isinstance(root, str) else list(root)
     averaged = validated_model(runner) is not unwrap(runner.model)
     by_iteration = isinstance(runner.train_loop, IterBasedTrainLoop)
@@ -246,7 +240,7 @@ def run_facts(runner: Any) -> dict[str, Any]:
             }
     for section, entries in facts.items():
         facts[section] = {key: value for key, value in entries.items() if value}
-    imagenet = cfg.train_dataloader.dataset.type == "ImageNet" and len(info["classes"]) == 1000
-    if datasets := ["imagenet-1k"] if imagenet else [n for n in map(hub_name, folders) if n]:
-        facts["Dataset"] = datasets  # timm also names these in the front matter
+    imagenet = data.type == "ImageNet" and len(info["classes"]) == 1000
+    if names := ["imagenet-1k"] if imagenet else [n for n in map(hub_name, folders) if n]:
+        facts["Dataset"] = names  # timm also puts these into the front matter
     return facts
