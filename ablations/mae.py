@@ -47,6 +47,7 @@ def pretrain(shape: Shape, length: int) -> Part:
 
     changes = changes_between(FINETUNE, PRETRAIN)
     del changes["model"]["backbone"], changes["train_dataloader"]
+    changes["custom_hooks"] = [{"type": "ReconstructionHook"}]
     return {**changes, "train_cfg": {**changes["train_cfg"], "max_epochs": TIMES * length}}
 
 

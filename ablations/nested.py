@@ -34,11 +34,11 @@ from tokenformer_vit.experiments import (
 SIZES = (0.25, 0.5, 0.75, 1.0)
 SMALLER = list(SIZES[:-1])
 RULES = {
-    "sandwich": ("nested, sandwich", {"rule": "sandwich"}),
-    "distill": ("nested, sandwich, distillation", {"rule": "sandwich", "distill": True}),
-    "kept": ("nested, sandwich, τ kept", {"rule": "sandwich"}),
-    "parts": ("nested, parts", {"rule": "parts"}),
-    "one": ("nested, one random size", {"rule": "one"}),
+    "sandwich": "nested, sandwich",
+    "distill": "nested, sandwich, distillation",
+    "kept": "nested, sandwich, τ kept",
+    "parts": "nested, parts",
+    "one": "nested, one random size",
 }
 
 
@@ -47,9 +47,9 @@ def name(family: str, size: float) -> str:
     return f"{family}_{100 * size:g}"
 
 
-def train_nested(shape: Shape, length: int, **rule: Any) -> Part:
+def train_nested(shape: Shape, length: int) -> Part:
     """Train a nested model at all of its sizes."""
-    return {"model": {"type": "NestedClassifier", "size_rule": rule}}
+    return {"model": {"type": "NestedClassifier"}}
 
 
 def train_shortly(shape: Shape, length: int) -> Part:
@@ -143,9 +143,10 @@ QUESTION = NestedSizes(
                 key,
                 label,
                 arguments(nested=SMALLER, **({"nested_tau": "kept"} if key == "kept" else {})),
-                outside=partial(train_nested, **rule),
+                outside=train_nested,
+                recorded=key not in ("sandwich", "kept"),
             )
-            for key, (label, rule) in RULES.items()
+            for key, label in RULES.items()
         ),
         Variant(
             "reordered",
@@ -161,7 +162,7 @@ QUESTION = NestedSizes(
     ),
     lines=(
         Line("trained alone", ALONE),
-        *(Line(label, every(key)) for key, (label, _) in RULES.items()),
+        *(Line(label, every(key)) for key, label in RULES.items()),
         Line("reordered, an eighth of the epochs", every("reordered"), also=(WHOLE,)),
         Line("pruned", every(WHOLE), method="prune"),
         Line("top-k", every(WHOLE), method="top-k"),

@@ -10,9 +10,5 @@
 # Expected:  not run; 1.9 times the training FLOPs of imagenet_base
 _base_ = "imagenet_base.py"
 
-model = dict(
-    type="NestedClassifier",
-    size_rule=dict(rule="sandwich"),
-    backbone=dict(nested=(0.25, 0.5, 0.75)),
-)
+model = dict(type="NestedClassifier", backbone=dict(nested=(0.25, 0.5, 0.75)))
 custom_hooks = [dict(type="CostHook")]

@@ -41,6 +41,10 @@ train_pipeline = [
     dict(type="PackLabels"),
 ]
 train_dataloader = dict(dataset=dict(pipeline=train_pipeline))
+test_pipeline = _base_.test_pipeline
+test_pipeline[-1].meta_keys = ("sample_idx",)  # it decides the mask of an image
+val_dataloader = dict(dataset=dict(pipeline=test_pipeline))
+test_dataloader = val_dataloader
 val_evaluator = dict(_delete_=True, type="ReconstructionError", collect_device="gpu")
 test_evaluator = val_evaluator
 
@@ -58,4 +62,3 @@ param_scheduler = [
 train_cfg = dict(max_epochs=800, val_interval=20)
 
 default_hooks = dict(ema=None)
-custom_hooks = [dict(type="ReconstructionHook")]

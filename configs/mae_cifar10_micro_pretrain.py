@@ -34,6 +34,10 @@ model = dict(
     ),
 )
 data_preprocessor = dict(num_classes=None)
+test_pipeline = _base_.test_pipeline
+test_pipeline[-1].meta_keys = ("sample_idx",)  # it decides the mask of an image
+val_dataloader = dict(dataset=dict(pipeline=test_pipeline))
+test_dataloader = val_dataloader
 val_evaluator = dict(_delete_=True, type="ReconstructionError", collect_device="gpu")
 test_evaluator = val_evaluator
 
@@ -45,4 +49,3 @@ param_scheduler = [
 ]
 train_cfg = dict(max_epochs=40, val_interval=4)
 default_hooks = dict(ema=None)
-custom_hooks = [dict(type="ReconstructionHook")]

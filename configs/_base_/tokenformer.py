@@ -14,7 +14,6 @@ model = dict(
         frozen=False,  # True trains only the head: a linear probe
         compile=False,
         backend="auto",  # how Pattention is computed; see tokenformer_vit/ops/README.md
-        stem_seed=None,  # a seed for all weights outside the blocks, to compare models
     ),
     neck=None,
     head=dict(

@@ -9,7 +9,6 @@ from tokenformer_vit.benchmarking.measures import counted_flops
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import grow
 from tokenformer_vit.models import LMConfig, TokenFormerLM
-from tokenformer_vit.training.net2net import widen_mlp
 
 pytestmark = pytest.mark.usefixtures("plain_attention")
 SHAPE = {"vocab_size": 61, "context_length": 17, "embed_dim": 24, "depth": 2, "num_heads": 3}
@@ -121,7 +120,6 @@ def test_a_transformer(tie, positions):
     assert costs["qkv"].parameters == 2 * 3 * (24 + 1) * 24
     assert costs["output"].parameters == 2 * (24 + 1) * 24
     check_training(model, 17)
-    check(widen_mlp(model, 70), PARTS_OF[positions])
 
 
 def test_after_growth_and_for_pairs_that_are_not_read():

@@ -100,7 +100,7 @@ def test_stages_start_from_the_small_model(words):
         assert run.start is planned["small"]
         assert cfg.load_from == f"{planned['small'].folder}/model.safetensors"
         assert pairs.items() <= dict(cfg.model.backbone).items()
-        (hook,) = (hook for hook in cfg.custom_hooks if hook["type"] == "GrowthHook")
+        (hook,) = (hook for hook in cfg.custom_hooks if "schedule" in hook)
         double = {key: 2 * count for key, count in pairs.items()}
         assert (hook["schedule"], hook["init"]) == ([{"iteration": 1, **double}], init)
         assert cfg.train_cfg.max_epochs == 8

@@ -32,13 +32,12 @@ def test_every_size_is_trained_in_each_way(planned):
             assert cost[f"frozen_{100 * size:g}"] == cost[f"grown_{100 * size:g}"] == cost[name]
     quarter, half, most, whole = (cost[name] for name in ALONE)
     assert cost["sandwich"] == pytest.approx(quarter + (half + most) / 2 + whole, rel=0.02)
-    assert cost["one"] == pytest.approx((quarter + half + most + whole) / 4, rel=0.05)
-    assert cost["parts"] == pytest.approx(whole / 2 + (quarter + half + most) / 6, rel=0.01)
+    assert not {"distill", "parts", "one"} & planned.keys()  # only their records are left
     assert cost["reordered"] == pytest.approx(cost["sandwich"] / 8)
     before = {"frozen_50": "alone_25", "frozen_75": "frozen_50", "grown_100": "grown_75"}
     for name, earlier in before.items():
         assert planned[name].start is planned[earlier]
-    for name in ("distill", "reordered", "frozen_75", "vit_25"):
+    for name in ("kept", "reordered", "frozen_75", "vit_25"):
         planned[name].write_config()
         cfg = load_config(planned[name].config)
     assert cfg.model.head.in_channels == cfg.model.backbone.embed_dim == 48

@@ -242,59 +242,6 @@ def test_fine_tuning_starts_from_an_exported_file(tmp_path, cfg):
         build_untouched(model_name="tokenformer_tiny", checkpoint_path=path, depth=4)
 
 
-def outside_the_blocks(classifier):
-    names = timm_state_dict(classifier.state_dict())
-    return {
-        name: tensor
-        for name, tensor in names.items()
-        if not name.startswith(("blocks.", "head.", "fc_norm."))
-    }
-
-
-@pytest.mark.parametrize("shared", [{}, {"no_embed_class": True, "reg_tokens": 4}])
-def test_models_with_one_stem_seed_differ_in_their_blocks_alone(shared):
-    ours = {"model_name": "tokenformer_tiny", **shared}
-    variants = [
-        ours,
-        {**ours, "theta": "softmax", "num_ffn_param_tokens": 40, "depth": 2},
-        {**ours, "pattention_args": {"learn_tau": True}, "norm": "bias"},
-        {"model_name": "vit_tiny_patch16_224", **shared},
-    ]
-    stems, states = [], []
-    for index, variant in enumerate(variants):
-        torch.manual_seed(index)
-        stems.append(outside_the_blocks(build_untouched(**variant, stem_seed=7)))
-        states.append(torch.get_rng_state())
-    assert {"patch_embed.proj.weight", "cls_token", "pos_embed", "norm.weight"} <= set(stems[0])
-    for stem in stems[1:]:
-        assert stem.keys() == stems[0].keys()
-        assert all(torch.equal(tensor, stems[0][name]) for name, tensor in stem.items())
-    assert stems[0]["pos_embed"].std() == pytest.approx(0.02, rel=0.2)
-    other = outside_the_blocks(build_untouched(**ours, stem_seed=8))
-    assert not torch.equal(other["pos_embed"], stems[0]["pos_embed"])
-
-    # The blocks, the head and the global generator are as they are without a seed.
-    for index, variant in enumerate(variants):
-        torch.manual_seed(index)
-        plain = build_untouched(**variant)
-        assert torch.equal(torch.get_rng_state(), states[index])
-        assert not torch.equal(plain.backbone.model.pos_embed, stems[0]["pos_embed"])
-        torch.manual_seed(index)
-        seeded = build_untouched(**variant, stem_seed=7)
-        plain, seeded = (timm_state_dict(model.state_dict()) for model in (plain, seeded))
-        for name in plain.keys() - stems[index].keys():
-            assert torch.equal(plain[name], seeded[name]), name
-
-
-def test_a_stem_seed_excludes_weights_that_are_loaded_and_models_that_are_no_vits():
-    arguments = {"type": "TimmClassificationBackbone", "stem_seed": 7}
-    for start in ({"pretrained": True}, {"checkpoint_path": "model.safetensors"}):
-        with pytest.raises(InputError, match=r"stem_seed is 7, but the weights are loaded \("):
-            MODELS.build({**arguments, "model_name": "tokenformer_tiny", **start})
-    with pytest.raises(InputError, match="stem_seed is 7, but eva02_tiny_patch14_224 is not"):
-        MODELS.build({**arguments, "model_name": "eva02_tiny_patch14_224", "depth": 1})
-
-
 def test_a_model_without_a_linear_head_is_refused_at_the_start():
     with pytest.raises(InputError, match="resnet18 has no linear classifier called 'head'"):
         MODELS.build({"type": "TimmClassificationBackbone", "model_name": "resnet18"})

@@ -90,7 +90,7 @@ def _cost(run: Run, examples: int, processes: int) -> tuple[int, int]:
     per_unit = {"iteration": batch, "epoch": examples}
     seen = run.length * per_unit[field.unit]
     hooks = cfg.get("custom_hooks") or ()
-    schedule = next((hook["schedule"] for hook in hooks if hook["type"] == "GrowthHook"), ())
+    schedule = next((hook["schedule"] for hook in hooks if "schedule" in hook), ())
     flops, since, part = 0, 0, field.part(cfg)
     each = field.flops(cfg)
     for event in schedule:

@@ -16,6 +16,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import TokenFormerViT
 
 from .fields import Field, Measure
+from .run import name_probes
 from .variants import ModelChange, Part, Shape
 
 
@@ -52,7 +53,7 @@ class ImageField(Field):
         """Count the training FLOPs of the backbone or of an MAE; see :meth:`Field.flops`."""
         model: Any = self.build(cfg)
         if hasattr(model, "mean_flops"):  # it trains several sizes
-            return model.mean_flops(cfg["train_dataloader"]["batch_size"])
+            return model.mean_flops()
         if hasattr(model, "training_flops"):  # it is more than its backbone
             return model.training_flops()
         return training_flops(model.backbone.model)
@@ -94,7 +95,9 @@ class ImageField(Field):
 
         model = copy.deepcopy({**cfg["model"], "train_cfg": None})  # mixup logs a line
         backbone = timm_part(model["backbone"])
-        backbone.update(compile=False, stem_seed=None)
+        backbone.update(compile=False)
+        backbone.pop(self.seed_key, None)
+        name_probes({"model": model})
         preprocessor = copy.deepcopy(cfg["data_preprocessor"])
         logging.disable(logging.INFO)  # LoRA logs a line for each layer
         try:

@@ -46,7 +46,7 @@ class LanguageField(Field):
     def flops(self, cfg: Mapping[str, Any]) -> int:
         """Count the FLOPs of a whole context; see :meth:`Field.flops`."""
         model: Any = self.build(cfg)
-        return model.mean_flops(cfg["train_dataloader"]["batch_size"], model.context_length)
+        return model.mean_flops(model.context_length)
 
     def num_examples(self, cfg: Mapping[str, Any]) -> int:
         """Count the training sequences."""
@@ -76,7 +76,7 @@ class LanguageField(Field):
 
         import tokenformer_vit.training.language  # noqa: F401  # registers CausalLM
 
-        keys = ("type", "architecture", "config", "size_rule")
+        keys = ("type", "architecture", "config", "sandwich", "distill")
         sizes = {key: cfg["model"][key] for key in keys if key in cfg["model"]}
         with torch.device("meta"), DefaultScope.overwrite_default_scope("mmpretrain"):
             return MODELS.build(sizes)

@@ -20,7 +20,7 @@ from tokenformer_vit.files import IN_USE
 from tokenformer_vit.interrupts import signals_interrupt
 
 from .record import collect, find_record
-from .run import Run, shown
+from .run import ROOT, Run, shown
 
 TRAIN = ("-m", "tokenformer_vit", "train")
 LOOK = 0.5  # seconds between two looks at the processes
@@ -66,6 +66,8 @@ def start(run: Run, slot: int, args: argparse.Namespace) -> _Started:
 def _environment(slot: int, args: argparse.Namespace) -> dict[str, str]:
     """Give each job as many GPUs as it has processes."""
     environment = dict(os.environ)
+    paths = (str(ROOT / "ablations"), environment.get("PYTHONPATH"))  # with the probes
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if args.jobs > 1 and (count := torch.cuda.device_count()) > 1:
         visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
         devices = visible if len(visible) == count else [str(device) for device in range(count)]

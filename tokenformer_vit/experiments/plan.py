@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tokenformer_vit.training.config import (
 )
 
 from .questions import Question
-from .run import ROOT, Run, difference, shown
+from .run import PROBES, ROOT, Run, difference, shown
 from .variants import Shape, Variant
 
 LARGEST_GAP = 0.01  # between the parameter counts of two variants
@@ -46,6 +47,8 @@ def plan(
         InputError: If the config, its data, an option or the weights to start from are wrong, or
             parameter counts differ that should be equal.
     """
+    for module in PROBES:
+        import_module(module)  # registers what some variants need
     args.config = str(find_config(args.config))
     check_config(load_config(args.config, args.cfg_options))
     field = question.field
@@ -136,7 +139,7 @@ def changes_between(old: str, new: str) -> dict[str, Any]:
 def _wanted(question: Question, names: list[str] | None) -> list[Variant]:
     """List the variants of a sweep, each after the variant that it starts from."""
     if not names:
-        return list(question.variants)
+        return [variant for variant in question.variants if not variant.recorded]
     wanted = set(names)
     for variant in reversed(question.variants):
         if variant.name in wanted and variant.start is not None:

@@ -27,17 +27,18 @@ A record, ``OUT/<run>.json``, has what the training's own ``record.json`` has, a
                           tau where it changes
 """
 
+import json
 import math
 import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.records import environment, read_record, write_record
-from tokenformer_vit.training import read_diagnostics
 from tokenformer_vit.training.reports import read_scalars
 
 from .fields import Field
@@ -156,7 +157,7 @@ def read_layers(path: Path) -> dict[str, Any]:
     """Read the figures of every layer over the run; with many layers, at fewer times."""
     if not path.is_file():
         return {}  # a model without Pattention, or a run that failed before the first measurement
-    lines = list(read_diagnostics(path).values())
+    lines = _measurements(path)
     if not lines:
         return {}  # it was killed at the first line
     unit = "epoch" if "epoch" in lines[0] else "iteration"
@@ -172,6 +173,16 @@ def read_layers(path: Path) -> dict[str, Any]:
         for name in names
     }
     return {"diagnostics": {unit: times, "layers": layers, **figures}}
+
+
+def _measurements(path: Path) -> list[dict[str, Any]]:
+    """Read the lines of a DiagnosticsHook; the later one counts where a resumed run repeats one."""
+    found = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(json.JSONDecodeError):  # the line that a killed run was writing
+            record = json.loads(line)
+            found[record["iteration"]] = record
+    return [found[iteration] for iteration in sorted(found)]
 
 
 def thin(values: Sequence[int], most: int) -> list[int]:

@@ -6,6 +6,7 @@ record repeats the settings, so it is never used for a run with other settings.
 """
 
 import ast
+import copy
 import json
 import os
 import re
@@ -19,9 +20,12 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
 from tokenformer_vit.records import read_record
 
-from .fields import Field
+from .fields import Config, Field
+from .variants import PAIRS
 
 ROOT = Path(__file__).resolve().parents[2]
+PROBES = ("probes", "net2net")  # modules of the folder ablations that a run needs
+_PROBED = {"stem_seed", "frozen_norms", "nested_tau"}  # arguments of ProbeBackbone
 
 
 @dataclass(frozen=True)
@@ -68,20 +72,23 @@ class Run:
         Raises:
             InputError: If there is a run of this name with other settings.
         """
+        imports = [*self.whole["custom_imports"]["imports"], *PROBES]
+        settings = copy.deepcopy({**self.settings, "custom_imports": {"imports": imports}})
+        name_probes(settings)
         if self.config.is_file():
             text = self.config.read_text(encoding="utf-8")
             tree: list[Any] = ast.parse(text).body
             there = {node.targets[0].id: ast.literal_eval(node.value) for node in tree}
             del there["_base_"]  # the folder may have been moved
             there["base"] = (re.findall(r"^# Its base: (\w+)$", text, re.MULTILINE) or [None])[0]
-            wanted = {**self.settings, "base": self.about["base"]}
+            wanted = {**settings, "base": self.about["base"]}
             self.check_same(there, wanted, self.config, "--work-dir")
         lines = [
             f"# {self.name} of ablations/{self.about['question']}.py: what differs from its base.",
             f"# Its base: {self.about['base']}",
             f"_base_ = {str(self.base)!r}",
         ]
-        for key, value in self.settings.items():
+        for key, value in settings.items():
             lines.append(f"{key} = {pformat(value, width=90, sort_dicts=False)}")
         self.work_dir.mkdir(parents=True, exist_ok=True)
         write_whole(self.config, "\n".join([*lines, ""]).encode())
@@ -108,6 +115,16 @@ class Run:
                 f"that it starts from (digest {base[0]} there and {base[1]} here): choose another "
                 f"{way}, or give --same-training if both versions train the same"
             )
+
+
+def name_probes(cfg: Config) -> None:
+    """Name the classes of ablations/probes.py and net2net.py that the settings of a run need."""
+    backbone = cfg.get("model", {}).get("backbone", {})
+    if backbone.keys() & _PROBED:
+        backbone["type"] = "ProbeBackbone"
+    for hook in cfg.get("custom_hooks", ()):
+        if "schedule" in hook and not any(key in PAIRS for key in hook["schedule"][0]):
+            hook["type"] = "Net2NetHook"
 
 
 def difference(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

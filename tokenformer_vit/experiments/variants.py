@@ -96,6 +96,7 @@ class Variant:
     text: str | None = None  # folder of the text to train on, where a question has several
     against: tuple[tuple[str, str], ...] = ()  # heading of a column, name of the other variant
     line: str | None = None  # line of a chart that it is a point of
+    recorded: bool = False  # only its records are left: it can no longer be trained
     prepares: bool = False  # trains weights that others start from, and has no result of its own
 
 

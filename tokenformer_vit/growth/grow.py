@@ -66,7 +66,8 @@ def grow(
         nested: Whether the present size becomes a nested size, as it does in a nested model. It
             computes bit for bit what it did, if only new pairs are trained.
         seed: Seed of the random numbers, which differ between layers and between old counts.
-        split: Store new pairs in separate parameters. Those of an earlier growth become old pairs.
+        split: Store new pairs in separate parameters, and give them groups of the optimizer of
+            their own. Those of an earlier growth become old pairs.
         freeze: ``old`` trains only the new pairs, not even the head; implies ``split``.
         optimizer: Optimizer of the model's parameters, which continues; so do its schedulers,
             unless ``new_lr_scale`` or the first gates add a group. Make anew all other optimizers,
@@ -109,13 +110,14 @@ def grow(
         # A gate, or pairs that were new in the last growth and are old now.
         if own is not before[name] or is_split(layers[name]) or own.gate is not None
     }
-    split = split or freeze is not None or new_lr_scale != 1
+    apart = split or new_lr_scale != 1
+    split = apart or freeze is not None
     # Nothing would open a fixed gate that is shut, unless it is asked for.
     learn_gate = gate == "learned" or (bool(shut) and gate is None)
     joined = write_tokens(model, growing, split, learn_gate, optimizer, moments)
     if freeze:  # before the optimizer, which takes only what is trained
         freeze_old(model)
-    follow(optimizer, model, [layers[name] for name in growing], joined, new_lr_scale)
+    follow(optimizer, model, [layers[name] for name in growing], joined, new_lr_scale, apart)
     return model
 
 

@@ -251,6 +251,7 @@ def follow(
     layers: Iterable[Pattention],
     joined: Mapping[nn.Parameter, nn.Parameter],
     new_lr_scale: float = 1.0,
+    apart: bool = False,
 ) -> None:
     """Give an optimizer the new parameters of layers, and take out those that others hold now."""
     if optimizer is None:
@@ -276,9 +277,10 @@ def follow(
         if parameter.dim() < 2:  # Muon takes only matrices, and decay is for them
             fixed = {"weight_decay": 0.0, "use_muon": False}
             settings |= {key: fixed[key] for key in settings.keys() & fixed}
-        # A scaled rate joins only groups of this growth: a resume repeats the growths of a run
+        # New pairs apart join only groups of this growth: a resume repeats the growths of a run
         # before it loads the rates, when those of two growths are still the same.
-        for group in optimizer.param_groups[number if scale != 1 else 0 :]:
+        own_group = apart and name.startswith("new_")
+        for group in optimizer.param_groups[number if own_group else 0 :]:
             if {**group, "params": None} == settings:
                 # In the order of the model, because PyTorch loads a state by position.
                 held, place = group["params"], places[parameter]

@@ -34,21 +34,18 @@ except TypeError as error:
 from .averaging import ForeachMovingAverage
 from .backbone import TimmClassificationBackbone
 from .checkpoint import ExactCheckpointHook
-from .compression import CompressionHook
 from .data.augment import EvalTransform, FastRandAugment
 from .data.images import HuggingFaceImages, ImagesInMemory, LoadImage, PackLabels
 from .data.mixing import BinaryCrossEntropy, LabelHead, LabelPreprocessor
 from .data.sampler import ResumableSampler, Seeded
-from .diagnostics import DiagnosticsHook, read_diagnostics
 from .distillation import DistilledClassifier
 from .growth import CostHook, GrowthHook
 from .guard import GuardHook
 from .labels import DistilledHead
 from .loop import ResumableEpochLoop, ResumableIterLoop
-from .lora import LoRABackbone
-from .mae import MaskedAutoencoder, ReconstructionHook
+from .mae import MaskedAutoencoder
 from .metrics import AccuracyAndLoss, ReconstructionError
-from .nested import NestedClassifier, SizeRule
+from .nested import NestedClassifier
 from .optim import AccumulationEMAHook, AutocastOptimWrapper
 from .parallel import CompressingDataParallel
 from .parameter_groups import MergedLayerDecayConstructor, MergedOptimWrapperConstructor
@@ -63,9 +60,7 @@ __all__ = [
     "AutocastOptimWrapper",
     "BinaryCrossEntropy",
     "CompressingDataParallel",
-    "CompressionHook",
     "CostHook",
-    "DiagnosticsHook",
     "DistilledClassifier",
     "DistilledHead",
     "EvalTransform",
@@ -78,7 +73,6 @@ __all__ = [
     "ImagesInMemory",
     "LabelHead",
     "LabelPreprocessor",
-    "LoRABackbone",
     "LoadImage",
     "MaskedAutoencoder",
     "MergedLayerDecayConstructor",
@@ -87,15 +81,12 @@ __all__ = [
     "PackLabels",
     "ProgressHook",
     "ReconstructionError",
-    "ReconstructionHook",
     "ResultsHook",
     "ResumableEpochLoop",
     "ResumableIterLoop",
     "ResumableSampler",
     "Seeded",
-    "SizeRule",
     "TimmClassificationBackbone",
     "load_plain_checkpoint",
-    "read_diagnostics",
     "secure_files",
 ]

@@ -1,23 +1,20 @@
 """A timm model as an mmpretrain backbone."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import timm
 import torch
 from mmengine.model import BaseModule
 from mmpretrain.registry import MODELS
-from timm.models import VisionTransformer, group_parameters
+from timm.models import group_parameters
 from timm.models.deit import VisionTransformerDistilled
-from torch import Tensor, nn
+from torch import Tensor
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.growth import grow, pattention_layers
+from tokenformer_vit.growth import grow
 from tokenformer_vit.models import TokenFormerViT, compile_blocks
 from tokenformer_vit.models.checkpoints import load_model
-from tokenformer_vit.models.vit import draw_prefix_tokens
-
-from .storage import secure_files
 
 
 @MODELS.register_module()
@@ -38,22 +35,13 @@ class TimmClassificationBackbone(BaseModule):
         growth: Arguments of :func:`tokenformer_vit.growth.grow`, which then appends pairs to the
             model. ``freeze="old"`` trains only the new pairs and the head. Default ``seed``: the
             seed of the run.
-        frozen: Train only the head: a linear probe.
-        frozen_norms: Freeze weight and bias of every LayerNorm in the blocks. From scratch they are
-            1 and 0, and the model computes as if it had none; its checkpoints stay the same.
-        nested_tau: Initial τ of the smaller sizes of a nested model: ``scaled`` by the number of
-            pairs, or ``kept`` from all pairs.
-        stem_seed: Seed for all weights outside the blocks (patch embedding, class token,
-            positions, final norm). With the same width and image size, a ViT and TokenFormers of
-            any Θ and number of pairs then start from the same weights there. The blocks and the
-            global random generators do not change.
+        frozen: Train only the head: a linear probe. The model stays in evaluation mode, so
+            training sees the features that validation sees.
         **kwargs: Arguments of the timm model.
 
     Raises:
         InputError: If the model has no linear head, the checkpoint cannot be read or does not fit,
-            ``init_cfg`` is given, ``stem_seed`` is given together with loaded weights or for a
-            model that is no ViT, ``frozen`` together with ``growth``, ``frozen_norms`` for a model
-            without such norms, or ``backend`` is unknown or given for a ViT.
+            ``frozen`` is given together with ``growth``, or ``backend`` for a ViT.
 
     Shape:
         (B, in_chans, H, W) -> a tuple of one (B, C), the pooled and normalised features; of a model
@@ -69,57 +57,29 @@ class TimmClassificationBackbone(BaseModule):
         backend: str = "auto",
         growth: dict[str, Any] | None = None,
         frozen: bool = False,
-        frozen_norms: bool = False,
-        nested_tau: Literal["scaled", "kept"] = "scaled",
-        stem_seed: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        secure_files()
         self.model: Any
-        if "init_cfg" in kwargs:
-            raise InputError(
-                f"{type(self).__name__} has no init_cfg: give the file of the weights as "
-                "checkpoint_path"
-            )
-        if stem_seed is not None and (checkpoint_path or pretrained):
-            raise InputError(
-                f"stem_seed is {stem_seed}, but the weights are loaded "
-                f"({checkpoint_path or 'pretrained=True'}): set stem_seed=None, or start from "
-                "fresh weights"
-            )
         if frozen and growth:
             raise InputError(
                 "frozen=True would also freeze the pairs that growth appends: set one of the two, "
                 "or train only the new pairs with growth=dict(..., freeze='old')"
             )
         if checkpoint_path:
-            if not Path(checkpoint_path).is_file():
-                raise InputError(
-                    f"there is no file {checkpoint_path} to start from: set "
-                    "model.backbone.checkpoint_path; the header of the config says how to make one"
-                )
-            self.model = load_model(
-                model_name, Path(checkpoint_path), for_images=False, **kwargs
-            ).train()
-            self.model.reset_classifier(0)
+            self.model = load_model(model_name, Path(checkpoint_path), for_images=False, **kwargs)
+            self.model.train().reset_classifier(0)
         else:
             self.model = timm.create_model(
                 model_name, pretrained=pretrained, num_classes=0, **kwargs
             )
         self.has_distillation_token = isinstance(self.model, VisionTransformerDistilled)
         check_classifier(self.model, model_name)
-        if stem_seed is not None:
-            self._draw_stem(stem_seed, model_name, kwargs)
         if growth:
             grow(self.model, **{"seed": torch.initial_seed(), **growth})
-        if nested_tau == "kept":
-            for layer in pattention_layers(self.model).values():
-                layer.set_nested(layer.nested, layer.tau)
+        self.frozen = frozen
         if frozen:
             self.model.requires_grad_(False)
-        if frozen_norms:
-            _freeze_norms(self.model, model_name)
         if backend != "auto":
             if not isinstance(self.model, TokenFormerViT):
                 raise InputError(
@@ -129,24 +89,15 @@ class TimmClassificationBackbone(BaseModule):
             self.model.set_backend(backend)
         compile_blocks(self.model, compile)
 
-    def _draw_stem(self, seed: int, model_name: str, kwargs: dict[str, Any]) -> None:
-        """Take the weights outside the blocks from a model without blocks, drawn from ``seed``."""
-        if not isinstance(self.model, VisionTransformer):
-            raise InputError(
-                f"stem_seed is {seed}, but {model_name} is not one of timm's ViTs: set "
-                "stem_seed=None"
-            )
-        # On the CPU: no other generator has to be seeded and restored.
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            torch.default_generator.manual_seed(seed)
-            stem = timm.create_model(model_name, **{**kwargs, "num_classes": 0, "depth": 0})
-            draw_prefix_tokens(stem, torch.Generator().manual_seed(seed))  # also of a ViT
-        left = self.model.load_state_dict(stem.state_dict(), strict=False)
-        assert not left.unexpected_keys
-        assert all(name.startswith("blocks.") for name in left.missing_keys)
-
     def init_weights(self) -> None:
         """Leave the weights as timm initialised or loaded them."""
+
+    def train(self, mode: bool = True) -> "TimmClassificationBackbone":
+        """Set the mode; what is frozen stays in evaluation mode, without drop path or dropout."""
+        super().train(mode)
+        if self.frozen:
+            self.model.eval()
+        return self
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Map images to pooled features."""
@@ -173,24 +124,8 @@ class TimmClassificationBackbone(BaseModule):
         return layers.get(param_name.removeprefix(f"{prefix}model."), last), last + 1
 
 
-def _freeze_norms(model: Any, name: str) -> None:
-    modules = model.blocks.modules() if isinstance(model, VisionTransformer) else ()
-    norms = [norm for norm in modules if isinstance(norm, nn.LayerNorm) and norm.elementwise_affine]
-    if not norms:
-        raise InputError(
-            f"frozen_norms is True, but the blocks of {name} have no LayerNorm with weight and "
-            "bias: set frozen_norms=False"
-        )
-    for norm in norms:
-        norm.requires_grad_(False)
-
-
 def check_classifier(model: Any, name: str) -> None:
-    """Check that a timm model has a linear head, so that it can be a backbone.
-
-    Raises:
-        InputError: If it has another one.
-    """
+    """Check that a timm model has a linear head, so that it can be a backbone."""
     heads = model.pretrained_cfg.get("classifier")
     if heads != "head" and list(heads or ()) != ["head", "head_dist"]:
         raise InputError(

@@ -35,7 +35,6 @@ from .identity import check_identity, check_processes, run_identity, say_identit
 from .loop import ResumableEpochLoop, validation_is_due
 from .metrics import SumMetric
 from .mmengine_internals import is_resuming
-from .nested import NestedTraining
 from .parameter_groups import fit_groups
 from .processes import check_alike
 from .random_state import rng_state, set_rng_state
@@ -212,11 +211,8 @@ class ExactCheckpointHook(CheckpointHook):
         return str(own) if is_best and own.is_file() and not own.is_symlink() else None
 
     def before_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
-        """Restore the random generators after a resume; draw the sizes of a nested model."""
+        """Restore the random generators after a resume."""
         self._restore_rng(runner)
-        model = unwrap(runner.model)
-        if isinstance(model, NestedTraining):
-            model.draw_sizes(runner.train_dataloader.sampler.seed, runner.iter)
 
     def _restore_rng(self, runner) -> None:
         if self._resumed is None:

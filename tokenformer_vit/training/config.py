@@ -288,7 +288,7 @@ def check_config(cfg: Config) -> None:
             f"accumulative_counts is {steps}, but PyTorch accumulates no gradients in a static "
             "graph: set model_wrapper_cfg.static_graph=False"
         )
-    nested = cfg.model.type == "NestedClassifier" or "size_rule" in cfg.model
+    nested = cfg.model.type == "NestedClassifier" or cfg.model.get("sandwich")
     if nested and cfg.get("activation_checkpointing"):
         raise InputError(
             "a nested model needs activation_checkpointing=None: the backward pass would compute "

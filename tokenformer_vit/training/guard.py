@@ -22,7 +22,6 @@ from .backbone import num_classes
 from .distillation import DistilledClassifier
 from .distributed import unwrap
 from .mmengine_internals import is_resuming
-from .nested import NestedTraining
 from .steps import samples_per_step
 from .storage import secure_files
 
@@ -69,8 +68,6 @@ class GuardHook(Hook):
             )
         self._first = runner.iter
         self._leave_on_device(runner)
-        if isinstance(model := unwrap(runner.model), NestedTraining):
-            model.check_batch(runner.train_dataloader.batch_size)
         scale = runner.auto_scale_lr or {}
         number = samples_per_step(runner)
         if not scale.get("enable") and number != scale.get("base_batch_size", number):

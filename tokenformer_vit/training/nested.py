@@ -1,14 +1,14 @@
-"""Training of nested models: several sizes of one model in each step."""
+"""Training of nested models: several sizes of one model in each step, by the sandwich rule."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from mmengine.logging import MessageHub
 from mmpretrain.models import ImageClassifier
 from mmpretrain.registry import MODELS
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from tokenformer_vit.benchmarking.costs import training_flops
@@ -16,91 +16,28 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.models import TokenFormerViT
 from tokenformer_vit.models.sizes import at_size
 
-Part = tuple[float | None, slice]  # a size, and the examples of a batch that train it
-_STEPS = 200  # over which the cost of a training is averaged
-
-
-class SizeRule(BaseModel):
-    """Which sizes of a nested model a training step computes.
-
-    Args:
-        rule: ``one`` random size; ``sandwich``: the largest size, the smallest, and random ones
-            between them; ``all`` sizes; or ``parts``: all sizes, each on its own part of the batch.
-        distill: Whether the smaller sizes learn the predictions of the largest size instead of the
-            labels. Only for ``sandwich`` and ``all``.
-        between: Whether to draw any share between the smallest and the largest size, instead of the
-            sizes of the model.
-        inner: Number of random sizes of ``sandwich``.
-        full_share: Share of the batch that trains the largest size in ``parts``. The smaller sizes
-            divide the rest evenly.
-
-    Source:
-        ``sandwich`` and ``distill``: arXiv:1903.05134. ``parts``: this project.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    rule: Literal["one", "sandwich", "all", "parts"] = "sandwich"
-    distill: bool = False
-    between: bool = False
-    inner: Annotated[int, Field(ge=1)] = 1
-    full_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
-
-    @model_validator(mode="after")
-    def _check_distill(self) -> "SizeRule":
-        if self.distill and self.rule in ("one", "parts"):
-            raise ValueError(
-                f"distill is True, but with the rule {self.rule!r} no image has predictions of two "
-                "sizes: use 'sandwich' or 'all', or set distill=False"
-            )
-        return self
-
-    def draw(self, sizes: Sequence[float], seed: int, iteration: int) -> tuple[float, ...]:
-        """Draw the sizes of an iteration: the same ones after a resume, and on all processes.
-
-        Args:
-            sizes: Shares that the model is nested at, from the smallest on.
-            seed: Seed of the run.
-            iteration: Number of the iteration.
-
-        Returns:
-            The shares, from the largest on.
-        """
-        random = np.random.default_rng((seed, iteration))
-        smallest, *inner, largest = sizes
-        if self.rule == "one" and not self.between:
-            return (float(random.choice(sizes)),)
-        count = {"one": 1, "sandwich": self.inner}.get(self.rule, len(inner))
-        drawn: Any = inner
-        if self.between:
-            # Rounded: the cost of each size is counted once.
-            drawn = random.uniform(smallest, largest, count).round(3)
-        elif self.rule == "sandwich":
-            drawn = random.choice(inner, min(count, len(inner)), replace=False)
-        between = sorted(map(float, drawn), reverse=True)
-        return tuple(between) if self.rule == "one" else (largest, *between, smallest)
-
-    def divide(self, drawn: Sequence[float], count: int) -> list[Part]:
-        """Return the examples of a batch of ``count`` that each drawn size learns from."""
-        if self.rule != "parts":
-            return [(size, slice(0, count)) for size in drawn]
-        shares = [self.full_share, *[(1 - self.full_share) / (len(drawn) - 1)] * (len(drawn) - 1)]
-        ends = np.rint(np.cumsum(shares) * count).astype(int).tolist()
-        parts = zip(drawn, [0, *ends], ends, strict=False)
-        return [(size, slice(start, end)) for size, start, end in parts if start < end]
+_ALONE = 0.1  # share of a run with ``distill`` in which the largest size is trained alone
 
 
 class NestedTraining:
     """What a classifier and a language model share if one ``loss()`` computes several sizes.
 
-    All sizes of a step are in one loss, so gradients are exchanged, accumulated and clipped once.
+    A step computes the largest size, the smallest and a random one between them. All of them are
+    in one loss, so gradients are exchanged, accumulated and clipped once.
 
     Attributes:
-        size_rule: The rule; None for a model that is trained at its full size only.
+        sandwich: Whether the model trains several sizes.
+        distill: Whether a smaller size learns the labels and, with the same weight, the predictions
+            of the next larger size of the step. The largest size is trained alone in the first
+            tenth of the run.
+
+    Source:
+        Sandwich rule: arXiv:1903.05134. Distillation from the next larger size: Scala,
+        arXiv:2412.04786.
     """
 
-    size_rule: SizeRule | None = None
-    _drawn: tuple[float, ...] = ()
+    sandwich: bool = False
+    distill: bool = False
 
     @property
     def sized(self) -> Any:
@@ -110,10 +47,10 @@ class NestedTraining:
     @property
     def smaller_sizes(self) -> tuple[float, ...]:
         """Shares of the pairs that are trained besides all pairs; a validation measures them."""
-        return self.sized.sizes[:-1] if self.size_rule else ()
+        return self.sized.sizes[:-1] if self.sandwich else ()
 
-    def set_rule(self, rule: dict[str, Any]) -> None:
-        """Set how sizes are trained.
+    def train_sizes(self, distill: bool) -> None:
+        """Train all sizes of the model from now on.
 
         Raises:
             InputError: If the model has only one size, or a size that is not a share of all layers.
@@ -121,90 +58,74 @@ class NestedTraining:
         sizes = getattr(self.sized, "sizes", ())
         if len(sizes) < 2 or any(isinstance(size, Mapping) for size in sizes):
             raise InputError(
-                f"size_rule is {rule}, but the sizes of the model are {sizes or 'one'}: give "
-                "shares in the arguments of a TokenFormer, as in nested=(0.25, 0.5, 0.75), or "
-                "remove size_rule"
+                f"the model is to be trained at several sizes, but its sizes are {sizes or 'one'}: "
+                "give shares in the arguments of a TokenFormer, as in nested=(0.25, 0.5, 0.75)"
             )
-        self.size_rule = SizeRule(**rule)
-        self.draw_sizes(0, 0)
+        self.sandwich, self.distill = True, distill
 
-    def draw_sizes(self, seed: int, iteration: int) -> None:
-        """Draw the sizes of the next iteration; see :meth:`SizeRule.draw`."""
-        if self.size_rule is not None:
-            self._drawn = self.size_rule.draw(self.sized.sizes, seed, iteration)
+    def drawn_sizes(self) -> tuple[float | None, ...]:
+        """Return the sizes of this iteration, from the largest on.
 
-    def parts(self, count: int) -> list[Part]:
-        """Return what a step computes with a batch of ``count`` examples."""
-        if self.size_rule is None:
-            return [(None, slice(0, count))]
-        return self.size_rule.divide(self._drawn, count)
-
-    def check_batch(self, count: int) -> None:
-        """Check that a batch of ``count`` examples has some for every size of a step.
-
-        Raises:
-            InputError: If not: a size would never be trained.
+        They depend on the seed of the run and the number of the iteration, so a resumed run draws
+        the same ones.
         """
-        if self.size_rule is not None and len(self.parts(count)) < len(self._drawn):
-            raise InputError(
-                f"train_dataloader.batch_size is {count}, which leaves no example for one of the "
-                f"{len(self._drawn)} sizes: increase it, or choose another size_rule than 'parts'"
-            )
+        if not self.sandwich:
+            return (None,)
+        info = MessageHub.get_current_instance().runtime_info
+        iteration = info.get("iter", 0)
+        smallest, *inner, largest = self.sized.sizes
+        if self.distill and iteration < _ALONE * info.get("max_iters", 0):
+            return (largest,)
+        random = np.random.default_rng((info.get("seed") or 0, iteration))
+        between = [float(random.choice(inner))] if inner else []
+        return (largest, *between, smallest)
 
-    def mean_flops(self, count: int, num_tokens: int | None = None) -> int:
-        """Count the FLOPs of training on one example: the mean over many steps.
+    def mean_flops(self, num_tokens: int | None = None) -> int:
+        """Count the FLOPs of training on one example: the mean over a run.
 
         Args:
-            count: Number of examples in a batch.
             num_tokens: Length of the sequences; see
                 :func:`tokenformer_vit.benchmarking.costs.training_flops`.
         """
-        if self.size_rule is None:
+        if not self.sandwich:
             return training_flops(self.sized, num_tokens)
-        rule, sizes = self.size_rule, self.sized.sizes
-        total, known = 0, dict[float | None, int]()
-        for iteration in range(_STEPS):
-            for size, part in rule.divide(rule.draw(sizes, 0, iteration), count):
-                if size not in known:
-                    with at_size(self.sized, size):
-                        known[size] = training_flops(self.sized, num_tokens)
-                total += known[size] * (part.stop - part.start)
-        return round(total / (_STEPS * count))
+        flops = []
+        for size in self.sized.sizes:
+            with at_size(self.sized, size):
+                flops.append(training_flops(self.sized, num_tokens))
+        smallest, *inner, largest = flops
+        smaller = smallest + (sum(inner) / len(inner) if inner else 0)
+        return round(largest + smaller * (1 - _ALONE if self.distill else 1))
 
     def loss_of_sizes(
         self,
-        count: int,
-        forward: Callable[[slice], Any],
-        loss: Callable[[Any, slice], Tensor],
+        forward: Callable[[], Any],
+        loss: Callable[[Any], Tensor],
         logits: Callable[[Any], Tensor],
     ) -> dict[str, Tensor]:
-        """Compute the mean loss of all sizes of a step, each weighted by its examples.
+        """Compute the mean loss of the sizes of a step.
 
         Args:
-            count: Number of examples in the batch.
-            forward: Function that computes a part of the batch, at the size that is set.
-            loss: Function from the result of ``forward`` to the loss of a part, by its labels.
+            forward: Function that computes the batch, at the size that is set.
+            loss: Function from the result of ``forward`` to its loss by the labels.
             logits: Function from the result of ``forward`` to the logits, (..., K).
 
         Raises:
             InputError: If the model uses gradient checkpointing.
         """
-        sized, parts = self.sized, self.parts(count)
         losses, teacher = [], None
-        distill = self.size_rule is not None and self.size_rule.distill
-        for size, part in parts:
-            with at_size(sized, size):
-                result = forward(part)
-            if teacher is not None:
-                own = logits(result).float().flatten(0, -2)
-                losses.append(F.cross_entropy(own, teacher))
-                continue
-            losses.append(loss(result, part))
-            if distill:
-                teacher = logits(result).detach().float().flatten(0, -2).softmax(dim=-1)
-        numbers = [part.stop - part.start for _, part in parts]
-        weighted = [own * number for own, number in zip(losses, numbers, strict=True)]
-        return {"loss": torch.stack(weighted).sum() / sum(numbers)}
+        for size in self.drawn_sizes():
+            with at_size(self.sized, size):
+                result = forward()
+            own = loss(result)
+            if self.distill:
+                scores = logits(result).float().flatten(0, -2).log_softmax(dim=-1)
+                if teacher is not None:
+                    taught = F.kl_div(scores, teacher, reduction="batchmean", log_target=True)
+                    own = (own + taught) / 2
+                teacher = scores.detach()
+            losses.append(own)
+        return {"loss": torch.stack(losses).mean()}
 
 
 @MODELS.register_module()
@@ -213,32 +134,23 @@ class NestedClassifier(NestedTraining, ImageClassifier):
 
     ::
 
-        model = dict(
-            type="NestedClassifier",
-            size_rule=dict(rule="sandwich"),
-            backbone=dict(nested=(0.25, 0.5, 0.75)),
-        )
+        model = dict(type="NestedClassifier", backbone=dict(nested=(0.25, 0.5, 0.75)))
 
     A validation measures every size of the model: ``accuracy/top1`` is that of the full size, and
     ``accuracy/top1_at_0.25`` is that of a quarter of the pairs.
 
     Args:
-        size_rule: Arguments of :class:`SizeRule`.
+        distill: See :class:`NestedTraining`.
         **kwargs: Arguments of ``ImageClassifier``. The backbone is a
             :class:`~tokenformer_vit.training.TimmClassificationBackbone` with a nested TokenFormer.
 
     Raises:
         InputError: If the backbone is not a nested TokenFormer.
-
-    Note:
-        A layer with a learned τ has others for the smaller sizes. A step of the rule ``one`` does
-        not use all of them: with several processes, set
-        ``model_wrapper_cfg.find_unused_parameters=True``.
     """
 
-    def __init__(self, size_rule: dict[str, Any], **kwargs: Any) -> None:
+    def __init__(self, distill: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.set_rule(size_rule)
+        self.train_sizes(distill)
 
     @property
     def sized(self) -> Any:
@@ -255,9 +167,8 @@ class NestedClassifier(NestedTraining, ImageClassifier):
         """
         head: Any = self.head
         return self.loss_of_sizes(
-            len(inputs),
-            lambda part: self.extract_feat(inputs[part]),
-            lambda features, part: head.loss(features, data_samples[part])["loss"],
+            lambda: self.extract_feat(inputs),
+            lambda features: head.loss(features, data_samples)["loss"],
             head,
         )
 

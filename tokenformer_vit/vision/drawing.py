@@ -1,4 +1,4 @@
-"""Pictures of what pairs respond to, of reconstructions, and of accuracy against pairs."""
+"""Pictures of what pairs respond to, and of accuracy against pairs."""
 
 import warnings
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import EngFormatter
 from timm.data import resolve_input_data_config
-from torch import Tensor, nn
+from torch import nn
 
 from tokenformer_vit.command_line import printable
 from tokenformer_vit.errors import InputError
@@ -103,24 +103,6 @@ def draw_exemplars(record: dict[str, Any], model: nn.Module, path: Path) -> None
                 frame = Rectangle(corner, width, height, fill=False, color=colour, linewidth=line)
                 frame.set(zorder=3, clip_on=False)  # also at the edge of an image
                 axis.add_patch(frame)
-    _save(figure, path)
-
-
-def draw_reconstructions(pictures: Tensor, path: Path) -> None:
-    """Draw one row for each image: original, masked, reconstruction.
-
-    Args:
-        pictures: (N, 3, 3, H, W) uint8 RGB: the three pictures of each image.
-        path: PNG file to write.
-
-    Raises:
-        OSError: If the file cannot be written.
-    """
-    figure, axes = _grid([1.0] * len(pictures), 3, "Reconstruction of masked patches")
-    for axis, title in zip(axes[0], ("original", "masked", "reconstruction"), strict=True):
-        axis.set_title(title, fontsize=8)
-    for axis, picture in zip(axes.flat, pictures.flatten(0, 1), strict=True):
-        axis.imshow(picture.permute(1, 2, 0).numpy())
     _save(figure, path)
 
 

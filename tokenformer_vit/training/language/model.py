@@ -49,15 +49,15 @@ class CausalLM(NestedTraining, BaseModel):
             Validation reads a text with the mask that has the name of its folder; if there is none,
             with the newest mask.
         frozen_stem: Whether to freeze embeddings, positions, final norm and head.
-        size_rule: Arguments of :class:`~tokenformer_vit.training.SizeRule`, to train a model with
-            ``nested`` in its ``config`` at several sizes at once. A validation then also measures
-            ``perplexity_at_0.25``, and so on.
+        sandwich: Train a model with ``nested`` in its ``config`` at several sizes at once. A
+            validation then also measures ``perplexity_at_0.25``, and so on.
+        distill: With ``sandwich``: see :class:`~tokenformer_vit.training.nested.NestedTraining`.
         compile: Whether to compile each block, or how: a mode of ``torch.compile``, or a dict of
             its arguments. Checkpoints stay the same.
 
     Raises:
         InputError: If an argument is unknown, sizes do not fit, the checkpoint cannot be read, or
-            ``size_rule`` is given for a model that is not nested, or together with ``masks``.
+            ``sandwich`` is given for a model that is not nested, or together with ``masks``.
 
     Shape:
         Rows of (B, N + 1) tokens: the first N are read and the last N predicted.
@@ -79,7 +79,8 @@ class CausalLM(NestedTraining, BaseModel):
         growth: dict[str, Any] | None = None,
         masks: Mapping[str, str] | None = None,
         frozen_stem: bool = False,
-        size_rule: dict[str, Any] | None = None,
+        sandwich: bool = False,
+        distill: bool = False,
         compile: bool | str | dict[str, Any] = False,
     ) -> None:
         non_blocking = torch.cuda.is_available()
@@ -95,13 +96,10 @@ class CausalLM(NestedTraining, BaseModel):
         if frozen_stem or (masks and growth):
             for parameter in _stem(self.model):
                 parameter.requires_grad_(not frozen_stem)
-        if size_rule is not None:
+        if sandwich:
             if masks:
-                raise InputError(
-                    f"model.masks is {dict(masks)}, but pairs of a mask have no smaller sizes: "
-                    "remove masks or size_rule"
-                )
-            self.set_rule(size_rule)
+                raise InputError("pairs of a mask have no smaller sizes: remove masks or sandwich")
+            self.train_sizes(distill)
         if compile:
             compile_blocks(self.model.base_model, compile)
 
@@ -133,16 +131,15 @@ class CausalLM(NestedTraining, BaseModel):
         Returns:
             For ``loss`` a dict with the mean loss. For ``predict`` a dict for each row:
             ``losses`` (N,) float32; ``right`` (N,) bool, whether the most likely token is the true
-            one; ``targets`` (N,); and ``source``. With a ``size_rule`` also ``losses_at_0.25`` and
+            one; ``targets`` (N,); and ``source``. With ``sandwich`` also ``losses_at_0.25`` and
             so on. For ``tensor`` (B, N, V) logits.
         """
         if mode == "loss":
-            if self.size_rule is None:
+            if not self.sandwich:
                 return {"loss": _cross_entropy(self._logits(inputs), inputs)}
             return self.loss_of_sizes(
-                len(inputs),
-                lambda part: self._logits(inputs[part]),
-                lambda logits, part: _cross_entropy(logits, inputs[part]),
+                lambda: self._logits(inputs),
+                lambda logits: _cross_entropy(logits, inputs),
                 lambda logits: logits,
             )
         if mode == "predict":

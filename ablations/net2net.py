@@ -1,9 +1,10 @@
 """Net2Net and stacking: growth of an ordinary Transformer, as a baseline of experiments."""
 
 import copy
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
+from mmengine.registry import HOOKS
 from timm.layers import Mlp
 from timm.models import VisionTransformer
 from torch import nn
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from tokenformer_vit.benchmarking.matched import mlp_ratio
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth.resize import Change, resize, unwrapped
+from tokenformer_vit.training import GrowthHook
 
 # How much the shares of a neuron's copies in its outgoing weights differ. Equal copies would stay
 # equal forever.
@@ -26,6 +28,26 @@ _FORMS = {
 _CONFIG_KEYS = {"h": "n_inner", "layers": "intermediate_size"}
 
 Model = TypeVar("Model", bound=nn.Module)
+
+
+@HOOKS.register_module()
+class Net2NetHook(GrowthHook):
+    """Enlarge a Transformer at given times of a run, as a ``GrowthHook`` enlarges a TokenFormer.
+
+    Each entry of the schedule has ``hidden_features`` (Net2Net), or each has ``depth`` (stacking).
+    """
+
+    keys: ClassVar[tuple[str, ...]] = ("hidden_features", "depth")
+
+    def grow_model(
+        self, model: nn.Module, sizes: dict[str, Any], seed: int, optimizer: Optimizer | None
+    ) -> None:
+        """Widen the hidden layers of a model, or stack its blocks."""
+        common: dict[str, Any] = {"optimizer": optimizer, "moments": self.moments}
+        if "depth" in sizes:
+            stack_blocks(model, **sizes, **common)
+        else:
+            widen_mlp(model, **sizes, seed=seed + self.done, **common)
 
 
 @torch.no_grad()

@@ -1,0 +1,473 @@
+"""What only ablations need of a training: measurements, baselines and pictures.
+
+The configs of runs name this file in ``custom_imports``; :mod:`net2net` has growth of Transformers.
+"""
+
+import copy
+import json
+import math
+from collections.abc import Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import timm
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from mmengine.dist import all_reduce, is_main_process, master_only
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
+from mmengine.runner import IterBasedTrainLoop
+from mmpretrain.models.peft import LoRAModel
+from mmpretrain.models.peft.lora import LoRALinear
+from mmpretrain.registry import MODELS
+from timm.models import VisionTransformer
+from torch import Tensor, nn
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.growth import measure_usage, nest, pattention_layers, reorder
+from tokenformer_vit.layers import Pattention
+from tokenformer_vit.layers.split import fuse_tokens
+from tokenformer_vit.models import TokenFormerViT
+from tokenformer_vit.models.vit import draw_prefix_tokens
+from tokenformer_vit.training import TimmClassificationBackbone
+from tokenformer_vit.training.distributed import unwrap
+from tokenformer_vit.training.export import export_classifier, run_facts, validated_model
+from tokenformer_vit.training.random_state import rng_state, set_rng_state
+from tokenformer_vit.training.reports import BEFORE_RECORD
+from tokenformer_vit.vision.compression import candidates
+
+LAYERS_FILE = "diagnostics.jsonl"
+# Images in one forward and backward pass, in float32 and in addition to the run's own memory.
+_CHUNK = 16
+_WRAPPER = "backbone.module."  # before the names of a model with LoRA
+
+
+@MODELS.register_module()
+class ProbeBackbone(TimmClassificationBackbone):
+    """A backbone whose parts start alike in several models, for comparisons.
+
+    Args:
+        model_name: Name of the timm model.
+        stem_seed: Seed for all weights outside the blocks (patch embedding, class token,
+            positions, final norm). With the same width and image size, a ViT and TokenFormers of
+            any Θ and number of pairs then start from the same weights there. The blocks and the
+            global random generators do not change.
+        frozen_norms: Freeze weight and bias of every LayerNorm in the blocks. From scratch they are
+            1 and 0, and the model computes as if it had none; its checkpoints stay the same.
+        nested_tau: Initial τ of the smaller sizes of a nested model: ``scaled`` by the number of
+            pairs, or ``kept`` from all pairs.
+        **kwargs: Other arguments of :class:`TimmClassificationBackbone`.
+
+    Raises:
+        InputError: If ``stem_seed`` would overwrite loaded weights, or the blocks have no norms to
+            freeze.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        stem_seed: int | None = None,
+        frozen_norms: bool = False,
+        nested_tau: Literal["scaled", "kept"] = "scaled",
+        **kwargs: Any,
+    ) -> None:
+        loaded = kwargs.get("checkpoint_path") or kwargs.get("pretrained")
+        if stem_seed is not None and loaded:
+            raise InputError(
+                f"stem_seed is {stem_seed}, but the weights are loaded: set stem_seed=None"
+            )
+        super().__init__(model_name, **kwargs)
+        if stem_seed is not None:
+            own = ("pretrained", "checkpoint_path", "compile", "backend", "growth", "frozen")
+            kwargs = {name: value for name, value in kwargs.items() if name not in own}
+            self._draw_stem(stem_seed, model_name, kwargs)
+        if nested_tau == "kept":
+            for layer in pattention_layers(self.model).values():
+                layer.set_nested(layer.nested, layer.tau)
+        if frozen_norms:
+            norms = [
+                module
+                for module in self.model.blocks.modules()
+                if isinstance(module, nn.LayerNorm) and module.elementwise_affine
+            ]
+            if not norms:
+                raise InputError(f"{model_name} has no norms in its blocks: set frozen_norms=False")
+            for norm in norms:
+                norm.requires_grad_(False)
+
+    def _draw_stem(self, seed: int, name: str, kwargs: dict[str, Any]) -> None:
+        """Take the weights outside the blocks from a model without blocks, drawn from ``seed``."""
+        assert isinstance(self.model, VisionTransformer), "stem_seed is for ViTs"
+        # On the CPU: no other generator has to be seeded and restored.
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.default_generator.manual_seed(seed)
+            stem = timm.create_model(name, **{**kwargs, "num_classes": 0, "depth": 0})
+            draw_prefix_tokens(stem, torch.Generator().manual_seed(seed))  # also of a ViT
+        left = self.model.load_state_dict(stem.state_dict(), strict=False)
+        assert not left.unexpected_keys
+        assert all(name.startswith("blocks.") for name in left.missing_keys)
+
+
+@MODELS.register_module()
+class LoRABackbone(LoRAModel):
+    """mmpretrain's ``LoRAModel`` with checkpoints of the whole model.
+
+    ``LoRAModel`` removes everything but LoRA's weights from a state dict. That includes the step
+    count of an averaged model, so a resumed run would start a new average. Here nothing is removed.
+    The model that is exported at the end is an ordinary one: the low-rank products are added to the
+    weights.
+
+    Args:
+        module: Config of a ``TimmClassificationBackbone``; all its weights are frozen.
+        alpha: Scale of the products: they are multiplied by alpha / rank.
+        rank: Inner size of the products.
+        drop_rate: Dropout before the products.
+        targets: Linear layers to tune, each as ``dict(type=SUFFIX_OR_PATTERN)`` with an optional
+            ``alpha``, ``rank`` and ``drop_rate``.
+
+    Source:
+        LoRA, arXiv:2106.09685.
+    """
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the timm model."""
+        module: Any = self.module  # mmpretrain's type says config, but it is built by now
+        return module.model
+
+    def _register_state_dict_hooks(self) -> None:
+        """Keep state dicts complete."""
+
+    def exported(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Add LoRA's products to the weights of their layers, in the state dict of a classifier."""
+        merged = dict(state_dict)
+        for own, layer in self.named_modules(prefix="backbone"):
+            if not isinstance(layer, LoRALinear):
+                continue
+            down, up = (merged.pop(f"{own}.lora_{part}.weight") for part in ("down", "up"))
+            weight = merged.pop(f"{own}.original_layer.weight")  # (C_out, C_in)
+            merged[f"{own}.weight"] = weight + layer.scaling * (up @ down)
+            if (bias := merged.pop(f"{own}.original_layer.bias", None)) is not None:
+                merged[f"{own}.bias"] = bias
+        return {name.replace(_WRAPPER, "backbone.", 1): part for name, part in merged.items()}
+
+
+@HOOKS.register_module()
+class DiagnosticsHook(Hook):
+    """Measure the Pattention layers during a run, into ``diagnostics.jsonl``.
+
+    Before training, after the first, every ``interval``-th and the last epoch, the main process
+    sends the same validation images through a copy of the model (:func:`diagnose`). It appends one
+    line of JSON: ``iteration`` and ``epoch`` (numbers finished), ``examples``, and the result of
+    :func:`diagnose`. In a run that counts iterations, as language models do, the times are
+    iterations, the examples are rows of tokens, and there is no ``epoch``. The training does not
+    change, to the last bit: the copy is uncompiled, in float32 and in evaluation mode, and the
+    random generators are restored. A model without Pattention gets no file.
+
+    Args:
+        interval: Number of epochs, or iterations, between two measurements.
+        examples: Number of images or rows of tokens, or all if there are fewer. They are the first
+            ones for validation or, if images are sorted by class, evenly spaced ones.
+
+    Source:
+        TokenFormer, arXiv:2410.23168: Appendix A derives the gradient that reaches the tokens
+        through a softmax; this hook measures it for any Θ.
+    """
+
+    def __init__(self, interval: int = 1, examples: int = 64) -> None:
+        self.interval, self.examples = interval, examples
+        self._batches: list[dict[str, Any]] = []
+
+    def before_train(self, runner) -> None:
+        """Read the examples, and measure the model that training starts from.
+
+        A resumed run repeats the measurement that was due at its checkpoint, because the run may
+        have been killed during it.
+        """
+        if not measured_layers(unwrap(runner.model)) or not is_main_process():
+            return
+        if runner.iter == 0:  # left by a run that ended before its first checkpoint
+            Path(runner.work_dir, LAYERS_FILE).unlink(missing_ok=True)
+        state = rng_state()  # the pipeline that reads an image may draw random numbers
+        loader = runner.val_dataloader
+        indices = probe_indices(loader.dataset, self.examples)
+        self._batches = [
+            loader.collate_fn([loader.dataset[index] for index in indices[start : start + _CHUNK]])
+            for start in range(0, len(indices), _CHUNK)
+        ]
+        set_rng_state(state)
+        if _counts_iterations(runner):
+            self._measure_if_due(runner, {"iteration": runner.iter})
+        elif runner.iter == runner.epoch * len(runner.train_dataloader):
+            self._measure_if_due(runner, {"iteration": runner.iter, "epoch": runner.epoch})
+
+    def after_train_iter(self, runner, *_args: Any, **_kwargs: Any) -> None:
+        """Measure, if the run counts iterations and a measurement is due."""
+        if _counts_iterations(runner):
+            self._measure_if_due(runner, {"iteration": runner.iter + 1})
+
+    def after_train_epoch(self, runner) -> None:
+        """Measure, if the run counts epochs and a measurement is due."""
+        if not _counts_iterations(runner):
+            self._measure_if_due(runner, {"iteration": runner.iter, "epoch": runner.epoch + 1})
+
+    def _measure_if_due(self, runner, time: dict[str, int]) -> None:
+        finished = time.get("epoch", time["iteration"])
+        last = runner.max_epochs if "epoch" in time else runner.max_iters
+        if not self._batches or (finished % self.interval and finished not in (1, last)):
+            return
+        state = rng_state()
+        measured = diagnose(unwrap(runner.model), self._batches)
+        set_rng_state(state)
+        examples = sum(len(batch["inputs"]) for batch in self._batches)
+        append_line(Path(runner.work_dir, LAYERS_FILE), {**time, "examples": examples, **measured})
+
+
+def _counts_iterations(runner) -> bool:
+    return isinstance(runner.train_loop, IterBasedTrainLoop)
+
+
+def measured_layers(model: nn.Module) -> dict[str, Pattention]:
+    """Return the Pattention layers of a model, by timm's names such as ``blocks.3.attn.query``."""
+    return {
+        name[max(name.find("blocks."), 0) :]: module
+        for name, module in model.named_modules()
+        if isinstance(module, Pattention)
+    }
+
+
+def probe_indices(dataset: Any, number: int) -> list[int]:
+    """Choose the same images every time: the first, or evenly spaced ones if labels are sorted."""
+    size = len(dataset)
+    number = min(number, size)
+    labels = dataset.get_gt_labels() if hasattr(dataset, "get_gt_labels") else np.zeros(size)
+    if (np.diff(labels) < 0).any():
+        return list(range(number))
+    return [index * size // number for index in range(number)]
+
+
+def diagnose(model: nn.Module, batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Measure every Pattention layer of a model on some examples.
+
+    Args:
+        model: mmpretrain's ``ImageClassifier``, or a ``CausalLM``. A copy is measured, in float32,
+            in evaluation mode, without compiled code, and with all pairs of a nested model.
+        batches: Images and labels, or rows of tokens, from a data loader; they count as one batch.
+
+    Returns:
+        ``loss``, the mean cross-entropy of the images or tokens, and ``layers``: for each layer by
+        its name
+
+        =================== ===================================================================
+        ``key_grad_norm``   L2 norm of the gradient of ``loss`` by the key parameter tokens
+        ``value_grad_norm`` the same by the value parameter tokens
+        ``key_norm``        L2 norm of the key parameter tokens themselves
+        ``value_norm``      L2 norm of the value parameter tokens themselves
+        ``entropy``         of the absolute weights Θ, normalised to sum 1, over ln P, mean over the
+                            input tokens: 1 if all pairs weigh the same, 0 if one pair has it all
+        ``kurtosis``        excess kurtosis of a token's P scores, mean over the input tokens: 0
+                            for normal scores, more for heavier tails
+        ``tau``             the layer's τ
+        =================== ===================================================================
+
+        Numbers that are not finite are None. Tokens with equal scores do not count in ``kurtosis``,
+        and tokens with zero weights do not count in ``entropy``, because both are undefined there.
+    """
+    copied: Any = copy.deepcopy(model).float().eval().requires_grad_(False)
+    layers = measured_layers(copied)
+    seen: dict[str, list[Tensor]] = {name: [] for name in layers}  # of (2, tokens)
+    for name, layer in layers.items():
+        fuse_tokens(layer)  # one gradient for all keys, instead of old and new ones apart
+        layer.key_param_tokens.requires_grad_()
+        layer.value_param_tokens.requires_grad_()
+        layer.register_forward_pre_hook(partial(_note_rows, seen[name]))
+    device = next(copied.parameters()).device.type
+    examples = sum(len(batch["inputs"]) for batch in batches)
+    loss = 0.0
+    with torch.enable_grad(), torch.autocast(device, enabled=False):
+        for batch in batches:
+            data = copied.data_preprocessor(batch, False)
+            part = _mean_loss(copied, data) * (len(batch["inputs"]) / examples)
+            part.backward()
+            loss += part.item()
+    return {"loss": _plain(loss), "layers": {n: _figures(m, seen[n]) for n, m in layers.items()}}
+
+
+def _mean_loss(model: Any, data: dict[str, Any]) -> Tensor:
+    """Return the mean cross-entropy of a batch, without the label smoothing of training."""
+    if "data_samples" not in data:
+        return F.cross_entropy(model(**data).float().flatten(0, 1), data["inputs"][:, 1:].flatten())
+    labels = torch.cat([sample.gt_label for sample in data["data_samples"]])
+    # Not by forward(): mmengine may have compiled it, for the original model.
+    logits = model.head(model.extract_feat(data["inputs"]))
+    return F.cross_entropy(logits, labels.to(logits.device))
+
+
+@torch.no_grad()
+def _note_rows(seen: list[Tensor], layer: Any, inputs: tuple[Tensor, ...]) -> None:
+    """Append entropy and kurtosis of every input token, (2, tokens), NaN where undefined."""
+    scores, weights = layer.scores_and_weights(inputs[0].flatten(0, -2))  # (tokens, P)
+    shares = weights.abs() / weights.abs().sum(dim=-1, keepdim=True)
+    entropy = torch.special.entr(shares).sum(dim=-1) / math.log(max(scores.shape[-1], 2))
+    centred = scores - scores.mean(dim=-1, keepdim=True)
+    deviation = centred.square().mean(dim=-1, keepdim=True).sqrt()
+    # Rounding may leave a small deviation where all scores are equal.
+    equal = deviation <= 1e-6 * scores.abs().amax(dim=-1, keepdim=True)
+    kurtosis = (centred / deviation.masked_fill(equal, math.nan)).pow(4).mean(dim=-1) - 3
+    seen.append(torch.stack([entropy, kurtosis]))
+
+
+def _figures(layer: Pattention, seen: list[Tensor]) -> dict[str, float | None]:
+    keys, values = layer.key_param_tokens, layer.value_param_tokens
+    entropy, kurtosis = torch.cat(seen, dim=1).nanmean(dim=1)
+    figures = {
+        "key_grad_norm": _norm(keys.grad),
+        "value_grad_norm": _norm(values.grad),
+        "key_norm": _norm(keys),
+        "value_norm": _norm(values),
+        "entropy": entropy.item(),
+        "kurtosis": kurtosis.item(),
+        "tau": layer.tau.item(),
+    }
+    return {name: _plain(number) for name, number in figures.items()}
+
+
+def _norm(tensor: Tensor | None) -> float:
+    return 0.0 if tensor is None else torch.linalg.vector_norm(tensor).item()
+
+
+def _plain(number: float) -> float | None:
+    """Round to the digits of float32, and replace NaN, which JSON does not have, by None."""
+    return float(f"{number:.7g}") if math.isfinite(number) else None
+
+
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """Append a record to a file of JSON lines, on a new line after a half-written one."""
+    line = json.dumps(record, allow_nan=False).encode() + b"\n"
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, 2)
+            if file.read() != b"\n":
+                line = b"\n" + line
+        file.write(line)
+
+
+@HOOKS.register_module()
+class CompressionHook(Hook):
+    """After training, measure the model with fewer pairs, and write it as a nested model.
+
+    ``record.json`` gets ``compression``: the method (``prune`` or ``top-k``), the share of the
+    pairs, the FLOPs of a forward pass and top-1 of each point. The folder ``nested`` in the work
+    directory gets the same model with its pairs in the order of their usage, and nested at the
+    shares. Nothing is trained. Usage is measured on training images.
+
+    Args:
+        keep: Shares of each layer's pairs, between 0 and 1.
+        images: Number of training images.
+    """
+
+    priority = BEFORE_RECORD
+
+    def __init__(self, keep: Sequence[float], images: int = 1000) -> None:
+        self._keep, self._images = tuple(keep), images
+
+    def before_train(self, runner) -> None:
+        """Check the model before it is trained."""
+        assert isinstance(unwrap(runner.model).backbone.model, TokenFormerViT), "not a TokenFormer"
+
+    def after_train(self, runner) -> None:
+        """Measure and write."""
+        classifier = copy.deepcopy(validated_model(runner))
+        classifier.sandwich = False  # only the full size of each model is measured
+        model, loader = classifier.backbone.model, runner.train_dataloader
+        batches = islice(loader, math.ceil(self._images / loader.batch_size / runner.world_size))
+        prepare = classifier.data_preprocessor
+        usage = measure_usage(model, (prepare(batch)["inputs"] for batch in batches))
+        for each in usage.values():  # every process has other images
+            all_reduce(each.sizes, "mean")
+            all_reduce(each.shares, "mean")
+        points = []
+        for candidate in candidates(model, ("prune", "top-k"), self._keep, usage)[1:]:
+            classifier.backbone.model = candidate.model
+            point = {"method": candidate.method, "keep": candidate.keep}
+            with candidate.reading():
+                top1 = round(_top1(runner, classifier), 3)
+                points.append({**point, "flops": candidate.flops(), "top1": top1})
+        runner.message_hub.update_info("compression", points)
+        if is_main_process():
+            nest(reorder(model, usage), self._keep, usage)
+            classifier.backbone.model = model
+            folder, metainfo = Path(runner.work_dir, "nested"), loader.dataset.metainfo
+            export_classifier(classifier, runner.cfg, metainfo, folder, run_facts(runner))
+
+
+@torch.no_grad()
+def _top1(runner: Any, classifier: Any) -> float:
+    """Validate a classifier on the validation images of a run."""
+    loop = runner.val_loop
+    classifier.eval()
+    for batch in loop.dataloader:
+        loop.evaluator.process(data_samples=classifier.val_step(batch), data_batch=batch)
+    return loop.evaluator.evaluate(len(loop.dataloader.dataset))["accuracy/top1"]
+
+
+@torch.no_grad()
+def reconstruct(autoencoder: Any, images: Tensor) -> Tensor:
+    """Fill the masked patches of images with the decoder's output.
+
+    If the target is normalised by patch, a masked patch gets its true mean and variance back,
+    as in MAE's own demonstration.
+
+    Args:
+        autoencoder: A ``MaskedAutoencoder``.
+        images: (B, C, H, W), normalised.
+
+    Returns:
+        (B, 3, C, H, W): the images; the images with 0 in place of masked patches; and the
+        images with the reconstruction there.
+    """
+    head = autoencoder.head
+    encoded, mask, restore = autoencoder.encode(images)
+    predicted = autoencoder.neck(encoded, restore)
+    patches, masked = head.patchify(images), mask[:, :, None].bool()
+    if head.norm_pix:
+        variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
+        predicted = predicted * (variance + 1e-6).sqrt() + mean
+    pictures = (patches.masked_fill(masked, 0), torch.where(masked, predicted, patches))
+    return torch.stack([images, *map(head.unpatchify, pictures)], dim=1)
+
+
+@HOOKS.register_module()
+class ReconstructionHook(Hook):
+    """At the end, draw reconstructions of validation images: ``reconstructions.png``.
+
+    Args:
+        images: Number of images. They are spread evenly over the validation set.
+    """
+
+    priority = BEFORE_RECORD
+
+    def __init__(self, images: int = 8) -> None:
+        self._images = images
+
+    @master_only
+    def after_train(self, runner) -> None:
+        """Write the picture into the work directory: original, masked and reconstruction."""
+        loader, model = runner.val_dataloader, validated_model(runner).eval()
+        size, count = len(loader.dataset), min(self._images, len(loader.dataset))
+        samples = [loader.dataset[index * size // count] for index in range(count)]
+        preprocessor = model.data_preprocessor
+        pictures = reconstruct(model, preprocessor(loader.collate_fn(samples))["inputs"])
+        pixels = (pictures * preprocessor.std + preprocessor.mean).round().clamp(0, 255).byte()
+        figure = Figure(figsize=(3.6, 1.2 * count), layout="constrained")
+        axes = figure.subplots(count, 3, squeeze=False)
+        for axis, title in zip(axes[0], ("original", "masked", "reconstruction"), strict=True):
+            axis.set_title(title, fontsize=8)
+        for axis, picture in zip(axes.flat, pixels.flatten(0, 1).cpu(), strict=True):
+            axis.imshow(picture.permute(1, 2, 0).numpy())
+            axis.set_axis_off()
+        figure.savefig(Path(runner.work_dir, "reconstructions.png"))
