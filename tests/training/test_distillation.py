@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import save_model
-from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.distillation import Distillation, _load, tensors_digest
 from tokenformer_vit.training.guard import GuardHook
 from tokenformer_vit.training.identity import check_identity, run_identity
@@ -136,23 +135,6 @@ def test_the_teacher_trains_the_head_of_the_distillation_token_alone(batch, teac
     torch.testing.assert_close(model(images, mode="tensor"), (own + taught) / 2)
 
 
-@pytest.mark.parametrize(
-    ("name", "head", "words"),
-    [
-        ("tokenformer_small_distilled", "LabelHead", r"set model\.head\.type='DistilledHead'"),
-        ("tokenformer_small", "DistilledHead", r"tokenformer_small has no distillation token"),
-    ],
-)
-def test_head_and_model_agree_on_the_distillation_token(name, head, words, config, tmp_path):
-    path = tmp_path / "distilled.py"
-    path.write_text(
-        f"_base_ = {str(config)!r}\n"
-        f"model = dict(backbone=dict(model_name={name!r}), head=dict(type={head!r}))\n"
-    )
-    with pytest.raises(InputError, match=words):
-        load_config(path)
-
-
 def test_only_the_student_is_trained_saved_and_copied(batch, teacher):
     model = build(teacher[0])
     names = list(model.state_dict())
@@ -241,30 +223,6 @@ def test_weights_that_cannot_be_downloaded(monkeypatch, name):
     monkeypatch.setattr(timm, "create_model", fail)
     with pytest.raises(InputError, match=r"no route to host.*distillation\.checkpoint_path"):
         _load(Distillation(teacher=name))
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ("labels='soften'", "distillation.labels"),
-        ("weight=0.0", "distillation.weight"),
-        ("temperature=float('inf')", "distillation.temperature"),
-        ("teacher=''", "distillation.teacher"),
-        ("tau=2.0", "distillation.tau"),
-    ],
-)
-def test_a_wrong_value_is_refused_before_the_run(config, values, words, tmp_path):
-    path = tmp_path / "distilled.py"
-    settings = (
-        f"distillation=dict({values})"
-        if "teacher" in values
-        else (f"distillation=dict(teacher='test_vit', {values})")
-    )
-    path.write_text(
-        f"_base_ = {str(config)!r}\nmodel = dict(type='DistilledClassifier', {settings})\n"
-    )
-    with pytest.raises(InputError, match=words):
-        load_config(path)
 
 
 @pytest.mark.slow

@@ -479,7 +479,7 @@ def test_what_texts_share_trains_unless_it_is_frozen(masked, tmp_path):
         ({"train_dataloader.dataset.data_root": "nowhere"}, r"there is no folder nowhere"),
         ({"train_dataloader.dataset.split": "dev"}, r"has no split 'dev'"),
         ({"val_dataloader.dataset.data_root": []}, r"data_root of TokenDataset is an empty list"),
-        ({"param_scheduler.0.end": 99}, r"end=99, but train_cfg\.max_iters is 12"),
+        ({"param_scheduler.0.end": 99}, r"from 0 to 99, but train_cfg\.max_iters is 12"),
     ],
 )
 def test_what_does_not_fit_is_said(run, tmp_path, options, message):
