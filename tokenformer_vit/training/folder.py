@@ -181,7 +181,7 @@ def _model(
     start: Start, recipe: Any, side: int, count: int, classes: int
 ) -> tuple[dict[str, Any], int, dict[str, Any]]:
     """Return the backbone of a config, its width, and timm's data config of its images."""
-    kept = ("type", "checkpoint_path", "frozen", "compile", "backend", "stem_seed")
+    kept = ("type", "checkpoint_path", "frozen", "compile", "backend")
     options = {key: recipe[key] for key in kept if key in recipe}
     if start.freeze and start.checkpoint is None:
         raise InputError("--freeze trains only the head: give the other weights with --checkpoint")
