@@ -15,7 +15,6 @@ from tokenformer_vit.benchmarking.measures import counted_flops
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Pattention
 from tokenformer_vit.layers.split import split_tokens
-from tokenformer_vit.models import LMConfig, TokenFormerLM
 
 pytestmark = pytest.mark.usefixtures("plain_attention")
 SMALL = {"depth": 2, "embed_dim": 24, "num_heads": 3, "img_size": 32, "patch_size": 8}
@@ -123,9 +122,6 @@ def test_every_parameter_is_in_one_part(case):
     [
         ("vit_base_patch16_224", 86_567_656, 17.56),
         ("tokenformer_base_matched", 86_447_848, 17.56),
-        ("tokenformer_base", 114_759_400, 23.14),
-        ("vit_large_patch16_224", 304_326_632, 61.55),
-        ("tokenformer_large_matched", 304_007_144, 61.55),
         ("tokenformer_large", 404_670_440, 81.39),
     ],
 )
@@ -158,26 +154,22 @@ def test_pairs_that_are_not_read():
 
 @pytest.mark.parametrize("name", ["tokenformer_tiny", "vit_tiny_patch16_224"])
 def test_other_lengths_are_those_of_other_images(name):
-    small = build(name)
-    large = build(name, img_size=56)
-    costs, others = model_costs(small, num_tokens=50), model_costs(large)  # 7 × 7 patches and one
-    assert {part: cost.forward_flops for part, cost in costs.items()} == {
-        part: cost.forward_flops for part, cost in others.items()
-    }
-    assert total(costs).parameters == total(model_costs(small)).parameters
-    assert training_flops(small, 50) == training_flops(large)
+    costs, others = model_costs(build(name), 50), model_costs(build(name, img_size=56))
+    for part, cost in costs.items():  # 7 × 7 patches and a class token
+        assert cost.forward_flops == others[part].forward_flops
+    assert total(costs).parameters == total(model_costs(build(name))).parameters
 
 
 def test_too_few_tokens():
-    with pytest.raises(InputError, match=r"num_tokens must be above 1, .* but got 1"):
+    with pytest.raises(InputError, match=r"num_tokens is 1: no token is left"):
         model_costs(build("tokenformer_tiny"), 1)
 
 
 @pytest.mark.parametrize(
     ("name", "kwargs", "said"),
     [
-        ("resnet18", {}, "ResNet are unknown; give a TokenFormerViT"),
-        ("vit_tiny_patch16_224", {"global_pool": "map"}, "attention pooling .* global_pool"),
+        ("resnet18", {}, "ResNet are unknown: give a TokenFormer"),
+        ("vit_tiny_patch16_224", {"global_pool": "map"}, "AttentionPoolLatent"),
         ("vit_tiny_patch16_224", {"attn_layer": "diff"}, "DiffAttention"),
         ("vit_tiny_r_s16_p8_224", {}, "HybridEmbed"),
         ("vit_medium_patch16_rope_reg1_gap_256", {}, "Eva"),
@@ -189,11 +181,3 @@ def test_models_of_other_kinds(name, kwargs, said):
         model = timm.create_model(name, **kwargs)
     with pytest.raises(InputError, match=said):
         training_flops(model)
-
-
-def test_blocks_cost_the_same_for_images_and_for_words():
-    images = model_costs(build("tokenformer_tiny", **PAIRS))
-    config = LMConfig(embed_dim=24, depth=2, num_heads=3, **PAIRS, rotary_share=0.5)
-    words = model_costs(TokenFormerLM(config, device="meta"), 17)
-    for part in ("qkv", "token_token", "output", "feed_forward"):
-        assert images[part] == words[part]

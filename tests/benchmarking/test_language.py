@@ -5,15 +5,16 @@ import torch
 
 pytest.importorskip("transformers", reason="pip install '.[language]'")
 
-from tokenformer_vit.benchmarking.language import Language
-from tokenformer_vit.benchmarking.measures import counted_flops
-from tokenformer_vit.benchmarking.variants import (
+from tokenformer_vit.benchmarking.benchmark import (
     PRECISIONS,
-    BenchmarkVariant,
     Group,
-    Setting,
+    Language,
+    Run,
+    Variant,
+    build,
     measure_group,
 )
+from tokenformer_vit.benchmarking.measures import counted_flops
 from tokenformer_vit.language import TokenFormerConfig, TokenFormerForCausalLM, matched_transformer
 from tokenformer_vit.models import LMConfig
 
@@ -30,10 +31,11 @@ IMPLEMENTATIONS = ("baseline", "released", "reference", "auto")
 
 def bound(implementation, mode):
     """Return a model, the tokens and targets of its first step, and the timed function."""
-    group = Group(mode, "float32", 3)
-    model = SUBJECT.create(implementation, 0).train(mode == "train")
-    batches = [SUBJECT.draw(group, torch.default_generator)]
-    return model, *batches[0], SUBJECT.bind(model, group, batches)
+    run = Run(
+        SUBJECT, torch.device("cpu"), Group(mode, "float32", 3), Variant(implementation, False)
+    )
+    tokens, targets = next(run.batches)
+    return run.model, tokens, targets, lambda: run.compute(tokens, targets)
 
 
 @pytest.mark.usefixtures("plain_attention")
@@ -46,7 +48,7 @@ def test_flops_are_what_pytorch_counts(implementation, mode):
     with torch.set_grad_enabled(mode == "train"):
         step = (lambda: call().backward()) if mode == "train" else call
         counted = counted_flops(step)["Global"]
-    parameters, flops = SUBJECT.costs(implementation)
+    parameters, flops = SUBJECT.costs(implementation == "baseline")
     # To a whole number for each token.
     assert flops[mode] == pytest.approx(counted / SUBJECT.items(Group(mode, "float32", 3)), abs=1)
     assert parameters == sum(p.numel() for p in model.parameters())
@@ -54,9 +56,8 @@ def test_flops_are_what_pytorch_counts(implementation, mode):
 
 def test_a_rotary_transformer_has_the_same_flops():
     rotary = SUBJECT._replace(baseline=lambda: matched_transformer(CONFIG, "rotary"))
-    assert rotary.create("baseline", 0).model.config.model_type == "gpt_neox"
-    assert len(rotary.create("baseline", 0).blocks) == SHAPE["depth"]
-    (parameters, flops), (others, same) = rotary.costs("baseline"), SUBJECT.costs("baseline")
+    assert rotary.create(True).config.model_type == "gpt_neox"
+    (parameters, flops), (others, same) = rotary.costs(True), SUBJECT.costs(True)
     assert flops == same
     assert parameters == others - 40 * 32  # no learned positions
 
@@ -89,7 +90,7 @@ def test_decoding_goes_on_from_the_same_tokens_each_time(implementation):
 
 
 def test_all_start_with_the_same_weights():
-    released, reference, auto = (SUBJECT.create(name, 7) for name in IMPLEMENTATIONS[1:])
+    released, reference, auto = (build(SUBJECT, name, 7) for name in IMPLEMENTATIONS[1:])
     weights = [list(model.parameters()) for model in (reference, released, auto)]
     for one, other, third in zip(*weights, strict=True):
         assert torch.equal(one, other)
@@ -99,10 +100,8 @@ def test_all_start_with_the_same_weights():
 
 @pytest.mark.parametrize(("mode", "precision"), zip(SUBJECT.modes, PRECISIONS, strict=True))
 def test_a_group(mode, precision):
-    setting = Setting(SUBJECT, torch.device("cpu"), 0, rounds=2)
-    variants = [BenchmarkVariant(name, False) for name in IMPLEMENTATIONS]
-    entry = measure_group(setting, Group(mode, precision, 3), variants)
-    assert entry["input_shape"] == [3, 12]
+    variants = [Variant(name, False) for name in IMPLEMENTATIONS]
+    entry = measure_group(SUBJECT, torch.device("cpu"), Group(mode, precision, 3), variants, 2)
     assert entry["items"] == (3 * 6 if mode == "decode" else 3 * 12)
     for row in entry["variants"]:
         assert len(row["seconds"]) == 2
@@ -112,7 +111,6 @@ def test_a_group(mode, precision):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["train", "prefill"])
 def test_a_group_that_is_compiled(mode):
-    setting = Setting(SUBJECT, torch.device("cpu"), 0, rounds=1)
-    variants = [BenchmarkVariant(name, True) for name in IMPLEMENTATIONS]
-    entry = measure_group(setting, Group(mode, "float32", 3), variants)
-    assert [row["variant"] for row in entry["variants"]] == [v.name for v in variants]
+    variants = [Variant(name, True) for name in IMPLEMENTATIONS]
+    entry = measure_group(SUBJECT, torch.device("cpu"), Group(mode, "float32", 3), variants, 1)
+    assert [row["variant"] for row in entry["variants"]] == list(map(str, variants))

@@ -11,7 +11,6 @@ from tokenformer_vit.cli import costs
 from tokenformer_vit.command_line import run_tool
 from tokenformer_vit.growth import grow
 from tokenformer_vit.models import lm_config
-from tokenformer_vit.models.checkpoints import load_model
 
 SMALL = {"depth": 2, "embed_dim": 24, "num_heads": 3, "img_size": 32, "patch_size": 8}
 WORDS = [f"{key}={value}" for key, value in SMALL.items()]
@@ -82,12 +81,6 @@ def test_the_default_comparison_is_of_equal_width_depth_and_weights(capsys):
         assert ours[part] == theirs[part]
 
 
-def test_the_number_of_classes_is_an_argument_of_a_model(capsys):
-    costs.main([*TINY[:2], "--model-kwargs", *WORDS, "num_classes=7", "--json"])
-    for record in json.loads(capsys.readouterr().out):
-        assert record["head"]["parameters"] == 7 * 24 + 7
-
-
 def test_exported_model_with_other_pairs(tmp_path, capsys):
     model = timm.create_model("tokenformer_tiny", **SMALL, num_ffn_param_tokens=75)
     save_for_hf(model, tmp_path, safe_serialization=True)
@@ -122,13 +115,7 @@ def test_language_models(tmp_path, capsys):
     assert "GFLOPs per sequence: tiny (left)" in " ".join(capsys.readouterr().out.split())
     costs.main(["--lm", "150m", "--tokens", "999999"])
     assert "│ 110,591,778.816 │" in capsys.readouterr().out
-    assert "no preset or folder 15m; choose one of 150m" in failure(capsys, "--lm", "15m")
-
-
-def test_every_tool_takes_the_number_of_classes_from_either_place():
-    for given in ((7,), (None,)):  # of --num-classes; else of --model-kwargs
-        more = {} if given[0] else {"num_classes": 7}
-        assert load_model("tokenformer_tiny", None, *given, **SMALL, **more).num_classes == 7
+    assert "no preset or folder 15m; choose of 150m" in failure(capsys, "--lm", "15m")
 
 
 @pytest.mark.parametrize(
@@ -136,10 +123,10 @@ def test_every_tool_takes_the_number_of_classes_from_either_place():
     [
         (["--model", "tokenformer_bsae"], "tokenformer_bsae cannot be built"),
         (["--against", "vit_bas_patch16_224"], "vit_bas_patch16_224 cannot be built"),
-        (["--against", "resnet18"], "ResNet are unknown; give a"),
+        (["--against", "resnet18"], "ResNet are unknown: give a"),
         (["--model", "local-dir:nowhere"], "nowhere"),
         ([*TINY[:2], "--model-kwargs", "imgsize=32"], "imgsize"),
-        ([*TINY[:2], "--tokens", "1"], "class and register tokens, but got 1"),
+        ([*TINY[:2], "--tokens", "1"], "num_tokens is 1: no token is left"),
         (["--model", "vit_tiny_patch16_224"], "give the other model with --against"),
         (
             [*TINY[:2], "--model-kwargs", "num_ffn_param_tokens=1", "num_qkv_param_tokens=1"],

@@ -2,17 +2,15 @@
 
 A multiplication and an addition are two FLOPs, and a backward pass costs as much as two forward
 passes. As in the paper, the FLOPs of Θ and other activations, softmax, norms, biases and sums are
-not counted.
-
-The first version of the paper counts d·n parameters for a Pattention of q, k, v or the output. A
-later version counts 2·d·n for every Pattention, because it has keys and values; this module does
-the same. The paper's table gives the FLOPs of one forward pass as training FLOPs; here training
-costs three forward passes.
+not counted. A later version of the paper counts 2·d·n parameters for every Pattention, for keys and
+values; so does this module. The paper's training FLOPs are those of one forward pass; here training
+costs three.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from timm.layers import Attention as LinearAttention
 from timm.layers import PatchEmbed
@@ -21,7 +19,7 @@ from torch import nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.layers import Attention, Pattention, TokenFormerBlock
-from tokenformer_vit.models import TokenFormerDecoder, TokenFormerLM
+from tokenformer_vit.models import TokenFormerLM
 
 # Parts of a model, with their names in tables.
 PARTS = {
@@ -33,6 +31,16 @@ PARTS = {
     "head": "head",
     "other": "norms, scales",
 }
+# The first part whose pattern a parameter's name has. The names are those of timm, of this package,
+# and of GPT-2 and GPT-NeoX.
+_PATTERNS = {
+    "feed_forward": r"\bmlp\.",
+    "qkv": r"\battn\.(qkv|query|key|value|c_attn)\.|\bquery_key_value\.",
+    "output": r"\battn\.(proj|c_proj)\.|\battention\.dense\.",
+    "head": r"^(lm_)?head",
+    "embedding": r"^[^.]+$|^(model\.)?(patch_embed|embedding|positions)|\b(wte|wpe|embed_in)\.",
+}
+_LANGUAGE = ("tokenformer", "gpt2", "gpt_neox")  # kinds of transformers
 
 
 @dataclass(frozen=True)
@@ -57,11 +65,18 @@ def total(costs: Mapping[str, Cost]) -> Cost:
     return sum(costs.values(), Cost())
 
 
-def model_costs(model: nn.Module, num_tokens: int | None = None) -> dict[str, Cost]:
-    """Count the parameters and the forward FLOPs of every part of a model.
+def training_flops(model: nn.Module, num_tokens: int | None = None) -> int:
+    """Return the FLOPs of training all parameters on one image or sequence; see `model_costs`."""
+    return total(model_costs(model, num_tokens)).training_flops
 
-    Sizes are read from the parameters, also after growth. Nothing is computed with them: they may
-    be on the device ``meta``.
+
+def model_costs(model: nn.Module, num_tokens: int | None = None) -> dict[str, Cost]:
+    """Count the parameters and the forward FLOPs of each of ``PARTS``, per image or per sequence.
+
+    Sizes are read from the parameters, also after growth; they may be on the device ``meta``.
+    Every parameter is counted once: an embedding that is also the head counts as embedding, and its
+    product as head. Of pairs that a layer does not use, only the parameters count. A language model
+    predicts after every token, and every token attends to all others, as in the paper.
 
     Args:
         model: ``TokenFormerViT``, timm ``VisionTransformer`` with ordinary blocks,
@@ -70,209 +85,82 @@ def model_costs(model: nn.Module, num_tokens: int | None = None) -> dict[str, Co
         num_tokens: Length of the sequence, including class and register tokens; default: the length
             for an image of the model's size, or the whole context.
 
-    Returns:
-        The cost of each of ``PARTS``, per image or per sequence. Every parameter is counted in one
-        part. If the embedding is also the head, its parameters are counted in the embedding, and
-        its matrix product in the head. In a layer with ``active`` or ``size``, all pairs count as
-        parameters, and only the pairs that are used count as FLOPs. A language model
-        predicts after every token, and every token attends to all others, as in the paper: the
-        savings of a causal kernel are not subtracted.
-
     Raises:
         InputError: If the model is of another kind, or ``num_tokens`` leaves no token for patches.
 
     Source:
         TokenFormer, arXiv:2410.23168, Table 3, with patches instead of a vocabulary for images.
     """
-    plan = _plan(model, num_tokens)
-    tokens = plan.rows["qkv"]
+    if isinstance(model, VisionTransformer):
+        rows, width, shared = _vision(model, num_tokens)
+    else:
+        model, context, width, shared = _language(model)
+        tokens = context if num_tokens is None else num_tokens
+        rows = dict.fromkeys(["qkv", "output", "feed_forward", "head"], tokens)
+    tokens = rows["qkv"]
+    if min(rows.values()) < 1:
+        raise InputError(f"num_tokens is {num_tokens}: no token is left; give a larger number")
     costs = dict.fromkeys(PARTS, Cost())
-    for name, parameter in plan.model.named_parameters():
-        part, count = plan.part(name), parameter.numel()
+    for name, parameter in model.named_parameters():
+        part, count = _part(name), parameter.numel()
         # Positions and the class token are only added; they are parameters of the model itself.
         is_matrix = parameter.ndim > 1 and "." in name
-        flops = _product_flops(count, plan.rows.get(part, 0)) if is_matrix else 0
-        costs[part] += Cost(count, flops)
-    for name, module in plan.model.named_modules():
+        costs[part] += Cost(count, 2 * count * rows.get(part, 0) if is_matrix else 0)
+    for name, module in model.named_modules():
         if isinstance(module, Pattention):
-            costs[plan.part(name)] += Cost(0, -_product_flops(_idle_elements(module), tokens))
-    costs["token_token"] += Cost(0, _attention_flops(plan.width, tokens))
-    costs["head"] += Cost(0, _product_flops(plan.shared, plan.rows["head"]))
+            idle = module.num_param_tokens - module.num_used
+            idle *= module.in_features + module.out_features
+            costs[_part(f"{name}.")] += Cost(0, -2 * idle * tokens)
+    # Scores and weighted sums.
+    costs["token_token"] += Cost(0, 4 * width * tokens**2)
+    costs["head"] += Cost(0, 2 * shared * rows["head"])
     return costs
 
 
-def training_flops(model: nn.Module, num_tokens: int | None = None) -> int:
-    """Count the FLOPs of training all parameters of a model on one image or sequence.
-
-    Args:
-        model: Model, as for :func:`model_costs`.
-        num_tokens: Length of the sequence, as for :func:`model_costs`.
-
-    Returns:
-        FLOPs of a forward and a backward pass: three times the forward FLOPs.
-
-    Raises:
-        InputError: In the cases of :func:`model_costs`.
-    """
-    return total(model_costs(model, num_tokens)).training_flops
+def _part(name: str) -> str:
+    return next((part for part, form in _PATTERNS.items() if re.search(form, name)), "other")
 
 
-def _product_flops(elements: int, tokens: int) -> int:
-    """Return the FLOPs of multiplying tokens with matrices of ``elements`` elements."""
-    return 2 * elements * tokens
-
-
-def _attention_flops(width: int, tokens: int) -> int:
-    """Return the FLOPs of scores and weighted sums; ``width`` sums all heads of all blocks."""
-    return 2 * 2 * width * tokens**2
-
-
-def _idle_elements(layer: Pattention) -> int:
-    """Count the elements of keys and values that this layer does not use."""
-    idle = layer.num_param_tokens - layer.num_used
-    return idle * (layer.in_features + layer.out_features)
-
-
-class _Plan(NamedTuple):
-    """Parts of a model for counting.
-
-    Args:
-        model: Model whose parameters count.
-        width: Width of all heads of all blocks.
-        rows: Number of tokens that the matrices of a part are multiplied with.
-        part: Function from the name of a parameter to its part.
-        shared: Number of elements of the embedding that are also the head.
-    """
-
-    model: nn.Module
-    width: int
-    rows: Mapping[str, int]
-    part: Callable[[str], str]
-    shared: int = 0
-
-
-def _plan(model: nn.Module, num_tokens: int | None) -> _Plan:
-    if isinstance(model, VisionTransformer):
-        return _vision(model, num_tokens)
-    for module in model.modules():
-        if isinstance(module, TokenFormerLM):
-            return _language(module, module, module.head, num_tokens)
-        # Recognised by their attributes, because transformers may not be installed.
-        inner = getattr(module, "model", None)
-        if hasattr(module, "lm_head") and isinstance(inner, TokenFormerDecoder):
-            return _language(module, inner, module.lm_head, num_tokens)
-        kind = getattr(getattr(module, "config", None), "model_type", None)
-        if hasattr(module, "lm_head") and kind in ("gpt2", "gpt_neox"):
-            return _transformer(module, num_tokens)
-    raise InputError(
-        f"the costs of a {type(model).__name__} are unknown; give a TokenFormerViT, a timm "
-        "VisionTransformer, a TokenFormer language model, or a GPT-2 or GPT-NeoX with its head"
-    )
-
-
-def _language(model: nn.Module, decoder: Any, head: Any, num_tokens: int | None) -> _Plan:
-    shared = 0
-    if head is None or head.weight is decoder.embedding.weight:
-        shared = decoder.embedding.weight.numel()
-    rows = _rows(num_tokens, decoder.config.context_length)
-    width = _width(decoder.blocks)
-    return _Plan(model, width, rows, lambda name: _part(name.removeprefix("model.")), shared)
-
-
-def _width(blocks: Iterable[Any]) -> int:
-    return sum(block.attn.num_heads * block.attn.head_dim for block in blocks)
-
-
-def _rows(num_tokens: int | None, context: int) -> dict[str, int]:
-    """Return the rows of a language model; its embedding is looked up, not multiplied."""
-    tokens = context if num_tokens is None else num_tokens
-    if tokens < 1:
-        raise InputError(f"num_tokens must be at least 1, but got {tokens}")
-    return dict.fromkeys(("qkv", "output", "feed_forward", "head"), tokens)
-
-
-def _vision(vit: Any, num_tokens: int | None) -> _Plan:
-    _check_vision(vit)
-    prefix: int = vit.num_prefix_tokens
-    patches: int = vit.patch_embed.num_patches if num_tokens is None else num_tokens - prefix
-    tokens = patches + prefix
-    if patches < 1:
-        raise InputError(
-            f"num_tokens must be above {prefix}, the number of class and register tokens, but got "
-            f"{tokens}"
-        )
-    rows = {
-        "embedding": patches,
-        **dict.fromkeys(("qkv", "output", "feed_forward"), tokens),
-        "head": 1 if vit.global_pool else tokens,
-    }
-    return _Plan(vit, _width(vit.blocks), rows, _part)
-
-
-def _check_vision(vit: Any) -> None:
-    """Check that the closed form holds for this model."""
-    kind = type(vit).__name__
-    if vit.attn_pool is not None:
-        raise InputError(
-            f"the costs of attention pooling in {kind} are unknown; choose another global_pool"
-        )
-    if not isinstance(vit.patch_embed, PatchEmbed):
-        raise InputError(
-            f"the costs of a {type(vit.patch_embed).__name__} stem are unknown; give a plain ViT"
-        )
-    for block in vit.blocks:
-        for module, known in (
-            (block, TokenFormerBlock | Block),
-            (getattr(block, "attn", None), Attention | LinearAttention),
-        ):
+def _vision(vit: Any, num_tokens: int | None) -> tuple[dict[str, int], int, int]:
+    """Return the rows of the products of each part, the width of all heads of all blocks, and 0."""
+    attentions: list[Any] = [getattr(block, "attn", None) for block in vit.blocks]
+    for modules, known in (
+        ([vit.attn_pool], type(None)),
+        ([vit.patch_embed], PatchEmbed),
+        (vit.blocks, TokenFormerBlock | Block),
+        (attentions, Attention | LinearAttention),
+    ):
+        for module in modules:
             if not isinstance(module, known):
                 raise InputError(
-                    f"the costs of a {type(module).__name__} are unknown; give a plain ViT"
+                    f"the costs of a {type(module).__name__} are unknown: give a plain ViT"
                 )
+    prefix: int = vit.num_prefix_tokens
+    patches = vit.patch_embed.num_patches if num_tokens is None else num_tokens - prefix
+    rows = dict.fromkeys(("qkv", "output", "feed_forward"), patches + prefix)
+    rows |= {"embedding": patches, "head": 1 if vit.global_pool else patches + prefix}
+    return rows, sum(each.num_heads * each.head_dim for each in attentions), 0
 
 
-def _transformer(model: Any, num_tokens: int | None) -> _Plan:
-    """Plan a GPT-2 or a GPT-NeoX."""
-    config, embedding = model.config, model.get_input_embeddings().weight
-    if getattr(config, "add_cross_attention", False):
-        raise InputError(
-            "the costs of a GPT-2 with cross-attention are unknown; give one without it"
-        )
-    width = config.hidden_size * config.num_hidden_layers
-    rows = _rows(num_tokens, config.max_position_embeddings)
-    shared = embedding.numel() if model.lm_head.weight is embedding else 0
-    return _Plan(model, width, rows, _transformer_part, shared)
-
-
-def _part(name: str) -> str:
-    """Name the part that a parameter of a VisionTransformer or a TokenFormerLM belongs to."""
-    top, *path = name.split(".")
-    if top == "blocks":
-        _, layer, *inner = path
-        if layer == "mlp":
-            return "feed_forward"
-        if layer == "attn" and "norm" not in inner[0]:
-            return "output" if inner[0] == "proj" else "qkv"
-        return "other"
-    if top in ("patch_embed", "embedding", "positions") or not path:
-        return "embedding"
-    return "head" if top.startswith(("head", "lm_head")) else "other"
-
-
-def _transformer_part(name: str) -> str:
-    """Name the part that a parameter of a GPT-2 or a GPT-NeoX belongs to."""
-    path = name.split(".")
-    for module, part in (
-        ("lm_head", "head"),
-        ("wte", "embedding"),
-        ("wpe", "embedding"),
-        ("embed_in", "embedding"),
-        ("mlp", "feed_forward"),
-        ("c_attn", "qkv"),
-        ("query_key_value", "qkv"),
-        ("c_proj", "output"),  # after mlp, which also has one
-        ("dense", "output"),
-    ):
-        if module in path:
-            return part
-    return "other"
+def _language(model: nn.Module) -> tuple[Any, int, int, int]:
+    """Find a language model; return it, its context, its width, and what is embedding and head."""
+    for module in model.modules():
+        whole: Any = module
+        config: Any = getattr(whole, "config", None)
+        # Recognised by names, because transformers may not be installed.
+        kind = hasattr(whole, "lm_head") and getattr(config, "model_type", None)
+        if isinstance(whole, TokenFormerLM):
+            embedding, head = whole.embedding.weight, whole.head
+            width, context = config.embed_dim * config.depth, config.context_length
+        elif kind in _LANGUAGE and not getattr(config, "add_cross_attention", False):
+            embedding, head = whole.get_input_embeddings().weight, whole.lm_head
+            width = config.hidden_size * config.num_hidden_layers
+            context = config.max_position_embeddings
+        else:
+            continue
+        shared = embedding.numel() if head is None or head.weight is embedding else 0
+        return whole, context, width, shared
+    raise InputError(
+        f"the costs of a {type(model).__name__} are unknown: give a TokenFormer, a plain ViT of "
+        "timm, or a GPT-2 or GPT-NeoX with its head and without cross-attention"
+    )

@@ -15,21 +15,10 @@ from tokenformer_vit.models import TokenFormerViT
 def matched_hidden(
     width: int, pairs: int, remedy: str = "give the TokenFormer more pairs, or less width"
 ) -> int:
-    """Compute the hidden width of the matched Transformer.
+    """Return the hidden width of a Transformer with the weights of ``pairs`` in each block.
 
     A TokenFormer block has 2C·pairs weights, and a Transformer block has 4C² + 2C·hidden. Biases
-    and norms are not counted.
-
-    Args:
-        width: Width C of both models.
-        pairs: Pairs of one TokenFormer block, 3·P_qkv + P_proj + P_ffn.
-        remedy: What the user should do if no Transformer matches; the error message ends with it.
-
-    Returns:
-        The number of hidden neurons of each feed-forward part.
-
-    Raises:
-        InputError: If the attention of the Transformer alone has as many weights as the pairs.
+    and norms are not counted. ``remedy`` ends the error if attention alone has more weights.
     """
     hidden = pairs - 2 * width
     if hidden < 1:
@@ -41,25 +30,12 @@ def matched_hidden(
 
 
 def matched_vit(model: TokenFormerViT) -> tuple[VisionTransformer, int]:
-    """Build the ViT that matches a TokenFormer.
-
-    Args:
-        model: The TokenFormer. If its blocks have different numbers of pairs, the blocks of the ViT
-            match their mean.
-
-    Returns:
-        The ViT, on the default device, and the number of its hidden neurons.
-
-    Raises:
-        InputError: If the model has no blocks, or no ViT matches; see :func:`matched_hidden`.
-    """
-    if not len(model.blocks):
-        raise InputError("a model without blocks has no match; give another model with --against")
-    block: Any = model.blocks[0]
+    """Return the ViT that matches a TokenFormer (the mean of its blocks), and its hidden width."""
     pairs = round(sum(count_pairs(model).values()) / len(model.blocks))
     hidden = matched_hidden(model.embed_dim, pairs, "give another model with --against")
     known = inspect.signature(VisionTransformer).parameters
     arguments = {name: value for name, value in get_model_args(model).items() if name in known}
+    block: Any = model.blocks[0]
     sizes = {
         "img_size": model.patch_embed.img_size,
         "patch_size": model.patch_embed.patch_size,
@@ -68,13 +44,17 @@ def matched_vit(model: TokenFormerViT) -> tuple[VisionTransformer, int]:
         "depth": len(model.blocks),
         "num_heads": block.attn.num_heads,
         "mlp_ratio": mlp_ratio(hidden, model.embed_dim),
+        # Those of a named model are not among the arguments.
+        "class_token": model.has_class_token,
+        "reg_tokens": model.num_reg_tokens,
+        "global_pool": model.global_pool,
     }
     vit: Any = timm.create_model("vit_base_patch16_224", **{**arguments, **sizes})
     return vit, hidden
 
 
 def mlp_ratio(hidden: int, width: int) -> float:
-    """Compute the ``mlp_ratio`` that gives exactly this number of hidden neurons in timm."""
+    """Return the ``mlp_ratio`` that gives exactly this number of hidden neurons in timm."""
     ratio = hidden / width
     # timm multiplies by the width again and rounds down.
     return ratio if int(width * ratio) == hidden else (hidden + 0.5) / width

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
-from tokenformer_vit.benchmarking.images import MATCHED
+from tokenformer_vit.benchmarking.benchmark import MATCHED
 from tokenformer_vit.records import read_record
 
 from .fields import Field

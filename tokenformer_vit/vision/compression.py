@@ -18,7 +18,6 @@ from timm.data import resolve_input_data_config
 from torch import Tensor, nn
 
 from tokenformer_vit.benchmarking.costs import model_costs, total
-from tokenformer_vit.benchmarking.measures import tensor_bytes
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.growth import Usage, extract, pattention_layers, prune
 from tokenformer_vit.layers import Pattention
@@ -103,7 +102,9 @@ class Candidate:
             "keep": self.keep,
             "pairs": dict(self.pairs),
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
-            "bytes": tensor_bytes([*self.model.parameters(), *self.model.buffers()]),
+            "bytes": sum(
+                tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers())
+            ),
             "flops_per_image": self.flops(),
             "correct": correct,
             "top1": 100 * correct / images,

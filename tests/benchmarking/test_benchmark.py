@@ -1,0 +1,162 @@
+"""What is timed is what the names say, and every figure is what it is called."""
+
+import math
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import nn
+
+from tokenformer_vit.benchmarking import measures, reports
+from tokenformer_vit.benchmarking.benchmark import (
+    MATCHED,
+    PRECISIONS,
+    Group,
+    Images,
+    Run,
+    Variant,
+    build,
+    measure_group,
+)
+from tokenformer_vit.benchmarking.costs import model_costs, total
+from tokenformer_vit.layers import Pattention
+
+CPU = torch.device("cpu")
+IMAGES = Images("tokenformer_tiny", "vit_tiny_patch16_224", 32, 1)
+NAMES = ("baseline", "released", "reference", "auto")
+EAGER = [Variant(name, False) for name in NAMES]
+
+
+def test_the_matched_vit_costs_as_much_and_has_random_weights():
+    subject = Images("tokenformer_cifar10_micro", MATCHED, 32, 2)
+    (ours, flops), (theirs, others) = (subject.costs(baseline) for baseline in (False, True))
+    assert theirs == pytest.approx(ours, rel=0.01)
+    assert others["train"] == pytest.approx(flops["train"], rel=0.01)
+    vit = build(subject, "baseline")
+    assert type(vit).__name__ == "VisionTransformer"
+    assert vit(torch.randn(1, 3, 32, 32)).std() > 0
+    assert torch.equal(vit.head.weight, build(subject, "baseline").head.weight)
+    assert not torch.equal(vit.cls_token, build(subject, "baseline", 1).cls_token)
+
+
+def test_the_matched_vit_has_the_same_tokens():
+    vit = build(Images("tokenformer_small_rope_reg4", MATCHED, 32, 1), "baseline")
+    assert vit.num_prefix_tokens == 5
+
+
+@pytest.mark.parametrize("baseline", [False, True])
+def test_flops_of_images(baseline):
+    name = IMAGES.baseline if baseline else IMAGES.model
+    model = timm.create_model(name, img_size=32, depth=1)
+    count, flops = IMAGES.costs(baseline)
+    assert count == sum(parameter.numel() for parameter in model.parameters())
+    cost = total(model_costs(model))
+    assert flops == {"train": cost.training_flops, "infer": cost.forward_flops}
+
+
+def test_released_computes_what_the_reference_does():
+    reference, released = (build(IMAGES._replace(depth=2), name) for name in NAMES[2:0:-1])
+    for layer in reference.modules():
+        if isinstance(layer, Pattention):
+            layer.eps = 0.0
+            layer.tau = torch.tensor(layer.num_param_tokens, dtype=torch.float64).sqrt()
+    assert not any(isinstance(layer, Pattention) for layer in released.modules())
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    features, gradients = [], []
+    for model in (reference.double(), released.double()):
+        tokens = model.forward_features(images)
+        tokens.square().sum().backward()
+        features.append(tokens)
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    torch.testing.assert_close(*features, rtol=1e-11, atol=1e-12)
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        if gradient is not None:  # the head has no part in the features
+            torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_attention_of_all_variants_is_by_products_in_bfloat16_on_a_cpu(precision):
+    for variant in EAGER:
+        run = Run(IMAGES, CPU, Group("train", precision, 2), variant)
+        assert {block.attn.fused_attn for block in run.model.blocks} == {precision == "float32"}
+        before = run.model.head.weight.clone()
+        run.step()
+        assert not torch.equal(run.model.head.weight, before)
+        assert run.model.head.weight.grad is None
+
+
+def saved_by_a_small_network(prepare):
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 4, bias=False))
+    prepare(model)
+    x = torch.randn(5, 8)
+    whole = torch.randn(7, 20)  # of which the loss needs a part, and so keeps all
+    float32 = measures.saved_bytes(lambda: (model(x) * whole[:5, :4]).sum(), model)
+    with torch.autocast("cpu", torch.bfloat16):
+        bfloat16 = measures.saved_bytes(lambda: model(x).sum(), model)
+    return float32, bfloat16
+
+
+def test_saved_activations_of_a_small_network():
+    float32, bfloat16 = saved_by_a_small_network(lambda model: None)
+    assert float32 == 4 * (5 * 8 + 5 * 16 + 7 * 20)  # input, hidden layer after ReLU, factor
+    assert bfloat16 == 2 * (5 * 8 + 5 * 16)  # and no copy of a weight
+
+
+@pytest.mark.slow
+def test_saved_activations_of_a_compiled_network():
+    float32, bfloat16 = saved_by_a_small_network(lambda model: model.compile())
+    assert float32 == 4 * (5 * 8 + 5 * 16 + 7 * 20)
+    assert 2 * (5 * 8 + 5 * 16) <= bfloat16 <= 2 * (5 * 8 + 5 * 16) + 5 * 16  # a mask as well
+
+
+def test_rounds_rotate_and_every_timed_call_follows_its_own():
+    called = []
+    calls = {name: lambda name=name: called.append(name) for name in "abc"}
+    seconds = measures.measure_rounds(calls, 4, CPU)
+    assert "".join(called) == "aabbccbbccaaccaabbaabbcc"
+    assert {name: len(values) for name, values in seconds.items()} == {"a": 4, "b": 4, "c": 4}
+
+
+@pytest.mark.parametrize("n", [1, 2, 11])
+def test_percentiles(n):
+    values = torch.rand(n).tolist()
+    found = measures.percentiles("x", values)
+    assert list(found) == ["x_p20", "x_p50", "x_p80"]
+    assert list(found.values()) == pytest.approx(np.percentile(values, (20, 50, 80)), rel=1e-5)
+
+
+def test_what_does_not_fit_drops_out(monkeypatch):
+    step = Run.step
+
+    def failing_step(run):
+        if not any(isinstance(module, Pattention) for module in run.model.modules()):
+            raise torch.OutOfMemoryError
+        step(run)
+
+    monkeypatch.setattr(Run, "step", failing_step)
+    monkeypatch.setattr(measures, "matmul_rate", lambda device, dtype: 2e11)
+    group = measure_group(IMAGES, CPU, Group("train", "bfloat16", 1), EAGER, 1)
+    reports.add_figures(group, reports.new_record(IMAGES, IMAGES._asdict(), "cpu"))
+    rows = {row["variant"]: row for row in group["variants"]}
+    assert rows["released eager"]["failed"] == "out of memory"  # it has no Pattention of ours
+    assert "seconds" not in rows["baseline eager"]
+    assert rows["auto eager"]["images_per_s"] > 0
+    assert "out of memory" in reports.table(group, "image")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", Images.modes)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_all_variants_compiled(mode, precision):
+    compared = [Variant(name, compiled) for name in NAMES for compiled in (False, True)]
+    entry = measure_group(IMAGES, CPU, Group(mode, precision, 2), compared, 3)
+    assert [row["variant"] for row in entry["variants"]] == list(map(str, compared))
+    saved = {row["variant"]: row["saved_mb_per_image"] for row in entry["variants"]}
+    for row in entry["variants"]:
+        assert len(row["seconds"]) == 3
+        assert all(math.isfinite(value) and value > 0 for value in row["seconds"])
+    if mode == "train":
+        assert saved["auto compiled"] == pytest.approx(saved["auto eager"], rel=0.05)
+        assert saved["reference compiled"] < saved["reference eager"]
