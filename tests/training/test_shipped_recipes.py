@@ -40,9 +40,9 @@ def shrink(cfg: Config) -> None:
     for name in ("train", "val", "test"):
         loader = cfg[f"{name}_dataloader"]
         pipeline = loader.dataset.pipeline
-        inner = (each for step in pipeline for each in step.get("transforms", ()))
-        for step in (*pipeline, *inner):
-            step.update({key: 32 for key in ("scale", "crop_size") if key in step})
+        for step in pipeline:
+            small = {"size": 32, "input_size": (3, 32, 32)}
+            step.update({key: value for key, value in small.items() if key in step})
         loader.update(batch_size=32, num_workers=0, persistent_workers=False)
         part = TRAIN if name == "train" else VAL
         loader.dataset = {

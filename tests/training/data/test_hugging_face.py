@@ -2,7 +2,6 @@
 
 import io
 import json
-import re
 import shutil
 
 import numpy as np
@@ -179,21 +178,6 @@ def test_a_run_resumes_on_the_same_images_only(train_parquet, finished, source, 
     images[3] = buffer.getvalue()
     write(path, images, table["label"])
     assert "hash of training images" in train_parquet.fails(work_dir, *resume)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--data-root", "no/folder"), "there is no folder no/folder"),
-        (("--cfg-options", "val_dataloader.dataset.split=dev"), "no split 'dev'.*validation"),
-        (
-            ("--cfg-options", "model.head.num_classes=7", "data_preprocessor.num_classes=7"),
-            "train data have 3 classes, but model.head.num_classes is 7",
-        ),
-    ],
-)
-def test_data_that_do_not_fit_end_in_one_line(options, said, train_parquet, tmp_path):
-    assert re.search(said, train_parquet.fails(tmp_path / "run", *options))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

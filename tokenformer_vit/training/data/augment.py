@@ -61,7 +61,8 @@ def _register(kind: type[v2.Transform]) -> None:
             options["interpolation"] = InterpolationMode(options["interpolation"])
         return Torchvision(kind(**options))
 
-    TRANSFORMS.register_module(f"v2/{kind.__name__}", module=build)
+    as_class: Any = build  # mmengine takes any callable
+    TRANSFORMS.register_module(f"v2/{kind.__name__}", module=as_class)
 
 
 for _kind in vars(v2).values():
@@ -105,7 +106,7 @@ class EvalTransform(BaseTransform):
             and interpolation in ("bilinear", "bicubic")
         )
         self._timm: Any = create_transform(
-            tuple(input_size),
+            input_size,
             crop_pct=crop_pct,
             interpolation=interpolation,
             crop_mode=crop_mode,

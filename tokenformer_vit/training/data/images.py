@@ -19,7 +19,7 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.vision.image_rows import check_source, open_images
+from tokenformer_vit.vision.image_rows import open_images
 from tokenformer_vit.vision.images import read_rgb
 
 from .augment import EvalTransform, Torchvision
@@ -39,11 +39,7 @@ class LoadImage(BaseTransform):
     """
 
     def transform(self, results: dict) -> dict:
-        """Add ``img`` (H, W, 3) uint8 RGB and its shape to ``results``.
-
-        Args:
-            results: A sample with ``img_path``, and perhaps ``img_bytes``, the content of the file.
-        """
+        """Add ``img``, (H, W, 3) uint8, of the file ``img_path`` or its content ``img_bytes``."""
         if "img" in results:  # mmpretrain's inferencers decode their inputs themselves, in BGR
             results["img"] = cv2.cvtColor(results["img"], cv2.COLOR_BGR2RGB)
             return results
@@ -51,12 +47,12 @@ class LoadImage(BaseTransform):
         try:
             results["img"] = read_rgb(results["img_path"], content)
         except InputError as error:
-            way_out = (
-                "replace or delete it (`tokenformer-vit prepare-data --check DATA_ROOT` lists all "
-                "such files)"
-                if content is None
-                else "download the file again, or remove the row"
-            )
+            way_out = "download the file again, or remove the row"
+            if content is None:
+                way_out = (
+                    "replace or delete it (`tokenformer-vit prepare-data --check DATA_ROOT` lists "
+                    "all such files)"
+                )
             raise InputError(f"cannot read image {error}; {way_out}") from error
         results["img_shape"] = results["ori_shape"] = results["img"].shape[:2]
         return results
@@ -130,11 +126,6 @@ class HuggingFaceImages(BaseDataset):
         super().__init__(
             ann_file="", data_prefix=f"{data_root}, {split}", serialize_data=False, **kwargs
         )
-
-    @classmethod
-    def check_files(cls, data_root: str, split: str, **_: Any) -> None:
-        """Check that there are files, before a run begins."""
-        check_source(data_root, split)
 
     def load_data_list(self) -> Any:
         """Open the images; no image is read."""

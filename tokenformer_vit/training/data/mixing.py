@@ -88,22 +88,13 @@ class LabelPreprocessor(ClsDataPreprocessor):
             images = images.to(self.device, non_blocking=True)
         if not isinstance(labels, Tensor):
             return super().forward({**data, "inputs": images}, training)
-        images = self._normalized(images)
+        images = super().forward({"inputs": images})["inputs"]
         labels = labels.to(self.device, non_blocking=True)
         if self.to_onehot:  # always, where images are mixed
             labels = one_hot(labels, cast(int, self.num_classes)).float()
             if training and self.batch_augments is not None:
                 images, labels = self.batch_augments(images, labels)
         return {"inputs": images, "data_samples": labels}
-
-    def _normalized(self, images: Any) -> Tensor:
-        """Normalise images as mmpretrain does; where it is possible, in the memory of one copy."""
-        usual = hasattr(self, "mean") and self.pad_size_divisor <= 1
-        if not usual or not isinstance(images, Tensor) or images.dtype != torch.uint8:
-            return super().forward({"inputs": images})["inputs"]
-        if self.to_rgb and images.shape[1] == 3:
-            images = images.flip(1)
-        return images.float().sub_(self.mean).div_(self.std)
 
 
 @MODELS.register_module()
@@ -156,23 +147,16 @@ class LabelHead(LinearClsHead):
         Returns:
             The mean ``loss`` of the batch and, with ``cal_acc``, its accuracy; for a list of
             ``DataSample``, the result of mmpretrain's head.
-
-        Raises:
-            InputError: If ``cal_acc`` is given, and images are mixed.
         """
         if not isinstance(data_samples, Tensor):
             return super()._get_loss(cls_score, data_samples, **kwargs)
-        loss, found = cast(nn.Module, self.loss_module), {}
+        loss, target = cast(nn.Module, self.loss_module), data_samples
+        if isinstance(loss, LabelSmoothLoss) and target.ndim == 1:
+            # The loss would make the same, but read the labels from the GPU to check them.
+            target = one_hot(target, cls_score.shape[1])
+        losses = {"loss": loss(cls_score, target, avg_factor=len(cls_score), **kwargs)}
         if self.cal_acc:
-            if data_samples.ndim > 1:
-                raise InputError(
-                    "model.head.cal_acc is True, but mixed images have no single label: set "
-                    "cal_acc=False, or model.train_cfg.augments=None"
-                )
             topk: Any = self.topk  # a tuple; mmpretrain also declares a number
             right: Any = Accuracy.calculate(cls_score, data_samples, topk=topk)
-            found = {f"accuracy_top-{k}": own for k, own in zip(topk, right, strict=True)}
-        if isinstance(loss, LabelSmoothLoss) and data_samples.ndim == 1:
-            # The loss would make the same, but read the labels from the GPU to check them.
-            data_samples = one_hot(data_samples, cls_score.shape[1])
-        return {"loss": loss(cls_score, data_samples, avg_factor=len(cls_score), **kwargs), **found}
+            losses |= {f"accuracy_top-{k}": own for k, own in zip(topk, right, strict=True)}
+        return losses
