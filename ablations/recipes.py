@@ -61,7 +61,9 @@ def change(shape: Shape, length: int, recipe: str) -> Part:
         {"type": "v2/ColorJitter", "brightness": 0.3, "contrast": 0.3, "saturation": 0.3},
     ]
     pipeline = [{"type": "LoadImage"}, *transforms, {"type": "PackLabels"}]
-    return {**changes, "train_dataloader": {"dataset": {"pipeline": pipeline}}}
+    # Images in memory are only cropped and flipped.
+    dataset = {"type": "CustomDataset", "pipeline": pipeline}
+    return {**changes, "train_dataloader": {"dataset": dataset}}
 
 
 def scaled(model: ModelChange, recipe: str) -> ModelChange:
