@@ -167,6 +167,7 @@ def test_a_config_of_mmpretrain_gets_our_hooks_loop_and_sampler(tmp_path):
     [
         ("train_cfg = dict(_delete_=True)", "no training config: it has no train_cfg"),
         ("data_preprocessor = dict(num_classes=4)", "num_classes is 3, but .* is 4: set both"),
+        ("data_preprocessor = dict(to_rgb=True)", "into BGR: set to_rgb=False"),
         ("train_dataloader = dict(sampler=None)", "in the order of their files"),
         (
             "optim_wrapper = dict(accumulative_counts=2)\n"

@@ -222,7 +222,10 @@ _pipeline = [
 ]
 test_dataloader = dict(dataset=dict(pipeline=_pipeline))
 """
-BGR = "data_preprocessor = dict(to_rgb=True)"  # of images that are RGB
+BGR = """
+_pipeline = [dict(type="LoadImageFromFile"), dict(type="Resize", scale=8), dict(type="PackInputs")]
+test_dataloader = dict(dataset=dict(pipeline=_pipeline))
+"""
 
 
 @pytest.mark.parametrize(

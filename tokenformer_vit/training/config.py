@@ -270,7 +270,13 @@ def check_config(cfg: Config) -> None:
             f"model.head.num_classes is {classes}, but data_preprocessor.num_classes is "
             f"{preprocessor.get('num_classes')}: set both to the number of classes"
         )
-    pack = (cfg.train_dataloader.dataset.get("pipeline") or [{}])[-1].get("type")
+    pipeline = next(datasets(cfg.train_dataloader.dataset)).get("pipeline") or [{}]
+    pack = pipeline[-1].get("type")
+    if preprocessor.get("to_rgb") and pipeline[0].get("type") == "LoadImage":
+        raise InputError(
+            "LoadImage gives RGB, which data_preprocessor.to_rgb=True would turn into BGR: set "
+            "to_rgb=False"
+        )
     if mixes and pack == "PackLabels" and preprocessor.get("type") != "LabelPreprocessor":
         raise InputError(
             "only a LabelPreprocessor mixes images whose labels PackLabels packs: set "
