@@ -23,6 +23,8 @@ from tokenformer_vit.vision.images import (
     scan_images,
 )
 
+__all__ = ["check_config", "find_config", "load_config"]
+
 _PACKAGE = Path(tokenformer_vit.__file__).parent
 _INSTALLED = _PACKAGE / ".mim" / "configs"  # as in OpenMMLab's packages
 CONFIGS = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "configs"
@@ -218,21 +220,15 @@ def set_autocast(cfg: Config) -> None:
 
 
 def data_workers() -> int:
-    """Return how many workers a data loader gets for ``num_workers="auto"``.
-
-    They are the cores that this process may use, shared with the other processes on this machine
-    that torchrun or MPI started; at least one, at most 16. Slurm may give each process cores of its
-    own.
-    """
+    """Return the workers of a loader: this machine's cores, shared by its processes; at most 16."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:  # macOS and Windows
         cores = os.cpu_count() or 1
-    numbers = {name: text for name, text in os.environ.items() if text.isdecimal()}
-    if own := int(numbers.get("SLURM_CPUS_PER_TASK", 0)):
-        return max(1, min(own, cores, _MOST_WORKERS))
-    processes = [int(numbers.get(name, 1)) for name in _PROCESSES]
-    return max(1, min(cores // max(1, *processes), _MOST_WORKERS))
+    numbers = {name: int(text) for name, text in os.environ.items() if text.isdecimal()}
+    if own := numbers.get("SLURM_CPUS_PER_TASK"):  # Slurm gives each process its cores
+        return min(own, cores, _MOST_WORKERS)
+    return max(1, min(cores // max(numbers.get(name, 1) for name in _PROCESSES), _MOST_WORKERS))
 
 
 def _check_option(cfg: Config, key: str) -> None:
@@ -318,11 +314,7 @@ def check_config(cfg: Config) -> None:
 
 
 def check_schedule(cfg: Config) -> None:
-    """Check that the learning rate schedule fits into the run.
-
-    Raises:
-        InputError: If a part begins or ends after the end of the run, or has no length.
-    """
+    """Refuse a schedule of the learning rate that does not fit into the run."""
     limit = "max_iters" if "max_iters" in cfg.train_cfg else "max_epochs"
     length = cfg.train_cfg[limit]
     for index, part in enumerate(_listed(cfg.get("param_scheduler"))):
@@ -375,16 +367,9 @@ def _listed(value: Any) -> list[Any]:
 
 
 def check_folders(cfg: Config, names: Sequence[str]) -> None:
-    """Look through the folders of images: mmpretrain leaves out files without a word.
+    """Refuse folders of images that are not there, and broken links: mmpretrain skips both.
 
     Files that are no images are counted on stderr.
-
-    Args:
-        cfg: The config.
-        names: Names of the loaders whose data are checked.
-
-    Raises:
-        InputError: If there is no such folder, or an image is a broken link.
     """
     found = [each for name in names if cfg.get(name) for each in datasets(cfg[name].dataset)]
     for root, part, labels in dict.fromkeys(
@@ -417,16 +402,7 @@ def write_config(cfg: Config) -> None:
 
 
 def choose_checkpoint(cfg: Config, resume: str | None) -> None:
-    """Choose the checkpoint that a run resumes from, and protect other runs.
-
-    Args:
-        cfg: The config; its ``resume`` and ``load_from`` are set.
-        resume: ``None`` for a new run, ``auto`` to continue from the last checkpoint of the work
-            directory, if any, or the file of a checkpoint.
-
-    Raises:
-        InputError: If there is no such checkpoint, or a new run would overwrite another.
-    """
+    """Set what ``--resume`` resumes from, ``auto`` or a file, and protect other runs."""
     work_dir = Path(cfg.work_dir)
     pointer = work_dir / "last_checkpoint"
     # The checkpoint of the best epoch has only weights.
