@@ -11,6 +11,8 @@ import timm
 import torch
 from matplotlib.figure import Figure
 from matplotlib.mathtext import MathTextParser
+from mmengine.registry import DefaultScope
+from mmpretrain.registry import MODELS
 from PIL import Image
 from timm.data import create_transform, resolve_input_data_config, resolve_model_data_config
 
@@ -18,7 +20,9 @@ from tokenformer_vit.cli import export
 from tokenformer_vit.cli import test as tool
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import load_model
+from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.evaluate import draw_confusion
+from tokenformer_vit.training.export import export_classifier
 from tokenformer_vit.training.reports import read_scalars
 from tokenformer_vit.vision.prediction import class_names, predict
 
@@ -177,6 +181,45 @@ def test_figures_and_predictions_agree_with_the_model_run_by_hand(run, tmp_path)
         assert row["recall"] == pytest.approx(recall)
         f1 = 2 * precision * recall / max(precision + recall, 1e-9)
         assert row["f1-score"] == pytest.approx(f1)
+
+
+def test_photographs_get_the_answers_of_the_exported_model(shared_data, tmp_path):
+    """Files, colours, resize, crop, normalisation and head: all as by timm."""
+    files = sorted(shared_data("imagenet_samples").glob("val/*/*"))[::25]
+    for number, file in enumerate(files):
+        folder = tmp_path / "data" / "val" / f"class_{number % 4}"
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, folder)
+    config = tmp_path / "own.py"
+    config.write_text(
+        "_base_ = 'tokenformer_vit::imagenette_tiny.py'\n"
+        "model = dict(head=dict(num_classes=4, in_channels=48, init_cfg=None),\n"
+        "             backbone=dict(img_size=64, embed_dim=48, depth=2, num_heads=2))\n"
+        "data_preprocessor = dict(num_classes=4)\n"
+        "_pipeline = [dict(type='LoadImage'),\n"
+        "    dict(type='EvalTransform', input_size=(3, 64, 64), crop_pct=0.875),\n"
+        "    dict(type='PackInputs')]\n"
+        "test_dataloader = dict(batch_size=16, num_workers=0, dataset=dict(pipeline=_pipeline))\n"
+    )
+    cfg = load_config(config)
+    with DefaultScope.overwrite_default_scope("mmpretrain"):
+        classifier = MODELS.build({**cfg.model, "data_preprocessor": cfg.data_preprocessor})
+    for parameter in classifier.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    names = [f"class_{number}" for number in range(4)]
+    export_classifier(classifier, cfg, {"classes": names}, tmp_path / "exported")
+    words = (config, tmp_path / "exported", "--data-root", tmp_path / "data")
+    tool.main([*map(str, words), "--out", str(tmp_path / "out")])
+    model = timm.create_model(f"local-dir:{tmp_path / 'exported'}", pretrained=True).eval()
+    transform = create_transform(**resolve_model_data_config(model))
+    rows = read_csv(tmp_path / "out" / "predictions.csv")
+    assert len(rows) == len(files) == 40
+    for row in rows:
+        with torch.no_grad(), Image.open(row["path"]) as image:
+            scores = model(transform(image.convert("RGB"))[None])[0].softmax(0)
+        assert float(row["score"]) == pytest.approx(scores.max().item(), abs=5e-3)
+        assert scores[names.index(row["predicted"])] >= scores.max() - 5e-3
+    assert len({row["predicted"] for row in rows}) > 1
 
 
 @pytest.mark.slow
