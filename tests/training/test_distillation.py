@@ -12,13 +12,11 @@ import torch.nn.functional as F
 from mmengine.logging import MessageHub
 from mmengine.registry import DefaultScope
 from mmpretrain.registry import MODELS
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import save_model
-from tokenformer_vit.training.distillation import Distillation, _load, tensors_digest
 from tokenformer_vit.training.guard import GuardHook
-from tokenformer_vit.training.identity import check_identity, run_identity
 
 CLASSES = ["bright", "dark", "split"]
 MEAN, STD = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
@@ -138,7 +136,6 @@ def test_the_teacher_trains_the_head_of_the_distillation_token_alone(batch, teac
 def test_only_the_student_is_trained_saved_and_copied(batch, teacher):
     model = build(teacher[0])
     names = list(model.state_dict())
-    before = model.teacher.digest
     with torch.autocast("cpu", torch.bfloat16):
         losses = model.train().loss(*batch)
     assert all(loss.isfinite() for loss in losses.values())
@@ -147,14 +144,13 @@ def test_only_the_student_is_trained_saved_and_copied(batch, teacher):
     assert copy.deepcopy(model).teacher is model.teacher
     other = model.teacher(batch[0])
     assert torch.equal(other, model.teacher(batch[0]))  # no dropout, no running statistics
-    assert model.teacher.digest == before
 
 
 def test_weights_from_a_file_and_from_the_package(batch, tmp_path):
     weights = timm.create_model("test_resnet", num_classes=3).state_dict()
     save_file(weights, tmp_path / "weights.safetensors")
     named = build("test_resnet", checkpoint_path=str(tmp_path / "weights.safetensors")).teacher
-    assert named.digest == tensors_digest(weights)
+    assert all(torch.equal(each, weights[name]) for name, each in named._model.state_dict().items())
     assert named.classes is None
     packaged = build("tokenformer_cifar10_micro", num_classes=10).teacher
     assert packaged.classes[:2] == ["airplane", "automobile"]
@@ -186,26 +182,17 @@ def test_a_teacher_of_other_classes_is_refused(teacher, tmp_path):
     guard.check_training(runner_of(build(tmp_path / "unnamed"), ["other", "names", "here"]))
     with pytest.raises(InputError, match=r"label 1 is 'dark' there and 'dim'.*of the teacher"):
         guard.check_training(runner_of(build(teacher[0]), ["bright", "dim", "split"]))
-    with pytest.raises(InputError, match=r"4 classes, .*num_classes is 3.*distillation\.teacher"):
+    with pytest.raises(
+        InputError, match=r"4 classes, .*num_classes is 3.*teacher of the same classes"
+    ):
         guard.check_training(runner_of(build(tmp_path / "four")))
-
-
-def test_a_resume_refuses_another_teacher(teacher, tmp_path):
-    shutil.copytree(teacher[0], tmp_path / "moved")
-    export(tmp_path / "other")
-    first = run_identity(runner_of(build(teacher[0])))
-    check_identity(first, run_identity(runner_of(build(tmp_path / "moved"))))
-    with pytest.raises(InputError, match=r"teacher's weights was \w{12} .* and is \w{12}"):
-        check_identity(first, run_identity(runner_of(build(tmp_path / "other"))))
-    plain = run_identity(runner_of(torch.nn.Identity()))
-    with pytest.raises(InputError, match="teacher's weights was None"):
-        check_identity(plain, first)
 
 
 def test_what_cannot_teach_is_refused(teacher, tmp_path):
     (tmp_path / "text.pth").write_text("no weights")
     wrong = [
-        ({"teacher": "no_such_model"}, r"'no_such_model' .* correct model\.distillation\.teacher"),
+        ({"teacher": teacher[0], "labels": "soften"}, "with labels 'hard' or 'soft'"),
+        ({"teacher": teacher[0], "tau": 2.0}, "give checkpoint_path, labels, teacher"),
         ({"teacher": "test_vit2", "checkpoint_path": str(tmp_path / "text.pth")}, "text.pth"),
         ({"teacher": "test_vit2", "checkpoint_path": str(tmp_path / "gone.pth")}, "gone.pth"),
         ({"teacher": tmp_path / "text.pth"}, "text.pth"),
@@ -213,16 +200,6 @@ def test_what_cannot_teach_is_refused(teacher, tmp_path):
     for arguments, words in wrong:
         with pytest.raises(InputError, match=words):
             _ = build(**arguments).teacher
-
-
-@pytest.mark.parametrize("name", ["regnety_160.deit_in1k", "hf-hub:owner/name"])
-def test_weights_that_cannot_be_downloaded(monkeypatch, name):
-    def fail(*args, **kwargs):
-        raise OSError("no route to host")
-
-    monkeypatch.setattr(timm, "create_model", fail)
-    with pytest.raises(InputError, match=r"no route to host.*distillation\.checkpoint_path"):
-        _load(Distillation(teacher=name))
 
 
 @pytest.mark.slow
@@ -247,12 +224,7 @@ def test_a_run_is_resumed_exactly_and_exports_only_the_student(train, config, tm
             assert torch.equal(tensor, states[1][part][name]), name
         assert not any("teacher" in name for name in states[0][part])
     record = json.loads((whole / "record.json").read_text())
-    weights = load_file(folder / "model.safetensors")
-    assert record["teacher"] == {"name": str(folder), "sha256": tensors_digest(weights)}
+    assert record["teacher"] == str(folder)
     assert "teacher" in (whole / "README.md").read_text()
     shutil.rmtree(folder)  # neither the exported model nor a test needs it
     assert timm.create_model(f"local-dir:{whole}", pretrained=True).embed_dim == 24
-    export(folder)
-    assert "teacher's weights" in train.fails(
-        tmp_path / "third", "--amp", "--resume", str(whole / "epoch_1.pth")
-    )

@@ -32,20 +32,19 @@ except TypeError as error:
     ) from error
 
 from .averaging import ForeachMovingAverage
-from .backbone import TimmClassificationBackbone
 from .checkpoint import ExactCheckpointHook
 from .data.augment import EvalTransform, FastRandAugment
 from .data.images import HuggingFaceImages, ImagesInMemory, LoadImage, PackLabels
 from .data.mixing import BinaryCrossEntropy, LabelHead, LabelPreprocessor
 from .data.sampler import ResumableSampler, Seeded
-from .distillation import DistilledClassifier
-from .growth import CostHook, GrowthHook
 from .guard import GuardHook
-from .labels import DistilledHead
 from .loop import ResumableEpochLoop, ResumableIterLoop
-from .mae import MaskedAutoencoder
 from .metrics import AccuracyAndLoss, ReconstructionError
-from .nested import NestedClassifier
+from .models.backbone import TimmClassificationBackbone
+from .models.distillation import DistilledClassifier, DistilledHead
+from .models.growth import CostHook, GrowthHook
+from .models.mae import MaskedAutoencoder
+from .models.nested import NestedClassifier
 from .optim import AccumulationEMAHook, AutocastOptimWrapper
 from .parallel import CompressingDataParallel
 from .parameter_groups import MergedLayerDecayConstructor, MergedOptimWrapperConstructor

@@ -18,11 +18,11 @@ from tokenformer_vit.mmpretrain_names import timm_state_dict
 from tokenformer_vit.models.checkpoints import describe_model, save_model
 from tokenformer_vit.vision.image_rows import hub_name
 
-from .backbone import num_classes
 from .config import datasets
 from .distributed import unwrap
 from .loop import validation_is_due
 from .metrics import RECONSTRUCTION, VAL_LOSS
+from .models.backbone import num_classes
 from .progress import dtype_of
 from .steps import highest_rate, samples_per_step
 

@@ -16,8 +16,8 @@ from tokenformer_vit.files import make_folder, write_whole
 from tokenformer_vit.models.checkpoints import WEIGHTS, describe_model, load_model
 from tokenformer_vit.vision.images import class_folders, read_image, say_left_out, scan_images
 
-from .backbone import check_classifier
 from .config import choose_checkpoint, load_config, read_config
+from .models.backbone import check_classifier
 
 __all__ = ["Start", "configure_folder"]
 

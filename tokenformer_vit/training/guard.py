@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import check_computation, description_of, model_faults
 
-from .backbone import num_classes
-from .distillation import DistilledClassifier
 from .distributed import unwrap
 from .mmengine_internals import is_resuming
+from .models.backbone import num_classes
+from .models.distillation import DistilledClassifier
 from .steps import samples_per_step
 from .storage import secure_files
 
@@ -85,8 +85,7 @@ class GuardHook(Hook):
         check_dataset(dataset, "train", model)
         if isinstance(model, DistilledClassifier):
             check_same_classes("teacher", model.teacher.classes, dataset)
-            facts = {"name": model.distillation.teacher, "sha256": model.teacher.digest}
-            runner.message_hub.update_info("teacher", facts)
+            runner.message_hub.update_info("teacher", model.distillation["teacher"])
         if runner.val_loop is not None:
             check_dataset(runner.val_dataloader.dataset, "val", model)
             train, val = (

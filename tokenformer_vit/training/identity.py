@@ -8,15 +8,11 @@ from mmengine.dist import get_world_size
 
 from tokenformer_vit.errors import InputError
 
-from .distillation import DistilledClassifier
-from .distributed import unwrap
-
 # What each entry is called in messages.
 _WORDS = {
     "samples_per_iteration": "the batch size times the number of processes",
     "samples": "the number of training samples",
     "files": "the hash of training images (names or sizes) and labels",
-    "teacher": "the hash of the teacher's weights",
 }
 
 
@@ -26,15 +22,13 @@ def run_identity(runner) -> dict[str, Any]:
     Returns:
         ``samples_per_iteration``, the batch size times the number of processes; ``samples``, the
         number of training samples; ``files``, a SHA-256 of file names and labels or the data set's
-        own ``fingerprint()``, or None if there is neither; ``teacher``, a SHA-256 of the weights
-        of a distillation's teacher, or None. The folder of the data may change.
+        own ``fingerprint()``, or None if there is neither. The folder of the data may change.
     """
-    loader, model = runner.train_dataloader, unwrap(runner.model)
+    loader = runner.train_dataloader
     return {
         "samples_per_iteration": loader.batch_size * runner.world_size,
         "samples": len(loader.dataset),
         "files": _hash_files(loader.dataset),
-        "teacher": model.teacher.digest if isinstance(model, DistilledClassifier) else None,
     }
 
 

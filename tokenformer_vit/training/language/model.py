@@ -27,7 +27,7 @@ from tokenformer_vit.models import LMConfig, compile_blocks, lm_config
 from tokenformer_vit.models.compilation import BLOCKS
 from tokenformer_vit.models.sizes import at_size
 
-from ..nested import NestedTraining
+from ..models.nested import NestedTraining
 from ..storage import secure_files
 
 
@@ -51,7 +51,8 @@ class CausalLM(NestedTraining, BaseModel):
         frozen_stem: Whether to freeze embeddings, positions, final norm and head.
         sandwich: Train a model with ``nested`` in its ``config`` at several sizes at once. A
             validation then also measures ``perplexity_at_0.25``, and so on.
-        distill: With ``sandwich``: see :class:`~tokenformer_vit.training.nested.NestedTraining`.
+        distill: With ``sandwich``: whether smaller sizes also learn from larger ones; see
+            :class:`~tokenformer_vit.training.models.nested.NestedTraining`.
         compile: Whether to compile each block, or how: a mode of ``torch.compile``, or a dict of
             its arguments. Checkpoints stay the same.
 

@@ -18,11 +18,11 @@ from tokenformer_vit.growth import grow, open_gates
 from tokenformer_vit.layers.arguments import COUNTS
 from tokenformer_vit.models.sizes import at_size
 
-from .distributed import unwrap
-from .guard import check_finite, losses_are_due
-from .mmengine_internals import is_resuming
+from ..distributed import unwrap
+from ..guard import check_finite, losses_are_due
+from ..mmengine_internals import is_resuming
+from ..parameter_groups import align_schedulers
 from .nested import NestedTraining
-from .parameter_groups import align_schedulers
 
 _UNITS = ("epoch", "iteration")
 

@@ -1,0 +1,1 @@
+"""Models under mmpretrain: timm's, autoencoders, students, nested models; and growth."""

@@ -1,0 +1,183 @@
+"""Knowledge distillation: a classifier that also learns what a trained teacher predicts.
+
+timm's ``DistillationTeacher`` compares the normalisations of teacher and student in each step, and
+so waits for the GPU; here both become one scale and one shift when the teacher is loaded.
+"""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torch.nn.functional as F
+from mmpretrain.models import ImageClassifier
+from mmpretrain.registry import MODELS
+from timm.data import resolve_input_data_config
+from torch import Tensor, nn
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.models.checkpoints import load_model
+
+from ..data.mixing import LabelHead
+
+
+class Teacher:
+    """A trained timm classifier that only predicts.
+
+    It is not a module. Therefore checkpoints, averaged weights, exports and optimisers do not have
+    it, and copies of a classifier share it. ``classes`` are the names of its classes, or None.
+    """
+
+    def __init__(self, name: str, checkpoint_path: str, student: Any) -> None:
+        if checkpoint_path:
+            model: Any = load_model(name, Path(checkpoint_path))
+        elif Path(name).exists():
+            model = load_model(None, Path(name))
+        else:
+            model = timm.create_model(name, pretrained=True)
+        self._model = model.requires_grad_(False).eval()
+        if model.num_classes != student.head.num_classes:
+            raise InputError(
+                f"the teacher has {model.num_classes} classes, but model.head.num_classes is "
+                f"{student.head.num_classes}: give a teacher of the same classes"
+            )
+        names = model.pretrained_cfg.get("label_names")
+        named = isinstance(names, list | tuple) and len(names) == model.num_classes
+        self.classes = [str(each) for each in names] if named else None
+        own = resolve_input_data_config(model)
+        self._size = tuple(own["input_size"][1:])
+        # The student's values are (v - mean) / std for v from 0 to 255, and timm's have v / 255.
+        mean, std = (torch.tensor(own[key]).view(3, 1, 1) for key in ("mean", "std"))
+        given = (("mean", 0.0), ("std", 1.0))  # without normalisation
+        values = (getattr(student.data_preprocessor, *each) for each in given)
+        student_mean, student_std = (torch.as_tensor(each).cpu() / 255 for each in values)
+        self._scale, self._shift = student_std / std, (student_mean - mean) / std
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Teacher":
+        """Return the same teacher, because it never changes."""
+        return self
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor) -> Tensor:
+        """Predict at the teacher's image size; (N, 3, H, W) images of the student -> (N, K)."""
+        if self._scale.device != images.device:
+            parts = (self._model, self._scale, self._shift)
+            self._model, self._scale, self._shift = (part.to(images.device) for part in parts)
+        images = images * self._scale + self._shift
+        if images.shape[2:] != self._size:
+            images = F.interpolate(images, self._size, mode="bicubic", antialias=True)
+        return self._model(images)
+
+
+@MODELS.register_module()
+class DistilledHead(LabelHead):
+    """The two heads of a model with a distillation token, such as ``tokenformer_small_distilled``.
+
+    Scores are the mean of both. Under a :class:`DistilledClassifier` labels train the first head,
+    and the teacher the second; otherwise labels train the mean.
+
+    Args:
+        num_classes: Number of classes K.
+        in_channels: Width C of the tokens.
+        **kwargs: As for ``LinearClsHead``.
+
+    Shape:
+        A tuple of the class token and the distillation token, (N, C) each -> (N, K).
+
+    Source:
+        DeiT, arXiv:2012.12877, Section 4.
+    """
+
+    def __init__(self, num_classes: int, in_channels: int, **kwargs: Any) -> None:
+        super().__init__(num_classes, in_channels, **kwargs)
+        self.fc_dist = nn.Linear(in_channels, num_classes)
+
+    def forward(self, feats: tuple[Tensor, ...]) -> Tensor:
+        """Return the mean of the scores of both heads; of the class token alone, its scores."""
+        scores = [head(each) for head, each in zip((self.fc, self.fc_dist), feats, strict=False)]
+        return sum(scores[1:], scores[0]) / len(scores)
+
+
+@MODELS.register_module()
+class DistilledClassifier(ImageClassifier):
+    """mmpretrain's ``ImageClassifier``, which also learns the predictions of a teacher.
+
+    ::
+
+        model = dict(
+            type="DistilledClassifier",
+            distillation=dict(teacher="regnety_160.deit_in1k", labels="hard"),
+        )
+
+    Student and teacher see the same augmented and mixed images. With a :class:`DistilledHead` the
+    teacher trains a head of its own, which reads the distillation token; with any other, the same
+    head as the labels.
+
+    Args:
+        distillation: ``teacher``, the name of a timm model with pretrained weights (also
+            ``hf-hub:OWNER/NAME``), an exported folder, or a checkpoint that describes its model.
+            ``checkpoint_path``: weights of the timm model, as a local file. ``labels``: ``hard``
+            (default), the class that the teacher predicts; or ``soft``, all its probabilities.
+            ``weight``: share of the teacher in the loss, 0.5; the true labels have the rest.
+            ``temperature``: divisor of the logits of both models for soft labels, 1.
+        **kwargs: Arguments of ``ImageClassifier``.
+
+    Raises:
+        InputError: If ``distillation`` has other keys, or ``labels`` are neither hard nor soft.
+
+    Source:
+        DeiT, arXiv:2012.12877, equations 2 and 3, which call the weight λ or, for hard labels, 1/2.
+    """
+
+    def __init__(self, distillation: dict[str, Any], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        defaults = {"checkpoint_path": "", "labels": "hard", "weight": 0.5, "temperature": 1.0}
+        self.distillation = {**defaults, **distillation}
+        labels, keys = self.distillation["labels"], {*defaults, "teacher"}
+        if labels not in ("hard", "soft") or self.distillation.keys() != keys:
+            raise InputError(
+                f"distillation has {', '.join(self.distillation)} and labels {labels!r}: give "
+                f"{', '.join(sorted(keys))}, with labels 'hard' or 'soft'"
+            )
+
+    @cached_property
+    def teacher(self) -> Teacher:
+        """The teacher, loaded at the first use: a test or an export does not need it."""
+        how = self.distillation
+        return Teacher(how["teacher"], how["checkpoint_path"], self)
+
+    def loss(self, inputs: Tensor, data_samples: Any) -> dict[str, Tensor]:
+        """Compute the loss of a batch.
+
+        Args:
+            inputs: (N, 3, H, W) images, already mixed.
+            data_samples: Labels or scores of the images, as a tensor or a list.
+
+        Returns:
+            ``loss``, and for the log its two parts before they are weighted, ``from_labels`` and
+            ``from_teacher``.
+        """
+        head: Any = self.head
+        features = self.extract_feat(inputs)
+        if isinstance(head, DistilledHead):
+            of_teacher, of_labels = head.fc_dist(features[1]), features[:1]
+        else:
+            of_teacher, of_labels = head(features), features
+        own = head.loss(of_labels, data_samples)["loss"]
+        taught, weight = self._taught(of_teacher, self.teacher(inputs)), self.distillation["weight"]
+        return {
+            "loss": (1 - weight) * own + weight * taught,
+            "from_labels": own.detach(),
+            "from_teacher": taught.detach(),
+        }
+
+    def _taught(self, logits: Tensor, teacher: Tensor) -> Tensor:
+        """Compute the loss of the teacher's labels; both (N, K) logits -> ()."""
+        logits, teacher = logits.float(), teacher.float()
+        if self.distillation["labels"] == "hard":
+            return F.cross_entropy(logits, teacher.argmax(dim=1))
+        # τ² keeps the size of the gradients, which the two divisions by τ make smaller.
+        temperature = self.distillation["temperature"]
+        own, other = ((each / temperature).log_softmax(dim=1) for each in (logits, teacher))
+        return F.kl_div(own, other, reduction="batchmean", log_target=True) * temperature**2
