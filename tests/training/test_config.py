@@ -175,7 +175,7 @@ def test_a_config_of_mmpretrain_gets_our_hooks_loop_and_sampler(tmp_path):
             "static_graph=False",
         ),
         (
-            "model = dict(size_rule=dict())\nactivation_checkpointing = ['blocks']",
+            "model = dict(sandwich=True)\nactivation_checkpointing = ['blocks']",
             "activation_checkpointing=None",
         ),
         ("default_hooks = dict(checkpoint=dict(save_best='acc'))", "'acc', but .* accuracy/top1"),
