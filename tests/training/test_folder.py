@@ -153,7 +153,7 @@ def test_the_same_command_resumes_a_run_whatever_it_started_from(data_root, expo
     """The run prints "to resume: the same command with --resume"."""
     fine_tuning = Start(checkpoint=exported, freeze=True)
     path = configure_folder(data_root, tmp_path / "tuned", fine_tuning, None)
-    for start in (fine_tuning, Start("tokenformer_tiny"), Start()):
+    for start in (fine_tuning, Start()):
         assert configure_folder(data_root, tmp_path / "tuned", start, "auto") == path
     for other in (Start("vit_tiny_patch16_224"), Start(checkpoint=tmp_path / "other")):
         with pytest.raises(InputError, match="leave these options out"):

@@ -16,7 +16,7 @@ from tokenformer_vit.files import make_folder, write_whole
 from tokenformer_vit.models.checkpoints import WEIGHTS, describe_model, load_model
 from tokenformer_vit.vision.images import class_folders, read_image, say_left_out, scan_images
 
-from .config import choose_checkpoint, load_config, read_config
+from .config import choose_checkpoint, read_config
 from .models.backbone import check_classifier
 
 __all__ = ["Start", "configure_folder"]
@@ -74,8 +74,13 @@ def configure_folder(
     """
     folder, work_dir = Path(folder).resolve(), Path(work_dir).resolve()
     path = work_dir / f"{folder.name}.py"
+    written = f"# The first run on a folder of images, by `tokenformer-vit train`: {start!r}."
     if resume is not None and path.is_file():
-        _check_same_start(path, start)
+        if start != Start() and written not in path.read_text():
+            raise InputError(
+                f"--resume continues the run of {path}, which began with another --model, "
+                "--checkpoint or --freeze: leave these options out"
+            )
         return path
     choose_checkpoint(Config({"work_dir": str(work_dir)}), None)  # refuses to replace a run
     train, val = _find_images(folder, work_dir)
@@ -102,7 +107,7 @@ def configure_folder(
         lines = [f"{file} {n}" for n, name in enumerate(train) for file in listed.get(name, ())]
         _write_lines(work_dir / f"{split}.txt", lines)
     _write_lines(work_dir / "classes.txt", train)
-    _write_lines(path, [f'_base_ = "tokenformer_vit::{recipe}.py"', *_assignments(values)])
+    _write_lines(path, [written, f'_base_ = "tokenformer_vit::{recipe}.py"', *_assignments(values)])
     if say:
         size = images["input_size"][-1]
         print(
@@ -110,26 +115,6 @@ def configure_folder(
             f"{size} x {size} pixels. Edit a copy for the next run: tokenformer-vit train COPY"
         )
     return path
-
-
-def _check_same_start(path: Path, start: Start) -> None:
-    """Refuse to resume a run with another start than that in its config."""
-    backbone = load_config(path).model.backbone
-    given = {
-        "model_name": start.model,
-        "checkpoint_path": start.checkpoint and str(_weight_file(start.checkpoint)),
-        "frozen": start.freeze or None,
-    }
-    if any(value not in (None, backbone.get(key)) for key, value in given.items()):
-        raise InputError(
-            f"--resume continues the run of {path}, which began with another --model, --checkpoint "
-            "or --freeze: leave these options out"
-        )
-
-
-def _weight_file(checkpoint: Path) -> Path:
-    """Return the absolute path of a checkpoint, or of the weights in an exported folder."""
-    return (checkpoint / WEIGHTS if checkpoint.is_dir() else checkpoint).resolve()
 
 
 def _find_images(folder: Path, work_dir: Path) -> tuple[dict[str, list], dict[str, list]]:
@@ -141,6 +126,11 @@ def _find_images(folder: Path, work_dir: Path) -> tuple[dict[str, list], dict[st
             f"--work-dir {work_dir} is in {folder}, where folders are classes: choose another"
         )
     train = _scan(root, folder)
+    if len(train) < 2:
+        raise InputError(
+            f"{root} has {len(train)} class folders, but a classifier needs 2: put the images of "
+            "each class into a folder, such as cat/1.jpg and dog/1.jpg"
+        )
     if parts:
         val = _scan(parts[0], folder)
         if unknown := val.keys() - train.keys():
@@ -169,11 +159,6 @@ def _scan(root: Path, folder: Path) -> dict[str, list[str]]:
         )
     if empty := [printable(name) for name, files in found.items() if not files]:
         raise InputError(f"{root} has folders without images: remove {', '.join(empty)}")
-    if len(found) < 2:
-        raise InputError(
-            f"{root} has {len(found)} class folders, but a classifier needs 2: put the images of "
-            "each class into a folder, such as cat/1.jpg and dog/1.jpg"
-        )
     return found
 
 
@@ -188,11 +173,12 @@ def _model(
     if start.checkpoint is not None:
         model: Any = load_model(start.model, start.checkpoint, for_images=False)
         described = describe_model(model, classes)
+        weights = start.checkpoint / (WEIGHTS if start.checkpoint.is_dir() else "")
         _check_plain(described["model_args"])
         options |= {
             "model_name": described["architecture"],
             **described["model_args"],
-            "checkpoint_path": str(_weight_file(start.checkpoint)),
+            "checkpoint_path": str(weights.resolve()),
             "frozen": start.freeze,
         }
         return options, model.num_features, resolve_input_data_config(model)
