@@ -32,8 +32,8 @@ class LoadImage(BaseTransform):
     """Decode an image file as prediction does, in RGB; a corrupt image stops the run.
 
     Nothing is skipped silently. mmcv decodes some files differently: with OpenCV, its default, the
-    missing part of a truncated JPEG becomes grey without a warning. mmpretrain's transforms that mix
-    colours, such as ``ColorTransform``, expect BGR: use torchvision's.
+    missing part of a truncated JPEG becomes grey without a warning. mmpretrain's transforms that
+    mix colours, such as ``ColorTransform``, expect BGR: use torchvision's.
 
     Raises:
         InputError: If the file cannot be decoded; the message names it.
