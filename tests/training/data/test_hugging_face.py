@@ -151,7 +151,7 @@ def test_shortened_epochs_and_subsets(parquet_config, source):
 
 @pytest.mark.slow
 def test_spawned_workers_read_the_same(source):
-    dataset = make(source)
+    dataset = make(source, pipeline=[PIPELINE[0], PIPELINE[-1]])
     loaders = [
         DataLoader(dataset, batch_size=8, num_workers=n, multiprocessing_context=context)
         for n, context in ((0, None), (2, "spawn"))
