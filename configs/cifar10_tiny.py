@@ -14,32 +14,12 @@ model = dict(
     head=dict(num_classes=10, in_channels=192),
 )
 data_preprocessor = dict(num_classes=10, mean=[125.3, 123.0, 113.9], std=[63.0, 62.1, 66.7])
-train_pipeline = [
-    dict(type="LoadImage"),
-    dict(type="v2/RandomCrop", size=32, padding=4),
-    dict(type="v2/RandomHorizontalFlip", p=0.5),
-    dict(
-        type="FastRandAugment",
-        policies="timm_increasing",
-        num_policies=2,
-        total_level=10,
-        magnitude_level=9,
-        magnitude_std=0.5,
-        hparams=dict(pad_val=[125, 123, 114], interpolation="bicubic"),
-    ),
-    dict(type="PackLabels"),
-]
-test_pipeline = [
-    dict(type="LoadImage"),
-    dict(
-        type="EvalTransform",
-        input_size=(3, 32, 32),
-        crop_pct=1.0,
-        interpolation="bicubic",
-        crop_mode="center",
-    ),
-    dict(type="PackInputs"),
-]
+train_pipeline = _base_.train_pipeline
+train_pipeline[1] = dict(type="v2/RandomCrop", size=32, padding=4)
+train_pipeline[3].hparams.pad_val = [125, 123, 114]  # the mean
+del train_pipeline[4]  # no erasing
+test_pipeline = _base_.test_pipeline
+test_pipeline[1].update(input_size=(3, 32, 32), crop_pct=1.0)
 train_dataloader = dict(
     batch_size=256, dataset=dict(data_root="data/cifar10", pipeline=train_pipeline)
 )

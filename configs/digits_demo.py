@@ -27,17 +27,8 @@ train_pipeline = [
     dict(type="Rotate", angle=10.0, prob=0.5),
     dict(type="PackLabels"),
 ]
-test_pipeline = [
-    dict(type="LoadImage"),
-    dict(
-        type="EvalTransform",
-        input_size=(3, 8, 8),
-        crop_pct=1.0,
-        interpolation="bicubic",
-        crop_mode="center",
-    ),
-    dict(type="PackInputs"),
-]
+test_pipeline = _base_.test_pipeline
+test_pipeline[1].update(input_size=(3, 8, 8), crop_pct=1.0)
 train_dataloader = dict(
     batch_size=64, num_workers=1, dataset=dict(data_root="data/digits", pipeline=train_pipeline)
 )

@@ -14,32 +14,11 @@ model = dict(
     head=dict(num_classes=10, in_channels=192),
 )
 data_preprocessor = dict(num_classes=10)
-train_pipeline = [
-    dict(type="LoadImage"),
-    dict(type="v2/RandomResizedCrop", size=128, scale=(0.25, 1.0), interpolation="bicubic"),
-    dict(type="v2/RandomHorizontalFlip", p=0.5),
-    dict(
-        type="FastRandAugment",
-        policies="timm_increasing",
-        num_policies=2,
-        total_level=10,
-        magnitude_level=9,
-        magnitude_std=0.5,
-        hparams=dict(pad_val=[124, 116, 104], interpolation="bicubic"),
-    ),
-    dict(type="PackLabels"),
-]
-test_pipeline = [
-    dict(type="LoadImage"),
-    dict(
-        type="EvalTransform",
-        input_size=(3, 128, 128),
-        crop_pct=1.0,
-        interpolation="bicubic",
-        crop_mode="center",
-    ),
-    dict(type="PackInputs"),
-]
+train_pipeline = _base_.train_pipeline
+train_pipeline[1].update(size=128, scale=(0.25, 1.0))
+del train_pipeline[4]  # no erasing
+test_pipeline = _base_.test_pipeline
+test_pipeline[1].update(input_size=(3, 128, 128), crop_pct=1.0)
 train_dataloader = dict(
     batch_size=128, dataset=dict(data_root="data/imagenette", pipeline=train_pipeline)
 )

@@ -24,12 +24,8 @@ model = dict(
     ),
     train_cfg=None,
 )
-train_pipeline = [
-    dict(type="LoadImage"),
-    dict(type="v2/RandomResizedCrop", size=224, interpolation="bicubic"),
-    dict(type="v2/RandomHorizontalFlip", p=0.5),
-    dict(type="PackLabels"),
-]
+train_pipeline = _base_.train_pipeline
+del train_pipeline[3:5]  # only crops and flips
 train_dataloader = dict(drop_last=True, dataset=dict(pipeline=train_pipeline))
 
 optim_wrapper = dict(

@@ -34,12 +34,9 @@ model = dict(
     train_cfg=None,
 )
 data_preprocessor = dict(num_classes=None)
-train_pipeline = [
-    dict(type="LoadImage"),
-    dict(type="v2/RandomResizedCrop", size=224, scale=(0.2, 1.0), interpolation="bicubic"),
-    dict(type="v2/RandomHorizontalFlip", p=0.5),
-    dict(type="PackLabels"),
-]
+train_pipeline = _base_.train_pipeline
+train_pipeline[1].scale = (0.2, 1.0)
+del train_pipeline[3:5]  # only crops and flips
 train_dataloader = dict(dataset=dict(pipeline=train_pipeline))
 test_pipeline = _base_.test_pipeline
 test_pipeline[-1].meta_keys = ("sample_idx",)  # it decides the mask of an image

@@ -32,30 +32,15 @@ train_pipeline = [
         transforms=[
             [dict(type="v2/Grayscale", num_output_channels=3)],
             [dict(type="v2/RandomSolarize", threshold=128, p=1.0)],
-            [
-                dict(
-                    type="GaussianBlur",
-                    magnitude_range=(0.1, 2.0),
-                    magnitude_std="inf",  # a uniform radius
-                    prob=1.0,
-                )
-            ],
+            # "inf": a uniform radius
+            [dict(type="GaussianBlur", magnitude_range=(0.1, 2.0), magnitude_std="inf", prob=1.0)],
         ],
     ),
     dict(type="v2/ColorJitter", brightness=0.3, contrast=0.3, saturation=0.3),
     dict(type="PackLabels"),
 ]
-test_pipeline = [
-    dict(type="LoadImage"),
-    dict(
-        type="EvalTransform",
-        input_size=(3, 192, 192),
-        crop_pct=1.0,
-        interpolation="bicubic",
-        crop_mode="center",
-    ),
-    dict(type="PackInputs", meta_keys=()),
-]
+test_pipeline = _base_.test_pipeline
+test_pipeline[1].update(input_size=(3, 192, 192), crop_pct=1.0)
 train_dataloader = dict(
     batch_size=256,
     drop_last=True,
