@@ -46,7 +46,9 @@ def test_images_and_labels_are_those_of_the_files(data_root):
         [5, 40, 0], batch["inputs"], batch["data_samples"], strict=True
     ):
         assert torch.equal(image.cpu(), stock[index]["inputs"])
-        assert sample.gt_label == stock[index]["data_samples"].gt_label
+        own = stock[index]["data_samples"]
+        assert (sample.gt_label, sample.img_path) == (own.gt_label, own.img_path)
+        assert sample.sample_idx == index  # it decides the mask of an autoencoder
     labels = make(data_root, split="val").__getitems__([5, 40, 0])
     assert labels["data_samples"].tolist() == [0, 2, 0]
 

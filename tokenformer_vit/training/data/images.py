@@ -237,7 +237,10 @@ class ImagesInMemory(CustomDataset):
             images = augment(images)
         labels: Any = self._labels[rows]
         if not isinstance(self.pipeline.transforms[-1], PackLabels):
-            labels = [DataSample().set_gt_label(label) for label in labels]
+            infos: Any = map(self.get_data_info, indices)
+            kept = [{key: info[key] for key in ("img_path", "sample_idx")} for info in infos]
+            samples = [DataSample(metainfo=info) for info in kept]
+            labels = [each.set_gt_label(own) for each, own in zip(samples, labels, strict=True)]
         return {"inputs": images, "data_samples": labels}
 
 
