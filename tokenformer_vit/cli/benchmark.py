@@ -1,7 +1,7 @@
 """Measure speed and memory of a TokenFormer against a baseline.
 
-One process measures the TokenFormer, its plain formulas (``reference``), the formula of the authors'
-language code with the same parameters, and a baseline, eager and with compiled blocks::
+One process measures the TokenFormer, its plain formulas (``reference``), the authors' formula with
+the same parameters, and a baseline, eager and with compiled blocks::
 
     tokenformer-vit benchmark --depth 2 --precisions float32       # minutes on two CPU cores
     tokenformer-vit benchmark --batch-sizes 128 256 --precisions autocast bfloat16
