@@ -34,9 +34,9 @@ from tokenformer_vit.layers.split import fuse_tokens
 from tokenformer_vit.models import TokenFormerViT
 from tokenformer_vit.models.vit import draw_prefix_tokens
 from tokenformer_vit.training import TimmClassificationBackbone
+from tokenformer_vit.training.checkpoint import rng_state, set_rng_state
 from tokenformer_vit.training.distributed import unwrap
 from tokenformer_vit.training.export import export_classifier, run_facts, validated_model
-from tokenformer_vit.training.random_state import rng_state, set_rng_state
 from tokenformer_vit.training.reports import BEFORE_RECORD
 from tokenformer_vit.vision.compression import candidates
 

@@ -227,7 +227,7 @@ class Command:
         return ROOT / "tools" / f"{tool}.py"
 
     def _name_runs(self, stack: ExitStack) -> None:
-        runner = import_module("tokenformer_vit.training.launch").TrainingRunner
+        runner = import_module("tokenformer_vit.training.hooks").TrainingRunner
         from_cfg = runner.from_cfg
 
         def named(cfg):

@@ -7,7 +7,7 @@ _base_ = "deit3.py"
 model = dict(
     backbone=dict(img_size=224),
     head=dict(
-        init_cfg=dict(_delete_=True, type="Pretrained", checkpoint="", prefix="head."),
+        init_cfg=dict(_delete_=True, type="PlainPretrained", checkpoint="", prefix="head."),
         loss=dict(_delete_=True, type="LabelSmoothLoss", label_smooth_val=0.1, mode="original"),
     ),
 )

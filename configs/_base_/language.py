@@ -38,7 +38,7 @@ val_evaluator = dict(type="Perplexity", collect_device="gpu")
 test_evaluator = val_evaluator
 
 optim_wrapper = dict(
-    type="OptimWrapper",
+    type="LazyOptimWrapper",
     accumulative_counts=1,
     constructor="MergedOptimWrapperConstructor",
     clip_grad=dict(max_norm=1.0),

@@ -5,7 +5,7 @@
 _base_ = "runtime.py"
 
 optim_wrapper = dict(
-    type="OptimWrapper",
+    type="LazyOptimWrapper",
     accumulative_counts=1,
     constructor="MergedOptimWrapperConstructor",
     optimizer=dict(

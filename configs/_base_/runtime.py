@@ -4,6 +4,7 @@ default_scope = "mmpretrain"
 
 default_hooks = dict(
     guard=dict(type="GuardHook"),
+    runtime_info=dict(type="LazyRuntimeInfoHook"),
     timer=dict(type="IterTimerHook"),
     logger=dict(type="LoggerHook", interval=100),
     param_scheduler=dict(type="ParamSchedulerHook"),
@@ -12,10 +13,8 @@ default_hooks = dict(
         type="ExactCheckpointHook",
         interval=1,
         by_epoch=True,
-        minutes=None,  # also a checkpoint after so many minutes
         max_keep_ckpts=3,
         save_best=None,
-        background=True,  # False: the run waits for each write
     ),
     progress=dict(type="ProgressHook"),
     results=dict(type="ResultsHook", export=True),

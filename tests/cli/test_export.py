@@ -11,7 +11,7 @@ from timm.data import resolve_input_data_config
 from tokenformer_vit.cli import export
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import load_model, save_model
-from tokenformer_vit.training.guard import classes_of
+from tokenformer_vit.training.hooks import classes_of
 from tokenformer_vit.vision.prediction import class_names
 
 SHAPE = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}

@@ -22,6 +22,8 @@ def run():
         optimizer.step()
     return SimpleNamespace(
         max_iters=9,
+        max_epochs=3,
+        train_loop=None,
         hooks=[],
         model=model,
         param_schedulers=[None],
@@ -29,11 +31,14 @@ def run():
     )
 
 
+RESUMED = {"iters_per_epoch": 3, "schedules": 1, "without_state": 0}
+
+
 def checkpoint_of(run):
     state = run.optim_wrapper.optimizer.state_dict()
     state = {**state, "state": {n: dict(each) for n, each in state["state"].items()}}
     return {
-        "meta": {"iter": 2},
+        "meta": {"iter": 2, "epoch": 0},
         "state_dict": run.model.state_dict(),
         "optimizer": state,
         "param_schedulers": [{}],
@@ -77,15 +82,15 @@ DAMAGES = {
 @pytest.mark.parametrize("name", DAMAGES)
 def test_state_that_does_not_fit_is_found(run, name):
     checkpoint = checkpoint_of(run)
-    assert state_fault(run, checkpoint, without_state=0) is None
+    assert state_fault(run, checkpoint, RESUMED) is None
     DAMAGES[name](checkpoint)
-    assert state_fault(run, checkpoint, without_state=0)
+    assert state_fault(run, checkpoint, RESUMED)
 
 
 def test_parameters_that_never_had_a_gradient_have_no_state(run):
     checkpoint = checkpoint_of(run)
     del checkpoint["optimizer"]["state"][5]
-    assert state_fault(run, checkpoint, without_state=1) is None
+    assert state_fault(run, checkpoint, {**RESUMED, "without_state": 1}) is None
 
 
 def shorten(tensors):

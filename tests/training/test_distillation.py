@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import save_model
-from tokenformer_vit.training.guard import GuardHook
+from tokenformer_vit.training.hooks import GuardHook
 
 CLASSES = ["bright", "dark", "split"]
 MEAN, STD = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
@@ -165,9 +165,13 @@ def runner_of(model, classes=CLASSES):
     labels = torch.arange(3).repeat(2).numpy()
     dataset = FakeImages(["image"] * 6)
     dataset.metainfo, dataset.get_gt_labels = {"classes": classes}, lambda: labels
+    loader = FakeImages([dataset])
+    loader.dataset, loader.batch_size = dataset, 6
     return SimpleNamespace(
         model=model,
-        train_dataloader=SimpleNamespace(dataset=dataset, batch_size=6),
+        train_dataloader=loader,
+        hooks=[],
+        _resume=False,
         val_loop=None,
         world_size=1,
         message_hub=MessageHub("distillation"),
@@ -180,7 +184,9 @@ def test_a_teacher_of_other_classes_is_refused(teacher, tmp_path):
     guard = GuardHook()
     guard.check_training(runner_of(build(teacher[0])))
     guard.check_training(runner_of(build(tmp_path / "unnamed"), ["other", "names", "here"]))
-    with pytest.raises(InputError, match=r"label 1 is 'dark' there and 'dim'.*of the teacher"):
+    with pytest.raises(
+        InputError, match=r"the teacher has other classes.*is 'dark' there and 'dim' here"
+    ):
         guard.check_training(runner_of(build(teacher[0]), ["bright", "dim", "split"]))
     with pytest.raises(
         InputError, match=r"4 classes, .*num_classes is 3.*teacher of the same classes"

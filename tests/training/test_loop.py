@@ -1,21 +1,11 @@
-"""Shortened epochs have all classes; resumed ones continue; failed data loading is explained."""
-
-import os
-import signal
-import sys
-from types import SimpleNamespace
+"""Loops that resume where they were, and mmengine's own in their place."""
 
 import pytest
 import torch
-from mmengine.runner import IterBasedTrainLoop
 
-from tokenformer_vit.errors import InputError
-from tokenformer_vit.training import LoadImage
 from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.loop import (
     copied_ahead,
-    loading_explained,
-    validations_left,
 )
 from tokenformer_vit.training.reports import read_scalars
 
@@ -100,21 +90,6 @@ def test_mmengines_loop_and_sampler_are_taken_for_ours(config, tmp_path):
         assert cfg.train_dataloader.sampler == {"type": "ResumableSampler", "shuffle": True}
 
 
-def test_another_sampler_resumes_only_between_epochs(train, tmp_path, config):
-    path = tmp_path / "own.py"
-    sampler = SAMPLER.format("RepeatAugSampler", ", num_repeats=1")
-    path.write_text(f"_base_ = {str(config)!r}\n{sampler}")
-    train = train.of(path)
-    often = ("by_epoch=False", "interval=2", "max_keep_ckpts=-1")
-    hook = (f"default_hooks.checkpoint.{option}" for option in often)
-    options = ("--cfg-options", "train_cfg.max_epochs=2", *hook)
-    train(tmp_path / "whole", *options)
-    line = train.fails(tmp_path / "a", "--resume", tmp_path / "whole" / "iter_4.pth", *options)
-    assert "iteration 4, within an epoch of 6" in line
-    assert "RepeatAugSampler resumes only between epochs: resume from" in line
-    train(tmp_path / "b", "--resume", str(tmp_path / "whole" / "iter_6.pth"), *options)
-
-
 def test_mmengines_loop_by_iterations_resumes_where_it_was(train, tmp_path, config):
     path = tmp_path / "own.py"
     loop = "train_cfg = dict(_delete_=True, by_epoch=False, max_iters=5, val_interval=5)"
@@ -130,94 +105,3 @@ def test_mmengines_loop_by_iterations_resumes_where_it_was(train, tmp_path, conf
     whole, rest = (scalars(tmp_path / name)[0] for name in ("whole", "rest"))
     assert list(rest) == [5]
     assert rest[5]["loss"] == whole[5]["loss"]
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
-def test_workers_of_a_run_by_iterations_survive_the_sigterm_of_a_job(
-    train, tmp_path, config, monkeypatch
-):
-    path = tmp_path / "by_iterations.py"
-    loop = "dict(_delete_=True, type='ResumableIterLoop', max_iters=3, val_interval=3)"
-    data = "dict(num_workers=1, sampler=dict(endless=True))"
-    path.write_text(
-        f"_base_ = {str(config)!r}\ntrain_cfg = {loop}\ntrain_dataloader = {data}\n"
-        "param_scheduler = []\ndefault_hooks = dict(checkpoint=dict(by_epoch=False))\n"
-    )
-    transform, main = LoadImage.transform, os.getpid()
-
-    def terminated(self, results):
-        if os.getpid() != main and "/train/" in results["img_path"]:
-            os.kill(os.getpid(), signal.SIGTERM)
-            (tmp_path / "survived").touch()
-        return transform(self, results)
-
-    monkeypatch.setattr(LoadImage, "transform", terminated)
-    train.of(path)(tmp_path / "run")
-    assert (tmp_path / "survived").exists()
-
-
-@pytest.mark.parametrize("loader", ["train", pytest.param("val", marks=pytest.mark.slow)])
-def test_a_killed_worker_ends_the_run_in_one_line(train, tmp_path, monkeypatch, loader):
-    transform, main = LoadImage.transform, os.getpid()
-
-    def killed(self, results):
-        if os.getpid() != main and f"/{loader}/" in results["img_path"]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return transform(self, results)
-
-    monkeypatch.setattr(LoadImage, "transform", killed)
-    line = train.fails(tmp_path, "--cfg-options", "train_cfg.max_epochs=2")
-    assert "data loading failed (DataLoader worker (pid" in line
-    assert "train_dataloader.num_workers=2" in line
-    assert "/dev/shm" in line
-
-
-@pytest.mark.parametrize(
-    ("message", "explained"),
-    [
-        ("DataLoader worker (pid 7) is killed by signal: Bus error. Out of shared memory", True),
-        (
-            "Caught RuntimeError in DataLoader worker process 0.\nunable to write to file "
-            "</torch_1_2>: No space left on device (28)",
-            True,
-        ),
-        ("unable to open shared memory object </torch_1> in read-write mode", True),
-        ("Caught RuntimeError in DataLoader worker process 0.\nstack expects each tensor", False),
-        ("out of resource: shared memory, Required: 300000, Hardware limit: 232448", False),
-        ("CUDA error: an illegal memory access was encountered", False),
-        ("", False),
-    ],
-)
-def test_what_is_explained(message, explained):
-    with pytest.raises(InputError if explained else RuntimeError) as raised, loading_explained():
-        raise RuntimeError(message)
-    assert isinstance(raised.value, InputError) == explained
-    if explained:
-        assert "\n" not in str(raised.value)
-        assert message.splitlines()[-1] in str(raised.value)
-
-
-@pytest.mark.parametrize("by_iteration", [True, False])
-@pytest.mark.parametrize(
-    ("begin", "interval", "end", "done", "left"),
-    [
-        (1, 1, 10, 0, 10),
-        (1, 1, 10, 10, 0),
-        (1, 3, 10, 0, 4),  # after 3, 6, 9 and 10
-        (1, 3, 10, 3, 3),
-        (1, 3, 9, 3, 2),
-        (7, 3, 10, 0, 2),
-        (7, 3, 10, 9, 1),
-        (10, 3, 10, 0, 1),
-        (11, 1, 10, 0, 0),
-        (1, 100, 10, 0, 1),
-    ],
-)
-def test_validations_to_come_are_counted(by_iteration, begin, interval, end, done, left):
-    if by_iteration:
-        loop = object.__new__(IterBasedTrainLoop)
-        loop._iter, loop._max_iters = done, end
-    else:
-        loop = SimpleNamespace(epoch=done, max_epochs=end)
-    loop.val_begin, loop.val_interval = begin, interval
-    assert validations_left(loop) == left

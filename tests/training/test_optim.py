@@ -1,52 +1,292 @@
-"""Training under bfloat16 autocast."""
+"""Optimisers: merged groups take mmengine's and timm's steps; averages; autocast."""
 
+import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import timm
+import timm.layers
+import timm.optim
 import torch
+from mmengine.config import ConfigDict
 from mmengine.logging import MMLogger
+from mmengine.model import ExponentialMovingAverage
+from mmengine.optim import OptimWrapper, ReduceOnPlateauLR, build_optim_wrapper
+from mmengine.registry import DefaultScope
+from mmpretrain.registry import MODELS
+from torch import nn
 
-from tokenformer_vit.training import AutocastOptimWrapper, optim
+from tokenformer_vit.layers import Pattention
+from tokenformer_vit.mmpretrain_names import timm_state_dict
+from tokenformer_vit.training import (
+    AccumulationEMAHook,
+    AutocastOptimWrapper,
+    ForeachMovingAverage,
+    LazyOptimWrapper,
+    TrainingRunner,
+    optim,
+)
+from tokenformer_vit.training.config import load_config
+from tokenformer_vit.training.export import as_timm_model, validated_model
+
+LAYER_DECAY = {"layer_decay_rate": 0.5, "norm_decay_mult": 0.0, "bias_decay_mult": 0.0}
+CONSTRUCTORS = [
+    ("MergedOptimWrapperConstructor", "DefaultOptimWrapperConstructor", {}),
+    (
+        "MergedLayerDecayConstructor",
+        "LearningRateDecayOptimWrapperConstructor",
+        {"paramwise_cfg": LAYER_DECAY},
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def scope():
+    with DefaultScope.overwrite_default_scope("mmpretrain"):
+        yield
+
+
+def make(config, constructor, **options):
+    cfg = load_config(config)
+    cfg.optim_wrapper.optimizer.update(options.pop("optimizer", {}))
+    torch.manual_seed(1)
+    model = MODELS.build({**cfg.model, "data_preprocessor": cfg.data_preprocessor})
+    wrapper = {**cfg.optim_wrapper, **options, "constructor": constructor}
+    return model, build_optim_wrapper(model, wrapper).optimizer
+
+
+def names_by_setting(model, optimizer):
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        names[parameter]: (group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+def step(model, optimizer):
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("ours", "stock", "options"), CONSTRUCTORS)
+def test_steps_are_those_of_the_stock_constructors_to_the_last_bit(config, ours, stock, options):
+    model, optimizer = make(config, ours, **options)
+    other, loop = make(config, stock, optimizer={"fused": True}, **options)
+    settings = names_by_setting(model, optimizer)
+    assert settings == names_by_setting(other, loop)
+    assert len(optimizer.param_groups) == len(set(settings.values()))
+    assert len(loop.param_groups) == len(settings)
+    for _ in range(5):
+        step(other, loop)
+        for mine, yours in zip(model.parameters(), other.parameters(), strict=True):
+            mine.grad = yours.grad.clone()
+        optimizer.step()
+    for mine, yours in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, yours)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        ({}, {"foreach": None, "fused": True}),
+        ({"fused": None}, {"foreach": None, "fused": True}),
+        ({"foreach": True}, {"foreach": True, "fused": None}),
+        ({"type": "RAdam", "betas": (0.9, 0.99)}, {"foreach": None}),  # has no fused form
+    ],
+)
+def test_the_config_of_an_optimiser_has_the_last_word(config, optimizer, expected):
+    _, made = make(config, "MergedOptimWrapperConstructor", optimizer=optimizer)
+    assert {key: made.defaults[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "options"),
+    [
+        ("lamb", "Lamb", {}),
+        ("cadamw", "AdamWLegacy", {"caution": True}),
+        ("muon", "Muon", {}),
+        ("nadamuon", "Muon", {"algo": "adamuon", "nesterov": True}),
+    ],
+)
+def test_an_optimiser_of_timm_takes_the_steps_that_timm_makes(config, name, kind, options):
+    common = {"lr": 3e-3, "betas": (0.9, 0.999), "weight_decay": 0.05, "eps": 1e-8}
+    own = {"type": f"timm.optim.{kind}", **common, **options}
+    model, optimizer = make(config, "MergedOptimWrapperConstructor", optimizer=own)
+    assert type(optimizer) is getattr(timm.optim, kind)
+    other = as_timm_model(model)
+    names = timm_state_dict(dict(model.named_parameters()))
+    if kind == "Muon":
+        common |= {"momentum": 0.95, "fallback_list": ("patch_embed.*", "head.*")}
+    stock = timm.optim.create_optimizer_v2(other, name, **common)
+    for _ in range(3):
+        for name, parameter in other.named_parameters():
+            names[name].grad = torch.randn_like(parameter)
+            parameter.grad = names[name].grad.clone()
+        optimizer.step()
+        stock.step()
+    for name, parameter in other.named_parameters():
+        torch.testing.assert_close(names[name], parameter)
+
+
+@pytest.mark.parametrize("constructor", [ours for ours, *_ in CONSTRUCTORS])
+def test_muon_takes_the_matrices_of_the_blocks(config, constructor):
+    paramwise = None if constructor == "MergedOptimWrapperConstructor" else LAYER_DECAY
+    options: dict = {"paramwise_cfg": paramwise}
+    own = {"type": "timm.optim.Muon"}
+    model, optimizer = make(config, constructor, optimizer=own, **options)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    step(model, optimizer)
+    found = {names[p] for p, state in optimizer.state.items() if "momentum_buffer" in state}
+    layers = ("attn.query", "attn.key", "attn.value", "attn.proj", "mlp")
+    parts = ("key_param_tokens", "value_param_tokens")
+    expected = [f"blocks.{b}.{layer}.{part}" for b in (0, 1) for layer in layers for part in parts]
+    assert found == {f"backbone.model.{name}" for name in expected}
+    assert len(optimizer.state) == len(names)
+    settings = names_by_setting(*make(config, constructor, **options))
+    assert names_by_setting(model, optimizer) == settings  # Muon changes no rate, no decay
+
+
+@pytest.mark.parametrize("kind", ["timm.optim.Muon", "timm.optim.Lamb", "AdamW"])
+def test_a_loaded_optimiser_keeps_its_own_settings(config, kind, tmp_path):
+    own = {"type": kind, "weight_decay": 0.1}
+    model, optimizer = make(config, "MergedOptimWrapperConstructor", optimizer=own)
+    step(model, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5  # by a schedule
+    torch.save(optimizer.state_dict(), tmp_path / "state.pth")
+    state = torch.load(tmp_path / "state.pth", weights_only=True)
+    own["weight_decay"] = 0.2
+    _, resumed = make(config, "MergedOptimWrapperConstructor", optimizer=own)
+    runner = SimpleNamespace(
+        optim_wrapper=SimpleNamespace(optimizer=resumed), param_schedulers=None
+    )
+    before = [dict(group) for group in resumed.param_groups]
+    optim.keep_settings(runner, state["param_groups"])
+    resumed.load_state_dict(state)
+    for group, former, saved in zip(
+        resumed.param_groups, before, optimizer.param_groups, strict=True
+    ):
+        assert group["lr"] == saved["lr"]
+        assert group["weight_decay"] == former["weight_decay"]
+        assert group.get("step") == saved.get("step")  # Lamb's state
+    for one, two in zip(optimizer.state.values(), resumed.state.values(), strict=True):
+        for name in one:
+            torch.testing.assert_close(one[name], two[name])
+
+
+def test_a_plateau_also_lowers_the_rates_of_new_pairs():
+    layers = [nn.Linear(2, 2) for _ in range(3)]
+    optimizer = torch.optim.SGD([{"params": each.parameters()} for each in layers[:2]], lr=1.0)
+    wrapper = OptimWrapper(optimizer)
+    plateau = ReduceOnPlateauLR(wrapper, monitor="loss", rule="less", patience=0, factor=0.5)
+    optimizer.add_param_group({"params": layers[2].parameters(), "lr": 0.1})
+    optim.align_schedulers(SimpleNamespace(optim_wrapper=wrapper, param_schedulers=[plateau]))
+    for _ in range(2):  # the second is no better
+        plateau.step({"loss": 1.0})
+    assert wrapper.get_lr() == {"base_lr": [0.5], "lr": [0.5, 0.5, 0.05]}
+
+
+@pytest.mark.parametrize("enable", [True, False])
+def test_scaling_the_rate_counts_accumulated_images_and_moves_its_floor(config, tmp_path, enable):
+    options = {
+        **{"optim_wrapper.accumulative_counts": 4, "auto_scale_lr.enable": enable},
+        "auto_scale_lr.base_batch_size": 16,
+    }
+    cfg = load_config(config, options, work_dir=str(tmp_path))
+    floor = cfg.param_scheduler[1].eta_min
+    runner = TrainingRunner.from_cfg(cfg)
+    runner.optim_wrapper = runner.build_optim_wrapper(cfg.optim_wrapper)
+    before = [group["lr"] for group in runner.optim_wrapper.optimizer.param_groups]
+    runner.scale_lr(runner.optim_wrapper, ConfigDict(cfg.auto_scale_lr))
+    factor = 4 * 8 / 16 if enable else 1
+    after = [group["lr"] for group in runner.optim_wrapper.optimizer.param_groups]
+    assert after == [factor * lr for lr in before]
+    assert runner.param_schedulers[1]["eta_min"] == pytest.approx(factor * floor)
+
+
+@pytest.mark.parametrize("options", [{}, {"interval": 3}, {"update_buffers": True}])
+@pytest.mark.parametrize("momentum", [1e-4, 2e-2, 0.3])
+def test_averages_are_mmengines(momentum, options):
+    model = nn.Sequential(Pattention(7, 5, 11), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    model[2].bias.requires_grad_(False)
+    mine, stock = (
+        kind(model, momentum, **options)
+        for kind in (ForeachMovingAverage, ExponentialMovingAverage)
+    )
+    for step in range(8):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn_like(parameter) * 10.0 ** (step % 3))
+        model[0].tau.mul_(1.5)
+        model[1](torch.randn(4, 5))
+        mine.update_parameters(model)
+        stock.update_parameters(model)
+        for name, tensor in stock.state_dict().items():
+            torch.testing.assert_close(mine.state_dict()[name], tensor, msg=name)
+
+
+@pytest.mark.parametrize("later", [True, False])
+@pytest.mark.parametrize("validated", [True, False])
+def test_the_hook_validates_and_saves_the_average_or_the_model(validated, later):
+    model, updates = nn.Linear(3, 2), iter([True, False, True])
+    wrapper = SimpleNamespace(should_update=lambda: next(updates))
+    runner = SimpleNamespace(model=model, iter=0, optim_wrapper=wrapper)
+    hook = AccumulationEMAHook(momentum=0.5, validated=validated)
+    hook.before_run(runner)
+    hook.after_train_iter(runner, 0)
+    average = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.add_(2)
+    hook.after_train_iter(runner, 1)  # gradients are accumulated
+    hook.after_train_iter(runner, 2)
+    average, own = average + 1, average + 2
+    used = average if validated else own
+    hook.before_val_epoch(runner)
+    torch.testing.assert_close(model.weight.detach(), used)
+    hook.after_val_epoch(runner)
+    torch.testing.assert_close(model.weight.detach(), own)
+
+    checkpoint = {"state_dict": model.state_dict(), "meta": {}}
+    hook.before_save_checkpoint(runner, checkpoint)
+    assert checkpoint["meta"] == {"averaged": validated}
+    torch.testing.assert_close(checkpoint["state_dict"]["weight"], used)
+    resumed = AccumulationEMAHook(momentum=0.5, validated=later)
+    resumed.before_run(SimpleNamespace(model=nn.Linear(3, 2)))
+    loaded = copy.deepcopy(checkpoint)
+    resumed.after_load_checkpoint(SimpleNamespace(_resume=True), loaded)
+    torch.testing.assert_close(resumed.ema_model.module.weight.detach(), average)
+    torch.testing.assert_close(loaded["state_dict"]["weight"], own)
+    assert validated_model(SimpleNamespace(model=model, hooks=[hook])) is (
+        hook.ema_model.module if validated else model
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="fused attention is fast on a GPU")
-@pytest.mark.parametrize("name", ["tokenformer_tiny", "vit_tiny_patch16_224"])
-def test_on_a_cpu_attention_is_not_fused_and_computes_the_same(name):
-    model: Any = timm.create_model(
-        name, img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=5
+@pytest.mark.parametrize("kind", ["AutocastOptimWrapper", "LazyOptimWrapper"])
+def test_a_model_for_bfloat16_on_a_cpu_has_no_fused_attention(config, tmp_path, kind):
+    fused = timm.layers.use_fused_attn()
+    cfg = load_config(config, {"optim_wrapper.type": kind}, work_dir=str(tmp_path))
+    runner: Any = TrainingRunner.from_cfg(cfg)
+    for block in runner.model.backbone.model.blocks:
+        assert block.attn.fused_attn == (kind == "LazyOptimWrapper")
+    assert timm.layers.use_fused_attn() == fused
+
+
+def test_forward_passes_are_in_bfloat16_and_norms_stay_tensors():
+    layer = nn.Linear(4, 3)
+    wrapper = AutocastOptimWrapper(
+        torch.optim.SGD(layer.parameters(), 0.1), clip_grad={"max_norm": 0.01}
     )
-    images = torch.randn(4, 3, 32, 32)
-    fused = model(images)
-    wrapper = AutocastOptimWrapper(torch.optim.SGD(model.parameters(), 0.1))
-    with wrapper.optim_context(model):
-        assert not any(block.attn.fused_attn for block in model.blocks)
-        under_autocast = model(images)
-    assert all(block.attn.fused_attn for block in model.blocks)  # faster without a gradient
-    assert under_autocast.dtype == torch.bfloat16
-    torch.testing.assert_close(model(images), fused, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(under_autocast.float(), fused, rtol=0.1, atol=0.1)
-
-
-@pytest.mark.parametrize("name", ["tokenformer_tiny", "vit_tiny_patch16_224"])
-def test_blocks_that_are_computed_again_have_the_same_attention(name):
-    torch.manual_seed(0)
-    model: Any = timm.create_model(
-        name, img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=5
-    ).train()
-    images, gradients = torch.randn(4, 3, 32, 32), []
-    fused = [block.attn.fused_attn for block in model.blocks]
-    for again in (False, True):
-        model.set_grad_checkpointing(again)
-        wrapper = AutocastOptimWrapper(torch.optim.SGD(model.parameters(), 0.0))
-        with wrapper.optim_context(model):
-            loss = model(images).float().square().sum()
-        wrapper.backward(loss)
-        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-        model.zero_grad()
-    for plain, repeated in zip(*gradients, strict=True):
-        torch.testing.assert_close(repeated, plain)
-    assert [block.attn.fused_attn for block in model.blocks] == fused
+    with wrapper.optim_context(layer):
+        out = layer(torch.randn(2, 4))
+    assert out.dtype == torch.bfloat16
+    before = layer.weight.detach().clone()
+    wrapper.update_params(out.float().square().sum())
+    assert (layer.weight - before).norm() <= 0.1 * 0.0101
+    (norm,) = wrapper.norms.values()
+    assert isinstance(norm, torch.Tensor)
+    assert not LazyOptimWrapper(torch.optim.SGD(layer.parameters(), 0.1)).norms
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is fast in bfloat16")
@@ -56,18 +296,6 @@ def test_the_log_says_where_bfloat16_is_slow(speed, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(log, "log", lambda level, message: said.append(message))
     monkeypatch.setattr(optim, "bfloat16_speed", lambda: speed)
-    AutocastOptimWrapper(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1))
+    AutocastOptimWrapper(torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1))
     slow = "4.0 times as fast in float32 as in bfloat16"
     assert [slow in message for message in said] == ([True] if speed < 1 else [])
-
-
-def test_bfloat16_is_slow_if_its_products_take_longer(monkeypatch):
-    now, product = [0.0], torch.mm
-
-    def timed(a, b):
-        now[0] += 4.0 if a.dtype == torch.bfloat16 else 1.0
-        return product(a, b)
-
-    monkeypatch.setattr(optim.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(torch, "mm", timed)
-    assert optim.bfloat16_speed() == 0.25

@@ -1,4 +1,4 @@
-"""A killed run continues as if it had not been killed."""
+"""A killed run continues as if it had not been killed, and a resumed one may change."""
 
 import json
 import math
@@ -8,6 +8,7 @@ import re
 import resource
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -15,30 +16,36 @@ import pytest
 import torch
 
 from tokenformer_vit.files import temporary_name
-from tokenformer_vit.training import ExactCheckpointHook
+from tokenformer_vit.training import LoadImage, TrainingRunner
+from tokenformer_vit.training.checkpoint import changed
 from tokenformer_vit.training.reports import read_scalars
 
 # Two workers, mixup, drop path, EMA, a warm-up by iteration and a decay by epoch: everything that
-# has a state. Accumulation leaves gradients pending where checkpoints are taken.
+# has a state.
 OPTIONS = ("--cfg-options", "train_dataloader.num_workers=2")
-BY_EPOCH = (
-    "optim_wrapper.accumulative_counts=4",
-    "default_hooks.checkpoint.save_best=accuracy/top1",
-)
+SAVE_BEST = "default_hooks.checkpoint.save_best=accuracy/top1"
+BY_EPOCH = (SAVE_BEST, "optim_wrapper.accumulative_counts=4")  # an epoch has 6 batches
 BY_ITERATION = (
     "default_hooks.checkpoint.by_epoch=False",
     "default_hooks.checkpoint.interval=4",
     "optim_wrapper.accumulative_counts=3",
 )
-# A checkpoint at every second iteration, besides those of each epoch: one is always being written.
-BY_TIME = (*BY_EPOCH, "default_hooks.checkpoint.minutes=1e-6")
-CONNECTED = (
-    "model_wrapper_cfg.gradient_as_bucket_view=True",
-    "val_evaluator.collect_device=gpu",
-    "env_cfg.dist_cfg.timeout=600",
-)
-ROUNDED = ("model_wrapper_cfg.compression=bf16",)
-IN_MEMORY = "train_dataloader.dataset.type=ImagesInMemory"
+ENDLESS = """
+train_cfg = dict(_delete_=True, type="ResumableIterLoop", max_iters={end}, val_interval=5)
+train_dataloader = dict(sampler=dict(endless=True))
+param_scheduler = [
+    dict(type="LinearLR", start_factor=1e-3, by_epoch=False, end=4),
+    dict(type="CosineAnnealingLR", eta_min=1e-5, by_epoch=False, begin=4),
+]
+default_hooks = dict(checkpoint=dict(by_epoch=False, interval=3))
+"""
+GROWTH = """
+custom_hooks = [
+    dict(type="GrowthHook", schedule=[dict(epoch=1, num_ffn_param_tokens=128)], new_lr_scale=2.0)
+]
+"""
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+TWO = ("--launcher", "pytorch", "--batch-size", "4")
 
 
 def losses(work_dir):
@@ -55,33 +62,8 @@ def wait_for(process, work_dir, iteration):
         time.sleep(0.01)
 
 
-def kill_after(process, work_dir, iteration):
-    """Send SIGKILL as soon as the log shows ``iteration``."""
-    wait_for(process, work_dir, iteration)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-
-
-@pytest.mark.parametrize(
-    ("checkpoints", "kill_at"),
-    [
-        pytest.param(BY_EPOCH, 8, id="by_epoch", marks=pytest.mark.slow),
-        pytest.param(BY_ITERATION, 10, id="by_iter", marks=pytest.mark.slow),
-        pytest.param((*BY_ITERATION, "--compile"), 10, id="compiled", marks=pytest.mark.slow),
-        pytest.param((*BY_ITERATION, IN_MEMORY), 10, id="in_memory", marks=pytest.mark.slow),
-    ],
-)
-def test_a_killed_run_goes_on_exactly(train, tmp_path, checkpoints, kill_at):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    train(whole, *OPTIONS, *checkpoints)
-    kill_after(train.start(killed, *OPTIONS, *checkpoints), killed, kill_at)
-    assert max(losses(killed)[0]) < 18  # it was in fact cut off
-    train(killed, "--resume", "auto", *OPTIONS, *checkpoints)
-
-    assert list(losses(whole)[0]) == list(range(1, 19))
-    # One average for each optimiser step, the last and shorter one included.
-    averages = math.ceil(18 / (4 if checkpoints is BY_EPOCH else 3))
-    assert same_results(whole, killed)["ema_state_dict"]["steps"] == averages
+def last_of(folder):
+    return torch.load((folder / "last_checkpoint").read_text(), weights_only=True)
 
 
 def same_results(whole, killed):
@@ -92,10 +74,7 @@ def same_results(whole, killed):
     assert {step: record["accuracy/top1"] for step, record in resumed_val.items()} == {
         step: record["accuracy/top1"] for step, record in expected_val.items()
     }
-    one, other = (
-        torch.load(folder / (folder / "last_checkpoint").read_text(), weights_only=True)
-        for folder in (whole, killed)
-    )
+    one, other = last_of(whole), last_of(killed)
     for part in ("state_dict", "ema_state_dict"):
         for name, tensor in one[part].items():
             assert torch.equal(tensor, other[part][name]), name
@@ -104,33 +83,55 @@ def same_results(whole, killed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpoints", [BY_ITERATION, BY_TIME])
-def test_a_run_that_is_killed_ten_times_at_random_goes_on_exactly(train, tmp_path, checkpoints):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    options = (*OPTIONS, *checkpoints, "train_cfg.max_epochs=60")
-    train(whole, *options)
-    moments, writing, before = random.Random(torch.initial_seed()), 0, 0
+@pytest.mark.parametrize(
+    ("more", "options", "launcher"),
+    [
+        pytest.param("", BY_EPOCH, (), id="by_epoch"),
+        pytest.param("", BY_ITERATION, (), id="within_epochs"),
+        pytest.param(ENDLESS.format(end=30), BY_ITERATION[2:], (), id="by_iteration"),
+        pytest.param(GROWTH, BY_ITERATION, (), id="growth"),
+        pytest.param("", (), TORCHRUN, id="two_processes"),
+        pytest.param("", (*BY_ITERATION, "--compile"), (), id="compiled"),
+        pytest.param("", ("train_dataloader.dataset.type=ImagesInMemory",), (), id="in_memory"),
+    ],
+)
+def test_a_run_that_is_killed_ten_times_at_random_goes_on_exactly(
+    train, config, tmp_path, more, options, launcher
+):
+    path = tmp_path / "own.py"
+    path.write_text(f"_base_ = {str(config)!r}\ntrain_cfg = dict(max_epochs=9)\n{more}")
+    train, whole, killed = train.of(path), tmp_path / "whole", tmp_path / "killed"
+    options = (*(TWO if launcher else ()), *OPTIONS, *options)
+    train(whole, *options, launcher=launcher)
+    length = max(losses(whole)[0])
+    moments, writing, kills = random.Random(torch.initial_seed()), 0, 0
     for number in range(10):
         before = max(losses(killed)[0], default=0)
-        process = train.start(killed, "--resume", *options)
+        if before >= length - 1:
+            break
+        process = train.start(killed, "--resume", *options, launcher=launcher)
         wait_for(process, killed, before + 1)
-        time.sleep(moments.uniform(0, 0.5))
-        while number % 2 and not any(killed.glob(".*.partial")):
-            assert process.poll() is None  # it will write a checkpoint
+        while number % 2 and process.poll() is None and not any(killed.glob(".*.partial")):
+            pass  # it will write a checkpoint
+        time.sleep(0 if number % 2 else moments.uniform(0, 0.05))
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        writing += any(killed.glob(".*.partial"))
-    assert before < 360  # the last one was in fact cut off
-    train(killed, "--resume", *options)
-    same_results(whole, killed)
-    print(f"killed during a write: {writing} of 10 times")
+        if launcher:
+            time.sleep(4)  # torchrun's agent is gone; its workers see that and end
+        kills, writing = kills + 1, writing + any(killed.glob(".*.partial"))
+    train(killed, "--resume", *options, launcher=launcher)
+    last = same_results(whole, killed)
+    if not more:  # one average for each optimiser step, the last and shorter one included
+        every = next((int(each[-1]) for each in options if "accumulative" in each), 1)
+        assert last["ema_state_dict"]["steps"] == math.ceil(length / every)
+    print(f"killed {kills} times, {writing} of them during a write")
 
 
 @pytest.fixture(scope="session")
 def finished(train, tmp_path_factory):
     """A finished run, to copy."""
     folder = tmp_path_factory.mktemp("runs") / "finished"
-    train(folder, *OPTIONS, "default_hooks.checkpoint.save_best=accuracy/top1")
+    train(folder, *OPTIONS, SAVE_BEST)
     return folder
 
 
@@ -140,7 +141,21 @@ def run(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "moved")
 
 
-@pytest.mark.slow
+def test_a_run_goes_on_within_an_epoch_and_between_two(train, run, tmp_path):
+    """In one process, and so in seconds; the slow tests kill."""
+    options = (*OPTIONS, *BY_ITERATION[:2], "default_hooks.checkpoint.max_keep_ckpts=-1")
+    whole = tmp_path / "whole"
+    train(whole, *options)
+    for name in ("iter_4.pth", "iter_12.pth"):
+        rest = tmp_path / name
+        train(rest, "--resume", str(whole / name), *options)
+        assert losses(rest)[0].items() <= losses(whole)[0].items()
+        assert max(losses(rest)[0]) == 18
+        for part in ("state_dict", "ema_state_dict"):
+            for key, tensor in last_of(whole)[part].items():
+                assert torch.equal(tensor, last_of(rest)[part][key]), key
+
+
 def test_a_run_that_was_killed_in_its_last_validation_is_finished(train, run):
     for name in ("model.safetensors", "config.json", "curves.png"):
         (run / name).unlink()
@@ -148,120 +163,198 @@ def test_a_run_that_was_killed_in_its_last_validation_is_finished(train, run):
     record = (run / "record.json").read_text()
     output = train(run, "--resume", *OPTIONS)
     assert "resumed epoch: 3, iter: 18" in output
-    assert "18 steps in 3 epochs; finished, so nothing is trained" in output
     assert losses(run)[1] == {**before, 3: losses(run)[1][3]}
     assert all((run / name).is_file() for name in ("model.safetensors", "curves.png"))
     assert (run / "record.json").read_text() == record  # nothing was trained
-    (run / "record.json").unlink()  # it was killed before it could write this
-    train(run, "--resume", *OPTIONS)
-    again = json.loads((run / "record.json").read_text())
-    assert again["resumed_at_iteration"] == again["iterations"] == 18
-    for key in ("loss_first", "loss_last_20_mean", "accuracy/top1"):
-        assert again[key] == json.loads(record)[key]
 
 
-@pytest.mark.slow
-def test_a_full_disk_stops_the_run_and_leaves_the_previous_checkpoint(train, tmp_path, monkeypatch):
-    limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    pointer, point_to = tmp_path / "last_checkpoint", ExactCheckpointHook._point_to
-
-    def then_fill_the_disk(hook, runner, path):
-        point_to(hook, runner, path)
-        # No file may grow beyond half a checkpoint, as if the disk were full.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (Path(path).stat().st_size // 2, most))
-
-    monkeypatch.setattr(ExactCheckpointHook, "_point_to", then_fill_the_disk)
-    try:
-        line = train.fails(tmp_path, *OPTIONS, "default_hooks.checkpoint.max_keep_ckpts=1")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
-    assert re.search(r"cannot write .*epoch_2\.pth \(File too large\)", line)
-    assert torch.load(pointer.read_text(), weights_only=True)["meta"]["epoch"] == 1
-    assert not list(tmp_path.glob(".*.partial"))
-    assert not (tmp_path / "record.json").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpoints", [BY_EPOCH, BY_ITERATION])
-def test_a_run_that_is_told_to_stop_goes_on_exactly(train, tmp_path, checkpoints):
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    train(whole, *OPTIONS, *checkpoints)
-    process = train.start(stopped, *OPTIONS, *checkpoints, start_new_session=True)
-    wait_for(process, stopped, 8)
-    os.killpg(process.pid, signal.SIGTERM)  # Slurm's reaches data loading workers, too
+@pytest.mark.parametrize(
+    "number",
+    [
+        "SIGTERM",
+        pytest.param("SIGUSR1", marks=pytest.mark.slow),
+        pytest.param("SIGHUP", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_is_told_to_stop_goes_on_exactly(train, finished, tmp_path, number):
+    process = train.start(tmp_path, *OPTIONS, SAVE_BEST, start_new_session=True)
+    wait_for(process, tmp_path, 8)
+    os.killpg(process.pid, getattr(signal, number))  # Slurm's reaches data loading workers, too
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 143, output
-    iteration = int(re.search(r"Stopped by SIGTERM after iteration (\d+)\.", output)[1])
+    iteration = int(re.search(r"Stopped by a signal after iteration (\d+)\.", output)[1])
     assert 8 <= iteration < 18
-    assert (stopped / "last_checkpoint").read_text() == str(stopped / "stopped.pth")
-    assert torch.load(stopped / "stopped.pth", weights_only=True)["meta"]["iter"] == iteration
-    train(stopped, "--resume", *OPTIONS, *checkpoints)
-    assert losses(stopped)[0] == losses(whole)[0]
-    for name in ("model.safetensors", "config.json"):
-        assert (whole / name).read_bytes() == (stopped / name).read_bytes()
-    assert not (stopped / "stopped.pth").exists()  # the next regular checkpoint took its place
-
-
-@pytest.mark.slow
-def test_another_batch_size_or_other_data_are_refused(train, run, data_root, tmp_path):
-    root = shutil.copytree(data_root, tmp_path / "images")
-    train(run, "--resume", *OPTIONS, "train_cfg.max_epochs=3", "--data-root", str(root))  # moved
-    for index in range(3):
-        (root / "train" / "dark" / f"{index}.png").unlink()  # as many iterations as before
-    line = train.fails(run, "--resume", *OPTIONS, "--data-root", str(root))
-    assert "the number of training samples was 48 in the checkpoint and is 45 now" in line
-    shutil.copytree(data_root, root, dirs_exist_ok=True)
-    (root / "train" / "dark" / "0.png").rename(root / "train" / "dark" / "x.png")
-    line = train.fails(run, "--resume", *OPTIONS, "--data-root", str(root))
-    assert "the hash of training images (names or sizes) and labels was" in line
-    line = train.fails(run, "--resume", "--batch-size", "9", *OPTIONS)
-    assert (
-        "the batch size times the number of processes was 8 in the checkpoint and is 9 now" in line
-    )
-
-
-@pytest.mark.slow
-def test_checkpoints_without_a_pointer_are_not_overwritten(train, run):
-    (run / "last_checkpoint").unlink()
-    line = train.fails(run, *OPTIONS)
-    assert "already holds a run: add --resume" in line
-    line = train.fails(run, "--resume", *OPTIONS)
-    assert "last_checkpoint is missing; there are " in line
-    assert f"--resume {run}/epoch_3.pth" in line
-
-
-@pytest.mark.slow
-def test_a_checkpoint_from_elsewhere_does_not_overwrite_a_run(train, run, tmp_path):
-    other = shutil.copytree(run, tmp_path / "other")
-    line = train.fails(run, "--resume", str(other / "epoch_2.pth"), *OPTIONS)
-    assert "already holds a run" in line
-    (run / "last_checkpoint").write_bytes(b"\xff\xfe")
-    assert "; there are epoch_" in train.fails(run, "--resume", *OPTIONS)
+    assert (tmp_path / "last_checkpoint").read_text() == str(tmp_path / "stopped.pth")
+    assert last_of(tmp_path)["meta"]["iter"] == iteration
+    train(tmp_path, "--resume", *OPTIONS, SAVE_BEST)
+    same_results(finished, tmp_path)
+    assert not (tmp_path / "stopped.pth").exists()  # the next regular checkpoint took its place
 
 
 @pytest.mark.slow
 def test_two_processes_that_are_told_to_stop_go_on_exactly(train, tmp_path):
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    options = ("--launcher", "pytorch", "--batch-size", "4", *OPTIONS)
-    train(tmp_path / "whole", *options, launcher=launcher)
+    options = (*TWO, *OPTIONS, "train_cfg.max_epochs=60")
+    train(tmp_path / "whole", *options, launcher=TORCHRUN)
     stopped = tmp_path / "stopped"
-    process = train.start(stopped, *options, launcher=launcher, start_new_session=True)
+    process = train.start(stopped, *options, launcher=TORCHRUN, start_new_session=True)
     wait_for(process, stopped, 8)
     os.killpg(process.pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=100)
-    assert "Stopped by SIGTERM after iteration" in output
+    assert "Stopped by a signal after iteration" in output
     assert (stopped / "last_checkpoint").read_text() == str(stopped / "stopped.pth")
-    train(stopped, "--resume", *options, launcher=launcher)
+    train(stopped, "--resume", *options, launcher=TORCHRUN)
     assert losses(stopped)[0] == losses(tmp_path / "whole")[0]
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+def test_workers_survive_the_signals_of_a_job(train, tmp_path, monkeypatch):
+    transform, main = LoadImage.transform, os.getpid()
+
+    def terminated(self, results):
+        if os.getpid() != main and "/train/" in results["img_path"]:
+            os.kill(os.getpid(), signal.SIGTERM)
+            (tmp_path / "survived").touch()
+        return transform(self, results)
+
+    monkeypatch.setattr(LoadImage, "transform", terminated)
+    words = ("train_dataloader.num_workers=1", "train_cfg.max_epochs=2")
+    train(tmp_path / "run", "--cfg-options", *words)
+    assert (tmp_path / "survived").exists()
+
+
+def lines_of(output):
+    """List the differences of which the log warns."""
+    return re.findall(r"^  (\S+(?: \S+)*?): (.*) -> (.*)$", output, re.MULTILINE)
+
+
+def test_a_run_is_extended_at_another_rate_and_says_so(train, run, tmp_path):
+    longer = ("train_cfg.max_epochs=5", "optim_wrapper.optimizer.lr=5e-4")
+    output = train(run, "--resume", *OPTIONS, *longer)
+    assert lines_of(output) == [
+        ("optim_wrapper.optimizer.lr", "0.001", "0.0005"),
+        ("train_cfg.max_epochs", "3", "5"),
+    ]
+    train(tmp_path / "whole", *OPTIONS, *longer)
+    train_log, _ = read_scalars(sorted(run.glob("*/vis_data/scalars.json")))
+    expected, _ = read_scalars(sorted((tmp_path / "whole").glob("*/vis_data/scalars.json")))
+    assert list(train_log) == list(range(1, 31))
+    for step in range(19, 31):  # the rate of a run that had this config from its start
+        assert train_log[step]["lr"] == pytest.approx(expected[step]["lr"], rel=1e-6)
+    (change,) = json.loads((run / "record.json").read_text())["config_changes"]
+    assert change["iteration"] == 18
+    assert change["changes"]["train_cfg.max_epochs"] == [3, 5]
+    again = train(run, "--resume", *OPTIONS, *longer)
+    assert not lines_of(again)
+
+
+def test_a_lower_rate_helps_a_run_that_diverges(train, tmp_path):
+    words = ("--cfg-options", "param_scheduler=[]", "optim_wrapper.optimizer.lr=1e-3")
+    train(tmp_path, *words, "train_cfg.max_epochs=2")
+    train(tmp_path, "--resume", *words[:2], "optim_wrapper.optimizer.lr=1e-4")
+    train_log, _ = read_scalars(sorted(tmp_path.glob("*/vis_data/scalars.json")))
+    assert {record["lr"] for step, record in train_log.items() if step > 12} == {1e-4}
+
+
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_named(train, run):
-    data = bytearray((run / "epoch_3.pth").read_bytes())
-    data[len(data) // 2] ^= 1
-    (run / "epoch_3.pth").write_bytes(data)
-    line = train.fails(run, "--resume", *OPTIONS)
-    assert "epoch_3.pth is damaged" in line
+def test_a_run_goes_on_with_another_number_of_processes(train, tmp_path):
+    plain = (*OPTIONS, "model.train_cfg=None", "model.backbone.drop_path_rate=0.0")
+    plain += (*BY_ITERATION[:2], "default_hooks.checkpoint.max_keep_ckpts=9")
+    train(tmp_path / "two", *TWO, *plain, launcher=TORCHRUN)
+    expected, _ = losses(tmp_path / "two")
+    resume = ("--resume", str(tmp_path / "two" / "iter_8.pth"))
+    output = train(tmp_path / "one", *resume, "--batch-size", "8", *plain)
+    assert ("processes", "2", "1") in lines_of(output)
+    continued, _ = losses(tmp_path / "one")
+    assert list(continued) == list(range(9, 19))
+    for step, loss in continued.items():
+        assert loss == pytest.approx(expected[step], rel=2e-5)
+    output = train(tmp_path / "half", *resume, "--batch-size", "4", *plain)
+    assert ("iterations an epoch", "6", "12") in lines_of(output)
+    assert list(losses(tmp_path / "half")[0]) == list(range(17, 37))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rounded", [False, True])
+def test_two_processes_follow_the_curve_of_one(train, tmp_path, rounded):
+    plain = ("--cfg-options", "model.train_cfg=None", "model.backbone.drop_path_rate=0.0")
+    plain += ("optim_wrapper.accumulative_counts=2", "env_cfg.dist_cfg.timeout=600")
+    train(tmp_path / "one", "--batch-size", "8", *plain)
+    how = ("model_wrapper_cfg.compression=bf16",) * rounded
+    train(tmp_path / "two", *TWO, *plain, *how, launcher=TORCHRUN)
+    one, two = losses(tmp_path / "one")[0], losses(tmp_path / "two")[0]
+    assert len(one) == len(two) == 18
+    for step, loss in one.items():
+        assert two[step] == pytest.approx(loss, rel=2e-3 if rounded else 2e-5)
+
+
+def test_other_data_other_weights_and_no_state_are_refused(train, run, data_root, tmp_path):
+    root = shutil.copytree(data_root, tmp_path / "images")
+    train(run, "--resume", *OPTIONS, "--data-root", str(root))  # moved
+    for index in range(3):
+        (root / "train" / "dark" / f"{index}.png").unlink()  # as many iterations as before
+    line = train.fails(run, "--resume", *OPTIONS, "--data-root", str(root))
+    assert "48 training samples, and there are 45 now" in line
+    (root / "train" / "dark").rename(root / "train" / "dusky")
+    (root / "val" / "dark").rename(root / "val" / "dusky")
+    line = train.fails(run, "--resume", *OPTIONS, "--data-root", str(root))
+    assert "label 1 is 'dark' there and 'dusky' here" in line
+    line = train.fails(run, "--resume", *OPTIONS, "model.backbone.theta=gelu_l1")
+    assert "theta is 'gelu_l1', but" in line
+    (best,) = run.glob("best_*.pth")
+    line = train.fails(run, "--resume", str(best), *OPTIONS)
+    assert "has only weights, not the state of a run" in line
+    line = train.fails(run, "--resume", *OPTIONS, "default_hooks.ema=None")
+    assert "has no EMAHook" in line
+
+
+def test_a_fine_tuning_needs_its_start_only_once(train, finished, config, tmp_path):
+    start = shutil.copytree(finished, tmp_path / "start")
+    path = tmp_path / "tuned.py"
+    weights = str(start / "model.safetensors")
+    path.write_text(
+        f"_base_ = {str(config)!r}\nmodel = dict(backbone=dict(checkpoint_path={weights!r}))\n"
+    )
+    words = ("--cfg-options", "train_cfg.max_epochs=2")
+    train.of(path)(tmp_path / "run", *words)
+    shutil.rmtree(start)
+    (tmp_path / "run" / "record.json").unlink()
+    train.of(path)(tmp_path / "run", "--resume", "--cfg-options", "train_cfg.max_epochs=3")
+
+
+def test_what_a_killed_run_did_not_delete_is_deleted(train, run):
+    kept = {path.name for path in run.glob("epoch_*.pth")}
+    last = last_of(run)
+    last["message_hub"]["runtime_info"]["replaced"] = ["epoch_1.pth", "../x.pth", "curves.png"]
+    torch.save(last, run / "epoch_3.pth")
+    (run.parent / "x.pth").touch()
+    train(run, "--resume", *OPTIONS)
+    assert {path.name for path in run.glob("epoch_*.pth")} == kept - {"epoch_1.pth"}
+    assert (run.parent / "x.pth").exists()
+    assert (run / "curves.png").exists()
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint(train, tmp_path, monkeypatch):
+    limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    save = TrainingRunner.save_checkpoint
+
+    def then_fill_the_disk(runner, out_dir, name, **how):
+        save(runner, out_dir, name, **how)
+        # No file may grow beyond half a checkpoint, as if the disk were full.
+        size = Path(out_dir, name).stat().st_size // 2
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+
+    monkeypatch.setattr(TrainingRunner, "save_checkpoint", then_fill_the_disk)
+    monkeypatch.setattr(signal, "SIGXFSZ", signal.SIG_IGN, raising=False)
+    try:
+        done = train.command("train", *train.arguments, "--work-dir", str(tmp_path), *OPTIONS)
+    except (OSError, RuntimeError):
+        done = None
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+    assert done is None or done.status != 0
+    assert last_of(tmp_path)["meta"]["epoch"] == 1
+    assert not list(tmp_path.glob(".*.partial"))
+    assert not (tmp_path / "record.json").exists()
 
 
 @pytest.mark.slow
@@ -272,103 +365,17 @@ def test_two_runs_do_not_share_a_work_directory(train, tmp_path):
         f"-{os.getpid()}-", "-4194300-"
     )
     left.write_text("of a killed run")
-    first = train.environment
-    train.environment = {**first, "ALONE": "1"}  # in a process of its own, as a user starts it
-    try:
-        line = train.fails(tmp_path, "--resume", *OPTIONS)
-    finally:
-        train.environment = first
-    assert f"{tmp_path} is in use by process {process.pid}" in line
+    other = train.start(tmp_path, "--resume", *OPTIONS)
+    output, _ = other.communicate(timeout=100)
+    assert f"{tmp_path} is in use by process {process.pid}" in output
     assert left.exists()  # only the one that holds the lock tidies up
     process.kill()
     process.communicate()
-    line = train.fails(tmp_path, *OPTIONS)
-    assert "already holds a run" in line
+    assert "already holds a run" in train.fails(tmp_path, *OPTIONS)
     assert not left.exists()
 
 
-@pytest.mark.slow
-def test_the_best_checkpoint_is_no_state_to_resume_from(train, run):
-    (best,) = run.glob("best_*.pth")
-    line = train.fails(run, "--resume", str(best), *OPTIONS)
-    assert "has only weights, not the state of a run" in line
-
-
-@pytest.mark.slow
-def test_a_resumed_run_keeps_its_schedule(train, run):
-    line = train.fails(run, "--resume", *OPTIONS, "train_cfg.max_epochs=5")
-    assert "train_cfg.max_epochs was 3 in the checkpoint and is 5 now" in line
-
-
-@pytest.mark.slow
-def test_two_killed_processes_go_on_exactly(train, tmp_path):
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    options = ("--launcher", "pytorch", "--batch-size", "4", *OPTIONS)
-    train(tmp_path / "whole", *options, launcher=launcher)
-    process = train.start(tmp_path / "killed", *options, launcher=launcher)
-    kill_after(process, tmp_path / "killed", 8)
-    # The agent of torchrun is gone; its workers see that and end by themselves.
-    time.sleep(5)
-    train(tmp_path / "killed", "--resume", *options, launcher=launcher)
-    assert losses(tmp_path / "killed")[0] == losses(tmp_path / "whole")[0]
-
-
-@pytest.mark.slow
-def test_another_number_of_processes_takes_the_same_images(train, tmp_path):
-    plain = (
-        *OPTIONS,
-        *("model.train_cfg=None", "model.backbone.drop_path_rate=0.0"),
-        *BY_ITERATION,
-        "default_hooks.checkpoint.max_keep_ckpts=9",
-    )
-    train(
-        tmp_path,
-        *("--launcher", "pytorch", "--batch-size", "4", *plain),
-        launcher=("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
-    )
-    expected, _ = losses(tmp_path)
-    resume = ("--resume", str(tmp_path / "iter_8.pth"))  # within an epoch, gradients pending
-    line = train.fails(tmp_path, *resume, *plain)
-    assert "a run with 2 processes, and this run has 1" in line
-    assert "add --elastic" in line
-    output = train(tmp_path, *resume, "--elastic", "--batch-size", "5", *plain)
-    assert "written by 2 processes, this run has 1: each step takes the same samples" in output
-    *_, log = sorted(tmp_path.glob("*/vis_data/scalars.json"))
-    continued, _ = read_scalars([log])
-    assert list(continued) == list(range(9, 19))
-    torch.testing.assert_close(
-        [record["loss"] for record in continued.values()],
-        [expected[step] for step in continued],
-        rtol=2e-5,
-        atol=2e-6,
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("extra", "rtol"),
-    [((), 2e-5), (("--compile",), 2e-5), ((IN_MEMORY,), 2e-5), (CONNECTED, 2e-5), (ROUNDED, 2e-3)],
-)
-def test_two_processes_follow_the_curve_of_one(train, tmp_path, extra, rtol):
-    plain = (
-        "--cfg-options",
-        "model.train_cfg=None",
-        "model.backbone.drop_path_rate=0.0",
-        "optim_wrapper.accumulative_counts=2",
-        *extra,
-    )
-    train(tmp_path / "one", "--batch-size", "8", *plain)
-    train(
-        tmp_path / "two",
-        "--batch-size",
-        "4",
-        "--launcher",
-        "pytorch",
-        *plain,
-        launcher=("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
-    )
-    one, two = losses(tmp_path / "one")[0], losses(tmp_path / "two")[0]
-    assert len(one) == len(two) == 18
-    torch.testing.assert_close(
-        torch.tensor(list(two.values())), torch.tensor(list(one.values())), rtol=rtol, atol=2e-6
-    )
+def test_changes_of_places_and_of_how_the_same_is_computed_are_silent():
+    old = {"model.drop": 0.1, "work_dir": "a", "train_dataloader.dataset.data_root": "a"}
+    new = {"model.drop": 0.2, "work_dir": "b", "val_cfg.fp16": True, "model.other": 1}
+    assert changed(old, new) == {"model.drop": (0.1, 0.2), "model.other": (None, 1)}

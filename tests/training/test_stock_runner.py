@@ -10,6 +10,7 @@ from mmpretrain import ImageClassificationInferencer
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.mmpretrain_names import timm_state_dict
+from tokenformer_vit.training import TrainingRunner
 from tokenformer_vit.training.storage import load_plain_checkpoint
 
 PIPELINE = [
@@ -117,7 +118,7 @@ def test_a_run_starts_from_a_checkpoint_of_timm(saved, data_root, tmp_path):
     weights = model.state_dict()
     content = {"state_dict": weights, "arch": "tokenformer_tiny", "epoch": 3, "optimizer": {}}
     torch.save(weights if saved == "weights" else content, tmp_path / "timm.pth")
-    runner = Runner.from_cfg(config)
+    runner = TrainingRunner.from_cfg(config)
     runner.load_or_resume()
     loaded = timm_state_dict(runner.model.state_dict())
     assert loaded.keys() == weights.keys()
@@ -161,7 +162,8 @@ def test_weights_with_another_head_do_not_let_a_model_grow(data_root, tmp_path):
     )
     arguments = {key: value for key, value in config.model.backbone.items() if key != "type"}
     torch.save(timm.create_model(**arguments, num_classes=7).state_dict(), tmp_path / "timm.pth")
-    runner = Runner.from_cfg(config)
+    runner = TrainingRunner.from_cfg(config)
     before = {name: each.shape for name, each in runner.model.state_dict().items()}
-    runner.load_or_resume()
+    with pytest.raises(RuntimeError, match=r"size mismatch for head\.fc\.weight"):
+        runner.load_or_resume()
     assert {name: each.shape for name, each in runner.model.state_dict().items()} == before

@@ -11,8 +11,8 @@ def main(argv: list[str] | None = None) -> None:
     from mmengine.dist import is_main_process
 
     from tokenformer_vit.training import config
+    from tokenformer_vit.training.distributed import is_first, start_processes
     from tokenformer_vit.training.evaluate import configure_test, run_test
-    from tokenformer_vit.training.processes import is_first, start_processes
 
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument

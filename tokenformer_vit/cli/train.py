@@ -25,14 +25,13 @@ from .arguments import add_run_arguments, parse_run_arguments
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     import torch
+    from mmengine.dist import broadcast_object_list
 
     from tokenformer_vit.files import locked_folder, make_folder, remove_leftovers
     from tokenformer_vit.training import config
+    from tokenformer_vit.training.distributed import is_first, start_processes
     from tokenformer_vit.training.folder import Start, configure_folder
-    from tokenformer_vit.training.identity import keep_samples
-    from tokenformer_vit.training.launch import run_training
-    from tokenformer_vit.training.processes import from_first, is_first, start_processes
-    from tokenformer_vit.training.storage import load_plain_checkpoint
+    from tokenformer_vit.training.hooks import run_training
 
     parser = command_parser(__doc__)
     add = parser.add_argument
@@ -45,7 +44,6 @@ def main(argv: list[str] | None = None) -> None:
         const="auto",
         help="continue from the last checkpoint in the work directory, if any, or from this file",
     )
-    add("--elastic", action="store_true", help="resume with another number of processes")
     add("--amp", action="store_true", help="train and validate under bfloat16 autocast")
     add("--auto-scale-lr", action="store_true", help="scale the rate with the images of a step")
     add("--seed", type=whole_number(0), help="seed of every random generator")
@@ -73,8 +71,6 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
     if args.amp:
         config.set_autocast(cfg)
-    if args.elastic:
-        cfg.default_hooks.checkpoint.elastic = True
     if args.auto_scale_lr:
         if not cfg.get("auto_scale_lr"):
             parser.error(f"--auto-scale-lr: {args.config} has no auto_scale_lr.base_batch_size")
@@ -92,20 +88,14 @@ def main(argv: list[str] | None = None) -> None:
     make_folder(work_dir, "--work-dir")
     start_processes(cfg)
     with ExitStack() as held:
-
-        def open_run() -> tuple[bool, str | None, int]:
+        if first:
             held.enter_context(locked_folder(work_dir))
             remove_leftovers(work_dir)
             config.write_config(cfg)
             config.choose_checkpoint(cfg, args.resume)
-            batch_size = cfg.train_dataloader.batch_size
-            if args.elastic and cfg.resume:
-                batch_size = keep_samples(load_plain_checkpoint(cfg.load_from), batch_size)
-            return cfg.resume, cfg.load_from, batch_size
-
-        # One process holds the lock and chooses for all of them.
-        cfg.resume, cfg.load_from, batch_size = from_first(open_run)
-        config.set_batch_size(cfg.train_dataloader, batch_size)
+        chosen = [cfg.resume, cfg.load_from]
+        broadcast_object_list(chosen)
+        cfg.resume, cfg.load_from = chosen
         runner = run_training(cfg)
     if runner.rank == 0:
         kinds = ("model.safetensors", "config.json", "curves.png", "record.json")

@@ -1,7 +1,7 @@
 """Training with mmengine and mmpretrain: hooks, loops, checks and export for TokenFormers.
 
 Configs name this package in ``custom_imports``. An import adds its classes to mmpretrain's
-registries and replaces nothing; :func:`secure_files` says what a run replaces, and when.
+registries and replaces nothing.
 """
 
 import warnings
@@ -31,13 +31,13 @@ except TypeError as error:
         "`pip uninstall pycocotools` (TokenFormer needs neither)"
     ) from error
 
-from .averaging import ForeachMovingAverage
 from .checkpoint import ExactCheckpointHook
 from .data.augment import EvalTransform, FastRandAugment
 from .data.images import HuggingFaceImages, ImagesInMemory, LoadImage, PackLabels
 from .data.mixing import BinaryCrossEntropy, LabelHead, LabelPreprocessor
 from .data.sampler import ResumableSampler, Seeded
-from .guard import GuardHook
+from .distributed import CompressingDataParallel
+from .hooks import GuardHook, LazyRuntimeInfoHook, ProgressHook, TrainingRunner
 from .loop import ResumableEpochLoop, ResumableIterLoop
 from .metrics import AccuracyAndLoss, ReconstructionError
 from .models.backbone import TimmClassificationBackbone
@@ -45,17 +45,20 @@ from .models.distillation import DistilledClassifier, DistilledHead
 from .models.growth import CostHook, GrowthHook
 from .models.mae import MaskedAutoencoder
 from .models.nested import NestedClassifier
-from .optim import AccumulationEMAHook, AutocastOptimWrapper
-from .parallel import CompressingDataParallel
-from .parameter_groups import MergedLayerDecayConstructor, MergedOptimWrapperConstructor
-from .progress import ProgressHook
+from .optim import (
+    AccumulationEMAHook,
+    AutocastOptimWrapper,
+    ForeachMovingAverage,
+    LazyOptimWrapper,
+    MergedLayerDecayConstructor,
+    MergedOptimWrapperConstructor,
+)
 from .reports import ResultsHook
-from .storage import AtomicLocalBackend, load_plain_checkpoint, secure_files
+from .storage import PlainPretrained, load_plain_checkpoint
 
 __all__ = [
     "AccumulationEMAHook",
     "AccuracyAndLoss",
-    "AtomicLocalBackend",
     "AutocastOptimWrapper",
     "BinaryCrossEntropy",
     "CompressingDataParallel",
@@ -72,12 +75,15 @@ __all__ = [
     "ImagesInMemory",
     "LabelHead",
     "LabelPreprocessor",
+    "LazyOptimWrapper",
+    "LazyRuntimeInfoHook",
     "LoadImage",
     "MaskedAutoencoder",
     "MergedLayerDecayConstructor",
     "MergedOptimWrapperConstructor",
     "NestedClassifier",
     "PackLabels",
+    "PlainPretrained",
     "ProgressHook",
     "ReconstructionError",
     "ResultsHook",
@@ -86,6 +92,6 @@ __all__ = [
     "ResumableSampler",
     "Seeded",
     "TimmClassificationBackbone",
+    "TrainingRunner",
     "load_plain_checkpoint",
-    "secure_files",
 ]

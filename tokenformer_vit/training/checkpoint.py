@@ -1,214 +1,159 @@
 """Checkpoints for an exact resume: a killed run continues as if it had not been killed."""
 
 import math
-import time
-from collections.abc import Collection, Iterable, Sequence
-from functools import partial
+import random
+import re
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from mmengine.dist import (
-    all_gather_object,
-    all_reduce,
-    barrier,
-    get_rank,
-    get_world_size,
-    is_main_process,
-)
+from mmengine.dist import all_gather_object, barrier, get_rank, get_world_size, is_main_process
 from mmengine.hooks import CheckpointHook, EarlyStoppingHook, EMAHook
 from mmengine.logging import HistoryBuffer
 from mmengine.registry import HOOKS
-from mmengine.runner import IterBasedTrainLoop, set_random_seed
+from mmengine.runner import set_random_seed
 
 from tokenformer_vit.errors import InputError
+from tokenformer_vit.files import write_whole
 from tokenformer_vit.models.checkpoints import DESCRIPTION, model_computation
 
-from .background import BackgroundWriter
-from .data.sampler import ResumableSampler, Seeded
+from .data.sampler import ResumableSampler
 from .distributed import unwrap
 from .export import describe_classifier, run_facts
-from .guard import check_finite
-from .identity import check_identity, check_processes, run_identity, say_identity
-from .loop import ResumableEpochLoop, validation_is_due
-from .metrics import SumMetric
-from .mmengine_internals import is_resuming
-from .parameter_groups import fit_groups
-from .processes import check_alike
-from .random_state import rng_state, set_rng_state
-from .schedule import (
-    check_schedule_is_kept,
-    check_training_is_kept,
-    schedule_settings,
-    training_settings,
-)
-from .storage import plain_values, secure_files
-from .termination import STATUS, Agreement, PatientWorker, Termination
+from .hooks import check_finite, is_resuming
+from .loop import STATUS, ResumableEpochLoop, by_iteration, validation_is_due
+from .optim import follow_config, keep_settings
+from .storage import plain_values
 
-# Checkpoints written at a SIGTERM and after some minutes; the next checkpoint replaces them.
-STOPPED, TIMED = "stopped.pth", "timed.pth"
-# What a checkpoint has under "exact_resume".
-_PARTS = {
-    *(
-        "rng",
-        "sampler_seed",
-        "data_seed",
-        "iters_per_epoch",
-        "schedule",
-        "training",
-        "run",
-        "gradients",
-    ),
-    *("early_stopping", "without_state"),
-}
+__all__ = ["ExactCheckpointHook"]
+
+STOPPED = "stopped.pth"  # written at a signal; the next checkpoint replaces it
+# What a config may change without a word: places of files, and how the same is computed.
+_FREE = re.compile(
+    r"(work_dir|experiment_name|load_from|resume|launcher|log_\w+|vis\w+|custom_imports|env_cfg)\b"
+    r"|(val|test)_\w+\b"
+    r"|default_hooks\.(?!ema)|.*\.(num_workers|pin_memory|prefetch_factor|persistent_workers)$"
+    r"|.*\.(data_root|data_prefix|ann_file|checkpoint_path)$"
+)
+# A change of one of these changes the rate from then on.
+_RATE = re.compile(
+    r"param_scheduler|train_cfg\.max_|auto_scale_lr|optim_wrapper\.(optimizer\.lr|paramwise_cfg"
+    r"|accumulative_counts)|iterations an epoch"
+)
+# State of PyTorch's optimisers that is one number for a parameter.
+_SCALARS = ("step", "mu_product", "eta", "mu")
 
 
 @HOOKS.register_module()
 class ExactCheckpointHook(CheckpointHook):
     """mmengine's ``CheckpointHook``, which also saves what an exact resume needs.
 
-    A checkpoint also holds the random state of every process, the seed of the sampler, the
-    gradients that are still being accumulated, the identity of the data, and a description of the
-    model and its preprocessing. It has tensors and plain values only, so it loads with
-    ``torch.load(..., weights_only=True)``. An old checkpoint is deleted only after the next one is
-    on the disk. mmengine deletes the old best one first; after a kill in between, the resumed run
-    validates again and writes it.
+    A checkpoint also holds the random state of every process, the seeds of the data, the config,
+    and a description of the model and its preprocessing. It has tensors and plain values only, so
+    it loads with ``torch.load(..., weights_only=True)``. An old checkpoint is deleted only after
+    the next one is on the disk. While gradients are accumulated, a checkpoint waits for the step.
 
-    In a :class:`~tokenformer_vit.training.launch.TrainingRunner` a checkpoint is copied, and the
-    copy is written while the run continues. A run ends only after its last checkpoint is complete.
-    If a checkpoint cannot be written, the run stops at the next iteration.
+    A resumed run may have another config, such as more epochs, a lower rate or another number of
+    processes; the log and ``record.json`` tell the difference. On resume, the validation that was
+    due at the checkpoint runs again, because the run may have been killed during it.
 
-    Within an epoch, a run by epochs resumes only with this package's loop and sampler.
-
-    On resume, the validation that was due at the checkpoint runs again, because the run may have
-    been killed during it. A SIGTERM ends the run after the present iteration, or after the next one
-    if there are several processes; its checkpoint is ``stopped.pth``.
+    SIGTERM, USR1 and HUP end a run of :class:`~tokenformer_vit.training.hooks.TrainingRunner` with
+    the checkpoint ``stopped.pth``: after the present step, or some seconds later if there are
+    several processes.
 
     Args:
-        minutes: Also write the checkpoint ``timed.pth`` whenever so many minutes have passed since
-            the last checkpoint. The first process decides for all.
-        background: Whether the run continues while a checkpoint is written.
-        elastic: Whether a run may resume with another number of processes, if each step still takes
-            as many images. Dropout and mixup then draw other numbers, the same at each resume.
         **kwargs: As for ``CheckpointHook``.
 
     Note:
         After a resume the losses equal the losses of an uninterrupted run, bit for bit, if the
-        number of processes and the batch size are the same and the operations are deterministic.
-        With several processes and pending gradients they agree to rounding, because the checkpoint
-        has the mean of these gradients.
+        config and the number of processes are the same and the operations are deterministic.
     """
 
-    _progress: dict[str, Any] | None = None
     _resumed: dict[str, Any] | None = None
-    _identity: dict[str, Any] | None = None
-    _termination: Termination | None = None
-
-    def __init__(
-        self,
-        *args: Any,
-        minutes: float | None = None,
-        background: bool = True,
-        elastic: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        secure_files()
-        self._minutes, self._background, self._elastic = minutes, background, elastic
-        self._writer = BackgroundWriter()
+    _progress: dict[str, Any] | None = None
+    _waiting: int | None = None  # number of the checkpoint that waits for a step
+    _stopping = False
 
     def before_train(self, runner) -> None:
         """Restore the state of the checkpoint, if the run resumes from one."""
         super().before_train(runner)
-        self._keep_best_within(runner)
-        metrics = [] if runner.val_loop is None else runner.val_loop.evaluator.metrics
-        known = [metric for metric in metrics if isinstance(metric, SumMetric)]
-        if self.save_best and known and len(known) == len(metrics):
-            # The first validation finds the sizes of a nested model.
-            self._check_best({name for each in known for name in each.figures()}, "_at_")
-        loader = runner.train_dataloader
-        self._identity = run_identity(runner)
-        check_alike({**say_identity(self._identity), **schedule_settings(runner)})
-        # mmengine's own runner has no writer: it returns when a checkpoint is on the disk.
-        self._writer = getattr(runner, "writer", self._writer)
-        self._writer.background = self._background
-        self._saved, self._saved_at = time.monotonic(), runner.iter
-        self._agreement = Agreement()
-        self._termination = Termination()
-        self._termination.begin()
-        # Iterators draw a seed for their workers. From the global generator, that would shift all
-        # later random numbers at each start of an epoch, a validation, or a resume.
-        loaders = [loader] if runner.val_loop is None else [loader, runner.val_dataloader]
-        for each in loaders:
+        self._keep_own_files(runner)
+        loader, termination = runner.train_dataloader, getattr(runner, "termination", None)
+        for each in [loader] if runner.val_loop is None else [loader, runner.val_dataloader]:
+            # Iterators draw a seed for their workers. From the global generator, that would shift
+            # all later random numbers at each start of an epoch, a validation, or a resume.
             each.generator = torch.Generator()
-            each.worker_init_fn = PatientWorker(each.worker_init_fn, self._termination.running)
-        if not isinstance(loader.dataset, Seeded):
-            runner.logger.warning(
-                f"With {type(loader.sampler).__name__}, the augmentation after a resume differs "
-                "from that of an uninterrupted run: train_dataloader.sampler.type="
-                "'ResumableSampler' repeats it exactly."
-            )
+            if termination is not None:
+                each.worker_init_fn = termination.patient(each.worker_init_fn)
         if self._resumed is None:
             return
-        if not self._elastic:
-            check_processes(self._resumed)
-        if self._resumed["iters_per_epoch"] != len(loader):
+        if (before := self._resumed["samples"]) != len(loader.dataset):
             raise InputError(
-                f"the checkpoint is of a run with {self._resumed['iters_per_epoch']} iterations an "
-                f"epoch, this run has {len(loader)}: resume with the same data and the same batch "
-                "size times number of processes, or start a new run from its weights with "
-                "`--cfg-options load_from=CHECKPOINT`"
+                f"the checkpoint is of a run on {before} training samples, and there are "
+                f"{len(loader.dataset)} now: give the same data, or start a new run from its "
+                "weights with `--cfg-options load_from=CHECKPOINT` in another --work-dir"
             )
-        _check_resumable_here(runner)
-        check_identity(self._resumed["run"], self._identity)
+        self._move(runner)
         loader.sampler.seed = self._resumed["sampler_seed"]
-        if isinstance(loader.dataset, Seeded):
+        if hasattr(loader.dataset, "seed"):
             loader.dataset.seed = self._resumed["data_seed"]
-        parameters = dict(unwrap(runner.model).named_parameters())
-        for name, gradient in self._resumed["gradients"].items():
-            parameters[name].grad = gradient.to(parameters[name])
         counts = self._resumed["early_stopping"]
         for hook, count in zip(_early_stopping_hooks(runner), counts, strict=False):
             hook.wait_count, hook.best_score = count
         if runner.val_loop is not None and validation_is_due(runner.train_loop):
             runner.val_loop.run()
 
-    def _check_best(self, figures: Collection[str], end: str | None = None) -> None:
-        """Check that validation measures what chooses the best checkpoint.
+    def _keep_own_files(self, runner) -> None:
+        """Look for files that a checkpoint names in the folder of this run, and nowhere else.
 
-        Args:
-            figures: Names of what it measures.
-            end: What begins a part of a name that ``figures`` do not have.
-        """
-        for name in self.key_indicators if self.save_best else ():
-            measured = name if end is None else name.partition(end)[0]
-            if name != "auto" and measured not in figures:
-                raise InputError(
-                    f"default_hooks.checkpoint.save_best is {name!r}, but validation measures "
-                    f"{', '.join(sorted(figures))}: give one of them, or None to keep no best "
-                    "checkpoint"
-                )
-
-    def _keep_best_within(self, runner) -> None:
-        """Forget a best checkpoint that is not a file of this run.
-
-        mmengine removes the best checkpoint when there is a better one, whatever path or folder a
-        resumed checkpoint names.
+        mmengine deletes the best checkpoint when there is a better one, whatever path a resumed
+        checkpoint names. A run that was killed may not have deleted what it replaced.
         """
         info = runner.message_hub.runtime_info
         for key in [key for key in info if key.startswith("best_ckpt")]:
-            info[key] = self._own_best(info[key])
-        self.best_ckpt_path = self._own_best(getattr(self, "best_ckpt_path", None))
-        paths = getattr(self, "best_ckpt_path_dict", {})
-        self.best_ckpt_path_dict = {key: self._own_best(path) for key, path in paths.items()}
+            name = Path(str(info[key])).name
+            own = Path(cast(str, self.out_dir), name)
+            info[key] = str(own) if name.startswith("best_") and own.is_file() else None
+        if hasattr(self, "best_ckpt_path"):
+            self.best_ckpt_path = info.get("best_ckpt")
+        for key in getattr(self, "best_ckpt_path_dict", {}):
+            self.best_ckpt_path_dict[key] = info.get(f"best_ckpt_{key}")
+        if is_resuming(runner) and is_main_process():
+            self._delete(info.get("replaced") or ())
 
-    def _own_best(self, path: Any) -> str | None:
-        name = Path(path).name if isinstance(path, str) else ""
-        own = Path(self.out_dir, name)
-        is_best = name.startswith("best_") and name.endswith(".pth")
-        return str(own) if is_best and own.is_file() and not own.is_symlink() else None
+    def _move(self, runner) -> None:
+        """Bring place and schedules to where the run is, and tell what changed."""
+        resumed, loop = cast(dict, self._resumed), runner.train_loop
+        before, now = resumed["iters_per_epoch"], len(runner.train_dataloader)
+        changes = changed(resumed["config"], _flat_config(runner))
+        if before != now and not by_iteration(runner):
+            changes["iterations an epoch"] = (before, now)
+            within = runner.iter - runner.epoch * before
+            loop._iter = runner.epoch * now + within * now // before
+        here = isinstance(loop, ResumableEpochLoop) and isinstance(
+            runner.train_dataloader.sampler, ResumableSampler
+        )
+        if not by_iteration(runner) and runner.iter % now and not here:
+            raise InputError(
+                f"the checkpoint is within an epoch, but {type(loop).__name__} with "
+                f"{type(runner.train_dataloader.sampler).__name__} starts the epoch again: resume "
+                "from the end of an epoch, or set train_cfg.type='ResumableEpochLoop' and "
+                "train_dataloader.sampler.type='ResumableSampler'"
+            )
+        if any(map(_RATE.match, changes)):
+            follow_config(runner, self._bases)
+        if len(resumed["rng"]) != get_world_size():
+            changes["processes"] = (len(resumed["rng"]), get_world_size())
+        if changes:
+            told = [f"  {name}: {old!r} -> {new!r}" for name, (old, new) in changes.items()]
+            title = "The resumed run differs from its checkpoint:"
+            runner.logger.warning("\n".join([title, *told]))
+            history = list(runner.message_hub.runtime_info.get("config_changes") or ())
+            entry = {"iteration": runner.iter, "changes": {k: [*v] for k, v in changes.items()}}
+            runner.message_hub.update_info("config_changes", [*history, plain_values(entry)])
 
     def before_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
         """Restore the random generators after a resume."""
@@ -225,56 +170,27 @@ class ExactCheckpointHook(CheckpointHook):
         # Not the seed of the run, which would repeat the numbers of its start.
         seeds = np.random.SeedSequence([seed, runner.iter, get_rank()])
         set_random_seed(int(seeds.generate_state(1)[0]))
-        runner.logger.warning(
-            f"The checkpoint was written by {len(states)} processes, this run has "
-            f"{get_world_size()}: each step takes the same samples, but dropout, drop path and "
-            "mixup draw other random numbers."
-        )
 
     def after_train_iter(
         self, runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
-        """Save, if a checkpoint is due or a SIGTERM came."""
+        """Save, if a checkpoint is due or a signal came."""
         super().after_train_iter(runner, batch_idx, data_batch, outputs)  # type: ignore[arg-type]
-        if self._termination is None:
+        termination = getattr(runner, "termination", None)
+        self._stopping |= termination is not None and termination.agreed()
+        if not runner.optim_wrapper.should_update():
             return
-        self._writer.check()
-        passed = (time.monotonic() - self._saved) / 60
-        due = self._minutes is not None and is_main_process() and passed >= self._minutes
-        stopped, due = self._agreement.any(self._termination.noted, due)
-        if stopped:
-            self._stop(runner)
-        elif due and self._saved_at < runner.iter:  # else it was due before the last checkpoint
-            self._save_between(runner, TIMED)
-
-    def _stop(self, runner) -> None:
-        """Write a checkpoint and end the process."""
-        path = self._save_between(runner, STOPPED)
-        self._writer.wait()
-        if is_main_process():
+        meta = {"epoch": runner.epoch, "iter": runner.iter + 1}
+        if self._waiting is not None:
+            self._save_checkpoint_with_step(runner, self._waiting, meta)
+        if self._stopping:
+            path = self._save(runner, STOPPED, meta)
             runner.logger.info(
-                f"Stopped by SIGTERM after iteration {runner.iter + 1}. The checkpoint {path} is "
+                f"Stopped by a signal after iteration {runner.iter + 1}. The checkpoint {path} is "
                 "complete: run the same command with --resume to continue."
             )
-        barrier()  # a launcher stops all processes as soon as one of them ends
-        raise SystemExit(STATUS)
-
-    def after_val_epoch(self, runner, metrics: dict[str, Any]) -> None:  # type: ignore[override]
-        """Save the best checkpoint."""
-        if metrics:
-            self._check_best(metrics)
-        self._writer.wait()  # mmengine deletes the former best one, which may not be written yet
-        super().after_val_epoch(runner, metrics)
-
-    def after_train(self, runner) -> None:
-        """Wait for the last checkpoint; the files of a finished run are written after it."""
-        self._writer.wait()
-        super().after_train(runner)
-
-    def release(self) -> None:
-        """Let a SIGTERM end the process again."""
-        if self._termination is not None:
-            self._termination.end()
+            barrier()  # a launcher stops all processes as soon as one of them ends
+            raise SystemExit(STATUS)
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Read our part of a checkpoint, and convert the rest for mmengine."""
@@ -294,33 +210,18 @@ class ExactCheckpointHook(CheckpointHook):
                 "EMAHook and would train the average: give the run its default_hooks.ema again, or "
                 "start a new run from the average with `--cfg-options load_from=CHECKPOINT`"
             )
-        try:
-            self._take(runner, checkpoint)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise InputError(
-                f"the checkpoint's state of the run cannot be read by this version "
-                f"({type(error).__name__}: {error}): resume from another checkpoint, or start a "
-                "new run from its weights with `--cfg-options load_from=CHECKPOINT`"
-            ) from error
-        assert self._resumed is not None
-        check_schedule_is_kept(runner, self._resumed)  # PyTorch refuses other groups without a name
-        check_training_is_kept(runner.cfg, self._resumed["training"])
-        fault = state_fault(runner, checkpoint, self._resumed["without_state"])
+        resumed: dict[str, Any] = checkpoint.pop("exact_resume")
+        self._resumed = resumed
+        fault = state_fault(runner, checkpoint, resumed)
         if fault is not None:
             raise InputError(
                 f"the checkpoint's state of the run is damaged: {fault}; resume from another "
                 "checkpoint, or start a new run from its weights with `--cfg-options "
                 "load_from=CHECKPOINT`"
             )
-
-    def _take(self, runner, checkpoint: dict) -> None:
-        resumed: dict[str, Any] = checkpoint.pop("exact_resume")
-        self._resumed = resumed
-        absent = _PARTS - {*resumed}
-        if absent:
-            raise KeyError(*sorted(absent))
-        optimizer = runner.optim_wrapper.optimizer
-        fit_groups(optimizer, checkpoint["optimizer"]["param_groups"])
+        groups = runner.optim_wrapper.optimizer.param_groups
+        self._bases = [group.get("initial_lr", group["lr"]) for group in groups]
+        keep_settings(runner, checkpoint["optimizer"]["param_groups"])
         for state in checkpoint["optimizer"]["state"].values():
             # It is read for each parameter; on the CPU that costs no transfer. Some of timm's
             # optimisers have a number.
@@ -358,25 +259,24 @@ class ExactCheckpointHook(CheckpointHook):
             checkpoint[DESCRIPTION] = {**description, "card": _card(runner, checkpoint["meta"])}
 
     def _save_checkpoint_with_step(self, runner, step: int, meta: dict) -> None:
-        name = self.filename_tmpl.format
-        check_finite(runner)
+        self._waiting = None if runner.optim_wrapper.should_update() else step
+        if self._waiting is not None:
+            return
         expired = []
         if self.max_keep_ckpts > 0 and step not in self.keep_ckpt_ids:
             if len(self.keep_ckpt_ids) == self.max_keep_ckpts:
-                expired = [name(self.keep_ckpt_ids.popleft())]
+                expired = [self.filename_tmpl.format(self.keep_ckpt_ids.popleft())]
             self.keep_ckpt_ids.append(step)
             runner.message_hub.update_info("keep_ckpt_ids", list(self.keep_ckpt_ids))
-        self.last_ckpt = self._save(runner, name(step), meta, expired)
+        self.last_ckpt = self._save(runner, self.filename_tmpl.format(step), meta, expired)
 
-    def _save_between(self, runner, name: str) -> str:
-        """Save a checkpoint that the next one replaces, and return its path."""
-        check_finite(runner)
-        return self._save(runner, name, {"epoch": runner.epoch, "iter": runner.iter + 1})
-
-    def _save(self, runner, name: str, meta: dict, expired: Sequence[str] = ()) -> str:
+    def _save(self, runner, name: str, meta: dict, expired: list[str] | None = None) -> str:
         """Save a checkpoint under a name, and delete expired ones once it is complete."""
-        path = self.file_backend.join_path(self.out_dir, name)
+        check_finite(runner)
+        path = str(Path(cast(str, self.out_dir), name))
+        replaced = sorted({*(expired or ()), STOPPED} - {name})
         runner.message_hub.update_info("last_ckpt", path)
+        runner.message_hub.update_info("replaced", replaced)
         self._progress = self._collect(runner)
         runner.save_checkpoint(
             self.out_dir,
@@ -385,71 +285,105 @@ class ExactCheckpointHook(CheckpointHook):
             save_param_scheduler=self.save_param_scheduler,
             meta=meta,
             by_epoch=self.by_epoch,
-            backend_args=self.backend_args,
             **self.args,
         )
         self._progress = None
-        self._saved, self._saved_at = time.monotonic(), meta["iter"]
         if is_main_process():
-            replaced = {*expired, STOPPED, TIMED} - {name}
-            self._writer.then(partial(self._replace, runner, path, replaced))
+            write_whole(Path(runner.work_dir, "last_checkpoint"), path.encode())
+            self._delete(replaced)
         return path
 
-    def _replace(self, runner, path: str, names: Iterable[str]) -> None:
-        """Name a complete checkpoint as the one to resume from, and delete others."""
-        self._point_to(runner, path)
-        for other in (self.file_backend.join_path(self.out_dir, name) for name in names):
-            if self.file_backend.isfile(other):
-                self.file_backend.remove(other)
-
-    def _point_to(self, runner, path: str) -> None:
-        """Name the checkpoint to resume from."""
-        last = self.file_backend.join_path(runner.work_dir, "last_checkpoint")
-        self.file_backend.put_text(path, last)
+    def _delete(self, names: Any) -> None:
+        """Delete checkpoints of this run."""
+        for name in names:
+            if re.fullmatch(r"(epoch|iter)_\d+\.pth|stopped\.pth", str(name)):
+                Path(cast(str, self.out_dir), name).unlink(missing_ok=True)
 
     def _collect(self, runner) -> dict[str, Any]:
         """Gather from all processes what an exact resume needs."""
         # A run that resumes after the last iteration of an epoch saves that epoch before it trains.
         self._restore_rng(runner)
-        gradients = {}
-        if not runner.optim_wrapper.should_update():
-            for name, parameter in unwrap(runner.model).named_parameters():
-                if parameter.grad is not None:
-                    gradients[name] = parameter.grad.clone()
-                    all_reduce(gradients[name], op="mean")
+        loader = runner.train_dataloader
+        optimizer = runner.optim_wrapper.optimizer
+        trained = chain(*(group["params"] for group in optimizer.param_groups))
         return {
             "rng": all_gather_object(rng_state()),
-            "sampler_seed": runner.train_dataloader.sampler.seed,
-            "data_seed": getattr(runner.train_dataloader.dataset, "seed", None),
-            "iters_per_epoch": len(runner.train_dataloader),
-            "schedule": schedule_settings(runner),
-            "training": training_settings(runner.cfg),
-            "run": self._identity,
-            "gradients": gradients,
-            "without_state": len(_without_state(runner.optim_wrapper.optimizer)),
+            "sampler_seed": loader.sampler.seed,
+            "data_seed": getattr(loader.dataset, "seed", None),
+            "samples": len(loader.dataset),
+            "iters_per_epoch": len(loader),
+            "config": _flat_config(runner),
+            "schedules": len(runner.param_schedulers or ()),
+            "without_state": sum(p.requires_grad and p not in optimizer.state for p in trained),
             "early_stopping": [
                 (hook.wait_count, float(hook.best_score)) for hook in _early_stopping_hooks(runner)
             ],
         }
 
 
-def state_fault(runner: Any, checkpoint: dict[str, Any], without_state: int) -> str | None:
+def _early_stopping_hooks(runner) -> list[EarlyStoppingHook]:
+    return [hook for hook in runner.hooks if isinstance(hook, EarlyStoppingHook)]
+
+
+def changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return what differs in two flat configs, by name: the old value and the new one."""
+    names = sorted(old.keys() | new.keys())
+    pairs = {name: (old.get(name), new.get(name)) for name in names if not _FREE.match(name)}
+    return {name: (one, other) for name, (one, other) in pairs.items() if one != other}
+
+
+def _flat_config(runner) -> dict[str, Any]:
+    return dict(_flat("", plain_values(runner.cfg.to_dict())))
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    items: Any = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+        items = enumerate(value)
+    for key, item in items:
+        yield from _flat(f"{name}.{key}".lstrip("."), item)
+    if not items and value not in (None, {}, []):
+        yield name, value
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the state of all global random generators, in plain values and tensors."""
+    _, keys, *rest = cast(tuple, np.random.get_state())  # noqa: NPY002  # mixup draws from it
+    return {
+        "python": random.getstate(),
+        "numpy": [keys.tolist(), *rest],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore a state that :func:`rng_state` returned."""
+    random.setstate(state["python"])
+    np.random.set_state(("MT19937", *state["numpy"]))  # noqa: NPY002
+    torch.set_rng_state(state["torch"].cpu())
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu())
+
+
+def state_fault(runner: Any, checkpoint: dict[str, Any], resumed: dict[str, Any]) -> str | None:
     """Find what does not fit in the state of a run, before any of it is loaded.
 
     PyTorch compares only the sizes of groups, and a fused optimiser writes outside moments of
     another shape.
-
-    Args:
-        runner: The runner that resumes.
-        checkpoint: Checkpoint with the state.
-        without_state: Number of trained parameters that had no state when it was saved.
     """
-    done, end = checkpoint["meta"]["iter"], runner.max_iters
-    if not 0 <= done <= end:
-        return f"it is of iteration {done} of {end}"
-    schedules = runner.param_schedulers or []
-    if len(checkpoint.get("param_schedulers", ())) != len(schedules):
-        return f"it has {len(checkpoint.get('param_schedulers', ()))} of {len(schedules)} schedules"
+    done, epoch = (checkpoint["meta"][key] for key in ("iter", "epoch"))
+    length = resumed["iters_per_epoch"]
+    first, last, end = 0, runner.max_iters, runner.max_iters
+    if not by_iteration(runner):
+        first, last, end = epoch * length, (epoch + 1) * length, runner.max_epochs * length
+    if not first <= done <= min(last, end):
+        return f"it is of iteration {done}, epoch {epoch}, and the run has {end} iterations"
+    schedules = len(checkpoint.get("param_schedulers", ()))
+    if schedules != resumed["schedules"]:
+        return f"it has {schedules} of {resumed['schedules']} schedules"
     own = {"state_dict": unwrap(runner.model).state_dict()}
     for hook in runner.hooks:
         if isinstance(hook, EMAHook) and "ema_state_dict" in checkpoint:
@@ -457,7 +391,9 @@ def state_fault(runner: Any, checkpoint: dict[str, Any], without_state: int) -> 
     for part, tensors in own.items():
         if fault := _tensor_fault(tensors, checkpoint[part]):
             return f"{part}: {fault}"
-    return _optimizer_fault(runner.optim_wrapper.optimizer, checkpoint["optimizer"], without_state)
+    return _optimizer_fault(
+        runner.optim_wrapper.optimizer, checkpoint["optimizer"], resumed["without_state"]
+    )
 
 
 def _optimizer_fault(optimizer: Any, saved: dict[str, Any], without_state: int) -> str | None:
@@ -478,10 +414,6 @@ def _optimizer_fault(optimizer: Any, saved: dict[str, Any], without_state: int) 
         if fault := _tensor_fault(expected, state):
             return f"state {number} of the optimiser: {fault}"
     return None
-
-
-# State of PyTorch's optimisers that is one number for a parameter.
-_SCALARS = ("step", "mu_product", "eta", "mu")
 
 
 def _like(name: str, value: Any, parameter: torch.Tensor) -> Any:
@@ -508,35 +440,6 @@ def _tensor_fault(own: dict[str, Any], saved: dict[str, Any]) -> str | None:
         elif isinstance(value, float) and not math.isfinite(value):
             return f"{name} is {value}"
     return None
-
-
-def _without_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    every = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return [each for each in every if each.requires_grad and each not in optimizer.state]
-
-
-def _early_stopping_hooks(runner) -> list[EarlyStoppingHook]:
-    return [hook for hook in runner.hooks if isinstance(hook, EarlyStoppingHook)]
-
-
-def _check_resumable_here(runner) -> None:
-    """Check that loop and sampler can start where the checkpoint is.
-
-    Raises:
-        InputError: If it is within an epoch, and one of them would start the epoch again.
-    """
-    loop, loader = runner.train_loop, runner.train_dataloader
-    if isinstance(loop, IterBasedTrainLoop):
-        return  # mmengine's reads the data before its start again, ours skips them
-    ours = isinstance(loop, ResumableEpochLoop)
-    if runner.iter % len(loader) and not (ours and isinstance(loader.sampler, ResumableSampler)):
-        raise InputError(
-            f"the checkpoint is of iteration {runner.iter}, within an epoch of {len(loader)}, but "
-            f"{type(loop).__name__} with {type(loader.sampler).__name__} resumes only between "
-            "epochs: resume from a checkpoint of the end of an epoch, or start a new run from its "
-            "weights with `--cfg-options load_from=CHECKPOINT`, train_cfg.type="
-            "'ResumableEpochLoop' and train_dataloader.sampler.type='ResumableSampler'"
-        )
 
 
 def _card(runner, meta: dict[str, Any]) -> dict[str, Any]:

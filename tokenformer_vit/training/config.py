@@ -201,14 +201,6 @@ def _set_loading(loader: Any, name: str) -> None:
         loader.sampler.num_samples = batches * loader.get("batch_size", 1)
 
 
-def set_batch_size(loader: Any, batch_size: int) -> None:
-    """Change the batch size of a loader whose config is complete; the number of batches stays."""
-    sampler: Any = loader.get("sampler") or {}
-    if sampler.get("num_samples"):
-        sampler.num_samples = sampler.num_samples // loader.batch_size * batch_size
-    loader.batch_size = batch_size
-
-
 def set_autocast(cfg: Config) -> None:
     """Let a run train and validate under bfloat16 autocast."""
     cfg.optim_wrapper.type = "AutocastOptimWrapper"

@@ -1,13 +1,100 @@
-"""Several processes of one run."""
+"""The processes of a run: started by torchrun, Slurm or MPI, on one machine or on many.
 
+All processes see the same files: each reads the checkpoint by itself.
+"""
+
+import os
+from datetime import timedelta
 from typing import Any
 
-from mmengine.model import is_model_wrapper
+import torch
+from mmengine.config import Config
+from mmengine.dist import init_dist
+from mmengine.model import MMDistributedDataParallel, is_model_wrapper
+from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    bf16_compress_hook,
+    fp16_compress_hook,
+)
 
-__all__ = ["unwrap"]
+__all__ = ["CompressingDataParallel", "is_first", "start_processes", "unwrap"]
+
+_HOOKS = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
+# Where each launcher says which process this is: in all, on its machine, and of how many.
+_VARIABLES = {
+    "pytorch": ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
+    "slurm": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
+    "mpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+}
+
+
+def is_first(launcher: str) -> bool:
+    """Tell whether this process is the first of a run, before the processes meet.
+
+    Args:
+        launcher: One of ``none``, ``pytorch``, ``slurm``, ``mpi``.
+    """
+    return launcher == "none" or os.environ[_VARIABLES[launcher][0]] == "0"
+
+
+def start_processes(cfg: Config) -> None:
+    """Connect the processes of a launcher: by NCCL on GPUs, by gloo on CPUs.
+
+    Args:
+        cfg: Config of the run; it gets the settings of its data-parallel wrapper.
+    """
+    if cfg.launcher == "none":
+        return
+    gpus = torch.cuda.device_count()
+    wrapper = {"type": "CompressingDataParallel", **(cfg.get("model_wrapper_cfg") or {})}
+    if cfg.get("find_unused_parameters"):  # mmengine reads it only without a wrapper
+        wrapper["find_unused_parameters"] = True
+    cfg.model_wrapper_cfg = wrapper if gpus else {**wrapper, "device_ids": None}
+    how = dict((cfg.get("env_cfg") or {}).get("dist_cfg") or {})
+    rank, local, number = (os.environ[name] for name in _VARIABLES[cfg.launcher])
+    if gpus:
+        # Slurm may show each process only its own GPU, whose number is then 0.
+        os.environ[_VARIABLES[cfg.launcher][1]] = str(int(local) % gpus)
+        init_dist(cfg.launcher, **how)
+        return
+    os.environ.update(RANK=rank, LOCAL_RANK=local, WORLD_SIZE=number)
+    os.environ.setdefault("MASTER_PORT", "29500")  # as in mmengine
+    limit = how.get("timeout")
+    torch.distributed.init_process_group(
+        "gloo", timeout=None if limit is None else timedelta(seconds=limit)
+    )
 
 
 def unwrap(model: nn.Module) -> Any:
-    """Return the model inside a data-parallel wrapper, or the model itself."""
+    """Return the model inside a data-parallel wrapper, or the model itself.
+
+    Args:
+        model: Model of a runner.
+    """
     return model.module if is_model_wrapper(model) else model
+
+
+@MODEL_WRAPPERS.register_module()
+class CompressingDataParallel(MMDistributedDataParallel):
+    """mmengine's ``MMDistributedDataParallel``, with compression of the gradients.
+
+    Args:
+        module: The model, on the device of its process.
+        compression: Type in which the processes exchange gradients, ``bf16`` or ``fp16``; None for
+            the type of the gradients. Half the bytes are sent, and the mean is rounded.
+        broadcast_buffers: Whether the buffers of the first process replace the others before each
+            forward pass.
+        **kwargs: As for PyTorch's ``DistributedDataParallel``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        compression: str | None = None,
+        broadcast_buffers: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(module, broadcast_buffers=broadcast_buffers, **kwargs)
+        if compression is not None:
+            self.register_comm_hook(None, _HOOKS[compression])

@@ -16,7 +16,6 @@ from mmengine.config import Config, ConfigDict
 from mmengine.dist import all_gather_object, is_main_process
 from mmengine.evaluator import BaseMetric
 from mmengine.hooks import Hook
-from mmengine.runner import Runner
 from mmpretrain.registry import METRICS
 from sklearn.metrics import ConfusionMatrixDisplay, classification_report, confusion_matrix
 from tqdm import tqdm
@@ -28,7 +27,7 @@ from tokenformer_vit.models.checkpoints import WEIGHTS
 from tokenformer_vit.records import environment
 
 from .config import datasets
-from .storage import secure_files
+from .hooks import TrainingRunner
 
 __all__ = ["Predictions", "configure_test", "draw_confusion", "run_test"]
 
@@ -163,8 +162,7 @@ def run_test(cfg: Config, cfg_options: Mapping[str, Any] | None = None) -> dict[
         InputError: If the checkpoint is of another model or other classes, or the model's output
             is not finite.
     """
-    secure_files()
-    runner = Runner.from_cfg(cfg)
+    runner = TrainingRunner.from_cfg(cfg)
     hook = _TestHook()
     runner.register_hook(hook)
     runner.load_or_resume()  # wrong weights are found before the data are read

@@ -20,11 +20,10 @@ from tokenformer_vit.vision.image_rows import hub_name
 
 from .config import datasets
 from .distributed import unwrap
+from .hooks import dtype_of, highest_rate, samples_per_step
 from .loop import validation_is_due
 from .metrics import RECONSTRUCTION, VAL_LOSS
 from .models.backbone import num_classes
-from .progress import dtype_of
-from .steps import highest_rate, samples_per_step
 
 _BGR = "LoadImageFromFile"  # mmcv's step, which gives images in BGR
 _NEUTRAL = ("LoadImage", _BGR, "PackInputs")  # steps that do not change what an image shows

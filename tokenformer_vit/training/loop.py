@@ -1,45 +1,35 @@
-"""Loops of mmengine that can start in the middle of an epoch."""
+"""Loops of mmengine that can start in the middle of an epoch, and signals that end a run."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import atexit
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
 from mmengine.device import get_device
+from mmengine.dist import all_reduce, get_comm_device, get_world_size
 from mmengine.registry import LOOPS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
+from mmengine.runner.base_loop import BaseLoop
+from mmengine.runner.utils import calc_dynamic_intervals
 from torch import Tensor
 
 from tokenformer_vit.errors import InputError
 
-from .mmengine_internals import accumulation
+__all__ = ["ResumableEpochLoop", "ResumableIterLoop", "Termination"]
 
-
-@contextmanager
-def loading_explained() -> Iterator[None]:
-    """Explain in one line why data loading workers died, and what to do.
-
-    PyTorch raises this error from a signal handler, anywhere in the main process.
-
-    Raises:
-        InputError: Instead of PyTorch's RuntimeError about its workers or shared memory.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        # A worker's own error begins with "Caught RuntimeError in DataLoader worker process".
-        # A file called torch_... is one in shared memory.
-        signs = ("DataLoader worker (pid", "</torch_", "Pin memory thread exited")
-        if not any(sign in str(error) for sign in signs):
-            raise
-        reason = str(error).strip().splitlines()[-1]
-        raise InputError(
-            f"data loading failed ({reason[:200]}): the machine is short of memory, or of shared "
-            "memory in /dev/shm. Use fewer workers, as in `--cfg-options "
-            "train_dataloader.num_workers=2 val_dataloader.num_workers=2`, a smaller batch, or in "
-            "a container --shm-size=8g; then add --resume"
-        ) from error
+# SIGTERM ends a job of Slurm and others, USR1 is for `sbatch --signal=USR1@60`, and HUP ends a
+# terminal. Windows has only the first.
+SIGNALS = [
+    getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)
+]
+STATUS = 128 + 15  # of a process that SIGTERM ended, as shells report it
+_LOOK_SECONDS = 5  # between two agreements of processes, and two looks of a worker
 
 
 def copied_ahead(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
@@ -48,10 +38,6 @@ def copied_ahead(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
     The processor is ahead of the GPU, which copies a batch while it still computes the step before.
     A batch is taken only when the loop asks for it: a resume loses none and repeats none, and the
     order of random draws stays. On a CPU the batches stay as they are.
-
-    Args:
-        batches: Dicts with tensors in pinned memory; what is not a tensor stays as it is.
-        device: Device of the model.
     """
     if device.type != "cuda":
         yield from batches
@@ -76,11 +62,6 @@ def copied_ahead(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
 @LOOPS.register_module()
 class ResumableEpochLoop(EpochBasedTrainLoop):
     """mmengine's epoch loop; it can resume in the middle of an epoch."""
-
-    @loading_explained()
-    def run(self) -> Any:
-        """Run the remaining epochs, with their validations."""
-        return super().run()
 
     def run_epoch(self) -> None:
         """Run the rest of the present epoch."""
@@ -108,14 +89,25 @@ class ResumableIterLoop(IterBasedTrainLoop):
         InputError: If the sampler is not endless.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        # Its workers began without PatientWorker, and at the start of the data. A loader with
-        # persistent workers holds it, too.
-        loader: Any = self.dataloader
-        del self.dataloader_iterator
-        loader._iterator = None
-        sampler = getattr(loader, "sampler", None)
+    def __init__(
+        self,
+        runner: Any,
+        dataloader: Any,
+        max_iters: int,
+        val_begin: int = 1,
+        val_interval: int = 1000,
+        dynamic_intervals: Any = None,
+    ) -> None:
+        # mmengine's would start the workers here, at the beginning of the data.
+        BaseLoop.__init__(self, runner, dataloader)
+        self._max_iters, self._max_epochs, self._epoch, self._iter = max_iters, 1, 0, 0
+        self.val_begin, self.val_interval, self.stop_training = val_begin, val_interval, False
+        self.dynamic_milestones, self.dynamic_intervals = calc_dynamic_intervals(
+            val_interval, dynamic_intervals
+        )
+        dataset: Any = self.dataloader.dataset
+        runner.visualizer.dataset_meta = getattr(dataset, "metainfo", None)
+        sampler = getattr(self.dataloader, "sampler", None)
         if not getattr(sampler, "endless", False):
             raise InputError(
                 f"train_dataloader.sampler is {type(sampler).__name__}, but ResumableIterLoop "
@@ -123,14 +115,13 @@ class ResumableIterLoop(IterBasedTrainLoop):
                 "endless=True)"
             )
 
-    @loading_explained()
     def run(self) -> None:
         """Run the remaining iterations, with their validations."""
         self.runner.call_hook("before_train")
         self.runner.call_hook("before_train_epoch")
         loader: Any = self.dataloader
         optim: Any = self.runner.optim_wrapper
-        each = accumulation(self.runner)
+        each = optim._accumulative_counts
         # The wrapper counts batches, but the runner gave it iterations.
         optim.initialize_count_status(self.runner.model, self._iter * each, self._max_iters * each)
         loader.sampler.start = self._iter * each * loader.batch_size
@@ -162,24 +153,101 @@ class ResumableIterLoop(IterBasedTrainLoop):
         self._iter += 1
 
 
+def by_iteration(runner: Any) -> bool:
+    """Tell whether a run counts iterations, not epochs."""
+    return isinstance(runner.train_loop, IterBasedTrainLoop)
+
+
 def validation_is_due(loop: Any) -> bool:
     """Tell whether a validation is due at the present place of a training loop."""
-    done, end = _progress(loop)
-    if not isinstance(loop, IterBasedTrainLoop) and loop.iter != done * len(loop.dataloader):
+    if isinstance(loop, IterBasedTrainLoop):
+        done, end = loop.iter, loop.max_iters
+    elif loop.iter != loop.epoch * len(loop.dataloader):
         return False
+    else:
+        done, end = loop.epoch, loop.max_epochs
     return done > 0 and done >= loop.val_begin and (done % loop.val_interval == 0 or done == end)
 
 
-def validations_left(loop: Any) -> int:
-    """Count the validations to come in a training loop, at its present interval."""
-    done, end = _progress(loop)
-    first = max(done + 1, loop.val_begin)
-    regular = end // loop.val_interval - (first - 1) // loop.val_interval
-    return max(regular, 0) + (end >= first and end % loop.val_interval != 0)
+class Termination:
+    """Notes the signals that end a job, so that a checkpoint can be written first.
+
+    ::
+
+        with Termination() as termination:
+            ...
+            if termination.agreed():
+                save_and_leave()
+    """
+
+    def __init__(self) -> None:
+        self._noted = False
+        self._running = torch.zeros(1, dtype=torch.uint8).share_memory_()
+        self._before: dict[int, Any] = {}
+        self._every, self._left, self._asked = 1, 1, time.monotonic()
+
+    def __enter__(self) -> "Termination":
+        """Begin to note signals. Outside the main thread this does nothing."""
+        if threading.current_thread() is threading.main_thread():
+            self._running[0] = 1
+            self._before = {each: signal.signal(each, self._note) for each in SIGNALS}
+            # Python ends its workers by SIGTERM, so this must come first, even on errors.
+            atexit.register(self.__exit__)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Restore the former handlers."""
+        self._running[0] = 0
+        for each, handler in self._before.items():
+            signal.signal(each, handler)
+        self._before = {}
+        atexit.unregister(self.__exit__)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self._noted = True
+
+    def agreed(self) -> bool:
+        """Tell whether any process noted a signal; all must call this after each iteration.
+
+        Several processes ask each other about every 5 seconds, and wait for that. How many
+        iterations take so long is also agreed on.
+        """
+        if get_world_size() == 1:
+            return self._noted
+        self._left -= 1
+        if self._left > 0:
+            return False
+        seconds = time.monotonic() - self._asked
+        told = torch.tensor([float(self._noted), seconds], device=get_comm_device())
+        all_reduce(told, op="max")
+        noted, seconds = told.tolist()
+        # Three of the five seconds, and at most twice as many as before: iterations vary.
+        fitting = int(self._every * 0.6 * _LOOK_SECONDS / max(seconds, 1e-3))
+        self._every = max(1, min(2 * self._every, fitting))
+        self._left, self._asked = self._every, time.monotonic()
+        return bool(noted)
+
+    def patient(self, start: Callable[[int], None] | None) -> Callable[[int], None]:
+        """Return the ``worker_init_fn`` of a data loader whose workers survive these signals.
+
+        The signals of a job also reach the workers, and PyTorch stops a run as soon as one ends.
+
+        Args:
+            start: The loader's own function.
+        """
+        return partial(_start_worker, start, self._running)
 
 
-def _progress(loop: Any) -> tuple[int, int]:
-    """Return the number of finished iterations or epochs, and their total."""
-    if isinstance(loop, IterBasedTrainLoop):
-        return loop.iter, loop.max_iters
-    return loop.epoch, loop.max_epochs
+def _start_worker(start: Callable[[int], None] | None, running: Tensor, worker_id: int) -> None:
+    """Start a worker that ends by a signal only when its run does not need it."""
+    if start is not None:
+        start(worker_id)
+
+    def wait(number: int, frame: Any) -> None:
+        if not running[0]:
+            os._exit(0)
+        signal.alarm(_LOOK_SECONDS)
+
+    if hasattr(signal, "SIGALRM"):  # not on Windows
+        for each in (*SIGNALS, signal.SIGALRM):
+            signal.signal(each, wait)

@@ -1,21 +1,54 @@
-"""bfloat16 autocast on any device, and weight averaging with gradient accumulation."""
+"""Optimisers: autocast, merged groups of parameters, weight averaging."""
 
+import inspect
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from mmengine.device import get_device
 from mmengine.hooks import EMAHook
 from mmengine.logging import print_log
-from mmengine.optim import OptimWrapper
-from mmengine.registry import HOOKS, OPTIM_WRAPPERS
-from mmpretrain.models.utils.attention import scaled_dot_product_attention_pyimpl
+from mmengine.model import ExponentialMovingAverage
+from mmengine.optim import (
+    DefaultOptimWrapperConstructor,
+    OptimWrapper,
+    ReduceOnPlateauParamScheduler,
+)
+from mmengine.registry import (
+    HOOKS,
+    MODELS,
+    OPTIM_WRAPPER_CONSTRUCTORS,
+    OPTIM_WRAPPERS,
+    OPTIMIZERS,
+)
+from mmpretrain.engine import LearningRateDecayOptimWrapperConstructor
+from timm.optim import Muon
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from tokenformer_vit.models.compilation import BLOCKS
+
+__all__ = [
+    "SLOW",
+    "AccumulationEMAHook",
+    "AutocastOptimWrapper",
+    "ForeachMovingAverage",
+    "LazyOptimWrapper",
+    "MergedLayerDecayConstructor",
+    "MergedOptimWrapperConstructor",
+    "align_schedulers",
+    "bfloat16_speed",
+    "follow_config",
+    "keep_settings",
+]
 
 SLOW = 0.8  # ratio of bfloat16_speed(), which varies by a few percent, from which on it is slow
+# What a group says about its parameter, or what has become its rate and decay.
+_NO_SETTINGS = ("params", "param_name", "layer_id", "lr_mult", "decay_mult")
 
 
 def bfloat16_speed() -> float:
@@ -38,23 +71,43 @@ def bfloat16_speed() -> float:
 
 
 @OPTIM_WRAPPERS.register_module()
-class AutocastOptimWrapper(OptimWrapper):
-    """Forward passes under bfloat16 autocast, on any device.
+class LazyOptimWrapper(OptimWrapper):
+    """mmengine's ``OptimWrapper``; the norm of clipped gradients stays on its device.
 
-    bfloat16 needs no loss scaling; mmengine's ``AmpOptimWrapper`` has a scaler and needs a GPU. On
-    a CPU, attention is computed by matrix products, because the backward pass of PyTorch's fused
-    attention is slow there in bfloat16. Where bfloat16 itself is slow, the log says so.
+    Attributes:
+        norms: Norm of the last clipped gradients, by its name in the log; empty without clipping.
     """
-
-    _model: nn.Module | None = None  # of the last forward pass
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if torch.device(get_device()).type == "cpu" and (speed := bfloat16_speed()) < SLOW:
+        self.norms: dict[str, Tensor] = {}
+        if self.clip_grad_kwargs:
+            clip = self.clip_func
+
+            def clip_and_keep(*args: Any, **kwargs: Any) -> None:
+                norm = clip(*args, **kwargs)
+                if norm is not None:  # clip_grad_value_ returns None
+                    self.norms[self.grad_name] = norm
+
+            self.clip_func = clip_and_keep
+
+
+@OPTIM_WRAPPERS.register_module()
+class AutocastOptimWrapper(LazyOptimWrapper):
+    """Forward passes under bfloat16 autocast, on any device.
+
+    bfloat16 needs no loss scaling; mmengine's ``AmpOptimWrapper`` has a scaler and needs a GPU.
+    Where bfloat16 itself is slow, the log says so.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._device = torch.device(get_device()).type
+        if self._device == "cpu" and (speed := bfloat16_speed()) < SLOW:
             print_log(
                 f"This CPU multiplies {1 / speed:.1f} times as fast in float32 as in bfloat16. To "
                 "train in float32, leave out --amp, or give "
-                "--cfg-options optim_wrapper.type=OptimWrapper",
+                "--cfg-options optim_wrapper.type=LazyOptimWrapper",
                 logger="current",
                 level=logging.WARNING,
             )
@@ -62,36 +115,173 @@ class AutocastOptimWrapper(OptimWrapper):
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:
         """Enter autocast, and skip gradient synchronisation while gradients accumulate."""
-        self._model = model
-        device = torch.device(get_device()).type
-        products = _attention_by_products(model) if device == "cpu" else nullcontext()
-        with products, super().optim_context(model), torch.autocast(device, torch.bfloat16):
+        with super().optim_context(model), torch.autocast(self._device, torch.bfloat16):
             yield
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Compute gradients; blocks that are computed again use the same attention as before."""
-        on_cpu = self._model is not None and torch.device(get_device()).type == "cpu"
-        with _attention_by_products(self._model) if on_cpu else nullcontext():
-            super().backward(loss, **kwargs)
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
+    """mmengine's constructor, with one group for each setting and the fused implementation.
+
+    mmengine makes a group for each parameter, and PyTorch's optimisers update one group at a time.
+    ``fused`` or ``foreach`` in the optimiser's config overrides the implementation, unless it is
+    None. The type of an optimiser of timm has its module: ``timm.optim.Lamb``.
+
+    With timm's ``Muon``, the parameter tokens and the other matrices of the blocks have
+    ``use_muon=True``. Its AdamW updates the rest, with the same learning rate.
+    """
+
+    def add_params(
+        self, params: list[dict], module: nn.Module, prefix: str = "", *args: Any, **kwargs: Any
+    ) -> None:
+        """Add the parameters of a module; when the model is complete, merge the groups."""
+        super().add_params(params, module, prefix, *args, **kwargs)
+        if not prefix:
+            if self.optimizer_cfg["type"] is Muon:
+                _choose_matrices(params, module)
+            defaults = {"lr": self.base_lr, "weight_decay": self.base_wd}
+            given = {key: value for key, value in defaults.items() if value is not None}
+            params[:] = _merge({**given, **group} for group in params)
+
+    def __call__(self, model: nn.Module) -> OptimWrapper:
+        """Build the optimiser of a model, and its wrapper."""
+        cfg: dict[str, Any] = {
+            key: value
+            for key, value in self.optimizer_cfg.items()
+            if value is not None or key not in ("foreach", "fused")
+        }
+        if isinstance(cfg["type"], str):
+            with OPTIMIZERS.switch_scope_and_registry(None) as registry:
+                cfg["type"] = registry.get(cfg["type"])  # imports timm.optim.Lamb
+        has_fused = "fused" in inspect.signature(cfg["type"]).parameters
+        if has_fused and "foreach" not in cfg:
+            cfg.setdefault("fused", True)
+        self.optimizer_cfg = cfg
+        if cfg["type"] is Muon:
+            # Without any key, mmengine would make one group without add_params().
+            self.paramwise_cfg = {"custom_keys": {}, **self.paramwise_cfg}
+        return super().__call__(model)
 
 
-@contextmanager
-def _attention_by_products(model: Any) -> Iterator[None]:
-    """Switch fused attention off; without gradients, as in validation, it is faster."""
-    before = []
-    for module in model.modules():
-        if getattr(module, "fused_attn", False):
-            before.append((module, "fused_attn", True))
-            module.fused_attn = False  # type: ignore[assignment]
-        elif hasattr(module, "scaled_dot_product_attention"):  # mmpretrain's name
-            name = "scaled_dot_product_attention"
-            before.append((module, name, getattr(module, name)))
-            setattr(module, name, scaled_dot_product_attention_pyimpl)
-    try:
-        yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+class MergedLayerDecayConstructor(
+    MergedOptimWrapperConstructor, LearningRateDecayOptimWrapperConstructor
+):
+    """mmpretrain's constructor of layer-wise learning rates, with one group for each setting."""
+
+
+def _choose_matrices(groups: Iterable[dict[str, Any]], model: nn.Module) -> None:
+    """Mark what Muon updates: the matrices in the blocks, each by itself.
+
+    timm would choose by shape, and so take the head and the patch embedding too. The parameter
+    tokens of query, key and value are three layers, also where one product computes them.
+
+    timm's Muon multiplies the orthogonal update of an (m, n) matrix by 0.2 √max(m, n)
+    (``match_rms_adamw``). The root mean square of an update is then 0.2 times the learning rate,
+    about as with AdamW, so the learning rate and the weight decay of AdamW can be kept.
+
+    Source:
+        Which parameters: https://kellerjordan.github.io/posts/muon. Factor: arXiv:2502.16982.
+    """
+    matrices = {
+        parameter
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 2
+        and set(BLOCKS) & set(name.split("."))
+        and not name.startswith("head.")  # some heads of mmpretrain have `layers`
+    }
+    for group in groups:
+        group.setdefault("use_muon", matrices.issuperset(group["params"]))
+
+
+def _merge(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Merge groups of equal settings, in the order in which they first appear."""
+    merged: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        settings = {key: value for key, value in group.items() if key not in _NO_SETTINGS}
+        same = merged.setdefault(repr(sorted(settings.items())), {**settings, "params": []})
+        same["params"] += group["params"]
+    return list(merged.values())
+
+
+def keep_settings(runner: Any, saved: Iterable[dict[str, Any]]) -> None:
+    """Keep the settings of a run's optimiser: PyTorch would take over those of a checkpoint.
+
+    Args:
+        runner: The runner. What its schedules set, such as the rate, is taken over.
+        saved: ``param_groups`` of the checkpoint; changed in place.
+    """
+    optimizer = runner.optim_wrapper.optimizer
+    scheduled = {"lr", *(each.param_name for each in runner.param_schedulers or ())}
+    for group, before in zip(optimizer.param_groups, saved, strict=False):
+        own = (optimizer.defaults.keys() & group.keys()) - scheduled
+        before.update({key: group[key] for key in own})
+
+
+def follow_config(runner: Any, rates: Iterable[float]) -> None:
+    """Bring the rate of a resumed run to where its config has it now.
+
+    A checkpoint has the rates and schedules of the config before.
+
+    Args:
+        runner: The runner, at the place where it resumes.
+        rates: Rate of each group of parameters in the config, before any schedule.
+    """
+    schedules = runner.param_schedulers or []
+    if any(isinstance(each, ReduceOnPlateauParamScheduler) for each in schedules):
+        return  # what it does depends on validations
+    for group, rate in zip(runner.optim_wrapper.optimizer.param_groups, rates, strict=True):
+        group["lr"] = group["initial_lr"] = rate
+    if not schedules:
+        return
+    schedules = runner.build_param_scheduler(runner.cfg.param_scheduler)
+    by_epoch = [each for each in schedules if each.by_epoch]
+    others = [each for each in schedules if not each.by_epoch]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that no step precedes
+        for iteration in range(1, runner.iter + 1):
+            for each in others:
+                each.step()
+            if iteration % len(runner.train_dataloader) == 0:
+                for each in by_epoch:
+                    each.step()
+    runner.param_schedulers = schedules
+
+
+def align_schedulers(runner: Any) -> None:
+    """Give the schedules of a run the parameter groups that its optimiser has now.
+
+    Args:
+        runner: Runner of a model that grew.
+    """
+    for scheduler in runner.param_schedulers or ():
+        name = scheduler.param_name
+        groups = scheduler.optimizer.param_groups  # and mmengine's base_lr, for the log
+        for group in groups:
+            group.setdefault(f"initial_{name}", group[name])
+        scheduler.base_values = [group[f"initial_{name}"] for group in groups]
+        state = {"_last_value": [group[name] for group in groups]}
+        if least := getattr(scheduler, "min_values", None):  # a plateau would skip new groups
+            state["min_values"] = least + least[-1:] * (len(groups) - len(least))
+        scheduler.load_state_dict(state)
+
+
+@MODELS.register_module()
+class ForeachMovingAverage(ExponentialMovingAverage):
+    """mmengine's ``ExponentialMovingAverage``, by PyTorch's update of all tensors at a time."""
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        """Update the average with the weights of a model; the first call copies the weights."""
+        steps: Any = self.steps
+        if self.update_buffers or steps == 0 or steps % self.interval:
+            super().update_parameters(model)
+            return
+        average = get_ema_multi_avg_fn(1 - self.momentum)
+        average([*self.module.parameters()], [*model.parameters()], steps)
+        for own, other in zip(self.module.buffers(), model.buffers(), strict=True):
+            own.copy_(other)
+        steps.add_(1)
 
 
 @HOOKS.register_module()

@@ -27,9 +27,8 @@ from .export import (
     run_facts,
     validated_model,
 )
+from .hooks import dtype_of, sample_noun, samples_per_step
 from .metrics import RECONSTRUCTION, VAL_LOSS
-from .progress import dtype_of
-from .steps import sample_noun, samples_per_step
 
 BEFORE_RECORD = 99  # ResultsHook has 100, mmengine's lowest priority
 _DRAWN = ("accuracy/", "perplexity", RECONSTRUCTION)  # figures of validation with a curve

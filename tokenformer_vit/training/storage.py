@@ -1,26 +1,15 @@
-"""Files of mmengine: a written file is complete or absent, and a read runs no code."""
+"""Checkpoints are read without running code, and have tensors and plain values only."""
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
-import yaml
-from mmengine.fileio import (
-    LocalBackend,
-    PickleHandler,
-    YamlHandler,
-    get_file_backend,
-    register_backend,
-    register_handler,
-)
-from mmengine.runner import CheckpointLoader, save_checkpoint
+from mmengine.model import PretrainedInit
+from mmengine.registry import WEIGHT_INITIALIZERS
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import whole_file
 from tokenformer_vit.mmpretrain_names import classifier_state_dict
 from tokenformer_vit.models.checkpoints import (
     DESCRIPTION,
@@ -29,8 +18,7 @@ from tokenformer_vit.models.checkpoints import (
     state_dict_in,
 )
 
-from .mmengine_internals import checkpoint_schemes
-from .processes import from_first
+__all__ = ["PlainPretrained", "load_plain_checkpoint", "plain_values"]
 
 # A tensor of each of timm's ViTs. In a classifier of mmpretrain its name begins with `backbone.`.
 _TIMM_STEM = "patch_embed.proj.weight"
@@ -59,61 +47,6 @@ _SKIPPED: list[Any] = [
     (_Skipped, "numpy._core.multiarray._reconstruct"),
     (_number, "numpy._core.multiarray.scalar"),
 ]
-
-
-class AtomicLocalBackend(LocalBackend):
-    """mmengine's local files; a new file gets its name only when it is complete."""
-
-    def put(self, obj: bytes, filepath: str | Path) -> None:
-        """Write ``obj`` to a temporary file, flush it to the disk, then rename it.
-
-        Raises:
-            InputError: If the disk is full or cannot be written; an earlier file stays.
-        """
-        with _complete(Path(filepath)) as file:
-            file.write(obj)
-
-    def save(self, checkpoint: Mapping[str, Any], filepath: str | Path) -> None:
-        """Write a checkpoint as :meth:`put` writes bytes, without a copy of it in memory."""
-        with _complete(Path(filepath)) as file:
-            try:
-                torch.save(checkpoint, file)
-            except RuntimeError as error:
-                if isinstance(error.__context__, OSError):  # PyTorch hides the error of the disk
-                    raise error.__context__ from error
-                raise
-
-    def put_text(self, obj: str, filepath: str | Path, encoding: str = "utf-8") -> None:
-        """Write text as :meth:`put` writes bytes."""
-        self.put(obj.encode(encoding), filepath)
-
-
-@contextmanager
-def _complete(path: Path) -> Iterator[BinaryIO]:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path) as file:
-            yield file
-    except OSError as error:
-        raise InputError(
-            f"cannot write {path} ({error.strerror}); earlier files are intact: free some "
-            "space, then run the same command with --resume"
-        ) from error
-
-
-def write_checkpoint(
-    checkpoint: dict[str, Any], path: str, backend_args: dict | None = None
-) -> None:
-    """Write a checkpoint to a disk, or to another storage of mmengine.
-
-    Raises:
-        InputError: If the disk is full or cannot be written; an earlier file stays.
-    """
-    backend = get_file_backend(path, backend_args=backend_args)
-    if isinstance(backend, AtomicLocalBackend):
-        backend.save(checkpoint, path)
-    else:
-        save_checkpoint(checkpoint, path, backend_args=backend_args)
 
 
 def load_plain_checkpoint(filename: str, map_location: Any = None) -> dict[str, Any]:
@@ -147,45 +80,24 @@ def load_plain_checkpoint(filename: str, map_location: Any = None) -> dict[str, 
             checkpoint[DESCRIPTION] = description
     meta = checkpoint.get("meta")
     if isinstance(meta, dict):
-        # mmengine's resume would run this text as Python. Its own checkpoints have it under `cfg`.
-        meta.pop("config", None)
-    hub = checkpoint.get("message_hub")
-    if isinstance(hub, dict):  # what mmengine's own hook logs is not read; ours are dicts
-        logged = hub.get("log_scalars", {}).items()
-        hub["log_scalars"] = {name: each for name, each in logged if isinstance(each, dict)}
+        meta.pop("config", None)  # mmengine's resume would run this text as Python
     return checkpoint
 
 
-def load_checkpoint_together(filename: str, map_location: Any = None) -> dict[str, Any]:
-    """Load a checkpoint in all processes of a run; only the first one reads the file.
+@WEIGHT_INITIALIZERS.register_module()
+class PlainPretrained(PretrainedInit):
+    """mmengine's ``Pretrained``, for the checkpoints that ``load_plain_checkpoint`` reads.
 
-    Arguments, result and errors are those of :func:`load_plain_checkpoint`.
+    Args:
+        checkpoint: The file.
+        prefix: Beginning of the names of the tensors to take.
     """
-    return from_first(lambda: load_plain_checkpoint(filename, map_location))
 
-
-class SafeYamlHandler(YamlHandler):
-    """Read YAML as plain values; mmengine's own handler builds any object that a file names."""
-
-    def load_from_fileobj(self, file, **kwargs: Any) -> Any:
-        """Read a file."""
-        return super().load_from_fileobj(file, Loader=yaml.SafeLoader)
-
-
-class RefusedPickleHandler(PickleHandler):
-    """Write pickles, but refuse to read them, because a pickle can run code."""
-
-    def load_from_fileobj(self, file: Any, **kwargs: Any) -> NoReturn:
-        """Refuse a file, such as the annotations of a data set.
-
-        Raises:
-            InputError: Always.
-        """
-        self.load_from_path(getattr(file, "name", None) or "a .pkl file")
-
-    def load_from_path(self, filepath: str | Path, **kwargs: Any) -> NoReturn:
-        """Refuse a file, as :meth:`load_from_fileobj` does."""
-        raise InputError(f"{filepath} is not read, because a pickle can run code: save it as .json")
+    def __call__(self, module: torch.nn.Module) -> None:
+        """Load the weights of a module."""
+        weights, prefix = load_plain_checkpoint(self.checkpoint)["state_dict"], self.prefix or ""
+        own = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
+        module.load_state_dict(own)
 
 
 def plain_values(value: Any) -> Any:
@@ -198,35 +110,4 @@ def plain_values(value: Any) -> Any:
         return value.tolist()
     if value is None or isinstance(value, bool | int | float | str | torch.Tensor):
         return value
-    return str(value)
-
-
-def secure_files() -> None:
-    """Replace how mmengine reads and writes files, in this whole process.
-
-    A read then runs no code, and a written file is complete or absent:
-
-    - Checkpoints: :func:`load_checkpoint_together` replaces the loaders of all prefixes. mmengine's
-      own loaders unpickle any object in the file.
-    - Local files: :class:`AtomicLocalBackend` replaces ``LocalBackend``.
-    - ``mmengine.load`` of YAML and of pickles: :class:`SafeYamlHandler`,
-      :class:`RefusedPickleHandler`.
-
-    Importing this package replaces nothing. Python imports a package before each of its modules, so
-    code in ``tokenformer_vit/training/__init__.py`` would also act on a program that only reads a
-    log by :func:`tokenformer_vit.training.reports.read_scalars`. Instead, the commands call this
-    function, and each part of this package that writes or receives a checkpoint calls it when it is
-    built: the guard and checkpoint hooks, the backbones, ``CausalLM``. A runner builds its model
-    and its hooks before it opens a checkpoint, so a config with
-    ``custom_imports=["tokenformer_vit.training"]`` is also safe in mmengine's own ``Runner`` and in
-    mmpretrain's inferencers. A program that uses none of these parts must call this function.
-
-    Note:
-        A second call changes nothing. The change cannot be undone, because another run in the same
-        process may rely on it.
-    """
-    register_backend("local", AtomicLocalBackend, force=True, prefixes="")
-    load, schemes = load_checkpoint_together, ["", *checkpoint_schemes()]
-    CheckpointLoader.register_scheme(prefixes=schemes, loader=load, force=True)
-    register_handler(["yaml", "yml"])(SafeYamlHandler)
-    register_handler(["pickle", "pkl"])(RefusedPickleHandler)
+    return getattr(value, "__qualname__", None) or str(value)

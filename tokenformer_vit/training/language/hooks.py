@@ -14,7 +14,7 @@ from tokenformer_vit.language import MASKS, check_tokens_agree, load_tokenizer, 
 
 from ..distributed import unwrap
 from ..export import validated_model
-from ..guard import GuardHook
+from ..hooks import GuardHook
 from ..reports import ResultsHook
 from .model import CausalLM
 

@@ -28,7 +28,6 @@ from tokenformer_vit.models.compilation import BLOCKS
 from tokenformer_vit.models.sizes import at_size
 
 from ..models.nested import NestedTraining
-from ..storage import secure_files
 
 
 @MODELS.register_module()
@@ -86,7 +85,6 @@ class CausalLM(NestedTraining, BaseModel):
     ) -> None:
         non_blocking = torch.cuda.is_available()
         super().__init__({"type": "BaseDataPreprocessor", "non_blocking": non_blocking})
-        secure_files()
         self.model: Any = _build(architecture, dict(config or {}), checkpoint)
         before = count_pairs(self.model) if masks and growth else {}
         if growth:

@@ -19,9 +19,8 @@ from tokenformer_vit.layers.arguments import COUNTS
 from tokenformer_vit.models.sizes import at_size
 
 from ..distributed import unwrap
-from ..guard import check_finite, losses_are_due
-from ..mmengine_internals import is_resuming
-from ..parameter_groups import align_schedulers
+from ..hooks import check_finite, is_resuming, losses_are_due
+from ..optim import align_schedulers
 from .nested import NestedTraining
 
 _UNITS = ("epoch", "iteration")

@@ -1,0 +1,131 @@
+"""Processes meet however they were started, agree on signals, and exchange rounded gradients."""
+
+import os
+import socket
+from itertools import pairwise
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from mmengine.registry import MODEL_WRAPPERS
+from torch import nn
+from torch.distributed import HashStore, destroy_process_group, init_process_group
+
+from tokenformer_vit.training import distributed
+from tokenformer_vit.training.distributed import is_first, start_processes
+from tokenformer_vit.training.loop import Termination
+
+LAUNCHED = {
+    "pytorch": ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
+    "slurm": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
+    "mpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+}
+
+
+@pytest.fixture
+def environment():
+    """The environment, without variables of launchers; a test may change it."""
+    with patch.dict(os.environ):
+        for name in [*os.environ]:
+            if name.startswith(("SLURM_", "OMPI_", "MASTER_", "RANK", "LOCAL_RANK", "WORLD_SIZE")):
+                del os.environ[name]
+        yield os.environ
+
+
+@pytest.mark.parametrize("launcher", LAUNCHED)
+def test_the_first_process_of_each_launcher(environment, launcher):
+    assert is_first("none")
+    for number in ("0", "1"):
+        environment[LAUNCHED[launcher][0]] = number
+        assert is_first(launcher) == (number == "0")
+
+
+@pytest.mark.parametrize("launcher", LAUNCHED)
+def test_a_process_that_sees_one_gpu_takes_it(monkeypatch, environment, launcher):
+    """Slurm's usual binding shows each process only its own GPU."""
+    called = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(distributed, "init_dist", lambda *args, **how: called.append((*args, how)))
+    environment.update(dict(zip(LAUNCHED[launcher], ("3", "3", "4"), strict=True)))
+    cfg = SimpleNamespace(launcher=launcher, get={"env_cfg": {"dist_cfg": {"timeout": 60}}}.get)
+    start_processes(cfg)
+    assert called == [(launcher, {"timeout": 60})]
+    assert environment[LAUNCHED[launcher][1]] == "0"
+    assert "device_ids" not in cfg.model_wrapper_cfg  # mmengine gives the GPU of the process
+
+
+@pytest.mark.parametrize("launcher", LAUNCHED)
+def test_processes_meet_without_a_gpu(environment, in_two_processes, launcher):
+    with socket.socket() as port:
+        port.bind(("127.0.0.1", 0))
+        environment["MASTER_PORT"] = str(port.getsockname()[1])
+    environment["MASTER_ADDR"] = "127.0.0.1"
+
+    def meet(rank):
+        values = (str(rank), str(rank), "2")
+        os.environ |= dict(zip(LAUNCHED[launcher], values, strict=True))
+        with patch("torch.cuda.device_count", lambda: 0):
+            start_processes(SimpleNamespace(launcher=launcher, get=lambda key: None))
+
+    def work(rank):
+        told = torch.tensor([float(rank + 1)])
+        torch.distributed.all_reduce(told)
+        return told.item()
+
+    assert in_two_processes(work, meet) == [3, 3]
+
+
+@pytest.fixture
+def group():
+    """A process group of this process alone."""
+    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("compression", "dtype"),
+    [(None, torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
+)
+def test_gradients_are_rounded_to_the_type_in_which_they_travel(group, compression, dtype):
+    model, images = nn.Linear(7, 3), torch.randn(5, 7)
+    model(images).square().sum().backward()
+    expected = [parameter.grad.to(dtype).float() for parameter in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    wrapper = {"type": "CompressingDataParallel", "module": model, "device_ids": None}
+    parallel = MODEL_WRAPPERS.build({**wrapper, "compression": compression})
+    parallel(images).square().sum().backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+def test_two_processes_learn_at_the_same_call_what_one_noticed(in_two_processes):
+    def ask(rank):
+        termination = Termination()
+        answers = []
+        for number in range(200):
+            if rank == 1 and number == 30:
+                termination._note(15, None)
+            answers.append(termination.agreed())
+        return answers.index(True)
+
+    one, other = in_two_processes(ask)
+    assert one == other >= 30
+
+
+def test_processes_ask_each_other_every_few_seconds(monkeypatch):
+    """Not in each step, which would wait for the GPU."""
+    now, asked = [0.0], []
+    monkeypatch.setattr("tokenformer_vit.training.loop.get_world_size", lambda: 2)
+    monkeypatch.setattr("tokenformer_vit.training.loop.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(
+        "tokenformer_vit.training.loop.all_reduce", lambda *_, **__: asked.append(now[0])
+    )
+    termination = Termination()
+    for step in range(600):
+        now[0] += 0.2 if step < 300 else 0.3  # validations take time, too
+        termination.agreed()
+    waits = [later - earlier for earlier, later in pairwise(asked)]
+    assert max(waits) < 5.1
+    assert len(asked) < 70

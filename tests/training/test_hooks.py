@@ -1,0 +1,292 @@
+"""A run is checked before it starts, stops when it diverges, and shows how it goes."""
+
+import io
+import logging
+import os
+import pickle
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from mmengine.config import Config
+from mmengine.fileio import get_file_backend
+from mmengine.logging import MessageHub
+from mmengine.optim import OptimWrapper
+from mmengine.runner import CheckpointLoader
+from mmpretrain.registry import MODELS
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.models.checkpoints import DESCRIPTION
+from tokenformer_vit.training import (
+    ExactCheckpointHook,
+    GuardHook,
+    LabelHead,
+    PlainPretrained,
+    ProgressHook,
+    hooks,
+    load_plain_checkpoint,
+)
+from tokenformer_vit.training.config import load_config
+from tokenformer_vit.training.hooks import (
+    check_same_classes,
+    check_weights,
+    classes_of,
+    run_training,
+)
+from tokenformer_vit.training.reports import read_scalars
+
+
+@pytest.mark.parametrize("content", [[1, 2], {}, {"weight": "text"}])
+def test_a_file_without_a_state_dict_is_refused(content):
+    with pytest.raises(InputError, match="holds no state dict"):
+        check_weights(torch.nn.Linear(2, 2), content)
+
+
+@pytest.mark.parametrize("name", ["epoch_1.pth", "model.safetensors"])
+def test_a_run_does_not_take_weights_of_another_model(trained, name):
+    checkpoint = load_plain_checkpoint(str(trained.work_dir / name))
+    cfg = load_config(trained.config)
+    check_weights(MODELS.build(cfg.model), checkpoint)
+    cfg.model.backbone.theta = "gelu_l1"
+    with pytest.raises(InputError, match=r"theta is 'gelu_l1', but .* trained with 'gelu_l2'"):
+        check_weights(MODELS.build(cfg.model), checkpoint)
+    cfg.model.backbone.theta = "gelu_l2"
+    cfg.model.backbone.num_heads = 6
+    with pytest.raises(InputError, match=r"num_heads is 6, but .* trained with 2"):
+        check_weights(MODELS.build(cfg.model), checkpoint)
+    cfg.model.backbone.num_heads = 2
+    cfg.model.backbone.embed_dim = cfg.model.head.in_channels = 36
+    with pytest.raises(InputError, match=r"is \(1, 1, 24\) in the file and \(1, 1, 36\)"):
+        check_weights(MODELS.build(cfg.model), checkpoint)
+    cfg.model.backbone.embed_dim = cfg.model.head.in_channels = 24
+    checkpoint[DESCRIPTION] = {"model_args": "not a dict"}
+    check_weights(MODELS.build(cfg.model), checkpoint)
+
+
+def test_labels_of_other_classes_are_refused():
+    known = ["ant", "bee", "cat"]
+    same = SimpleNamespace(metainfo={"classes": ("ant", "bee", "cat")})
+    other = SimpleNamespace(metainfo={"classes": ("ant", "cat", "dog")})
+    check_same_classes("checkpoint", known, same)
+    check_same_classes("checkpoint", None, other)
+    with pytest.raises(InputError, match="label 1 is 'bee' there and 'cat' here"):
+        check_same_classes("checkpoint", known, other)
+
+
+@pytest.mark.parametrize("meta", [7, {"dataset_meta": 7}, {"dataset_meta": {"classes": 7}}, None])
+def test_classes_of_a_foreign_checkpoint(meta):
+    assert classes_of({"meta": meta}) is None
+    assert classes_of({"meta": {"dataset_meta": {"classes": ["a", 1]}}}) == ["a", "1"]
+
+
+AVERAGE = {"type": "EMAHook", "momentum": 4e-5}
+RUNS = {
+    f"custom_hooks = [{AVERAGE!r}]": "2 hooks average the weights",
+    "default_hooks = dict(ema=None)\n"
+    f"custom_hooks = [dict({AVERAGE!r}, evaluate_on_ema=False)]": "evaluate_on_ema=False",
+    "train_dataloader = dict(batch_size=49, drop_last=True)\n"
+    "param_scheduler = []": "48 samples for each process, fewer",
+    "model = dict(head=dict(num_classes=4))\ndata_preprocessor = dict(num_classes=4)": "3 classes",
+}
+
+
+@pytest.mark.parametrize("more", RUNS)
+def test_parts_that_do_not_fit_each_other_are_refused(config, data_root, tmp_path, more):
+    path = tmp_path / "own.py"
+    path.write_text(f"_base_ = {str(config)!r}\n{more}")
+    cfg = load_config(path, data_root=str(data_root), work_dir=str(tmp_path))
+    with pytest.raises(InputError, match=RUNS[more]):
+        run_training(cfg)
+
+
+def test_a_run_that_diverges_stops_and_keeps_the_last_checkpoint(train, tmp_path):
+    line = train.fails(
+        tmp_path,
+        "--cfg-options",
+        "optim_wrapper.optimizer.lr=1e30",
+        "param_scheduler.0.start_factor=1e-33",
+        "default_hooks.checkpoint.by_epoch=False",
+    )
+    assert re.search("the loss is|the weights are not finite", line)
+    last = (tmp_path / "last_checkpoint").read_text()
+    assert f"the last good checkpoint is {last}" in line
+    weights = torch.load(last, weights_only=True)["state_dict"]
+    assert all(torch.isfinite(tensor).all() for tensor in weights.values())
+
+
+def test_the_iteration_of_an_infinite_loss_is_named(train, tmp_path, monkeypatch):
+    """The logger's interval is longer than the run."""
+    loss, steps = LabelHead.loss, iter(range(100))
+
+    def infinite_once(*args, **kwargs):
+        factor = torch.inf if next(steps) == 7 else 1
+        return {name: value * factor for name, value in loss(*args, **kwargs).items()}
+
+    monkeypatch.setattr(LabelHead, "loss", infinite_once)
+    # Without a step the weights stay finite.
+    monkeypatch.setattr(OptimWrapper, "should_update", lambda self: False)
+    line = train.fails(tmp_path, "--cfg-options", "default_hooks.logger.interval=100")
+    assert "the loss is inf at iteration 8, epoch 2" in line
+
+
+def test_weights_that_are_not_finite_are_neither_validated_nor_saved():
+    hub = MessageHub("run")
+    hub.update_info("last_ckpt", "epoch_1.pth")
+    runner = SimpleNamespace(
+        model=torch.nn.Linear(2, 2),
+        message_hub=hub,
+        optim_wrapper=SimpleNamespace(get_lr=lambda: {"lr": [0.1]}, should_update=lambda: True),
+        train_loop=None,
+        iter=3,
+        epoch=1,
+    )
+    GuardHook().before_val(runner)
+    torch.nn.init.constant_(runner.model.weight, torch.inf)
+    words = r"weights are not finite at iteration 4.*last good checkpoint is epoch_1\.pth"
+    with pytest.raises(InputError, match=words):
+        GuardHook().before_val(runner)
+    with pytest.raises(InputError, match=words):
+        ExactCheckpointHook(max_keep_ckpts=-1)._save_checkpoint_with_step(runner, 2, {})
+
+
+def test_the_terminal_begins_with_what_matters(trained):
+    lines = trained.output.splitlines()
+    (start,) = [index for index, line in enumerate(lines) if line.endswith("Training:")]
+    assert any("takes 16 images, but the learning rate is for 64" in line for line in lines)
+    facts = dict(line.split(maxsplit=1) for line in lines[start + 1 : start + 9])
+    assert facts["config"] == str(trained.config)
+    assert facts["model"] == "tokenformer_tiny; Θ gelu_l2"
+    assert facts["parameters"] == "19,875"
+    assert facts["data"] == "48 training and 48 validation images"
+    assert "processes: 1; bfloat16 autocast" in facts["device"]
+    assert facts["step"].startswith("16 images (8 a process; batches accumulated: 2); AdamW, ")
+    assert facts["length"] == "6 steps in 2 epochs"
+    assert len(lines) < 60  # not hundreds, with the config, the environment and the hooks
+    (log,) = trained.work_dir.glob("*/*.log")
+    text = log.read_text(encoding="utf-8")
+    for part in ("System environment:", "Config:", "Hooks will be executed", "Training:"):
+        assert part in text
+
+
+def test_the_log_has_images_per_second(trained):
+    train, _ = read_scalars(sorted(trained.work_dir.glob("*/vis_data/scalars.json")))
+    for record in train.values():
+        assert record["images/s"] == pytest.approx(8 / record["time"], rel=0.95)
+    assert re.search(r"Epoch\(train\).*eta: .*images/s: \d", trained.output)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("metainfo", "unit", "number"),
+    [({"classes": ["a"]}, "images/s", 48), ({"context_length": 128}, "tokens/s", 48 * 128)],
+)
+def test_bar_and_speed(monkeypatch, metainfo, unit, number):
+    now, stream = [0.0], Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    monkeypatch.setattr(hooks.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(hooks, "describe_run", lambda runner: "")
+    data = SimpleNamespace(metainfo=metainfo)
+    loader = type("Loader", (), {"batch_size": 4, "dataset": data, "__len__": lambda _: 2})()
+    runner = SimpleNamespace(
+        train_dataloader=loader,
+        hooks=[],
+        world_size=12,
+        optim_wrapper=SimpleNamespace(_accumulative_counts=1),
+        train_loop=None,
+        logger=logging.getLogger("test"),
+        message_hub=MessageHub(f"hub{unit}"),
+        **{"max_iters": 10, "iter": 4},
+    )
+    hook = ProgressHook()
+    hook.before_train(runner)
+    for batch in range(4):
+        now[0] += 2
+        hook.after_train_iter(runner, batch % 2)
+        if batch == 1:
+            hook.before_val(runner)
+            now[0] += 4
+            hook.after_val(runner)
+    assert runner.message_hub.get_scalar(f"train/{unit}").current() == number / 2
+    hook._bar.refresh()
+    hook.after_train(runner)
+    assert "8/10 [00:12<00:06" in stream.getvalue()  # validations count in the ETA
+
+
+def test_a_package_import_and_a_backbone_change_nothing_of_mmengine():
+    """Another library in the process reads its own files as before."""
+    loaders = dict(CheckpointLoader._schemes)
+    backbone = {"type": "TimmClassificationBackbone", "model_name": "tokenformer_tiny", "depth": 1}
+    MODELS.build(backbone)
+    GuardHook()
+    ExactCheckpointHook()
+    assert loaders == CheckpointLoader._schemes
+    assert all(loader.__module__.startswith("mmengine") for loader in loaders.values())
+    assert type(get_file_backend("x.pth")).__module__.startswith("mmengine")
+
+
+class Trap:
+    """Leaves a mark if it is unpickled by a loader that runs code."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return (self.mark.touch, ())
+
+
+def test_a_checkpoint_runs_no_code(config, data_root, tmp_path):
+    mark, trap = tmp_path / "executed", tmp_path / "trap.pth"
+    torch.save({"state_dict": {}, "trap": Trap(mark)}, trap)
+    with pytest.raises(InputError, match=r"trap\.pth is damaged, or holds more than tensors"):
+        load_plain_checkpoint(str(trap))
+    cfg = load_config(config, data_root=str(data_root), work_dir=str(tmp_path))
+    cfg.load_from = str(trap)
+    with pytest.raises(InputError, match="holds more than tensors"):
+        run_training(cfg)
+    cfg.load_from = None
+    for kind in ("Pretrained", "PlainPretrained"):  # mmengine's own, too
+        cfg.model.head.init_cfg = {"type": kind, "checkpoint": str(trap), "prefix": "head."}
+        with pytest.raises((InputError, pickle.UnpicklingError)):
+            run_training(cfg)
+    assert not mark.exists()
+    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+
+
+@pytest.mark.parametrize("name", ["x.pth", "model.safetensors", "https://localhost/x.pth"])
+def test_what_is_not_there_is_named(tmp_path, name):
+    (tmp_path / "model.safetensors").write_bytes(b"\x08\x00")
+    with pytest.raises(InputError, match=name if ":" in name else str(tmp_path / name)):
+        load_plain_checkpoint(name if ":" in name else str(tmp_path / name))
+
+
+def test_text_that_mmengine_would_run_as_a_config_is_dropped(tmp_path):
+    """Runner.resume() gives the text under meta.config to Config.fromstring, which runs it."""
+    content = {"meta": {"config": "import os; os.abort()", "cfg": "x = 1"}, "state_dict": {}}
+    torch.save(content, tmp_path / "run:1.pth")
+    assert load_plain_checkpoint(str(tmp_path / "run:1.pth"))["meta"] == {"cfg": "x = 1"}
+
+
+def test_a_head_starts_from_a_trained_one(trained):
+    head = MODELS.build(load_config(trained.config).model).head
+    before = head.state_dict()
+    PlainPretrained(str(trained.work_dir / "model.safetensors"), "head.")(head)
+    weights = load_plain_checkpoint(str(trained.work_dir / "epoch_2.pth"))["state_dict"]
+    for name in before:
+        assert torch.equal(head.state_dict()[name], weights[f"head.{name}"])
+
+
+def test_a_checkpoint_has_sixteen_bytes_a_parameter(trained):
+    checkpoint = load_plain_checkpoint(str(trained.work_dir / "epoch_2.pth"))
+    count = sum(tensor.numel() for tensor in checkpoint["state_dict"].values())
+    tensors = [*checkpoint["state_dict"].values(), *checkpoint["ema_state_dict"].values()]
+    for state in checkpoint["optimizer"]["state"].values():
+        tensors += state.values()
+    assert sum(tensor.nbytes for tensor in tensors) == pytest.approx(16 * count, rel=0.01)
+    assert Config(checkpoint["exact_resume"]["config"])

@@ -1,0 +1,559 @@
+"""Checks, log and progress of a run, and the runner.
+
+Losses stay on the GPU until the logger needs them: reading one in each step lets the GPU run idle.
+"""
+
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import timm.layers
+import torch
+from mmengine.config import Config
+from mmengine.dist import all_reduce, is_main_process, master_only
+from mmengine.hooks import EMAHook, Hook, LoggerHook, RuntimeInfoHook
+from mmengine.logging import MMLogger
+from mmengine.optim import AmpOptimWrapper, OptimWrapper
+from mmengine.registry import HOOKS
+from mmengine.runner import Runner
+from torch import Tensor, nn
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from tokenformer_vit.errors import InputError
+from tokenformer_vit.files import whole_file
+from tokenformer_vit.layers import Pattention
+from tokenformer_vit.models.checkpoints import check_computation, description_of, model_faults
+
+from .data.sampler import Seeded, seeded_loader
+from .distributed import unwrap
+from .loop import Termination, by_iteration
+from .models.backbone import num_classes
+from .models.distillation import DistilledClassifier
+from .optim import AutocastOptimWrapper
+from .storage import load_plain_checkpoint
+
+__all__ = ["GuardHook", "LazyRuntimeInfoHook", "ProgressHook", "TrainingRunner", "run_training"]
+
+_STOCK_HOOKS = ("runtime_info", "timer", "sampler_seed", "logger", "param_scheduler", "checkpoint")
+
+
+def is_resuming(runner: Any) -> bool:
+    """Tell whether a runner resumes a run, rather than starting from weights or from scratch."""
+    return runner._resume  # there is no public property
+
+
+def samples_per_step(runner: Any) -> int:
+    """Count the images or sequences of one optimiser step, over all processes."""
+    return runner.train_dataloader.batch_size * runner.world_size * accumulation(runner)
+
+
+def accumulation(runner: Any) -> int:
+    """Return the number of batches that make one optimiser step."""
+    return runner.optim_wrapper._accumulative_counts
+
+
+def sample_noun(runner: Any) -> str:
+    """Return what the training data consists of: ``images`` or ``sequences``."""
+    return "sequences" if "context_length" in runner.train_dataloader.dataset.metainfo else "images"
+
+
+def highest_rate(runner: Any) -> float:
+    """Return the highest learning rate of all groups of parameters, before any schedule."""
+    return max(group.get("initial_lr", group["lr"]) for group in runner.optim_wrapper.param_groups)
+
+
+def dtype_of(runner: Any) -> str:
+    """Name the precision of a run."""
+    wrapper = runner.optim_wrapper
+    if isinstance(wrapper, AutocastOptimWrapper):
+        return "bfloat16 autocast"
+    if isinstance(wrapper, AmpOptimWrapper):  # mmengine's, for float16
+        return f"{wrapper.cast_dtype or torch.float16} autocast".removeprefix("torch.")
+    return "float32"
+
+
+def check_run(runner: Any, classes: Sequence[str] | None = None) -> None:
+    """Check what would give wrong numbers without a word.
+
+    Args:
+        runner: The runner, with everything built.
+        classes: Class names of the checkpoint that the run resumes from.
+
+    Raises:
+        InputError: If two parts of the run do not fit each other.
+    """
+    loader = runner.train_dataloader
+    if not len(loader):
+        raise InputError(
+            f"an epoch has {len(loader.sampler)} samples for each process, fewer than the batch "
+            f"size {loader.batch_size}, and drop_last=True drops them: give a smaller --batch-size"
+        )
+    averages = [hook for hook in runner.hooks if isinstance(hook, EMAHook)]
+    if len(averages) > 1:  # each exchanges the model in training for its own average, and back
+        raise InputError(
+            f"{len(averages)} hooks average the weights: keep one, in default_hooks.ema"
+        )
+    if not all(getattr(hook, "evaluate_on_ema", True) for hook in averages):
+        raise InputError(
+            "EMAHook with evaluate_on_ema=False measures the model, but its checkpoints are the "
+            "average: set default_hooks.ema=dict(type='AccumulationEMAHook', validated=False)"
+        )
+    datasets = {"train": loader.dataset}
+    if runner.val_loop is not None:
+        datasets["val"] = runner.val_dataloader.dataset
+    model = unwrap(runner.model)
+    for split, dataset in datasets.items():
+        check_dataset(dataset, split, model)
+    if num_classes(model):  # a masked autoencoder may have labels in one of them
+        for split, dataset in list(datasets.items())[1:]:
+            check_same_classes(f"{split} set", dataset.metainfo.get("classes"), loader.dataset)
+        check_same_classes("checkpoint", classes, loader.dataset)
+    if isinstance(model, DistilledClassifier):
+        check_same_classes("teacher", model.teacher.classes, loader.dataset)
+        runner.message_hub.update_info("teacher", model.distillation["teacher"])  # for the record
+
+
+def warn_of_run(runner: Any, unit: str) -> None:
+    """Warn of what is perhaps not meant."""
+    scale, number = runner.auto_scale_lr or {}, samples_per_step(runner)
+    if not scale.get("enable") and number != scale.get("base_batch_size", number):
+        runner.logger.warning(
+            f"An optimiser step takes {number} {unit}, but the learning rate is for "
+            f"{scale['base_batch_size']}: accumulate gradients (`--cfg-options "
+            "optim_wrapper.accumulative_counts=...`), or add --auto-scale-lr if the recipe "
+            "scales its rate."
+        )
+    if not isinstance(runner.train_dataloader.dataset, Seeded):
+        runner.logger.warning(
+            f"With {type(runner.train_dataloader.sampler).__name__}, the augmentation after a "
+            "resume differs from that of an uninterrupted run: train_dataloader.sampler.type="
+            "'ResumableSampler' repeats it exactly."
+        )
+
+
+def check_dataset(dataset: Any, split: str, model: Any) -> None:
+    """Check that a data set has as many classes as the head, if any."""
+    classes = dataset.metainfo.get("classes") or ()
+    heads = {
+        "model.head.num_classes": getattr(model.head, "num_classes", None),  # MAE's has none
+        "data_preprocessor.num_classes": getattr(model.data_preprocessor, "num_classes", None),
+    }
+    for name, number in heads.items():
+        if number is not None and number != len(classes):
+            raise InputError(
+                f"the {split} data have {len(classes)} classes, but {name} is {number}: set "
+                f"`--cfg-options {' '.join(f'{key}={len(classes)}' for key in heads)}`, or give "
+                "another --data-root"
+            )
+
+
+def check_same_classes(owner: str, classes: Sequence[str] | None, dataset: Any) -> None:
+    """Check that labels mean the same classes in data as in a model; None if unknown there."""
+    own = list(dataset.metainfo.get("classes") or ())
+    if classes and list(classes) != own:
+        pairs = enumerate(zip_longest(classes, own))
+        index, (there, here) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+        raise InputError(
+            f"the {owner} has other classes than these data: label {index} is {there!r} there and "
+            f"{here!r} here; use data with the same classes"
+        )
+
+
+def classes_of(checkpoint: Mapping[str, Any]) -> list[str] | None:
+    """Return the class names of a checkpoint, or None if it has none."""
+    found: Any = checkpoint
+    for key in ("meta", "dataset_meta", "classes"):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return [str(name) for name in found] if isinstance(found, list | tuple) and found else None
+
+
+def check_weights(model: nn.Module, checkpoint: dict) -> None:
+    """Check that a checkpoint has exactly the tensors of a model, trained for its arguments."""
+    weights = checkpoint.get("state_dict", checkpoint) if isinstance(checkpoint, dict) else {}
+    if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
+        raise InputError("the checkpoint holds no state dict: save `model.state_dict()`")
+    loaded = {name.removeprefix("module."): tensor for name, tensor in weights.items()}
+    if faults := model_faults(model.state_dict(), loaded):
+        raise InputError(
+            f"the checkpoint is of another model: {faults}. Use the config of its training"
+        )
+    source, meta = Path("the checkpoint"), checkpoint.get("meta")
+    named = meta.get("computation") if isinstance(meta, dict) else None
+    described = description_of(source, checkpoint).get("model_args")
+    check_computation(model, described or named or {}, source)
+
+
+def check_finite(runner: Any) -> None:
+    """Check the weights before they are saved, validated or grown."""
+    # A finite loss can have an infinite gradient, and infinite weights after the next step.
+    finite = torch.stack([tensor.isfinite().all() for tensor in runner.model.parameters()])
+    if not finite.all():
+        raise diverged(runner, "the weights are not finite", runner.iter + 1)
+
+
+def diverged(runner: Any, what: str, iteration: int) -> InputError:
+    """Make the error for a training that diverged at an iteration, counted from 1."""
+    last = runner.message_hub.runtime_info.get("last_ckpt")
+    epoch = "" if by_iteration(runner) else f", epoch {runner.epoch + 1}"
+    rate = runner.optim_wrapper.get_lr()["lr"][0]
+    kept = f"the last good checkpoint is {last}" if last else "no checkpoint was written yet"
+    return InputError(
+        f"{what} at iteration {iteration}{epoch}, learning rate {rate:.3g}; {kept}. Resume with a "
+        "lower rate (`--cfg-options optim_wrapper.optimizer.lr=...`), or start again with a longer "
+        "warm-up or without --amp"
+    )
+
+
+@HOOKS.register_module()
+class GuardHook(Hook):
+    """Stop on data that do not fit the head, weights of another model, or infinite weights."""
+
+    priority = 5  # after GrowthHook
+    unit = "images"  # what a batch consists of
+
+    _classes: list[str] | None = None  # of the checkpoint that is resumed or tested
+
+    def before_train(self, runner) -> None:
+        """Check the run."""
+        self.check_training(runner)
+        warn_of_run(runner, self.unit)
+
+    def check_training(self, runner) -> None:
+        """Check that all parts of the run fit each other."""
+        check_run(runner, self._classes if is_resuming(runner) else None)
+
+    def before_test(self, runner) -> None:
+        """Check the data."""
+        self.check_testing(runner)
+
+    def check_testing(self, runner) -> None:
+        """Check that the test data have the classes of the head."""
+        dataset = runner.test_dataloader.dataset
+        check_dataset(dataset, "test", unwrap(runner.model))
+        check_same_classes("checkpoint", self._classes, dataset)
+
+    def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
+        """Refuse weights of another model."""
+        check_weights(unwrap(runner.model), checkpoint)
+        self._classes = classes_of(checkpoint)
+
+    def before_val(self, runner) -> None:
+        """Stop rather than validate a model that diverged; it could be saved as the best."""
+        check_finite(runner)
+
+
+def losses_are_due(runner: Any, batch_idx: int) -> bool:
+    """Tell whether the losses are read after an iteration.
+
+    They are when the logger needs them, at the end of an epoch, and after every 100 iterations.
+    """
+    intervals = {hook.interval for hook in runner.hooks if isinstance(hook, LoggerHook)} | {100}
+    done = batch_idx + 1
+    return done == len(runner.train_dataloader) or any(done % n == 0 for n in intervals)
+
+
+@HOOKS.register_module()
+class LazyRuntimeInfoHook(RuntimeInfoHook):
+    """mmengine's ``RuntimeInfoHook``, which reads losses when the logger needs them.
+
+    The loss that is logged and checked is the mean over all processes: the loss of one process
+    would show a part of the batch, and one process could stop without the others.
+
+    Raises:
+        InputError: If a loss is not finite; the message gives its iteration.
+    """
+
+    def before_train(self, runner) -> None:
+        """Begin with nothing to read."""
+        super().before_train(runner)
+        self._first = runner.iter
+        self._unread: list[tuple[int, dict[str, Tensor]]] = []
+
+    def before_train_iter(self, runner, *args: Any, **kwargs: Any) -> None:
+        """Count the iterations."""
+        runner.message_hub.update_info("iter", runner.iter)
+
+    def after_train_iter(
+        self, runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
+    ) -> None:
+        """Keep the losses, or read them if it is time."""
+        norms = getattr(runner.optim_wrapper, "norms", {})
+        values = {name: value.detach() for name, value in {**norms, **(outputs or {})}.items()}
+        norms.clear()
+        self._unread.append((runner.iter + 1, values))
+        if runner.iter == self._first or losses_are_due(runner, batch_idx):
+            for name, rates in runner.optim_wrapper.get_lr().items():
+                runner.message_hub.update_scalar(f"train/{name}", rates[0])
+            self._read(runner)
+
+    def after_train_epoch(self, runner) -> None:
+        """Read the last losses of a run that counts iterations."""
+        self._read(runner)
+
+    def _read(self, runner) -> None:
+        unread, self._unread = self._unread, []
+        tensors = [tensor for _, values in unread for tensor in values.values()]
+        if not tensors:
+            return
+        stacked = torch.stack(tensors)
+        all_reduce(stacked, op="mean")
+        numbers = iter(stacked.tolist())
+        for iteration, values in unread:
+            for name in values:
+                number = next(numbers)
+                runner.message_hub.update_scalar(f"train/{name}", number)
+                if name == "loss" and not math.isfinite(number):
+                    raise diverged(runner, f"the loss is {number}", iteration)
+
+
+def describe_run(runner: Any) -> str:
+    """Describe a run before it starts: what is trained, on what, how long, and where."""
+    cfg, model, loader = runner.cfg, unwrap(runner.model), runner.train_dataloader
+    by_epoch, batches = not by_iteration(runner), accumulation(runner)
+    steps = runner.max_iters // batches if by_epoch else runner.max_iters
+    total = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    device = next(model.parameters()).device
+    machine = f"CPU, threads: {torch.get_num_threads()}"
+    if device.type == "cuda":
+        machine = torch.cuda.get_device_name(device)
+    part = cfg.model.get("backbone") or cfg.model
+    layers = [each for each in model.modules() if isinstance(each, Pattention)]
+    thetas = ", ".join(dict.fromkeys(layer.theta for layer in layers))
+    data = f"{len(loader.dataset):,} training"
+    if runner.val_loop is not None:
+        data += f" and {len(runner.val_dataloader.dataset):,} validation"
+    lines = {
+        "config": cfg.filename,
+        "model": f"{part.get('model_name') or part.get('type')}{'; Θ ' * bool(thetas)}{thetas}",
+        "parameters": f"{total:,}" + (f", {trained:,} of them trained" * (trained < total)),
+        "data": f"{data} {sample_noun(runner)}",
+        "device": f"{machine}; processes: {runner.world_size}; {dtype_of(runner)}",
+        "step": f"{samples_per_step(runner):,} {sample_noun(runner)} ({loader.batch_size} a "
+        f"process; batches accumulated: {batches}); {type(runner.optim_wrapper.optimizer).__name__}"
+        f", learning rate {highest_rate(runner):.3g}",
+        "length": f"{steps:,} steps" + (f" in {runner.max_epochs} epochs" * by_epoch),
+        "results": f"{Path(runner.work_dir)} (log: {Path(runner.log_dir).name}/)",
+        "to resume": "the same command with --resume",
+    }
+    if runner.iter:
+        lines["length"] += f"; continues after iteration {runner.iter:,}"
+    return "\n".join(["Training:", *(f"  {name:<11} {text}" for name, text in lines.items())])
+
+
+@HOOKS.register_module()
+class ProgressHook(Hook):
+    """Describe the run at its start, then show speed and ETA.
+
+    The log lines get ``images/s`` or ``tokens/s``, of all processes together since the last line.
+    Where standard error is a terminal, a bar shows the whole run; its ETA includes validations.
+    """
+
+    _bar: tqdm | None = None
+
+    def before_train(self, runner) -> None:
+        """Describe the run, and open the bar at the iteration where it continues."""
+        length = runner.train_dataloader.dataset.metainfo.get("context_length")
+        self._unit = "tokens/s" if length else "images/s"
+        samples = samples_per_step(runner) * (length or 1)
+        # In a run by epochs, an iteration is one batch.
+        self._number = samples if by_iteration(runner) else samples // accumulation(runner)
+        self._done, self._since, self._validating = 0, time.monotonic(), 0.0
+        self._open = ExitStack()
+        if not is_main_process():
+            return
+        runner.logger.info(describe_run(runner))
+        bar = tqdm(
+            total=runner.max_iters,
+            initial=runner.iter,
+            disable=None,
+            dynamic_ncols=True,
+            desc="training",
+            smoothing=0,  # the mean since the start, so that it includes validations
+        )
+        self._bar = self._open.enter_context(bar)
+        if not bar.disable:
+            self._open.enter_context(logging_redirect_tqdm([runner.logger]))
+
+    def after_train_iter(
+        self, runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
+    ) -> None:
+        """Advance the bar; where the losses are read, log the speed."""
+        self._done += 1
+        if self._bar is not None:
+            self._bar.update()
+        if not losses_are_due(runner, batch_idx):
+            return
+        hub, now = runner.message_hub, time.monotonic()
+        seconds = max(now - self._since - self._validating, 1e-9)
+        hub.update_scalar(f"train/{self._unit}", self._done * self._number / seconds)
+        self._done, self._since, self._validating = 0, now, 0.0
+        if self._bar is not None and "train/loss" in hub.log_scalars:
+            loss = hub.get_scalar("train/loss").current()
+            self._bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+
+    def before_val(self, runner) -> None:
+        """Note when a validation begins."""
+        self._began = time.monotonic()
+
+    def after_val(self, runner) -> None:
+        """Keep the duration of a validation out of the speed."""
+        self._validating += time.monotonic() - self._began
+
+    def after_train(self, runner) -> None:
+        """Close the bar."""
+        self._open.close()
+
+
+class TrainingRunner(Runner):
+    """mmengine's runner: exact resume, files that run no code, and a short output.
+
+    Config, environment and hooks are printed to the log file only.
+
+    Attributes:
+        termination: Notes the signals that end a job.
+    """
+
+    def __init__(
+        self, model: Any, work_dir: str, train_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        self._built, self.termination = False, Termination()
+        seed = (kwargs.get("randomness") or {}).get("seed") or 0
+        if kwargs.get("resume") and isinstance(model, dict):
+            model = _without_start(model)
+        kind = (kwargs.get("optim_wrapper") or {}).get("type")
+        fused = timm.layers.use_fused_attn()
+        if kind == AutocastOptimWrapper.__name__ and not torch.cuda.is_available():
+            # The backward pass of fused attention is slow on a CPU in bfloat16.
+            timm.layers.set_fused_attn(False)
+        try:
+            super().__init__(model, work_dir, seeded_loader(train_dataloader, seed), **kwargs)
+        finally:
+            timm.layers.set_fused_attn(bool(fused))
+
+    def build_logger(self, *args: Any, **kwargs: Any) -> MMLogger:
+        """Build the logger, and keep the start of a run off the terminal."""
+        logger = super().build_logger(*args, **kwargs)
+        for handler in logger.handlers:
+            if not isinstance(handler, logging.FileHandler):
+                handler.addFilter(lambda record: self._built or record.levelno >= logging.WARNING)
+        return logger
+
+    def register_default_hooks(self, hooks: dict[str, Any] | None = None) -> None:
+        """Register the hooks of a config, without those that it sets to None."""
+        named = (hooks or {}).items()
+        kept: Any = {name: hook for name, hook in named if hook or name in _STOCK_HOOKS}
+        super().register_default_hooks(kept)
+
+    def dump_config(self) -> None:
+        """Write no config: the command has."""
+
+    def call_hook(self, fn_name: str, **kwargs: Any) -> None:
+        """Let the log reach the terminal once everything is built."""
+        self._built |= fn_name == "before_run"
+        super().call_hook(fn_name, **kwargs)
+
+    def train(self) -> nn.Module:
+        """Train; the signals that end a job are noted meanwhile."""
+        # Without running code in files, also where mmengine or mmpretrain loads them.
+        only = mock.patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1")
+        with self.termination, only:
+            return super().train()
+
+    def scale_lr(self, optim_wrapper: OptimWrapper, auto_scale_lr: dict | None = None) -> None:
+        """Scale the rate, and the least rate of schedules, with the images of an optimiser step."""
+        if not (auto_scale_lr or {}).get("enable"):
+            return
+        before = optim_wrapper.param_groups[0]["lr"]
+        for group in optim_wrapper.param_groups:
+            group["lr"] *= accumulation(self)
+        super().scale_lr(optim_wrapper, auto_scale_lr)
+        ratio = optim_wrapper.param_groups[0]["lr"] / before
+        schedules: Any = self.param_schedulers
+        for each in [schedules] if isinstance(schedules, dict) else schedules or ():
+            if each.get("eta_min"):
+                each["eta_min"] *= ratio
+
+    def load_checkpoint(
+        self, filename: str, map_location: Any = "cpu", *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Load a file without running code; all tensors of the model must be there."""
+        checkpoint = load_plain_checkpoint(filename, map_location)
+        self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
+        weights = checkpoint.get("state_dict", checkpoint)
+        weights = {name.removeprefix("module."): tensor for name, tensor in weights.items()}
+        unwrap(self.model).load_state_dict(weights)
+        self.logger.info(f"Load checkpoint from {filename}")
+        return checkpoint
+
+    @master_only
+    def save_checkpoint(
+        self,
+        out_dir: str,
+        filename: str,
+        file_client_args: dict | None = None,
+        save_optimizer: bool = True,
+        save_param_scheduler: bool = True,
+        meta: dict | None = None,
+        by_epoch: bool = True,
+        backend_args: dict | None = None,
+    ) -> None:
+        """Write a checkpoint; its name appears when it is complete, and nothing is copied."""
+        dataset, wrapper, schedulers = (
+            self.train_dataloader.dataset,
+            self.optim_wrapper,
+            self.param_schedulers,
+        )
+        facts = {"epoch": self.epoch + by_epoch, "iter": self.iter + (not by_epoch)}
+        facts |= {**(meta or {}), "seed": self.seed, "experiment_name": self.experiment_name}
+        checkpoint: dict[str, Any] = {
+            "meta": {**facts, "dataset_meta": getattr(dataset, "metainfo", None)},
+            "state_dict": unwrap(self.model).state_dict(),
+            "message_hub": self.message_hub.state_dict(),
+        }
+        if save_optimizer:
+            checkpoint["optimizer"] = wrapper.state_dict()  # type: ignore[union-attr]
+        if save_param_scheduler:
+            checkpoint["param_schedulers"] = [each.state_dict() for each in schedulers or ()]  # type: ignore[union-attr]
+        self.call_hook("before_save_checkpoint", checkpoint=checkpoint)
+        with whole_file(Path(out_dir, filename)) as file:
+            torch.save(checkpoint, file)
+
+
+def _without_start(model: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of a model without the files that it starts from.
+
+    A resumed run has all weights in its checkpoint. A file of the backbone that is still there also
+    has its arguments.
+    """
+    backbone, head = dict(model.get("backbone") or {}), dict(model.get("head") or {})
+    if not Path(backbone.get("checkpoint_path") or "").exists():
+        backbone["checkpoint_path"] = ""
+    parts = {"backbone": {**backbone, "pretrained": False}, "head": {**head, "init_cfg": None}}
+    kinds = {"TimmClassificationBackbone": "backbone", "LabelHead": "head"}
+    for kind, name in kinds.items():
+        if (model.get(name) or {}).get("type") == kind:
+            model = {**model, name: parts[name]}
+    return model
+
+
+def run_training(cfg: Config) -> Runner:
+    """Build what a config names, train, and return the runner.
+
+    Args:
+        cfg: The config.
+    """
+    runner: Any = TrainingRunner.from_cfg(cfg)
+    runner.train()
+    # PyTorch has no public way to end workers that persist between epochs. In a garbage collection
+    # it would wait for each of them for five seconds.
+    runner.train_dataloader._iterator = None
+    return runner
