@@ -408,9 +408,10 @@ def choose_checkpoint(cfg: Config, resume: str | None) -> None:
     if resume is None or (resume == "auto" and not has_run):
         return
     if resume == "auto":
-        # By name, because the folder may have been moved.
-        name = Path(pointer.read_text().strip()).name if pointer.is_file() else "last_checkpoint"
-        path = work_dir / name
+        if pointer.is_file():
+            path = work_dir / Path(pointer.read_text().strip()).name  # the folder may have moved
+        else:  # killed before the first pointer was written; a file with this name is complete
+            path = max(written, key=lambda path: path.stat().st_mtime)
     else:
         path = Path(resume)
         if has_run and path.resolve().parent != work_dir.resolve():
