@@ -255,6 +255,15 @@ def test_a_config_of_your_own_in_its_work_directory_is_not_replaced(config, tmp_
     assert copy.work_dir == "work_dirs/own"  # a run of its own
 
 
+def test_pickled_annotations_are_not_read(config, tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(
+        f"_base_ = {str(config)!r}\ntest_dataloader = dict(dataset=dict(ann_file='x.pkl'))\n"
+    )
+    with pytest.raises(InputError, match=r"x\.pkl could run code"):
+        load_config(path)
+
+
 def test_a_run_is_resumed_and_not_overwritten(config, tmp_path):
     run, other = tmp_path / "run", tmp_path / "other"
     cfg = load_config(config, work_dir=str(run))
@@ -266,8 +275,8 @@ def test_a_run_is_resumed_and_not_overwritten(config, tmp_path):
         (folder / "epoch_1.pth").touch()
     with pytest.raises(InputError, match="already holds a run: add --resume"):
         choose_checkpoint(cfg, None)
-    with pytest.raises(InputError, match=r"there is no checkpoint .*epoch_1\.pth"):
-        choose_checkpoint(cfg, "auto")
+    choose_checkpoint(cfg, "auto")  # killed before the pointer was written
+    assert cfg.load_from == str(run / "epoch_1.pth")
     (run / "last_checkpoint").write_text("/elsewhere/epoch_1.pth")  # the folder was moved
     for resume in ("auto", str(run / "epoch_1.pth")):
         choose_checkpoint(cfg, resume)

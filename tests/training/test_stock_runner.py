@@ -8,7 +8,6 @@ from mmengine.config import Config
 from mmengine.runner import Runner
 from mmpretrain import ImageClassificationInferencer
 
-from tokenformer_vit.errors import InputError
 from tokenformer_vit.mmpretrain_names import timm_state_dict
 from tokenformer_vit.training import TrainingRunner
 from tokenformer_vit.training.storage import load_plain_checkpoint
@@ -123,13 +122,6 @@ def test_a_run_starts_from_a_checkpoint_of_timm(saved, data_root, tmp_path):
     loaded = timm_state_dict(runner.model.state_dict())
     assert loaded.keys() == weights.keys()
     assert all(torch.equal(loaded[name], each) for name, each in weights.items())
-
-
-def test_weights_to_start_from_have_one_argument(data_root, tmp_path):
-    config = stock_config(data_root, tmp_path)
-    config.model.backbone.init_cfg = {"type": "Pretrained", "checkpoint": "x.pth"}
-    with pytest.raises(InputError, match=r"no init_cfg.*checkpoint_path"):
-        Runner.from_cfg(config)
 
 
 def test_the_commands_take_a_config_of_stock_parts(data_root, tmp_path, command):

@@ -124,6 +124,8 @@ def load_config(
         for dataset in datasets(loader.dataset):
             if data_root is not None:
                 dataset.data_root = data_root
+            if str(dataset.get("ann_file")).endswith((".pkl", ".pickle")):
+                raise InputError(f"{dataset.ann_file} could run code: save it as .json")
             if dataset.type in _FOLDERS:
                 dataset.setdefault("extensions", list(IMAGE_SUFFIXES))  # mmpretrain's are fewer
             if dataset.type == "ImagesInMemory":
