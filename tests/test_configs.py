@@ -265,7 +265,7 @@ def test_recipe_of_the_paper(name):
 
     assert cfg.train_cfg.max_epochs == epochs
     assert cfg.auto_scale_lr == {"base_batch_size": 4096, "enable": False}
-    assert (cfg.optim_wrapper.type, "clip_grad" in cfg.optim_wrapper) == ("OptimWrapper", False)
+    assert (cfg.optim_wrapper.type, "clip_grad" in cfg.optim_wrapper) == ("LazyOptimWrapper", False)
     assert cfg.optim_wrapper.optimizer == {
         "type": "AdamW",
         "lr": pytest.approx(PEAK, rel=1e-12),
