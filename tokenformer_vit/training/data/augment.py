@@ -27,7 +27,7 @@ __all__ = ["EvalTransform", "FastRandAugment", "Torchvision"]
 
 _LEVELS = np.arange(256, dtype=np.uint8)[:, None, None].repeat(3, axis=2)  # (256, 1, 3)
 # What an operation of RandAugment with a value does to an image, (H, W, 3) uint8 in RGB.
-_Change = Callable[[Any, np.ndarray, Any], np.ndarray]
+_Change = Callable[[np.ndarray, Any], np.ndarray]
 
 
 class Torchvision(BaseTransform):
@@ -170,72 +170,40 @@ class FastRandAugment(stock.RandAugment):
                     value = operation.random_magnitude()
                 if signed:
                     value = operation.random_negative(value)
-                results["img"] = change(operation, results["img"], value)
+                results["img"] = change(results["img"], value)
         return results
 
 
-def _by_table(change: _Change) -> _Change:
+def _by_table(change: Callable[[Any, Any], Any]) -> _Change:
     """Change an image by a table of what each of the 256 values becomes."""
-    return lambda operation, image, value: cv2.LUT(
-        image, change(operation, _LEVELS, value).astype(np.uint8)
-    )
+    return lambda image, value: cv2.LUT(image, change(_LEVELS, value).astype(np.uint8))
 
 
 def _by_pillow(change: Callable[[Image.Image], Image.Image]) -> _Change:
-    """Change an image by a function of Pillow that treats all channels alike."""
-    return lambda operation, image, value: np.array(change(Image.fromarray(image)))
+    """Change an image by a function of Pillow that treats all channels alike, as mmcv's does."""
+    return lambda image, value: np.array(change(Image.fromarray(image)))
 
 
-def _by_warp(warp: Callable[..., np.ndarray]) -> _Change:
-    """Change an image by mmcv's function for a shear or a translation."""
-    return lambda operation, image, value: warp(
-        image, value, operation.direction, operation.pad_val, operation.interpolation
-    )
-
-
-def _translate(operation: Any, image: np.ndarray, value: float) -> np.ndarray:
-    side = image.shape[1 if operation.direction == "horizontal" else 0]
-    return _by_warp(mmcv.imtranslate)(operation, image, value * side)
-
-
-def _rotate(operation: Any, image: np.ndarray, angle: float) -> np.ndarray:
-    options = operation.center, operation.scale, operation.pad_val, operation.interpolation
-    return mmcv.imrotate(image, angle, *options)
-
-
-def _solarize_add(operation: Any, image: np.ndarray, value: float) -> np.ndarray:
-    return np.where(image < operation.thr, np.minimum(image + value, 255), image)
-
-
-def _contrast(operation: Any, image: np.ndarray, value: float) -> np.ndarray:
+def _contrast(image: np.ndarray, value: float) -> np.ndarray:
     mean = round(cv2.mean(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY))[0])
     levels = _LEVELS.astype(np.float32)
     table = cv2.addWeighted(levels, 1 + value, np.full_like(levels, mean), -value, 0)
     return cv2.LUT(image, table.clip(0, 255).astype(np.uint8))
 
 
-def _saturate(operation: Any, image: np.ndarray, value: float) -> np.ndarray:
+def _saturate(image: np.ndarray, value: float) -> np.ndarray:
     gray = cv2.cvtColor(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
     return cv2.addWeighted(image, 1 + value, gray, -value, 0)
 
 
-# For each operation: the attribute that holds its value, which is drawn if that is None; whether a
-# sign is drawn, too; and what it does. Some have no value, and do not use their probability.
+# For each operation that mmcv makes slowly or in BGR: the attribute that holds its value, which is
+# drawn if that is None; whether a sign is drawn, too; and what it does. Two have no value.
 _OPERATIONS: dict[type, tuple[str, bool, _Change]] = {
-    stock.AutoContrast: ("prob", False, _by_pillow(ImageOps.autocontrast)),  # as mmcv's
+    stock.AutoContrast: ("prob", False, _by_pillow(ImageOps.autocontrast)),
     stock.Equalize: ("prob", False, _by_pillow(ImageOps.equalize)),
-    stock.Invert: ("prob", False, lambda _, image, value: cv2.bitwise_not(image)),
-    stock.Posterize: ("bits", False, _by_table(lambda _, x, v: mmcv.posterize(x, ceil(v)))),
-    stock.Solarize: ("thr", False, _by_table(lambda _, x, v: mmcv.solarize(x, v))),
-    stock.SolarizeAdd: ("magnitude", False, _by_table(_solarize_add)),
-    stock.Brightness: (
-        *("magnitude", True),
-        _by_table(lambda _, x, v: mmcv.adjust_brightness(x, 1 + v)),
-    ),
+    stock.Posterize: ("bits", False, _by_table(lambda x, v: mmcv.posterize(x, ceil(v)))),
+    stock.Solarize: ("thr", False, _by_table(mmcv.solarize)),
+    stock.Brightness: ("magnitude", True, _by_table(lambda x, v: mmcv.adjust_brightness(x, 1 + v))),
     stock.Contrast: ("magnitude", True, _contrast),
     stock.ColorTransform: ("magnitude", True, _saturate),
-    stock.Sharpness: ("magnitude", True, lambda _, x, v: mmcv.adjust_sharpness(x, 1 + v)),
-    stock.Rotate: ("angle", True, _rotate),
-    stock.Shear: ("magnitude", True, _by_warp(mmcv.imshear)),
-    stock.Translate: ("magnitude", True, _translate),
 }
