@@ -152,24 +152,6 @@ def open_images(
     return ImageRows(rows, labels, names or numbered(int(labels.max()) + 1), where)
 
 
-def check_source(source: str | Path, split: str) -> None:
-    """Check that a source has a split, without reading images; files of the hub are downloaded.
-
-    Args:
-        source: Source of :func:`open_images`.
-        split: Name of the split.
-
-    Raises:
-        InputError: If ``datasets`` is not installed, the source or the split is missing, or a file
-            cannot be downloaded.
-    """
-    folder, is_saved = _find(source, split)
-    if is_saved:
-        _load_saved(folder, split)
-    else:
-        _check_split(split, find_shards(folder), folder)
-
-
 def _find(source: str | Path, split: str) -> tuple[Path, bool]:
     """Return the folder of a source, and whether ``save_to_disk`` wrote it."""
     try:
