@@ -43,7 +43,10 @@ class Net2NetHook(GrowthHook):
         self, model: nn.Module, sizes: dict[str, Any], seed: int, optimizer: Optimizer | None
     ) -> None:
         """Widen the hidden layers of a model, or stack its blocks."""
-        common: dict[str, Any] = {"optimizer": optimizer, "moments": self.moments}
+        common: dict[str, Any] = {
+            "optimizer": optimizer,
+            "moments": self.how.get("moments", "keep"),
+        }
         if "depth" in sizes:
             stack_blocks(model, **sizes, **common)
         else:

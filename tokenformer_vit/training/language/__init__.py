@@ -1,9 +1,7 @@
 """Language models in mmengine's runner.
 
-Importing this package registers its classes. The configs ``lm_*.py`` name it in
-``custom_imports``, with ``tokenformer_vit.training``, which needs none of Hugging Face's libraries.
-Image classifiers use the same loop, schedule, checkpoints, growth and record. This package has the
-data set, the model, the metrics, and its own checks and export.
+The configs ``lm_*.py`` name this package in ``custom_imports``, which registers its classes.
+``tokenformer_vit.training`` needs none of Hugging Face's libraries.
 """
 
 from .data import TokenDataset

@@ -1,11 +1,5 @@
-"""Rows of the tokens that prepare-text wrote.
+"""Rows of the tokens that prepare-text wrote; PyTorch's ``default_collate`` makes the batches."""
 
-An image data set of mmpretrain has a pipeline of transforms and makes data samples. Rows of tokens
-need neither: PyTorch's own ``default_collate`` makes the batches.
-"""
-
-import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,8 +37,6 @@ class TokenDataset(Dataset):
 
     def __init__(self, data_root: str | Sequence[str], split: str) -> None:
         roots = [data_root] if isinstance(data_root, str) else list(data_root)
-        if not roots:
-            raise InputError("data_root of TokenDataset is an empty list; give a folder")
         self.folders = [Path(root) for root in roots]
         metas = [read_text_meta(folder) for folder in self.folders]
         for key in ("context_length", "vocab_size"):
@@ -60,32 +52,15 @@ class TokenDataset(Dataset):
                 f"two of the folders {', '.join(roots)} have the same name, but perplexities are "
                 "reported by name; rename one"
             )
-        self._metas, self._split = metas, split
-        self._length = metas[0]["context_length"]
+        self._split, self._length = split, metas[0]["context_length"]
         self._tokens = [open_tokens(folder, split) for folder in self.folders]
         self._ends = np.cumsum([(len(each) - 1) // self._length for each in self._tokens])
-        self.metainfo: dict[str, Any] = {
-            "sources": sources,
-            "context_length": self._length,
-            "vocab_size": metas[0]["vocab_size"],
-        }
+        shared = {key: metas[0][key] for key in ("context_length", "vocab_size")}
+        self.metainfo: dict[str, Any] = {"sources": sources, **shared}
 
     def __reduce__(self) -> Any:
         """Open the files again in a worker that is not a fork: a pickle would hold all tokens."""
         return type(self), (list(map(str, self.folders)), self._split)
-
-    @classmethod
-    def check_files(cls, data_root: str | Sequence[str], split: str, **_: Any) -> None:
-        """Check the files, before a run begins."""
-        cls(data_root, split)  # maps them into memory and reads no row
-
-    def fingerprint(self) -> str:
-        """Return a SHA-256 of the sizes of the texts and of two rows, to check on resume."""
-        made = [meta["splits"] for meta in self._metas]
-        digest = hashlib.sha256(json.dumps(made, sort_keys=True).encode())
-        for row in (0, len(self) - 1):
-            digest.update(self[row]["inputs"].numpy().tobytes())
-        return digest.hexdigest()
 
     def __len__(self) -> int:
         """Return the number of rows."""

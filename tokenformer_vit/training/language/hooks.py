@@ -1,8 +1,4 @@
-"""Hooks of a language run: checks and export.
-
-They replace two hooks of image classifiers, which check classes and labels and write a timm folder.
-A language run checks tokens and tokenizers, and writes a folder of transformers.
-"""
+"""Hooks of a language run: they check tokens and tokenizers, and export for transformers."""
 
 from pathlib import Path
 
@@ -39,14 +35,14 @@ class LanguageGuardHook(GuardHook):
             if length > model.context_length:
                 raise InputError(
                     f"{where} has rows of {length} tokens, but the model's context_length is "
-                    f"{model.context_length}: set `--cfg-options model.config.context_length="
-                    f"{length}`, or prepare the text with --context-length {model.context_length}"
+                    f"{model.context_length}: set `model.config.context_length={length}`, or "
+                    f"prepare the text with --context-length {model.context_length}"
                 )
             if entries > model.vocab_size:
                 raise InputError(
                     f"{where} has a tokenizer with {entries} entries, but the model's vocab_size "
-                    f"is {model.vocab_size}: set `--cfg-options model.config.vocab_size={entries}` "
-                    "or more, or prepare the text with the model's tokenizer"
+                    f"is {model.vocab_size}: set `model.config.vocab_size={entries}` or more, or "
+                    "prepare the text with the model's tokenizer"
                 )
         first, *others = (loader.dataset.folders[0] for loader in loaders.values())
         start = runner.cfg.model.get("checkpoint")
@@ -55,16 +51,6 @@ class LanguageGuardHook(GuardHook):
         for folder in others:
             if folder != first:
                 check_tokens_agree(first, folder)
-
-    def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
-        """Refuse weights of another model, and say how to start from a folder."""
-        try:
-            super().after_load_checkpoint(runner, checkpoint)
-        except InputError as error:
-            raise InputError(
-                f"{error}; load_from takes a *.pth of a run, model.checkpoint takes a folder with "
-                "config.json and model.safetensors"
-            ) from error
 
     def check_testing(self, runner) -> None:
         """Refuse to test: there are no classes."""
@@ -75,8 +61,7 @@ class LanguageGuardHook(GuardHook):
 class LanguageResultsHook(ResultsHook):
     """At the end of a run, draw its curves, export model and tokenizer, and write its record.
 
-    The export is for transformers: ``model.safetensors``, ``config.json`` and the files of the
-    tokenizer; of a model with masks also ``masks.pt``.
+    The export is a folder of transformers; of a model with masks it also has ``masks.pt``.
     """
 
     packages = ("transformers", "tokenizers", "datasets")

@@ -36,9 +36,9 @@ class CausalLM(NestedTraining, BaseModel):
 
     Args:
         architecture: ``tokenformer``, or ``transformer`` for the form of GPT-2 or GPT-NeoX.
-        config: Sizes of a new model. For a TokenFormer, a ``preset`` and changes to it, or the
-            fields of :class:`~tokenformer_vit.models.LMConfig`; for a Transformer, the arguments
-            of :func:`~tokenformer_vit.language.transformer_lm`. Empty with a ``checkpoint``.
+        config: Sizes of a new model: for a TokenFormer the fields of
+            :class:`~tokenformer_vit.models.LMConfig`, perhaps with a ``preset``; for a Transformer
+            the arguments of :func:`~tokenformer_vit.language.transformer_lm`.
         checkpoint: Folder of a trained model to start from; its weights are converted to float32.
         growth: Arguments of :func:`tokenformer_vit.growth.grow`, to append pairs at the start. The
             default ``seed`` is the seed of the run.
@@ -56,20 +56,17 @@ class CausalLM(NestedTraining, BaseModel):
             its arguments. Checkpoints stay the same.
 
     Raises:
-        InputError: If an argument is unknown, sizes do not fit, the checkpoint cannot be read, or
-            ``sandwich`` is given for a model that is not nested, or together with ``masks``.
+        InputError: If the checkpoint cannot be read, ``config`` or ``masks`` do not fit the other
+            arguments, or ``sandwich`` is given for a model that is not nested.
 
     Shape:
         Rows of (B, N + 1) tokens: the first N are read and the last N predicted.
-
-    Attributes:
-        sources: Names of the validation texts, by number; the guard sets it.
 
     Note:
         The loss is the mean cross-entropy a token in nats, computed in float32.
     """
 
-    sources: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()  # names of the validation texts, by number; the guard sets them
 
     def __init__(
         self,
@@ -120,18 +117,11 @@ class CausalLM(NestedTraining, BaseModel):
     def forward(  # type: ignore[override]
         self, inputs: Tensor, source: Tensor | None = None, mode: str = "tensor"
     ) -> dict[str, Tensor] | list[dict[str, Tensor]] | Tensor:
-        """Read rows of tokens.
+        """Read (B, N + 1) tokens; ``source``, (B,), numbers the text of each row, for its mask.
 
-        Args:
-            inputs: (B, N + 1) int64 tokens.
-            source: (B,) number of the text of each row, for its mask.
-            mode: Mode of mmengine: ``loss``, ``predict`` or ``tensor``.
-
-        Returns:
-            For ``loss`` a dict with the mean loss. For ``predict`` a dict for each row:
-            ``losses`` (N,) float32; ``right`` (N,) bool, whether the most likely token is the true
-            one; ``targets`` (N,); and ``source``. With ``sandwich`` also ``losses_at_0.25`` and
-            so on. For ``tensor`` (B, N, V) logits.
+        Mode ``loss`` gives a dict with the mean loss, ``tensor`` the (B, N, V) logits, and
+        ``predict`` a dict for each row: ``losses`` (N,) float32; ``right`` (N,), whether the most
+        likely token is the true one; ``targets`` (N,); ``source``; perhaps ``losses_at_0.25``.
         """
         if mode == "loss":
             if not self.sandwich:
@@ -158,22 +148,17 @@ class CausalLM(NestedTraining, BaseModel):
 
     def _measure(self, inputs: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
         """Return the losses, and whether the most likely tokens are right; both (B, N)."""
-        # Reading the numbers of the texts waits for the GPU; a single text needs no number.
+        # Reading the numbers of the texts waits for the GPU; without masks none is needed.
         parts: list[tuple[int, Any]] = [(0, slice(None))]
-        if len(self.sources) > 1:
-            parts = [
-                (int(number), (source == number).nonzero()[:, 0])
-                for number in source.unique().tolist()
-            ]
+        if self.masks is not None:
+            numbers = source.unique().tolist()
+            parts = [(int(number), (source == number).nonzero()[:, 0]) for number in numbers]
         targets = inputs[:, 1:]
         losses, right = torch.empty_like(targets, dtype=torch.float), targets.bool()
         for number, chosen in parts:
-            logits = self._masked_logits(inputs[chosen], number).float()
-            own = targets[chosen]
-            losses[chosen] = F.cross_entropy(
-                logits.flatten(0, 1), own.flatten(), reduction="none"
-            ).view_as(own)
-            right[chosen] = logits.argmax(dim=-1) == own
+            logits, own = self._masked_logits(inputs[chosen], number).float(), targets[chosen]
+            each = F.cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="none")
+            losses[chosen], right[chosen] = each.view_as(own), logits.argmax(dim=-1) == own
         return losses, right
 
     def _masked_logits(self, inputs: Tensor, source: int) -> Tensor:
@@ -192,22 +177,17 @@ def _build(architecture: str, config: dict[str, Any], checkpoint: str) -> Any:
     if checkpoint:
         if config:
             raise InputError(
-                f"model.config sets sizes ({config}), but the checkpoint {checkpoint} has its own: "
-                "set `config=dict(_delete_=True)`, or remove model.checkpoint"
+                f"the checkpoint {checkpoint} has its own sizes: set `config=dict(_delete_=True)`, "
+                "or remove model.checkpoint"
             )
         # Published models may have 16-bit weights, in which the optimiser's steps would be lost.
         return load_language_model(Path(checkpoint)).float().train()
-    try:
-        if architecture == "tokenformer":
-            preset = config.pop("preset", None)
-            sizes = lm_config(preset, **config) if preset else LMConfig(**config)
-            return TokenFormerForCausalLM(TokenFormerConfig(**vars(sizes)))
-        if architecture == "transformer":
-            return transformer_lm(**config)
-    except (TypeError, ValueError) as error:  # such as an unknown name, or a size that does not fit
-        raise InputError(
-            f"model.config cannot build a {architecture}: {error}; correct it"
-        ) from error
+    if architecture == "tokenformer":
+        preset = config.pop("preset", None)
+        sizes = lm_config(preset, **config) if preset else LMConfig(**config)
+        return TokenFormerForCausalLM(TokenFormerConfig(**vars(sizes)))
+    if architecture == "transformer":
+        return transformer_lm(**config)
     raise InputError(f"architecture must be tokenformer or transformer, but got {architecture!r}")
 
 
@@ -220,21 +200,16 @@ def _masks(
     file = Path(checkpoint, MASKS)
     known = torch.load(file, weights_only=True) if checkpoint and file.is_file() else {}
     masks = TokenMasks(model, known)
-    name = wanted["new"]
     if before:
-        masks.add_appended(name, before)
+        masks.add_appended(wanted["new"], before)
     else:
-        masks.add(name)
-    masks.activate(name)
+        masks.add(wanted["new"])
+    masks.activate(wanted["new"])
     return masks
 
 
 def _stem(model: nn.Module) -> list[nn.Parameter]:
     """List the parameters outside the blocks: embeddings, positions, final norm and head."""
-    within = {
-        id(parameter)
-        for name, module in model.named_modules()
-        if name.rpartition(".")[2] in BLOCKS
-        for parameter in module.parameters()
-    }
-    return [parameter for parameter in model.parameters() if id(parameter) not in within]
+    blocks = [part for name, part in model.named_modules() if name.rpartition(".")[2] in BLOCKS]
+    within = {parameter for part in blocks for parameter in part.parameters()}
+    return [parameter for parameter in model.parameters() if parameter not in within]

@@ -75,18 +75,10 @@ class DistilledHead(LabelHead):
     """The two heads of a model with a distillation token, such as ``tokenformer_small_distilled``.
 
     Scores are the mean of both. Under a :class:`DistilledClassifier` labels train the first head,
-    and the teacher the second; otherwise labels train the mean.
-
-    Args:
-        num_classes: Number of classes K.
-        in_channels: Width C of the tokens.
-        **kwargs: As for ``LinearClsHead``.
+    and the teacher the second; otherwise labels train the mean. Arguments: as ``LinearClsHead``.
 
     Shape:
         A tuple of the class token and the distillation token, (N, C) each -> (N, K).
-
-    Source:
-        DeiT, arXiv:2012.12877, Section 4.
     """
 
     def __init__(self, num_classes: int, in_channels: int, **kwargs: Any) -> None:
@@ -148,16 +140,7 @@ class DistilledClassifier(ImageClassifier):
         return Teacher(how["teacher"], how["checkpoint_path"], self)
 
     def loss(self, inputs: Tensor, data_samples: Any) -> dict[str, Tensor]:
-        """Compute the loss of a batch.
-
-        Args:
-            inputs: (N, 3, H, W) images, already mixed.
-            data_samples: Labels or scores of the images, as a tensor or a list.
-
-        Returns:
-            ``loss``, and for the log its two parts before they are weighted, ``from_labels`` and
-            ``from_teacher``.
-        """
+        """Compute the loss of mixed images, and for the log its parts before their weights."""
         head: Any = self.head
         features = self.extract_feat(inputs)
         if isinstance(head, DistilledHead):

@@ -1,6 +1,7 @@
 """Growth during a run, and the cost of the training so far."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -8,7 +9,6 @@ import torch
 from mmengine.hooks import EMAHook, Hook
 from mmengine.model import is_model_wrapper
 from mmengine.registry import HOOKS
-from mmengine.runner import IterBasedTrainLoop
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,7 +19,8 @@ from tokenformer_vit.layers.arguments import COUNTS
 from tokenformer_vit.models.sizes import at_size
 
 from ..distributed import unwrap
-from ..hooks import check_finite, is_resuming, losses_are_due
+from ..hooks import check_finite, losses_are_due
+from ..loop import by_iteration
 from ..optim import align_schedulers
 from .nested import NestedTraining
 
@@ -44,29 +45,21 @@ class GrowthHook(Hook):
 
     The config describes the model at the start. The hook grows the model, its average, the
     optimiser and the schedule of the learning rate, on all processes alike. A resumed run, and a
-    test of a checkpoint, first grow to the size of the checkpoint. Checkpoints, record and export
-    describe the grown model. The curves mark each growth.
+    test of a checkpoint, first grow to the size of the checkpoint.
 
     Args:
         schedule: Sizes of the model from a given time on, in order. Each entry has ``epoch`` or
-            ``iteration`` (the number finished by then; the same unit in all entries; 0 grows the
-            weights that the run starts from), and any of ``num_qkv_param_tokens``,
-            ``num_proj_param_tokens``, ``num_ffn_param_tokens``, each a number or a list with one
-            for each block.
-        init: Start of new pairs, one of ``tokenformer_vit.growth.INITS``; see
-            :func:`tokenformer_vit.growth.grow`.
-        gate: Gate of new pairs for softmax; see :func:`tokenformer_vit.growth.grow`.
-        nested: Whether each size becomes a nested size of the next; see
-            :func:`tokenformer_vit.growth.grow`. A nested model always keeps its sizes.
+            ``iteration``, the number finished by then (0 grows the weights that the run starts
+            from), and any of ``num_qkv_param_tokens``, ``num_proj_param_tokens`` and
+            ``num_ffn_param_tokens``, each a number or a list with one for each block.
         open_iters: Number of iterations in which ``fixed`` gates open evenly after each growth.
-        moments: ``keep`` the optimiser's moments of old pairs, or ``reset`` them.
-        new_lr_scale: Factor on the learning rate of the newest pairs.
         new_warmup_iters: Number of iterations in which the learning rate of the newest pairs rises
-            evenly to its value after each growth.
-        freeze: ``old`` trains only the newest pairs and the classifier after a growth.
+            evenly to its value after each growth; they are then a group of the optimiser.
         train_head: Whether the classifier is trained although ``freeze`` is given. Without it, the
             grown model contains the old one unchanged.
         seed: Seed of the new pairs; default: the seed of the run.
+        **how: Other arguments of :func:`tokenformer_vit.growth.grow`: ``init``, ``gate``,
+            ``nested``, ``moments``, ``new_lr_scale`` and ``freeze``.
 
     Raises:
         InputError: If the model would never grow to a size, or a gate never open.
@@ -81,37 +74,26 @@ class GrowthHook(Hook):
     def __init__(
         self,
         schedule: Sequence[Mapping[str, Any]],
-        init: str = "zero_key",
-        gate: str | None = None,
-        nested: bool = False,
         open_iters: int = 0,
-        moments: str = "keep",
-        new_lr_scale: float = 1.0,
         new_warmup_iters: int = 0,
-        freeze: str | None = None,
         train_head: bool = True,
         seed: int | None = None,
+        **how: Any,
     ) -> None:
         self.schedule = [dict(event) for event in schedule]
-        self.moments = moments
         self.done = 0  # growths so far
-        self._how: dict[str, Any] = {
-            **{"init": init, "gate": gate, "nested": nested, "freeze": freeze},
-            **{"new_lr_scale": new_lr_scale, "split": new_warmup_iters > 0},
-        }
+        self.how = {**how, "split": new_warmup_iters > 0}
         self._open_iters, self._warmup_iters = open_iters, new_warmup_iters
-        self._train_head = train_head
-        self._seed = seed
+        self._train_head, self._seed = train_head, seed
         self._rates: list[tuple[dict[str, Any], float]] = []  # groups that warm up; their own rates
 
     def before_train(self, runner) -> None:
         """Check that every growth of the schedule happens, and every gate opens."""
-        by_epoch = not isinstance(runner.train_loop, IterBasedTrainLoop)
         units = {key for event in self.schedule for key in _UNITS if key in event}
         odd = {key for event in self.schedule for key in event} - {*self.keys, *units}
         fault = f"has {', '.join(sorted(odd))}, but may have {', '.join(self.keys)}" if odd else ""
         timed = all(len(event) > 1 and {*units} < event.keys() for event in self.schedule)
-        if len(units) != 1 or not timed or (units == {"epoch"} and not by_epoch):
+        if len(units) != 1 or not timed or (units == {"epoch"} and by_iteration(runner)):
             fault = "needs `epoch` in every entry, or `iteration` if the run counts those"
         elif not fault:
             times = [self._start(runner, event) for event in self.schedule]
@@ -119,7 +101,7 @@ class GrowthHook(Hook):
             if room <= 0 or room < self._open_iters:
                 fault = f"grows before iterations {times} of {runner.max_iters}, which leaves "
                 fault += f"{room} iterations after one of them"
-        if (self._open_iters > 0) != (self._how["gate"] == "fixed"):
+        if (self._open_iters > 0) != (self.how.get("gate") == "fixed"):
             fault = f"has open_iters={self._open_iters}, which gate='fixed' needs, and it alone"
         if getattr(unwrap(runner.model), "sandwich", False):
             fault = "cannot grow a model that trains several sizes; see `tokenformer-vit grow`"
@@ -149,7 +131,7 @@ class GrowthHook(Hook):
             return
         since = runner.iter - self._start(runner, self.schedule[self.done - 1])
         if self._open_iters:
-            for model in _models(runner):
+            for model in (unwrap(runner.model), *(each.module for each in _averages(runner))):
                 open_gates(model, min(1.0, since / self._open_iters))
         if since < self._warmup_iters:
             model, optimizer = unwrap(runner.model), runner.optim_wrapper.optimizer
@@ -176,25 +158,14 @@ class GrowthHook(Hook):
         while self.done < len(self.schedule) and not _fits(runner.model, loaded):
             self._grow(runner, optimizer)
         if self.done > started:
+            runner.logger.info(f"The checkpoint has the size after growth {self.done}.")
             _rewrap(runner)
-            if not is_resuming(runner):
-                runner.logger.info(
-                    f"The checkpoint has the size after growth {self.done} of "
-                    f"{len(self.schedule)}; the run continues with the rest of the schedule."
-                )
 
     def grow_model(
         self, model: nn.Module, sizes: dict[str, Any], seed: int, optimizer: Optimizer | None
     ) -> None:
-        """Grow a model, and its optimiser if it has one.
-
-        Args:
-            model: The model in training, or its average.
-            sizes: What an entry of the schedule has besides its time.
-            seed: Seed of the run.
-            optimizer: The optimiser; None for an average.
-        """
-        grow(model, **sizes, **self._how, moments=self.moments, optimizer=optimizer, seed=seed)
+        """Grow the model in training with its optimiser, or the average, which has none."""
+        grow(model, **sizes, **self.how, optimizer=optimizer, seed=seed)
 
     def _start(self, runner, event: Mapping[str, int]) -> int:
         """Return the iteration before which a growth is due."""
@@ -209,30 +180,25 @@ class GrowthHook(Hook):
         if seed is None:  # the same on all processes; their own seeds may differ by rank
             own_seed = runner.cfg.get("randomness", {}).get("diff_rank_seed", False)
             seed = (runner.seed or 0) - (runner.rank if own_seed else 0)
-        model, *averages = _models(runner)
+        model = unwrap(runner.model)
         self.grow_model(model, sizes, seed, optimizer)
-        if self._how["freeze"] and self._train_head and hasattr(model, "head"):
+        if self.how.get("freeze") and self._train_head and hasattr(model, "head"):
             model.head.requires_grad_()  # a language model keeps its frozen head
-        for average in averages:
-            self.grow_model(average, sizes, seed, None)
-            average.requires_grad_(False)
-        for hook in runner.hooks:
-            if isinstance(hook, EMAHook):
-                ema: Any = hook.ema_model
-                ema.avg_parameters = (
-                    ema.module.state_dict()
-                    if ema.update_buffers
-                    else dict(ema.module.named_parameters())
-                )
+        for average in _averages(runner):
+            self.grow_model(average.module, sizes, seed, None)
+            average.module.requires_grad_(False)
+            own = average.module
+            average.avg_parameters = (
+                own.state_dict() if average.update_buffers else dict(own.named_parameters())
+            )
         if optimizer is not None:
             align_schedulers(runner)
         self.done += 1
 
 
-def _models(runner) -> list[Any]:
-    """Return the model in training, and the averaged one if there is one."""
-    averages = [hook.ema_model.module for hook in runner.hooks if isinstance(hook, EMAHook)]
-    return [unwrap(runner.model), *averages]
+def _averages(runner) -> list[Any]:
+    """Return mmengine's wrapper of the averaged model, if there is one."""
+    return [hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook)]
 
 
 def _count(model: nn.Module) -> int:
@@ -261,32 +227,26 @@ def _rewrap(runner) -> None:
 class CostHook(Hook):
     """Log the cost of the training so far, with the loss and with every validation.
 
-    ``parameters`` is the present number. ``flops`` is the sum of the forward and backward passes of
-    the backbone, autoencoder or language model over all images or sequences so far, each at the
-    size that the model had then, or at all sizes that a step of a nested model computed. The
-    predictions of a teacher are not counted.
+    ``parameters`` is the present number. ``flops`` is the sum over all images or sequences so far,
+    forward and backward, at the size that the model had then, or at all sizes that a step of a
+    nested model computed. The predictions of a teacher are not counted.
     """
 
-    _parameters = 0
-
-    def before_train_iter(self, runner, batch_idx: int, data_batch: Any = None) -> None:
-        """Forget the FLOPs of the model, if its number of parameters changed."""
-        parameters = _count(unwrap(runner.model))
-        if parameters != self._parameters:
-            self._parameters = parameters
-            self._known: dict[float | None, int] = {}  # FLOPs of an example, by the size
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, float | None], int] = {}  # FLOPs of an example
 
     def after_train_iter(
         self, runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
         """Add the cost of this iteration."""
-        spent = runner.message_hub.runtime_info.get("flops") or 0
-        model = unwrap(runner.model)
+        spent, model = runner.message_hub.runtime_info.get("flops") or 0, unwrap(runner.model)
+        parameters = _count(model)
         for batch in data_batch if isinstance(data_batch, list) else [data_batch]:
             for size in model.drawn_sizes() if isinstance(model, NestedTraining) else (None,):
-                if size not in self._known:
-                    self._known[size] = _flops_at(model, size, batch)
-                spent += len(batch["inputs"]) * self._known[size] * runner.world_size
+                key = (parameters, size)
+                if key not in self._known:
+                    self._known[key] = _flops_at(model, size, batch)
+                spent += len(batch["inputs"]) * self._known[key] * runner.world_size
         runner.message_hub.update_info("flops", spent)
         if losses_are_due(runner, batch_idx):
             self._log(runner, "train")
@@ -305,10 +265,8 @@ def _flops_at(model: Any, size: float | None, batch: Mapping[str, Any]) -> int:
     """Count the FLOPs of training on one example of a batch."""
     if hasattr(model, "training_flops"):  # a masked autoencoder is more than its backbone
         return model.training_flops()
-    tokens, inner = None, model.backbone.model if hasattr(model, "backbone") else model.model
-    if not hasattr(model, "backbone"):
-        tokens = batch["inputs"].shape[1] - 1  # the last token of a row is only predicted
-    if size is None:
-        return training_flops(inner, tokens)
-    with at_size(inner, size):
+    of_images = hasattr(model, "backbone")
+    tokens = None if of_images else batch["inputs"].shape[1] - 1  # the last one is only predicted
+    inner = model.backbone.model if of_images else model.model
+    with at_size(inner, size) if size else nullcontext():
         return training_flops(inner, tokens)

@@ -79,10 +79,7 @@ class MaskedAutoencoder(MAE):
             positions.data[:, : -(side**2)] = 0  # of class and register tokens
 
     def training_flops(self) -> int:
-        """Count the FLOPs of training on one image: encoder on visible patches, and decoder.
-
-        Products are counted, as by :func:`~tokenformer_vit.benchmarking.costs.training_flops`.
-        """
+        """Count the FLOPs of training on one image: encoder on visible patches, and decoder."""
         encoder = self.backbone.model
         seen = total(model_costs(encoder, encoder.num_prefix_tokens + self._num_visible))
         tokens = self.neck.mask_token.new_empty(1, 1 + self._num_visible, encoder.embed_dim)

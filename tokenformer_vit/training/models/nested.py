@@ -23,17 +23,12 @@ class NestedTraining:
     """What a classifier and a language model share if one ``loss()`` computes several sizes.
 
     A step computes the largest size, the smallest and a random one between them. All of them are
-    in one loss, so gradients are exchanged, accumulated and clipped once.
-
-    Attributes:
-        sandwich: Whether the model trains several sizes.
-        distill: Whether a smaller size learns the labels and, with the same weight, the predictions
-            of the next larger size of the step. The largest size is trained alone in the first
-            tenth of the run.
+    in one loss, so gradients are exchanged, accumulated and clipped once. With ``distill`` a
+    smaller size learns the labels and, with the same weight, the predictions of the next larger
+    size of the step; the largest size is trained alone in the first tenth of the run.
 
     Source:
-        Sandwich rule: arXiv:1903.05134. Distillation from the next larger size: Scala,
-        arXiv:2412.04786.
+        Sandwich rule: arXiv:1903.05134. Distillation: Scala, arXiv:2412.04786.
     """
 
     sandwich: bool = False
@@ -50,11 +45,7 @@ class NestedTraining:
         return self.sized.sizes[:-1] if self.sandwich else ()
 
     def train_sizes(self, distill: bool) -> None:
-        """Train all sizes of the model from now on.
-
-        Raises:
-            InputError: If the model has only one size, or a size that is not a share of all layers.
-        """
+        """Train all sizes of the model, which are shares of the pairs of all layers."""
         sizes = getattr(self.sized, "sizes", ())
         if len(sizes) < 2 or any(isinstance(size, Mapping) for size in sizes):
             raise InputError(
@@ -64,11 +55,7 @@ class NestedTraining:
         self.sandwich, self.distill = True, distill
 
     def drawn_sizes(self) -> tuple[float | None, ...]:
-        """Return the sizes of this iteration, from the largest on.
-
-        They depend on the seed of the run and the number of the iteration, so a resumed run draws
-        the same ones.
-        """
+        """Return the sizes of this iteration, from the largest on; a resumed run draws the same."""
         if not self.sandwich:
             return (None,)
         info = MessageHub.get_current_instance().runtime_info
@@ -81,12 +68,7 @@ class NestedTraining:
         return (largest, *between, smallest)
 
     def mean_flops(self, num_tokens: int | None = None) -> int:
-        """Count the FLOPs of training on one example: the mean over a run.
-
-        Args:
-            num_tokens: Length of the sequences; see
-                :func:`tokenformer_vit.benchmarking.costs.training_flops`.
-        """
+        """Count the FLOPs of training on one image, or row of tokens: the mean over a run."""
         if not self.sandwich:
             return training_flops(self.sized, num_tokens)
         flops = []
@@ -105,13 +87,8 @@ class NestedTraining:
     ) -> dict[str, Tensor]:
         """Compute the mean loss of the sizes of a step.
 
-        Args:
-            forward: Function that computes the batch, at the size that is set.
-            loss: Function from the result of ``forward`` to its loss by the labels.
-            logits: Function from the result of ``forward`` to the logits, (..., K).
-
-        Raises:
-            InputError: If the model uses gradient checkpointing.
+        ``forward`` computes the batch at the size that is set; ``loss`` and ``logits`` turn its
+        result into the loss by the labels, and into (..., K) logits.
         """
         losses, teacher = [], None
         for size in self.drawn_sizes():
@@ -159,12 +136,7 @@ class NestedClassifier(NestedTraining, ImageClassifier):
         return model if isinstance(model, TokenFormerViT) else None
 
     def loss(self, inputs: Tensor, data_samples: Any) -> dict[str, Tensor]:
-        """Compute the mean loss of the sizes of a step.
-
-        Args:
-            inputs: (B, C, H, W) images, already mixed.
-            data_samples: Labels or scores of the images, as a tensor or a list.
-        """
+        """Compute the mean loss of the sizes of a step; images are already mixed."""
         head: Any = self.head
         return self.loss_of_sizes(
             lambda: self.extract_feat(inputs),
@@ -175,16 +147,7 @@ class NestedClassifier(NestedTraining, ImageClassifier):
     def predict(
         self, inputs: Tensor, data_samples: list[Any] | None = None, **kwargs: Any
     ) -> list[Any]:
-        """Predict at every size.
-
-        Args:
-            inputs: (B, C, H, W) images.
-            data_samples: Samples that get the predictions; default: new ones.
-            **kwargs: Passed to the head.
-
-        Returns:
-            The samples. ``pred_score`` is of the full size, ``pred_score_at_0.25`` of a smaller.
-        """
+        """Predict at every size: ``pred_score`` of the full one, ``pred_score_at_0.25``."""
         samples = super().predict(inputs, data_samples, **kwargs)
         head: Any = self.head
         for size in self.smaller_sizes:
