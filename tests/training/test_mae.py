@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ import torch
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import DefaultScope
 from mmengine.runner import set_random_seed
-from mmpretrain.datasets import CustomDataset
 from mmpretrain.models import MAE as StockMAE
 from mmpretrain.registry import MODELS
 from mmpretrain.structures import DataSample
@@ -22,7 +20,7 @@ from torch import nn
 
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.checkpoints import load_model
-from tokenformer_vit.training import GuardHook, MaskedAutoencoder
+from tokenformer_vit.training import MaskedAutoencoder
 from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.export import as_timm_model
 from tokenformer_vit.training.reports import read_scalars
@@ -606,18 +604,3 @@ def test_the_norm_of_a_linear_probe_becomes_a_part_of_the_exported_head():
     x = images().float()
     expected = probe.eval().head(probe.extract_feat(x))
     torch.testing.assert_close(as_timm_model(probe).eval()(x), expected, atol=1e-5, rtol=1e-4)
-
-
-def test_only_one_part_of_the_data_may_have_labels(data_root):
-    model = build(data_preprocessor={"type": "ClsDataPreprocessor"})
-    data = {
-        f"{split}_dataloader": SimpleNamespace(
-            dataset=CustomDataset(str(data_root), split, with_label=split == "val", pipeline=[])
-        )
-        for split in ("train", "val")
-    }
-    assert data["train_dataloader"].dataset.metainfo.get("classes") is None
-    assert data["val_dataloader"].dataset.metainfo["classes"] == CLASSES
-    GuardHook().check_training(
-        SimpleNamespace(**data, model=model, val_loop=object(), _resume=False)
-    )
