@@ -253,7 +253,6 @@ def test_perplexity_of_several_texts_is_that_of_their_tokens():
         {"losses": torch.tensor([4.0, 0.5]), "source": torch.tensor(1)},
         {"losses": torch.tensor([0.25, 0.25]), "source": torch.tensor(1)},
     ]
-    assert metric.figures() == ["perplexity", "perplexity/en", "perplexity/fr"]
     metric.process(None, rows)
     assert metric.evaluate(3) == {
         "perplexity": pytest.approx(math.exp(8 / 6)),
@@ -264,7 +263,6 @@ def test_perplexity_of_several_texts_is_that_of_their_tokens():
 
 def test_an_answer_is_right_if_all_of_it_is():
     metric = AnswerAccuracy(start=9, end=0)
-    assert metric.figures() == ["answers/accuracy", "answers/count"]
     # Of three answers that are whole one is right; what begins before the row, or goes on behind
     # it, does not count, and neither does what is wrong outside of answers.
     targets = torch.tensor([5, 0, 1, 9, 2, 3, 0, 9, 2, 0, 9, 7, 0, 9, 4])

@@ -32,7 +32,6 @@ def test_figures_are_those_of_mmpretrain(samples, topk):
     loss = F.nll_loss(logs, torch.cat([sample["gt_label"] for sample in samples])).item()
     expected = {**measured(Accuracy(topk=topk), samples), "cross_entropy": loss}
     metric = AccuracyAndLoss(topk=topk)
-    assert set(metric.figures()) == set(expected)
     for _ in range(2):  # the second validation counts anew
         assert measured(metric, samples) == pytest.approx(expected, rel=1e-6)
 

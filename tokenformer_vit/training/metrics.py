@@ -31,10 +31,6 @@ class SumMetric(BaseMetric):
         self._sums: dict[str, Tensor] = {}
 
     @abstractmethod
-    def figures(self) -> list[str]:
-        """Return the names of the figures, of a nested model those of its full size."""
-
-    @abstractmethod
     def sums(self, data_samples: Sequence[dict]) -> dict[str, Tensor]:
         """Return the sums over a batch, by name."""
 
@@ -95,10 +91,6 @@ class AccuracyAndLoss(SumMetric):
         super().__init__(**kwargs)
         self.topk = sorted(topk)
 
-    def figures(self) -> list[str]:
-        """Return ``accuracy/top1`` and so on, and ``cross_entropy``."""
-        return [*(f"accuracy/top{k}" for k in self.topk), VAL_LOSS]
-
     def sums(self, data_samples: Sequence[dict]) -> dict[str, Tensor]:
         """Count images whose label is among the best, and add up their losses."""
         if any(len(sample["gt_label"]) != 1 for sample in data_samples):
@@ -122,10 +114,6 @@ class AccuracyAndLoss(SumMetric):
 @METRICS.register_module()
 class ReconstructionError(SumMetric):
     """Mean reconstruction loss of the masked patches of the validation images."""
-
-    def figures(self) -> list[str]:
-        """Return ``reconstruction/error``."""
-        return [RECONSTRUCTION]
 
     def sums(self, data_samples: Sequence[dict]) -> dict[str, Tensor]:
         """Add up the errors of the images."""

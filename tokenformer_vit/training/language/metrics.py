@@ -31,10 +31,6 @@ class Perplexity(SumMetric):
         names = (self.dataset_meta or {}).get("sources", ())
         return [f"/{name}" for name in names] if len(names) > 1 else []
 
-    def figures(self) -> list[str]:
-        """Return ``perplexity``; with several texts also ``perplexity/<name of the folder>``."""
-        return [f"perplexity{text}" for text in ["", *self._texts()]]
-
     def sums(self, data_samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Add up tokens and losses, of all rows and of the rows of each text."""
         sources = torch.stack([row["source"] for row in data_samples])  # (B,)
@@ -91,10 +87,6 @@ class AnswerAccuracy(SumMetric):
     def __init__(self, start: int, end: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._start, self._end = start, end
-
-    def figures(self) -> list[str]:
-        """Return ``answers/accuracy`` and ``answers/count``."""
-        return ["answers/accuracy", "answers/count"]
 
     def sums(self, data_samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Count the answers of a batch, and those that are right."""
