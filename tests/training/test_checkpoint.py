@@ -4,6 +4,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+import timm.optim
 import torch
 from torch import nn
 
@@ -85,6 +86,26 @@ def test_state_that_does_not_fit_is_found(run, name):
     assert state_fault(run, checkpoint, RESUMED) is None
     DAMAGES[name](checkpoint)
     assert state_fault(run, checkpoint, RESUMED)
+
+
+OTHERS = [
+    *(torch.optim.SGD, torch.optim.NAdam, torch.optim.Adafactor, torch.optim.Rprop),
+    *(timm.optim.Lamb, timm.optim.Muon, timm.optim.Lion, timm.optim.Adafactor),
+    timm.optim.AdafactorBigVision,
+]
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_the_state_of_other_optimisers_is_sound(run, kind):
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    optimizer = run.optim_wrapper.optimizer = kind(run.model.parameters(), lr=1e-3, **options)
+    optimizer.step()
+    checkpoint = checkpoint_of(run)
+    assert state_fault(run, checkpoint, RESUMED) is None
+    saved = checkpoint["optimizer"]["state"][0]
+    for key in saved.keys() & {"exp_avg", "momentum_buffer"}:
+        saved[key] = saved[key].T
+        assert state_fault(run, checkpoint, RESUMED)
 
 
 def test_parameters_that_never_had_a_gradient_have_no_state(run):

@@ -2,11 +2,13 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from mmengine.config import Config
 from mmengine.logging import MessageHub
 from mmengine.registry import DefaultScope
 from mmpretrain.registry import MODELS
@@ -15,6 +17,7 @@ from tokenformer_vit.benchmarking.costs import training_flops
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.models.sizes import at_size
 from tokenformer_vit.training import AccuracyAndLoss
+from tokenformer_vit.training.hooks import LazyRuntimeInfoHook
 from tokenformer_vit.training.reports import read_scalars
 
 SIZES = (0.25, 0.5, 0.75, 1.0)
@@ -86,6 +89,15 @@ def test_the_sizes_of_a_step_depend_on_seed_and_iteration(at):
         at(iteration)
         found.append(len(alone.drawn_sizes()))
     assert found == [1, 1, 3, 3]
+
+
+def test_processes_draw_from_one_seed_whatever_their_own():
+    cfg = Config({"randomness": {"seed": 5, "diff_rank_seed": True}})
+    for rank in (0, 1):
+        hub = MessageHub(f"rank {rank}")
+        about = {"seed": 5 + rank, "experiment_name": "x", "rank": rank, "message_hub": hub}
+        LazyRuntimeInfoHook().before_run(SimpleNamespace(cfg=cfg, **about))
+        assert hub.get_info("seed") == 5
 
 
 def test_the_loss_is_the_mean_over_sizes(at, batch):

@@ -43,6 +43,8 @@ _RATE = re.compile(
     r"param_scheduler|train_cfg\.max_|auto_scale_lr|optim_wrapper\.(optimizer\.lr|paramwise_cfg"
     r"|accumulative_counts)|iterations an epoch"
 )
+_MOMENTS = ("exp_avg", "max_exp_avg", "momentum_buffer")
+_FACTORED = ("_row", "_col", "_r", "_c", "row_var", "col_var")  # of optimisers like Adafactor
 # State of PyTorch's optimisers that is one number for a parameter.
 _SCALARS = ("step", "mu_product", "eta", "mu")
 
@@ -408,19 +410,26 @@ def _optimizer_fault(optimizer: Any, saved: dict[str, Any], without_state: int) 
     absent = [n for n, each in parameters.items() if each.requires_grad and n not in states]
     if len(absent) != without_state:
         return f"{len(absent)} parameters have no state of the optimiser, and {without_state} had"
+    strict = type(optimizer).__module__.startswith("torch.optim")
     for number, state in states.items():
         own = parameters[number]
-        expected = {name: _like(name, value, own) for name, value in state.items()}
+        expected = {name: _like(name, value, own, strict) for name, value in state.items()}
         if fault := _tensor_fault(expected, state):
             return f"state {number} of the optimiser: {fault}"
     return None
 
 
-def _like(name: str, value: Any, parameter: torch.Tensor) -> Any:
-    """Return what has the form of a parameter's state; of other kinds, the state itself."""
-    if not isinstance(value, torch.Tensor) or name.endswith(("_row", "_col")):  # Adafactor's
+def _like(name: str, value: Any, parameter: torch.Tensor, strict: bool) -> Any:
+    """Return what has the form of a parameter's state; of other kinds, the state itself.
+
+    Optimisers of others (``strict=False``) may keep moments in half precision, and other state.
+    """
+    known = strict or name.startswith(_MOMENTS)
+    if not isinstance(value, torch.Tensor) or name.endswith(_FACTORED) or not known:
         return value
-    return torch.empty((), dtype=value.dtype) if name in _SCALARS else parameter
+    if name in _SCALARS:
+        return torch.empty((), dtype=value.dtype)
+    return parameter if strict else torch.empty_like(parameter, dtype=value.dtype, device="meta")
 
 
 def _tensor_fault(own: dict[str, Any], saved: dict[str, Any]) -> str | None:

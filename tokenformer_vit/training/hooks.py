@@ -143,7 +143,7 @@ def check_dataset(dataset: Any, split: str, model: Any) -> None:
     """Check that a data set has as many classes as the head, if any."""
     classes = dataset.metainfo.get("classes") or ()
     heads = {
-        "model.head.num_classes": getattr(model.head, "num_classes", None),  # MAE's has none
+        "model.head.num_classes": num_classes(model) or None,  # a masked autoencoder has none
         "data_preprocessor.num_classes": getattr(model.data_preprocessor, "num_classes", None),
     }
     for name, number in heads.items():
@@ -270,6 +270,15 @@ class LazyRuntimeInfoHook(RuntimeInfoHook):
     Raises:
         InputError: If a loss is not finite; the message gives its iteration.
     """
+
+    def before_run(self, runner) -> None:
+        """Note the seed of the first process: a nested model draws its sizes from it everywhere.
+
+        A resumed run finds that seed in its checkpoint.
+        """
+        super().before_run(runner)
+        by_rank = (runner.cfg.get("randomness") or {}).get("diff_rank_seed", False)
+        runner.message_hub.update_info("seed", runner.seed - (runner.rank if by_rank else 0))
 
     def before_train(self, runner) -> None:
         """Begin with nothing to read."""

@@ -135,5 +135,5 @@ def check_classifier(model: Any, name: str) -> None:
 
 
 def num_classes(classifier: Any) -> int:
-    """Return the number of classes of a head; 0 for a masked autoencoder."""
-    return getattr(classifier.head, "num_classes", 0)
+    """Return the number of classes of a head; 0 without such a head, as of an autoencoder."""
+    return getattr(getattr(classifier, "head", None), "num_classes", 0)
