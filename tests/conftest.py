@@ -159,7 +159,7 @@ class _Printed(io.StringIO):
 
 
 class Command:
-    """Commands of tools/: run within this process, which is faster, or started as a user does."""
+    """Our commands: run within this process, which is faster, or started as a user does."""
 
     numbers = itertools.count()
 
@@ -167,13 +167,13 @@ class Command:
         """Run to the end within this process."""
         from tokenformer_vit import cli
 
-        (name,) = (name for name, command in cli.COMMANDS.items() if command.module == tool)
+        name = self.name(tool)
         together, status, threads = io.StringIO(), 0, torch.get_num_threads()
         out, err = _Printed(together), _Printed(together)
         with ExitStack() as stack:
             stack.enter_context(redirect_stdout(out))
             stack.enter_context(redirect_stderr(err))
-            argv = [str(self.path(tool)), *map(str, words)]
+            argv = [f"tokenformer-vit {name}", *map(str, words)]
             stack.enter_context(patch.object(sys, "argv", argv))
             if tool == "train":
                 self._name_runs(stack)
@@ -199,7 +199,10 @@ class Command:
         """Start a process, whose stdout and stderr are pipes."""
         own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
         return subprocess.Popen(
-            [sys.executable, *launcher, str(self.path(tool)), *map(str, words)],
+            [
+                *(sys.executable, *launcher, "-m", "tokenformer_vit", self.name(tool)),
+                *map(str, words),
+            ],
             **{
                 "env": {**os.environ, **own, **(environment or {})},
                 "stdout": subprocess.PIPE,
@@ -218,13 +221,16 @@ class Command:
         return Done(process.returncode, out, err or "", out + (err or ""))
 
     def run_file(self, tool: str, *words: object) -> None:
-        """Run the file of a tool, as Python does; for a process that then ends."""
-        sys.argv = [str(self.path(tool)), *map(str, words)]
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        """Run a command as Python does; for a process that then ends."""
+        sys.argv = ["tokenformer-vit", self.name(tool), *map(str, words)]
+        runpy.run_module("tokenformer_vit", run_name="__main__")
 
     @staticmethod
-    def path(tool: str) -> Path:
-        return ROOT / "tools" / f"{tool}.py"
+    def name(tool: str) -> str:
+        """Return the name of the command in a module."""
+        from tokenformer_vit import cli
+
+        return next(name for name, command in cli.COMMANDS.items() if command.module == tool)
 
     def _name_runs(self, stack: ExitStack) -> None:
         runner = import_module("tokenformer_vit.training.hooks").TrainingRunner

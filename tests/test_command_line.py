@@ -207,7 +207,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(unbuffered):
 
 
 @posix
-@pytest.mark.parametrize("tool", ["predict.py", "train.py"])
+@pytest.mark.parametrize("tool", ["test.py", "train.py"])
 def test_ctrl_c_while_a_command_imports(tool, tmp_path):
     with subprocess.Popen(
         [sys.executable, "-X", "importtime", str(ROOT / "tools" / tool), "--help"],

@@ -96,12 +96,14 @@ def file_exists(page, name):
 
 @cache
 def options(script):
-    """The options of a script in the repository, from its ``--help``."""
+    """The options of a command, or of a script in the repository, from its ``--help``."""
     handler = signal.getsignal(signal.SIGINT)
     found = set()
     told = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", [script, "--help"])
+        is_command = script.startswith("tokenformer-vit ")
+        patch.setattr("sys.argv", [*(script.split() if is_command else [script]), "--help"])
+        script = "tokenformer_vit/__main__.py" if is_command else script
         patch.syspath_prepend(str((ROOT / script).parent))
         patch.setattr("logging.raiseExceptions", True)
         with contextlib.redirect_stdout(told), contextlib.suppress(SystemExit):
@@ -112,10 +114,7 @@ def options(script):
 
 
 def called(line):
-    """Our script that a shell line runs, with its options; or None.
-
-    A command is the script of that name in ``tools``.
-    """
+    """Our command or script that a shell line runs, with its options; or None."""
     words = shlex.split(line, comments=True)
     for number, word in enumerate(words):
         if word == "tokenformer-vit" and words[number + 1 :]:
@@ -126,8 +125,9 @@ def called(line):
                 return f"tokenformer-vit {name}", None
             if name in PASS_ON:
                 return None
-            word = f"tools/{COMMANDS[name].module}.py"
-        if word.partition("/")[0] in ("ablations", "examples", "tools") and word.endswith(".py"):
+            word, number = f"tokenformer-vit {name}", number + 1
+        is_script = word.startswith(("ablations/", "examples/", "tools/")) and word.endswith(".py")
+        if is_script or word.startswith("tokenformer-vit "):
             after = words[number + 1 :]
             if "|" in after:
                 after = after[: after.index("|")]
@@ -175,7 +175,7 @@ def wrong_commands(page):
         script, given = call
         if given is None:
             yield script
-        elif given and (ROOT / script).is_file():
+        elif given and (script.startswith("tokenformer-vit ") or (ROOT / script).is_file()):
             yield from (f"{script} {option}" for option in given - options(script))
 
 
@@ -185,7 +185,7 @@ def unknown_options(page):
     named = {span.split()[0].partition("=")[0] for span in spans if span.startswith("--")}
     if not named:
         return set()
-    scripts = [f"tools/{each.module}.py" for name, each in COMMANDS.items() if name not in PASS_ON]
+    scripts = [f"tokenformer-vit {name}" for name in COMMANDS if name not in PASS_ON]
     return named.difference(*map(options, [*scripts, "ablations/softmax.py"]))
 
 

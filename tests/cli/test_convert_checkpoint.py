@@ -1,4 +1,4 @@
-"""tools/convert_checkpoint.py as a user starts it."""
+"""`tokenformer-vit convert` as a user starts it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""tools/evaluate_lm.py as a user starts it."""
+"""`tokenformer-vit evaluate-lm` as a user starts it."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""tools/generate.py as a user starts it."""
+"""`tokenformer-vit generate` as a user starts it."""
 
 import io
 import sys

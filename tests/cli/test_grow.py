@@ -1,4 +1,4 @@
-"""tools/grow.py as a user starts it."""
+"""`tokenformer-vit grow` as a user starts it."""
 
 import json
 import re

@@ -364,17 +364,17 @@ def test_an_image_that_went_away_meanwhile(model, photos, tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_leaves_nothing_behind(checkpoint, photos, tmp_path, command):
+def test_ctrl_c_leaves_nothing_behind(checkpoint, photos, tmp_path):
     arguments = [checkpoint, photos, "--out", tmp_path, "--exemplars", "3", "--batch-size", "1"]
     code = (
         "import sys, time; from tokenformer_vit.vision import inspection as tokens;"
         "real = tokens.token_weights;"
         "slow = lambda *args: (print('at it', flush=True), time.sleep(60), real(*args))[2];"
-        "tokens.token_weights = slow; sys.argv[0] = sys.argv.pop(1);"
-        "import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"
+        "tokens.token_weights = slow; sys.argv.insert(1, 'inspect');"
+        "import runpy; runpy.run_module('tokenformer_vit', run_name='__main__')"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", code, command.path("inspect_tokens"), *arguments],
+        [sys.executable, "-c", code, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -140,7 +140,7 @@ def test_finished_files_are_not_written_again(source, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_resumes_after_sigkill(source, tmp_path, command):
+def test_resumes_after_sigkill(source, tmp_path):
     # A true SIGKILL, which no handler sees, in the moment before the sixth file gets its name.
     script = f"""
 import os, runpy, signal, sys
@@ -151,8 +151,8 @@ def die(partial, path):
         os.kill(os.getpid(), signal.SIGKILL)
     replace(partial, path)
 os.replace = die
-sys.argv = ["prepare_data.py", {str(source)!r}, {str(tmp_path / "killed")!r}]
-runpy.run_path({str(command.path("prepare_data"))!r}, run_name="__main__")
+sys.argv = ["tokenformer-vit", "prepare-data", {str(source)!r}, {str(tmp_path / "killed")!r}]
+runpy.run_module("tokenformer_vit", run_name="__main__")
 """
     killed = subprocess.run([sys.executable, "-c", script], capture_output=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr

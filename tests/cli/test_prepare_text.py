@@ -1,4 +1,4 @@
-"""tools/prepare_text.py as a user starts it."""
+"""`tokenformer-vit prepare-text` as a user starts it."""
 
 import json
 

@@ -21,7 +21,7 @@ class Command(NamedTuple):
     """One command.
 
     Args:
-        module: Name of its module in this package, and of its file in ``tools/``.
+        module: Name of its module in this package.
         help: One line for ``tokenformer-vit --help``.
         status: Exit status after an error.
     """
