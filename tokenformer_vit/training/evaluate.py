@@ -29,7 +29,7 @@ from tokenformer_vit.records import environment
 from .config import datasets
 from .hooks import TrainingRunner
 
-__all__ = ["Predictions", "configure_test", "draw_confusion", "run_test"]
+__all__ = ["Predictions", "configure_test", "run_test"]
 
 _COLUMNS = ("precision", "recall", "f1-score", "support")
 _COMPUTED = ("=", "+", "-", "@")  # a spreadsheet computes such a cell; after ' it is text
@@ -169,7 +169,7 @@ def run_test(cfg: Config, cfg_options: Mapping[str, Any] | None = None) -> dict[
     metrics = runner.test()
     rows = metrics.pop("rows", [])
     dataset: Any = runner.test_dataloader.dataset
-    classes = list(dataset.metainfo.get("classes") or ())
+    classes: list[str] = list(dataset.metainfo.get("classes") or ())
     record = {
         "config": str(cfg.filename),
         "checkpoint": str(cfg.load_from),
@@ -239,13 +239,7 @@ def _write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]
 
 
 def draw_confusion(matrix: Any, names: Sequence[str], path: Path) -> None:
-    """Draw a confusion matrix into a PNG file.
-
-    Args:
-        matrix: (K, K), number of images by true class and predicted class.
-        names: K class names; they are shown for up to 50 classes, numbers for up to 30.
-        path: The file.
-    """
+    """Draw (K, K) counts by true and predicted class into a PNG, with what there is room for."""
     size = len(names)
     figure = Figure(figsize=(10, 10), layout="constrained")
     axes = figure.subplots()

@@ -8,7 +8,6 @@ from typing import Any
 import timm
 import torch
 from mmengine.hooks import EMAHook
-from mmengine.runner import IterBasedTrainLoop
 from mmpretrain.models import ClsBatchNormNeck, LinearClsHead, MAEPretrainDecoder, MAEPretrainHead
 from timm.models import get_model_args
 from torch import nn
@@ -21,7 +20,7 @@ from tokenformer_vit.vision.image_rows import hub_name
 from .config import datasets
 from .distributed import unwrap
 from .hooks import dtype_of, highest_rate, samples_per_step
-from .loop import validation_is_due
+from .loop import by_iteration, validation_is_due
 from .metrics import RECONSTRUCTION, VAL_LOSS
 from .models.backbone import num_classes
 
@@ -98,11 +97,7 @@ def resizes_with_opencv(cfg: Any) -> bool:
 
 
 def check_exportable(classifier: Any) -> None:
-    """Check that timm has the model of a classifier.
-
-    Raises:
-        InputError: If a part of it would be lost.
-    """
+    """Refuse a classifier of which timm's model would lose a part."""
     backbone, head = getattr(classifier, "backbone", None), getattr(classifier, "head", None)
     neck = getattr(classifier, "neck", None)
     if not hasattr(getattr(backbone, "model", None), "pretrained_cfg"):
@@ -198,17 +193,15 @@ def validated_model(runner: Any) -> Any:
 
 
 def run_facts(runner: Any) -> dict[str, Any]:
-    """Collect the data, recipe and results of a run for a model card.
+    """Collect data, recipe and results of a run for a model card: no paths, which may be private.
 
-    It has results only if the present weights were validated. It has the names of folders, not
-    their paths, because a path may be private.
+    It has results only if the present weights were validated.
     """
     cfg, info = runner.cfg, runner.train_dataloader.dataset.metainfo
     data = next(datasets(cfg.train_dataloader.dataset))
     root = data.get("data_root") or ""
     folders = [root] if isinstance(root, str) else list(root)
     averaged = validated_model(runner) is not unwrap(runner.model)
-    by_iteration = isinstance(runner.train_loop, IterBasedTrainLoop)
     teacher = (cfg.model.get("distillation") or {}).get("teacher")
     facts: dict[str, Any] = {
         "Data": {
@@ -217,7 +210,7 @@ def run_facts(runner: Any) -> dict[str, Any]:
         },
         "Training": {
             "Config": PurePath(cfg.filename or "").name,
-            "Epochs": "" if by_iteration else f"{runner.epoch}",
+            "Epochs": "" if by_iteration(runner) else f"{runner.epoch}",
             "Iterations": f"{runner.iter:,}",
             "Optimiser": type(runner.optim_wrapper.optimizer).__name__,
             "Learning rate": f"{highest_rate(runner):.3g} (highest)",

@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from mmengine.dist import master_only
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
-from mmengine.runner import IterBasedTrainLoop
 
 from tokenformer_vit.command_line import typed_command
 from tokenformer_vit.files import write_figure
@@ -28,7 +27,10 @@ from .export import (
     validated_model,
 )
 from .hooks import dtype_of, sample_noun, samples_per_step
+from .loop import by_iteration
 from .metrics import RECONSTRUCTION, VAL_LOSS
+
+__all__ = ["ResultsHook", "draw_curves", "read_scalars"]
 
 BEFORE_RECORD = 99  # ResultsHook has 100, mmengine's lowest priority
 _DRAWN = ("accuracy/", "perplexity", RECONSTRUCTION)  # figures of validation with a curve
@@ -40,17 +42,12 @@ _NOTED = ("growth", "flops", "compression", "teacher", "config_changes")
 class ResultsHook(Hook):
     """At the end of a run, draw its curves, export its model, and write its record.
 
-    The work directory gets
-
-    - ``curves.png``: loss, learning rate and validation of the whole run, resumed parts included.
-    - ``model.safetensors``, ``config.json`` and the model card ``README.md``, for
-      ``timm.create_model("local-dir:WORK_DIR", pretrained=True)``, with class names and
-      preprocessing. The weights are the validated ones: the EMA, or the model's own without an
-      ``EMAHook`` or with ``validated=False``. A run whose model or preprocessing timm cannot
-      express says so at its start, and has ``not_exported`` in its record.
-    - ``record.json``: the command, hardware, versions, settings and results. It is the last file,
-      so a run with a record is finished. ``seconds`` counts from the start of the last process;
-      ``resumed_at_iteration`` tells where that process started.
+    The curves are those of the whole run, resumed parts included. The export is the model that is
+    validated, with class names and preprocessing, for
+    ``timm.create_model("local-dir:WORK_DIR", pretrained=True)``. A run that timm cannot express
+    says so at its start, and has ``not_exported`` in its record. ``record.json`` is the last file:
+    a run with a record is finished. Its ``seconds`` count from the start of the last process, at
+    ``resumed_at_iteration``.
 
     Args:
         export: Whether to export the model.
@@ -97,14 +94,13 @@ class ResultsHook(Hook):
         work_dir = Path(runner.work_dir)
         logs = sorted(work_dir.glob("*/vis_data/scalars.json"))
         train, val = read_scalars(logs)
-        by_iteration = isinstance(runner.train_loop, IterBasedTrainLoop)
         grown = runner.message_hub.runtime_info.get("growth") or ()
         draw_curves(
             train,
             val,
             work_dir / "curves.png",
             growth=[growth["iteration"] for growth in grown],
-            iters_per_epoch=None if by_iteration else len(runner.train_dataloader),
+            iters_per_epoch=None if by_iteration(runner) else len(runner.train_dataloader),
             title=Path(runner.cfg.filename or "").stem,
         )
         if self.not_exported is None:
@@ -116,7 +112,6 @@ class ResultsHook(Hook):
 
     def _record(self, runner, logged_mib: int) -> dict[str, Any]:
         """Return the content of ``record.json``; ``logged_mib`` is the peak memory in the log."""
-        by_iteration = isinstance(runner.train_loop, IterBasedTrainLoop)
         unit, hub = sample_noun(runner), runner.message_hub
         loss = hub.log_scalars["train/loss"].data[0]
         figures = {
@@ -134,7 +129,7 @@ class ResultsHook(Hook):
             "seed": runner.seed,
             "n": 1,
             f"train_{unit}": len(runner.train_dataloader.dataset),
-            **({} if by_iteration else {"epochs": runner.epoch}),
+            **({} if by_iteration(runner) else {"epochs": runner.epoch}),
             "iterations": runner.iter,
             **{key: hub.runtime_info[key] for key in _NOTED if key in hub.runtime_info},
             "resumed_at_iteration": self._first,
@@ -164,15 +159,9 @@ def _peak_mib(logged: int) -> int | None:
 
 
 def read_scalars(logs: Iterable[Path]) -> tuple[dict[int, dict], dict[int, dict]]:
-    """Merge the scalar logs of a run and its resumptions.
+    """Merge the scalar logs of a run and its resumptions, oldest first; later lines count.
 
-    Args:
-        logs: The files, in the order in which they were written.
-
-    Returns:
-        Training records by iteration, and validation records by epoch, or by iteration where the
-        loop counts iterations. Where a resumed run repeats what a killed one had logged, the later
-        record counts.
+    Returns training records by iteration, and validation records by epoch or by iteration.
     """
     train: dict[int, dict] = {}
     val: dict[int, dict] = {}
@@ -194,17 +183,10 @@ def draw_curves(
     iters_per_epoch: int | None = 1,
     title: str = "",
 ) -> None:
-    """Draw loss, figures of validation, and learning rate into a PNG file.
+    """Draw loss, figures of validation, and learning rate, from :func:`read_scalars`, into a PNG.
 
-    All panels share one x axis: epochs, or iterations where validation counts these.
-
-    Args:
-        train: Training records by iteration, from :func:`read_scalars`.
-        val: Validation records by epoch, or by iteration.
-        path: The file.
-        growth: Iterations before which the model grew; each gets a dotted line.
-        iters_per_epoch: Iterations of an epoch; None where validation counts iterations.
-        title: Title of the figure, such as the name of the config.
+    All panels share one x axis: epochs, or iterations where validation counts these
+    (``iters_per_epoch=None``). A dotted line shows each of the iterations ``growth``.
     """
     figure = Figure(figsize=(12, 3.8), layout="constrained")
     loss, validation, rate = figure.subplots(1, 3, sharex=True)
