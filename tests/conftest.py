@@ -233,7 +233,7 @@ class Command:
         return next(name for name, command in cli.COMMANDS.items() if command.module == tool)
 
     def _name_runs(self, stack: ExitStack) -> None:
-        runner = import_module("tokenformer_vit.training.hooks").TrainingRunner
+        runner = import_module("tokenformer_vit.training.runner").TrainingRunner
         from_cfg = runner.from_cfg
 
         def named(cfg):

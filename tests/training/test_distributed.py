@@ -12,9 +12,10 @@ from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
 from torch.distributed import HashStore, destroy_process_group, init_process_group
 
+from tokenformer_vit.errors import InputError
 from tokenformer_vit.training import distributed
 from tokenformer_vit.training.distributed import is_first, start_processes
-from tokenformer_vit.training.loop import Termination
+from tokenformer_vit.training.runner import Termination
 
 LAUNCHED = {
     "pytorch": ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
@@ -36,6 +37,8 @@ def environment():
 @pytest.mark.parametrize("launcher", LAUNCHED)
 def test_the_first_process_of_each_launcher(environment, launcher):
     assert is_first("none")
+    with pytest.raises(InputError, match=f"--launcher {launcher} needs {LAUNCHED[launcher][0]}"):
+        is_first(launcher)
     for number in ("0", "1"):
         environment[LAUNCHED[launcher][0]] = number
         assert is_first(launcher) == (number == "0")
@@ -117,10 +120,10 @@ def test_two_processes_learn_at_the_same_call_what_one_noticed(in_two_processes)
 def test_processes_ask_each_other_every_few_seconds(monkeypatch):
     """Not in each step, which would wait for the GPU."""
     now, asked = [0.0], []
-    monkeypatch.setattr("tokenformer_vit.training.loop.get_world_size", lambda: 2)
-    monkeypatch.setattr("tokenformer_vit.training.loop.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("tokenformer_vit.training.runner.get_world_size", lambda: 2)
+    monkeypatch.setattr("tokenformer_vit.training.runner.time.monotonic", lambda: now[0])
     monkeypatch.setattr(
-        "tokenformer_vit.training.loop.all_reduce", lambda *_, **__: asked.append(now[0])
+        "tokenformer_vit.training.runner.all_reduce", lambda *_, **__: asked.append(now[0])
     )
     termination = Termination()
     for step in range(600):

@@ -29,13 +29,9 @@ from tokenformer_vit.training import (
     load_plain_checkpoint,
 )
 from tokenformer_vit.training.config import load_config
-from tokenformer_vit.training.hooks import (
-    check_same_classes,
-    check_weights,
-    classes_of,
-    run_training,
-)
+from tokenformer_vit.training.hooks import check_same_classes, check_weights, classes_of
 from tokenformer_vit.training.reports import read_scalars
+from tokenformer_vit.training.runner import run_training
 
 
 @pytest.mark.parametrize("content", [[1, 2], {}, {"weight": "text"}])
@@ -87,7 +83,7 @@ RUNS = {
     "default_hooks = dict(ema=None)\n"
     f"custom_hooks = [dict({AVERAGE!r}, evaluate_on_ema=False)]": "evaluate_on_ema=False",
     "train_dataloader = dict(batch_size=49, drop_last=True)\n"
-    "param_scheduler = []": "48 samples for each process, fewer",
+    "param_scheduler = []": "48 samples for each process, fewer than a batch of 49",
     "model = dict(head=dict(num_classes=4))\ndata_preprocessor = dict(num_classes=4)": "3 classes",
 }
 
@@ -157,8 +153,8 @@ def test_the_terminal_begins_with_what_matters(trained):
     assert any("takes 16 images, but the learning rate is for 64" in line for line in lines)
     facts = dict(line.split(maxsplit=1) for line in lines[start + 1 : start + 9])
     assert facts["config"] == str(trained.config)
-    assert facts["model"] == "tokenformer_tiny; Θ gelu_l2"
-    assert facts["parameters"] == "19,875"
+    assert facts["model"] == "tokenformer_tiny"
+    assert facts["parameters"] == "19,875, 19,875 of them trained"
     assert facts["data"] == "48 training and 48 validation images"
     assert "processes: 1; bfloat16 autocast" in facts["device"]
     assert facts["step"].startswith("16 images (8 a process; batches accumulated: 2); AdamW, ")

@@ -1,12 +1,8 @@
 """Loops that resume where they were, and mmengine's own in their place."""
 
 import pytest
-import torch
 
 from tokenformer_vit.training.config import load_config
-from tokenformer_vit.training.loop import (
-    copied_ahead,
-)
 from tokenformer_vit.training.reports import read_scalars
 
 PER_CLASS, CLASSES = 16, 10
@@ -32,24 +28,6 @@ def test_a_config_tells_the_sampler_how_short_an_epoch_is(config):
     for name in ("train_dataloader", "val_dataloader", "test_dataloader"):
         assert "num_batch_per_epoch" not in cfg[name]  # mmengine would take the first images
     assert "num_samples" not in cfg.test_dataloader.sampler
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_batches_are_copied_in_order_and_none_is_taken_early(device):
-    pinned = device == "cuda"
-    images = torch.rand(20, 2, 3, 64, 64, pin_memory=pinned)
-    taken = []
-
-    def load():
-        for index, image in enumerate(images):
-            taken.append(index)
-            yield {"inputs": image, "data_samples": [index]}
-
-    for index, batch in enumerate(copied_ahead(load(), torch.device(device))):
-        assert taken == list(range(index + 1))
-        assert batch["data_samples"] == [index]
-        assert batch["inputs"].device.type == device
-        assert torch.equal(batch["inputs"].cpu(), images[index])
 
 
 def scalars(work_dir):

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from tokenformer_vit.training import ResumableEpochLoop
 from tokenformer_vit.training.config import load_config
 from tokenformer_vit.training.data import mixing
-from tokenformer_vit.training.hooks import run_training
+from tokenformer_vit.training.runner import run_training
 
 # Operators whose result decides what the processor does next: numbers and variable sizes.
 OPERATORS = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select", "_unique2")

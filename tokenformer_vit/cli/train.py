@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> None:
     from tokenformer_vit.training import config
     from tokenformer_vit.training.distributed import is_first, start_processes
     from tokenformer_vit.training.folder import Start, configure_folder
-    from tokenformer_vit.training.hooks import run_training
+    from tokenformer_vit.training.runner import run_training
 
     parser = command_parser(__doc__)
     add = parser.add_argument

@@ -37,7 +37,7 @@ from .data.images import HuggingFaceImages, ImagesInMemory, LoadImage, PackLabel
 from .data.mixing import BinaryCrossEntropy, LabelHead, LabelPreprocessor
 from .data.sampler import ResumableSampler, Seeded
 from .distributed import CompressingDataParallel
-from .hooks import GuardHook, LazyRuntimeInfoHook, ProgressHook, TrainingRunner
+from .hooks import GuardHook, LazyRuntimeInfoHook, ProgressHook
 from .loop import ResumableEpochLoop, ResumableIterLoop
 from .metrics import AccuracyAndLoss, ReconstructionError
 from .models.backbone import TimmClassificationBackbone
@@ -54,6 +54,7 @@ from .optim import (
     MergedOptimWrapperConstructor,
 )
 from .reports import ResultsHook
+from .runner import TrainingRunner
 from .storage import PlainPretrained, load_plain_checkpoint
 
 __all__ = [

@@ -24,8 +24,9 @@ from .data.sampler import ResumableSampler
 from .distributed import unwrap
 from .export import describe_classifier, run_facts
 from .hooks import check_finite, is_resuming
-from .loop import STATUS, ResumableEpochLoop, by_iteration, validation_is_due
+from .loop import ResumableEpochLoop, by_iteration, validation_is_due
 from .optim import follow_config, keep_settings
+from .runner import STATUS
 from .storage import plain_values
 
 __all__ = ["ExactCheckpointHook"]
@@ -62,7 +63,7 @@ class ExactCheckpointHook(CheckpointHook):
     processes; the log and ``record.json`` tell the difference. On resume, the validation that was
     due at the checkpoint runs again, because the run may have been killed during it.
 
-    SIGTERM, USR1 and HUP end a run of :class:`~tokenformer_vit.training.hooks.TrainingRunner` with
+    SIGTERM, USR1 and HUP end a run of :class:`~tokenformer_vit.training.runner.TrainingRunner` with
     the checkpoint ``stopped.pth``: after the present step, or some seconds later if there are
     several processes.
 
@@ -95,8 +96,7 @@ class ExactCheckpointHook(CheckpointHook):
         if (before := self._resumed["samples"]) != len(loader.dataset):
             raise InputError(
                 f"the checkpoint is of a run on {before} training samples, and there are "
-                f"{len(loader.dataset)} now: give the same data, or start a new run from its "
-                "weights with `--cfg-options load_from=CHECKPOINT` in another --work-dir"
+                f"{len(loader.dataset)} now: give the same data, or another --work-dir"
             )
         self._move(runner)
         loader.sampler.seed = self._resumed["sampler_seed"]
@@ -200,26 +200,22 @@ class ExactCheckpointHook(CheckpointHook):
             return
         if "optimizer" not in checkpoint or "exact_resume" not in checkpoint:
             raise InputError(
-                "the checkpoint has only weights, not the state of a run: resume from the file "
-                "that `last_checkpoint` names, or start a new run from its weights with "
-                "`--cfg-options load_from=CHECKPOINT`"
+                "the checkpoint has only weights, not the state of a run: resume from epoch_*.pth, "
+                "or start a new run from its weights with `--cfg-options load_from=CHECKPOINT`"
             )
         averages = any(isinstance(hook, EMAHook) for hook in runner.hooks)
         averaged = checkpoint.get("meta", {}).get("averaged", True)
         if "ema_state_dict" in checkpoint and averaged and not averages:
             raise InputError(  # an EMAHook would exchange the two models of the checkpoint
-                "the checkpoint is of a run that averages its weights, but this run has no "
-                "EMAHook and would train the average: give the run its default_hooks.ema again, or "
-                "start a new run from the average with `--cfg-options load_from=CHECKPOINT`"
+                "the checkpoint is of a run that averages its weights, but this run has no EMAHook "
+                "and would train the average: give it default_hooks.ema again"
             )
         resumed: dict[str, Any] = checkpoint.pop("exact_resume")
         self._resumed = resumed
         fault = state_fault(runner, checkpoint, resumed)
         if fault is not None:
             raise InputError(
-                f"the checkpoint's state of the run is damaged: {fault}; resume from another "
-                "checkpoint, or start a new run from its weights with `--cfg-options "
-                "load_from=CHECKPOINT`"
+                f"the checkpoint's state of the run is damaged: {fault}; resume from another one"
             )
         groups = runner.optim_wrapper.optimizer.param_groups
         self._bases = [group.get("initial_lr", group["lr"]) for group in groups]

@@ -18,6 +18,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     fp16_compress_hook,
 )
 
+from tokenformer_vit.errors import InputError
+
 __all__ = ["CompressingDataParallel", "is_first", "start_processes", "unwrap"]
 
 _HOOKS = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
@@ -35,7 +37,11 @@ def is_first(launcher: str) -> bool:
     Args:
         launcher: One of ``none``, ``pytorch``, ``slurm``, ``mpi``.
     """
-    return launcher == "none" or os.environ[_VARIABLES[launcher][0]] == "0"
+    if launcher == "none":
+        return True
+    if (name := _VARIABLES[launcher][0]) not in os.environ:
+        raise InputError(f"--launcher {launcher} needs {name}, which a launcher sets: start by it")
+    return os.environ[name] == "0"
 
 
 def start_processes(cfg: Config) -> None:
@@ -55,7 +61,7 @@ def start_processes(cfg: Config) -> None:
     rank, local, number = (os.environ[name] for name in _VARIABLES[cfg.launcher])
     if gpus:
         # Slurm may show each process only its own GPU, whose number is then 0.
-        os.environ[_VARIABLES[cfg.launcher][1]] = str(int(local) % gpus)
+        os.environ[_VARIABLES[cfg.launcher][1]] = os.environ["LOCAL_RANK"] = str(int(local) % gpus)
         init_dist(cfg.launcher, **how)
         return
     os.environ.update(RANK=rank, LOCAL_RANK=local, WORLD_SIZE=number)

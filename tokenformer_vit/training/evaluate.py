@@ -27,7 +27,7 @@ from tokenformer_vit.models.checkpoints import WEIGHTS
 from tokenformer_vit.records import environment
 
 from .config import datasets
-from .hooks import TrainingRunner
+from .runner import TrainingRunner
 
 __all__ = ["Predictions", "configure_test", "run_test"]
 

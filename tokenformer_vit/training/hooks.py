@@ -1,48 +1,36 @@
-"""Checks, log and progress of a run, and the runner.
+"""Checks, log and progress of a run.
 
 Losses stay on the GPU until the logger needs them: reading one in each step lets the GPU run idle.
 """
 
-import logging
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import timm.layers
 import torch
-from mmengine.config import Config
-from mmengine.dist import all_reduce, is_main_process, master_only
+from mmengine.dist import all_reduce, is_main_process
 from mmengine.hooks import EMAHook, Hook, LoggerHook, RuntimeInfoHook
-from mmengine.logging import MMLogger
-from mmengine.optim import AmpOptimWrapper, OptimWrapper
+from mmengine.optim import AmpOptimWrapper
 from mmengine.registry import HOOKS
-from mmengine.runner import Runner
 from torch import Tensor, nn
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.files import whole_file
-from tokenformer_vit.layers import Pattention
 from tokenformer_vit.models.checkpoints import check_computation, description_of, model_faults
 
-from .data.sampler import Seeded, seeded_loader
+from .data.sampler import Seeded
 from .distributed import unwrap
-from .loop import Termination, by_iteration
+from .loop import by_iteration
 from .models.backbone import num_classes
 from .models.distillation import DistilledClassifier
 from .optim import AutocastOptimWrapper
-from .storage import load_plain_checkpoint
 
-__all__ = ["GuardHook", "LazyRuntimeInfoHook", "ProgressHook", "TrainingRunner", "run_training"]
-
-_STOCK_HOOKS = ("runtime_info", "timer", "sampler_seed", "logger", "param_scheduler", "checkpoint")
+__all__ = ["GuardHook", "LazyRuntimeInfoHook", "ProgressHook"]
 
 
 def is_resuming(runner: Any) -> bool:
@@ -93,8 +81,8 @@ def check_run(runner: Any, classes: Sequence[str] | None = None) -> None:
     loader = runner.train_dataloader
     if not len(loader):
         raise InputError(
-            f"an epoch has {len(loader.sampler)} samples for each process, fewer than the batch "
-            f"size {loader.batch_size}, and drop_last=True drops them: give a smaller --batch-size"
+            f"an epoch has {len(loader.sampler)} samples for each process, fewer than a batch of "
+            f"{loader.batch_size}: give a smaller --batch-size"
         )
     averages = [hook for hook in runner.hooks if isinstance(hook, EMAHook)]
     if len(averages) > 1:  # each exchanges the model in training for its own average, and back
@@ -325,32 +313,32 @@ class LazyRuntimeInfoHook(RuntimeInfoHook):
 
 def describe_run(runner: Any) -> str:
     """Describe a run before it starts: what is trained, on what, how long, and where."""
-    cfg, model, loader = runner.cfg, unwrap(runner.model), runner.train_dataloader
-    by_epoch, batches = not by_iteration(runner), accumulation(runner)
+    model, loader, by_epoch = (
+        unwrap(runner.model),
+        runner.train_dataloader,
+        not by_iteration(runner),
+    )
+    batches, noun = accumulation(runner), sample_noun(runner)
     steps = runner.max_iters // batches if by_epoch else runner.max_iters
-    total = sum(parameter.numel() for parameter in model.parameters())
-    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    device = next(model.parameters()).device
-    machine = f"CPU, threads: {torch.get_num_threads()}"
-    if device.type == "cuda":
-        machine = torch.cuda.get_device_name(device)
-    part = cfg.model.get("backbone") or cfg.model
-    layers = [each for each in model.modules() if isinstance(each, Pattention)]
-    thetas = ", ".join(dict.fromkeys(layer.theta for layer in layers))
+    parameters = [*model.parameters()]
+    trained = sum(each.numel() for each in parameters if each.requires_grad)
+    device = parameters[0].device
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    part = runner.cfg.model.get("backbone") or runner.cfg.model
     data = f"{len(loader.dataset):,} training"
     if runner.val_loop is not None:
         data += f" and {len(runner.val_dataloader.dataset):,} validation"
     lines = {
-        "config": cfg.filename,
-        "model": f"{part.get('model_name') or part.get('type')}{'; Θ ' * bool(thetas)}{thetas}",
-        "parameters": f"{total:,}" + (f", {trained:,} of them trained" * (trained < total)),
-        "data": f"{data} {sample_noun(runner)}",
+        "config": runner.cfg.filename,
+        "model": str(part.get("model_name") or part.get("type")),
+        "parameters": f"{sum(each.numel() for each in parameters):,}, {trained:,} of them trained",
+        "data": f"{data} {noun}",
         "device": f"{machine}; processes: {runner.world_size}; {dtype_of(runner)}",
-        "step": f"{samples_per_step(runner):,} {sample_noun(runner)} ({loader.batch_size} a "
-        f"process; batches accumulated: {batches}); {type(runner.optim_wrapper.optimizer).__name__}"
-        f", learning rate {highest_rate(runner):.3g}",
+        "step": f"{samples_per_step(runner):,} {noun} ({loader.batch_size} a process; batches "
+        f"accumulated: {batches}); {type(runner.optim_wrapper.optimizer).__name__}, learning rate "
+        f"{highest_rate(runner):.3g}",
         "length": f"{steps:,} steps" + (f" in {runner.max_epochs} epochs" * by_epoch),
-        "results": f"{Path(runner.work_dir)} (log: {Path(runner.log_dir).name}/)",
+        "results": f"{runner.work_dir} (log: {Path(runner.log_dir).name}/)",
         "to resume": "the same command with --resume",
     }
     if runner.iter:
@@ -420,149 +408,3 @@ class ProgressHook(Hook):
     def after_train(self, runner) -> None:
         """Close the bar."""
         self._open.close()
-
-
-class TrainingRunner(Runner):
-    """mmengine's runner: exact resume, files that run no code, and a short output.
-
-    Config, environment and hooks are printed to the log file only.
-
-    Attributes:
-        termination: Notes the signals that end a job.
-    """
-
-    def __init__(
-        self, model: Any, work_dir: str, train_dataloader: Any = None, **kwargs: Any
-    ) -> None:
-        self._built, self.termination = False, Termination()
-        seed = (kwargs.get("randomness") or {}).get("seed") or 0
-        if kwargs.get("resume") and isinstance(model, dict):
-            model = _without_start(model)
-        kind = (kwargs.get("optim_wrapper") or {}).get("type")
-        fused = timm.layers.use_fused_attn()
-        if kind == AutocastOptimWrapper.__name__ and not torch.cuda.is_available():
-            # The backward pass of fused attention is slow on a CPU in bfloat16.
-            timm.layers.set_fused_attn(False)
-        try:
-            super().__init__(model, work_dir, seeded_loader(train_dataloader, seed), **kwargs)
-        finally:
-            timm.layers.set_fused_attn(bool(fused))
-
-    def build_logger(self, *args: Any, **kwargs: Any) -> MMLogger:
-        """Build the logger, and keep the start of a run off the terminal."""
-        logger = super().build_logger(*args, **kwargs)
-        for handler in logger.handlers:
-            if not isinstance(handler, logging.FileHandler):
-                handler.addFilter(lambda record: self._built or record.levelno >= logging.WARNING)
-        return logger
-
-    def register_default_hooks(self, hooks: dict[str, Any] | None = None) -> None:
-        """Register the hooks of a config, without those that it sets to None."""
-        named = (hooks or {}).items()
-        kept: Any = {name: hook for name, hook in named if hook or name in _STOCK_HOOKS}
-        super().register_default_hooks(kept)
-
-    def dump_config(self) -> None:
-        """Write no config: the command has."""
-
-    def call_hook(self, fn_name: str, **kwargs: Any) -> None:
-        """Let the log reach the terminal once everything is built."""
-        self._built |= fn_name == "before_run"
-        super().call_hook(fn_name, **kwargs)
-
-    def train(self) -> nn.Module:
-        """Train; the signals that end a job are noted meanwhile."""
-        # Without running code in files, also where mmengine or mmpretrain loads them.
-        only = mock.patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1")
-        with self.termination, only:
-            return super().train()
-
-    def scale_lr(self, optim_wrapper: OptimWrapper, auto_scale_lr: dict | None = None) -> None:
-        """Scale the rate, and the least rate of schedules, with the images of an optimiser step."""
-        if not (auto_scale_lr or {}).get("enable"):
-            return
-        before = optim_wrapper.param_groups[0]["lr"]
-        for group in optim_wrapper.param_groups:
-            group["lr"] *= accumulation(self)
-        super().scale_lr(optim_wrapper, auto_scale_lr)
-        ratio = optim_wrapper.param_groups[0]["lr"] / before
-        schedules: Any = self.param_schedulers
-        for each in [schedules] if isinstance(schedules, dict) else schedules or ():
-            if each.get("eta_min"):
-                each["eta_min"] *= ratio
-
-    def load_checkpoint(
-        self, filename: str, map_location: Any = "cpu", *args: Any, **kwargs: Any
-    ) -> dict[str, Any]:
-        """Load a file without running code; all tensors of the model must be there."""
-        checkpoint = load_plain_checkpoint(filename, map_location)
-        self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
-        weights = checkpoint.get("state_dict", checkpoint)
-        weights = {name.removeprefix("module."): tensor for name, tensor in weights.items()}
-        unwrap(self.model).load_state_dict(weights)
-        self.logger.info(f"Load checkpoint from {filename}")
-        return checkpoint
-
-    @master_only
-    def save_checkpoint(
-        self,
-        out_dir: str,
-        filename: str,
-        file_client_args: dict | None = None,
-        save_optimizer: bool = True,
-        save_param_scheduler: bool = True,
-        meta: dict | None = None,
-        by_epoch: bool = True,
-        backend_args: dict | None = None,
-    ) -> None:
-        """Write a checkpoint; its name appears when it is complete, and nothing is copied."""
-        dataset, wrapper, schedulers = (
-            self.train_dataloader.dataset,
-            self.optim_wrapper,
-            self.param_schedulers,
-        )
-        facts = {"epoch": self.epoch + by_epoch, "iter": self.iter + (not by_epoch)}
-        facts |= {**(meta or {}), "seed": self.seed, "experiment_name": self.experiment_name}
-        checkpoint: dict[str, Any] = {
-            "meta": {**facts, "dataset_meta": getattr(dataset, "metainfo", None)},
-            "state_dict": unwrap(self.model).state_dict(),
-            "message_hub": self.message_hub.state_dict(),
-        }
-        if save_optimizer:
-            checkpoint["optimizer"] = wrapper.state_dict()  # type: ignore[union-attr]
-        if save_param_scheduler:
-            checkpoint["param_schedulers"] = [each.state_dict() for each in schedulers or ()]  # type: ignore[union-attr]
-        self.call_hook("before_save_checkpoint", checkpoint=checkpoint)
-        with whole_file(Path(out_dir, filename)) as file:
-            torch.save(checkpoint, file)
-
-
-def _without_start(model: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of a model without the files that it starts from.
-
-    A resumed run has all weights in its checkpoint. A file of the backbone that is still there also
-    has its arguments.
-    """
-    backbone, head = dict(model.get("backbone") or {}), dict(model.get("head") or {})
-    if not Path(backbone.get("checkpoint_path") or "").exists():
-        backbone["checkpoint_path"] = ""
-    parts = {"backbone": {**backbone, "pretrained": False}, "head": {**head, "init_cfg": None}}
-    kinds = {"TimmClassificationBackbone": "backbone", "LabelHead": "head"}
-    for kind, name in kinds.items():
-        if (model.get(name) or {}).get("type") == kind:
-            model = {**model, name: parts[name]}
-    return model
-
-
-def run_training(cfg: Config) -> Runner:
-    """Build what a config names, train, and return the runner.
-
-    Args:
-        cfg: The config.
-    """
-    runner: Any = TrainingRunner.from_cfg(cfg)
-    runner.train()
-    # PyTorch has no public way to end workers that persist between epochs. In a garbage collection
-    # it would wait for each of them for five seconds.
-    runner.train_dataloader._iterator = None
-    return runner

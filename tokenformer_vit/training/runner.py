@@ -1,0 +1,268 @@
+"""The runner of a training, and the signals that end it."""
+
+import atexit
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import timm.layers
+import torch
+from mmengine.config import Config
+from mmengine.dist import all_reduce, get_comm_device, get_world_size, master_only
+from mmengine.logging import MMLogger
+from mmengine.optim import OptimWrapper
+from mmengine.runner import Runner
+from torch import Tensor, nn
+
+from tokenformer_vit.files import whole_file
+
+from .data.sampler import seeded_loader
+from .distributed import unwrap
+from .hooks import accumulation
+from .optim import AutocastOptimWrapper
+from .storage import load_plain_checkpoint
+
+__all__ = ["Termination", "TrainingRunner", "run_training"]
+
+_STOCK_HOOKS = ("runtime_info", "timer", "sampler_seed", "logger", "param_scheduler", "checkpoint")
+# SIGTERM ends a job of Slurm and others, USR1 is for `sbatch --signal=USR1@60`, and HUP ends a
+# terminal. Windows has only the first.
+SIGNALS = [
+    getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)
+]
+STATUS = 128 + 15  # of a process that SIGTERM ended, as shells report it
+_LOOK_SECONDS = 5  # between two agreements of processes, and two looks of a worker
+
+
+class Termination:
+    """Notes the signals that end a job, so that a checkpoint can be written first.
+
+    ::
+
+        with Termination() as termination:
+            ...
+            if termination.agreed():
+                save_and_leave()
+    """
+
+    def __init__(self) -> None:
+        self._noted = False
+        self._running = torch.zeros(1, dtype=torch.uint8).share_memory_()
+        self._before: dict[int, Any] = {}
+        self._every, self._left, self._asked = 1, 1, time.monotonic()
+
+    def __enter__(self) -> "Termination":
+        """Begin to note signals. Outside the main thread this does nothing."""
+        if threading.current_thread() is threading.main_thread():
+            self._running[0] = 1
+            self._before = {each: signal.signal(each, self._note) for each in SIGNALS}
+            # Python ends its workers by SIGTERM, so this must come first, even on errors.
+            atexit.register(self.__exit__)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Restore the former handlers."""
+        self._running[0] = 0
+        for each, handler in self._before.items():
+            signal.signal(each, handler)
+        self._before = {}
+        atexit.unregister(self.__exit__)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self._noted = True
+
+    def agreed(self) -> bool:
+        """Tell whether any process noted a signal; all must call this after each iteration.
+
+        Several processes ask each other about every 5 seconds, and wait for that. How many
+        iterations take so long is also agreed on.
+        """
+        if get_world_size() == 1:
+            return self._noted
+        self._left -= 1
+        if self._left > 0:
+            return False
+        seconds = time.monotonic() - self._asked
+        told = torch.tensor([float(self._noted), seconds], device=get_comm_device())
+        all_reduce(told, op="max")
+        noted, seconds = told.tolist()
+        # Three of the five seconds, and at most twice as many as before: iterations vary.
+        fitting = int(self._every * 0.6 * _LOOK_SECONDS / max(seconds, 1e-3))
+        self._every = max(1, min(2 * self._every, fitting))
+        self._left, self._asked = self._every, time.monotonic()
+        return bool(noted)
+
+    def patient(self, start: Callable[[int], None] | None) -> Callable[[int], None]:
+        """Return the ``worker_init_fn`` of a data loader whose workers survive these signals.
+
+        The signals of a job also reach the workers, and PyTorch stops a run as soon as one ends.
+
+        Args:
+            start: The loader's own function.
+        """
+        return partial(_start_worker, start, self._running)
+
+
+def _start_worker(start: Callable[[int], None] | None, running: Tensor, worker_id: int) -> None:
+    """Start a worker that ends by a signal only when its run does not need it."""
+    if start is not None:
+        start(worker_id)
+
+    def wait(number: int, frame: Any) -> None:
+        if not running[0]:
+            os._exit(0)
+        signal.alarm(_LOOK_SECONDS)
+
+    if hasattr(signal, "SIGALRM"):  # not on Windows
+        for each in (*SIGNALS, signal.SIGALRM):
+            signal.signal(each, wait)
+
+
+class TrainingRunner(Runner):
+    """mmengine's runner: exact resume, files that run no code, and a short output.
+
+    Config, environment and hooks are printed to the log file only.
+
+    Attributes:
+        termination: Notes the signals that end a job.
+    """
+
+    def __init__(
+        self, model: Any, work_dir: str, train_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        self._built, self.termination = False, Termination()
+        seed = (kwargs.get("randomness") or {}).get("seed") or 0
+        if kwargs.get("resume") and isinstance(model, dict):
+            model = _without_start(model)
+        kind = (kwargs.get("optim_wrapper") or {}).get("type")
+        fused = timm.layers.use_fused_attn()
+        if kind == AutocastOptimWrapper.__name__ and not torch.cuda.is_available():
+            # The backward pass of fused attention is slow on a CPU in bfloat16.
+            timm.layers.set_fused_attn(False)
+        try:
+            super().__init__(model, work_dir, seeded_loader(train_dataloader, seed), **kwargs)
+        finally:
+            timm.layers.set_fused_attn(bool(fused))
+
+    def build_logger(self, *args: Any, **kwargs: Any) -> MMLogger:
+        """Build the logger, and keep the start of a run off the terminal."""
+        logger = super().build_logger(*args, **kwargs)
+        for handler in logger.handlers:
+            if not isinstance(handler, logging.FileHandler):
+                handler.addFilter(lambda record: self._built or record.levelno >= logging.WARNING)
+        return logger
+
+    def register_default_hooks(self, hooks: dict[str, Any] | None = None) -> None:
+        """Register the hooks of a config, without those that it sets to None."""
+        named = (hooks or {}).items()
+        kept: Any = {name: hook for name, hook in named if hook or name in _STOCK_HOOKS}
+        super().register_default_hooks(kept)
+
+    def dump_config(self) -> None:
+        """Write no config: the command has."""
+
+    def call_hook(self, fn_name: str, **kwargs: Any) -> None:
+        """Let the log reach the terminal once everything is built."""
+        self._built |= fn_name == "before_run"
+        super().call_hook(fn_name, **kwargs)
+
+    def train(self) -> nn.Module:
+        """Train; the signals that end a job are noted meanwhile."""
+        # Without running code in files, also where mmengine or mmpretrain loads them.
+        only = mock.patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1")
+        with self.termination, only:
+            return super().train()
+
+    def scale_lr(self, optim_wrapper: OptimWrapper, auto_scale_lr: dict | None = None) -> None:
+        """Scale the rate, and the least rate of schedules, with the images of an optimiser step."""
+        if not (auto_scale_lr or {}).get("enable"):
+            return
+        before = optim_wrapper.param_groups[0]["lr"]
+        for group in optim_wrapper.param_groups:
+            group["lr"] *= accumulation(self)
+        super().scale_lr(optim_wrapper, auto_scale_lr)
+        ratio = optim_wrapper.param_groups[0]["lr"] / before
+        schedules: Any = self.param_schedulers
+        for each in [schedules] if isinstance(schedules, dict) else schedules or ():
+            if each.get("eta_min"):
+                each["eta_min"] *= ratio
+
+    def load_checkpoint(
+        self, filename: str, map_location: Any = "cpu", *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Load a file without running code; all tensors of the model must be there."""
+        checkpoint = load_plain_checkpoint(filename, map_location)
+        self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
+        weights = checkpoint.get("state_dict", checkpoint)
+        weights = {name.removeprefix("module."): tensor for name, tensor in weights.items()}
+        unwrap(self.model).load_state_dict(weights)
+        self.logger.info(f"Load checkpoint from {filename}")
+        return checkpoint
+
+    @master_only
+    def save_checkpoint(
+        self,
+        out_dir: str,
+        filename: str,
+        file_client_args: dict | None = None,
+        save_optimizer: bool = True,
+        save_param_scheduler: bool = True,
+        meta: dict | None = None,
+        by_epoch: bool = True,
+        backend_args: dict | None = None,
+    ) -> None:
+        """Write a checkpoint; its name appears when it is complete, and nothing is copied."""
+        optimizer, schedulers = cast(Any, self.optim_wrapper), cast(Any, self.param_schedulers)
+        facts = {"epoch": self.epoch + by_epoch, "iter": self.iter + (not by_epoch)}
+        facts |= {**(meta or {}), "seed": self.seed}
+        dataset: Any = self.train_dataloader.dataset
+        checkpoint: dict[str, Any] = {
+            "meta": {**facts, "dataset_meta": getattr(dataset, "metainfo", None)},
+            "state_dict": unwrap(self.model).state_dict(),
+            "message_hub": self.message_hub.state_dict(),
+        }
+        if save_optimizer:
+            checkpoint["optimizer"] = optimizer.state_dict()
+        if save_param_scheduler:
+            checkpoint["param_schedulers"] = [each.state_dict() for each in schedulers or ()]
+        self.call_hook("before_save_checkpoint", checkpoint=checkpoint)
+        with whole_file(Path(out_dir, filename)) as file:
+            torch.save(checkpoint, file)
+
+
+def _without_start(model: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of a model without the files that it starts from.
+
+    A resumed run has all weights in its checkpoint. A file of the backbone that is still there also
+    has its arguments.
+    """
+    backbone, head = dict(model.get("backbone") or {}), dict(model.get("head") or {})
+    if not Path(backbone.get("checkpoint_path") or "").exists():
+        backbone["checkpoint_path"] = ""
+    parts = {"backbone": {**backbone, "pretrained": False}, "head": {**head, "init_cfg": None}}
+    kinds = {"TimmClassificationBackbone": "backbone", "LabelHead": "head"}
+    for kind, name in kinds.items():
+        if (model.get(name) or {}).get("type") == kind:
+            model = {**model, name: parts[name]}
+    return model
+
+
+def run_training(cfg: Config) -> Runner:
+    """Build what a config names, train, and return the runner.
+
+    Args:
+        cfg: The config.
+    """
+    runner: Any = TrainingRunner.from_cfg(cfg)
+    runner.train()
+    # PyTorch has no public way to end workers that persist between epochs. In a garbage collection
+    # it would wait for each of them for five seconds.
+    runner.train_dataloader._iterator = None
+    return runner
