@@ -175,9 +175,12 @@ def test_other_weights_and_an_mmpretrain_checkpoint(small, saved, tmp_path):
     args = argparse.Namespace(lr=0.1, data=["x"])  # as timm's and DeiT's trainings save it
     torch.save({"state_dict": named, "args": args}, tmp_path / "mm.pth")
     loaded = load_model("tokenformer_tiny", tmp_path / "mm.pth", **SHAPE, **OWN)
+    of_lightning = {f"model.{name}": each for name, each in model.state_dict().items()}
+    torch.save({"state_dict": of_lightning, "epoch": 3}, tmp_path / "lightning.ckpt")
+    again = load_model("tokenformer_tiny", tmp_path / "lightning.ckpt", **SHAPE, **OWN)
     overlay = {"file": str(tmp_path / "mm.pth"), "num_classes": 10}
     by_timm = small(pretrained=True, pretrained_cfg_overlay=overlay, **OWN)
-    for each in (loaded, by_timm):
+    for each in (loaded, again, by_timm):
         assert all(torch.equal(each.state_dict()[k], v) for k, v in model.state_dict().items())
     save_file({**load_file(file), "head.bias": torch.zeros(10)}, file)
     with pytest.raises(InputError, match="was replaced"):

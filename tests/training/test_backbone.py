@@ -132,18 +132,6 @@ def test_layer_wise_learning_rates_are_timms(backbone):
     expected = {names[key]: 1e-3 * scale for key, scale in scales.items()}
     assert timm_state_dict(rates) == pytest.approx(expected)
 
-    def rates_of(prefix):
-        return {rate for name, rate in rates.items() if name.startswith(prefix)}
-
-    (stem,) = rates_of("backbone.model.patch_embed.")
-    blocks = []
-    for index in range(3):
-        (rate,) = rates_of(f"backbone.model.blocks.{index}.")
-        blocks.append(rate)
-    assert rates_of("head.") == {1e-3}
-    assert [stem, *blocks, 1e-3] == pytest.approx([1e-3 * 0.5**n for n in (4, 3, 2, 1, 0)])
-    assert rates_of("backbone.model.cls_token") == rates_of("backbone.model.pos_embed") == {stem}
-
 
 def test_names_go_there_and_back(backbone):
     classifier = build(**backbone)
@@ -163,20 +151,6 @@ def test_names_go_there_and_back(backbone):
 def test_tensors_of_anything_else_are_left_out():
     state_dict = {"data_preprocessor.mean": 0, "head.fc.bias": 1, "backbone.model.x": 2}
     assert timm_state_dict(state_dict) == {"head.bias": 1, "x": 2}
-
-
-def test_the_timm_model_computes_the_same_logits(backbone, images):
-    classifier = build(**backbone).eval()
-    before = {name: tensor.clone() for name, tensor in classifier.state_dict().items()}
-    model = as_timm_model(classifier).eval()
-    assert model.num_classes == 5
-    with torch.no_grad():
-        logits = classifier(images, mode="tensor")
-        torch.testing.assert_close(model(images), logits)
-        for parameter in model.parameters():
-            parameter.zero_()
-    for name, tensor in classifier.state_dict().items():  # the two share no memory
-        assert torch.equal(tensor, before[name]), name
 
 
 @pytest.fixture
@@ -202,12 +176,6 @@ def test_the_exported_folder_is_the_model(backbone, images, tmp_path, cfg):
     classifier = build(**backbone).eval()
     names = ["ant", "bee", "cat", "dog", "eel"]
     export_classifier(classifier, cfg, {"classes": tuple(names)}, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "model.safetensors",
-        "config.json",
-        "README.md",
-    }
-
     model = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     assert model.num_classes == 5
     assert model.pretrained_cfg["label_names"] == names

@@ -15,7 +15,7 @@ from tokenformer_vit.training import GrowthHook
 from tokenformer_vit.training.reports import read_scalars
 
 SCHEDULE = [
-    {"epoch": 1, "num_qkv_param_tokens": 36, "num_ffn_param_tokens": 120},
+    {"epoch": 1, "num_qkv_param_tokens": [30, 36], "num_ffn_param_tokens": 120},
     {"epoch": 2, "num_qkv_param_tokens": 48, "num_proj_param_tokens": 32},
 ]
 
@@ -196,13 +196,6 @@ def test_new_pairs_warm_up():
 
 
 @pytest.mark.slow
-def test_a_run_grows_to_numbers_of_pairs_by_block(growing, tmp_path):
-    growing(schedule=[{"epoch": 1, "num_ffn_param_tokens": [96, 128]}])(tmp_path / "run")
-    model: Any = timm.create_model(f"local-dir:{tmp_path / 'run'}", pretrained=True)
-    assert [block.mlp.num_param_tokens for block in model.blocks] == [96, 128]
-
-
-@pytest.mark.slow
 def test_a_run_may_start_from_a_grown_checkpoint(growing, tmp_path):
     train = growing()
     train(tmp_path / "first")
@@ -243,14 +236,6 @@ def test_models_that_grow_on_frozen_ones_contain_them(train, growing, tmp_path):
         assert torch.equal(models[2](images), small(images))
 
 
-@pytest.mark.slow
-def test_processes_of_their_own_seeds_grow_the_same_pairs(growing, tmp_path):
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    hook = """
-from pathlib import Path
-from mmengine.hooks import Hook
-from mmengine.dist import all_gather_object
-from mmengine.registry import HOOKS
 @HOOKS.register_module(force=True)
 class SameHook(Hook):
     def after_train(self, runner):

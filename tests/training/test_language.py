@@ -218,19 +218,6 @@ def test_a_run_that_was_stopped_goes_on_exactly(run, tmp_path):
     assert [growth["iteration"] for growth in record["growth"]] == [4, 9]
 
 
-def test_a_resumed_run_stops_early_as_the_whole_one_does(run, tmp_path):
-    """Nothing is an improvement here: validations 2, 3 and 4 of 6 use up the patience."""
-    hook = {"type": "EarlyStoppingHook", "monitor": "perplexity", "rule": "less"}
-    options = {
-        "train_cfg.val_interval": 2,
-        "default_hooks.checkpoint.interval": 2,
-        "custom_hooks": [{**hook, "min_delta": 1e6, "patience": 3}],
-    }
-    run(tmp_path, stop=7, **options)  # after the checkpoint of iteration 6
-    run(tmp_path, resume="auto", **options)
-    assert list(scalars(tmp_path)[1]) == [2, 4, 6, 8]
-
-
 @pytest.mark.slow
 def test_accumulation_makes_the_step_of_the_whole_batch(run, tmp_path):
     one = run(tmp_path / "one")
@@ -331,17 +318,6 @@ def test_training_goes_on_in_float32_from_weights_of_16_bits(tmp_path):
     assert {parameter.dtype for parameter in started.parameters()} == {torch.float32}
 
 
-def test_the_averaged_weights_are_exported_where_there_are_any(run, tmp_path):
-    average = {"type": "AccumulationEMAHook", "ema_type": "ExponentialMovingAverage"}
-    runner = run(tmp_path / "run", **{"custom_hooks": [{**average, "momentum": 0.5}]})
-    hook = next(hook for hook in runner.hooks if type(hook).__name__ == average["type"])
-    saved = load_language_model(tmp_path / "run").state_dict()
-    averaged = hook.ema_model.module.model.state_dict()
-    assert all(torch.equal(saved[name], averaged[name]) for name in saved)
-    trained = runner.model.model.state_dict()
-    assert not torch.equal(saved["model.embedding.weight"], trained["model.embedding.weight"])
-
-
 @pytest.mark.parametrize("place", ["among val", "train and val", "the checkpoint"])
 def test_tokenizers_of_one_name_and_size_that_differ_are_refused(run, texts, tmp_path, place):
     """Two tokenizers can have the same name and size if their training texts differ."""
@@ -416,16 +392,6 @@ def test_under_masks_a_text_keeps_its_pairs(masked, texts, tmp_path):
         ]
     assert losses[0].exp().item() == pytest.approx(before, rel=1e-5)
     assert abs(losses[1] - losses[0]) > 1e-3
-
-
-@pytest.mark.slow
-def test_what_texts_share_trains_unless_it_is_frozen(masked, tmp_path):
-    masked(frozen_stem=False)
-    first, second = (load_language_model(tmp_path / name) for name in ("first", "second"))
-    assert not torch.equal(first.model.embedding.weight, second.model.embedding.weight)
-    for name, layer in pattention_layers(first).items():
-        kept = pattention_layers(second)[name].key_param_tokens[: layer.num_param_tokens]
-        assert torch.equal(kept, layer.key_param_tokens)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Tuning trains only the stated parameters, and its result is a plain timm model."""
 
-import shutil
-
 import pytest
 import timm
 import torch
@@ -10,7 +8,6 @@ from mmpretrain.registry import MODELS
 from safetensors.torch import load_file, save_file
 
 from tokenformer_vit.errors import InputError
-from tokenformer_vit.training.config import load_config
 
 SIZES = {"img_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2}
 TOKENFORMER = {"model_name": "tokenformer_tiny", **SIZES}
@@ -88,7 +85,7 @@ def test_missing_weights_are_named():
 
 
 @pytest.mark.slow
-def test_a_run_moves_nothing_else_and_goes_on_exactly(train, config, data_root, tmp_path):
+def test_a_run_moves_nothing_else(train, config, data_root, tmp_path):
     start = tmp_path / "start.safetensors"
     before = timm.create_model("tokenformer_tiny", num_classes=7, **SIZES).state_dict()
     save_file(before, start)
@@ -103,10 +100,9 @@ def test_a_run_moves_nothing_else_and_goes_on_exactly(train, config, data_root, 
         "train_cfg = dict(max_epochs=2)\n"
     )
     train = train.of(own)
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    train(whole)
+    train(tmp_path / "run")
 
-    after = load_file(whole / "model.safetensors")
+    after = load_file(tmp_path / "run" / "model.safetensors")
     assert after.keys() == before.keys()
     moved, grown = set(), set()
     for name, old in before.items():
@@ -120,24 +116,3 @@ def test_a_run_moves_nothing_else_and_goes_on_exactly(train, config, data_root, 
     for name in grown:
         assert after[name][len(before[name]) :].abs().max() > 0, name
     assert after["head.weight"].abs().max() > 0  # it starts from zero
-
-    # What is exported is the averaged model of the last checkpoint, of timm alone.
-    classifier = build(load_config(own).model.backbone).eval()
-    checkpoint = torch.load(whole / "epoch_2.pth", weights_only=True)
-    classifier.load_state_dict(checkpoint["state_dict"])
-    exported = timm.create_model(f"local-dir:{whole}", pretrained=True).eval()
-    images = torch.randn(4, 3, 8, 8)
-    with torch.no_grad():
-        torch.testing.assert_close(exported(images), classifier(images, mode="tensor"))
-
-    resumed.mkdir()
-    shutil.copy(whole / "epoch_1.pth", resumed)
-    (resumed / "last_checkpoint").write_text("epoch_1.pth")
-    train(resumed, "--resume")
-    one, other = (
-        torch.load(folder / "epoch_2.pth", weights_only=True) for folder in (whole, resumed)
-    )
-    for part in ("state_dict", "ema_state_dict"):
-        assert one[part].keys() == other[part].keys()
-        for name, tensor in one[part].items():
-            assert torch.equal(tensor, other[part][name]), name

@@ -139,6 +139,8 @@ def load_model(
         content = read_checkpoint(checkpoint)
         described = description_of(checkpoint, content)
         weights = timm_state_dict(state_dict_in(content, checkpoint))
+        if all(n.startswith("model.") for n in weights):  # Lightning, mmpretrain's TimmClassifier
+            weights = {n.removeprefix("model."): each for n, each in weights.items()}
     if name is None:
         if "architecture" not in described:
             place = checkpoint or "the command"

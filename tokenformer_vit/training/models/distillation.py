@@ -62,8 +62,8 @@ class Teacher:
     def __call__(self, images: Tensor) -> Tensor:
         """Predict at the teacher's image size; (N, 3, H, W) images of the student -> (N, K)."""
         if self._scale.device != images.device:
-            parts = (self._model, self._scale, self._shift)
-            self._model, self._scale, self._shift = (part.to(images.device) for part in parts)
+            self._model.to(images.device)
+            self._scale, self._shift = (x.to(images.device) for x in (self._scale, self._shift))
         images = images * self._scale + self._shift
         if images.shape[2:] != self._size:
             images = F.interpolate(images, self._size, mode="bicubic", antialias=True)
@@ -88,7 +88,7 @@ class DistilledHead(LabelHead):
     def forward(self, feats: tuple[Tensor, ...]) -> Tensor:
         """Return the mean of the scores of both heads; of the class token alone, its scores."""
         scores = [head(each) for head, each in zip((self.fc, self.fc_dist), feats, strict=False)]
-        return sum(scores[1:], scores[0]) / len(scores)
+        return torch.stack(scores).mean(dim=0)
 
 
 @MODELS.register_module()
