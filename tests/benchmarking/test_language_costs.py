@@ -68,12 +68,8 @@ def check(model, parts, num_tokens=None):
     assert total(costs).forward_flops == counted["Global"]
 
     def of(*modules):
-        return sum(
-            flops
-            for name, flops in counted.items()
-            for module in modules
-            if name.endswith(f".{module}")
-        )
+        ends = tuple(f".{module}" for module in modules)
+        return sum(flops for name, flops in counted.items() if name.endswith(ends))
 
     for part, modules in parts.items():
         assert costs[part].forward_flops == of(*modules) > 0
@@ -137,18 +133,8 @@ def test_that_of_transformers():
     assert model_costs(language.TokenFormerForCausalLM(config)) == model_costs(build())
 
 
-def test_no_tokens():
-    with pytest.raises(InputError, match="num_tokens is 0: no token is left"):
-        model_costs(build(), 0)
-
-
 def test_other_models_of_transformers():
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_embd=24, n_layer=1, n_head=3, add_cross_attention=True)
-    with (
-        torch.device("meta"),
-        pytest.raises(InputError, match="without cross-attention"),
-    ):
+    with torch.device("meta"), pytest.raises(InputError, match="without cross-attention"):
         model_costs(transformers.GPT2LMHeadModel(config))
-    with torch.device("meta"), pytest.raises(InputError, match="GPT2Model are unknown"):
-        model_costs(transformers.GPT2Model(config))

@@ -13,6 +13,7 @@ from tokenformer_vit.growth import grow
 from tokenformer_vit.models import lm_config
 
 SMALL = {"depth": 2, "embed_dim": 24, "num_heads": 3, "img_size": 32, "patch_size": 8}
+FEW = ["--model-kwargs", "num_ffn_param_tokens=1", "num_qkv_param_tokens=1"]
 WORDS = [f"{key}={value}" for key, value in SMALL.items()]
 TINY = ["--model", "tokenformer_tiny", "--model-kwargs", *WORDS]
 TINY += ["--against", "vit_tiny_patch16_224", "--against-kwargs", *WORDS]
@@ -121,10 +122,7 @@ def test_language_models(tmp_path, capsys):
         ([*TINY[:2], "--model-kwargs", "imgsize=32"], "imgsize"),
         ([*TINY[:2], "--tokens", "1"], "num_tokens is 1: no token is left"),
         (["--model", "vit_tiny_patch16_224"], "give the other model with --against"),
-        (
-            [*TINY[:2], "--model-kwargs", "num_ffn_param_tokens=1", "num_qkv_param_tokens=1"],
-            "width",
-        ),
+        ([*TINY[:2], *FEW], "width"),
         ([*TINY[:2], "--model-kwargs", "num_classes=x"], "cannot be built"),
         ([*TINY[:2], "--model-kwargs", "model_name=x"], "model_name"),
     ],
