@@ -23,6 +23,7 @@ class LanguageGuardHook(GuardHook):
 
     def check_training(self, runner) -> None:
         """Check that model, training text and validation text fit each other."""
+        super().check_training(runner)
         model: CausalLM = unwrap(runner.model)
         loaders = {"train": runner.train_dataloader}
         if runner.val_loop is not None:
