@@ -130,7 +130,6 @@ def test_a_saved_data_set_has_the_same_images(save, source, tmp_path):
     expected = open_images(source, "train")
     rows = open_images(str(tmp_path / "saved"), "train")
     assert contents(rows) == contents(expected)
-    assert rows.fingerprint() == expected.fingerprint()
     assert str(tmp_path / "saved") in rows[0]["img_path"]
     missing = refused(tmp_path / "saved", "test")
     assert "no split 'test'" in missing
@@ -171,19 +170,17 @@ def test_nothing_is_written_beside_the_data(source, arrow_cache):
         path.chmod(0o555)
     rows = open_images(source, "train")
     list(rows)
-    rows.fingerprint()
     assert state(source) == before
     assert any(arrow_cache.rglob("parquet-train*.arrow"))
 
 
 def test_a_file_that_changed_is_read_again(source):
     path = source / "data/validation-00000-of-00001.parquet"
-    before = open_images(source, "validation")
+    open_images(source, "validation")
     images = write(path, [0, 0, 1, 2], images=[b"new"] * 4)
     os.utime(path, ns=(1, 1))
     after = open_images(source, "validation")
     assert contents(after) == list(zip(images, [0, 0, 1, 2], strict=True))
-    assert after.fingerprint() != before.fingerprint()
 
 
 @pytest.mark.parametrize("labels", [[0, 0, 1, 2], [0, 1, 1, 2, 2]])
@@ -222,7 +219,7 @@ def test_a_folder_whose_name_is_a_pattern(tmp_path):
 
 def read_in_turn(source, queue):
     rows = open_images(source, "train")
-    queue.put((contents(rows), rows.fingerprint()))
+    queue.put(contents(rows))
 
 
 def test_processes_that_open_the_data_at_once_read_the_same(source):
@@ -237,7 +234,7 @@ def test_processes_that_open_the_data_at_once_read_the_same(source):
     for process in processes:
         process.join()
     rows = open_images(source, "train")
-    assert found == [(contents(rows), rows.fingerprint())] * 3
+    assert found == [contents(rows)] * 3
 
 
 def test_a_copy_for_another_process_does_not_hold_the_images(tmp_path):
@@ -258,24 +255,6 @@ def test_some_of_the_images(indices, kept, source):
     rows.keep(indices)
     assert contents(rows) == [contents(whole)[index] for index in kept]
     assert rows.labels.tolist() == whole.labels[list(kept)].tolist()
-    assert (rows.fingerprint() == whole.fingerprint()) == (len(rows) == len(whole))
-
-
-def test_a_fingerprint_tells_labels_sizes_and_order(tmp_path):
-    def fingerprint(labels, sizes):
-        folder = tmp_path / f"{labels}{sizes}"
-        write(folder / "train-0.parquet", labels, images=[bytes(size) for size in sizes])
-        return open_images(folder, "train").fingerprint()
-
-    found = [
-        fingerprint([0, 1, 2], [5, 6, 7]),
-        fingerprint([0, 1, 1], [5, 6, 7]),
-        fingerprint([0, 1, 2], [5, 6, 8]),
-        fingerprint([0, 1, 2], [5, 7, 6]),
-    ]
-    assert len(set(found)) == len(found)
-    # The same images by class, in the same order.
-    assert fingerprint([2, 0, 1], [7, 5, 6]) == found[0]
 
 
 @pytest.mark.parametrize("image", [None, {"bytes": None, "path": "a.png"}])

@@ -84,15 +84,6 @@ class ImageRows:
             "gt_label": int(self.labels[index]),
         }
 
-    def fingerprint(self) -> str:
-        """Return a SHA-256 of the label and the size in bytes of each image; none is read."""
-        from pyarrow.compute import binary_length  # type: ignore[attr-defined]
-
-        sizes = binary_length(_contents(self._rows)).to_numpy().astype(np.int64)
-        digest = sha256(self.labels.numpy().tobytes())
-        digest.update(sizes[self._order.numpy()].tobytes())
-        return digest.hexdigest()
-
 
 def _contents(rows: "Dataset") -> Any:
     """Return the content of the image files of all rows, memory-mapped."""

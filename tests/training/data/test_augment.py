@@ -78,32 +78,23 @@ def test_a_pipeline_names_transforms_of_torchvision(name, options, generator, se
 SIZES = [(96, 130), (160, 65), (64, 64), (65, 64), (63, 90), (30, 21), (64, 500), (7, 8)]
 
 
+@pytest.mark.parametrize("height", [48, 36])
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear", "lanczos"])
 @pytest.mark.parametrize("crop_mode", ["center", "squash"])
 @pytest.mark.parametrize("crop_pct", [0.75, 0.875, 1.0])
-def test_evaluation_is_that_of_timm(crop_pct, crop_mode, interpolation, generator):
+def test_evaluation_is_that_of_timm(crop_pct, crop_mode, interpolation, height, generator):
     """Up to Pillow's rounding where PyTorch resizes, and exactly elsewhere."""
     config = {"crop_pct": crop_pct, "crop_mode": crop_mode, "interpolation": interpolation}
-    ours = build("EvalTransform", input_size=(3, 48, 48), **config)
-    reference = create_transform((3, 48, 48), normalize=False, **config)
+    ours = build("EvalTransform", input_size=(3, height, 48), **config)
+    reference = create_transform((3, height, 48), normalize=False, **config)
     for size in (*SIZES, (48, 48)):
         pixels = photograph(generator, *size)
         expected = reference(Image.fromarray(pixels)).permute(1, 2, 0).numpy()
         results = ours({"img": pixels.copy()})
-        by_pytorch = crop_mode == "center" and interpolation != "lanczos"
+        by_pytorch = crop_mode == "center" and interpolation != "lanczos" and height == 48
         untouched = min(size) == int(48 / crop_pct)
-        assert results["img_shape"] == (48, 48)
+        assert results["img_shape"] == (height, 48)
         assert gap(results["img"], expected).max() <= (2 if by_pytorch and not untouched else 0)
-
-
-@pytest.mark.parametrize("config", [{"crop_mode": "center"}, {"crop_mode": "squash"}])
-def test_images_that_are_not_squares_are_those_of_timm(config, generator):
-    ours = build("EvalTransform", input_size=(3, 32, 48), crop_pct=0.9, **config)
-    reference = create_transform((3, 32, 48), crop_pct=0.9, interpolation="bicubic", **config)
-    pixels = photograph(generator, 70, 90)
-    expected = reference(Image.fromarray(pixels)).numpy().transpose(1, 2, 0)
-    scaled = (ours({"img": pixels})["img"] / 255 - (0.485, 0.456, 0.406)) / (0.229, 0.224, 0.225)
-    np.testing.assert_allclose(scaled, expected, atol=1e-5)
 
 
 def test_photographs_are_evaluated_as_by_timm(shared_data):
@@ -176,8 +167,6 @@ def test_randaugment_with_fixed_values(generator):
         {"type": "Rotate", "angle": 12.0, "prob": 0.8},
         {"type": "Posterize", "bits": 3},
         {"type": "Solarize", "thr": 90},
-        {"type": "SolarizeAdd", "magnitude": 50, "thr": 100},
-        {"type": "Cutout", "shape": 5},  # left to mmpretrain
     ]
     fast, stock = both(policies=policies, num_policies=3)
     for number in range(20):

@@ -145,11 +145,6 @@ class HuggingFaceImages(BaseDataset):
         """Return the label of an image in a list."""
         return [int(self.get_gt_labels()[idx])]
 
-    @force_full_init
-    def fingerprint(self) -> str:
-        """Return a SHA-256 of the labels and the sizes of all images, to check on resume."""
-        return self.data_list.fingerprint()
-
 
 def without_waiting(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor from the processor to a device; a GPU goes on computing meanwhile."""
