@@ -234,21 +234,3 @@ def test_models_that_grow_on_frozen_ones_contain_them(train, growing, tmp_path):
     for size, small in zip(models[2].sizes, models, strict=True):
         models[2].set_size(size)
         assert torch.equal(models[2](images), small(images))
-
-
-@HOOKS.register_module(force=True)
-class SameHook(Hook):
-    def after_train(self, runner):
-        (ema,) = [hook for hook in runner.hooks if hasattr(hook, "ema_model")]
-        sums = all_gather_object([float(p.abs().sum()) for p in ema.ema_model.parameters()])
-        assert sums[0] == sums[1], "the averages differ"
-        (Path(runner.work_dir) / "same").touch()
-"""
-    (tmp_path / "same_hook.py").write_text(hook)
-    train = growing(
-        more="custom_imports = dict(imports=['tokenformer_vit.training', 'same_hook'], "
-        "allow_failed_imports=False)\ncustom_hooks.append(dict(type='SameHook'))"
-    )
-    train.environment = {"PYTHONPATH": str(tmp_path)}
-    train(tmp_path / "run", "--batch-size", "4", "--launcher", "pytorch", launcher=launcher)
-    assert (tmp_path / "run" / "same").exists()
