@@ -1,13 +1,14 @@
 """Compare how fast one thread prepares images by configs/imagenet_base.py and by timm's transforms.
 
-python tools/loading_speed.py DATA: an image of each class in DATA/val, with a shorter side of 375
-pixels, goes through both, in batches. timm's also normalise; here the model does, on its device.
+python tools/loading_speed.py DATA: an image of each class in DATA/val, its shorter side made 375
+pixels, goes through both. timm's transforms also normalise; here the model does, on its device.
 """
 
 import itertools
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -49,9 +50,9 @@ with tempfile.TemporaryDirectory() as root, DefaultScope.overwrite_default_scope
         image.resize(size).save(Path(root, "val", folder.name, "image.jpeg"), quality=95)
     cfg = load_config("configs/imagenet_base.py", {"train_dataloader.dataset.split": "val"}, root)
     for use, recipe in (("train", TRAINING), ("val", {"crop_pct": 224 / 256})):
-        transform = create_transform(224, use == "train", interpolation="bicubic", **recipe)
+        build = partial(create_transform, 224, use == "train", interpolation="bicubic")
         own = DATASETS.build(cfg[f"{use}_dataloader"].dataset)
-        pair = tensors_of(own), tensors_of(ImageDataset(f"{root}/val", transform=transform))
+        pair = tensors_of(own), tensors_of(ImageDataset(f"{root}/val", transform=build(**recipe)))
         speeds = [[rate(each) for each in pair] for _ in range(22)][1:]  # the first opens files
         ratios = [ours / timms for ours, timms in speeds]
         low, *_, high = quantiles(ratios, n=5, method="inclusive")
