@@ -160,8 +160,11 @@ def _complete(cfg: Config) -> None:
     for name in ("val", "test"):
         if not cfg.get(f"{name}_dataloader"):
             cfg.update({f"{name}_{part}": None for part in ("dataloader", "cfg", "evaluator")})
-    for _, loader in loaders(cfg):
+    for name, loader in loaders(cfg):
         loader.setdefault("num_batch_per_epoch", None)
+        sampler = loader.get("sampler") or {}
+        if name != "train_dataloader" and sampler.get("type") == "DefaultSampler":
+            sampler.setdefault("round_up", False)  # no image counts twice in several processes
     ours = Config.fromfile(CONFIGS / "_base_" / "runtime.py").default_hooks
     hooks = cfg.setdefault("default_hooks", {})
     for name in ours:

@@ -342,7 +342,9 @@ def describe_run(runner: Any) -> str:
         "to resume": "the same command with --resume",
     }
     if runner.iter:
-        lines["length"] += f"; continues after iteration {runner.iter:,}"
+        goes_on = f"continues after iteration {runner.iter:,}"
+        finished = runner.iter >= runner.max_iters
+        lines["length"] += f"; {'finished, so nothing is trained' if finished else goes_on}"
     return "\n".join(["Training:", *(f"  {name:<11} {text}" for name, text in lines.items())])
 
 
