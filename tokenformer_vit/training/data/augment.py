@@ -45,8 +45,11 @@ class Torchvision(BaseTransform):
 
     def transform(self, results: dict) -> dict:
         """Replace ``img``, (H, W, 3) uint8."""
-        image = torch.from_numpy(results["img"]).permute(2, 0, 1)
-        results["img"] = self.inner(image).permute(1, 2, 0).numpy()
+        image = results["img"]
+        if min(image.strides) < 0:  # as mmcv's RandomFlip leaves it
+            image = image.copy()
+        planes = self.inner(torch.from_numpy(image).permute(2, 0, 1))
+        results["img"] = planes.permute(1, 2, 0).numpy()
         results["img_shape"] = results["img"].shape[:2]
         return results
 
