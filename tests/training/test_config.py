@@ -305,3 +305,10 @@ def test_images_are_not_lost_without_a_word(config, tmp_path, capsys):
         check_folders(cfg, ("train_dataloader",))
     with pytest.raises(InputError, match=r"there is no folder .*/val: give `--data-root`"):
         check_folders(cfg, ("val_dataloader",))
+
+
+def test_a_refused_run_leaves_the_config_of_the_first(train, trained):
+    written = trained.work_dir / trained.config.name
+    before = written.read_bytes()
+    assert "already holds a run" in train.fails(trained.work_dir, "--seed", "9")
+    assert written.read_bytes() == before

@@ -12,6 +12,7 @@ needs nothing else; it writes the config that it uses::
     tokenformer-vit train photos --checkpoint work_dirs/run --work-dir work_dirs/photos_tuned
 """
 
+import copy
 import os
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -38,12 +39,8 @@ def main(argv: list[str] | None = None) -> None:
     add("config", metavar="CONFIG", help="config, such as configs/imagenet_base.py, or a folder")
     add_run_arguments(parser)
     add("--work-dir", help="folder of the results (default: work_dirs/CONFIG)")
-    add(
-        "--resume",
-        nargs="?",
-        const="auto",
-        help="continue from the last checkpoint in the work directory, if any, or from this file",
-    )
+    resume = "continue from the last checkpoint in the work directory, if any, or from this file"
+    add("--resume", nargs="?", const="auto", help=resume)
     add("--amp", action="store_true", help="train and validate under bfloat16 autocast")
     add("--auto-scale-lr", action="store_true", help="scale the rate with the images of a step")
     add("--seed", type=whole_number(0), help="seed of every random generator")
@@ -91,13 +88,14 @@ def main(argv: list[str] | None = None) -> None:
         if first:
             held.enter_context(locked_folder(work_dir))
             remove_leftovers(work_dir)
-            config.write_config(cfg)
+            begun = copy.deepcopy(cfg)  # a copy of the written file starts a new run
             config.choose_checkpoint(cfg, args.resume)
+            config.write_config(begun)
         chosen = [cfg.resume, cfg.load_from]
         broadcast_object_list(chosen)
         cfg.resume, cfg.load_from = chosen
         runner = run_training(cfg)
     if runner.rank == 0:
-        kinds = ("model.safetensors", "config.json", "curves.png", "record.json")
-        written = [name for name in kinds if (work_dir / name).is_file()]
-        print(f"\nDone. In {work_dir}: {', '.join([*written, 'checkpoints'])} (*.pth), and logs")
+        names = ("model.safetensors", "config.json", "curves.png", "record.json")
+        written = ", ".join(name for name in names if (work_dir / name).is_file())
+        print(f"\nDone. In {work_dir}: {written}, checkpoints (*.pth), and logs")
