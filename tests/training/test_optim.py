@@ -188,12 +188,14 @@ def test_a_plateau_also_lowers_the_rates_of_new_pairs():
 
 
 @pytest.mark.parametrize("enable", [True, False])
-def test_scaling_the_rate_counts_accumulated_images_and_moves_its_floor(config, tmp_path, enable):
+def test_scaling_the_rate_counts_accumulated_images_and_moves_its_floor(
+    config, data_root, tmp_path, enable
+):
     options = {
         **{"optim_wrapper.accumulative_counts": 4, "auto_scale_lr.enable": enable},
         "auto_scale_lr.base_batch_size": 16,
     }
-    cfg = load_config(config, options, work_dir=str(tmp_path))
+    cfg = load_config(config, options, str(data_root), work_dir=str(tmp_path))
     floor = cfg.param_scheduler[1].eta_min
     runner = TrainingRunner.from_cfg(cfg)
     runner.optim_wrapper = runner.build_optim_wrapper(cfg.optim_wrapper)

@@ -272,7 +272,9 @@ class ExactCheckpointHook(CheckpointHook):
         """Save a checkpoint under a name, and delete expired ones once it is complete."""
         check_finite(runner)
         path = str(Path(cast(str, self.out_dir), name))
-        replaced = sorted({*(expired or ()), STOPPED} - {name})
+        replaced = [*(expired or ())]
+        if name != STOPPED and Path(path).with_name(STOPPED).exists():
+            replaced.append(STOPPED)
         runner.message_hub.update_info("last_ckpt", path)
         runner.message_hub.update_info("replaced", replaced)
         self._progress = self._collect(runner)

@@ -25,7 +25,7 @@ from tokenformer_vit.files import whole_file
 
 from .data.sampler import seeded_loader
 from .distributed import unwrap
-from .hooks import accumulation
+from .hooks import accumulation, samples_per_step
 from .optim import AutocastOptimWrapper
 from .storage import load_plain_checkpoint
 
@@ -184,11 +184,10 @@ class TrainingRunner(Runner):
         """Scale the rate, and the least rate of schedules, with the images of an optimiser step."""
         if not (auto_scale_lr or {}).get("enable"):
             return
-        before = optim_wrapper.param_groups[0]["lr"]
         for group in optim_wrapper.param_groups:
             group["lr"] *= accumulation(self)
         super().scale_lr(optim_wrapper, auto_scale_lr)
-        ratio = optim_wrapper.param_groups[0]["lr"] / before
+        ratio = samples_per_step(self) / (auto_scale_lr or {})["base_batch_size"]
         schedules: Any = self.param_schedulers
         for each in [schedules] if isinstance(schedules, dict) else schedules or ():
             if each.get("eta_min"):
