@@ -4,7 +4,6 @@ import json
 import time
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import timm
