@@ -89,16 +89,15 @@ class GrowthHook(Hook):
 
     def before_train(self, runner) -> None:
         """Check that every growth of the schedule happens, and every gate opens."""
-        units = {key for event in self.schedule for key in _UNITS if key in event}
-        odd = {key for event in self.schedule for key in event} - {*self.keys, *units}
-        fault = f"has {', '.join(sorted(odd))}, but may have {', '.join(self.keys)}" if odd else ""
-        timed = all(len(event) > 1 and {*units} < event.keys() for event in self.schedule)
-        if len(units) != 1 or not timed or (units == {"epoch"} and by_iteration(runner)):
-            fault = "needs `epoch` in every entry, or `iteration` if the run counts those"
-        elif not fault:
+        fault, units = "", {key for event in self.schedule for key in event if key not in self.keys}
+        counted = [{"iteration"}] if by_iteration(runner) else [{"iteration"}, {"epoch"}]
+        if units not in counted or not all(units < event.keys() for event in self.schedule):
+            fault = "needs `iteration` (or `epoch`, if the run counts epochs) in every entry, and "
+            fault += f"any of {', '.join(self.keys)}, but is {self.schedule}"
+        else:
             times = [self._start(runner, event) for event in self.schedule]
             room = min(after - before for before, after in pairwise([*times, runner.max_iters]))
-            if room <= 0 or room < self._open_iters:
+            if room < max(1, self._open_iters):
                 fault = f"grows before iterations {times} of {runner.max_iters}, which leaves "
                 fault += f"{room} iterations after one of them"
         if (self._open_iters > 0) != (self.how.get("gate") == "fixed"):
