@@ -37,6 +37,13 @@ BACKBONES = {
 }
 
 
+TOKENFORMER = BACKBONES["default"]
+GROWTH = {
+    **{"num_qkv_param_tokens": 28, "num_proj_param_tokens": 26, "num_ffn_param_tokens": 100},
+    "freeze": "old",
+}
+
+
 @pytest.fixture(autouse=True)
 def scope():
     with DefaultScope.overwrite_default_scope("mmpretrain"):
@@ -236,3 +243,52 @@ def test_a_config_chooses_the_backend_of_a_tokenformer():
     ):
         with pytest.raises(InputError, match=message):
             build_untouched(model_name=model, backend=backend)
+
+
+def trained(classifier):
+    return {name for name, parameter in classifier.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize("model", [TOKENFORMER, BACKBONES["ordinary"]])
+def test_of_a_frozen_backbone_the_head_alone_trains(model):
+    assert trained(build_untouched(**model, frozen=True)) == {"head.fc.weight", "head.fc.bias"}
+    assert len(trained(build_untouched(**model))) > 10
+
+
+def test_of_a_grown_backbone_the_new_pairs_and_the_head_train():
+    classifier = build_untouched(**TOKENFORMER, growth=GROWTH)
+    names = trained(classifier)
+    assert {name for name in names if ".new_" not in name} == {
+        "head.fc.weight",
+        "head.fc.bias",
+    }
+    count = sum(p.numel() for p in classifier.parameters() if p.requires_grad)
+    assert count == 3 * 2 * 24 * (3 * 4 + 2 + 4) + 25 * 5
+
+
+def test_new_pairs_are_those_of_the_runs_seed():
+    def values(**own):
+        torch.manual_seed(5)
+        classifier = build_untouched(**TOKENFORMER, growth={**GROWTH, **own})
+        return classifier.backbone.model.blocks[0].mlp.value_param_tokens[96:]
+
+    assert torch.equal(values(), values(seed=5))
+    assert not torch.equal(values(), values(seed=6))
+
+
+def test_a_frozen_backbone_computes_in_training_as_in_validation():
+    classifier = build_untouched(**TOKENFORMER, frozen=True, drop_path_rate=0.5).train()
+    images = torch.randn(8, 3, 16, 16)
+    assert classifier.head.training
+    trained, measured = classifier.backbone(images), classifier.eval().backbone(images)
+    assert torch.equal(trained[0], measured[0])
+
+
+def test_pairs_that_could_not_learn_are_refused():
+    with pytest.raises(InputError, match="set one of the two"):
+        build_untouched(**TOKENFORMER, frozen=True, growth=GROWTH)
+
+
+def test_missing_weights_are_named():
+    with pytest.raises(InputError, match=r"no checkpoint file nowhere\.safetensors"):
+        build_untouched(**TOKENFORMER, checkpoint_path="nowhere.safetensors")

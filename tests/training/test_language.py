@@ -301,16 +301,6 @@ def test_a_transformer_trains(kind, more, run, tmp_path):
         torch.testing.assert_close(again(input_ids=inputs).logits, expected)
 
 
-@pytest.mark.parametrize(
-    ("more", "frozen"),
-    [({}, ("transformer.w", "transformer.ln_f")), (ROTARY, ("gpt_neox.embed", "gpt_neox.final"))],
-)
-def test_all_but_the_blocks_of_a_transformer_can_be_frozen(more, frozen):
-    model = CausalLM("transformer", {**SIZES, **more}, frozen_stem=True).model
-    for name, parameter in model.named_parameters():
-        assert parameter.requires_grad != name.startswith(frozen), name
-
-
 def test_training_goes_on_in_float32_from_weights_of_16_bits(tmp_path):
     model = CausalLM("tokenformer", {**SIZES, **PAIRS, "rotary_share": 0.5}).model
     save_language_model(model.bfloat16(), tmp_path / "half")

@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -12,7 +11,6 @@ from mmengine.registry import DefaultScope
 from mmpretrain.models import MAE as StockMAE
 from mmpretrain.registry import MODELS
 from mmpretrain.structures import DataSample
-from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 
@@ -33,7 +31,6 @@ TOKENFORMER = {
     "num_heads": 2,
 }
 VIT = {**TOKENFORMER, "model_name": "vit_tiny_patch16_224"}
-CLASSES = ("bright", "dark", "split")  # of the fixture data_root
 NECK = {
     "type": "MAEPretrainDecoder",
     "decoder_embed_dim": 16,
@@ -357,40 +354,6 @@ def test_a_run_leaves_an_encoder_for_timm_and_a_record(masked):
     assert "image-feature-extraction" in card
 
 
-PROBE = """
-_base_ = "{base}"
-model = dict(
-    backbone=dict(
-        patch_size=2, drop_path_rate=0.0, checkpoint_path="{checkpoint}", frozen=True
-    ),
-    neck=dict(_delete_=True, type="ClsBatchNormNeck", input_features=24),
-    head=dict(
-        init_cfg=dict(type="TruncNormal", layer="Linear", std=0.01, _delete_=True),
-        loss=dict(type="CrossEntropyLoss", _delete_=True),
-    ),
-    train_cfg=None,
-)
-optim_wrapper = dict(
-    optimizer=dict(_delete_=True, type="LARS", lr=0.1, weight_decay=0.0, momentum=0.9)
-)
-default_hooks = dict(ema=None)
-train_cfg = dict(max_epochs=2)
-"""
-
-
-def read_val(data_root):
-    """Read the validation images of each class as the configs normalise them."""
-    return [
-        torch.stack(
-            [
-                (torch.tensor(np.array(Image.open(file))).permute(2, 0, 1) - 78.0) / 96.0
-                for file in sorted((data_root / "val" / name).iterdir())
-            ]
-        )
-        for name in CLASSES
-    ]
-
-
 def classifier(config, checkpoint, **more):
     """Build the classifier of a fine-tuning config."""
     cfg = load_config(config)
@@ -415,24 +378,6 @@ def test_fine_tuning_starts_from_the_encoder_with_a_new_norm(masked, config):
     # For use as it is, a model without its trained norm is refused.
     with pytest.raises(InputError, match=r"fc_norm.weight is absent in the file"):
         load_model(None, run, global_pool="avg")
-
-
-@pytest.mark.slow
-def test_a_linear_probe_is_exported_with_its_norm(masked, config, train, data_root, tmp_path):
-    _, run = masked
-    path = tmp_path / "probe.py"
-    path.write_text(PROBE.format(base=config, checkpoint=run / "model.safetensors"))
-    train.of(path)(tmp_path / "probe")
-    record = json.loads((tmp_path / "probe/record.json").read_text())
-    trained, before = (load_file(each / "model.safetensors") for each in (tmp_path / "probe", run))
-    assert all(torch.equal(trained[name], before[name]) for name in before)
-    images, model = read_val(data_root), load_model(None, tmp_path / "probe")
-    right = [model(pixels).argmax(1).eq(label).sum() for label, pixels in enumerate(images)]
-    accuracy = 100 * sum(right).item() / sum(map(len, images))
-    assert accuracy == pytest.approx(record["accuracy/top1"], abs=0.01)
-    # The file of the training gives the same model.
-    again = load_model(None, tmp_path / "probe/epoch_2.pth")
-    torch.testing.assert_close(again(images[0]), model(images[0]))
 
 
 @pytest.mark.slow
