@@ -139,7 +139,8 @@ class ResultsHook(Hook):
             "loss_last_20_mean": round(float(loss[-20:].mean()), 4),
             **({"not_exported": self.not_exported} if self.not_exported else {}),
         }
-        return {**figures, **record}  # validation also logs FLOPs so far
+        # Validation also logs the FLOPs so far.
+        return {**record, **{key: v for key, v in figures.items() if key not in record}}
 
 
 def _peak_mib(logged: int) -> int | None:
