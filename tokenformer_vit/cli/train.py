@@ -12,6 +12,7 @@ needs nothing else; it writes the config that it uses::
     tokenformer-vit train photos --checkpoint work_dirs/run --work-dir work_dirs/photos_tuned
 """
 
+import argparse
 import copy
 import os
 from contextlib import ExitStack
@@ -23,17 +24,8 @@ from tokenformer_vit.command_line import command_parser, whole_number
 from .arguments import add_run_arguments, parse_run_arguments
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the command."""
-    import torch
-    from mmengine.dist import broadcast_object_list
-
-    from tokenformer_vit.files import locked_folder, make_folder, remove_leftovers
-    from tokenformer_vit.training import config
-    from tokenformer_vit.training.distributed import is_first, start_processes
-    from tokenformer_vit.training.folder import Start, configure_folder
-    from tokenformer_vit.training.runner import run_training
-
+def _parser() -> argparse.ArgumentParser:
+    """Define the options."""
     parser = command_parser(__doc__)
     add = parser.add_argument
     add("config", metavar="CONFIG", help="config, such as configs/imagenet_base.py, or a folder")
@@ -49,8 +41,22 @@ def main(argv: list[str] | None = None) -> None:
     add("--model", metavar="NAME", help="a TokenFormer or ViT (default: a small TokenFormer)")
     add("--checkpoint", type=Path, metavar="FILE", help="trained model to fine-tune")
     add("--freeze", action="store_true", help="train only the head of --checkpoint")
-    args = parse_run_arguments(parser, argv)
+    return parser
 
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command."""
+    import torch
+    from mmengine.dist import broadcast_object_list
+
+    from tokenformer_vit.files import locked_folder, make_folder, remove_leftovers
+    from tokenformer_vit.training import config
+    from tokenformer_vit.training.distributed import is_first, start_processes
+    from tokenformer_vit.training.folder import Start, configure_folder
+    from tokenformer_vit.training.runner import run_training
+
+    parser = _parser()
+    args = parse_run_arguments(parser, argv)
     first = is_first(args.launcher)
     start = Start(args.model, args.checkpoint, args.freeze)
     if Path(args.config).is_dir():

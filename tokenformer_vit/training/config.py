@@ -254,53 +254,10 @@ def check_config(cfg: Config) -> None:
     needed = ("train_dataloader", "train_cfg", "optim_wrapper")
     if missing := [key for key in needed if not cfg.get(key)]:
         raise InputError(f"{cfg.filename} is no training config: it has no {', '.join(missing)}")
-    head = cfg.model.get("head") or {}
-    classes = head.get("num_classes")
-    preprocessor = cfg.model.get("data_preprocessor") or cfg.get("data_preprocessor") or {}
-    mixes = (cfg.model.get("train_cfg") or {}).get("augments")
-    if classes and mixes and preprocessor.get("num_classes") != classes:
-        raise InputError(
-            f"model.head.num_classes is {classes}, but data_preprocessor.num_classes is "
-            f"{preprocessor.get('num_classes')}: set both to the number of classes"
-        )
-    pipeline = next(datasets(cfg.train_dataloader.dataset)).get("pipeline") or [{}]
-    pack = pipeline[-1].get("type")
-    if preprocessor.get("to_rgb") and pipeline[0].get("type") == "LoadImage":
-        raise InputError(
-            "LoadImage gives RGB, which data_preprocessor.to_rgb=True would turn into BGR: set "
-            "to_rgb=False"
-        )
-    if mixes and pack == "PackLabels" and preprocessor.get("type") != "LabelPreprocessor":
-        raise InputError(
-            "only a LabelPreprocessor mixes images whose labels PackLabels packs: set "
-            "data_preprocessor.type='LabelPreprocessor', or end the pipeline with PackInputs"
-        )
+    for wrong, message in _checks(cfg):
+        if wrong:
+            raise InputError(message)
     check_schedule(cfg)
-    if "sampler" in cfg.train_dataloader and cfg.train_dataloader.sampler is None:
-        raise InputError(
-            "train_dataloader.sampler is None, which takes images in the order of their files: set "
-            "dict(type='ResumableSampler', shuffle=True)"
-        )
-    steps = cfg.optim_wrapper.get("accumulative_counts", 1)
-    if steps > 1 and (cfg.get("model_wrapper_cfg") or {}).get("static_graph"):
-        raise InputError(
-            f"accumulative_counts is {steps}, but PyTorch accumulates no gradients in a static "
-            "graph: set model_wrapper_cfg.static_graph=False"
-        )
-    nested = cfg.model.type == "NestedClassifier" or cfg.model.get("sandwich")
-    if nested and cfg.get("activation_checkpointing"):
-        raise InputError(
-            "a nested model needs activation_checkpointing=None: the backward pass would compute "
-            "blocks again at another size"
-        )
-    optimizer = str((cfg.optim_wrapper.get("optimizer") or {}).get("type")).rpartition(".")[2]
-    starts = [each for each in _listed(head.get("init_cfg")) if each.get("type") == "Constant"]
-    if optimizer.lower() in ("lamb", "lars") and not all(each.get("val") for each in starts):
-        warnings.warn(
-            f"{optimizer} hardly moves a head that starts at 0: set model.head.init_cfg="
-            "dict(_delete_=True, type='TruncNormal', layer='Linear', std=0.02)",
-            stacklevel=2,
-        )
     figures = _figures(cfg)
     for key, name in _monitors(cfg):
         if figures is not None and name.partition("_at_")[0] not in (*figures, "auto"):
@@ -308,6 +265,57 @@ def check_config(cfg: Config) -> None:
                 f"{key} is {name!r}, but validation measures "
                 f"{', '.join(sorted(figures)) or 'nothing'}: give one of these"
             )
+    optimizer = str((cfg.optim_wrapper.get("optimizer") or {}).get("type")).rpartition(".")[2]
+    starts = _listed((cfg.model.get("head") or {}).get("init_cfg"))
+    zero = any(start.get("type") == "Constant" and not start.get("val") for start in starts)
+    if zero and optimizer.lower() in ("lamb", "lars"):
+        warnings.warn(
+            f"{optimizer} hardly moves a head that starts at 0: set model.head.init_cfg="
+            "dict(_delete_=True, type='TruncNormal', layer='Linear', std=0.02)",
+            stacklevel=2,
+        )
+
+
+def _checks(cfg: Config) -> list[tuple[Any, str]]:
+    """Return whether each mistake was made, and what to say then."""
+    classes = (cfg.model.get("head") or {}).get("num_classes")
+    prepares = cfg.model.get("data_preprocessor") or cfg.get("data_preprocessor") or {}
+    mixes = (cfg.model.get("train_cfg") or {}).get("augments")
+    pipeline = next(datasets(cfg.train_dataloader.dataset)).get("pipeline") or [{}]
+    first, last = (pipeline[place].get("type") for place in (0, -1))
+    steps = cfg.optim_wrapper.get("accumulative_counts", 1)
+    nested = cfg.model.type == "NestedClassifier" or cfg.model.get("sandwich")
+    return [
+        (
+            classes and mixes and prepares.get("num_classes") != classes,
+            f"model.head.num_classes is {classes}, but data_preprocessor.num_classes is "
+            f"{prepares.get('num_classes')}: set both to the number of classes",
+        ),
+        (
+            first == "LoadImage" and prepares.get("to_rgb"),
+            "LoadImage gives RGB, and data_preprocessor would turn it into BGR: set to_rgb=False",
+        ),
+        (
+            mixes and last == "PackLabels" and prepares.get("type") != "LabelPreprocessor",
+            "only data_preprocessor.type='LabelPreprocessor' mixes images whose labels PackLabels "
+            "packs: set it, or end the pipeline with PackInputs",
+        ),
+        (
+            cfg.train_dataloader.get("sampler", {}) is None,
+            "train_dataloader.sampler is None, which takes images in the order of their files: set "
+            "dict(type='ResumableSampler', shuffle=True)",
+        ),
+        (
+            steps > 1 and (cfg.get("model_wrapper_cfg") or {}).get("static_graph"),
+            f"accumulative_counts is {steps}, but PyTorch accumulates no gradients in a static "
+            "graph: set model_wrapper_cfg.static_graph=False",
+        ),
+        (
+            nested and cfg.get("activation_checkpointing"),
+            "a nested model needs activation_checkpointing=None: the backward pass would compute "
+            "blocks again at another size",
+        ),
+    ]
 
 
 def check_schedule(cfg: Config) -> None:

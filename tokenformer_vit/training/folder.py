@@ -52,7 +52,7 @@ class Start(NamedTuple):
 def configure_folder(
     folder: str | Path, work_dir: str | Path, start: Start, resume: str | None, say: bool = True
 ) -> Path:
-    """Write a config that trains on a folder of images.
+    """Write a config that trains on a folder of images, and return its path.
 
     Args:
         folder: Folder with ``train/<class>/*`` and ``val/<class>/*``, or with ``<class>/*``. In the
@@ -64,13 +64,9 @@ def configure_folder(
             be what it was, or empty.
         say: Print what was chosen.
 
-    Returns:
-        The path of the config.
-
     Raises:
         InputError: If ``work_dir`` already holds a run or is among the class folders, a resumed run
             started otherwise, or the folder has no two classes.
-        OSError: If a folder cannot be read or a file cannot be written.
     """
     folder, work_dir = Path(folder).resolve(), Path(work_dir).resolve()
     path = work_dir / f"{folder.name}.py"
@@ -90,10 +86,8 @@ def configure_folder(
     recipe = "digits_demo" if side <= 16 else "cifar10_tiny" if side <= 48 else "imagenette_tiny"
     cfg = read_config(recipe)
     backbone, width, images = _model(start, cfg.model.backbone, side, len(paths), len(train))
-    model = {
-        "backbone": {"_delete_": True, **backbone},
-        "head": {"num_classes": len(train), "in_channels": width},
-    }
+    head = {"num_classes": len(train), "in_channels": width}
+    model = {"backbone": {"_delete_": True, **backbone}, "head": head}
     values = {"model": model, **_values(cfg, start, len(paths), images)}
     values["data_preprocessor"]["num_classes"] = len(train)
     make_folder(work_dir, "--work-dir")
@@ -104,8 +98,7 @@ def configure_folder(
             "ann_file": str(work_dir / f"{split}.txt"),
             "classes": str(work_dir / "classes.txt"),
         }
-        lines = [f"{file} {n}" for n, name in enumerate(train) for file in listed.get(name, ())]
-        _write_lines(work_dir / f"{split}.txt", lines)
+        _write_list(work_dir / f"{split}.txt", train, listed)
     _write_lines(work_dir / "classes.txt", train)
     _write_lines(path, [written, f'_base_ = "tokenformer_vit::{recipe}.py"', *_assignments(values)])
     if say:
@@ -256,6 +249,11 @@ def _assignments(values: dict[str, Any]) -> list[str]:
         for name, value in plain.items()
     ]
     return [*(line.replace("{{", "{\\x7b") for line in lines), "test_dataloader = val_dataloader"]
+
+
+def _write_list(path: Path, classes: Any, images: dict[str, list[str]]) -> None:
+    lines = [f"{file} {n}" for n, name in enumerate(classes) for file in images.get(name, ())]
+    _write_lines(path, lines)
 
 
 def _write_lines(path: Path, lines: Any) -> None:
