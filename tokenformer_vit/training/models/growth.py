@@ -176,9 +176,8 @@ class GrowthHook(Hook):
         event = self.schedule[self.done]
         sizes = {key: value for key, value in event.items() if key not in _UNITS}
         seed = self._seed
-        if seed is None:  # the same on all processes; their own seeds may differ by rank
-            own_seed = runner.cfg.get("randomness", {}).get("diff_rank_seed", False)
-            seed = (runner.seed or 0) - (runner.rank if own_seed else 0)
+        if seed is None:  # the same on all processes, unlike runner.seed
+            seed = runner.message_hub.runtime_info.get("seed") or 0
         model = unwrap(runner.model)
         self.grow_model(model, sizes, seed, optimizer)
         if self.how.get("freeze") and self._train_head and hasattr(model, "head"):
