@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from mmengine.config import Config
+from mmengine.config import Config, ConfigDict
 
 import tokenformer_vit
 from tokenformer_vit.errors import InputError
@@ -155,8 +155,11 @@ def _complete(cfg: Config) -> None:
 
     They train in the same way, and can also resume in the middle of an epoch.
     """
-    for key, value in {"resume": False, "load_from": None, "randomness": {}}.items():
-        cfg.setdefault(key, value)  # as in mmengine's Runner
+    for key in ("randomness", "default_hooks"):
+        cfg[key] = ConfigDict(cfg.get(key) or {})
+    cfg.randomness.setdefault("seed", None)
+    cfg.setdefault("resume", False)
+    cfg.setdefault("load_from", None)
     for name in ("val", "test"):
         if not cfg.get(f"{name}_dataloader"):
             cfg.update({f"{name}_{part}": None for part in ("dataloader", "cfg", "evaluator")})
@@ -166,7 +169,7 @@ def _complete(cfg: Config) -> None:
         if name != "train_dataloader" and sampler.get("type") == "DefaultSampler":
             sampler.setdefault("round_up", False)  # no image counts twice in several processes
     ours = Config.fromfile(CONFIGS / "_base_" / "runtime.py").default_hooks
-    hooks = cfg.setdefault("default_hooks", {})
+    hooks = cfg.default_hooks
     for name in ours:
         hooks.setdefault(name, ours[name])
     if hooks.get("checkpoint") and hooks.checkpoint.type == "CheckpointHook":
