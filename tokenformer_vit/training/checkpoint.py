@@ -295,8 +295,9 @@ class ExactCheckpointHook(CheckpointHook):
 
     def _delete(self, names: Any) -> None:
         """Delete checkpoints of this run."""
-        for name in names:
-            if re.fullmatch(r"(epoch|iter)_\d+\.pth|stopped\.pth", str(name)):
+        for name in map(str, names):
+            numbers = re.findall(r"\d+", name)
+            if name in (STOPPED, *(self.filename_tmpl.format(int(each)) for each in numbers)):
                 Path(cast(str, self.out_dir), name).unlink(missing_ok=True)
 
     def _collect(self, runner) -> dict[str, Any]:
