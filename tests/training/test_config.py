@@ -307,8 +307,15 @@ def test_images_are_not_lost_without_a_word(config, tmp_path, capsys):
         check_folders(cfg, ("val_dataloader",))
 
 
-def test_a_refused_run_leaves_the_config_of_the_first(train, trained):
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--seed", "9"], "already holds a run"),
+        (["--resume", "--cfg-options", "default_hooks.ema=None"], "averages its weights"),
+    ],
+)
+def test_a_refused_run_leaves_the_config_of_the_first(train, trained, words, said):
     written = trained.work_dir / trained.config.name
     before = written.read_bytes()
-    assert "already holds a run" in train.fails(trained.work_dir, "--seed", "9")
+    assert said in train.fails(trained.work_dir, *words)
     assert written.read_bytes() == before

@@ -16,6 +16,7 @@ import argparse
 import copy
 import os
 from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -90,17 +91,18 @@ def main(argv: list[str] | None = None) -> None:
     work_dir = Path(cfg.work_dir)
     make_folder(work_dir, "--work-dir")
     start_processes(cfg)
+    begin = None
     with ExitStack() as held:
         if first:
             held.enter_context(locked_folder(work_dir))
             remove_leftovers(work_dir)
-            begun = copy.deepcopy(cfg)  # a copy of the written file starts a new run
+            # A refused run leaves the file of the former one; a copy of the file starts a new run.
+            begin = partial(config.write_config, copy.deepcopy(cfg))
             config.choose_checkpoint(cfg, args.resume)
-            config.write_config(begun)
         chosen = [cfg.resume, cfg.load_from]
         broadcast_object_list(chosen)
         cfg.resume, cfg.load_from = chosen
-        runner = run_training(cfg)
+        runner = run_training(cfg, begin)
     if runner.rank == 0:
         names = ("model.safetensors", "config.json", "curves.png", "record.json")
         written = ", ".join(name for name in names if (work_dir / name).is_file())

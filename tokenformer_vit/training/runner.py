@@ -132,7 +132,10 @@ class TrainingRunner(Runner):
 
     Attributes:
         termination: Notes the signals that end a job.
+        begin: Called once all checks of a training have passed.
     """
+
+    begin: Callable[[], None] | None = None
 
     def __init__(
         self, model: Any, work_dir: str, train_dataloader: Any = None, **kwargs: Any
@@ -169,9 +172,11 @@ class TrainingRunner(Runner):
         """Write no config: the command has."""
 
     def call_hook(self, fn_name: str, **kwargs: Any) -> None:
-        """Let the log reach the terminal once everything is built."""
+        """Let the log reach the terminal once everything is built; begin if no hook refuses."""
         self._built |= fn_name == "before_run"
         super().call_hook(fn_name, **kwargs)
+        if fn_name == "before_train" and self.begin:
+            self.begin()
 
     def train(self) -> nn.Module:
         """Train; the signals that end a job are noted meanwhile."""
@@ -253,13 +258,15 @@ def _without_start(model: dict[str, Any]) -> dict[str, Any]:
     return model
 
 
-def run_training(cfg: Config) -> Runner:
+def run_training(cfg: Config, begin: Callable[[], None] | None = None) -> Runner:
     """Build what a config names, train, and return the runner.
 
     Args:
         cfg: The config.
+        begin: Called once all checks of the training have passed.
     """
     runner: Any = TrainingRunner.from_cfg(cfg)
+    runner.begin = begin
     runner.train()
     # PyTorch has no public way to end workers that persist between epochs. In a garbage collection
     # it would wait for each of them for five seconds.
