@@ -387,20 +387,13 @@ def test_under_masks_a_text_keeps_its_pairs(masked, texts, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"model.config.vocab_size": 100},
-            r"258 entries, .* vocab_size is 100: set .*vocab_size=258",
-        ),
-        (
-            {"model.config.context_length": 8},
-            r"rows of 16 tokens.* context_length is 8: set .*context_length=16",
-        ),
+        ({"model.config.vocab_size": 100}, r"vocab_size of 258, .* is 100: set .*vocab_size=258"),
+        ({"model.config.context_length": 8}, r"context_length of 16, .*set .*context_length=16"),
         ({"model.architecture": "lstm"}, r"tokenformer or transformer, but got 'lstm'"),
         (
             {"model.checkpoint": "nowhere"},
             r"the checkpoint nowhere has its own sizes: set .*_delete_",
         ),
-        ({"model.masks": {"old": "x"}}, r"dict\(new=NAME\), but got \{'old': 'x'\}"),
         ({"train_dataloader.dataset.data_root": "nowhere"}, r"there is no folder nowhere"),
         ({"train_dataloader.dataset.split": "dev"}, r"has no split 'dev'"),
         ({"param_scheduler.0.end": 99}, r"from 0 to 99, but train_cfg\.max_iters is 12"),

@@ -19,10 +19,7 @@ RECONSTRUCTION = "reconstruction/error"  # the loss of a masked autoencoder
 
 
 class SumMetric(BaseMetric):
-    """Means over all samples, whose sums the processes add in one operation.
-
-    Each sample must count once: the sampler needs ``round_up=False``.
-    """
+    """Means over all samples, each of which must count once: the sampler has ``round_up=False``."""
 
     default_prefix = ""  # the figures have their full names
 
@@ -35,7 +32,7 @@ class SumMetric(BaseMetric):
         """Return the sums over a batch, by name."""
 
     def compute_metrics(self, results: dict[str, float]) -> dict[str, float]:  # type: ignore[override]
-        """Return the means; ``results`` are the sums over all samples, and their number."""
+        """Return the means, from the sums over all samples and their number."""
         number = results["samples"]
         return {name: value / number for name, value in results.items() if name != "samples"}
 
@@ -77,13 +74,11 @@ def endings(sample: Mapping[str, Any], name: str) -> list[str]:
 class AccuracyAndLoss(SumMetric):
     """Accuracy in percent, and the mean cross-entropy of the true labels in nats.
 
-    A recipe that smooths labels or mixes images has a higher training loss for the same model. The
-    figures of a smaller size of a nested model have its size in their names:
-    ``accuracy/top1_at_0.25``.
+    The training loss may be another one: of smoothed labels or mixed images. The figures of a
+    smaller size of a nested model have its size in their names: ``accuracy/top1_at_0.25``.
 
     Args:
-        topk: Numbers of best classes of which one must be right; those above the number of classes
-            are left out.
+        topk: Numbers of best classes of which one must be right.
         **kwargs: As for mmengine's ``BaseMetric``.
     """
 
@@ -95,16 +90,15 @@ class AccuracyAndLoss(SumMetric):
         """Count images whose label is among the best, and add up their losses."""
         if any(len(sample["gt_label"]) != 1 for sample in data_samples):
             raise InputError(
-                "an image has several labels or none, but AccuracyAndLoss is for one: set "
+                "AccuracyAndLoss is for one label an image: set "
                 "val_evaluator=dict(_delete_=True, type='AveragePrecision')"
             )
         labels = torch.cat([sample["gt_label"] for sample in data_samples])[:, None]  # (B, 1)
         found = {}
         for size in endings(data_samples[0], "pred_score"):
             scores = torch.stack([sample[f"pred_score{size}"] for sample in data_samples]).float()
-            topk = [k for k in self.topk if k <= scores.shape[1]]
-            right = scores.topk(topk[-1], dim=1).indices == labels  # (B, the largest k)
-            found |= {f"accuracy/top{k}{size}": 100 * right[:, :k].sum() for k in topk}
+            right = scores.topk(self.topk[-1], dim=1).indices == labels  # (B, the largest k)
+            found |= {f"accuracy/top{k}{size}": 100 * right[:, :k].sum() for k in self.topk}
             if not size:  # a probability may have been rounded to zero
                 logs = scores.gather(1, labels).clamp_min(torch.finfo(torch.float32).tiny).log()
                 found[VAL_LOSS] = -logs.sum(dtype=sum_dtype())

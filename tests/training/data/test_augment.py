@@ -13,7 +13,6 @@ from PIL import Image
 from timm.data import create_transform
 from torchvision.transforms import InterpolationMode, v2
 
-from tokenformer_vit.errors import InputError
 from tokenformer_vit.training.config import load_config
 from tokenformer_vit.vision.images import read_image, read_rgb
 
@@ -112,11 +111,6 @@ def test_photographs_are_evaluated_as_by_timm(shared_data):
         differing.append((differences > 0).mean())
     assert len(files) == 50
     assert np.mean(differing) < 0.01
-
-
-def test_a_border_is_refused():
-    with pytest.raises(InputError, match=r"'border': set center or squash"):
-        build("EvalTransform", input_size=(3, 8, 8), crop_mode="border")
 
 
 def assert_as_mmpretrain(fast, stock, image, seed):

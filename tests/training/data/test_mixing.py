@@ -74,11 +74,6 @@ def test_data_samples_are_mixed_as_well():
     torch.testing.assert_close(images.mean((1, 2, 3)), scores @ torch.arange(5.0))
 
 
-def test_other_mixers_are_refused():
-    with pytest.raises(InputError, match=r"has ResizeMix, .*Mixup and CutMix: leave"):
-        mixed([MIXUP, {"type": "ResizeMix", "alpha": 1.0}], 4, torch.arange(4))
-
-
 @pytest.mark.parametrize("options", [{}, {"to_rgb": True}, {"pad_size_divisor": 8}])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float])
 def test_images_are_normalised_as_by_mmpretrain(options, dtype):
@@ -106,7 +101,7 @@ def test_every_class_of_a_mixed_image_is_a_target_of_binary_cross_entropy():
 
 
 def test_smoothing_needs_scores_that_are_kept():
-    with pytest.raises(InputError, match=r"smoothing 0\.1 .* target_threshold 0\.0 .* smoothing=0"):
+    with pytest.raises(InputError, match=r"target_threshold 0\.0: set smoothing=0"):
         BinaryCrossEntropy(smoothing=0.1)
     assert BinaryCrossEntropy(0.1, None)(torch.randn(3, 5), torch.tensor([0, 1, 4])) > 0
 

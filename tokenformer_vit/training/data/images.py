@@ -8,12 +8,11 @@ import cv2
 import numpy as np
 import torch
 from mmcv.transforms import BaseTransform
-from mmengine.dataset import default_collate, force_full_init
+from mmengine.dataset import Compose, default_collate, force_full_init
 from mmengine.registry import FUNCTIONS
 from mmpretrain.datasets import BaseDataset, CustomDataset, PackInputs
 from mmpretrain.datasets import transforms as stock
 from mmpretrain.registry import DATASETS, TRANSFORMS
-from mmpretrain.structures import DataSample
 from torch import Tensor
 from torchvision.transforms import v2
 from tqdm import tqdm
@@ -22,7 +21,7 @@ from tokenformer_vit.errors import InputError
 from tokenformer_vit.vision.image_rows import open_images
 from tokenformer_vit.vision.images import read_rgb
 
-from .augment import EvalTransform, Torchvision
+from .augment import EvalTransform
 
 __all__ = ["HuggingFaceImages", "ImagesInMemory", "LoadImage", "PackLabels"]
 
@@ -31,12 +30,9 @@ __all__ = ["HuggingFaceImages", "ImagesInMemory", "LoadImage", "PackLabels"]
 class LoadImage(BaseTransform):
     """Decode an image file as prediction does, in RGB; a corrupt image stops the run.
 
-    Nothing is skipped silently. mmcv decodes some files differently: with OpenCV, its default, the
-    missing part of a truncated JPEG becomes grey without a warning. mmpretrain's transforms that
-    mix colours, such as ``ColorTransform``, expect BGR: use torchvision's.
-
-    Raises:
-        InputError: If the file cannot be decoded; the message names it.
+    With mmcv's loader the missing part of a truncated JPEG becomes grey without a warning.
+    mmpretrain's transforms that mix colours, such as ``ColorTransform``, expect BGR: use
+    torchvision's.
     """
 
     def transform(self, results: dict) -> dict:
@@ -44,17 +40,13 @@ class LoadImage(BaseTransform):
         if "img" in results:  # mmpretrain's inferencers decode their inputs themselves, in BGR
             results["img"] = cv2.cvtColor(results["img"], cv2.COLOR_BGR2RGB)
             return results
-        content = results.pop("img_bytes", None)
         try:
-            results["img"] = read_rgb(results["img_path"], content)
+            results["img"] = read_rgb(results["img_path"], results.pop("img_bytes", None))
         except InputError as error:
-            way_out = "download the file again, or remove the row"
-            if content is None:
-                way_out = (
-                    "replace or delete it (`tokenformer-vit prepare-data --check DATA_ROOT` lists "
-                    "all such files)"
-                )
-            raise InputError(f"cannot read image {error}; {way_out}") from error
+            raise InputError(
+                f"cannot read image {error}; replace or delete it (`tokenformer-vit prepare-data "
+                "--check DATA_ROOT` lists all such files of folders)"
+            ) from error
         results["img_shape"] = results["ori_shape"] = results["img"].shape[:2]
         return results
 
@@ -63,38 +55,24 @@ class LoadImage(BaseTransform):
 class PackLabels(PackInputs):
     """mmpretrain's ``PackInputs`` for training, with the label instead of a ``DataSample``.
 
-    A model needs :class:`~tokenformer_vit.training.data.mixing.LabelPreprocessor`, and
-    :class:`~tokenformer_vit.training.data.mixing.LabelHead` or ``DistilledHead``.
-
-    Raises:
-        InputError: If an image has another size than the first one; the message names its file.
+    A model needs a ``LabelPreprocessor``, and a ``LabelHead`` or ``DistilledHead``.
     """
-
-    _first: tuple[Any, Any] | None = None  # shape and file of the first image
 
     def transform(self, results: dict) -> dict:
         """Return the image as a (3, H, W) tensor, and its label as a number."""
-        image, path = results["img"], results.get("img_path")
-        self._first = self._first or (image.shape, path)
-        if image.shape != self._first[0]:
-            own, first = ("x".join(map(str, shape[:2])) for shape in (image.shape, self._first[0]))
-            raise InputError(
-                f"{path} has {own} pixels, but {self._first[1]} has {first}, and the images of a "
-                "batch need one size: add a resize or a crop to the pipeline"
-            )
-        if image.ndim == 3 and image.shape[2] == 3 and image.flags.c_contiguous:
-            planes: Any = np.empty((3, *image.shape[:2]), image.dtype)
+        image: Any = results["img"]
+        planes = image.transpose(2, 0, 1)
+        if not planes.flags.c_contiguous:
+            planes = np.empty(planes.shape, planes.dtype)
             cv2.split(image, list(planes))  # four times as fast as a copy of the transpose
-            image = planes.transpose(1, 2, 0)
-        return {"inputs": self.format_input(image), "data_samples": results["gt_label"]}
+        return {"inputs": torch.from_numpy(planes), "data_samples": results["gt_label"]}
 
 
 @DATASETS.register_module()
 class HuggingFaceImages(BaseDataset):
     """Images of a Hugging Face data set, read from memory-mapped files without unpacking them.
 
-    The order is that of the folders that ``tokenformer-vit prepare-data`` unpacks, so both train
-    alike: by label, then by row.
+    They are in the order of the folders that ``tokenformer-vit prepare-data`` unpacks.
 
     Args:
         data_root: Folder with parquet files or of ``save_to_disk``, or a data set on the hub; see
@@ -102,12 +80,8 @@ class HuggingFaceImages(BaseDataset):
         split: Name of the split, such as ``train`` or ``validation``.
         image_column: Name of the column of images, if it is unusual.
         label_column: Name of the column of labels, if it is unusual.
-        indices: Number of images to take: the first ones, or the last ones if negative; or the
-            indices of images. Default: all.
+        indices: Number of images to take, the last ones if negative; or their indices.
         **kwargs: As for mmpretrain's ``BaseDataset``: ``pipeline``, ``classes``, ``test_mode``, ...
-
-    Raises:
-        InputError: As ``open_images`` does.
     """
 
     data_list: Any  # ImageRows, which reads an image when it is used
@@ -165,21 +139,14 @@ class ImagesInMemory(CustomDataset):
 
     The images are on the GPU if there is one, and must have one size. The pipeline loads them,
     perhaps by ``EvalTransform`` or a resize; then it may have ``v2/RandomCrop``,
-    ``v2/RandomHorizontalFlip`` and ``Cutout``. The data loader needs ``num_workers=0``,
-    ``pin_memory=False`` and :func:`collate_fetched`; ``load_config`` sets all three.
+    ``v2/RandomHorizontalFlip`` and ``Cutout``. ``load_config`` sets the loader.
 
     Args:
         share: Share of the images of each class, such as 0.1 to train with a tenth of the labels.
             At least one image of each class is kept.
         share_seed: Seed that chooses these images, whatever the seed of the run.
         **kwargs: As for ``CustomDataset``.
-
-    Raises:
-        InputError: If the pipeline has another transform, an image cannot be read, or two images
-            have different sizes.
     """
-
-    _images: Tensor | None = None  # (number of images, 3, H, W) uint8
 
     def __init__(self, *args: Any, share: float = 1.0, share_seed: int = 0, **kwargs: Any) -> None:
         self._share, self._share_seed = share, share_seed
@@ -199,43 +166,29 @@ class ImagesInMemory(CustomDataset):
 
     def full_init(self) -> None:
         """Find the images, and read them."""
-        super().full_init()
-        if self._images is not None:
+        if self._fully_initialized:
             return
+        super().full_init()
         once, self._augment = _divide(self.pipeline.transforms[:-1])
         self._labels = torch.from_numpy(self.get_gt_labels())
-        images, pack = [], PackLabels()  # which checks the sizes
-        for index in tqdm(
-            range(len(self)), desc="reading", unit="image", leave=False, disable=None
-        ):
-            sample: Any = self.get_data_info(index)
-            for transform in (*once, pack):
-                sample = transform(sample)
-            images.append(sample["inputs"])
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._images = torch.stack(images).to(device)
+        load = Compose(once)
+        indices = tqdm(range(len(self)), "reading", unit="image", leave=False, disable=None)
+        loaded: Any = (load(self.get_data_info(index)) for index in indices)
+        images: Any = [PackLabels.format_input(each["img"]) for each in loaded]
+        self._images = torch.stack(images).to("cuda" if torch.cuda.is_available() else "cpu")
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Any]:
-        """Fetch a batch.
+        """Fetch a batch: ``inputs``, (N, 3, H, W) uint8, and ``data_samples`` as the pipeline ends.
 
-        Args:
-            indices: N indices of images.
-
-        Returns:
-            ``inputs``, (N, 3, H, W) uint8, and ``data_samples``: a list of N, or with
-            ``PackLabels`` the labels, (N,) int64.
+        These are a list of N, or with ``PackLabels`` the labels, (N,) int64.
         """
-        assert self._images is not None
-        rows = torch.tensor(indices)
+        rows, pack = torch.tensor(indices), self.pipeline.transforms[-1]
         images = self._images.index_select(0, without_waiting(rows, self._images.device))
         for augment in self._augment:
             images = augment(images)
         labels: Any = self._labels[rows]
-        if not isinstance(self.pipeline.transforms[-1], PackLabels):
-            infos: Any = map(self.get_data_info, indices)
-            kept = [{key: info[key] for key in ("img_path", "sample_idx")} for info in infos]
-            samples = [DataSample(metainfo=info) for info in kept]
-            labels = [each.set_gt_label(own) for each, own in zip(samples, labels, strict=True)]
+        if not isinstance(pack, PackLabels):
+            labels = [pack(self.get_data_info(index))["data_samples"] for index in indices]
         return {"inputs": images, "data_samples": labels}
 
 
@@ -243,53 +196,51 @@ def _divide(transforms: Sequence[Any]) -> tuple[list[Any], list[Callable[[Tensor
     """Return the transforms that are done once, and those of each batch."""
     once, batched = [], []
     for step in transforms:
-        kind = type(step.inner if isinstance(step, Torchvision) else step)
-        if kind in _OF_A_BATCH:
-            batched.append(partial(_OF_A_BATCH[kind], getattr(step, "inner", step)))
-        elif kind in _ONCE and not batched:
+        inner = getattr(step, "inner", step)  # torchvision's
+        if type(inner) in _OF_A_BATCH:
+            batched.append(partial(_OF_A_BATCH[type(inner)], inner))
+        elif isinstance(step, _ONCE) and not batched:
             once.append(step)
         else:
             raise InputError(
-                f"{kind.__name__} cannot be applied here to images in memory, which are loaded "
-                "and resized once, then cropped, flipped and cut out: use type='CustomDataset'"
+                f"{type(inner).__name__} cannot be applied here to images in memory, which are "
+                "loaded and resized, then cropped, flipped and cut out: use type='CustomDataset'"
             )
     return once, batched
 
 
 def _crop(crop: Any, images: Tensor) -> Tensor:
-    """Apply torchvision's ``RandomCrop`` to each image of a batch."""
     if crop.padding is not None:
         images = v2.functional.pad(images, crop.padding, crop.fill, crop.padding_mode)
     height, width = crop.size
     windows = images.unfold(2, height, 1).unfold(3, width, 1)  # (N, 3, tops, lefts, H', W')
-    number, places = len(images), windows.shape[2:4]
-    drawn = torch.stack([torch.randint(count, (number,)) for count in places])
+    drawn = torch.stack([torch.randint(count, (len(images),)) for count in windows.shape[2:4]])
     tops, lefts = without_waiting(drawn, images.device)
-    return windows[torch.arange(number, device=images.device), :, tops, lefts]
+    return windows[torch.arange(len(images), device=images.device), :, tops, lefts]
 
 
 def _flip(flip: Any, images: Tensor) -> Tensor:
-    """Apply torchvision's ``RandomHorizontalFlip`` to each image of a batch."""
     flipped = without_waiting(torch.rand(len(images), 1, 1, 1) < flip.p, images.device)
     return torch.where(flipped, images.flip(3), images)
 
 
 def _cut_out(cutout: Any, images: Tensor) -> Tensor:
-    """Apply mmpretrain's ``Cutout`` to each image of a batch."""
-    shape = cutout.shape if isinstance(cutout.shape, tuple) else (cutout.shape,) * 2
-    sides = torch.tensor(images.shape[2:])
-    draws = torch.rand(len(images), 3)
-    starts = (draws[:, :2] * sides - torch.tensor(shape) / 2).clamp(min=0).long()
-    starts[draws[:, 2] > cutout.prob] = int(sides.max())  # outside
-    starts = without_waiting(starts, images.device)[:, :, None]
-    rows, columns = (
-        (start <= (place := torch.arange(side, device=images.device))) & (place < start + length)
-        for start, side, length in zip(starts.unbind(1), images.shape[2:], shape, strict=True)
-    )
+    """Cut out a rectangle around a random pixel of each image, as far as it is inside."""
+    shape, sides = torch.tensor(cutout.shape).expand(2), torch.tensor(images.shape[2:])
+    starts = (torch.rand(len(images), 2) * sides - shape / 2).clamp(min=0).long()
+    drawn = torch.rand(len(images)) < cutout.prob
+    inside = torch.zeros(len(images), 1, *images.shape[2:], dtype=torch.bool)
+    boxes = torch.cat([starts, starts + shape], 1)[drawn]
+    for index, (top, left, bottom, right) in zip(drawn.nonzero(), boxes.tolist(), strict=True):
+        inside[index, :, top:bottom, left:right] = True
     value = torch.tensor(cutout.pad_val, dtype=images.dtype).reshape(-1, 1, 1)
-    inside = (rows[:, :, None] & columns[:, None, :])[:, None]  # (N, 1, H, W)
-    return torch.where(inside, without_waiting(value, images.device), images)
+    inside, value = (without_waiting(each, images.device) for each in (inside, value))
+    return torch.where(inside, value, images)
 
 
 _ONCE = (LoadImage, EvalTransform, stock.ResizeEdge, stock.CenterCrop)
-_OF_A_BATCH = {v2.RandomCrop: _crop, v2.RandomHorizontalFlip: _flip, stock.Cutout: _cut_out}
+_OF_A_BATCH: dict[type, Any] = {
+    v2.RandomCrop: _crop,
+    v2.RandomHorizontalFlip: _flip,
+    stock.Cutout: _cut_out,
+}

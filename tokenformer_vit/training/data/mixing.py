@@ -22,8 +22,6 @@ from .images import without_waiting
 
 __all__ = ["BinaryCrossEntropy", "LabelHead", "LabelPreprocessor"]
 
-_MIXERS = {"Mixup": v2.MixUp, "CutMix": v2.CutMix}
-
 
 class _Mix:
     """One of torchvision's mixers for each batch, by mmpretrain's words ``augments`` and ``probs``.
@@ -34,13 +32,9 @@ class _Mix:
 
     def __init__(self, augments: Any, probs: Sequence[float] | None = None) -> None:
         augments = [augments] if isinstance(augments, dict) else augments
-        if others := [str(each["type"]) for each in augments if each["type"] not in _MIXERS]:
-            raise InputError(
-                f"model.train_cfg.augments has {', '.join(others)}, but LabelPreprocessor mixes by "
-                f"{' and '.join(_MIXERS)}: leave the others out"
-            )
+        mixers = {"Mixup": v2.MixUp, "CutMix": v2.CutMix}
         with torch.device("cpu"):  # whatever the device on which a model is built
-            choices = [_MIXERS[each["type"]](alpha=each["alpha"]) for each in augments]
+            choices = [mixers[each["type"]](alpha=each["alpha"]) for each in augments]
         if probs is not None:
             choices, probs = [*choices, v2.Identity()], [*probs, 1 - sum(probs)]
         self._choice = v2.RandomChoice(choices, p=probs)
@@ -55,16 +49,13 @@ class _Mix:
 class LabelPreprocessor(ClsDataPreprocessor):
     """mmpretrain's ``ClsDataPreprocessor``, which also takes labels as one tensor.
 
-    With these, nothing waits for the GPU. torchvision's ``MixUp`` and ``CutMix`` mix the images.
+    With these, nothing waits for the GPU.
 
     Args:
-        batch_augments: ``augments``, configs of ``Mixup`` and ``CutMix`` with their ``alpha``, of
-            which a batch gets one, and perhaps ``probs``. ``ImageClassifier`` gives its
-            ``train_cfg``.
+        batch_augments: ``augments``, configs of torchvision's ``Mixup`` and ``CutMix`` with their
+            ``alpha``, of which a batch gets one, and perhaps ``probs``. ``ImageClassifier`` gives
+            its ``train_cfg``.
         **kwargs: As for ``ClsDataPreprocessor``.
-
-    Raises:
-        InputError: If ``augments`` has another type.
     """
 
     def __init__(self, *args: Any, batch_augments: dict | None = None, **kwargs: Any) -> None:
@@ -75,13 +66,8 @@ class LabelPreprocessor(ClsDataPreprocessor):
     def forward(self, data: dict, training: bool = False) -> dict:
         """Normalise the images of a batch, and mix them in training.
 
-        Args:
-            data: ``inputs``, and as ``data_samples`` a list of ``DataSample`` or the labels, (N,)
-                int64.
-            training: Whether to mix images.
-
-        Returns:
-            The same entries. Labels become (N, K) scores if images are mixed.
+        ``data_samples`` is a list of ``DataSample`` or the labels, (N,) int64, which become (N, K)
+        scores if images are mixed.
         """
         images, labels = data["inputs"], data.get("data_samples")
         if isinstance(images, Tensor):
@@ -101,19 +87,12 @@ class LabelPreprocessor(ClsDataPreprocessor):
 class BinaryCrossEntropy(timm.loss.BinaryCrossEntropy):
     """timm's binary cross-entropy, in which each class of a mixed image has the target 1.
 
+    Its mean is over images and classes, as in DeiT III's code (arXiv:2204.07118).
+
     Args:
-        smoothing: Smoothing of labels, (N,), of images that are not mixed.
+        smoothing: Smoothing of labels of images that are not mixed.
         target_threshold: Scores above it become 1, others 0; ``None`` keeps the scores.
-        **kwargs: As for timm's loss. ``sum_classes=True`` adds the classes, instead of their mean.
-
-    Raises:
-        InputError: If both ``smoothing`` and a ``target_threshold`` are given.
-
-    Shape:
-        (N, K) scores of the model and (N, K) scores of the labels, or (N,) int64 labels -> ().
-
-    Source:
-        DeiT III, arXiv:2204.07118. Its code has the mean over images and classes.
+        **kwargs: As for timm's loss.
     """
 
     def __init__(
@@ -121,9 +100,8 @@ class BinaryCrossEntropy(timm.loss.BinaryCrossEntropy):
     ) -> None:
         if smoothing and target_threshold is not None:
             raise InputError(
-                f"smoothing {smoothing} gives every class a score above 0, and target_threshold "
-                f"{target_threshold} would make each of them a target of 1: set smoothing=0, or "
-                "target_threshold=None"
+                f"smoothing {smoothing} makes every class a target above target_threshold "
+                f"{target_threshold}: set smoothing=0, or target_threshold=None"
             )
         super().__init__(smoothing, target_threshold, **kwargs)
 
@@ -137,16 +115,9 @@ class LabelHead(LinearClsHead):
     """mmpretrain's ``LinearClsHead``, which also takes labels, or scores, as one tensor."""
 
     def _get_loss(self, cls_score: Tensor, data_samples: Any, **kwargs: Any) -> dict:
-        """Compute the loss of a batch.
+        """Return the mean ``loss`` of a batch and, with ``cal_acc``, its accuracy.
 
-        Args:
-            cls_score: (N, K) scores of the classes.
-            data_samples: List of ``DataSample``, or (N,) int64 labels, or (N, K) scores.
-            **kwargs: Passed to the loss.
-
-        Returns:
-            The mean ``loss`` of the batch and, with ``cal_acc``, its accuracy; for a list of
-            ``DataSample``, the result of mmpretrain's head.
+        ``cls_score`` is (N, K); ``data_samples`` a list, or (N,) int64 labels, or (N, K) scores.
         """
         if not isinstance(data_samples, Tensor):
             return super()._get_loss(cls_score, data_samples, **kwargs)

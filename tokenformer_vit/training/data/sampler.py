@@ -1,13 +1,12 @@
 """The order of the samples, and the random numbers of each: both resume anywhere.
 
 The sampler numbers the samples of a run by their place, 0, 1, 2 and so on over all epochs and
-processes. The random numbers of a sample depend on its place and the seed alone, not on workers,
-processes or interruptions, and copies of an image are augmented on their own.
+processes. The random numbers of a sample depend on its place and the seed alone.
 """
 
 import random
 from collections.abc import Iterator, Sequence, Sized
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -18,9 +17,7 @@ from mmengine.registry import DATA_SAMPLERS
 from mmpretrain.registry import DATASETS
 from torch.utils.data import Dataset, get_worker_info
 
-__all__ = ["ResumableSampler", "Seeded", "seeded", "seeded_loader"]
-
-_ROUND = 256  # of the samples of an epoch with copies, which all processes share
+__all__ = ["ResumableSampler", "Seeded"]
 
 
 @DATA_SAMPLERS.register_module()
@@ -37,21 +34,13 @@ class ResumableSampler(DefaultSampler):
         num_samples: Number of samples of each process in a shortened epoch; None for all. With
             ``shuffle``, all processes together take a random subset, a new one in each epoch.
             Without, they take evenly spaced samples, the same each time.
-        repeats: Number of copies of a sample, one after another, in different processes if there
-            are several; each is augmented on its own. An epoch stays as long, so it has a random
-            part of the samples. Its length is rounded down to a multiple of 256, as by timm's
-            ``RepeatAugSampler``.
+        repeats: Copies of a sample, one after another, in different processes if there are
+            several (arXiv:1901.09335). An epoch stays as long, so it has a random part of the
+            samples; its length is a multiple of 256, as by timm's ``RepeatAugSampler``.
         endless: Whether one epoch follows another without an end, for a run by iterations.
-
-    Attributes:
-        start: Number of this process's samples that the next pass skips; if endless, over all
-            epochs.
-
-    Source:
-        Repeated augmentation: Augment your batch, arXiv:1901.09335.
     """
 
-    start: int = 0
+    start = 0  # samples of this process that the next pass skips; if endless, over all epochs
 
     def __init__(
         self,
@@ -64,36 +53,29 @@ class ResumableSampler(DefaultSampler):
         endless: bool = False,
     ) -> None:
         super().__init__(dataset, shuffle, seed, round_up)
-        self._repeats, self._endless, self._spread = repeats, endless, False
-        samples = len(dataset)
-        if repeats > 1 and samples >= _ROUND:
-            self.num_samples = samples // _ROUND * _ROUND // self.world_size
+        self.endless, self._repeats, self._spread = endless, repeats, False
+        samples, whole = len(dataset), len(dataset) // 256 * 256
+        if repeats > 1 and whole:
+            self.num_samples = whole // self.world_size
             self.total_size = self.num_samples * self.world_size
         if num_samples is not None and num_samples * self.world_size < samples:
             self.num_samples, self.total_size = num_samples, num_samples * self.world_size
             self._spread = not shuffle
 
-    @property
-    def endless(self) -> bool:
-        """Whether one epoch follows another without an end."""
-        return self._endless
-
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the samples of this process, from ``start`` on."""
         start, self.start = self.start, 0
-        if not self._endless:
-            yield from self._one_epoch(self.epoch, start)
-            return
-        first, start = divmod(start, self.num_samples)
+        first, start = divmod(start, self.num_samples) if self.endless else (self.epoch, start)
         for epoch in count(first):
             yield from self._one_epoch(epoch, start)
             start = 0
+            if not self.endless:
+                return
 
     def _one_epoch(self, epoch: int, start: int) -> Iterator[Any]:
-        """Iterate over the samples of this process from the one with number ``start`` on.
+        """Iterate over this process's samples of an epoch, from the one with number ``start`` on.
 
-        The order is that of mmengine's sampler, in a fifth of the memory. A corpus has too many
-        rows to hold them as Python's numbers in each process.
+        The order is mmengine's, in a fifth of the memory: a corpus has many rows.
         """
         samples = len(self.dataset)
         own = np.arange(self.rank, self.total_size, self.world_size)[start:]
@@ -106,23 +88,18 @@ class ResumableSampler(DefaultSampler):
                 order = torch.randperm(samples, generator=generator)
             # From the beginning again, after the last.
             indices = order.numpy()[own % (samples * self._repeats) // self._repeats]
-        if not isinstance(self.dataset, Seeded):
-            yield from map(int, indices)
-            return
-        places = map(int, own + epoch * self.total_size)
-        yield from zip(places, map(int, indices), strict=True)
+        places, indices = map(int, own + epoch * self.total_size), map(int, indices)
+        seeded = isinstance(self.dataset, Seeded)
+        return zip(places, indices, strict=True) if seeded else indices
 
 
 @DATASETS.register_module()
 class Seeded(Dataset):
-    """A data set whose samples are drawn with random numbers of their own.
+    """A data set whose samples are drawn with random numbers of their own, by any pipeline.
 
-    Any pipeline is reproducible with it, also one of mmpretrain's own transforms: ``random``,
-    NumPy's and PyTorch's global generators are seeded for each sample. All other attributes are
-    those of the inner data set.
-
-    A data set that fetches a batch at once, by ``__getitems__``, draws with those of its first
-    sample.
+    The global generators of ``random``, NumPy and PyTorch are seeded for each sample, and for each
+    batch of a data set that fetches batches by ``__getitems__``. All other attributes are those of
+    the inner data set.
 
     Args:
         dataset: The data set, or its config.
@@ -138,11 +115,7 @@ class Seeded(Dataset):
         return len(self.dataset)
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
-        """Return a sample.
-
-        Args:
-            key: Place of the sample in the run, and its index in the data set.
-        """
+        """Return the sample of a place in the run, and an index in the data set."""
         place, index = key
         with seeded(self.seed, place):
             return self.dataset[index]
@@ -163,41 +136,29 @@ class Seeded(Dataset):
 
 
 @contextmanager
-def _restored() -> Iterator[None]:
-    """Restore all global generators afterwards."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
-        torch.set_rng_state(states[2])
-
-
-@contextmanager
 def seeded(*key: int) -> Iterator[None]:
     """Seed all global generators, which transforms draw from, and restore them afterwards.
 
     The states of a worker are not kept: nothing else draws there, and NumPy's takes 70 µs.
-
-    Args:
-        *key: Numbers that choose the random numbers, none negative.
     """
-    with _restored() if get_worker_info() is None else nullcontext():
-        words = np.random.SeedSequence(key).generate_state(4)
-        random.seed(int(words[0]))
-        np.random.seed(words[1:3])  # noqa: NPY002
-        torch.default_generator.manual_seed(int(words[3]))  # torch.manual_seed takes CUDA's too
+    states: Any = None
+    if get_worker_info() is None:
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    words = np.random.SeedSequence(key).generate_state(4)
+    random.seed(int(words[0]))
+    np.random.seed(words[1:3])  # noqa: NPY002
+    torch.default_generator.manual_seed(int(words[3]))  # torch.manual_seed takes CUDA's too
+    try:
         yield
+    finally:
+        if states:
+            random.setstate(states[0])
+            np.random.set_state(states[1])  # noqa: NPY002
+            torch.set_rng_state(states[2])
 
 
 def seeded_loader(loader: Any, seed: int) -> Any:
-    """Return the config of a data loader with its data set inside a :class:`Seeded` one.
-
-    Args:
-        loader: Config, or a loader, which stays as it is. So does one with another sampler.
-        seed: Seed of the run.
-    """
+    """Put the data set of a loader's config inside :class:`Seeded` if it has our sampler."""
     kind = (loader.get("sampler") or {}).get("type") if isinstance(loader, dict) else None
     if kind not in (ResumableSampler, ResumableSampler.__name__):
         return loader

@@ -18,44 +18,33 @@ from tokenformer_vit.language.data import open_tokens, read_text_meta
 class TokenDataset(Dataset):
     """Memory-mapped rows of one folder, or of several folders one after the other.
 
+    A row has ``inputs``, (N + 1,) int64 tokens, and ``source``, the number of its folder. Each
+    token but the first is a target. The last token of a row is the first of the next.
+
     Args:
         data_root: Folder that ``tokenformer-vit prepare-text`` made, or several with the same
             context length and vocabulary.
         split: ``train`` or ``val``.
-
-    Attributes:
-        metainfo: ``sources``, the names of the folders; ``context_length`` N; ``vocab_size``, the
-            number of entries of the tokenizer.
-
-    Raises:
-        InputError: If a folder is missing or damaged, or several folders do not fit.
-
-    Shape:
-        A row has ``inputs``, (N + 1,) int64 tokens, and ``source``, the number of its folder. Each
-        token but the first is a target. The last token of a row is the first of the next.
     """
 
     def __init__(self, data_root: str | Sequence[str], split: str) -> None:
         roots = [data_root] if isinstance(data_root, str) else list(data_root)
         self.folders = [Path(root) for root in roots]
         metas = [read_text_meta(folder) for folder in self.folders]
-        for key in ("context_length", "vocab_size"):
-            values = {meta[key]: folder for meta, folder in zip(metas, self.folders, strict=True)}
-            if len(values) > 1:
-                told = " and ".join(f"{value} in {folder}" for value, folder in values.items())
-                raise InputError(f"{key} is {told}: prepare all texts with the same {key}")
+        shared = {key: metas[0][key] for key in ("context_length", "vocab_size")}
+        for key, value in shared.items():
+            if any(meta[key] != value for meta in metas):
+                raise InputError(f"{', '.join(roots)} have different values of {key}: choose one")
         for folder in self.folders[1:]:
             check_tokens_agree(self.folders[0], folder)
         sources = tuple(folder.name for folder in self.folders)
         if len(set(sources)) < len(sources):
             raise InputError(
-                f"two of the folders {', '.join(roots)} have the same name, but perplexities are "
-                "reported by name; rename one"
+                f"figures have the names of the folders {', '.join(roots)}: rename one"
             )
         self._split, self._length = split, metas[0]["context_length"]
         self._tokens = [open_tokens(folder, split) for folder in self.folders]
         self._ends = np.cumsum([(len(each) - 1) // self._length for each in self._tokens])
-        shared = {key: metas[0][key] for key in ("context_length", "vocab_size")}
         self.metainfo: dict[str, Any] = {"sources": sources, **shared}
 
     def __reduce__(self) -> Any:

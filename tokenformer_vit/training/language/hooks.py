@@ -25,37 +25,22 @@ class LanguageGuardHook(GuardHook):
         """Check that model, training text and validation text fit each other."""
         super().check_training(runner)
         model: CausalLM = unwrap(runner.model)
-        loaders = {"train": runner.train_dataloader}
+        datasets = [runner.train_dataloader.dataset]
         if runner.val_loop is not None:
-            loaders["val"] = runner.val_dataloader
-            model.sources = runner.val_dataloader.dataset.metainfo["sources"]
-        for split, loader in loaders.items():
-            dataset = loader.dataset
-            length, entries = (dataset.metainfo[key] for key in ("context_length", "vocab_size"))
-            where = f"the {split} text in {', '.join(map(str, dataset.folders))}"
-            if length > model.context_length:
-                raise InputError(
-                    f"{where} has rows of {length} tokens, but the model's context_length is "
-                    f"{model.context_length}: set `model.config.context_length={length}`, or "
-                    f"prepare the text with --context-length {model.context_length}"
-                )
-            if entries > model.vocab_size:
-                raise InputError(
-                    f"{where} has a tokenizer with {entries} entries, but the model's vocab_size "
-                    f"is {model.vocab_size}: set `model.config.vocab_size={entries}` or more, or "
-                    "prepare the text with the model's tokenizer"
-                )
-        first, *others = (loader.dataset.folders[0] for loader in loaders.values())
+            datasets.append(runner.val_dataloader.dataset)
+            model.sources = datasets[-1].metainfo["sources"]
+        for dataset in datasets:
+            for key in ("context_length", "vocab_size"):
+                needed, have = dataset.metainfo[key], getattr(model, key)
+                if needed > have:
+                    raise InputError(
+                        f"the text in {', '.join(map(str, dataset.folders))} has a {key} of "
+                        f"{needed}, but the model's is {have}: set `model.config.{key}={needed}`"
+                    )
         start = runner.cfg.model.get("checkpoint")
         if start and Path(start, "tokenizer_config.json").is_file():
-            check_tokens_agree(Path(start), first)
-        for folder in others:
-            if folder != first:
-                check_tokens_agree(first, folder)
-
-    def check_testing(self, runner) -> None:
-        """Refuse to test: there are no classes."""
-        raise InputError("test is for image classifiers; use tokenformer-vit evaluate-lm")
+            check_tokens_agree(Path(start), datasets[0].folders[0])
+        check_tokens_agree(datasets[0].folders[0], datasets[-1].folders[0])
 
 
 @HOOKS.register_module()

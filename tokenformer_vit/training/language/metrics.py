@@ -1,8 +1,4 @@
-"""Metrics of language models.
-
-Metrics of image classifiers read the class scores of data samples; these read the losses and
-predictions of each token, as ``CausalLM`` returns them.
-"""
+"""Metrics of language models, of the losses and predictions of each token by ``CausalLM``."""
 
 import math
 from collections.abc import Sequence
@@ -36,18 +32,13 @@ class Perplexity(SumMetric):
         sources = torch.stack([row["source"] for row in data_samples])  # (B,)
         rows = {"": torch.ones_like(sources, dtype=torch.bool)}
         rows |= {text: sources == number for number, text in enumerate(self._texts())}
-        found = {
-            f"tokens{text}": own.sum() * len(data_samples[0]["losses"])
-            for text, own in rows.items()
-        }
+        length = len(data_samples[0]["losses"])
+        found = {f"tokens{text}": own.sum() * length for text, own in rows.items()}
         for size in endings(data_samples[0], "losses"):
-            losses = torch.stack(
-                [row[f"losses{size}"].sum(dtype=sum_dtype()) for row in data_samples]
-            )
-            found |= {
-                f"perplexity{size}{text}": torch.where(own, losses, 0).sum()
-                for text, own in rows.items()
-            }
+            tokens = torch.stack([row[f"losses{size}"] for row in data_samples])
+            losses = tokens.sum(dim=1, dtype=sum_dtype())  # (B,)
+            for text, own in rows.items():
+                found[f"perplexity{size}{text}"] = torch.where(own, losses, 0).sum()
         return found
 
     def compute_metrics(self, results: dict[str, float]) -> dict[str, float]:  # type: ignore[override]
@@ -57,15 +48,8 @@ class Perplexity(SumMetric):
             _, slash, text = name.partition("/")
             tokens = results.get(f"tokens{slash}{text}")
             if name.startswith("perplexity") and tokens:  # a shortened validation may lack a text
-                found[name] = _exp(total / tokens)
+                found[name] = math.inf if total > 700 * tokens else math.exp(total / tokens)
         return found
-
-
-def _exp(loss: float) -> float:
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
 
 
 @METRICS.register_module()
@@ -79,9 +63,7 @@ class AnswerAccuracy(SumMetric):
     Args:
         start: Token before an answer.
         end: Last token of an answer.
-
-    Raises:
-        InputError: If no row has an answer.
+        **kwargs: As for mmengine's ``BaseMetric``.
     """
 
     def __init__(self, start: int, end: int, **kwargs: Any) -> None:
@@ -110,7 +92,7 @@ class AnswerAccuracy(SumMetric):
         answers, right = int(results["answers"]), int(results["right"])
         if not answers:
             raise InputError(
-                f"no row of the validation text has an answer between the tokens {self._start} "
-                f"and {self._end}; leave AnswerAccuracy out of val_evaluator"
+                f"no row has an answer between the tokens {self._start} and {self._end}; leave "
+                "AnswerAccuracy out of val_evaluator"
             )
         return {"answers/accuracy": 100 * right / answers, "answers/count": answers}

@@ -1,8 +1,4 @@
-"""A causal language model for mmengine's runner.
-
-An image classifier is mmpretrain's, with a backbone, a head and a preprocessor. A language model
-has no such parts: this class wraps a whole model of transformers, and computes the loss itself.
-"""
+"""A causal language model for mmengine's runner: a whole model of transformers, and its loss."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,13 +36,12 @@ class CausalLM(NestedTraining, BaseModel):
             :class:`~tokenformer_vit.models.LMConfig`, perhaps with a ``preset``; for a Transformer
             the arguments of :func:`~tokenformer_vit.language.transformer_lm`.
         checkpoint: Folder of a trained model to start from; its weights are converted to float32.
-        growth: Arguments of :func:`tokenformer_vit.growth.grow`, to append pairs at the start. The
-            default ``seed`` is the seed of the run.
-        masks: ``new``, the name of a mask with the pairs for the training text: the pairs that
-            ``growth`` appends, or all pairs without ``growth``. Only these pairs are active and
-            change in training. Masks are saved with the model, and loaded with a ``checkpoint``.
-            Validation reads a text with the mask that has the name of its folder; if there is none,
-            with the newest mask.
+        growth: Arguments of :func:`tokenformer_vit.growth.grow`, to append pairs at the start; by
+            default with the seed of the run.
+        masks: ``new``, the name of a mask with the pairs for the training text: those that
+            ``growth`` appends, or else all. Only these are active and change in training. Masks
+            are saved with the model, and loaded with a ``checkpoint``. Validation reads a text
+            with the mask that has the name of its folder, or else with the newest mask.
         frozen_stem: Whether to freeze embeddings, positions, final norm and head.
         sandwich: Train a model with ``nested`` in its ``config`` at several sizes at once. A
             validation then also measures ``perplexity_at_0.25``, and so on.
@@ -54,16 +49,6 @@ class CausalLM(NestedTraining, BaseModel):
             :class:`~tokenformer_vit.training.models.nested.NestedTraining`.
         compile: Whether to compile each block, or how: a mode of ``torch.compile``, or a dict of
             its arguments. Checkpoints stay the same.
-
-    Raises:
-        InputError: If the checkpoint cannot be read, ``config`` or ``masks`` do not fit the other
-            arguments, or ``sandwich`` is given for a model that is not nested.
-
-    Shape:
-        Rows of (B, N + 1) tokens: the first N are read and the last N predicted.
-
-    Note:
-        The loss is the mean cross-entropy a token in nats, computed in float32.
     """
 
     sources: tuple[str, ...] = ()  # names of the validation texts, by number; the guard sets them
@@ -83,6 +68,8 @@ class CausalLM(NestedTraining, BaseModel):
         non_blocking = torch.cuda.is_available()
         super().__init__({"type": "BaseDataPreprocessor", "non_blocking": non_blocking})
         self.model: Any = _build(architecture, dict(config or {}), checkpoint)
+        self.context_length = self.model.config.max_position_embeddings
+        self.vocab_size = self.model.config.vocab_size
         before = count_pairs(self.model) if masks and growth else {}
         if growth:
             # Pairs outside the mask get no gradient; unless frozen, weight decay changes them.
@@ -104,24 +91,15 @@ class CausalLM(NestedTraining, BaseModel):
         """The language model."""
         return self.model
 
-    @property
-    def context_length(self) -> int:
-        """Largest number of tokens that the model reads."""
-        return self.model.config.max_position_embeddings
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of entries of the embedding."""
-        return self.model.config.vocab_size
-
     def forward(  # type: ignore[override]
         self, inputs: Tensor, source: Tensor | None = None, mode: str = "tensor"
     ) -> dict[str, Tensor] | list[dict[str, Tensor]] | Tensor:
-        """Read (B, N + 1) tokens; ``source``, (B,), numbers the text of each row, for its mask.
+        """Read the first N of (B, N + 1) tokens, and predict the last N.
 
-        Mode ``loss`` gives a dict with the mean loss, ``tensor`` the (B, N, V) logits, and
-        ``predict`` a dict for each row: ``losses`` (N,) float32; ``right`` (N,), whether the most
-        likely token is the true one; ``targets`` (N,); ``source``; perhaps ``losses_at_0.25``.
+        ``source``, (B,), numbers the text of each row, for its mask. Mode ``loss`` gives a dict
+        with the mean cross-entropy, ``tensor`` the (B, N, V) logits, and ``predict`` a dict for
+        each row: ``losses`` (N,) float32; ``right`` (N,), whether the most likely token is the true
+        one; ``targets`` (N,); ``source``; perhaps ``losses_at_0.25``.
         """
         if mode == "loss":
             if not self.sandwich:
@@ -148,25 +126,21 @@ class CausalLM(NestedTraining, BaseModel):
 
     def _measure(self, inputs: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
         """Return the losses, and whether the most likely tokens are right; both (B, N)."""
-        # Reading the numbers of the texts waits for the GPU; without masks none is needed.
-        parts: list[tuple[int, Any]] = [(0, slice(None))]
-        if self.masks is not None:
-            numbers = source.unique().tolist()
-            parts = [(int(number), (source == number).nonzero()[:, 0]) for number in numbers]
-        targets = inputs[:, 1:]
-        losses, right = torch.empty_like(targets, dtype=torch.float), targets.bool()
-        for number, chosen in parts:
-            logits, own = self._masked_logits(inputs[chosen], number).float(), targets[chosen]
-            each = F.cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="none")
-            losses[chosen], right[chosen] = each.view_as(own), logits.argmax(dim=-1) == own
-        return losses, right
+        logits, targets = self._masked_logits(inputs, source).float(), inputs[:, 1:]
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        return losses.view_as(targets), logits.argmax(dim=-1) == targets
 
-    def _masked_logits(self, inputs: Tensor, source: int) -> Tensor:
+    def _masked_logits(self, inputs: Tensor, source: Tensor) -> Tensor:
+        """Read each text through its mask; this waits for the GPU if there are masks."""
         if self.masks is None:
             return self._logits(inputs)
-        name = self.sources[source] if source < len(self.sources) else ""
-        with self.masks.use(name if name in self.masks.pairs else [*self.masks.pairs][-1]):
-            return self._logits(inputs)
+        logits, rows = [], []
+        for number in map(int, source.unique()):
+            name = self.sources[number] if number < len(self.sources) else ""
+            rows.append((source == number).nonzero()[:, 0])
+            with self.masks.use(name if name in self.masks.pairs else [*self.masks.pairs][-1]):
+                logits.append(self._logits(inputs[rows[-1]]))
+        return torch.cat(logits)[torch.cat(rows).argsort()]
 
 
 def _cross_entropy(logits: Tensor, inputs: Tensor) -> Tensor:
@@ -195,8 +169,6 @@ def _masks(
     model: nn.Module, checkpoint: str, wanted: Mapping[str, str], before: Mapping[str, int]
 ) -> TokenMasks:
     """Load the masks of a checkpoint, add the new one and activate it."""
-    if set(wanted) != {"new"}:
-        raise InputError(f"model.masks must be dict(new=NAME), but got {dict(wanted)}")
     file = Path(checkpoint, MASKS)
     known = torch.load(file, weights_only=True) if checkpoint and file.is_file() else {}
     masks = TokenMasks(model, known)
