@@ -29,7 +29,7 @@ from tokenformer_vit.training.config import (
     [
         ("optim_wrapper.optimizer.lrr", "no 'lrr'; there is lr"),
         ("train_dataloder.batch_size", "no 'train_dataloder'; there is train_dataloader"),
-        ("param_scheduler.2.end", "no 2; there is 0, 1"),
+        ("param_scheduler.2.end", "no '2'; there is 0, 1"),
         ("load_from.path", "no 'path'"),
     ],
 )
@@ -40,15 +40,13 @@ def test_a_misspelt_option_is_refused(config, key, message):
 
 def test_options_reach_into_lists_and_every_loader(config):
     options = {"param_scheduler.1.eta_min": 0.5, "val_evaluator.topk": [1, 5]}
-    cfg = load_config(config, options, data_root="d")
+    cfg = load_config(config, options, data_root="d", compile=True)
+    assert cfg.model.backbone.compile
     assert cfg.param_scheduler[1].eta_min == 0.5
     for name in ("train_dataloader", "val_dataloader", "test_dataloader"):
         assert {each.data_root for each in datasets(cfg[name].dataset)} == {"d"}
     assert cfg.work_dir == "work_dirs/small"
     assert cfg.val_evaluator.topk == (1,)  # of three classes
-    for batched in ("train_dataloader", "test_dataloader"):
-        cfg = load_config(config, batch_size=3, batched=batched)
-        assert (cfg[batched].batch_size, cfg.val_dataloader.batch_size) == (3, 8)
 
 
 def test_options_that_cannot_be_read(capsys):
@@ -64,23 +62,15 @@ def test_configs_are_found_and_are_python(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("digits_demo", "digits_demo.py", "configs/digits_demo.py"):
         assert load_config(name).filename == str(CONFIGS / "digits_demo.py")
-    with pytest.raises(InputError, match=r"digits_dem is not there.*: digits_demo"):
+    with pytest.raises(InputError, match=r"digits_dem is no config: .*: digits_demo"):
         load_config("digits_dem")
-    with pytest.raises(InputError, match="is a folder"):
-        load_config(tmp_path)
     (tmp_path / "x.yaml").write_text("!!python/object/apply:os.mkdir [executed]\n")
-    with pytest.raises(InputError, match=r"x\.yaml is not a Python config"):
+    with pytest.raises(InputError, match=r"x\.yaml is no config: give a file \*\.py"):
         load_config("x.yaml")
     assert not Path("executed").exists()
     Path("x.py").write_text("x = undefined")
     with pytest.raises(NameError):  # Python's own
         load_config("x.py")
-
-
-def test_only_our_models_are_compiled_by_blocks(config):
-    assert load_config(config, compile=True).model.backbone.compile
-    with pytest.raises(InputError, match="--compile is not for a VisionTransformer"):
-        load_config(config, {"model.backbone.type": "VisionTransformer"}, compile=True)
 
 
 def changed(config, folder, text):
@@ -165,10 +155,8 @@ def test_a_config_of_mmpretrain_gets_our_hooks_loop_and_sampler(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("train_cfg = dict(_delete_=True)", "no training config: it has no train_cfg"),
-        ("data_preprocessor = dict(num_classes=4)", "num_classes is 3, but .* is 4: set both"),
-        ("data_preprocessor = dict(to_rgb=True)", "into BGR: set to_rgb=False"),
-        ("train_dataloader = dict(sampler=None)", "in the order of their files"),
+        ("data_preprocessor = dict(to_rgb=True)", "RGB: set data_preprocessor.to_rgb=False"),
+        ("train_dataloader = dict(sampler=None)", "does not shuffle"),
         (
             "optim_wrapper = dict(accumulative_counts=2)\n"
             "model_wrapper_cfg = dict(static_graph=True)",
@@ -178,26 +166,12 @@ def test_a_config_of_mmpretrain_gets_our_hooks_loop_and_sampler(tmp_path):
             "model = dict(sandwich=True)\nactivation_checkpointing = ['blocks']",
             "activation_checkpointing=None",
         ),
-        ("default_hooks = dict(checkpoint=dict(save_best='acc'))", "'acc', but .* accuracy/top1"),
-        (
-            "param_scheduler = dict(_delete_=True, type='ReduceOnPlateauLR', monitor='loss')",
-            r"param_scheduler\.0\.monitor is 'loss', but validation measures accuracy/top1, cross",
-        ),
-        (
-            "custom_hooks = [dict(type='EarlyStoppingHook', monitor='top1')]",
-            r"custom_hooks\.0\.monitor is 'top1'",
-        ),
-        (
-            "val_dataloader = val_cfg = val_evaluator = None\n"
-            "default_hooks = dict(checkpoint=dict(save_best='auto1'))",
-            "measures nothing",
-        ),
         ("train_cfg = dict(max_epochs=1)", r"scheduler\.1 is from 1 to 2, but .*max_epochs is 1"),
         ("param_scheduler = [dict(type='StepLR', step_size=1, end=9)]", "from 0 to 9"),
         ("param_scheduler = [dict(type='LinearLR', begin=2, end=2)]", "from 2 to 2"),
         (
             "train_cfg = dict(_delete_=True, type='ResumableIterLoop', max_iters=100)",
-            r"param_scheduler\.1 counts epochs, but the run counts iterations",
+            r"param_scheduler\.1 counts epochs: set by_epoch=False",
         ),
     ],
 )
@@ -208,15 +182,7 @@ def test_parts_that_do_not_fit_are_refused(config, tmp_path, text, message):
 
 
 def test_what_fits_passes(config, tmp_path):
-    for text in (
-        "param_scheduler = []\ntrain_cfg = dict(max_epochs=1)",
-        "default_hooks = dict(checkpoint=dict(save_best=['accuracy/top1', 'cross_entropy']))",
-        "default_hooks = dict(checkpoint=dict(save_best='accuracy/top1_at_0.5'))",
-        "custom_hooks = [dict(type='EarlyStoppingHook', monitor='cross_entropy')]",
-        "val_evaluator = dict(_delete_=True, type='AveragePrecision')\n"
-        "default_hooks = dict(checkpoint=dict(save_best='multi-label/mAP'))",
-    ):
-        check_config(changed(config, tmp_path, text))
+    check_config(changed(config, tmp_path, "param_scheduler = []\ntrain_cfg = dict(max_epochs=1)"))
     check_schedule(load_config(config, {"param_scheduler": []}))
 
 

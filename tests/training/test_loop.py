@@ -21,7 +21,7 @@ def test_a_run_by_iterations_needs_an_endless_sampler(train, tmp_path, config):
 
 def test_a_config_tells_the_sampler_how_short_an_epoch_is(config):
     options = {"train_dataloader.num_batch_per_epoch": 2, "val_dataloader.num_batch_per_epoch": 1}
-    cfg = load_config(config, options, batch_size=5)
+    cfg = load_config(config, {**options, "train_dataloader.batch_size": 5})
     assert cfg.train_dataloader.sampler.num_samples == 2 * 5
     assert cfg.val_dataloader.sampler.type == "ResumableSampler"
     assert cfg.val_dataloader.sampler.num_samples == 8

@@ -28,14 +28,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_run_arguments(parser, argv)
 
     options = {"log_level": "WARNING", **(args.cfg_options or {})}  # a test logs little
-    cfg = config.load_config(
-        args.config,
-        options,
-        args.data_root,
-        args.batch_size,
-        compile=args.compile,
-        batched="test_dataloader",
-    )
+    if args.batch_size is not None:
+        options["test_dataloader.batch_size"] = args.batch_size
+    cfg = config.load_config(args.config, options, args.data_root, compile=args.compile)
     if is_first(args.launcher):
         config.check_folders(cfg, ("test_dataloader",))
     folder = args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent

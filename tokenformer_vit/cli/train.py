@@ -68,9 +68,9 @@ def main(argv: list[str] | None = None) -> None:
     options = dict(args.cfg_options or {})
     if args.seed is not None:
         options["randomness.seed"] = args.seed
-    cfg = config.load_config(
-        args.config, options, args.data_root, args.batch_size, args.work_dir, compile=args.compile
-    )
+    if args.batch_size is not None:
+        options["train_dataloader.batch_size"] = args.batch_size
+    cfg = config.load_config(args.config, options, args.data_root, args.work_dir, args.compile)
     cfg.launcher = args.launcher
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
     if args.amp:

@@ -10,64 +10,40 @@ from typing import Any
 from unittest import mock
 
 import torch
-from mmengine.config import Config, ConfigDict
+from mmengine.config import Config
 
 import tokenformer_vit
 from tokenformer_vit.errors import InputError
 from tokenformer_vit.files import write_whole
-from tokenformer_vit.vision.images import (
-    HIDDEN,
-    IMAGE_SUFFIXES,
-    class_folders,
-    say_left_out,
-    scan_images,
-)
+from tokenformer_vit.vision import images
 
-__all__ = ["check_config", "find_config", "load_config"]
+__all__ = ["check_config", "load_config"]
 
-_PACKAGE = Path(tokenformer_vit.__file__).parent
-_INSTALLED = _PACKAGE / ".mim" / "configs"  # as in OpenMMLab's packages
-CONFIGS = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "configs"
-LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
-# Sixteen cores prepare 5,000 photographs a second, more than a GPU takes; each worker needs memory.
-_MOST_WORKERS = 16
-# Environment variables with the number of processes on this machine.
-_PROCESSES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+_INSTALLED = Path(tokenformer_vit.__file__).parent / ".mim/configs"  # as in OpenMMLab's packages
+CONFIGS = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[2] / "configs"
 # Data sets whose classes are folders.
 _FOLDERS = ("ImageNet", "CustomDataset", "ImagesInMemory")
 _FIND_BASE = Config._get_cfg_path
 
 
 def find_config(name: str | Path) -> Path:
-    """Find a config: a file, or else one that comes with the package.
-
-    Args:
-        name: Path of a file, or the name of a shipped config: ``configs/digits_demo.py``,
-            ``digits_demo.py`` or ``digits_demo``.
-
-    Raises:
-        InputError: If there is no such config; the message gives similar names.
-    """
+    """Find a config: a file, or one that comes with the package, such as ``digits_demo``."""
     path = Path(name)
-    if path.is_file():
+    if path.is_file() and path.suffix == ".py":  # YAML could run code
         return path
     shipped = _shipped(path.name)
     if str(path.parent) in (".", "configs") and shipped.is_file():
         return shipped
     names = [file.stem for file in CONFIGS.glob("*.py")]
     close = ", ".join(difflib.get_close_matches(path.stem, names)) or f"those in {CONFIGS}"
-    what = "is a folder, not a config" if path.is_dir() else "is not there"
-    raise InputError(f"{path} {what}; give a file *.py, or a shipped config: {close}")
+    raise InputError(f"{path} is no config: give a file *.py, or a shipped config: {close}")
 
 
 def read_config(path: str | Path) -> Config:
     """Read a config, which may inherit from ``tokenformer_vit::NAME``, a shipped one."""
-    path = find_config(path)
-    if path.suffix != ".py":
-        raise InputError(f"{path} is not a Python config: write it as a .py file")
     # mmengine finds `package::config` only in OpenMMLab's packages, and has no public way to add.
     with mock.patch.object(Config, "_get_cfg_path", staticmethod(_find_base)):
-        return Config.fromfile(path)
+        return Config.fromfile(find_config(path))
 
 
 def _find_base(name: str, file: str) -> tuple[str, str | None]:
@@ -85,10 +61,8 @@ def load_config(
     path: str | Path,
     options: Mapping[str, Any] | None = None,
     data_root: str | None = None,
-    batch_size: int | None = None,
     work_dir: str | None = None,
     compile: bool = False,
-    batched: str = "train_dataloader",
 ) -> Config:
     """Read a config file, and override parts of it.
 
@@ -98,10 +72,8 @@ def load_config(
         path: Python config with classic ``_base_`` inheritance, or the name of a shipped one.
         options: Values by dotted key, as from ``--cfg-options``; every key must exist.
         data_root: Root of the data, for all three loaders.
-        batch_size: Images or sequences per process and iteration, for the loader ``batched``.
         work_dir: Folder of the run; default: the config's, or ``work_dirs/<name of the config>``.
         compile: Compile the blocks, whatever the config says.
-        batched: Loader that ``batch_size`` is for; the others keep the config's batch size.
 
     Raises:
         InputError: If the file is missing, or an option names an unknown key.
@@ -114,12 +86,8 @@ def load_config(
     _limit_ranks(cfg)
     if compile:
         compiled = cfg.model.get("backbone", cfg.model)
-        if compiled.type not in ("TimmClassificationBackbone", "CausalLM"):
-            raise InputError(f"--compile is not for a {compiled.type}: leave it out")
         compiled.compile = compiled.get("compile") or True
     cfg.work_dir = work_dir or cfg.get("work_dir") or f"work_dirs/{Path(path).stem}"
-    if batch_size is not None:
-        cfg[batched].batch_size = batch_size
     for name, loader in loaders(cfg):
         for dataset in datasets(loader.dataset):
             if data_root is not None:
@@ -127,7 +95,7 @@ def load_config(
             if str(dataset.get("ann_file")).endswith((".pkl", ".pickle")):
                 raise InputError(f"{dataset.ann_file} could run code: save it as .json")
             if dataset.type in _FOLDERS:
-                dataset.setdefault("extensions", list(IMAGE_SUFFIXES))  # mmpretrain's are fewer
+                dataset.setdefault("extensions", list(images.IMAGE_SUFFIXES))  # all we read
             if dataset.type == "ImagesInMemory":
                 loader.update(num_workers=0, collate_fn={"type": "collate_fetched"})
         _set_loading(loader, name)
@@ -136,7 +104,7 @@ def load_config(
 
 def loaders(cfg: Config) -> Iterator[tuple[str, Any]]:
     """Yield names and configs of the loaders that a config has."""
-    for name in LOADERS:
+    for name in ("train_dataloader", "val_dataloader", "test_dataloader"):
         if cfg.get(name):
             yield name, cfg[name]
 
@@ -155,9 +123,7 @@ def _complete(cfg: Config) -> None:
 
     They train in the same way, and can also resume in the middle of an epoch.
     """
-    for key in ("randomness", "default_hooks"):
-        cfg[key] = ConfigDict(cfg.get(key) or {})
-    cfg.randomness.setdefault("seed", None)
+    cfg.randomness = {"seed": None, **(cfg.get("randomness") or {})}
     cfg.setdefault("resume", False)
     cfg.setdefault("load_from", None)
     for name in ("val", "test"):
@@ -166,21 +132,19 @@ def _complete(cfg: Config) -> None:
     for name, loader in loaders(cfg):
         loader.setdefault("num_batch_per_epoch", None)
         sampler = loader.get("sampler") or {}
-        if name != "train_dataloader" and sampler.get("type") == "DefaultSampler":
+        if sampler.get("type") == "DefaultSampler" and name == "train_dataloader":
+            sampler.type = "ResumableSampler"
+        elif sampler.get("type") == "DefaultSampler":
             sampler.setdefault("round_up", False)  # no image counts twice in several processes
     ours = Config.fromfile(CONFIGS / "_base_" / "runtime.py").default_hooks
-    hooks = cfg.default_hooks
-    for name in ours:
-        hooks.setdefault(name, ours[name])
-    if hooks.get("checkpoint") and hooks.checkpoint.type == "CheckpointHook":
-        hooks.checkpoint.type = ours.checkpoint.type
+    cfg.default_hooks = {**ours, **(cfg.get("default_hooks") or {})}
+    checkpoint: Any = cfg.default_hooks.checkpoint or {}
+    if checkpoint.get("type") == "CheckpointHook":
+        checkpoint.type = ours.checkpoint.type
     loop: Any = cfg.get("train_cfg") or {}
     if loop.get("type") == "EpochBasedTrainLoop" or ("type" not in loop and loop.get("by_epoch")):
         loop.pop("by_epoch", None)
         loop.type = "ResumableEpochLoop"
-    sampler: Any = (cfg.get("train_dataloader") or {}).get("sampler") or {}
-    if sampler.get("type") == "DefaultSampler":
-        sampler.type = "ResumableSampler"
 
 
 def _limit_ranks(cfg: Config) -> None:
@@ -193,14 +157,11 @@ def _limit_ranks(cfg: Config) -> None:
 
 def _set_loading(loader: Any, name: str) -> None:
     """Set the workers of a loader, and let the sampler shorten epochs; mmengine cuts them off."""
-    if loader.get("num_workers") == "auto":
+    if loader.setdefault("num_workers", 0) == "auto":
         loader.num_workers = data_workers()
     # Workers of validation end with it: those of training already take all cores.
-    loader.persistent_workers = (
-        name == "train_dataloader"
-        and loader.setdefault("num_workers", 0) > 0
-        and loader.get("persistent_workers", True)
-    )
+    persistent = name == "train_dataloader" and loader.get("persistent_workers", True)
+    loader.persistent_workers = persistent and loader.num_workers > 0
     loader.pin_memory = torch.cuda.is_available() and loader.get("pin_memory", True)
     batches = loader.pop("num_batch_per_epoch")
     if batches is not None:
@@ -221,30 +182,28 @@ def set_autocast(cfg: Config) -> None:
 
 def data_workers() -> int:
     """Return the workers of a loader: this machine's cores, shared by its processes; at most 16."""
-    if hasattr(os, "sched_getaffinity"):
+    cores: Any = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
         cores = len(os.sched_getaffinity(0))
-    else:  # macOS and Windows
-        cores = os.cpu_count() or 1
     numbers = {name: int(text) for name, text in os.environ.items() if text.isdecimal()}
-    if own := numbers.get("SLURM_CPUS_PER_TASK"):  # Slurm gives each process its cores
-        return min(own, cores, _MOST_WORKERS)
-    return max(1, min(cores // max(numbers.get(name, 1) for name in _PROCESSES), _MOST_WORKERS))
+    counts = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+    processes = max(numbers.get(name, 1) for name in counts)  # on this machine
+    share = numbers.get("SLURM_CPUS_PER_TASK") or max(1, cores // processes)
+    # 16 prepare 5,000 photographs a second, more than a GPU takes; each needs memory.
+    return min(share, cores, 16)
 
 
 def _check_option(cfg: Config, key: str) -> None:
     """Refuse a dotted key that the config does not have; mmengine adds it silently."""
-    node: Any = cfg
+    node: Any = cfg.to_dict()
     for part in key.split("."):
         if isinstance(node, list | tuple):
-            node = dict(enumerate(node))
-            part = int(part) if part.isdecimal() else part
-        known = list(node) if isinstance(node, Mapping | Config) else []
+            node = {str(index): each for index, each in enumerate(node)}
+        known = [str(name) for name in node] if isinstance(node, dict) else []
         if part not in known:
-            close = difflib.get_close_matches(str(part), map(str, known), cutoff=0.5)
-            raise InputError(
-                f"--cfg-options {key}: there is no {part!r}; there is "
-                f"{', '.join(close or sorted(map(str, known)))}. Add new keys in a config of yours"
-            )
+            close = difflib.get_close_matches(part, known, cutoff=0.5)
+            there = ", ".join(close or sorted(known))
+            raise InputError(f"--cfg-options {key}: there is no {part!r}; there is {there}")
         node = node[part]
 
 
@@ -254,20 +213,24 @@ def check_config(cfg: Config) -> None:
     Raises:
         InputError: If two parts of the config do not fit each other.
     """
-    needed = ("train_dataloader", "train_cfg", "optim_wrapper")
-    if missing := [key for key in needed if not cfg.get(key)]:
-        raise InputError(f"{cfg.filename} is no training config: it has no {', '.join(missing)}")
-    for wrong, message in _checks(cfg):
-        if wrong:
-            raise InputError(message)
+    prepares = cfg.model.get("data_preprocessor") or cfg.get("data_preprocessor") or {}
+    pipeline = next(datasets(cfg.train_dataloader.dataset)).get("pipeline") or [{}]
+    first, last = (pipeline[place].get("type") for place in (0, -1))
+    if first == "LoadImage" and prepares.get("to_rgb"):
+        raise InputError("LoadImage gives RGB: set data_preprocessor.to_rgb=False")
+    mixes = (cfg.model.get("train_cfg") or {}).get("augments")
+    if mixes and last == "PackLabels" and prepares.get("type") != "LabelPreprocessor":
+        raise InputError("only a LabelPreprocessor mixes labels of PackLabels; use PackInputs")
+    if cfg.train_dataloader.get("sampler", {}) is None:
+        raise InputError("train_dataloader.sampler=None does not shuffle: set a ResumableSampler")
+    wrapper = cfg.get("model_wrapper_cfg") or {}
+    if cfg.optim_wrapper.get("accumulative_counts", 1) > 1 and wrapper.get("static_graph"):
+        raise InputError("gradients accumulate only with model_wrapper_cfg.static_graph=False")
+    nested = cfg.model.type == "NestedClassifier" or cfg.model.get("sandwich")
+    if nested and cfg.get("activation_checkpointing"):
+        # The backward pass would compute blocks again at another size.
+        raise InputError("a nested model needs activation_checkpointing=None")
     check_schedule(cfg)
-    figures = _figures(cfg)
-    for key, name in _monitors(cfg):
-        if figures is not None and name.partition("_at_")[0] not in (*figures, "auto"):
-            raise InputError(
-                f"{key} is {name!r}, but validation measures "
-                f"{', '.join(sorted(figures)) or 'nothing'}: give one of these"
-            )
     optimizer = str((cfg.optim_wrapper.get("optimizer") or {}).get("type")).rpartition(".")[2]
     starts = _listed((cfg.model.get("head") or {}).get("init_cfg"))
     zero = any(start.get("type") == "Constant" and not start.get("val") for start in starts)
@@ -279,48 +242,6 @@ def check_config(cfg: Config) -> None:
         )
 
 
-def _checks(cfg: Config) -> list[tuple[Any, str]]:
-    """Return whether each mistake was made, and what to say then."""
-    classes = (cfg.model.get("head") or {}).get("num_classes")
-    prepares = cfg.model.get("data_preprocessor") or cfg.get("data_preprocessor") or {}
-    mixes = (cfg.model.get("train_cfg") or {}).get("augments")
-    pipeline = next(datasets(cfg.train_dataloader.dataset)).get("pipeline") or [{}]
-    first, last = (pipeline[place].get("type") for place in (0, -1))
-    steps = cfg.optim_wrapper.get("accumulative_counts", 1)
-    nested = cfg.model.type == "NestedClassifier" or cfg.model.get("sandwich")
-    return [
-        (
-            classes and mixes and prepares.get("num_classes") != classes,
-            f"model.head.num_classes is {classes}, but data_preprocessor.num_classes is "
-            f"{prepares.get('num_classes')}: set both to the number of classes",
-        ),
-        (
-            first == "LoadImage" and prepares.get("to_rgb"),
-            "LoadImage gives RGB, and data_preprocessor would turn it into BGR: set to_rgb=False",
-        ),
-        (
-            mixes and last == "PackLabels" and prepares.get("type") != "LabelPreprocessor",
-            "only data_preprocessor.type='LabelPreprocessor' mixes images whose labels PackLabels "
-            "packs: set it, or end the pipeline with PackInputs",
-        ),
-        (
-            cfg.train_dataloader.get("sampler", {}) is None,
-            "train_dataloader.sampler is None, which takes images in the order of their files: set "
-            "dict(type='ResumableSampler', shuffle=True)",
-        ),
-        (
-            steps > 1 and (cfg.get("model_wrapper_cfg") or {}).get("static_graph"),
-            f"accumulative_counts is {steps}, but PyTorch accumulates no gradients in a static "
-            "graph: set model_wrapper_cfg.static_graph=False",
-        ),
-        (
-            nested and cfg.get("activation_checkpointing"),
-            "a nested model needs activation_checkpointing=None: the backward pass would compute "
-            "blocks again at another size",
-        ),
-    ]
-
-
 def check_schedule(cfg: Config) -> None:
     """Refuse a schedule of the learning rate that does not fit into the run."""
     limit = "max_iters" if "max_iters" in cfg.train_cfg else "max_epochs"
@@ -328,43 +249,13 @@ def check_schedule(cfg: Config) -> None:
     for index, part in enumerate(_listed(cfg.get("param_scheduler"))):
         by_epoch, begin = part.get("by_epoch", True), part.get("begin", 0)
         if by_epoch and limit == "max_iters" and not part.get("convert_to_iter_based"):
-            raise InputError(
-                f"param_scheduler.{index} counts epochs, but the run counts iterations: set "
-                "by_epoch=False, and begin and end in iterations"
-            )
+            raise InputError(f"param_scheduler.{index} counts epochs: set by_epoch=False")
         end = part.get("end", max(begin + 1, length))
         if by_epoch == (limit == "max_epochs") and not begin < end <= length:
             raise InputError(
                 f"param_scheduler.{index} is from {begin} to {end}, but train_cfg.{limit} is "
                 f"{length}: also set param_scheduler.{index}.begin and end, or param_scheduler=[]"
             )
-
-
-def _figures(cfg: Config) -> set[str] | None:
-    """Return the names of what validation measures; None if they are unknown."""
-    names: set[str] = set()
-    for metric in _listed(cfg.get("val_evaluator")):
-        kind = metric["type"]
-        if kind in ("Accuracy", "AccuracyAndLoss") and not metric.keys() & {"thrs", "prefix"}:
-            names |= {f"accuracy/top{k}" for k in _listed(metric.get("topk", 1))}
-            names |= {"cross_entropy"} if kind == "AccuracyAndLoss" else set()
-        elif kind == "ReconstructionError":
-            names.add("reconstruction/error")
-        else:
-            return None
-    return names
-
-
-def _monitors(cfg: Config) -> Iterator[tuple[str, str]]:
-    """Yield keys of the config that name a figure of validation, and the names."""
-    for name in _listed((cfg.default_hooks.get("checkpoint") or {}).get("save_best")):
-        yield "default_hooks.checkpoint.save_best", name
-    for index, part in enumerate(_listed(cfg.get("param_scheduler"))):
-        if "ReduceOnPlateau" in str(part["type"]):
-            yield f"param_scheduler.{index}.monitor", part.get("monitor", "val_loss")
-    for index, hook in enumerate(_listed(cfg.get("custom_hooks"))):
-        if hook["type"] == "EarlyStoppingHook":
-            yield f"custom_hooks.{index}.monitor", hook["monitor"]
 
 
 def _listed(value: Any) -> list[Any]:
@@ -393,13 +284,13 @@ def check_folders(cfg: Config, names: Sequence[str]) -> None:
                 f"there is no folder {folder}: give `--data-root` a folder that holds train/ and "
                 "val/ with a folder for each class (`tokenformer-vit prepare-data` makes one)"
             )
-        for each in class_folders(folder, left_out) if labels else [folder]:
-            for entry in scan_images(each, left_out):
+        for each in images.class_folders(folder, left_out) if labels else [folder]:
+            for entry in images.scan_images(each, left_out):
                 if not entry.is_file():
                     raise InputError(f"{entry.path} is a broken link: replace or delete it")
-        if left_out[HIDDEN]:
+        if left_out[images.HIDDEN]:
             raise InputError(f"{folder} holds hidden folders, which mmpretrain reads: move them")
-        say_left_out(left_out, folder)
+        images.say_left_out(left_out, folder)
 
 
 def write_config(cfg: Config) -> None:
@@ -417,24 +308,19 @@ def choose_checkpoint(cfg: Config, resume: str | None) -> None:
     written = [path for path in work_dir.glob("*.pth") if not path.name.startswith("best_")]
     has_run = bool(written) or pointer.is_file()
     if resume is None and has_run:
-        raise InputError(
-            f"{work_dir} already holds a run: add --resume to continue it, or choose another "
-            "--work-dir"
-        )
+        raise InputError(f"{work_dir} already holds a run: add --resume, or another --work-dir")
     if resume is None or (resume == "auto" and not has_run):
         return
-    if resume == "auto":
-        if pointer.is_file():
-            path = work_dir / Path(pointer.read_text().strip()).name  # the folder may have moved
-        else:  # killed before the first pointer was written; a file with this name is complete
-            path = max(written, key=lambda path: path.stat().st_mtime)
-    else:
+    if resume != "auto":
         path = Path(resume)
-        if has_run and path.resolve().parent != work_dir.resolve():
-            raise InputError(
-                f"{path} is not in {work_dir}, which already holds a run: choose another --work-dir"
-            )
+    elif pointer.is_file():
+        path = work_dir / Path(pointer.read_text().strip()).name  # the folder may have moved
+    else:  # killed before the first pointer was written; a file with this name is complete
+        path = max(written, key=lambda path: path.stat().st_mtime)
+    if has_run and path.resolve().parent != work_dir.resolve():
+        raise InputError(
+            f"{path} is not in {work_dir}, which already holds a run: choose another --work-dir"
+        )
     if not path.is_file():
-        there = ", ".join(sorted(map(str, written))) or "another --work-dir"
-        raise InputError(f"there is no checkpoint {path}: give --resume one of {there}")
+        raise InputError(f"there is no checkpoint {path}: give --resume a file that is there")
     cfg.resume, cfg.load_from = True, str(path)
