@@ -1,19 +1,14 @@
 """Whole trainings on a GPU; with -m slow on a CPU, which shows that the tests are right."""
 
 import functools
-import json
 import os
 from collections.abc import Callable
-from itertools import pairwise
 
 import pytest
 import torch
-from mmengine.hooks import EMAHook
 from mmengine.optim.optimizer import amp_optimizer_wrapper
 from torch._dynamo.utils import counters
 
-from tokenformer_vit.benchmarking.measures import peak_bytes, saved_bytes
-from tokenformer_vit.training import ResumableEpochLoop
 from tokenformer_vit.training.reports import read_scalars
 
 ITERATIONS = 18  # of the config: three epochs
@@ -36,7 +31,6 @@ custom_hooks = [
             dict(epoch=1, num_qkv_param_tokens=36, num_ffn_param_tokens=120),
             dict(epoch=2, num_qkv_param_tokens=48, num_proj_param_tokens=32),
         ],
-        new_lr_scale=2.0,
     )
 ]
 """
@@ -63,18 +57,11 @@ def device(request, monkeypatch) -> torch.device:
 
 
 @pytest.fixture
-def run(device, train, config, tmp_path, monkeypatch) -> Callable:
-    """Return a function that trains in this process, with ``watch`` around each iteration."""
-    run_iter = ResumableEpochLoop.run_iter
-
-    def run(name, *options, more="", watch=lambda runner, batch, iterate: iterate()):
-        def watched(loop, batch_idx, data_batch):
-            watch(loop.runner, data_batch, lambda: run_iter(loop, batch_idx, data_batch))
-
+def run(device, train, config, tmp_path) -> Callable:
+    def run(name, *options, more=""):
         path = tmp_path / "own.py"
         path.write_text(f"_base_ = {str(config)!r}\n{BY_ITERATION}\n{more}")
-        monkeypatch.setattr(ResumableEpochLoop, "run_iter", watched)
-        words = train.of(path).arguments
+        words = train.of(path).arguments  # in this process, also with a GPU
         done = train.command("train", *words, "--work-dir", tmp_path / name, *options)
         assert done.status == 0, done.output
         return tmp_path / name
@@ -91,85 +78,35 @@ def last_checkpoint(work_dir):
     return torch.load((work_dir / "last_checkpoint").read_text(), weights_only=True)
 
 
-def moments(runner):
-    """Return the gradient moments of each parameter."""
-    states = runner.optim_wrapper.optimizer.state
-    return [(p, states[p][name]) for p in states for name in ("exp_avg", "exp_avg_sq")]
-
-
-def average(runner):
-    (hook,) = (hook for hook in runner.hooks if isinstance(hook, EMAHook))
-    return dict(hook.ema_model.module.named_parameters())
-
-
 def test_compiled_steps_in_bfloat16_follow_eager_ones(run):
-    options = ("--amp", "--cfg-options", "train_cfg.max_epochs=4")
     # Compiled code draws other random numbers for drop path.
     more = "model = dict(backbone=dict(drop_path_rate=0.0))"
-    eager = losses(run("eager", *options, more=more))
+    eager = losses(run("eager", "--amp", more=more))
     graphs = counters["stats"]["unique_graphs"]
-    work_dir = run("compiled", "--compile", *options, more=more)
+    compiled = losses(run("compiled", "--compile", "--amp", more=more))
     assert counters["stats"]["unique_graphs"] > graphs
-    compiled = losses(work_dir)
-    assert list(compiled) == list(range(1, 25))
     assert list(compiled.values()) == pytest.approx(list(eager.values()), rel=1e-2)
-    assert json.loads((work_dir / "record.json").read_text())["dtype"] == "bfloat16 autocast"
 
 
 def test_float16_skips_the_steps_whose_gradients_overflow(run):
-    scales, weights = [2.0**26], []
-
-    def watch(runner, batch, iterate):
-        iterate()
-        scales.append(runner.optim_wrapper.loss_scaler.get_scale())
-        weights.append(runner.model.head.fc.weight.detach().clone())
-
-    work_dir = run("float16", more=FLOAT16, watch=watch)
-    skipped = [after < before for before, after in pairwise(scales)]
-    assert skipped[0]
-    assert any(after > before for before, after in pairwise(scales))
-    for number in range(1, ITERATIONS):
-        assert torch.equal(weights[number], weights[number - 1]) == skipped[number]
-    checkpoint = last_checkpoint(work_dir)["optimizer"]
-    assert checkpoint["loss_scaler"]["scale"] == scales[-1]
-    steps = {int(state["step"]) for state in checkpoint["state"].values()}
-    assert steps == {ITERATIONS - sum(skipped)}
-    assert json.loads((work_dir / "record.json").read_text())["dtype"] == "float16 autocast"
+    checkpoint = last_checkpoint(run("float16", more=FLOAT16))["optimizer"]
+    assert 1 < checkpoint["loss_scaler"]["scale"] < 2.0**26
+    (steps,) = {int(state["step"]) for state in checkpoint["state"].values()}
+    assert 0 < steps < ITERATIONS
 
 
-@pytest.mark.parametrize(
-    "more",
-    [BFLOAT16, FLOAT16, GROWING, IN_MEMORY],
-    ids=["bfloat16", "float16", "growing", "in_memory"],
-)
-def test_a_stopped_run_goes_on_bit_for_bit_with_all_states_on_its_device(run, device, more):
-    sizes = set()
-
-    def watch(runner, batch, iterate):
-        iterate()
-        weights = dict(runner.model.named_parameters())
-        for name, tensor in average(runner).items():
-            assert tensor.shape == weights[name].shape
-            assert tensor.device.type == weights[name].device.type == device.type
-        for weight, moment in moments(runner):
-            assert moment.shape == weight.shape
-            assert moment.device.type == device.type
-            assert moment.dtype == torch.float32
-        sizes.add(sum(weight.numel() for weight in weights.values()))
-
-    whole = run("whole", "--deterministic", more=more, watch=watch)
+@pytest.mark.parametrize("more", [BFLOAT16, FLOAT16, GROWING, IN_MEMORY])
+def test_a_stopped_run_goes_on_bit_for_bit(run, more):
+    whole = run("whole", "--deterministic", more=more)
     stopped = str(whole / f"iter_{STOPPED}.pth")
-    rest = run("rest", "--deterministic", "--resume", stopped, more=more, watch=watch)
+    rest = run("rest", "--deterministic", "--resume", stopped, more=more)
     expected = losses(whole)
     assert list(expected) == list(range(1, ITERATIONS + 1))
     assert losses(rest) == {step: expected[step] for step in expected if step > STOPPED}
     one, other = last_checkpoint(whole), last_checkpoint(rest)
     for part in ("state_dict", "ema_state_dict"):
-        assert one[part].keys() == other[part].keys()
-        for name, tensor in one[part].items():
-            assert torch.equal(tensor, other[part][name]), name
+        torch.testing.assert_close(one[part], other[part], rtol=0, atol=0)
     assert one["optimizer"].get("loss_scaler") == other["optimizer"].get("loss_scaler")
-    assert len(sizes) == (3 if more is GROWING else 1)
 
 
 def test_one_process_of_torchrun_trains_as_one_without(train, device, tmp_path):
@@ -189,39 +126,3 @@ def test_one_process_of_torchrun_trains_as_one_without(train, device, tmp_path):
     expected = losses(tmp_path / "plain")
     assert len(expected) == 12
     assert losses(tmp_path / "launched") == pytest.approx(expected, rel=1e-4)
-
-
-LARGER = """
-model = dict(
-    backbone=dict(patch_size=1, embed_dim=192, num_heads=3, depth={depth}),
-    head=dict(in_channels=192),
-)
-train_dataloader = dict(batch_size={batch}, num_batch_per_epoch=3)
-train_cfg = dict(max_epochs=2)
-"""
-
-
-def test_a_step_needs_the_memory_that_is_counted(run, device):
-    if device.type == "cpu":
-        pytest.skip("PyTorch counts the memory of tensors only on a GPU")
-    measured = {}
-
-    def watch(runner, batch, iterate):
-        if runner.iter != 2:  # then there are moments and the average
-            return iterate()
-        measured["peak"] = peak_bytes(iterate, device)
-        data = runner.model.data_preprocessor(batch, True)
-        with runner.optim_wrapper.optim_context(runner.model):
-            measured["saved"] = saved_bytes(
-                lambda: runner.model(**data, mode="loss")["loss"], runner.model
-            )
-        measured["weights"] = sum(weight.numel() for weight in runner.model.parameters())
-
-    # PyTorch gives cuBLAS up to 32 MiB for a product; a larger model needs much more.
-    depth, batch, workspace = 12, 16, 2**25
-    run("larger", more=BFLOAT16 + LARGER.format(depth=depth, batch=batch), watch=watch)
-    scores = batch * 65 * 768  # of the feed-forward layer
-    # Gradients in float32, copies of weights in bfloat16, and the tensors of the backward of one
-    # Θ: z, its activation, three products and the result in float32, four others in bfloat16.
-    counted = measured["saved"] + (4 + 2) * measured["weights"] + (6 * 4 + 4 * 2) * scores
-    assert 0.6 * counted < measured["peak"] < 1.1 * counted + workspace

@@ -103,12 +103,13 @@ class FastRandAugment(stock.RandAugment):
         if planes.flags.c_contiguous:  # as torchvision's transforms leave it
             results["img"] = cv2.merge(list(planes))  # OpenCV would copy a view more slowly
         for index in self.random_policy_indices():
-            operation: Any = self.transforms[index]
+            operation = self.transforms[index]
             if isinstance(operation, _OF_BGR):
-                image: Any = cv2.cvtColor(results["img"], cv2.COLOR_RGB2BGR)
-                results["img"] = cv2.cvtColor(operation({"img": image})["img"], cv2.COLOR_BGR2RGB)
+                bgr = {"img": cv2.cvtColor(results["img"], cv2.COLOR_RGB2BGR)}
+                operation(bgr)
+                results["img"] = cv2.cvtColor(bgr["img"], cv2.COLOR_BGR2RGB)
             elif type(operation) not in _BY_PILLOW:
-                results = operation(results)
+                operation(results)
             elif not operation.random_disable():
                 change = _BY_PILLOW[type(operation)]
                 results["img"] = np.array(change(Image.fromarray(results["img"])))

@@ -60,10 +60,10 @@ class PackLabels(PackInputs):
 
     def transform(self, results: dict) -> dict:
         """Return the image as a (3, H, W) tensor, and its label as a number."""
-        image: Any = results["img"]
+        image = results["img"]
         planes = image.transpose(2, 0, 1)
         if not planes.flags.c_contiguous:
-            planes = np.empty(planes.shape, planes.dtype)
+            planes = np.empty_like(planes, order="C")
             cv2.split(image, list(planes))  # four times as fast as a copy of the transpose
         return {"inputs": torch.from_numpy(planes), "data_samples": results["gt_label"]}
 
