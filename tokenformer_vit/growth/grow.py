@@ -47,7 +47,7 @@ def grow(
     freeze: str | None = None,
     optimizer: Optimizer | None = None,
     moments: str = "keep",
-    new_lr_scale: float = 1.0,
+    new_lr_scale: float | None = None,
 ) -> Model:
     """Append pairs of parameter tokens to every layer of a model, in place, or change nothing.
 
@@ -66,14 +66,14 @@ def grow(
         nested: Whether the present size becomes a nested size, as it does in a nested model. It
             computes bit for bit what it did, if only new pairs are trained.
         seed: Seed of the random numbers, which differ between layers and between old counts.
-        split: Store new pairs in separate parameters, and give them groups of the optimizer of
-            their own. Those of an earlier growth become old pairs.
+        split: Store new pairs in separate parameters. Those of an earlier growth become old pairs.
         freeze: ``old`` trains only the new pairs, not even the head; implies ``split``.
         optimizer: Optimizer of the model's parameters, which continues; so do its schedulers,
             unless ``new_lr_scale`` or the first gates add a group. Make anew all other optimizers,
             and averages of the weights.
         moments: ``keep`` the optimizer's state of old pairs, or ``reset`` it in growing layers.
-        new_lr_scale: Factor on the learning rate of new pairs; implies ``split`` unless it is 1.
+        new_lr_scale: Factor on the learning rate of new pairs, which get groups of the optimizer of
+            their own; implies ``split``.
 
     Returns:
         ``model``. Outputs stay equal to about 1e-6: sums of another length round differently.
@@ -85,7 +85,7 @@ def grow(
     """
     if freeze not in (None, "old"):
         raise InputError(f"freeze must be 'old' or None, but got {freeze!r}")
-    if new_lr_scale <= 0:
+    if new_lr_scale is not None and new_lr_scale <= 0:
         raise InputError(f"new_lr_scale must be positive, but got {new_lr_scale}")
     layers = whole_layers(model)
     before = {name: read_tokens(layer) for name, layer in layers.items()}
@@ -110,14 +110,13 @@ def grow(
         # A gate, or pairs that were new in the last growth and are old now.
         if own is not before[name] or is_split(layers[name]) or own.gate is not None
     }
-    apart = split or new_lr_scale != 1
-    split = apart or freeze is not None
+    split = split or freeze is not None or new_lr_scale is not None
     # Nothing would open a fixed gate that is shut, unless it is asked for.
     learn_gate = gate == "learned" or (bool(shut) and gate is None)
     joined = write_tokens(model, growing, split, learn_gate, optimizer, moments)
     if freeze:  # before the optimizer, which takes only what is trained
         freeze_old(model)
-    follow(optimizer, model, [layers[name] for name in growing], joined, new_lr_scale, apart)
+    follow(optimizer, model, [layers[name] for name in growing], joined, new_lr_scale)
     return model
 
 

@@ -250,8 +250,7 @@ def follow(
     model: nn.Module,
     layers: Iterable[Pattention],
     joined: Mapping[nn.Parameter, nn.Parameter],
-    new_lr_scale: float = 1.0,
-    apart: bool = False,
+    new_lr_scale: float | None = None,
 ) -> None:
     """Give an optimizer the new parameters of layers, and take out those that others hold now."""
     if optimizer is None:
@@ -271,7 +270,8 @@ def follow(
         others = (own[name.replace("new_", "old_")], *gone, *own.values())
         like = next((groups[p] for p in others if p in groups), optimizer.param_groups[0])
         settings = copy.deepcopy({**like, "params": None})
-        scale = new_lr_scale if name.startswith("new_") else 1.0
+        apart = new_lr_scale is not None and name.startswith("new_")
+        scale = new_lr_scale if apart else 1.0
         rates = settings.keys() & {"lr", "initial_lr", "max_lr", "min_lr"}  # of OneCycleLR as well
         settings |= {key: settings[key] * scale for key in rates}
         if parameter.dim() < 2:  # Muon takes only matrices, and decay is for them
@@ -279,8 +279,7 @@ def follow(
             settings |= {key: fixed[key] for key in settings.keys() & fixed}
         # New pairs apart join only groups of this growth: a resume repeats the growths of a run
         # before it loads the rates, when those of two growths are still the same.
-        own_group = apart and name.startswith("new_")
-        for group in optimizer.param_groups[number if own_group else 0 :]:
+        for group in optimizer.param_groups[number if apart else 0 :]:
             if {**group, "params": None} == settings:
                 # In the order of the model, because PyTorch loads a state by position.
                 held, place = group["params"], places[parameter]

@@ -82,7 +82,7 @@ class GrowthHook(Hook):
     ) -> None:
         self.schedule = [dict(event) for event in schedule]
         self.done = 0  # growths so far
-        self.how = {**how, "split": new_warmup_iters > 0}
+        self.how = {"new_lr_scale": 1.0, **how} if new_warmup_iters else how
         self._open_iters, self._warmup_iters = open_iters, new_warmup_iters
         self._train_head, self._seed = train_head, seed
         self._rates: list[tuple[dict[str, Any], float]] = []  # groups that warm up; their own rates
